@@ -334,7 +334,12 @@ def connect_to_ray() -> tuple[Any, bool]:
     is_mine = not ray.is_initialized()
     if is_mine:
         try:
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
+            ray.init(
+                namespace="heterog",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="error",
+            )
         except (ConnectionError, RuntimeError, ValueError) as error:
             first = str(error).strip().split("\n")[0]
             raise HeterogError(

@@ -28,7 +28,6 @@ from heterog.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from heterog.healing.options import HealOptions
-    from heterog.healing.several import SeveralHosts
     from heterog.runtime.ranks.place import Place
     from heterog.runtime.request import RunRequest
     from heterog.search.plan import Plan
@@ -56,8 +55,6 @@ def heal_options(heal: bool, given: Mapping[str, Any]) -> "HealOptions | None":
             )
     if "checkpoint_every" in given and "checkpoint" not in given:
         raise HeterogError("--checkpoint-every without --checkpoint; name a folder for them.")
-    if "host" in given and "rendezvous" not in given:
-        raise HeterogError("--host without --rendezvous has no effect; say where hosts meet.")
     if not heal:
         return None
     read: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -71,30 +68,25 @@ def heal_options(heal: bool, given: Mapping[str, Any]) -> "HealOptions | None":
     return HealOptions(**fields)
 
 
-def run_healing(
-    request: "RunRequest", options: "HealOptions", *, rendezvous: str, host: str, as_json: bool
-) -> None:
-    """Run the job and print the outcome."""
-    from heterog.healing.job import HealingJob
+def run_healing(request: "RunRequest", options: "HealOptions", *, on: str, as_json: bool) -> None:
+    """Run the job, here or on Ray, and print the outcome."""
 
     def say(text: str) -> None:
         err.print(text, soft_wrap=True, highlight=False)
 
     with progress_line(as_json) as show:
-        crew = None
-        if rendezvous:
-            crew = _crew_of_several(request, rendezvous, host, say)
-            if crew is None:  # another host leads, and the job is done
-                out.print("done; the host that leads says how it went", soft_wrap=True)
-                return
-        job = HealingJob(
-            request,
-            options=options,
-            crew=crew,
-            progress=lambda stage: show(*stage_progress(stage)),
-            say=say,
-        )
-        measured = job.run()
+
+        def progress(stage: str) -> None:
+            show(*stage_progress(stage))
+
+        if on == RAY:
+            from heterog.healing.on_ray import heal_on_ray
+
+            measured = heal_on_ray(request, options, progress=progress, say=say)
+        else:
+            from heterog.healing.job import HealingJob
+
+            measured = HealingJob(request, options=options, progress=progress, say=say).run()
     if as_json:
         print_json(measured)
     else:
@@ -121,38 +113,6 @@ def _print_moves(measured: Mapping[str, Any]) -> None:
         f"{first:.4f} -> {last:.4f}; {snapshots['number']} snapshots, "
         f"{format_bytes(snapshots['bytes_of_rank_0'])} each from rank 0",
         soft_wrap=True,
-    )
-
-
-def _crew_of_several(
-    request: "RunRequest", rendezvous: str, host: str, say: Callable[[str], None]
-) -> "SeveralHosts | None":
-    """The crew that this host leads; ``None`` if another leads and the job is done.
-
-    Raises:
-        HeterogError: the plan has no such host, or the job failed.
-    """
-    from heterog.healing.host import HostProcess
-    from heterog.healing.rendezvous import Rendezvous, own_host
-    from heterog.healing.several import SeveralHosts
-
-    loaded = request.load()
-    names = [each.name for each in loaded.cluster.hosts]
-    name = names[own_host(host, names)]
-    place = Rendezvous.parse(rendezvous)
-    listening = place.listen()
-    if listening is None:
-        HostProcess(place, name, loaded.program_hash, request).run()
-        return None
-    own = ["-m", "heterog.healing.host", rendezvous, name, loaded.program_hash]
-    return SeveralHosts(
-        loaded.cluster,
-        loaded.program_hash,
-        listening,
-        place,
-        request,
-        own=[*own, request.to_json()],
-        say=say,
     )
 
 
@@ -247,15 +207,7 @@ def run(
         ),
     ] = None,
     rendezvous: Annotated[
-        str,
-        typer.Option(
-            "--rendezvous",
-            help="with --heal on several hosts: ADDRESS:PORT of the one that leads",
-        ),
-    ] = "",
-    host: Annotated[
-        str,
-        typer.Option("--host", help="with --rendezvous: this host's name in the plan's cluster"),
+        str, typer.Option("--rendezvous", "--host", hidden=True, help="refused, for one release")
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -267,6 +219,11 @@ def run(
     from heterog.runtime.request import RunRequest
     from heterog.units import parse_seconds
 
+    if rendezvous:
+        raise HeterogError(
+            "--rendezvous and --host are gone: on several hosts jobs heal on a Ray cluster; run "
+            "ray start on each, and once, anywhere, heterog run plan.json --heal --on ray."
+        )
     request = RunRequest(
         plan=plan,
         model=model,
@@ -291,18 +248,17 @@ def run(
             "checkpoint_every": checkpoint_every,
             "back_after": back_after,
             "slow_factor": slow_factor,
-            "rendezvous": rendezvous,
-            "host": host,
         },
     )
     if healing is not None:
-        others = testbed, trace, port, loaded.background
-        if any(others) or on != LOCAL:
+        if any((testbed, trace, port, loaded.background)):
             raise HeterogError(
-                "--heal does not go with --on, --testbed, --trace, --port or a background job; "
-                "leave one of them out."
+                "--heal does not go with --testbed, --trace, --port or a background job; leave "
+                "one of them out."
             )
-        run_healing(request, healing, rendezvous=rendezvous, host=host, as_json=as_json)
+        if on != LOCAL:
+            check_engine(on, loaded, testbed)
+        run_healing(request, healing, on=on, as_json=as_json)
         return
     measured = _run_in_place(request, loaded, testbed, on, quiet=as_json)
     if trace is not None:

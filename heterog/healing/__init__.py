@@ -9,8 +9,9 @@ training goes on at the step after it.
   ``near_keeper`` to that of this host.
 - ``snapshots`` says which snapshot is the newest complete one.
 - ``job`` runs a plan and heals it (``heterog run`` if asked to). Its ``crew`` is this machine, or
-  ``several``, which meet at a ``rendezvous``; ``host`` is the process of each. Ranks read what to
-  run in an ``assignment`` and write a ``journal``; ``options`` are the settings.
+  ``ray_crew``, the nodes of a Ray cluster, on each of which an actor of ``ray_host`` runs ranks
+  and holds snapshots; ``on_ray`` is the job that leads them. Ranks read what to run in an
+  ``assignment`` and write a ``journal``; ``options`` are the settings.
 - ``rank`` is what each rank does, ``sending`` and ``restoring`` move the state of a plan,
   ``steering`` decides with the help of ``planning``, a process that plans for what is left
   (a ``service`` that answers a ``question``); ``remaining`` and ``moving`` say what is left and

@@ -32,6 +32,8 @@ class Assignment:
         token: Secret that the keepers of the job ask for.
         host_of: Host of each rank.
         copies: Number of keepers that hold each part of a snapshot.
+        writers: Ranks that write the journal: rank 0, and on each other host one, whose journal
+            has the steps that the host of rank 0 did not live to tell.
         why_not: Why there is nothing to run; the ranks end with this error. Empty if there is.
     """
 
@@ -44,6 +46,7 @@ class Assignment:
     token: str
     host_of: tuple[int, ...]
     copies: int
+    writers: tuple[int, ...] = (0,)
     why_not: str = ""
 
     def write(self, path: Path) -> None:

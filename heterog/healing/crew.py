@@ -1,4 +1,4 @@
-"""Who runs the ranks and the keepers of a job that heals: this machine, or several."""
+"""Who runs the ranks and the keepers of a job that heals: this machine, or nodes of Ray."""
 
 import os
 import threading
@@ -12,23 +12,49 @@ from heterog.cluster.topology import Cluster
 from heterog.healing.assignment import Assignment
 from heterog.healing.journal import Event, JournalReader
 from heterog.healing.keepers import KeeperPlace, start_keeper
+from heterog.healing.options import Trained
+from heterog.healing.steering import Running
 from heterog.runtime.launch import run_commands
 from heterog.runtime.ranks.place import HERE, Place
 from heterog.runtime.request import RunRequest
 
-RANK_MODULE = "heterog.healing.rank"
+
+@dataclass(slots=True, kw_only=True)
+class JobState:
+    """What has to be known to go on with a job.
+
+    Attributes:
+        generation: Number of times ranks were started before.
+        running: The plan that the generation runs.
+        trained: Progress so far.
+        is_running: Whether the ranks of the generation are there.
+    """
+
+    generation: int
+    running: Running
+    trained: Trained
+    is_running: bool = True
 
 
 def rank_command(run_file: Path, assignment: Path, journal: Path, stop: Path) -> list[str]:
     """Arguments of Python for a rank; see ``heterog.healing.rank``."""
-    return ["-m", RANK_MODULE, *map(str, (run_file, assignment, journal, stop))]
+    return ["-m", "heterog.healing.rank", *map(str, (run_file, assignment, journal, stop))]
 
 
 class Crew(Protocol):
     """Runs the ranks of one generation after another, beside keepers that stay."""
 
-    def open(self, folder: Path, token: str) -> None:
-        """Begin: files may be written to the folder, and the token is that of the keepers."""
+    def open(self, folder: Path, token: str, state: Callable[[], JobState]) -> JobState | None:
+        """Begin.
+
+        Args:
+            folder: Where files may be written.
+            token: That of the keepers.
+            state: Says what would have to be known to go on with the job.
+
+        Returns:
+            What is known of the job if it has begun before.
+        """
 
     def run(
         self,
@@ -89,9 +115,10 @@ class LocalCrew:
         self._cluster, self._request, self._place = cluster, request, place
         self._keepers: dict[int, tuple[Popen[bytes], KeeperPlace]] = {}
 
-    def open(self, folder: Path, token: str) -> None:
-        """See ``Crew``."""
+    def open(self, folder: Path, token: str, state: Callable[[], JobState]) -> JobState | None:
+        """See ``Crew``; the job ends with this process."""
         self._folder, self._token = folder, token
+        return None
 
     def run(
         self,

@@ -18,7 +18,7 @@ from heterog.errors import HeterogError, HeterogWarning
 from heterog.files import read_json
 from heterog.healing.assignment import Assignment
 from heterog.healing.checkpoints import Writing
-from heterog.healing.crew import Crew, LocalCrew
+from heterog.healing.crew import Crew, JobState, LocalCrew
 from heterog.healing.keepers import Keepers
 from heterog.healing.options import HealOptions, Move, Trained
 from heterog.healing.service import Service
@@ -36,6 +36,7 @@ from heterog.runtime.ranks.forks import rank_forks
 from heterog.runtime.ranks.place import HERE, Place
 from heterog.runtime.ranks.watching import LaunchError
 from heterog.runtime.request import RunRequest
+from heterog.search.plan import Plan
 from heterog.user_code import trusted_source
 
 _FIRST_PLAN_S = 300.0
@@ -64,6 +65,19 @@ def recent_step_s(seconds: dict[int, float], after: int = 0) -> float:
             break
         count, whole_s = count + 1, whole_s + step_s
     return whole_s / count if count >= _RECENT_STEPS else 0.0
+
+
+def check_can_heal(plan: Plan, path: Path) -> None:
+    """Check that a plan has one model, which is trained exactly.
+
+    Raises:
+        HeterogError: it is trained in a mode that changes results.
+    """
+    if modes := plan.strategy.modes:
+        raise HeterogError(
+            f"{path} has {modes[0].words}, and jobs that heal keep copies of one model only, and "
+            "train what is left of a cluster exactly; run it without `heal`, with `save`."
+        )
 
 
 def _warn_about_redundancy(redundancy: int, num_hosts: int) -> None:
@@ -108,12 +122,7 @@ class HealingJob:
         self.options = options or HealOptions()
         self.trained = Trained()
         self._plan, self._path = request.load(), request.plan.resolve()
-        if modes := self._plan.strategy.modes:
-            raise HeterogError(
-                f"{request.plan} has {modes[0].words}, and jobs that heal keep copies of one "
-                "model only, and train what is left of a cluster exactly; run it "
-                "without `heal`, with `save`."
-            )
+        check_can_heal(self._plan, request.plan)
         self._whole = self._plan.cluster
         self._source = request.model or trusted_source(
             self._plan.graph.source, request.sources, str(request.plan)
@@ -160,7 +169,7 @@ class HealingJob:
             self._folder = stack.enter_context(temporary_folder())
             stack.enter_context(rank_forks(RANKS_OWN))  # one for all generations
             stack.push(lambda kind, error, trace: self._crew.close(str(error or "")))
-            self._crew.open(self._folder, self._token)
+            state = self._crew.open(self._folder, self._token, self._state)
             running = Running(
                 path=str(self._path),
                 method=self._plan.method,
@@ -168,7 +177,7 @@ class HealingJob:
             )
             self._steering = Steering(
                 self._whole,
-                running,
+                running if state is None else state.running,
                 self._folder,
                 self.options,
                 self._say,
@@ -176,7 +185,9 @@ class HealingJob:
                 is_here=self._crew.is_here,
             )
             stack.callback(self._steering.close)
-            self._steering.begin(self._source)
+            self._steering.begin(str(self._path), self._source)
+            if state is not None:
+                self._go_on(state)
             if self.options.checkpoint:
                 self._writing = Writing(
                     Path(self.options.checkpoint), self.options.checkpoint_s, self._token
@@ -187,6 +198,25 @@ class HealingJob:
                 self._run_generation()
                 self.generation += 1
         return self._measured()
+
+    def _state(self) -> JobState:
+        return JobState(generation=self.generation, running=self.running, trained=self.trained)
+
+    def _go_on(self, state: JobState) -> None:
+        """Go on with a job whose process like this one was lost."""
+        self.trained, self.generation = state.trained, state.generation
+        self.trained.last_event_s = time.monotonic()
+        left_out = set(range(self._whole.num_devices)) - set(state.running.device_of)
+        self._steering.leave_out(sorted(left_out))
+        if self.options.checkpoint and (Path(self.options.checkpoint) / CHECKPOINT_INDEX).exists():
+            self._resume = self.options.checkpoint
+        done = max(self.trained.losses, default=0)
+        why = f"who leads the job was lost, and is there again after step {done}"
+        if state.is_running:
+            self._say(why)
+        else:
+            self.generation += 1
+            self._begin_move(Move(kind="lost", why=why))
 
     # --- generations -----------------------------------------------------------------------------
 
@@ -280,7 +310,7 @@ class HealingJob:
 
     def _choose(self) -> None:
         """Take the plan that was decided for, or make one for what is left."""
-        going, self._going = self._going, None
+        going, self._going, self._is_begun = self._going, None, True
         if going is not None:
             self._steering.begin_generation(going.answer, going.kind)
             return
@@ -299,7 +329,7 @@ class HealingJob:
         steering.steps_left = self._steps_left()
         moves = self.trained.moves
         steering.step_s = recent_step_s(self.trained.seconds, moves[-1].step if moves else 0)
-        if self.generation == 0 and not self._is_begun:
+        if not self._is_begun:
             self._is_begun = True
             steering.begin_generation(None, "first")
         self._going = steering.look()

@@ -35,19 +35,22 @@ class JournalReader:
 
     Args:
         path: Path of the file, which may not exist yet.
+        at: Position to begin at.
+
+    Attributes:
+        at: Position up to which it was read.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._at = 0
+    def __init__(self, path: Path, at: int = 0) -> None:
+        self._path, self.at = path, at
 
     def new_events(self) -> list[Event]:
         """New events whose line is complete."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
-            file.seek(self._at)
+            file.seek(self.at)
             content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
-        self._at += len(whole)
+        self.at += len(whole)
         return [json.loads(line) for line in whole.splitlines()]

@@ -26,20 +26,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 from heterog.healing.snapshots import Moment, Part
 from heterog.healing.wire import (
     Header,
     WireError,
-    challenge,
+    connect,
     receive_header,
     receive_into,
     send_message,
 )
 
-_ANSWER_S = 30.0
-"""Seconds to wait for the answer to a challenge."""
 _LOOK_S = 0.2
 
 
@@ -55,9 +54,9 @@ class Shelf:
         self._lock = threading.Lock()
         self._held: dict[tuple[Moment, int], tuple[Part, Any, bytearray]] = {}
         self._spare: list[bytearray] = []
-        self._pinned: dict[int, Moment] = {}
+        self._pinned: dict[object, Moment] = {}
 
-    def pin(self, reader: int, moment: Moment | None) -> None:
+    def pin(self, reader: object, moment: Moment | None) -> None:
         """Keep the parts of a moment for a reader, instead of those it read before."""
         with self._lock:
             self._pinned.pop(reader, None)
@@ -111,26 +110,22 @@ class Shelf:
         return found[1], found[2]
 
 
-def serve(connection: socket.socket, shelf: Shelf, token: str) -> None:
+def serve(peer: socket.socket, shelf: Shelf, token: str) -> None:
     """Answer one client until it leaves."""
-    with connection, contextlib.suppress(WireError, OSError), _unpinned(connection, shelf):
-        connection.settimeout(_ANSWER_S)
-        if not challenge(connection, token):
-            return
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while True:
-            header, size = receive_header(connection)
-            try:
-                _answer(connection, shelf, header, size)
-            except WireError as error:
-                send_message(connection, {"error": str(error)})
-                if size:  # its bytes are still being sent, and will not be read
-                    return
+    with contextlib.suppress(WireError, OSError):
+        with connect(peer, token, is_keeper=True) as connection, _unpinned(connection, shelf):
+            while True:
+                header = receive_header(connection)
+                try:
+                    _answer(connection, shelf, header)
+                except WireError as error:
+                    send_message(connection, {"error": str(error)})
+                    if header.get("do") == "put":  # what follows will not be read
+                        return
 
 
 @contextlib.contextmanager
-def _unpinned(connection: socket.socket, shelf: Shelf) -> Iterator[None]:
+def _unpinned(connection: Connection, shelf: Shelf) -> Iterator[None]:
     """Unpin what a client reads when it disconnects."""
     try:
         yield
@@ -138,12 +133,10 @@ def _unpinned(connection: socket.socket, shelf: Shelf) -> Iterator[None]:
         shelf.pin(id(connection), None)
 
 
-def _answer(connection: socket.socket, shelf: Shelf, header: Header, size: int) -> None:
+def _answer(connection: Connection, shelf: Shelf, header: Header) -> None:
     match header.get("do"):
         case "put":
             part = Part.from_header(header)
-            if part.num_bytes != size:
-                raise WireError(f"a part of {part.num_bytes} bytes comes with {size}.")
             settled = header.get("settled")
             content = shelf.room_for(part, Moment(*settled) if settled else None)
             receive_into(connection, content)
@@ -165,7 +158,7 @@ def _answer(connection: socket.socket, shelf: Shelf, header: Header, size: int) 
             _, content = shelf.find(part.moment, part.number)
             if not 0 <= begin <= begin + length <= len(content):
                 raise WireError(f"{length} bytes from {begin} on are not in {len(content)}.")
-            send_message(connection, {}, [memoryview(content)[begin : begin + length]])
+            send_message(connection, {}, memoryview(content)[begin : begin + length])
         case other:
             raise WireError(f"a keeper cannot {str(other)[:40]!r}.")
 

@@ -15,8 +15,9 @@ from heterog.healing.snapshots import Moment, Part, newest_complete
 from heterog.healing.wire import (
     Header,
     WireError,
-    answer_challenge,
-    receive_message,
+    connect,
+    receive_header,
+    receive_into,
     send_message,
 )
 from heterog.runtime.launch import with_package
@@ -55,34 +56,28 @@ class Keeper:
     def __init__(self, place: KeeperPlace, token: str) -> None:
         self.place = place
         try:
-            self._socket = socket.create_connection((place.address, place.port), _CONNECT_S)
+            peer = socket.create_connection((place.address, place.port), _CONNECT_S)
         except OSError as error:
             raise WireError(
                 f"the keeper of host {place.host} does not answer: {error.strerror or error}."
             ) from error
-        self._socket.settimeout(_REPLY_S)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
-            answer_challenge(self._socket, token)
-        except (OSError, WireError):
-            self._socket.close()
-            raise
+        self._connection = connect(peer, token, is_keeper=False)
 
     def put(
         self, part: Part, index: Any, content: memoryview, settled: Moment | None = None
     ) -> None:
         """Store a part there; see ``heterog.healing.keeper``."""
         header = {"do": "put", "index": index, "settled": settled, **part.to_header()}
-        self._ask(header, [content])
+        self._ask(header, content)
 
     def parts(self) -> list[Part]:
         """All parts that it holds."""
-        answer, _ = self._ask({"do": "list"})
+        answer = self._ask({"do": "list"})
         return [Part.from_header(each) for each in answer.get("parts", [])]
 
     def index(self, part: Part) -> Any:
         """The index of a part."""
-        return self._ask({"do": "index", **part.to_header()})[0].get("index")
+        return self._ask({"do": "index", **part.to_header()}).get("index")
 
     def pin(self, part: Part) -> None:
         """Keep the snapshot of a part from being removed while this connection is open."""
@@ -90,29 +85,28 @@ class Keeper:
 
     def get(self, part: Part, begin: int, size: int) -> bytearray:
         """Bytes of a part: ``size`` of them from ``begin`` on."""
-        header = {"do": "get", "begin": begin, "size": size, **part.to_header()}
-        _, content = self._ask(header)
-        if len(content) != size:
-            raise WireError(f"a keeper sent {len(content)} bytes of {size}.")
+        content = bytearray(size)
+        self._ask({"do": "get", "begin": begin, "size": size, **part.to_header()})
+        receive_into(self._connection, content)
         return content
 
     def close(self) -> None:
         """Close the connection."""
-        self._socket.close()
+        self._connection.close()
 
-    def _ask(self, header: Header, payload: Sequence[memoryview] = ()) -> tuple[Header, bytearray]:
-        try:
-            send_message(self._socket, header, payload)
-        except WireError:
-            # A keeper that refuses a part says why and closes, before it has read all of it.
-            with suppress(WireError, OSError):
-                answer, _ = receive_message(self._socket)
-                raise WireError(str(answer.get("error"))) from None
-            raise
-        answer, content = receive_message(self._socket)
+    def _ask(self, header: Header, content: bytes | memoryview = b"") -> Header:
+        # A keeper that refuses a part says why and closes, before it has read all of it.
+        with suppress(WireError):
+            send_message(self._connection, header, content)
+        return self._answer()
+
+    def _answer(self) -> Header:
+        if not self._connection.poll(_REPLY_S):
+            raise WireError(f"the keeper of host {self.place.host} does not answer.")
+        answer = receive_header(self._connection)
         if "error" in answer:
             raise WireError(str(answer["error"]))
-        return answer, content
+        return answer
 
 
 class Keepers:

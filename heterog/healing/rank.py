@@ -49,7 +49,7 @@ class HealingRank:
     Args:
         request: How it trains.
         assignment: What the generation runs.
-        journal: Path of rank 0's event file.
+        journal: Path of the event file, for who writes it.
         stop: Path of a file whose existence asks the ranks to stop after a step.
     """
 
@@ -60,7 +60,7 @@ class HealingRank:
         plan = load_plan(assignment.plan)
         self._step, workload = set_up(plan, request)
         self._rank = dist.get_rank()
-        self._journal = Journal(journal if self._rank == 0 else None)
+        self._journal = Journal(journal if self._rank in assignment.writers else None)
         self._program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
         self._batch = workload.make_batch()
         tell("taking the state up")

@@ -143,13 +143,14 @@ class Steering:
         self._service = service
         self._setup_id = 0
 
-    def begin(self, source: str) -> None:
+    def begin(self, plan: str, source: str) -> None:
         """Have the service load the first plan and its workload.
 
         Args:
+            plan: Path of the plan.
             source: Source of the workload.
         """
-        self._setup_id = self._service.ask({"whole": self.running.path, "source": source})
+        self._setup_id = self._service.ask({"whole": plan, "source": source})
 
     @property
     def lost(self) -> frozenset[int]:

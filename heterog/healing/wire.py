@@ -1,36 +1,29 @@
-"""Messages between ranks and keepers: a JSON header and raw bytes, both of announced length.
+"""Messages between ranks and keepers: a JSON header and, behind some, the bytes of tensors.
 
-    8 bytes   length of the header
-    8 bytes   length of the payload
-    header    JSON object, UTF-8
-    payload   bytes of tensors
-
-Nothing is unpickled. Who connects has to answer a challenge: the keeper sends random bytes, the
-client the HMAC-SHA256 of them under the job's token, which never goes over the wire.
+They go through connections of ``multiprocessing``, as bytes: nothing is unpickled. Both sides show
+that they know the job's token by its HMAC challenges, so the token never goes over the wire.
 """
 
-import hashlib
-import hmac
 import json
 import secrets
 import socket
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import ProcessError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 from heterog.errors import HeterogError
 
-MOST_HEADER_BYTES = 1 << 28
+_MOST_HEADER_BYTES = 1 << 28
 """Limit of a header: the index of a snapshot takes about 300 bytes for each tensor."""
-MOST_PAYLOAD_BYTES = 1 << 40
-_LENGTHS = struct.Struct("!QQ")
-_NONCE_BYTES = 32
+_PIECE_BYTES = 1 << 22
 
 Header = dict[str, Any]
 
 
 class WireError(HeterogError):
-    """A peer that is gone, fails the challenge, or sends a malformed message."""
+    """A peer that is gone, does not know the token, or sends a malformed message."""
 
 
 def new_token() -> str:
@@ -38,97 +31,69 @@ def new_token() -> str:
     return secrets.token_hex(32)
 
 
-def challenge(connection: socket.socket, token: str) -> bool:
-    """Ask the peer for the token; returns whether it knows it."""
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(nonce)
-    answer = _receive(connection, hashlib.sha256().digest_size)
-    return hmac.compare_digest(answer, _answer(token, nonce))
+def connect(peer: socket.socket, token: str, *, is_keeper: bool) -> Connection:
+    """A connection, once both sides have shown that they know the token.
 
-
-def answer_challenge(connection: socket.socket, token: str) -> None:
-    """Prove that this process knows the token."""
-    connection.sendall(_answer(token, bytes(_receive(connection, _NONCE_BYTES))))
+    Raises:
+        WireError: the peer does not, or is gone.
+    """
+    peer.settimeout(None)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection = Connection(peer.detach())
+    steps = [deliver_challenge, answer_challenge]
+    try:
+        with _lost():
+            for step in steps if is_keeper else reversed(steps):
+                step(connection, token.encode())
+    except WireError:
+        connection.close()
+        raise
+    return connection
 
 
 def send_message(
-    connection: socket.socket,
-    header: Mapping[str, Any],
-    payload: Sequence[bytes | bytearray | memoryview] = (),
+    connection: Connection, header: Mapping[str, Any], content: bytes | memoryview = b""
 ) -> None:
-    """Send a header and the parts of a payload.
+    """Send a header and the bytes behind it, whose number the peer knows.
 
     Raises:
         WireError: the peer is gone.
     """
-    text = json.dumps(header, separators=(",", ":")).encode()
-    size = sum(len(part) for part in payload)
-    try:
-        connection.sendall(_LENGTHS.pack(len(text), size) + text)
-        for part in payload:
-            connection.sendall(part)
-    except OSError as error:
-        raise WireError(f"the connection was lost while sending: {_why(error)}.") from error
+    with _lost():
+        connection.send_bytes(json.dumps(header, separators=(",", ":")).encode())
+        for begin in range(0, len(content), _PIECE_BYTES):
+            connection.send_bytes(content[begin : begin + _PIECE_BYTES])
 
 
-def receive_message(
-    connection: socket.socket, most_payload_bytes: int = MOST_PAYLOAD_BYTES
-) -> tuple[Header, bytearray]:
-    """The next message.
+def receive_header(connection: Connection) -> Header:
+    """The header of the next message.
 
     Raises:
-        WireError: the peer is gone, or the message is longer than it may be or not JSON.
+        WireError: the peer is gone, or the header is longer than it may be or not JSON.
     """
-    header, size = receive_header(connection)
-    if size > most_payload_bytes:
-        raise WireError(f"a message has {size} bytes; at most {most_payload_bytes} are taken.")
-    return header, _receive(connection, size)
-
-
-def receive_header(connection: socket.socket) -> tuple[Header, int]:
-    """The header of the next message and the length of the payload, which is still to come.
-
-    Raises:
-        WireError: as ``receive_message``.
-    """
-    length, size = _LENGTHS.unpack(_receive(connection, _LENGTHS.size))
-    if length > MOST_HEADER_BYTES or size > MOST_PAYLOAD_BYTES:
-        raise WireError(f"a message of {length} + {size} bytes is none of ours.")
-    try:
-        header = json.loads(bytes(_receive(connection, length)))
-    except ValueError as error:
-        raise WireError("a message is not JSON.") from error
+    with _lost():
+        header = json.loads(connection.recv_bytes(_MOST_HEADER_BYTES))
     if not isinstance(header, dict):
         raise WireError("a message is no JSON object.")
-    return header, size
+    return header
 
 
-def receive_into(connection: socket.socket, buffer: bytearray) -> None:
-    """Fill a buffer with received bytes.
+def receive_into(connection: Connection, buffer: bytearray) -> None:
+    """Fill a buffer with the bytes behind a header.
 
     Raises:
-        WireError: the peer is gone before the buffer is full.
+        WireError: the peer is gone before the buffer is full, or sends more.
     """
-    view, at = memoryview(buffer), 0
-    while at < len(view):
-        try:
-            count = connection.recv_into(view[at:])
-        except OSError as error:
-            raise WireError(f"the connection was lost: {_why(error)}.") from error
-        if not count:
-            raise WireError("the connection was closed in the middle of a message.")
-        at += count
+    at = 0
+    with _lost():
+        while at < len(buffer):
+            at += connection.recv_bytes_into(buffer, at)
 
 
-def _receive(connection: socket.socket, size: int) -> bytearray:
-    buffer = bytearray(size)
-    receive_into(connection, buffer)
-    return buffer
-
-
-def _answer(token: str, nonce: bytes) -> bytes:
-    return hmac.new(token.encode(), nonce, hashlib.sha256).digest()
-
-
-def _why(error: OSError) -> str:
-    return error.strerror or str(error)
+@contextmanager
+def _lost() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, ProcessError, ValueError) as error:
+        why = getattr(error, "strerror", "") or str(error) or "it was closed"
+        raise WireError(f"the connection was lost: {why}.") from error

@@ -67,7 +67,6 @@ def test_hosts_ask_nodes_in_the_names_that_these_use() -> None:
     gpus = {"GPU": 1.0, "accelerator_type:V100": 1.0}, {"GPU": 4.0, "accelerator_type:T4": 1.0}
     by_gpu = asked_of_nodes(HOSTS, gpus)
     assert by_gpu[1].bundle == {"GPU": 2.0, "accelerator_type:T4": 0.002}
-    assert by_gpu[1].ranks == ({"GPU": 1.0, "accelerator_type:T4": 0.001},) * 2
 
 
 def test_a_host_leaves_the_node_that_another_needs() -> None:

@@ -1,4 +1,4 @@
-"""Ranks on the nodes of a Ray cluster: an actor starts each, where its device is.
+"""Ranks on the nodes of a Ray cluster: an actor on each starts those of a host.
 
 A host of the plan is a bundle of a placement group, so that its ranks share a node, and no two
 hosts do. Ray knows a node's devices by a custom resource with the name of their type (``ray start
@@ -7,15 +7,16 @@ names are its CPUs. Files that ranks read or write, but for the plan, have the s
 nodes, as what ``ray job submit`` brings in its working directory.
 """
 
-import json
 import os
 import sys
+import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -27,6 +28,7 @@ from heterog.errors import HeterogError
 from heterog.files import read_json, write_atomically
 from heterog.runtime.launch import (
     HEARTBEAT,
+    RANKS_OWN,
     LocalRank,
     end_ranks,
     free_port,
@@ -36,20 +38,25 @@ from heterog.runtime.launch import (
     temporary_folder,
     with_package,
 )
+from heterog.runtime.ranks.forks import rank_forks
 from heterog.runtime.ranks.watching import wait_for_ranks
 from heterog.runtime.request import RunRequest
+from heterog.user_code import is_from_file, trusted_source
 from heterog.workers import connect_to_ray
 
 _ACCELERATOR = "accelerator_type:"
 _GPU, _CPU = "GPU", "CPU"
 _SLIVER = 0.001
 """Of a node's ``accelerator_type``: enough to be on a node that has it."""
-_PLACED_S = 60.0
+PLACED_S = 60.0
 _GONE = -9
 """Exit code of a rank whose node or actor is lost: as if it had been killed."""
-_SILENT_S = 10.0
+SILENT_S = 6.0
 """Seconds without an answer after which a node counts as lost."""
-_END_S = 10.0
+_THREADS = 8
+_AGAIN_S = 0.5
+"""Seconds until a lost node is asked again."""
+END_S = 10.0
 
 Resources = Mapping[str, float]
 """Amounts by Ray's name of a resource."""
@@ -71,47 +78,88 @@ def run_on_ray(
         LaunchError: a rank failed, its node was lost, or the time is over.
         HeterogError: Ray is missing or does not answer, or lacks devices; the text says which.
     """
+    cluster = request.load().cluster
+    content, asked_for = request.plan.read_bytes(), for_nodes(request)
+    with signals_as_exit(), connected() as ray:
+        hosts: list[NodeHost] = []
+        group = placed(ray, cluster)
+        try:
+            hosts = [
+                NodeHost(ray, actor_of(ray, group, Host, number, asked))
+                for number, asked in enumerate(asked_of_nodes(cluster, offers(ray)))
+            ]
+            address, port = ray.get(hosts[0].actor.meeting_place.remote())
+            variables = variables_of_ranks(
+                cluster, range(cluster.num_devices), address, request.port or port
+            )
+            for number, host in enumerate(hosts):
+                host.actor.run.remote(content, asked_for, variables[number])
+            ranks = [RankOnRay(hosts[of], rank) for rank, of in enumerate(cluster.host_of)]
+            wait_for_ranks(ranks, request.limits, progress)
+            measured = ray.get(hosts[0].actor.measured.remote())
+            assert isinstance(measured, dict)
+            return measured
+        finally:
+            end_hosts(ray, group, [host.actor for host in hosts])
+
+
+def end_hosts(ray: Any, group: Any, actors: Sequence[Any]) -> None:
+    """End the actors of hosts with all that is theirs, and give their nodes back."""
+    asked = [actor.close.remote() for actor in actors]
+    ray.wait(asked, num_returns=len(asked), timeout=END_S) if asked else None
+    for actor in actors:
+        ray.kill(actor)
+    ray.util.remove_placement_group(group)
+
+
+def for_nodes(request: RunRequest) -> RunRequest:
+    """A request that means the same in every folder: the model's file by its whole path.
+
+    Raises:
+        HeterogError: the plan has a background job, or a model that nobody named.
+    """
     plan = request.load()
     if plan.background is not None:
         raise HeterogError(
             "a plan with a background job runs on one machine only; plan without `background`, "
             "or run it there."
         )
-    content = request.plan.read_bytes()
-    with signals_as_exit(), _ray() as ray:
-        asked = asked_of_nodes(plan.cluster, [_offered(node) for node in ray.nodes()])
-        group = ray.util.placement_group(
-            [dict(host.bundle) for host in asked],
-            strategy="STRICT_SPREAD" if len(asked) > 1 else "STRICT_PACK",
-        )
-        ranks: list[_RayRank] = []
-        try:
-            _wait_until_placed(ray, group, asked)
-            actors = [
-                _actor(ray, group, place, dict(each))
-                for place, host in enumerate(asked)
-                for each in host.ranks
-            ]
-            address, port = ray.get(actors[0].meeting_place.remote())
-            locals_of = [len(host.ranks) for host in asked for _ in host.ranks]
-            local = [number for host in asked for number in range(len(host.ranks))]
-            for rank, actor in enumerate(actors):
-                variables = {
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(len(actors)),
-                    "LOCAL_RANK": str(local[rank]),
-                    "LOCAL_WORLD_SIZE": str(locals_of[rank]),
-                    "MASTER_ADDR": address,
-                    "MASTER_PORT": str(request.port or port),
-                }
-                actor.start.remote(content, request.to_json(), variables)
-                ranks.append(_RayRank(ray, actor))
-            wait_for_ranks(ranks, request.limits, progress)
-            measured = ray.get(actors[0].measured.remote())
-            assert isinstance(measured, dict)
-            return measured
-        finally:
-            _end(ray, group, ranks)
+    source = request.model or trusted_source(plan.graph.source, request.sources, str(request.plan))
+    if is_from_file(source):
+        path, _, function = source.rpartition(":")
+        source = f"{Path(path).expanduser().resolve()}:{function}"
+    return replace(
+        request,
+        model=source if request.model else "",
+        sources=(source,),
+        save=request.save and request.save.resolve(),
+        resume=request.resume and request.resume.resolve(),
+    )
+
+
+def variables_of_ranks(
+    cluster: Cluster, devices: Sequence[int], address: str, port: int
+) -> dict[int, dict[int, dict[str, str]]]:
+    """Variables that torchrun sets, of each rank, by host and rank.
+
+    Args:
+        cluster: The plan's cluster.
+        devices: Device of each rank; those of a host keep their number when others are lost.
+        address: Address of the node of rank 0.
+        port: Port that is free there.
+    """
+    found: dict[int, dict[int, dict[str, str]]] = {}
+    for rank, device in enumerate(devices):
+        members = list(cluster.host_devices(cluster.host_of[device]))
+        found.setdefault(cluster.host_of[device], {})[rank] = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(devices)),
+            "LOCAL_RANK": str(members.index(device)),
+            "LOCAL_WORLD_SIZE": str(len(members)),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+    return found
 
 
 # --- devices and nodes ---------------------------------------------------------------------------
@@ -124,12 +172,10 @@ class AskedOfNode:
     Attributes:
         host: The host's name.
         bundle: All that its ranks need.
-        ranks: What each of its ranks needs.
     """
 
     host: str
     bundle: Resources
-    ranks: tuple[Resources, ...]
 
 
 def asked_of_nodes(cluster: Cluster, nodes: Sequence[Resources]) -> list[AskedOfNode]:
@@ -150,12 +196,11 @@ def asked_of_nodes(cluster: Cluster, nodes: Sequence[Resources]) -> list[AskedOf
             for device, of in zip(cluster.devices, cluster.host_of, strict=True)
             if of == number
         ]
-        ranks = tuple(names[name] for name in types)
         bundle: dict[str, float] = {}
-        for each in ranks:
-            for key, amount in each.items():
+        for name in types:
+            for key, amount in names[name].items():
                 bundle[key] = bundle.get(key, 0.0) + amount
-        asked.append(AskedOfNode(host=host.name, bundle=bundle, ranks=ranks))
+        asked.append(AskedOfNode(host=host.name, bundle=bundle))
     _check_enough(cluster, asked, nodes)
     return asked
 
@@ -223,114 +268,231 @@ def _offered(node: Mapping[str, Any]) -> Resources:
 # --- ranks ---------------------------------------------------------------------------------------
 
 
-class _Starter:
-    """The class of an actor: starts a rank on its node and tells how it is."""
+class RankStatus(NamedTuple):
+    """What a node tells of a rank; see ``watching.Watched``."""
+
+    code: int | None
+    stage: str
+    is_stopped: bool
+    pid: int
+    words: str
+
+
+class HostStatus(NamedTuple):
+    """What a node tells.
+
+    Attributes:
+        actor: Its actor, which is another one after a restart.
+        generation: Number of times ranks were started before.
+        ranks: Each of its ranks.
+    """
+
+    actor: str
+    generation: int
+    ranks: Mapping[int, RankStatus]
+
+
+class Host:
+    """The class of an actor: starts the ranks of a host on its node and tells how they are.
+
+    Its methods run in several threads, so that it answers while ranks are being started.
+    """
 
     def __init__(self) -> None:
+        self._id = uuid.uuid4().hex
         self._open = ExitStack()
         self._folder = Path(self._open.enter_context(temporary_folder()))
-        self._rank: LocalRank | None = None
+        self._open.enter_context(rank_forks(RANKS_OWN))
+        self._running: tuple[int, dict[int, LocalRank]] = -1, {}
+        self._lock = threading.Lock()
+        self._address = str(connect_to_ray()[0].util.get_node_ip_address())
 
     def meeting_place(self) -> tuple[str, int]:
         """Address of this node, and a port that is free on it."""
-        return _own_address(), free_port()
+        return self._address, free_port()
 
-    def start(self, plan: bytes, request: str, variables: Mapping[str, str]) -> None:
-        """Start the rank."""
-        path = self._folder / "plan.json"
+    def run(
+        self, plan: bytes, request: RunRequest, variables: Mapping[int, Mapping[str, str]]
+    ) -> None:
+        """Start the ranks of a plan, each with its variables."""
+        path, run_file = self._folder / "plan.json", self._folder / "run.json"
         write_atomically(path, plan)
-        run_file = self._folder / "run.json"
-        fields = {**json.loads(request), "plan": str(path), "output": str(self._output)}
-        write_atomically(run_file, json.dumps(fields).encode())
-        words, heartbeat = self._folder / "rank.err", self._folder / "rank.stage"
-        interface = interface_of(_own_address())
-        common = {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": with_package(),
-            HEARTBEAT: str(heartbeat),
-            **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
-        }
-        process = start_rank(
-            [sys.executable, "-m", "heterog.runtime.rank", str(run_file)],
-            {**os.environ, **common, **variables},
-            words,
-        )
-        self._rank = LocalRank(process, words, heartbeat)
+        replace(request, plan=path, output=self._output).write(run_file)
+        self._start(0, ["-m", "heterog.runtime.rank", str(run_file)], variables)
 
-    def look(self) -> tuple[int | None, str, bool, int, str]:
-        """Its exit code, stage, whether it is stopped, its process and its last words."""
-        rank = self._rank
-        if rank is None:
-            return None, "", False, 0, ""
-        rank.look(time.monotonic())
-        code = rank.poll()
-        return code, rank.stage, rank.stopped_since_s is not None, rank.pid, rank.last_words()
+    def look(self) -> HostStatus:
+        """How its ranks are."""
+        return HostStatus(self._id, *self._look())
 
     def measured(self) -> Any:
         """What rank 0 measured."""
         return read_json(self._output, "measurement")
 
     def end(self) -> None:
-        """End the rank."""
-        if self._rank is not None:
-            end_ranks([self._rank.process])
+        """End the ranks."""
+        with self._lock:
+            end_ranks([rank.process for rank in self._running[1].values()])
+
+    def close(self) -> None:
+        """End the ranks and remove their files."""
+        self.end()
         self._open.close()
 
     @property
     def _output(self) -> Path:
         return self._folder / "measured.json"
 
+    def _start(
+        self,
+        generation: int,
+        arguments: Sequence[str],
+        variables: Mapping[int, Mapping[str, str]],
+    ) -> None:
+        """Start ranks with these arguments of Python."""
+        interface = interface_of(self._address)
+        common = {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": with_package(),
+            **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
+        }
+        ranks = {}
+        with self._lock:
+            for rank, own in variables.items():
+                words, stage = (self._folder / f"rank{rank}.{what}" for what in ("err", "stage"))
+                stage.unlink(missing_ok=True)
+                process = start_rank(
+                    [sys.executable, *arguments],
+                    {**os.environ, **common, **own, HEARTBEAT: str(stage)},
+                    words,
+                )
+                ranks[rank] = LocalRank(process, words, stage)
+            self._running = generation, ranks
 
-class _RayRank:
-    """A rank on a node, as its actor tells; see ``watching.Watched``."""
+    def _look(self) -> tuple[int, dict[int, RankStatus]]:
+        generation, ranks = self._running
+        now_s, told = time.monotonic(), {}
+        for number, rank in ranks.items():
+            rank.look(now_s)
+            code = rank.poll()
+            told[number] = RankStatus(
+                code,
+                rank.stage,
+                rank.stopped_since_s is not None,
+                rank.pid,
+                rank.last_words() if code else "",
+            )
+        return generation, told
+
+
+class NodeHost:
+    """A host's actor, which is asked again and again how it is.
+
+    Args:
+        ray: The module.
+        actor: The actor.
+
+    Attributes:
+        told: What it told last.
+        is_here: Whether it answers.
+    """
 
     def __init__(self, ray: Any, actor: Any) -> None:
-        self._ray, self.actor = ray, actor
+        self.actor = actor
+        self.told: HostStatus | None = None
+        self.is_here = True
+        self._ray = ray
+        self._asked: Any = None
+        self._asked_s = 0.0
+        self._is_known = True
+
+    def look(self) -> None:
+        """Take in what it has told since, and ask again."""
+        now_s = time.monotonic()
+        if self._asked is None:
+            if not self._is_known and now_s - self._asked_s < _AGAIN_S:
+                return
+            self._asked, self._asked_s = self._ask(), now_s
+        if not self._ray.wait([self._asked], timeout=0)[0]:
+            limit_s = SILENT_S if self.told else PLACED_S  # an actor has to be started first
+            self.is_here = self.is_here and now_s - self._asked_s < limit_s
+            return
+        answer, self._asked = self._asked, None
+        try:
+            told = self._ray.get(answer)
+        except self._ray.exceptions.RayTaskError:
+            raise  # a mistake of ours, not a lost node
+        except self._ray.exceptions.RayError:
+            self.is_here = self._is_known = False
+            return
+        self.is_here = self._is_known = True
+        self._hear(told)
+
+    def _ask(self) -> Any:
+        return self.actor.look.remote()
+
+    def _hear(self, told: Any) -> None:
+        self.told = told
+
+
+class RankOnRay:
+    """A rank on a node, as its host's actor tells; see ``watching.Watched``."""
+
+    def __init__(self, host: NodeHost, number: int, generation: int = 0) -> None:
         self.stage, self.since_s = "", time.monotonic()
         self.stopped_since_s: float | None = None
+        self._host, self._number, self._generation = host, number, generation
+        self._actor = host.told.actor if host.told else ""
         self._code: int | None = None
-        self._words, self._pid = "", 0
-        self._heard_s = time.monotonic()
 
     @property
     def pid(self) -> int:
         """Id of its process on its node."""
-        return self._pid
+        told = self._told()
+        return told.pid if told else 0
 
     def poll(self) -> int | None:
         """Exit code; ``None`` while it runs."""
         if self._code is None:
-            self.look(time.monotonic())
+            self._host.look()
+            told = self._told()
+            self._code = told.code if told else None
+            if self._code is None and self._is_lost:
+                self._code = _GONE
         return self._code
 
     def look(self, now_s: float) -> None:
-        """Ask its actor, whose node may be lost."""
-        if self._code is not None:
+        """See ``Watched``."""
+        told = self._told()
+        if told is None:
             return
-        errors = self._ray.exceptions
-        try:
-            told = self._ray.get(self.actor.look.remote(), timeout=1.0)
-        except errors.RayError as error:
-            is_silent = isinstance(error, errors.GetTimeoutError)
-            if not is_silent or now_s - self._heard_s > _SILENT_S:
-                self._code, self._words = _GONE, "its Ray node, or its actor there, is lost."
-            return
-        self._heard_s = now_s
-        self._code, stage, is_stopped, self._pid, self._words = told
-        if stage and stage != self.stage:
-            self.stage, self.since_s = stage, now_s
-        if not is_stopped:
+        if told.stage and told.stage != self.stage:
+            self.stage, self.since_s = told.stage, now_s
+        if not told.is_stopped:
             self.stopped_since_s = None
         elif self.stopped_since_s is None:
             self.stopped_since_s = now_s
 
     def last_words(self) -> str:
         """Its error line, or the last line that it printed."""
-        return self._words
+        told = self._told()
+        return "its Ray node, or its actor there, is lost." if told is None else told.words
+
+    @property
+    def _is_lost(self) -> bool:
+        told = self._host.told
+        if told is not None and not self._actor:
+            self._actor = told.actor
+        return not self._host.is_here or (told is not None and told.actor != self._actor)
+
+    def _told(self) -> RankStatus | None:
+        told = self._host.told
+        if told is None or told.generation != self._generation or self._is_lost:
+            return None
+        return told.ranks.get(self._number)
 
 
 @contextmanager
-def _ray() -> Iterator[Any]:
+def connected() -> Iterator[Any]:
     """Ray, connected; a cluster that was started for it ends with it."""
     ray, is_mine = connect_to_ray()
     try:
@@ -340,51 +502,54 @@ def _ray() -> Iterator[Any]:
             ray.shutdown()
 
 
-def _actor(ray: Any, group: Any, place: int, needs: dict[str, float]) -> Any:
-    """The actor of a rank in a bundle of the placement group."""
+def offers(ray: Any) -> list[Resources]:
+    """What each node of the cluster has."""
+    return [_offered(node) for node in ray.nodes()]
+
+
+def actor_of(
+    ray: Any,
+    group: Any,
+    kind: type,
+    number: int,
+    asked: AskedOfNode,
+    arguments: Sequence[Any] = (),
+    **options: Any,
+) -> Any:
+    """The actor of a host in its bundle of the placement group."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    return (
-        ray.remote(_Starter)
-        .options(
-            num_cpus=needs.pop(_CPU, 0),
-            num_gpus=needs.pop(_GPU, 0),
-            resources=needs,
-            max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=group, placement_group_bundle_index=place
-            ),
-        )
-        .remote()
+    needs = dict(asked.bundle)
+    made = ray.remote(kind).options(
+        num_cpus=needs.pop(_CPU, 0),
+        num_gpus=needs.pop(_GPU, 0),
+        resources=needs,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=number
+        ),
+        **{"max_restarts": 0, "max_concurrency": _THREADS, **options},
     )
+    return made.remote(*arguments)
 
 
-def _wait_until_placed(ray: Any, group: Any, asked: Sequence[AskedOfNode]) -> None:
-    """Wait for the nodes.
+def placed(ray: Any, cluster: Cluster, **options: Any) -> Any:
+    """A placement group with a node for each host.
 
     Raises:
-        HeterogError: other jobs of the cluster hold them.
+        HeterogError: there are no such nodes, or other jobs of the cluster hold them.
     """
-    if not group.wait(_PLACED_S):
+    asked = asked_of_nodes(cluster, offers(ray))
+    group = ray.util.placement_group(
+        [dict(host.bundle) for host in asked],
+        strategy="STRICT_SPREAD" if len(asked) > 1 else "STRICT_PACK",
+        **options,
+    )
+    if not group.wait(PLACED_S):
+        ray.util.remove_placement_group(group)
         wanted = "; ".join(f"{host.host}: {_in_words(host.bundle)}" for host in asked)
         raise HeterogError(
             f"the Ray cluster has the devices ({wanted}) but did not give them within "
-            f"{_PLACED_S:g} s: other jobs hold them. See ray status, and run again when they are "
+            f"{PLACED_S:g} s: other jobs hold them. See ray status, and run again when they are "
             "done."
         )
-
-
-def _end(ray: Any, group: Any, ranks: Sequence[_RayRank]) -> None:
-    """End all ranks and give their nodes back."""
-    asked = [rank.actor.end.remote() for rank in ranks]
-    with suppress(ray.exceptions.RayError):
-        ray.wait(asked, num_returns=len(asked), timeout=_END_S) if asked else None
-    for rank in ranks:
-        ray.kill(rank.actor)
-    ray.util.remove_placement_group(group)
-
-
-def _own_address() -> str:
-    import ray
-
-    return str(ray.util.get_node_ip_address())
+    return group

@@ -1,8 +1,7 @@
 """Watches the ranks of a job until they are done, or one of them fails or stands still.
 
 A rank that died, that is stopped, or whose step takes too long ends the job. It does not matter
-where a rank runs: ``launch`` watches processes of this machine, ``healing.several`` those of other
-machines through what they report, ``ranks.on_ray`` those of nodes.
+where a rank runs: ``launch`` watches processes of this machine, ``ranks.on_ray`` those of nodes.
 """
 
 import signal

@@ -1,0 +1,296 @@
+"""The hosts of a healing job as nodes of a Ray cluster.
+
+Each host of the plan has a bundle of a placement group and an actor in it. Ray places the bundle
+of a lost node again when there is one with the same devices, and starts the actor there, without
+ranks or snapshots: the host is back.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from heterog.cluster.topology import Cluster
+from heterog.files import write_atomically
+from heterog.healing.assignment import Assignment
+from heterog.healing.crew import JobState
+from heterog.healing.journal import Event
+from heterog.healing.keepers import KeeperPlace
+from heterog.healing.ray_host import FarShelf, HealingHost, Memory, News, open_door
+from heterog.runtime.ranks.on_ray import (
+    END_S,
+    PLACED_S,
+    SILENT_S,
+    NodeHost,
+    RankOnRay,
+    actor_of,
+    asked_of_nodes,
+    end_hosts,
+    offers,
+    placed,
+    variables_of_ranks,
+)
+from heterog.runtime.ranks.watching import wait_for_ranks
+from heterog.runtime.request import RunRequest
+
+
+class _Host(NodeHost):
+    """A host's actor, and how much of its journal is known.
+
+    Args:
+        ray: The module.
+        actor: The actor.
+        hear: Called with new events.
+    """
+
+    def __init__(self, ray: Any, actor: Any, hear: Callable[[list[Event]], None]) -> None:
+        super().__init__(ray, actor)
+        self._generation, self._at, self._hear_events = -1, 0, hear
+
+    @property
+    def actor_id(self) -> str:
+        """Id of the actor that is there now; empty if none is."""
+        return self.told.actor if self.is_here and self.told else ""
+
+    def expect(self, generation: int) -> None:
+        """From now on, hear events of a generation."""
+        self._generation, self._at = generation, 0
+
+    def hear_end(self) -> Any:
+        """Have the ranks ended; what is to be waited for, and then to be heard."""
+        return self.actor.end_generation.remote(self._generation, self._at)
+
+    def hear(self, told: Any) -> None:
+        """Take in what it told."""
+        self.told, news = told
+        assert isinstance(news, News)
+        if news.begin == self._at and self.told and self.told.generation == self._generation:
+            self._at = news.end
+            self._hear_events(news.events)
+
+    _hear = hear
+
+    def _ask(self) -> Any:
+        return self.actor.tell.remote(self._generation, self._at)
+
+
+class RayCrew:
+    """A ``Crew`` of Ray's nodes.
+
+    Args:
+        ray: The module, connected.
+        name: Name of the job in the cluster.
+        cluster: The whole cluster of the plan.
+        request: What every rank gets, but for the plan.
+    """
+
+    def __init__(self, ray: Any, name: str, cluster: Cluster, request: RunRequest) -> None:
+        self._ray, self._name, self._cluster, self._request = ray, name, cluster, request
+        self._hosts: list[_Host] = []
+        self._doors: list[KeeperPlace] = []
+        self._keepers: dict[int, str] = {}
+        self._events: list[Event] = []
+        self._untold: dict[int, Event] = {}
+        self._first, self._last_step = 0, 0
+        self._generation = -1
+
+    def open(self, folder: Path, token: str, state: Callable[[], JobState]) -> JobState | None:
+        """See ``Crew``; waits until all nodes are there, or those that a lost driver has left."""
+        self._folder, self._state = folder, state
+        group, was_there = self._group()
+        for number in range(self._cluster.num_hosts):
+            actor = self._actor(group, number)
+            self._hosts.append(_Host(self._ray, actor, _from_host(self, number)))
+            self._doors.append(open_door(number, FarShelf(actor), token))
+        return self._remembered(SILENT_S if was_there else PLACED_S)
+
+    def run(
+        self,
+        generation: int,
+        devices: Sequence[int],
+        decide: Callable[[], Assignment],
+        watch: Callable[[str], None],
+    ) -> None:
+        """See ``Crew``; ranks that run already are watched on."""
+        of_ranks = [self._cluster.host_of[device] for device in devices]
+        hosts = sorted(set(of_ranks))
+        ranks = [
+            RankOnRay(self._hosts[host], rank, generation) for rank, host in enumerate(of_ranks)
+        ]
+        starting = threading.Thread(target=lambda: None)
+        if generation != self._generation:
+            self._generation, self._first, self._last_step = generation, of_ranks[0], 0
+            self._events, self._untold = [], {}
+            for host in hosts:
+                self._hosts[host].expect(generation)
+            starting = threading.Thread(
+                target=self._start, args=(generation, devices, hosts, decide), daemon=True
+            )
+        starting.start()
+        try:
+            wait_for_ranks(ranks, self._request.limits, watch)
+        finally:
+            starting.join()
+            self._end(hosts)
+
+    def new_events(self) -> list[Event]:
+        """See ``Crew``."""
+        events, self._events = self._events, []
+        untold = {step: told for step, told in self._untold.items() if step > self._last_step}
+        self._untold = untold
+        if self._hosts[self._first].is_here:
+            return events
+        self._last_step = max(untold, default=self._last_step)
+        return [*events, *(untold[step] for step in sorted(untold))]
+
+    def ask_to_stop(self) -> None:
+        """See ``Crew``."""
+        for host in self._hosts:
+            if host.is_here:
+                host.actor.ask_to_stop.remote(self._generation)
+
+    def start_keepers(self, hosts: Sequence[int]) -> bool:
+        """See ``Crew``; they are the actors, which Ray starts."""
+        for host in self._hosts:
+            host.look()
+        now = {number: host.actor_id for number, host in enumerate(self._hosts)}
+        all_alive = all(now[number] == known for number, known in self._keepers.items())
+        self._keepers = {number: actor for number, actor in now.items() if actor}
+        return all_alive
+
+    def places(self) -> list[KeeperPlace]:
+        """See ``Crew``: doors of this node."""
+        return [self._doors[number] for number, host in enumerate(self._hosts) if host.is_here]
+
+    @property
+    def keeper_pids(self) -> dict[int, int]:
+        """See ``Crew``; they are Ray's."""
+        return {}
+
+    def is_here(self, device: int) -> bool:
+        """See ``Crew``."""
+        host = self._hosts[self._cluster.host_of[device]]
+        host.look()
+        return host.is_here
+
+    def close(self, why: str) -> None:
+        """See ``Crew``."""
+        lost = [number for number, host in enumerate(self._hosts) if not host.is_here]
+        end_job(self._ray, self._name, self._cluster.num_hosts, lost)
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    def hear(self, number: int, events: Sequence[Event]) -> None:
+        """Take in a host's events; of others than rank 0's, steps that it may not live to tell."""
+        now_s = time.monotonic()
+        for told in events:
+            event = {**told, "at_s": now_s - float(told["at_s"])}
+            step = int(event["step"]) if event["event"] == "step" else 0
+            if number == self._first:
+                self._events.append(event)
+                self._last_step = max(self._last_step, step)
+            elif step:
+                self._untold[step] = event
+
+    def _group(self) -> tuple[Any, bool]:
+        """The job's placement group, and whether a driver before this one has made it."""
+        with suppress(ValueError):
+            return self._ray.util.get_placement_group(self._name), True
+        return placed(self._ray, self._cluster, name=self._name, lifetime="detached"), False
+
+    def _actor(self, group: Any, number: int) -> Any:
+        """The actor of a host, started unless it is there."""
+        name = host_name(self._name, number)
+        with suppress(ValueError):
+            return self._ray.get_actor(name)
+        asked = asked_of_nodes(self._cluster, offers(self._ray))[number]
+        options = {"name": name, "lifetime": "detached", "max_restarts": -1}
+        return actor_of(self._ray, group, HealingHost, number, asked, (number,), **options)
+
+    def _remembered(self, limit_s: float) -> JobState | None:
+        """What the hosts know of the job, if it has begun."""
+        asked = [host.actor.remember.remote() for host in self._hosts]
+        self._ray.wait(asked, num_returns=len(asked), timeout=limit_s)
+        found: dict[int, Memory] = {}
+        for number, answer in enumerate(asked):
+            host = self._hosts[number]
+            host.is_here = False
+            with suppress(self._ray.exceptions.RayError):
+                host.told, remembered = self._ray.get(answer, timeout=0)
+                host.is_here = True
+                if remembered is not None:
+                    found[number] = remembered
+        if not found:
+            return None
+        newest = max(found.values(), key=lambda each: each.state.generation)
+        state = newest.state
+        devices = state.running.device_of
+        self._generation = state.generation
+        self._first = self._cluster.host_of[devices[0]]
+        for number in sorted(found, key=lambda each: each != self._first):
+            if found[number].state.generation == state.generation:
+                self._hosts[number].expect(state.generation)
+                self._hosts[number].hear((self._hosts[number].told, found[number].news))
+        for event in self.new_events():
+            state.trained.hear(event)
+        path = self._folder / "remembered.json"
+        write_atomically(path, newest.plan)
+        state.running.path = str(path)
+        state.is_running = all(
+            host in found and found[host].state.generation == state.generation
+            for host in {self._cluster.host_of[device] for device in devices}
+        )
+        return state
+
+    def _start(
+        self,
+        generation: int,
+        devices: Sequence[int],
+        hosts: Sequence[int],
+        decide: Callable[[], Assignment],
+    ) -> None:
+        """Start the ranks of a generation, and tell them what they run once that is decided."""
+        first = self._hosts[self._first].actor
+        with suppress(self._ray.exceptions.RayError):  # its loss is seen by who waits for ranks
+            address, port = self._ray.get(first.meeting_place.remote(), timeout=SILENT_S)
+            variables = variables_of_ranks(self._cluster, devices, address, port)
+            for host in hosts:
+                self._hosts[host].actor.begin.remote(generation, self._request, variables[host])
+        assignment = decide()
+        plan = b"" if assignment.why_not else Path(assignment.plan).read_bytes()
+        actors = {number: host.actor for number, host in enumerate(self._hosts) if host.is_here}
+        state = self._state()
+        for host in hosts:
+            self._hosts[host].actor.assign.remote(assignment, plan, actors, state)
+
+    def _end(self, hosts: Sequence[int]) -> None:
+        """Have all ranks ended, and hear their last words."""
+        asked = {host: self._hosts[host].hear_end() for host in hosts if self._hosts[host].is_here}
+        if asked:
+            self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=END_S)
+        for host, answer in asked.items():
+            with suppress(self._ray.exceptions.RayError):
+                self._hosts[host].hear(self._ray.get(answer, timeout=0))
+
+
+def _from_host(crew: RayCrew, number: int) -> Callable[[list[Event]], None]:
+    """Where a host's events go."""
+    return lambda events: crew.hear(number, events)
+
+
+def host_name(job: str, number: int) -> str:
+    """Name of the actor of a job's host."""
+    return f"{job}-{number}"
+
+
+def end_job(ray: Any, job: str, num_hosts: int, lost: Sequence[int] = ()) -> None:
+    """End all that a job has in the cluster, but for who leads it."""
+    actors = []
+    for number in range(num_hosts):
+        with suppress(ValueError):
+            actor = ray.get_actor(host_name(job, number))
+            ray.kill(actor) if number in lost else actors.append(actor)
+    with suppress(ValueError):
+        end_hosts(ray, ray.util.get_placement_group(job), actors)

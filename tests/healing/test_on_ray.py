@@ -1,0 +1,138 @@
+"""Jobs that heal on a Ray cluster: nodes and the actor that leads are lost, training goes on."""
+
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from heterog.graph.capture import capture
+from heterog.healing.on_ray import heal_on_ray
+from heterog.healing.options import HealOptions
+from heterog.healing.ray_crew import RayCrew
+from heterog.runtime.launch import parent_of
+from heterog.runtime.ranks.on_ray import variables_of_ranks
+from heterog.runtime.request import RunRequest
+from heterog.zoo import load_workload
+from tests.healing.test_job import MODEL, losses_of_one_process, three
+from tests.search.asking import make_plan
+from tests.simulator.builders import cluster_of
+from tests.thorough import THOROUGH
+
+
+def test_devices_keep_their_number_on_a_host_when_others_are_lost() -> None:
+    hosts = cluster_of((1.0, ["T4"]), (1.0, ["T4", "T4"]))
+    found = variables_of_ranks(hosts, [0, 2], "10.0.0.1", 77)
+    assert {host: list(ranks) for host, ranks in found.items()} == {0: [0], 1: [1]}
+    assert found[1][1] == {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "77",
+    }  # fmt: skip
+
+
+def test_steps_that_rank_0_did_not_live_to_tell_come_from_others(tmp_path: Path) -> None:
+    crew = RayCrew(None, "job", three(), RunRequest(plan=tmp_path))
+    crew._hosts = [mock.Mock(is_here=True)]
+
+    def told(host: int, *events: tuple[str, int]) -> None:
+        crew.hear(host, [{"event": what, "step": step, "at_s": 1.0} for what, step in events])
+
+    told(1, ("taken up", 4), ("step", 5))
+    told(0, ("taken up", 4), ("step", 5), ("snapshot", 5))
+    told(1, ("step", 6), ("snapshot", 6))
+    heard = crew.new_events()
+    assert [each["event"] for each in heard] == ["taken up", "step", "snapshot"]
+    crew._hosts[0].is_here = False
+    assert [each["step"] for each in crew.new_events()] == [6]
+    assert not crew.new_events()
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A head, and three nodes with a T4 each."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed; pip install heterog[ray]")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    ray: Any = importlib.import_module("ray")
+    made: Any = importlib.import_module("ray.cluster_utils").Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    for _ in range(3):
+        made.add_node(num_cpus=1, resources={"T4": 1})
+    ray.init(address=made.address, namespace="heterog", log_to_driver=False, logging_level="error")
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def kill_leader() -> None:
+    """End the actor that leads the job."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            title = (folder / "cmdline").read_text()
+        except OSError:  # it has ended
+            continue
+        if title.startswith("ray::_Leader") and os.stat(folder).st_uid == os.getuid():
+            os.kill(int(folder.name), signal.SIGKILL)
+
+
+def kill_node_of_a_rank(nodes: Any) -> None:
+    """End a node that has a rank, and all that it has started."""
+    node = nodes.worker_nodes.copy().pop()
+    raylet = node.all_processes["raylet"][0].process.pid
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            is_child = parent_of(int(folder.name)) == raylet
+        except OSError:
+            continue
+        if is_child:
+            os.kill(int(folder.name), signal.SIGKILL)
+    nodes.remove_node(node, allow_graceful=False)
+
+
+@THOROUGH
+@pytest.mark.distributed
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.usefixtures("where_models_are")
+def test_a_job_outlives_who_leads_it_and_a_node_and_takes_one_in(
+    nodes: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    graph = capture(load_workload(f"{tmp_path}/model.py:workload", None))
+    make_plan(graph, three(), methods=["cp_ar"], budget="1e").save(tmp_path / "plan.json")
+    said: list[str] = []
+    done: list[str] = []
+
+    def watch(stage: str) -> None:
+        words = stage.split()
+        number = int(words[1]) if words[0] == "step" else 0
+        if number >= 20 and not done:
+            done.append("leader")
+            kill_leader()
+        elif done == ["leader"] and any("is there again" in line for line in said):
+            done.append("node")
+            kill_node_of_a_rank(nodes)
+            nodes.add_node(num_cpus=1, resources={"T4": 1})
+
+    measured = heal_on_ray(
+        RunRequest(
+            plan=tmp_path / "plan.json", num_steps=4000, sources=(str(tmp_path / "model.py"),)
+        ),
+        HealOptions(search_budget="", back_after_s=2.0, is_back_always=True),
+        progress=watch,
+        say=said.append,
+    )
+    assert done == ["leader", "node"], said
+    kinds = [(move["kind"], move["num_ranks"]) for move in measured["moves"]]
+    assert kinds[:2] == [("lost", 2), ("back", 3)]
+    assert measured["steps"] == list(range(1, 4002)), "none twice, none missing"
+    expected = losses_of_one_process(tmp_path, 4001)
+    assert measured["losses"] == pytest.approx(expected, rel=1e-3, abs=1e-9)
+    ray: Any = importlib.import_module("ray")
+    assert ray.util.list_named_actors() == []
