@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from heterog.errors import HeterogWarning
 from heterog.graph.op_graph import UpdateScope, scope_by_name
@@ -48,6 +49,12 @@ _STEADY = (1.0,) * 16
 """Gradients of one size: sums of squares of a large one hide what is walked after it."""
 
 _MOST_KNOWN = 64
+
+_MOST_WORK = 3e9
+"""Elements that ops of one probe may read: a few seconds, and six times as many as SOAP's."""
+
+_OP_WORK = 1_000
+"""What calling an op takes, in elements."""
 
 _known: dict[tuple[Any, ...], UpdateScope] = {}
 
@@ -141,6 +148,8 @@ def probed_scope(
                 return _widest(probe)
         except Exception as error:  # whatever the user's class raises
             failure = f"{type(error).__name__}: {error}".partition("\n")[0]
+            if isinstance(error, _TooMuchWorkError):
+                break
     warnings.warn(
         f"what {optimizer.__name__} looks at is unknown, because it cannot step small tensors "
         f"({failure}): plans will let each device that steps any parameter step all of them.",
@@ -164,6 +173,28 @@ def _widest(probe: "_Probe") -> UpdateScope:
         faster = probe.scope()
         return faster if found.allows(faster) else found
     return found
+
+
+class _TooMuchWorkError(Exception):
+    """An optimizer takes more work for small tensors than a probe has."""
+
+
+class _BoundedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Ends steps that take far more ops, or larger ones, than those of other optimizers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._work = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [each for each in args if isinstance(each, Tensor)]
+        self._work += _OP_WORK + sum(each.numel() for each in given)
+        if given and ("mm" in func.__name__ or "linalg" in func.__name__):
+            # A multiplication in a product takes an eighth of reading an element.
+            self._work += given[len(given) - 2].numel() * max(given[-1].shape[-1:], default=1) / 8
+        if self._work > _MOST_WORK:  # before an op that alone takes too much
+            raise _TooMuchWorkError(f"it would read more than {_MOST_WORK:g} elements")
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +261,10 @@ class _Probe:
 
     def scope(self) -> UpdateScope:
         """The answer."""
+        with _BoundedWork():
+            return self._scope()
+
+    def _scope(self) -> UpdateScope:
         pieces = [_whole(number, group) for number, group in enumerate(self.group_of)]
         together = self._path(pieces, [range(len(pieces))])
         for number, piece in enumerate(pieces):

@@ -108,6 +108,19 @@ def test_one_that_moves_nothing_is_not_believed() -> None:
         assert update_scope(Still, {}, MIXED) == UpdateScope.MODEL
 
 
+def test_one_that_takes_minutes_for_small_tensors_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Endless(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            while True:
+                torch.eye(130, device="cpu") @ torch.eye(130, device="cpu")
+
+    monkeypatch.setattr("heterog.graph.optimizer_probe._MOST_WORK", 3e7)
+    with pytest.warns(HeterogWarning, match="cannot step small tensors .* more than 3e.07"):
+        assert update_scope(Endless, {}, MIXED) == UpdateScope.MODEL
+
+
 def workload_of(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> Workload:
     return Workload(
         lambda: nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)),
