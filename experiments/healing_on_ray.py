@@ -4,8 +4,9 @@
 
 Four raylets of this machine are the four hosts of ``healing.py``, each in a process group that is
 killed with SIGKILL as a whole: the raylet, the host's actor with its snapshots, and its rank.
-Faults: ``node`` (any), ``first`` (that of rank 0), ``two`` (at once, with redundancy 2) and
-``leader`` (the actor that decides; its ranks train on meanwhile). Losses are compared with those
+Faults: ``node`` (any), ``first`` (that of rank 0), ``two`` (at once, with redundancy 2),
+``leader`` (the actor that leads; its ranks train on meanwhile) and ``both`` of a node and the
+leader. Losses are compared with those
 of local runs: of the plan up to the step that was gone on from, and of the new plan from there.
 """
 
@@ -142,10 +143,19 @@ def _things() -> set[str]:
 class Fault:
     """Kills when rank 0 has begun a step, and keeps the plan that is gone on with."""
 
-    def __init__(self, nodes: Nodes, victims: tuple[int, ...], step: int, copy_to: Path) -> None:
+    def __init__(
+        self,
+        nodes: Nodes,
+        victims: tuple[int, ...],
+        step: int,
+        copy_to: Path,
+        *,
+        with_leader: bool,
+    ) -> None:
         self.killed_s = self.again_s = 0.0
         self._begun_s = time.time()
         self._nodes, self._victims, self._step, self._copy_to = nodes, victims, step, copy_to
+        self._with_leader = with_leader
 
     def __call__(self, stage: str) -> None:
         """Called whenever rank 0 does something else."""
@@ -156,9 +166,9 @@ class Fault:
             self.killed_s = time.monotonic()
             for number in self._victims:
                 self._nodes.kill(number)
-            if not self._victims:
-                (leader,) = (int(each.split()[0]) for each in _things() if "ray::_Leader" in each)
-                os.kill(leader, signal.SIGKILL)
+            for each in _things() if self._with_leader else ():
+                if "ray::_Leader" in each:
+                    os.kill(int(each.split()[0]), signal.SIGKILL)
         elif self.killed_s and not self._copy_to.exists():
             for told in Path(tempfile.gettempdir()).glob("heterog-*/journal1.json"):
                 if told.stat().st_ctime > self._begun_s:
@@ -179,7 +189,7 @@ def run_trial(folder: Path, nodes: Nodes, fault: str, chance: random.Random) -> 
     victims = (0,) if fault == "first" else tuple(chance.sample(range(NUM_RANKS), number))
     left = folder / "left.json"
     left.unlink(missing_ok=True)
-    killer = Fault(nodes, victims, step, left)
+    killer = Fault(nodes, victims, step, left, with_leader=fault in ("leader", "both"))
     plan = folder / "plan.json"
     request = RunRequest(
         plan=plan,
@@ -191,9 +201,7 @@ def run_trial(folder: Path, nodes: Nodes, fault: str, chance: random.Random) -> 
     )
     measured = heal_on_ray(request, options, progress=killer, say=killer.say)
     moves = measured["moves"]
-    if len(moves) > 1:
-        progress(str(moves))
-    move = moves[0] if moves else {}
+    move = moves[-1] if moves else {}
     time.sleep(2.0)  # what was killed needs a moment to be gone
     last, resumed = measured["steps"][-1], move.get("step", -1)
     if moves:
@@ -232,7 +240,7 @@ def main() -> None:
     """Run the trials and print a table, or JSON."""
     arguments = asked_of(
         __doc__,
-        option("--fault", choices=("node", "first", "two", "leader"), default="node"),
+        option("--fault", choices=("node", "first", "two", "leader", "both"), default="node"),
         option("--kills", type=int, default=20),
         option("--seed", type=int, default=0),
     )

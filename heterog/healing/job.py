@@ -206,8 +206,10 @@ class HealingJob:
         """Go on with a job whose process like this one was lost."""
         self.trained, self.generation = state.trained, state.generation
         self.trained.last_event_s = time.monotonic()
-        left_out = set(range(self._whole.num_devices)) - set(state.running.device_of)
-        self._steering.leave_out(sorted(left_out))
+        used = state.running.device_of
+        if not state.is_running:
+            used = tuple(device for device in used if self._crew.is_here(device))
+        self._steering.leave_out(sorted(set(range(self._whole.num_devices)) - set(used)))
         if self.options.checkpoint and (Path(self.options.checkpoint) / CHECKPOINT_INDEX).exists():
             self._resume = self.options.checkpoint
         done = max(self.trained.losses, default=0)

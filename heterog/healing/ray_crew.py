@@ -224,6 +224,9 @@ class RayCrew:
                     found[number] = remembered
         if not found:
             return None
+        self._keepers = {
+            number: host.actor_id or "lost" for number, host in enumerate(self._hosts)
+        }
         newest = max(found.values(), key=lambda each: each.state.generation)
         state = newest.state
         devices = state.running.device_of
