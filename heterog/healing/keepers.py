@@ -165,7 +165,6 @@ def start_keeper(
     *,
     pid: int,
     address: str = "127.0.0.1",
-    most_bytes: int = 0,
     folder: str = "",
 ) -> tuple["subprocess.Popen[bytes]", KeeperPlace]:
     """Start a keeper that ends together with a given process.
@@ -175,7 +174,6 @@ def start_keeper(
         token: Secret of the job.
         pid: Id of the process to end with.
         address: Address to listen on.
-        most_bytes: Most bytes that it may hold; 0 is no limit.
         folder: Folder that it removes when it ends; empty for none.
 
     Raises:
@@ -184,7 +182,7 @@ def start_keeper(
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "heterog.healing.keeper"),
-            *(str(pid), address, str(most_bytes), folder),
+            *(str(pid), address, folder),
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from heterog.healing.assignment import Assignment
 from heterog.healing.crew import JobState
 from heterog.healing.journal import Event
 from heterog.healing.keepers import KeeperPlace
-from heterog.healing.ray_host import FarShelf, HealingHost, Memory, News, open_door
+from heterog.healing.ray_host import FarShelf, HealingHost, News, open_door
 from heterog.runtime.ranks.on_ray import (
     END_S,
     PLACED_S,
@@ -102,7 +103,7 @@ class RayCrew:
         group, was_there = self._group()
         for number in range(self._cluster.num_hosts):
             actor = self._actor(group, number)
-            self._hosts.append(_Host(self._ray, actor, _from_host(self, number)))
+            self._hosts.append(_Host(self._ray, actor, partial(self.hear, number)))
             self._doors.append(open_door(number, FarShelf(actor), token))
         return self._remembered(SILENT_S if was_there else PLACED_S)
 
@@ -213,7 +214,7 @@ class RayCrew:
         """What the hosts know of the job, if it has begun."""
         asked = [host.actor.remember.remote() for host in self._hosts]
         self._ray.wait(asked, num_returns=len(asked), timeout=limit_s)
-        found: dict[int, Memory] = {}
+        found: dict[int, tuple[JobState, bytes, News]] = {}
         for number, answer in enumerate(asked):
             host = self._hosts[number]
             host.is_here = False
@@ -227,22 +228,21 @@ class RayCrew:
         self._keepers = {
             number: host.actor_id or "lost" for number, host in enumerate(self._hosts)
         }
-        newest = max(found.values(), key=lambda each: each.state.generation)
-        state = newest.state
+        state, plan, _ = max(found.values(), key=lambda each: each[0].generation)
         devices = state.running.device_of
         self._generation = state.generation
         self._first = self._cluster.host_of[devices[0]]
         for number in sorted(found, key=lambda each: each != self._first):
-            if found[number].state.generation == state.generation:
+            if found[number][0].generation == state.generation:
                 self._hosts[number].expect(state.generation)
-                self._hosts[number].hear((self._hosts[number].told, found[number].news))
+                self._hosts[number].hear((self._hosts[number].told, found[number][2]))
         for event in self.new_events():
             state.trained.hear(event)
         path = self._folder / "remembered.json"
-        write_atomically(path, newest.plan)
+        write_atomically(path, plan)
         state.running.path = str(path)
         state.is_running = all(
-            host in found and found[host].state.generation == state.generation
+            host in found and found[host][0].generation == state.generation
             for host in {self._cluster.host_of[device] for device in devices}
         )
         return state
@@ -276,11 +276,6 @@ class RayCrew:
         for host, answer in asked.items():
             with suppress(self._ray.exceptions.RayError):
                 self._hosts[host].hear(self._ray.get(answer, timeout=0))
-
-
-def _from_host(crew: RayCrew, number: int) -> Callable[[list[Event]], None]:
-    """Where a host's events go."""
-    return lambda events: crew.hear(number, events)
 
 
 def host_name(job: str, number: int) -> str:

@@ -7,7 +7,7 @@ loopback interface; from node to node they go by calls of actors, in Ray's objec
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,21 +43,6 @@ class News(NamedTuple):
     begin: int
     end: int
     events: list[Event]
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What a host knows of the job, for a driver that knows nothing of it.
-
-    Attributes:
-        state: As it was when the generation began.
-        plan: The plan of the generation.
-        news: What happened since, as far as this host has heard of it.
-    """
-
-    state: JobState
-    plan: bytes
-    news: News
 
 
 class HealingHost(Host):
@@ -131,29 +116,30 @@ class HealingHost(Host):
         self.end()
         return self.tell(generation, at)
 
-    def remember(self) -> tuple[HostStatus, Memory | None]:
-        """How its ranks are, and what a new driver should know."""
+    def remember(self) -> tuple[HostStatus, tuple[JobState, bytes, News] | None]:
+        """How its ranks are, and what a new leader should know.
+
+        Returns:
+            The latter is the job as it was when the last generation began, its plan, and what
+            happened since as far as this host has heard of it.
+        """
         self._asked_s = time.monotonic()
         if self._kept is None:
             return self.look(), None
         state, plan = self._kept
-        return self.look(), Memory(state, plan, self._news(state.generation, 0))
+        return self.look(), (state, plan, self._news(state.generation, 0))
 
     # --- snapshots -------------------------------------------------------------------------------
 
-    def pin(self, reader: object, moment: Moment | None) -> None:
-        """See ``Shelf``."""
-        self._shelf.pin(reader, moment)
+    def ask_shelf(self, what: str, *about: Any) -> Any:
+        """Call a method of the shelf."""
+        return getattr(self._shelf, what)(*about)
 
     def take(self, part: Part, index: Any, content: Any, settled: Moment | None) -> None:
         """See ``Shelf``."""
         room = self._shelf.room_for(part, settled)
         memoryview(room)[:] = memoryview(content)
         self._shelf.take(part, index, room)
-
-    def parts(self) -> list[Part]:
-        """See ``Shelf``."""
-        return self._shelf.parts()
 
     def find(self, moment: Moment, number: int) -> tuple[Any, Any]:
         """See ``Shelf``."""
@@ -198,7 +184,9 @@ class FarShelf(Shelf):
     def pin(self, reader: object, moment: Moment | None) -> None:
         """See ``Shelf``."""
         self._fetched.clear() if moment is None else None
-        self._ask("pin", (self._ray.get_runtime_context().get_worker_id(), reader), moment)
+        self._ask(
+            "ask_shelf", "pin", (self._ray.get_runtime_context().get_worker_id(), reader), moment
+        )
 
     def room_for(self, part: Part, settled: Moment | None) -> bytearray:
         """See ``Shelf``."""
@@ -211,7 +199,7 @@ class FarShelf(Shelf):
 
     def parts(self) -> list[Part]:
         """See ``Shelf``."""
-        found: list[Part] = self._ask("parts")
+        found: list[Part] = self._ask("ask_shelf", "parts")
         return found
 
     def find(self, moment: Moment, number: int) -> tuple[Any, Any]:

@@ -95,13 +95,6 @@ def test_messages_are_bounded() -> None:
         Part.from_header({"generation": "x"})
 
 
-def test_a_keeper_that_may_not_hold_more_says_so() -> None:
-    keeper = Keeper(place_of(Shelf(most_bytes=6)), TOKEN)
-    keeper.put(part(1), {}, content(1))
-    with pytest.raises(WireError, match=r"holds 4 bytes and may hold 6|lost"):
-        keeper.put(part(2), {}, content(2))
-
-
 def test_only_complete_snapshots_count_and_later_generations_come_first() -> None:
     assert newest_complete([[part(1, 0, 2)], [part(2, 1, 2)]]) is None
     later = Part(moment=Moment(1, 3), number=0, num_parts=1, num_bytes=0)
