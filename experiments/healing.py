@@ -219,7 +219,7 @@ def run_trial(
     killer = Fault(fault, nodes, step, victims, left)
     request = RunRequest(
         plan=plan,
-        num_steps=step + (2000 if fault == "leader" else 50),
+        num_steps=step + (400 if fault == "leader" else 50),
         sources=(str(folder / "model.py"),),
     )
     options = HealOptions(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from heterog.cluster.topology import Cluster
+from heterog.errors import HeterogError
 from heterog.files import write_atomically
 from heterog.healing.assignment import Assignment
 from heterog.healing.crew import JobState
@@ -98,14 +99,19 @@ class RayCrew:
         self._generation = -1
 
     def open(self, folder: Path, token: str, state: Callable[[], JobState]) -> JobState | None:
-        """See ``Crew``; waits until all nodes are there, or those that a lost driver has left."""
+        """See ``Crew``; waits until all nodes are there, or those that a lost leader has left."""
         self._folder, self._state = folder, state
         group, was_there = self._group()
         for number in range(self._cluster.num_hosts):
             actor = self._actor(group, number)
             self._hosts.append(_Host(self._ray, actor, partial(self.hear, number)))
             self._doors.append(open_door(number, FarShelf(actor), token))
-        return self._remembered(SILENT_S if was_there else PLACED_S)
+        found = self._remembered(SILENT_S if was_there else PLACED_S)
+        if found is None and not all(host.is_here for host in self._hosts):
+            raise HeterogError(
+                f"some node did not start its actor within {PLACED_S:g} s; see ray status."
+            )
+        return found
 
     def run(
         self,
@@ -120,21 +126,17 @@ class RayCrew:
         ranks = [
             RankOnRay(self._hosts[host], rank, generation) for rank, host in enumerate(of_ranks)
         ]
-        starting = threading.Thread(target=lambda: None)
-        if generation != self._generation:
-            self._generation, self._first, self._last_step = generation, of_ranks[0], 0
-            self._events, self._untold = [], {}
-            for host in hosts:
-                self._hosts[host].expect(generation)
-            starting = threading.Thread(
-                target=self._start, args=(generation, devices, hosts, decide), daemon=True
-            )
-        starting.start()
+        deciding = threading.Thread(target=self._assign, args=(hosts, decide), daemon=True)
+        is_new = generation != self._generation
+        if is_new:
+            self._begin(generation, devices, hosts)
+            deciding.start()
         try:
             wait_for_ranks(ranks, self._request.limits, watch)
         finally:
-            starting.join()
             self._end(hosts)
+            if is_new:
+                deciding.join()
 
     def new_events(self) -> list[Event]:
         """See ``Crew``."""
@@ -196,7 +198,7 @@ class RayCrew:
                 self._untold[step] = event
 
     def _group(self) -> tuple[Any, bool]:
-        """The job's placement group, and whether a driver before this one has made it."""
+        """The job's placement group, and whether a leader before this one has made it."""
         with suppress(ValueError):
             return self._ray.util.get_placement_group(self._name), True
         return placed(self._ray, self._cluster, name=self._name, lifetime="detached"), False
@@ -247,20 +249,21 @@ class RayCrew:
         )
         return state
 
-    def _start(
-        self,
-        generation: int,
-        devices: Sequence[int],
-        hosts: Sequence[int],
-        decide: Callable[[], Assignment],
-    ) -> None:
-        """Start the ranks of a generation, and tell them what they run once that is decided."""
+    def _begin(self, generation: int, devices: Sequence[int], hosts: Sequence[int]) -> None:
+        """Start the ranks of a generation."""
+        self._generation, self._first = generation, self._cluster.host_of[devices[0]]
+        self._events, self._untold, self._last_step = [], {}, 0
+        for host in hosts:
+            self._hosts[host].expect(generation)
         first = self._hosts[self._first].actor
         with suppress(self._ray.exceptions.RayError):  # its loss is seen by who waits for ranks
             address, port = self._ray.get(first.meeting_place.remote(), timeout=SILENT_S)
             variables = variables_of_ranks(self._cluster, devices, address, port)
             for host in hosts:
                 self._hosts[host].actor.begin.remote(generation, self._request, variables[host])
+
+    def _assign(self, hosts: Sequence[int], decide: Callable[[], Assignment]) -> None:
+        """Tell the ranks what they run once that is decided."""
         assignment = decide()
         plan = b"" if assignment.why_not else Path(assignment.plan).read_bytes()
         actors = {number: host.actor for number, host in enumerate(self._hosts) if host.is_here}

@@ -162,7 +162,7 @@ class HealingHost(Host):
         """End this host when nobody leads the job any more."""
         while time.monotonic() - self._asked_s < _ALONE_S:
             time.sleep(1.0)
-        self.end()
+        self.close()
         ray = connect_to_ray()[0]
         ray.util.remove_placement_group(ray.util.get_current_placement_group())
         ray.kill(ray.get_runtime_context().current_actor)
