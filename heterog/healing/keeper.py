@@ -148,22 +148,18 @@ def _answer(connection: Connection, shelf: Shelf, header: Header) -> None:
             raise WireError(f"a keeper cannot {str(other)[:40]!r}.")
 
 
-def listen(address: str, token: str, shelf: Shelf) -> tuple[socket.socket, threading.Thread]:
-    """A socket on a free port of an address, and the thread that answers there."""
+def listen(address: str, token: str, shelf: Shelf) -> int:
+    """Answer, in threads of this process, on a free port of an address, which is returned."""
     listening = socket.create_server((address, 0))
 
     def accept() -> None:
         while True:
-            try:
-                connection, _ = listening.accept()
-            except OSError:  # closed
-                return
+            connection, _ = listening.accept()
             thread = threading.Thread(target=serve, args=(connection, shelf, token), daemon=True)
             thread.start()
 
-    thread = threading.Thread(target=accept, daemon=True)
-    thread.start()
-    return listening, thread
+    threading.Thread(target=accept, daemon=True).start()
+    return int(listening.getsockname()[1])
 
 
 def wait_for_end(pid: int) -> None:
@@ -186,8 +182,7 @@ def main() -> None:
     """Run as a keeper: ends with a process, and then removes a folder if it is given one."""
     pid, address, folder = sys.argv[1:]
     token = sys.stdin.readline().strip()
-    listening, _ = listen(address, token, Shelf())
-    print(listening.getsockname()[1], flush=True)
+    print(listen(address, token, Shelf()), flush=True)
     # The starting process may read this one's output to its end.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     wait_for_end(int(pid))

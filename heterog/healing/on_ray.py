@@ -165,7 +165,7 @@ def _watch(
             continue
         for line in said.lines[len(heard.lines) * (said.leader == heard.leader) :]:
             say(line)
-        if said.stage != heard.stage:
+        if said.stage and said.stage != heard.stage:
             progress(said.stage)
         heard = said
         if said.error or said.measured is not None:

@@ -98,14 +98,14 @@ class RayCrew:
         self._first, self._last_step = 0, 0
         self._generation = -1
 
-    def open(self, folder: Path, token: str, state: Callable[[], JobState]) -> JobState | None:
+    def open(self, folder: Path, state: Callable[[], JobState]) -> JobState | None:
         """See ``Crew``; waits until all nodes are there, or those that a lost leader has left."""
         self._folder, self._state = folder, state
         group, was_there = self._group()
         for number in range(self._cluster.num_hosts):
             actor = self._actor(group, number)
             self._hosts.append(_Host(self._ray, actor, partial(self.hear, number)))
-            self._doors.append(open_door(number, FarShelf(actor), token))
+            self._doors.append(open_door(number, FarShelf(actor)))
         found = self._remembered(SILENT_S if was_there else PLACED_S)
         if found is None and not all(host.is_here for host in self._hosts):
             raise HeterogError(

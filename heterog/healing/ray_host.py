@@ -54,9 +54,8 @@ class HealingHost(Host):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self._token = new_token()
         self._shelf = Shelf()
-        self._doors = {number: open_door(number, self._shelf, self._token)}
+        self._doors = {number: open_door(number, self._shelf)}
         self._journal: tuple[int, Path] | None = None
         self._kept: tuple[JobState, bytes] | None = None
         self._asked_s = time.monotonic()
@@ -90,13 +89,12 @@ class HealingHost(Host):
         write_atomically(path, plan)
         for number, actor in hosts.items():
             if number not in self._doors:
-                self._doors[number] = open_door(number, FarShelf(actor), self._token)
+                self._doors[number] = open_door(number, FarShelf(actor))
         writers = {host: rank for rank, host in reversed([*enumerate(assignment.host_of)])}
         replace(
             assignment,
             plan=str(path),
             keepers=tuple(self._doors[number] for number in hosts),
-            token=self._token,
             writers=tuple(writers.values()),
         ).write(self._path(assignment.generation, "assignment"))
         self._kept = state, plan
@@ -218,10 +216,11 @@ class FarShelf(Shelf):
             ) from error
 
 
-def open_door(number: int, shelf: Shelf, token: str) -> KeeperPlace:
+def open_door(number: int, shelf: Shelf) -> KeeperPlace:
     """Where the snapshots of a host can be read and written on this node."""
-    listening, _ = listen(_LOOPBACK, token, shelf)
-    return KeeperPlace(host=number, address=_LOOPBACK, port=int(listening.getsockname()[1]))
+    token = new_token()
+    port = listen(_LOOPBACK, token, shelf)
+    return KeeperPlace(host=number, address=_LOOPBACK, port=port, token=token)
 
 
 def _as_array(content: bytearray) -> Any:
