@@ -29,7 +29,6 @@ class Assignment:
         moment: Snapshot to begin with, if there is one.
         checkpoint: Folder of a checkpoint to begin with instead; empty for none.
         keepers: Addresses of the keepers that snapshots are read from and sent to.
-        token: Secret that the keepers of the job ask for.
         host_of: Host of each rank.
         copies: Number of keepers that hold each part of a snapshot.
         writers: Ranks that write the journal: rank 0, and on each other host one, whose journal
@@ -43,7 +42,6 @@ class Assignment:
     moment: Moment | None
     checkpoint: str
     keepers: tuple[KeeperPlace, ...]
-    token: str
     host_of: tuple[int, ...]
     copies: int
     writers: tuple[int, ...] = (0,)
@@ -74,7 +72,7 @@ def wait_for_assignment(path: Path, timeout_s: float) -> Assignment:
 def in_turn(keepers: Sequence[KeeperPlace], host: int) -> list[KeeperPlace]:
     """Keepers in the order in which a host uses them: its own, then the following ones.
 
-    >>> places = [KeeperPlace(host=host, address="", port=1) for host in (0, 1, 3)]
+    >>> places = [KeeperPlace(host=host, address="", port=1, token="") for host in (0, 1, 3)]
     >>> [place.host for place in in_turn(places, 1)]
     [1, 3, 0]
     """

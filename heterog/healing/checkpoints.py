@@ -6,7 +6,7 @@ torch.distributed.checkpoint. Any plan resumes from it.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,18 +21,17 @@ class Writing:
     Args:
         folder: Folder of the checkpoints; a new one replaces the one before.
         every_s: Seconds between checkpoints.
-        token: Secret of the job's keepers, or of each host's keeper, by host.
 
     Attributes:
         failed: Why the last checkpoint was not written; empty if it was.
         num_written: Number of checkpoints written so far.
     """
 
-    def __init__(self, folder: Path, every_s: float, token: str | Mapping[int, str]) -> None:
+    def __init__(self, folder: Path, every_s: float) -> None:
         check_save_folder(folder)
         self.failed = ""
         self.num_written = 0
-        self._folder, self._every_s, self._token = folder.resolve(), every_s, token
+        self._folder, self._every_s = folder.resolve(), every_s
         self._since_s = time.monotonic()
         self._is_asked = False
         self._service = Service("heterog.healing.writing")
@@ -54,8 +53,6 @@ class Writing:
                     {
                         "folder": str(self._folder),
                         "keepers": [asdict(each) for each in places],
-                        "token": self._token if isinstance(self._token, str) else "",
-                        "tokens": {} if isinstance(self._token, str) else dict(self._token),
                     },
                     niceness=10,
                 )

@@ -44,12 +44,11 @@ def rank_command(run_file: Path, assignment: Path, journal: Path, stop: Path) ->
 class Crew(Protocol):
     """Runs the ranks of one generation after another, beside keepers that stay."""
 
-    def open(self, folder: Path, token: str, state: Callable[[], JobState]) -> JobState | None:
+    def open(self, folder: Path, state: Callable[[], JobState]) -> JobState | None:
         """Begin.
 
         Args:
             folder: Where files may be written.
-            token: That of the keepers.
             state: Says what would have to be known to go on with the job.
 
         Returns:
@@ -115,9 +114,9 @@ class LocalCrew:
         self._cluster, self._request, self._place = cluster, request, place
         self._keepers: dict[int, tuple[Popen[bytes], KeeperPlace]] = {}
 
-    def open(self, folder: Path, token: str, state: Callable[[], JobState]) -> JobState | None:
+    def open(self, folder: Path, state: Callable[[], JobState]) -> JobState | None:
         """See ``Crew``; the job ends with this process."""
-        self._folder, self._token = folder, token
+        self._folder = folder
         return None
 
     def run(
@@ -161,7 +160,7 @@ class LocalCrew:
         for host in hosts:
             process = self._keepers.get(host, (None, None))[0]
             if process is None or process.poll() is not None:
-                self._keepers[host] = start_keeper(host, self._token, pid=os.getpid())
+                self._keepers[host] = start_keeper(host, pid=os.getpid())
         return all_alive
 
     def places(self) -> list[KeeperPlace]:

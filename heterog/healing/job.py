@@ -24,7 +24,6 @@ from heterog.healing.options import HealOptions, Move, Trained
 from heterog.healing.service import Service
 from heterog.healing.snapshots import Moment
 from heterog.healing.steering import Going, Running, Steering
-from heterog.healing.wire import new_token
 from heterog.runtime.launch import (
     CHECKPOINT_INDEX,
     RANKS_OWN,
@@ -137,7 +136,6 @@ class HealingJob:
             steps_before = int(index["num_steps"])
         self.last = steps_before + 1 + request.num_steps
         self._progress, self._say = progress, say
-        self._token = new_token()
         _warn_about_redundancy(self.options.redundancy, self._whole.num_hosts)
         self.generation = 0
         self._begun_s = 0.0
@@ -169,7 +167,7 @@ class HealingJob:
             self._folder = stack.enter_context(temporary_folder())
             stack.enter_context(rank_forks(RANKS_OWN))  # one for all generations
             stack.push(lambda kind, error, trace: self._crew.close(str(error or "")))
-            state = self._crew.open(self._folder, self._token, self._state)
+            state = self._crew.open(self._folder, self._state)
             running = Running(
                 path=str(self._path),
                 method=self._plan.method,
@@ -189,9 +187,7 @@ class HealingJob:
             if state is not None:
                 self._go_on(state)
             if self.options.checkpoint:
-                self._writing = Writing(
-                    Path(self.options.checkpoint), self.options.checkpoint_s, self._token
-                )
+                self._writing = Writing(Path(self.options.checkpoint), self.options.checkpoint_s)
                 stack.callback(self._writing.close)
             self._start_keepers()
             while not self.trained.is_done:
@@ -206,8 +202,10 @@ class HealingJob:
         """Go on with a job whose process like this one was lost."""
         self.trained, self.generation = state.trained, state.generation
         self.trained.last_event_s = time.monotonic()
-        left_out = set(range(self._whole.num_devices)) - set(state.running.device_of)
-        self._steering.leave_out(sorted(left_out))
+        used = state.running.device_of
+        if not state.is_running:
+            used = tuple(device for device in used if self._crew.is_here(device))
+        self._steering.leave_out(sorted(set(range(self._whole.num_devices)) - set(used)))
         if self.options.checkpoint and (Path(self.options.checkpoint) / CHECKPOINT_INDEX).exists():
             self._resume = self.options.checkpoint
         done = max(self.trained.losses, default=0)
@@ -276,7 +274,6 @@ class HealingJob:
             moment=moment,
             checkpoint=self._resume if moment is None else "",
             keepers=tuple(self._crew.places()),
-            token=self._token,
             host_of=tuple(self._whole.host_of[each] for each in steering.running.device_of),
             copies=1 + self.options.redundancy,
             why_not=self._why_not,
@@ -296,7 +293,7 @@ class HealingJob:
             HeterogError: there is neither a snapshot nor a checkpoint.
         """
         all_alive = self._start_keepers()
-        with Keepers(self._crew.places(), self._token) as keepers:
+        with Keepers(self._crew.places()) as keepers:
             moment = keepers.newest()
         if moment is not None or self._resume:
             return moment

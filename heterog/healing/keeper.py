@@ -1,6 +1,6 @@
 """A keeper: a process beside the ranks that holds what they would lose if they died.
 
-    python -m heterog.healing.keeper PID ADDRESS MOST_BYTES FOLDER < token
+    python -m heterog.healing.keeper PID ADDRESS FOLDER < token
 
 It listens on one address, takes connections from who knows the token, prints the port that it
 listens on as one line, and ends when the process with the given id does. It knows nothing of
@@ -43,14 +43,9 @@ _LOOK_S = 0.2
 
 
 class Shelf:
-    """The parts that a keeper holds; used by all its connections at once.
+    """The parts that a keeper holds; used by all its connections at once."""
 
-    Args:
-        most_bytes: Most bytes that it may hold in all; 0 is no limit.
-    """
-
-    def __init__(self, most_bytes: int = 0) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: dict[tuple[Moment, int], tuple[Part, Any, bytearray]] = {}
         self._spare: list[bytearray] = []
@@ -64,11 +59,7 @@ class Shelf:
                 self._pinned[reader] = moment
 
     def room_for(self, part: Part, settled: Moment | None) -> bytearray:
-        """Make a buffer for a part that is about to arrive, freeing parts older than ``settled``.
-
-        Raises:
-            WireError: the part does not fit in what the keeper may hold.
-        """
+        """Make a buffer for a part that is about to arrive; parts older than ``settled`` go."""
         with self._lock:
             pinned = set(self._pinned.values())
             for key in list(self._held):
@@ -79,12 +70,6 @@ class Shelf:
                 if len(buffer) == part.num_bytes:
                     return self._spare.pop(number)
             self._spare.clear()
-            held = sum(len(buffer) for _, _, buffer in self._held.values())
-            if self._most_bytes and held + part.num_bytes > self._most_bytes:
-                raise WireError(
-                    f"the keeper holds {held} bytes and may hold {self._most_bytes}; a part of "
-                    f"{part.num_bytes} has no room."
-                )
         return bytearray(part.num_bytes)
 
     def take(self, part: Part, index: Any, content: bytearray) -> None:
@@ -163,22 +148,18 @@ def _answer(connection: Connection, shelf: Shelf, header: Header) -> None:
             raise WireError(f"a keeper cannot {str(other)[:40]!r}.")
 
 
-def listen(address: str, token: str, shelf: Shelf) -> tuple[socket.socket, threading.Thread]:
-    """A socket on a free port of an address, and the thread that answers there."""
+def listen(address: str, token: str, shelf: Shelf) -> int:
+    """Answer, in threads of this process, on a free port of an address, which is returned."""
     listening = socket.create_server((address, 0))
 
     def accept() -> None:
         while True:
-            try:
-                connection, _ = listening.accept()
-            except OSError:  # closed
-                return
+            connection, _ = listening.accept()
             thread = threading.Thread(target=serve, args=(connection, shelf, token), daemon=True)
             thread.start()
 
-    thread = threading.Thread(target=accept, daemon=True)
-    thread.start()
-    return listening, thread
+    threading.Thread(target=accept, daemon=True).start()
+    return int(listening.getsockname()[1])
 
 
 def wait_for_end(pid: int) -> None:
@@ -199,10 +180,9 @@ def wait_for_end(pid: int) -> None:
 
 def main() -> None:
     """Run as a keeper: ends with a process, and then removes a folder if it is given one."""
-    pid, address, most_bytes, folder = sys.argv[1:]
+    pid, address, folder = sys.argv[1:]
     token = sys.stdin.readline().strip()
-    listening, _ = listen(address, token, Shelf(int(most_bytes)))
-    print(listening.getsockname()[1], flush=True)
+    print(listen(address, token, Shelf()), flush=True)
     # The starting process may read this one's output to its end.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     wait_for_end(int(pid))

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from heterog.healing.wire import (
     Header,
     WireError,
     connect,
+    new_token,
     receive_header,
     receive_into,
     send_message,
@@ -35,11 +36,13 @@ class KeeperPlace:
         host: Number of the host that it runs on.
         address: Network address of that host.
         port: Port that it listens on.
+        token: Secret that it asks for.
     """
 
     host: int
     address: str
     port: int
+    token: str = field(repr=False)
 
 
 class Keeper:
@@ -47,13 +50,12 @@ class Keeper:
 
     Args:
         place: Address that it listens on.
-        token: Secret of the job.
 
     Raises:
         WireError: no keeper answers.
     """
 
-    def __init__(self, place: KeeperPlace, token: str) -> None:
+    def __init__(self, place: KeeperPlace) -> None:
         self.place = place
         try:
             peer = socket.create_connection((place.address, place.port), _CONNECT_S)
@@ -61,7 +63,7 @@ class Keeper:
             raise WireError(
                 f"the keeper of host {place.host} does not answer: {error.strerror or error}."
             ) from error
-        self._connection = connect(peer, token, is_keeper=False)
+        self._connection = connect(peer, place.token, is_keeper=False)
 
     def put(
         self, part: Part, index: Any, content: memoryview, settled: Moment | None = None
@@ -114,18 +116,16 @@ class Keepers:
 
     Args:
         places: Addresses of all keepers; those that do not answer are left out.
-        token: Secret of the job, or of each host's keeper, by host.
 
     Attributes:
         reached: Open connections, by host.
     """
 
-    def __init__(self, places: Sequence[KeeperPlace], token: str | Mapping[int, str]) -> None:
+    def __init__(self, places: Sequence[KeeperPlace]) -> None:
         self.reached: dict[int, Keeper] = {}
         for place in places:
-            own = token if isinstance(token, str) else token[place.host]
             with suppress(WireError, OSError):
-                self.reached[place.host] = Keeper(place, own)
+                self.reached[place.host] = Keeper(place)
 
     def parts(self) -> dict[int, list[Part]]:
         """Parts that each keeper holds, by host; a keeper that is lost meanwhile is left out."""
@@ -161,21 +161,17 @@ class Keepers:
 
 def start_keeper(
     host: int,
-    token: str,
     *,
     pid: int,
     address: str = "127.0.0.1",
-    most_bytes: int = 0,
     folder: str = "",
 ) -> tuple["subprocess.Popen[bytes]", KeeperPlace]:
     """Start a keeper that ends together with a given process.
 
     Args:
         host: Number of the host that it runs on.
-        token: Secret of the job.
         pid: Id of the process to end with.
         address: Address to listen on.
-        most_bytes: Most bytes that it may hold; 0 is no limit.
         folder: Folder that it removes when it ends; empty for none.
 
     Raises:
@@ -184,7 +180,7 @@ def start_keeper(
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "heterog.healing.keeper"),
-            *(str(pid), address, str(most_bytes), folder),
+            *(str(pid), address, folder),
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -194,6 +190,7 @@ def start_keeper(
     )
     assert process.stdin is not None
     assert process.stdout is not None
+    token = new_token()
     process.stdin.write(f"{token}\n".encode())
     process.stdin.close()
     said = process.stdout.readline().strip()
@@ -202,7 +199,7 @@ def start_keeper(
         process.kill()
         process.wait()
         raise HeterogError(f"the keeper of host {host} did not start on {address}.")
-    return process, KeeperPlace(host=host, address=address, port=int(said))
+    return process, KeeperPlace(host=host, address=address, port=int(said), token=token)
 
 
 def holders(parts: Mapping[int, Sequence[Part]], moment: Moment) -> dict[int, list[int]]:

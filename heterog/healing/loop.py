@@ -17,9 +17,11 @@ torchrun ends all ranks when one is lost and starts those that are left. They re
 complete snapshot from the keepers of the hosts that are left and go on with the step after it.
 """
 
+import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -104,7 +106,7 @@ class HealingLoop:
         self._copies = 1 + redundancy
         self._checkpoint = checkpoint
         self._host = int(os.environ.get("GROUP_RANK", "0"))
-        self._places, self._tokens = self._meet()
+        self._places = self._meet()
         self._who = gather_texts(f"{socket.gethostname()}:{os.environ.get('LOCAL_RANK', '0')}")
         self._sender: Sender | None = None
         self._generation = 0
@@ -112,11 +114,11 @@ class HealingLoop:
         self._settled: Moment | None = None
         self._writing: Writing | None = None
         if checkpoint and self._rank == 0:
-            self._writing = Writing(Path(checkpoint), checkpoint_s, self._tokens)
+            self._writing = Writing(Path(checkpoint), checkpoint_s)
 
     def restore(self) -> bool:
         """Restore the state of the previous ranks; False if there is none. All ranks call it."""
-        with Keepers(self._places, self._tokens) as keepers:
+        with Keepers(self._places) as keepers:
             parts = keepers.parts()
             newest = keepers.newest()
             # Not all ranks may reach all keepers: the first one decides.
@@ -145,7 +147,7 @@ class HealingLoop:
         """Call on all ranks after the optimizer's step; may begin a snapshot."""
         self.num_steps += 1
         if self._sender is None:
-            keepers = Keepers(in_turn(self._places, self._host), self._tokens)
+            keepers = Keepers(in_turn(self._places, self._host))
             self._sender = Sender(
                 list(keepers.reached.values()),
                 copies=self._copies,
@@ -175,18 +177,13 @@ class HealingLoop:
 
     # --- parts -----------------------------------------------------------------------------------
 
-    def _meet(self) -> tuple[list[KeeperPlace], dict[int, str]]:
-        """Exchange the addresses and tokens of the keepers of all hosts."""
+    def _meet(self) -> list[KeeperPlace]:
+        """Exchange where the keepers of all hosts are."""
         text = ""
         if int(os.environ.get("LOCAL_RANK", self._rank)) == 0:
-            place, token = near_keeper(self._host)
-            text = f"{place.address} {place.port} {token} {self._host}"
-        places, tokens = [], {}
-        for said in filter(None, gather_texts(text)):
-            address, port, token, host = said.split()
-            places.append(KeeperPlace(host=int(host), address=address, port=int(port)))
-            tokens[int(host)] = token
-        return sorted(places, key=lambda place: place.host), tokens
+            text = json.dumps(asdict(near_keeper(self._host)))
+        places = [KeeperPlace(**json.loads(said)) for said in gather_texts(text) if said]
+        return sorted(places, key=lambda place: place.host)
 
     def _tensors(self) -> dict[str, Tensor]:
         """All tensors with elements, by name; the same names on every rank."""

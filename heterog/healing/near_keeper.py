@@ -9,12 +9,13 @@ import json
 import os
 import socket
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 from heterog.errors import HeterogError
 from heterog.files import write_atomically
 from heterog.healing.keepers import Keeper, KeeperPlace, start_keeper
-from heterog.healing.wire import WireError, new_token
+from heterog.healing.wire import WireError
 
 _LOOPBACK = "127.0.0.1"
 
@@ -24,8 +25,8 @@ def agent_pid() -> int:
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
 
 
-def near_keeper(host: int) -> tuple[KeeperPlace, str]:
-    """Find the keeper of this host and its token; starts it if there is none.
+def near_keeper(host: int) -> KeeperPlace:
+    """Find the keeper of this host; starts it if there is none.
 
     One rank of each host calls it.
 
@@ -46,19 +47,17 @@ def near_keeper(host: int) -> tuple[KeeperPlace, str]:
         )
     file = folder / "place.json"
     if file.exists():
-        address, port, token = json.loads(file.read_text())
-        place = KeeperPlace(host=host, address=address, port=port)
+        place = KeeperPlace(**(json.loads(file.read_text()) | {"host": host}))
         try:
-            Keeper(place, token).close()
+            Keeper(place).close()
         except (WireError, OSError):
             pass  # it was killed
         else:
-            return place, token
-    token = new_token()
-    _, place = start_keeper(host, token, pid=pid, address=_own_address(), folder=str(folder))
-    write_atomically(file, json.dumps([place.address, place.port, token]).encode())
+            return place
+    _, place = start_keeper(host, pid=pid, address=_own_address(), folder=str(folder))
+    write_atomically(file, json.dumps(asdict(place)).encode())
     file.chmod(0o600)
-    return place, token
+    return place
 
 
 def _own_address() -> str:

@@ -26,6 +26,8 @@ from heterog.runtime.request import RunRequest
 from heterog.workers import connect_to_ray
 
 _POLL_S = 0.1
+_ON_HEAD = {"node:__internal_head__": 0.001}
+"""Where the leader is: a job does not survive Ray's head, so no further node can stop it."""
 _KEPT_S = 600.0
 """Seconds for which what came of a job is kept for who asks for it."""
 
@@ -126,7 +128,13 @@ def heal_on_ray(
         except ValueError:
             leader = (
                 ray.remote(_Leader)
-                .options(name=name, lifetime="detached", max_restarts=-1, num_cpus=0)
+                .options(
+                    name=name,
+                    lifetime="detached",
+                    max_restarts=-1,
+                    num_cpus=0,
+                    resources=_ON_HEAD,
+                )
                 .remote(name, asked, content, options)
             )
         try:
@@ -157,7 +165,7 @@ def _watch(
             continue
         for line in said.lines[len(heard.lines) * (said.leader == heard.leader) :]:
             say(line)
-        if said.stage != heard.stage:
+        if said.stage and said.stage != heard.stage:
             progress(said.stage)
         heard = said
         if said.error or said.measured is not None:

@@ -66,7 +66,7 @@ class HealingRank:
         tell("taking the state up")
         self._take_up()
         host = assignment.host_of[self._rank]
-        keepers = Keepers(in_turn(assignment.keepers, host), assignment.token)
+        keepers = Keepers(in_turn(assignment.keepers, host))
         self._sender = Sender(
             list(keepers.reached.values()),
             copies=assignment.copies,
@@ -128,7 +128,7 @@ class HealingRank:
         num_bytes = far_bytes = 0
         if assignment.moment is not None:
             near = assignment.host_of[self._rank]
-            with Keepers(assignment.keepers, assignment.token) as keepers:
+            with Keepers(assignment.keepers) as keepers:
                 snapshot = Snapshot(keepers, assignment.moment, near)
                 restore(step, snapshot)
                 num_bytes, far_bytes = snapshot.num_bytes, snapshot.far_bytes

@@ -9,16 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from heterog.cluster.topology import Cluster
+from heterog.errors import HeterogError
 from heterog.files import write_atomically
 from heterog.healing.assignment import Assignment
 from heterog.healing.crew import JobState
 from heterog.healing.journal import Event
 from heterog.healing.keepers import KeeperPlace
-from heterog.healing.ray_host import FarShelf, HealingHost, Memory, News, open_door
+from heterog.healing.ray_host import FarShelf, HealingHost, News, open_door
 from heterog.runtime.ranks.on_ray import (
     END_S,
     PLACED_S,
@@ -96,15 +98,20 @@ class RayCrew:
         self._first, self._last_step = 0, 0
         self._generation = -1
 
-    def open(self, folder: Path, token: str, state: Callable[[], JobState]) -> JobState | None:
-        """See ``Crew``; waits until all nodes are there, or those that a lost driver has left."""
+    def open(self, folder: Path, state: Callable[[], JobState]) -> JobState | None:
+        """See ``Crew``; waits until all nodes are there, or those that a lost leader has left."""
         self._folder, self._state = folder, state
         group, was_there = self._group()
         for number in range(self._cluster.num_hosts):
             actor = self._actor(group, number)
-            self._hosts.append(_Host(self._ray, actor, _from_host(self, number)))
-            self._doors.append(open_door(number, FarShelf(actor), token))
-        return self._remembered(SILENT_S if was_there else PLACED_S)
+            self._hosts.append(_Host(self._ray, actor, partial(self.hear, number)))
+            self._doors.append(open_door(number, FarShelf(actor)))
+        found = self._remembered(SILENT_S if was_there else PLACED_S)
+        if found is None and not all(host.is_here for host in self._hosts):
+            raise HeterogError(
+                f"some node did not start its actor within {PLACED_S:g} s; see ray status."
+            )
+        return found
 
     def run(
         self,
@@ -119,21 +126,17 @@ class RayCrew:
         ranks = [
             RankOnRay(self._hosts[host], rank, generation) for rank, host in enumerate(of_ranks)
         ]
-        starting = threading.Thread(target=lambda: None)
-        if generation != self._generation:
-            self._generation, self._first, self._last_step = generation, of_ranks[0], 0
-            self._events, self._untold = [], {}
-            for host in hosts:
-                self._hosts[host].expect(generation)
-            starting = threading.Thread(
-                target=self._start, args=(generation, devices, hosts, decide), daemon=True
-            )
-        starting.start()
+        deciding = threading.Thread(target=self._assign, args=(hosts, decide), daemon=True)
+        is_new = generation != self._generation
+        if is_new:
+            self._begin(generation, devices, hosts)
+            deciding.start()
         try:
             wait_for_ranks(ranks, self._request.limits, watch)
         finally:
-            starting.join()
             self._end(hosts)
+            if is_new:
+                deciding.join()
 
     def new_events(self) -> list[Event]:
         """See ``Crew``."""
@@ -195,7 +198,7 @@ class RayCrew:
                 self._untold[step] = event
 
     def _group(self) -> tuple[Any, bool]:
-        """The job's placement group, and whether a driver before this one has made it."""
+        """The job's placement group, and whether a leader before this one has made it."""
         with suppress(ValueError):
             return self._ray.util.get_placement_group(self._name), True
         return placed(self._ray, self._cluster, name=self._name, lifetime="detached"), False
@@ -213,7 +216,7 @@ class RayCrew:
         """What the hosts know of the job, if it has begun."""
         asked = [host.actor.remember.remote() for host in self._hosts]
         self._ray.wait(asked, num_returns=len(asked), timeout=limit_s)
-        found: dict[int, Memory] = {}
+        found: dict[int, tuple[JobState, bytes, News]] = {}
         for number, answer in enumerate(asked):
             host = self._hosts[number]
             host.is_here = False
@@ -224,40 +227,43 @@ class RayCrew:
                     found[number] = remembered
         if not found:
             return None
-        newest = max(found.values(), key=lambda each: each.state.generation)
-        state = newest.state
+        self._keepers = {
+            number: host.actor_id or "lost" for number, host in enumerate(self._hosts)
+        }
+        state, plan, _ = max(found.values(), key=lambda each: each[0].generation)
         devices = state.running.device_of
         self._generation = state.generation
         self._first = self._cluster.host_of[devices[0]]
         for number in sorted(found, key=lambda each: each != self._first):
-            if found[number].state.generation == state.generation:
+            if found[number][0].generation == state.generation:
                 self._hosts[number].expect(state.generation)
-                self._hosts[number].hear((self._hosts[number].told, found[number].news))
+                self._hosts[number].hear((self._hosts[number].told, found[number][2]))
         for event in self.new_events():
             state.trained.hear(event)
         path = self._folder / "remembered.json"
-        write_atomically(path, newest.plan)
+        write_atomically(path, plan)
         state.running.path = str(path)
         state.is_running = all(
-            host in found and found[host].state.generation == state.generation
+            host in found and found[host][0].generation == state.generation
             for host in {self._cluster.host_of[device] for device in devices}
         )
         return state
 
-    def _start(
-        self,
-        generation: int,
-        devices: Sequence[int],
-        hosts: Sequence[int],
-        decide: Callable[[], Assignment],
-    ) -> None:
-        """Start the ranks of a generation, and tell them what they run once that is decided."""
+    def _begin(self, generation: int, devices: Sequence[int], hosts: Sequence[int]) -> None:
+        """Start the ranks of a generation."""
+        self._generation, self._first = generation, self._cluster.host_of[devices[0]]
+        self._events, self._untold, self._last_step = [], {}, 0
+        for host in hosts:
+            self._hosts[host].expect(generation)
         first = self._hosts[self._first].actor
         with suppress(self._ray.exceptions.RayError):  # its loss is seen by who waits for ranks
             address, port = self._ray.get(first.meeting_place.remote(), timeout=SILENT_S)
             variables = variables_of_ranks(self._cluster, devices, address, port)
             for host in hosts:
                 self._hosts[host].actor.begin.remote(generation, self._request, variables[host])
+
+    def _assign(self, hosts: Sequence[int], decide: Callable[[], Assignment]) -> None:
+        """Tell the ranks what they run once that is decided."""
         assignment = decide()
         plan = b"" if assignment.why_not else Path(assignment.plan).read_bytes()
         actors = {number: host.actor for number, host in enumerate(self._hosts) if host.is_here}
@@ -273,11 +279,6 @@ class RayCrew:
         for host, answer in asked.items():
             with suppress(self._ray.exceptions.RayError):
                 self._hosts[host].hear(self._ray.get(answer, timeout=0))
-
-
-def _from_host(crew: RayCrew, number: int) -> Callable[[list[Event]], None]:
-    """Where a host's events go."""
-    return lambda events: crew.hear(number, events)
 
 
 def host_name(job: str, number: int) -> str:

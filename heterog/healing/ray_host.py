@@ -7,7 +7,7 @@ loopback interface; from node to node they go by calls of actors, in Ray's objec
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,21 +45,6 @@ class News(NamedTuple):
     events: list[Event]
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What a host knows of the job, for a driver that knows nothing of it.
-
-    Attributes:
-        state: As it was when the generation began.
-        plan: The plan of the generation.
-        news: What happened since, as far as this host has heard of it.
-    """
-
-    state: JobState
-    plan: bytes
-    news: News
-
-
 class HealingHost(Host):
     """The class of the actor.
 
@@ -69,9 +54,8 @@ class HealingHost(Host):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self._token = new_token()
         self._shelf = Shelf()
-        self._doors = {number: open_door(number, self._shelf, self._token)}
+        self._doors = {number: open_door(number, self._shelf)}
         self._journal: tuple[int, Path] | None = None
         self._kept: tuple[JobState, bytes] | None = None
         self._asked_s = time.monotonic()
@@ -105,13 +89,12 @@ class HealingHost(Host):
         write_atomically(path, plan)
         for number, actor in hosts.items():
             if number not in self._doors:
-                self._doors[number] = open_door(number, FarShelf(actor), self._token)
+                self._doors[number] = open_door(number, FarShelf(actor))
         writers = {host: rank for rank, host in reversed([*enumerate(assignment.host_of)])}
         replace(
             assignment,
             plan=str(path),
             keepers=tuple(self._doors[number] for number in hosts),
-            token=self._token,
             writers=tuple(writers.values()),
         ).write(self._path(assignment.generation, "assignment"))
         self._kept = state, plan
@@ -131,29 +114,30 @@ class HealingHost(Host):
         self.end()
         return self.tell(generation, at)
 
-    def remember(self) -> tuple[HostStatus, Memory | None]:
-        """How its ranks are, and what a new driver should know."""
+    def remember(self) -> tuple[HostStatus, tuple[JobState, bytes, News] | None]:
+        """How its ranks are, and what a new leader should know.
+
+        Returns:
+            The latter is the job as it was when the last generation began, its plan, and what
+            happened since as far as this host has heard of it.
+        """
         self._asked_s = time.monotonic()
         if self._kept is None:
             return self.look(), None
         state, plan = self._kept
-        return self.look(), Memory(state, plan, self._news(state.generation, 0))
+        return self.look(), (state, plan, self._news(state.generation, 0))
 
     # --- snapshots -------------------------------------------------------------------------------
 
-    def pin(self, reader: object, moment: Moment | None) -> None:
-        """See ``Shelf``."""
-        self._shelf.pin(reader, moment)
+    def ask_shelf(self, what: str, *about: Any) -> Any:
+        """Call a method of the shelf."""
+        return getattr(self._shelf, what)(*about)
 
     def take(self, part: Part, index: Any, content: Any, settled: Moment | None) -> None:
         """See ``Shelf``."""
         room = self._shelf.room_for(part, settled)
         memoryview(room)[:] = memoryview(content)
         self._shelf.take(part, index, room)
-
-    def parts(self) -> list[Part]:
-        """See ``Shelf``."""
-        return self._shelf.parts()
 
     def find(self, moment: Moment, number: int) -> tuple[Any, Any]:
         """See ``Shelf``."""
@@ -176,7 +160,7 @@ class HealingHost(Host):
         """End this host when nobody leads the job any more."""
         while time.monotonic() - self._asked_s < _ALONE_S:
             time.sleep(1.0)
-        self.end()
+        self.close()
         ray = connect_to_ray()[0]
         ray.util.remove_placement_group(ray.util.get_current_placement_group())
         ray.kill(ray.get_runtime_context().current_actor)
@@ -198,7 +182,9 @@ class FarShelf(Shelf):
     def pin(self, reader: object, moment: Moment | None) -> None:
         """See ``Shelf``."""
         self._fetched.clear() if moment is None else None
-        self._ask("pin", (self._ray.get_runtime_context().get_worker_id(), reader), moment)
+        self._ask(
+            "ask_shelf", "pin", (self._ray.get_runtime_context().get_worker_id(), reader), moment
+        )
 
     def room_for(self, part: Part, settled: Moment | None) -> bytearray:
         """See ``Shelf``."""
@@ -211,7 +197,7 @@ class FarShelf(Shelf):
 
     def parts(self) -> list[Part]:
         """See ``Shelf``."""
-        found: list[Part] = self._ask("parts")
+        found: list[Part] = self._ask("ask_shelf", "parts")
         return found
 
     def find(self, moment: Moment, number: int) -> tuple[Any, Any]:
@@ -230,10 +216,11 @@ class FarShelf(Shelf):
             ) from error
 
 
-def open_door(number: int, shelf: Shelf, token: str) -> KeeperPlace:
+def open_door(number: int, shelf: Shelf) -> KeeperPlace:
     """Where the snapshots of a host can be read and written on this node."""
-    listening, _ = listen(_LOOPBACK, token, shelf)
-    return KeeperPlace(host=number, address=_LOOPBACK, port=int(listening.getsockname()[1]))
+    token = new_token()
+    port = listen(_LOOPBACK, token, shelf)
+    return KeeperPlace(host=number, address=_LOOPBACK, port=port, token=token)
 
 
 def _as_array(content: bytearray) -> Any:

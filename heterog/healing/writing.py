@@ -58,8 +58,7 @@ def _entry(name: str, saved: SavedTensor, value: Tensor) -> Entry:
 def answer(request: Message) -> Message:
     """Write the newest complete snapshot."""
     places = [KeeperPlace(**each) for each in request["keepers"]]
-    tokens = {int(host): str(token) for host, token in request["tokens"].items()}
-    with Keepers(places, tokens or str(request["token"])) as keepers:
+    with Keepers(places) as keepers:
         moment = keepers.newest()
         if moment is None:
             return {"error": "no snapshot is complete yet"}

@@ -52,19 +52,14 @@ def put(place: KeeperPlace, step: int, values: dict[str, Tensor]) -> None:
     packed = Packing().pack(entries, {}, about, 0)
     moment = Moment(0, step)
     part = Part(moment=moment, number=0, num_parts=1, num_bytes=len(packed.content))
-    Keeper(place, TOKEN).put(part, packed.index, packed.content)
+    Keeper(place).put(part, packed.index, packed.content)
 
 
 def test_a_full_disk_leaves_the_checkpoint_that_was_there(small_disk: Path) -> None:
-    listening, _ = listen("127.0.0.1", TOKEN, Shelf())
-    place = KeeperPlace(host=0, address="127.0.0.1", port=listening.getsockname()[1])
+    port = listen("127.0.0.1", TOKEN, Shelf())
+    place = KeeperPlace(host=0, address="127.0.0.1", port=port, token=TOKEN)
     folder = small_disk / "saved"
-    request = {
-        "folder": str(folder),
-        "keepers": [asdict(place)],
-        "token": TOKEN,
-        "tokens": {},
-    }
+    request = {"folder": str(folder), "keepers": [asdict(place)]}
     assert answer(request) == {"error": "no snapshot is complete yet"}
     small = torch.arange(6.0)
     put(place, 3, {"weight": small})
