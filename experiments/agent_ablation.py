@@ -55,9 +55,7 @@ def ask(
     seed: int, budget: Budget,
 ) -> Line:  # fmt: skip
     """The answer of a policy."""
-    planner = method(policy(seed))
-    planner.prepare(evaluator)
-    return judged(planner, evaluator, seed, budget)
+    return judged(method(policy(seed)), evaluator, seed, budget)
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ import json
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,18 +50,6 @@ def progress(line: object) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def teller() -> Callable[[str, float, float], None]:
-    """Prints when a method begins."""
-    begin = time.perf_counter()
-
-    def tell(method: str, fraction: float, best: float) -> None:
-        if fraction == 0.0:
-            spent = time.perf_counter() - begin
-            progress(f"  {spent:6.1f} s {method}")
-
-    return tell
-
-
 def finish(asked: argparse.Namespace, document: object, lines: Iterable[object] = ()) -> None:
     """Print the document if JSON is asked for, else the lines."""
     if asked.json:
@@ -94,11 +81,17 @@ def geometric_mean(values: Iterable[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
-def board_parser(doc: str | None, arms: str) -> argparse.ArgumentParser:
-    """A parser of a script whose arms are compared on a list of pairs."""
+def board_parser(doc: str | None, arms: str, pairs: Path | None = None) -> argparse.ArgumentParser:
+    """A parser of a script whose arms are compared on a list of pairs, that of a path if any."""
     return script_parser(
         doc,
-        option("--pairs", type=Path, required=True, help="a model and a cluster a line"),
+        option(
+            "--pairs",
+            type=Path,
+            default=pairs,
+            required=pairs is None,
+            help="a model and a cluster a line",
+        ),
         option("--arms", default=arms, help="names with commas"),
         option("--seeds", type=int, default=3),
         option("--cpu-seconds", type=float, default=20.0, help="of each row"),

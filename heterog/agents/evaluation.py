@@ -4,7 +4,6 @@ All rows are judged by the referee. The searches do not see what the policy prop
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -23,26 +22,13 @@ LONG_SEARCH = "search"
 """Method of the row of ``auto`` without the policy: the best of all baselines and searches."""
 
 
-def long_search(
-    evaluator: Evaluator,
-    *,
-    budget: Budget,
-    seed: int = 0,
-    progress: Progress,
-    clock: Callable[[], float] = time.perf_counter,
+def _long_search(
+    evaluator: Evaluator, budget: Budget, seed: int, progress: Progress
 ) -> list[MethodRow]:
-    """Rows of ``auto`` without any policy, and the best of them as ``search``.
-
-    Args:
-        evaluator: Evaluator of the model on the cluster.
-        budget: Budget of all methods together.
-        seed: Seed of the searches.
-        progress: Function that is told how far each method is.
-        clock: Function that returns the seconds by which a budget in seconds is kept.
-    """
+    """Rows of ``auto`` without any policy, and the best of them as ``search``."""
     # A policy's proposals must not be among the seeds of the searches that it is compared with.
     request = Request(graph=evaluator.graph, cluster=evaluator.cluster, budget=budget, seed=seed)
-    rows = run_methods(evaluator, request, Session(progress=progress, clock=clock))
+    rows = run_methods(evaluator, request, Session(progress=progress))
     best = replace(
         best_row(rows),
         method=LONG_SEARCH,
@@ -58,8 +44,6 @@ def evaluate_policy(
     request: Request,
     *,
     tuned: FineTuned | None = None,
-    searched: Sequence[MethodRow] | None = None,
-    leads_search: bool = True,
     progress: Progress = lambda method, fraction, best: None,
 ) -> Comparison:
     """Rows of one model on one cluster.
@@ -70,8 +54,6 @@ def evaluate_policy(
             divided among its searches, and again of ``agent+search``. A given layout is a row
             beside the others; no search starts from it.
         tuned: The policy with a budget of fine-tuning, if it is tuned.
-        searched: Rows of ``long_search`` with the same budget and seed, if they exist.
-        leads_search: Whether ``agent+search`` runs, too.
         progress: Function that gets every method's progress.
 
     Returns:
@@ -81,9 +63,7 @@ def evaluate_policy(
     """
     evaluator = Evaluator(request.graph, request.cluster)
     budget, seed = request.budget, request.seed
-    if searched is None:
-        searched = long_search(evaluator, budget=budget, seed=seed, progress=progress)
-    rows = list(searched)
+    rows = _long_search(evaluator, budget, seed, progress)
     asked: list[Planner] = [
         *([request.given] if request.given is not None else []),
         Agent(policy, name="agent_greedy", num_samples=1),
@@ -92,8 +72,7 @@ def evaluate_policy(
     ]
     if tuned is not None:
         asked.append(tuned)
-    if leads_search:
-        asked.append(AgentSearch(policy))
+    asked.append(AgentSearch(policy))
     seeds = tuple(
         row.candidate for row in rows if row.stage == "baseline" and row.candidate is not None
     )

@@ -38,8 +38,8 @@ tags:
 
 A policy that decides how a model is trained on unequal devices, of heterog {version}.
 
-    heterog policy pull ADDRESS -o {name}.pt
-    heterog plan MODEL --cluster CLUSTER --method agent --policy {name}.pt
+`heterog policy pull` makes a file of this folder, which `heterog plan` and `heterog evaluate` take
+as a policy.
 
 ## Data and training
 

@@ -15,7 +15,7 @@ from heterog.cli.common import (
     print_json,
     termination_as_interrupt,
 )
-from heterog.cli.outputs import CACHE, HTML, LINES
+from heterog.cli.outputs import HTML, LINES
 from heterog.errors import HeterogError
 
 if TYPE_CHECKING:
@@ -41,11 +41,10 @@ def agents(
     ] = "2000e",
     seeds: Annotated[int, typer.Option("--seeds", help="runs of each method on each pair")] = 10,
     results: Annotated[
-        Path, typer.Option("--results", help="file of runs; what is there is not run again"), LINES
+        Path,
+        typer.Option("--results", help="file of runs, which goes on; graphs beside it"),
+        LINES,
     ] = Path("board.jsonl"),
-    graphs: Annotated[
-        Path | None, typer.Option("--graphs", help="folder that keeps captured graphs"), CACHE
-    ] = None,
     report: Annotated[
         Path | None, typer.Option("--report", help="page.html of quality, profiles and time"), HTML
     ] = None,
@@ -64,7 +63,7 @@ def agents(
         budget=Budget.parse(budget),
         num_seeds=seeds,
         results=results,
-        graphs=graphs,
+        graphs=results.with_suffix(".graphs"),
     )
 
     def tell(line: dict[str, Any]) -> None:
@@ -100,7 +99,7 @@ def _entries(methods: str) -> "list[Entry]":
         own = is_from_file(name)
         code = code_of(split_source(name, "method")[0]) if own else heterog.__version__
         planner = known[names[0]]
-        entries.append(Entry(planner.name, partial(judged, planner), code, planner.prepare))
+        entries.append(Entry(planner.name, partial(judged, planner), code))
     return entries
 
 

@@ -46,20 +46,31 @@ class Entry:
         run: Function of an evaluator whose kernels are loaded, a seed and a budget; returns
             ``step_time_s`` and ``evaluations`` of a line, and whatever else is to be kept.
         code: What made it: the version of the package, or a digest of its own file.
-        prepare: Work that is not counted.
     """
 
     name: str
     run: Callable[[Evaluator, int, Budget], Line]
     code: str = ""
-    prepare: Callable[[Evaluator], None] = lambda evaluator: None
 
 
 def judged(planner: Planner, evaluator: Evaluator, seed: int, budget: Budget) -> Line:
-    """What the referee says of a method's answer; seconds are those of the processor."""
+    """What the referee says of a method's answer; the method's preparations are not counted."""
+    planner.prepare(evaluator)
     problem = Problem(evaluator=evaluator, budget=budget, seed=seed, clock=time.process_time)
-    row = run_method(planner, problem)
-    return {"step_time_s": row.step_time_s, "evaluations": row.num_evaluations}
+
+    def run() -> Line:
+        row = run_method(planner, problem)
+        return {"step_time_s": row.step_time_s, "evaluations": row.num_evaluations}
+
+    return _timed(run)
+
+
+def _timed(run: Callable[[], Line]) -> Line:
+    """What it returns, and seconds if it does not say them."""
+    cpu_s, wall_s = time.process_time(), time.perf_counter()
+    made = run()
+    spent = {"cpu_s": time.process_time() - cpu_s, "wall_s": time.perf_counter() - wall_s}
+    return spent | made
 
 
 def code_of(path: Path) -> str:
@@ -120,16 +131,9 @@ class Board:
 
     def _line(self, entry: Entry, pair: str, evaluator: Evaluator, seed: int) -> Line:
         evaluator.warm_up()
-        entry.prepare(evaluator)
-        cpu_s, wall_s = time.process_time(), time.perf_counter()
-        made = entry.run(evaluator, seed, self.budget)
-        spent = {
-            "cpu_s": time.process_time() - cpu_s,
-            "wall_s": time.perf_counter() - wall_s,
-            "budget": str(self.budget),
-            "code": entry.code,
-        }
-        return {"pair": pair, "arm": entry.name, "seed": seed} | spent | made
+        key = {"pair": pair, "arm": entry.name, "seed": seed}
+        made = {"budget": str(self.budget), "code": entry.code}
+        return key | _timed(lambda: entry.run(evaluator, seed, self.budget)) | made
 
     def scored(self) -> "Scored":
         """Runs and scores of the pairs and seeds that every arm has."""

@@ -95,7 +95,7 @@ def _interval(number: int, quality: Line) -> str:
 def _profiles(scored: Scored, arms: Sequence[str]) -> str:
     lines = [_path(number, _staircase(scored.scores[arm]), arm) for number, arm in enumerate(arms)]
     widths = "1", "times the best known step", f"{WORST:g}"
-    return plot(lines, "performance profiles", ("100 %", "0 %"), widths, _keys(arms))
+    return plot(reversed(lines), "performance profiles", ("100 %", "0 %"), widths, _keys(arms))
 
 
 def _staircase(scores: Array) -> str:
