@@ -420,12 +420,17 @@ class NodeHost:
         self.is_here = True
         self.position = 0, 0
         self._ray, self._hear_events = ray, hear
+        self._lock = threading.Lock()
         self._asked: Any = None
         self._asked_s = 0.0
         self._is_known = True
 
     def look(self) -> None:
-        """Take in what it has told since, and ask again."""
+        """Take in what it has told since, and ask again; from any thread."""
+        with self._lock:
+            self._look()
+
+    def _look(self) -> None:
         now_s = time.monotonic()
         if self._asked is None:
             if not self._is_known and now_s - self._asked_s < _AGAIN_S:
