@@ -23,7 +23,6 @@ from heterog.healing.keepers import KeeperPlace
 from heterog.healing.ray_host import FarShelf, HealingHost, open_door
 from heterog.runtime.ranks.on_ray import (
     END_S,
-    PLACED_S,
     SILENT_S,
     HostStatus,
     NodeHost,
@@ -37,6 +36,9 @@ from heterog.runtime.ranks.on_ray import (
 )
 from heterog.runtime.ranks.watching import wait_for_ranks
 from heterog.runtime.request import RunRequest
+
+_STARTED_S = 300.0
+"""Seconds for nodes to start actors that have imported all that ranks need."""
 
 
 class RayCrew:
@@ -67,10 +69,10 @@ class RayCrew:
             actor = self._actor(group, number)
             self._hosts.append(NodeHost(self._ray, actor, partial(self.hear, number)))
             self._doors.append(open_door(number, FarShelf(actor)))
-        found = self._remembered(SILENT_S if was_there else PLACED_S)
+        found = self._remembered(SILENT_S if was_there else _STARTED_S)
         if found is None and not all(host.is_here for host in self._hosts):
             raise HeterogError(
-                f"some node did not start its actor within {PLACED_S:g} s; see ray status."
+                f"some node did not start its actor within {_STARTED_S:g} s; see ray status."
             )
         return found
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from heterog.files import write_atomically
 from heterog.healing.assignment import Assignment
-from heterog.healing.crew import JobState, rank_command
+from heterog.healing.crew import RANK_MODULE, JobState, rank_command
 from heterog.healing.journal import JournalReader
 from heterog.healing.keeper import Shelf, listen
 from heterog.healing.keepers import KeeperPlace
@@ -45,6 +45,8 @@ class HealingHost(Host):
         self._journal: tuple[int, Path] | None = None
         self._kept: tuple[JobState, bytes] | None = None
         self._asked_s = time.monotonic()
+        # Until all that ranks import is imported, which others would wait for, it does not answer.
+        self._start(-1, ["-m", RANK_MODULE], {0: {}})
         threading.Thread(target=self._end_alone, daemon=True).start()
 
     # --- ranks -----------------------------------------------------------------------------------
