@@ -76,9 +76,10 @@ def kill_leader() -> None:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             title = (folder / "cmdline").read_text()
+            of_raylet = parent_of(parent_of(int(folder.name)))
         except OSError:  # it has ended
             continue
-        if title.startswith("ray::_Leader") and os.stat(folder).st_uid == os.getuid():
+        if title.startswith("ray::_Leader") and of_raylet == os.getpid():
             os.kill(int(folder.name), signal.SIGKILL)
 
 
