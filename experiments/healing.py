@@ -203,8 +203,9 @@ class Fault:
             else:
                 self._nodes.kill(number)
         for each in things_of_jobs() if self._fault in ("leader", "both") else ():
-            if "ray::_Leader" in each:
-                os.kill(int(each.split()[0]), signal.SIGKILL)
+            pid = int(each.split()[0]) if "ray::_Leader" in each else 0
+            if pid and parent_of(parent_of(pid)) == os.getpid():  # a raylet of this process
+                os.kill(pid, signal.SIGKILL)
 
 
 def run_trial(

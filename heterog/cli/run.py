@@ -256,6 +256,11 @@ def run(
                 "--heal does not go with --testbed, --trace, --port or a background job; leave "
                 "one of them out."
             )
+        if on == TORCHRUN:
+            raise HeterogError(
+                "plans do not heal under torchrun; take --on ray, or HealingLoop in a loop of "
+                "your own."
+            )
         if on != LOCAL:
             check_engine(on, loaded, testbed)
         run_healing(request, healing, on=on, as_json=as_json)

@@ -18,6 +18,8 @@ from heterog.runtime.launch import run_commands
 from heterog.runtime.ranks.place import HERE, Place
 from heterog.runtime.request import RunRequest
 
+RANK_MODULE = "heterog.healing.rank"
+
 
 @dataclass(slots=True, kw_only=True)
 class JobState:
@@ -38,7 +40,7 @@ class JobState:
 
 def rank_command(run_file: Path, assignment: Path, journal: Path, stop: Path) -> list[str]:
     """Arguments of Python for a rank; see ``heterog.healing.rank``."""
-    return ["-m", "heterog.healing.rank", *map(str, (run_file, assignment, journal, stop))]
+    return ["-m", RANK_MODULE, *map(str, (run_file, assignment, journal, stop))]
 
 
 class Crew(Protocol):

@@ -218,7 +218,12 @@ def _jsonable(loss: float) -> float | None:
 
 
 def main() -> None:
-    """Run a rank with the files named; errors are one line on stderr and exit code 2."""
+    """Run a rank with the files named; errors are one line on stderr and exit code 2.
+
+    Without any, it has imported what others that are forked later need.
+    """
+    if not sys.argv[1:]:
+        return
     run_file, assignment, journal, stop = map(Path, sys.argv[1:])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with as_rank(int(os.environ.get("RANK", "0"))):

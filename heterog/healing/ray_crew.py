@@ -20,11 +20,11 @@ from heterog.healing.assignment import Assignment
 from heterog.healing.crew import JobState
 from heterog.healing.journal import Event
 from heterog.healing.keepers import KeeperPlace
-from heterog.healing.ray_host import FarShelf, HealingHost, News, open_door
+from heterog.healing.ray_host import FarShelf, HealingHost, open_door
 from heterog.runtime.ranks.on_ray import (
     END_S,
-    PLACED_S,
     SILENT_S,
+    HostStatus,
     NodeHost,
     RankOnRay,
     actor_of,
@@ -37,45 +37,8 @@ from heterog.runtime.ranks.on_ray import (
 from heterog.runtime.ranks.watching import wait_for_ranks
 from heterog.runtime.request import RunRequest
 
-
-class _Host(NodeHost):
-    """A host's actor, and how much of its journal is known.
-
-    Args:
-        ray: The module.
-        actor: The actor.
-        hear: Called with new events.
-    """
-
-    def __init__(self, ray: Any, actor: Any, hear: Callable[[list[Event]], None]) -> None:
-        super().__init__(ray, actor)
-        self._generation, self._at, self._hear_events = -1, 0, hear
-
-    @property
-    def actor_id(self) -> str:
-        """Id of the actor that is there now; empty if none is."""
-        return self.told.actor if self.is_here and self.told else ""
-
-    def expect(self, generation: int) -> None:
-        """From now on, hear events of a generation."""
-        self._generation, self._at = generation, 0
-
-    def hear_end(self) -> Any:
-        """Have the ranks ended; what is to be waited for, and then to be heard."""
-        return self.actor.end_generation.remote(self._generation, self._at)
-
-    def hear(self, told: Any) -> None:
-        """Take in what it told."""
-        self.told, news = told
-        assert isinstance(news, News)
-        if news.begin == self._at and self.told and self.told.generation == self._generation:
-            self._at = news.end
-            self._hear_events(news.events)
-
-    _hear = hear
-
-    def _ask(self) -> Any:
-        return self.actor.tell.remote(self._generation, self._at)
+_STARTED_S = 300.0
+"""Seconds for nodes to start actors that have imported all that ranks need."""
 
 
 class RayCrew:
@@ -90,7 +53,7 @@ class RayCrew:
 
     def __init__(self, ray: Any, name: str, cluster: Cluster, request: RunRequest) -> None:
         self._ray, self._name, self._cluster, self._request = ray, name, cluster, request
-        self._hosts: list[_Host] = []
+        self._hosts: list[NodeHost] = []
         self._doors: list[KeeperPlace] = []
         self._keepers: dict[int, str] = {}
         self._events: list[Event] = []
@@ -104,12 +67,12 @@ class RayCrew:
         group, was_there = self._group()
         for number in range(self._cluster.num_hosts):
             actor = self._actor(group, number)
-            self._hosts.append(_Host(self._ray, actor, partial(self.hear, number)))
+            self._hosts.append(NodeHost(self._ray, actor, partial(self.hear, number)))
             self._doors.append(open_door(number, FarShelf(actor)))
-        found = self._remembered(SILENT_S if was_there else PLACED_S)
+        found = self._remembered(SILENT_S if was_there else _STARTED_S)
         if found is None and not all(host.is_here for host in self._hosts):
             raise HeterogError(
-                f"some node did not start its actor within {PLACED_S:g} s; see ray status."
+                f"some node did not start its actor within {_STARTED_S:g} s; see ray status."
             )
         return found
 
@@ -158,9 +121,9 @@ class RayCrew:
         """See ``Crew``; they are the actors, which Ray starts."""
         for host in self._hosts:
             host.look()
-        now = {number: host.actor_id for number, host in enumerate(self._hosts)}
-        all_alive = all(now[number] == known for number, known in self._keepers.items())
-        self._keepers = {number: actor for number, actor in now.items() if actor}
+        now = self._actors()
+        all_alive = all(now.get(number) == known for number, known in self._keepers.items())
+        self._keepers = now
         return all_alive
 
     def places(self) -> list[KeeperPlace]:
@@ -216,7 +179,7 @@ class RayCrew:
         """What the hosts know of the job, if it has begun."""
         asked = [host.actor.remember.remote() for host in self._hosts]
         self._ray.wait(asked, num_returns=len(asked), timeout=limit_s)
-        found: dict[int, tuple[JobState, bytes, News]] = {}
+        found: dict[int, tuple[JobState, bytes, HostStatus]] = {}
         for number, answer in enumerate(asked):
             host = self._hosts[number]
             host.is_here = False
@@ -224,29 +187,31 @@ class RayCrew:
                 host.told, remembered = self._ray.get(answer, timeout=0)
                 host.is_here = True
                 if remembered is not None:
-                    found[number] = remembered
+                    found[number] = *remembered, host.told
         if not found:
             return None
-        self._keepers = {
-            number: host.actor_id or "lost" for number, host in enumerate(self._hosts)
-        }
+        self._keepers = dict.fromkeys(range(len(self._hosts)), "lost") | self._actors()
         state, plan, _ = max(found.values(), key=lambda each: each[0].generation)
         devices = state.running.device_of
         self._generation = state.generation
         self._first = self._cluster.host_of[devices[0]]
         for number in sorted(found, key=lambda each: each != self._first):
             if found[number][0].generation == state.generation:
-                self._hosts[number].expect(state.generation)
-                self._hosts[number].hear((self._hosts[number].told, found[number][2]))
+                host = self._hosts[number]
+                host.position = state.generation, 0
+                host.hear(found[number][2])
         for event in self.new_events():
             state.trained.hear(event)
         path = self._folder / "remembered.json"
         write_atomically(path, plan)
         state.running.path = str(path)
         state.is_running = all(
-            host in found and found[host][0].generation == state.generation
+            host in found
+            and found[host][0].generation == found[host][2].generation == state.generation
             for host in {self._cluster.host_of[device] for device in devices}
         )
+        if not state.is_running:  # ranks may have been started that nobody told what to run
+            state.generation = max(told.generation for _, _, told in found.values())
         return state
 
     def _begin(self, generation: int, devices: Sequence[int], hosts: Sequence[int]) -> None:
@@ -254,7 +219,7 @@ class RayCrew:
         self._generation, self._first = generation, self._cluster.host_of[devices[0]]
         self._events, self._untold, self._last_step = [], {}, 0
         for host in hosts:
-            self._hosts[host].expect(generation)
+            self._hosts[host].position = generation, 0
         first = self._hosts[self._first].actor
         with suppress(self._ray.exceptions.RayError):  # its loss is seen by who waits for ranks
             address, port = self._ray.get(first.meeting_place.remote(), timeout=SILENT_S)
@@ -271,14 +236,23 @@ class RayCrew:
         for host in hosts:
             self._hosts[host].actor.assign.remote(assignment, plan, actors, state)
 
-    def _end(self, hosts: Sequence[int]) -> None:
+    def _actors(self) -> dict[int, str]:
+        """Id of the actor of each host that is there."""
+        return {
+            number: host.told.actor
+            for number, host in enumerate(self._hosts)
+            if host.is_here and host.told
+        }
+
+    def _end(self, numbers: Sequence[int]) -> None:
         """Have all ranks ended, and hear their last words."""
-        asked = {host: self._hosts[host].hear_end() for host in hosts if self._hosts[host].is_here}
+        hosts = [self._hosts[number] for number in numbers if self._hosts[number].is_here]
+        asked = [host.actor.end_generation.remote(*host.position) for host in hosts]
         if asked:
-            self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=END_S)
-        for host, answer in asked.items():
+            self._ray.wait(asked, num_returns=len(asked), timeout=END_S)
+        for host, answer in zip(hosts, asked, strict=True):
             with suppress(self._ray.exceptions.RayError):
-                self._hosts[host].hear(self._ray.get(answer, timeout=0))
+                host.hear(self._ray.get(answer, timeout=0))
 
 
 def host_name(job: str, number: int) -> str:

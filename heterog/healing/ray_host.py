@@ -9,14 +9,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from heterog.files import write_atomically
 from heterog.healing.assignment import Assignment
-from heterog.healing.crew import JobState, rank_command
-from heterog.healing.journal import Event, JournalReader
+from heterog.healing.crew import RANK_MODULE, JobState, rank_command
+from heterog.healing.journal import JournalReader
 from heterog.healing.keeper import Shelf, listen
 from heterog.healing.keepers import KeeperPlace
 from heterog.healing.snapshots import Moment, Part
@@ -29,20 +29,6 @@ _LOOPBACK = "127.0.0.1"
 _REPLY_S = 60.0
 _ALONE_S = 300.0
 """Seconds without a question after which nobody leads the job any more, and the host ends."""
-
-
-class News(NamedTuple):
-    """Events of a host's journal.
-
-    Attributes:
-        begin: Position in the journal of the first.
-        end: Position after the last.
-        events: The events, with their age in ``at_s``: clocks of nodes differ.
-    """
-
-    begin: int
-    end: int
-    events: list[Event]
 
 
 class HealingHost(Host):
@@ -59,6 +45,8 @@ class HealingHost(Host):
         self._journal: tuple[int, Path] | None = None
         self._kept: tuple[JobState, bytes] | None = None
         self._asked_s = time.monotonic()
+        # Until all that ranks import is imported, which others would wait for, it does not answer.
+        self._start(-1, ["-m", RANK_MODULE], {0: {}})
         threading.Thread(target=self._end_alone, daemon=True).start()
 
     # --- ranks -----------------------------------------------------------------------------------
@@ -99,33 +87,33 @@ class HealingHost(Host):
         ).write(self._path(assignment.generation, "assignment"))
         self._kept = state, plan
 
-    def tell(self, generation: int, at: int) -> tuple[HostStatus, News]:
-        """How its ranks are, and events from a position in the journal of a generation on."""
-        self._asked_s = time.monotonic()
-        told = self.look()  # before the journal: who has ended has written all
-        return told, self._news(generation, at)
+    def look(self, generation: int, at: int) -> HostStatus:
+        """See ``Host``."""
+        self._asked_s = now_s = time.monotonic()
+        told = super().look(generation, at)  # before the journal: who has ended has written all
+        if self._journal is None or self._journal[0] != generation:
+            return told
+        reader = JournalReader(self._journal[1], at)
+        events = [{**each, "at_s": now_s - float(each["at_s"])} for each in reader.new_events()]
+        return told._replace(end=reader.at, events=events)
 
     def ask_to_stop(self, generation: int) -> None:
         """Ask the ranks to stop after a step."""
         self._path(generation, "stop").touch()
 
-    def end_generation(self, generation: int, at: int) -> tuple[HostStatus, News]:
-        """End the ranks; returns what ``tell`` does."""
+    def end_generation(self, generation: int, at: int) -> HostStatus:
+        """End the ranks; returns what ``look`` does."""
         self.end()
-        return self.tell(generation, at)
+        return self.look(generation, at)
 
-    def remember(self) -> tuple[HostStatus, tuple[JobState, bytes, News] | None]:
-        """How its ranks are, and what a new leader should know.
+    def remember(self) -> tuple[HostStatus, tuple[JobState, bytes] | None]:
+        """What a new leader should know.
 
         Returns:
-            The latter is the job as it was when the last generation began, its plan, and what
-            happened since as far as this host has heard of it.
+            What has happened in the last generation, the job as it was when that began, and its
+            plan.
         """
-        self._asked_s = time.monotonic()
-        if self._kept is None:
-            return self.look(), None
-        state, plan = self._kept
-        return self.look(), (state, plan, self._news(state.generation, 0))
+        return self.look(self._kept[0].generation if self._kept else 0, 0), self._kept
 
     # --- snapshots -------------------------------------------------------------------------------
 
@@ -148,13 +136,6 @@ class HealingHost(Host):
 
     def _path(self, generation: int, what: str) -> Path:
         return self._folder / f"{what}{generation}.json"
-
-    def _news(self, generation: int, at: int) -> News:
-        if self._journal is None or self._journal[0] != generation:
-            return News(at, at, [])
-        reader, now_s = JournalReader(self._journal[1], at), time.monotonic()
-        events = [{**each, "at_s": now_s - float(each["at_s"])} for each in reader.new_events()]
-        return News(at, reader.at, events)
 
     def _end_alone(self) -> None:
         """End this host when nobody leads the job any more."""

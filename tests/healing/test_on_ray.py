@@ -76,9 +76,10 @@ def kill_leader() -> None:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             title = (folder / "cmdline").read_text()
+            of_raylet = parent_of(parent_of(int(folder.name)))
         except OSError:  # it has ended
             continue
-        if title.startswith("ray::_Leader") and os.stat(folder).st_uid == os.getuid():
+        if title.startswith("ray::_Leader") and of_raylet == os.getpid():
             os.kill(int(folder.name), signal.SIGKILL)
 
 
@@ -100,9 +101,7 @@ def kill_node_of_a_rank(nodes: Any) -> None:
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.usefixtures("where_models_are")
-def test_a_job_outlives_who_leads_it_and_a_node_and_takes_one_in(
-    nodes: Any, tmp_path: Path
-) -> None:
+def test_a_job_outlives_who_leads_it_and_a_node(nodes: Any, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     graph = capture(load_workload(f"{tmp_path}/model.py:workload", None))
     make_plan(graph, three(), methods=["cp_ar"], budget="1e").save(tmp_path / "plan.json")
@@ -115,24 +114,22 @@ def test_a_job_outlives_who_leads_it_and_a_node_and_takes_one_in(
         if number >= 20 and not done:
             done.append("leader")
             kill_leader()
-        elif done == ["leader"] and any("is there again" in line for line in said):
+        elif number and done == ["leader"] and any("is there again" in line for line in said):
             done.append("node")
             kill_node_of_a_rank(nodes)
-            nodes.add_node(num_cpus=1, resources={"T4": 1})
 
     measured = heal_on_ray(
         RunRequest(
-            plan=tmp_path / "plan.json", num_steps=4000, sources=(str(tmp_path / "model.py"),)
+            plan=tmp_path / "plan.json", num_steps=3000, sources=(str(tmp_path / "model.py"),)
         ),
-        HealOptions(search_budget="", back_after_s=2.0, is_back_always=True),
+        HealOptions(search_budget="", back_after_s=0.0),
         progress=watch,
         say=said.append,
     )
     assert done == ["leader", "node"], said
-    kinds = [(move["kind"], move["num_ranks"]) for move in measured["moves"]]
-    assert kinds[:2] == [("lost", 2), ("back", 3)]
-    assert measured["steps"] == list(range(1, 4002)), "none twice, none missing"
-    expected = losses_of_one_process(tmp_path, 4001)
+    assert [(move["kind"], move["num_ranks"]) for move in measured["moves"]] == [("lost", 2)]
+    assert measured["steps"] == list(range(1, 3002)), "none twice, none missing"
+    expected = losses_of_one_process(tmp_path, 3001)
     assert measured["losses"] == pytest.approx(expected, rel=1e-3, abs=1e-9)
     ray: Any = importlib.import_module("ray")
     assert ray.util.list_named_actors() == []

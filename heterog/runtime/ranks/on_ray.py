@@ -285,11 +285,17 @@ class HostStatus(NamedTuple):
         actor: Its actor, which is another one after a restart.
         generation: Number of times ranks were started before.
         ranks: Each of its ranks.
+        begin: Position in the journal of a healing job of the first of the events.
+        end: Position after the last.
+        events: Those of the journal, with their age in ``at_s``: clocks of nodes differ.
     """
 
     actor: str
     generation: int
     ranks: Mapping[int, RankStatus]
+    begin: int = 0
+    end: int = 0
+    events: Sequence[dict[str, Any]] = ()
 
 
 class Host:
@@ -320,9 +326,14 @@ class Host:
         replace(request, plan=path, output=self._output).write(run_file)
         self._start(0, ["-m", "heterog.runtime.rank", str(run_file)], variables)
 
-    def look(self) -> HostStatus:
-        """How its ranks are."""
-        return HostStatus(self._id, *self._look())
+    def look(self, generation: int, at: int) -> HostStatus:
+        """How its ranks are; for a healing job also what happened in a generation.
+
+        Args:
+            generation: Number of times ranks were started before.
+            at: Position in its journal that is known.
+        """
+        return HostStatus(self._id, *self._look(), at, at)
 
     def measured(self) -> Any:
         """What rank 0 measured."""
@@ -390,28 +401,41 @@ class NodeHost:
     Args:
         ray: The module.
         actor: The actor.
+        hear: Called with new events.
 
     Attributes:
         told: What it told last.
         is_here: Whether it answers.
+        position: The generation whose events are heard, and how much of its journal is known.
     """
 
-    def __init__(self, ray: Any, actor: Any) -> None:
+    def __init__(
+        self,
+        ray: Any,
+        actor: Any,
+        hear: Callable[[Sequence[dict[str, Any]]], None] = lambda events: None,
+    ) -> None:
         self.actor = actor
         self.told: HostStatus | None = None
         self.is_here = True
-        self._ray = ray
+        self.position = 0, 0
+        self._ray, self._hear_events = ray, hear
+        self._lock = threading.Lock()
         self._asked: Any = None
         self._asked_s = 0.0
         self._is_known = True
 
     def look(self) -> None:
-        """Take in what it has told since, and ask again."""
+        """Take in what it has told since, and ask again; from any thread."""
+        with self._lock:
+            self._look()
+
+    def _look(self) -> None:
         now_s = time.monotonic()
         if self._asked is None:
             if not self._is_known and now_s - self._asked_s < _AGAIN_S:
                 return
-            self._asked, self._asked_s = self._ask(), now_s
+            self._asked, self._asked_s = self.actor.look.remote(*self.position), now_s
         if not self._ray.wait([self._asked], timeout=0)[0]:
             limit_s = SILENT_S if self.told else PLACED_S  # an actor has to be started first
             self.is_here = self.is_here and now_s - self._asked_s < limit_s
@@ -425,13 +449,14 @@ class NodeHost:
             self.is_here = self._is_known = False
             return
         self.is_here = self._is_known = True
-        self._hear(told)
+        self.hear(told)
 
-    def _ask(self) -> Any:
-        return self.actor.look.remote()
-
-    def _hear(self, told: Any) -> None:
+    def hear(self, told: HostStatus) -> None:
+        """Take in what it told."""
         self.told = told
+        if (told.generation, told.begin) == self.position:
+            self.position = told.generation, told.end
+            self._hear_events(told.events)
 
 
 class RankOnRay:

@@ -16,6 +16,7 @@ COMPILING = "compiling the step"
 """Begin of the stage of a rank that compiles, for which others may wait in a step."""
 POLL_S = 0.05
 _GRACE_S = 2.0  # the first rank seen to fail may not be the first that did: wait for the others
+_KILLED_GRACE_S = 0.5  # one that was killed is why the others fail; more may have been, at once
 _STOPPED_S = 1.0  # a debugger or a suspended container stops a process for a moment only
 
 
@@ -104,7 +105,8 @@ def wait_for_ranks(
             return
         failed = [number for number, code in enumerate(codes) if code not in (None, 0)]
         if failed:
-            _wait_for_all(ranks, _GRACE_S)
+            is_killed = any(_is_killed(codes[number]) for number in failed)
+            _wait_for_all(ranks, _KILLED_GRACE_S if is_killed else _GRACE_S)
             for rank in ranks:
                 rank.look(time.monotonic())
             raise _failure(ranks, failed)
