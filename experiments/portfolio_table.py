@@ -37,8 +37,8 @@ def auto(
         seed=seed,
     )
     rows = run_methods(evaluator, request, Session(clock=time.process_time), without=without)
-    evaluations = sum(row.num_evaluations for row in rows)
-    return {"step_time_s": best_row(rows).step_time_s, "evaluations": evaluations}
+    best, evaluations = best_row(rows), sum(row.num_evaluations for row in rows)
+    return {"step_time_s": best.step_time_s, "method": best.method, "evaluations": evaluations}
 
 
 def main() -> None:

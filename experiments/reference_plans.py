@@ -12,39 +12,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+from portfolio_table import auto
 from rows import progress, script_parser
 
 from heterog.agents.benchmark.pair_lists import PairLine, read_pairs
 from heterog.agents.planners import default_methods
 from heterog.files import write_json
 from heterog.methods.planner import Budget
-from heterog.search.portfolio import best_row, run_methods
-from heterog.search.request import Request, Session
 from heterog.simulator.evaluator import Evaluator
 
 
 def run(line: PairLine, graphs: Path | None, seconds: float, seed: int) -> dict[str, Any]:
     """One run of ``auto``, as the file has it."""
-    graph, cluster = line.load(graphs)
-    evaluator = Evaluator(graph, cluster)
-    request = Request(
-        graph=graph,
-        cluster=cluster,
-        known=default_methods(),
-        budget=Budget(seconds=seconds),
-        seed=seed,
-    )
+    evaluator = Evaluator(*line.load(graphs))
     begin = time.process_time()
-    rows = run_methods(evaluator, request, Session(clock=time.process_time))
-    best = best_row(rows)
-    return {
-        "budget_s": seconds,
-        "seed": seed,
-        "step_time_s": best.step_time_s,
-        "method": best.method,
-        "evaluations": sum(row.num_evaluations for row in rows),
-        "cpu_s": round(time.process_time() - begin, 1),
-    }
+    made = auto(default_methods(), (), 1.0, evaluator, seed, Budget(seconds=seconds))
+    spent = {"cpu_s": round(time.process_time() - begin, 1)}
+    return {"budget_s": seconds, "seed": seed} | made | spent
 
 
 def with_run(known: dict[str, Any], pair: str, made: dict[str, Any]) -> None:

@@ -89,7 +89,7 @@ def test_a_missing_rival_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "cmaes", None)
     evaluator = Evaluator(chain_graph(), Cluster.load("paper_8gpu"))
     with pytest.raises(HeterogError, match=r"pip install heterog\[bench\]"):
-        known_rows()["cma_es"].plan(Problem(evaluator=evaluator, budget=Budget(evaluations=1)))
+        known_rows()["cma_es"].prepare(evaluator)
 
 
 def test_a_line_that_is_no_run_is_named(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from heterog.envs.observation import PAIR_SLOWER
 from heterog.envs.pair import Pair, Score
 from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.methods.registry import Methods
+from heterog.simulator.evaluator import Evaluator
 
 MASKED = -1e9
 MOST_REPEATED = 40
@@ -100,6 +101,10 @@ class Sb3Search(Planner):
 
     def __init__(self, name: str, algorithm: str) -> None:
         self.name, self._algorithm = name, algorithm
+
+    def prepare(self, evaluator: Evaluator) -> None:
+        """Import what it learns by."""
+        learner_of(self._algorithm)
 
     def plan(self, problem: Problem) -> PlanResult:
         """Learn until the budget is over."""

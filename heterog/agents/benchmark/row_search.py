@@ -26,13 +26,14 @@ from heterog.methods.data_parallel import space_of
 from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem, TimeUp
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Strategy
 from heterog.units import GIB
 
 Row = tuple[int, ...]
 MISFIT, CANNOT_RUN = 20.0, 40.0
 """Costs where the logarithm of a step time stands otherwise: far above it."""
-_MOST_REPEATED = 20_000
+_MOST_REPEATED = 5000
 """Of methods that know quickly what a row gave before."""
 _UNIFORM_PART = 0.25
 """Part of the budget for rows of one candidate."""
@@ -223,13 +224,19 @@ class RowSearch(Planner):
     Args:
         name: Name of the method.
         how: Function that tries rows.
+        needs: Module of an extra that it needs.
     """
 
     stage = "search"
     is_random = True
 
-    def __init__(self, name: str, how: Callable[[Rows], None]) -> None:
-        self.name, self._how = name, how
+    def __init__(self, name: str, how: Callable[[Rows], None], needs: str = "") -> None:
+        self.name, self._how, self._needs = name, how, needs
+
+    def prepare(self, evaluator: Evaluator) -> None:
+        """Import what it needs."""
+        if self._needs:
+            _rival(self._needs)
 
     def plan(self, problem: Problem) -> PlanResult:
         """Try rows until the budget is over."""
@@ -239,7 +246,7 @@ class RowSearch(Planner):
 ROW_SEARCHES = (
     RowSearch("random", random_draws),
     RowSearch("annealing", annealing),
-    RowSearch("tpe", tpe),
-    RowSearch("cma_es", cma_es),
+    RowSearch("tpe", tpe, "optuna"),
+    RowSearch("cma_es", cma_es, "cmaes"),
     RowSearch("tree", tree_search),
 )
