@@ -117,9 +117,10 @@ class Nodes:
             os.kill(left[-1], signal.SIGKILL)
             left += children.get(left.pop(), [])
 
-    def replace(self, number: int) -> None:
-        """Start a node with the same devices, and wait until the old one counts as lost."""
-        self._nodes[number] = self._add(KINDS[number])
+    def replace(self, numbers: tuple[int, ...]) -> None:
+        """Start nodes with the same devices, and wait until the old ones count as lost."""
+        for number in numbers:
+            self._nodes[number] = self._add(KINDS[number])
         while sum(each["Alive"] for each in self._ray.nodes()) != 1 + len(KINDS):
             time.sleep(0.2)
 
@@ -243,8 +244,7 @@ def run_trial(
     else:
         expected = run_ranks(RunRequest(plan=plan, num_steps=last - 1))["losses"]
     if nodes is not None:
-        for each in victims:
-            nodes.replace(each)
+        nodes.replace(victims)
     pairs = zip(measured["losses"], expected, strict=True)
     return Trial(
         victims=victims,
