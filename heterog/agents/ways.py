@@ -29,6 +29,7 @@ from heterog.agents.stages import kind_of, rows_near
 from heterog.envs.observation import WHOLE_OVERFLOWS
 from heterog.envs.pair import Pair, Score
 from heterog.lowering.program import FloatArray, IntArray
+from heterog.strategy.sync import Sync
 
 NUM_MAIN = 8
 """Number of candidates, the best ones alone, that a row may begin or end with."""
@@ -122,6 +123,9 @@ ALIKE = 1.1
 """Step time, in that of the most promising way, up to which other ways are promising, too."""
 COLD = 0.5
 """Temperature of half of the pipelines that are drawn because they are promising."""
+FEWER = 2 / 3
+"""Most devices of the next row of one candidate. They stand beside a few draws, which may all be
+of too many devices: the closed form sees no messages that wait for each other."""
 NUM_BALANCED = 3
 """Number of pipelines of a way, the best ones, that others are made of."""
 BALANCED = 0.5
@@ -184,6 +188,20 @@ class Way:
         for row in recomputed:
             self.promise = min(self.promise, (0.0, AGAIN * self.pair.score(row).step_time_s))
 
+    def add_uniform(self) -> None:
+        """Add rows of one candidate: for each way to sum, the fastest of ever fewer devices."""
+        every = np.arange(self.pair.num_candidates, dtype=np.int32)
+        seconds = seconds_of_cuts(self.pair, every, every)[0]
+        sizes = np.array([len(each.devices) for each in self.pair.table])
+        rows, most = [self.rows], dict[Sync, float]()
+        for number in np.lexsort((seconds, -sizes)).tolist():
+            sync = self.pair.table[number].sync
+            if sizes[number] <= FEWER * most.get(sync, math.inf):
+                most[sync] = sizes[number]
+                rows.append(np.full((1, self.pair.num_blocks), number, np.int32))
+        rows = [row for row in rows if row.tobytes() not in self._known]
+        self.rows = np.unique(np.concatenate(rows), axis=0)
+
     def balance(self, most: int) -> None:
         """Add rows that are drawn too seldom: pipelines near the best ones, or two segments."""
         if not len(self.rows):
@@ -244,6 +262,7 @@ def draw_in(
             check()
             way.draw(left // len(best) + (number < left % len(best)), rng)
     if len(ways) == 1:
+        ways[0].add_uniform()
         return
     for way in ways:
         check()

@@ -15,7 +15,7 @@ class MethodNote:
         stage: ``"baseline"``, ``"search"``, ``"zero_shot"``, or ``"all"`` for ``auto``.
         what: Sentence about what it does.
         needs: Input beyond a graph and a cluster, or a limitation.
-        made_by: Module of ``heterog.search`` and what makes the method there; empty for ``auto``
+        made_by: Module of ``heterog.methods`` and what makes the method there; empty for ``auto``
             and for what policies answer.
     """
 
