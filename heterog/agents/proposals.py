@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 NUM_SAMPLES = 64
 MANY_DEVICES, FEW_SAMPLES = 512, 8
 """Devices above which a draw takes a quarter of a second, and as many draws as are made there."""
+MOST_UNIFORM = 32
+"""Most rows of one candidate beside them."""
 NUM_PIPELINED = 5
 """Number of rows drawn as pipelines that are scored at the op level."""
 NUM_MADE = 10
@@ -107,7 +109,8 @@ class Proposals:
         from heterog.agents.ways import BALANCED, draw_in
 
         num_samples = self._num_samples
-        if problem.evaluator.cluster.num_devices > MANY_DEVICES:
+        has_many = problem.evaluator.cluster.num_devices > MANY_DEVICES
+        if has_many:
             num_samples = min(num_samples, FEW_SAMPLES)
         if problem.budget.evaluations is not None:
             # A fifth of a small budget is left for the op level.
@@ -119,6 +122,9 @@ class Proposals:
         self._times += 1
         with spending.limits():
             draw_in(self._ways, num_samples, rng, spending.check)
+            if has_many:
+                limited = problem.budget.evaluations is not None
+                self._ways[0].add_uniform(int(BALANCED * num_samples) if limited else MOST_UNIFORM)
         scored, spent = self._scored(problem, spending)
         scored.sort(key=lambda each: each[0][0])
         overflows = [each.overflow > 0 for way in self._ways for each in way.found]

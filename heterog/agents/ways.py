@@ -188,19 +188,19 @@ class Way:
         for row in recomputed:
             self.promise = min(self.promise, (0.0, AGAIN * self.pair.score(row).step_time_s))
 
-    def add_uniform(self) -> None:
+    def add_uniform(self, most: int) -> None:
         """Add rows of one candidate: for each way to sum, the fastest of ever fewer devices."""
         every = np.arange(self.pair.num_candidates, dtype=np.int32)
         seconds = seconds_of_cuts(self.pair, every, every)[0]
         sizes = np.array([len(each.devices) for each in self.pair.table])
-        rows, most = [self.rows], dict[Sync, float]()
+        rows, smallest = [], dict[Sync, float]()
         for number in np.lexsort((seconds, -sizes)).tolist():
             sync = self.pair.table[number].sync
-            if sizes[number] <= FEWER * most.get(sync, math.inf):
-                most[sync] = sizes[number]
+            if sizes[number] <= FEWER * smallest.get(sync, math.inf):
+                smallest[sync] = sizes[number]
                 rows.append(np.full((1, self.pair.num_blocks), number, np.int32))
-        rows = [row for row in rows if row.tobytes() not in self._known]
-        self.rows = np.unique(np.concatenate(rows), axis=0)
+        new = [row for row in rows if row.tobytes() not in self._known][:most]
+        self.rows = np.unique(np.concatenate([self.rows, *new]), axis=0)
 
     def balance(self, most: int) -> None:
         """Add rows that are drawn too seldom: pipelines near the best ones, or two segments."""
@@ -262,7 +262,6 @@ def draw_in(
             check()
             way.draw(left // len(best) + (number < left % len(best)), rng)
     if len(ways) == 1:
-        ways[0].add_uniform()
         return
     for way in ways:
         check()

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from heterog.errors import HeterogWarning
 from heterog.graph.op_graph import UpdateScope, scope_by_name
@@ -189,7 +190,7 @@ class _BoundedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [each for each in args if isinstance(each, Tensor)]
         self._work += _OP_WORK + sum(each.numel() for each in given)
-        if given and ("mm" in func.__name__ or "linalg" in func.__name__):
+        if given and (func.overloadpacket in flop_registry or "linalg" in func.__name__):
             # A multiplication in a product takes an eighth of reading an element.
             self._work += given[len(given) - 2].numel() * max(given[-1].shape[-1:], default=1) / 8
         if self._work > _MOST_WORK:  # before an op that alone takes too much

@@ -14,7 +14,7 @@ from heterog.agents.op_level import Scorer, StepSettings
 from heterog.agents.planners import default_methods
 from heterog.agents.policy import draw, rule_of_thumb
 from heterog.agents.stages import balanced, estimated_s, kind_of, sequences_near
-from heterog.agents.ways import BACKWARD, rows_in_segments, seconds_of_cuts
+from heterog.agents.ways import BACKWARD, Way, rows_in_segments, seconds_of_cuts
 from heterog.envs.pair import Loads, Pair, RunningMemory
 from heterog.envs.strategy_env import StrategyEnv
 from heterog.envs.toy import chain_graph
@@ -158,6 +158,30 @@ def test_rows_in_segments_are_the_fastest_of_all_cuts() -> None:
         if a != b
     ]
     assert seconds[0] == pytest.approx(min(every))
+
+
+def test_uniform_rows_are_the_fastest_of_each_size_and_sum() -> None:
+    pair = Pair(chain_graph(6, 64, 32), cluster_of((10.0, ["V100-16GB"] * 4), (10.0, ["T4"] * 4)))
+    way = Way(pair, rule_of_thumb(pair))
+    way.add_uniform(100)
+    assert all(len(set(row.tolist())) == 1 for row in way.rows)
+    decisions = {number: pair.table[number] for number in way.rows[:, 0].tolist()}
+    seconds = seconds_of_cuts(pair, *[np.arange(pair.num_candidates, dtype=np.int32)] * 2)[0]
+    for sync in {decision.sync for decision in pair.table}:
+        of_sync = {n: len(each.devices) for n, each in decisions.items() if each.sync == sync}
+        sizes = sorted(of_sync.values(), reverse=True)
+        assert sizes[0] == max(len(each.devices) for each in pair.table if each.sync == sync)
+        assert all(later <= 2 / 3 * former for former, later in pairwise(sizes))
+        for number, size in of_sync.items():
+            alike = [
+                seconds[n]
+                for n, each in enumerate(pair.table)
+                if each.sync == sync and len(each.devices) == size
+            ]
+            assert seconds[number] == min(alike)
+    few = Way(pair, rule_of_thumb(pair))
+    few.add_uniform(2)
+    assert len(few.rows) == 2
 
 
 def test_refining_moves_a_cut_to_where_the_referee_wants_it() -> None:
