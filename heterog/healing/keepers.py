@@ -63,7 +63,7 @@ class Keeper:
             raise WireError(
                 f"the keeper of host {place.host} does not answer: {error.strerror or error}."
             ) from error
-        self._connection = connect(peer, place.token, is_keeper=False)
+        self._connection = connect(peer, place.token, is_keeper=False, silent_s=_REPLY_S)
 
     def put(
         self, part: Part, index: Any, content: memoryview, settled: Moment | None = None
@@ -100,11 +100,6 @@ class Keeper:
         # A keeper that refuses a part says why and closes, before it has read all of it.
         with suppress(WireError):
             send_message(self._connection, header, content)
-        return self._answer()
-
-    def _answer(self) -> Header:
-        if not self._connection.poll(_REPLY_S):
-            raise WireError(f"the keeper of host {self.place.host} does not answer.")
         answer = receive_header(self._connection)
         if "error" in answer:
             raise WireError(str(answer["error"]))

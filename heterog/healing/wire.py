@@ -5,8 +5,10 @@ that they know the job's token by its HMAC challenges, so the token never goes o
 """
 
 import json
+import os
 import secrets
 import socket
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import ProcessError
@@ -31,24 +33,44 @@ def new_token() -> str:
     return secrets.token_hex(32)
 
 
-def connect(peer: socket.socket, token: str, *, is_keeper: bool) -> Connection:
+def connect(
+    peer: socket.socket, token: str, *, is_keeper: bool, silent_s: float = 30.0
+) -> Connection:
     """A connection, once both sides have shown that they know the token.
 
+    Args:
+        peer: A connected socket, which is taken over.
+        token: The secret.
+        is_keeper: Whether this side is a keeper, which waits for questions as long as it may take.
+        silent_s: Seconds that a frozen peer is waited for, later on by who is no keeper only.
+
     Raises:
-        WireError: the peer does not, or is gone.
+        WireError: the peer does not know the token, is gone or is silent.
     """
     peer.settimeout(None)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection = Connection(peer.detach())
+    _wait_at_most(peer, silent_s)
     steps = [deliver_challenge, answer_challenge]
-    try:
-        with _lost():
-            for step in steps if is_keeper else reversed(steps):
-                step(connection, token.encode())
-    except WireError:
-        connection.close()
-        raise
+    with peer:
+        connection = Connection(os.dup(peer.fileno()))
+        try:
+            with _lost():
+                for step in steps if is_keeper else reversed(steps):
+                    step(connection, token.encode())
+        except WireError:
+            connection.close()
+            raise
+        if is_keeper:
+            _wait_at_most(peer, 0.0)
     return connection
+
+
+def _wait_at_most(peer: socket.socket, seconds: float) -> None:
+    """Bound how long its system calls wait; 0 is no bound."""
+    whole, part = divmod(seconds, 1.0)
+    limit = struct.pack("ll", int(whole), int(part * 1e6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        peer.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 def send_message(
@@ -94,6 +116,8 @@ def receive_into(connection: Connection, buffer: bytearray) -> None:
 def _lost() -> Iterator[None]:
     try:
         yield
+    except BlockingIOError as error:
+        raise WireError("the peer is silent; it may be frozen.") from error
     except (OSError, EOFError, ProcessError, ValueError) as error:
         why = getattr(error, "strerror", "") or str(error) or "it was closed"
         raise WireError(f"the connection was lost: {why}.") from error

@@ -1,6 +1,7 @@
 """Keepers: what they hold, what they let go, and whom they talk to."""
 
 import os
+import signal
 import socket
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from heterog.errors import HeterogError
+from heterog.healing import keepers
 from heterog.healing.keeper import Shelf, listen
 from heterog.healing.keepers import Keeper, KeeperPlace, Keepers, holders, start_keeper
 from heterog.healing.near_keeper import near_keeper
@@ -78,6 +80,28 @@ def test_a_keeper_talks_only_to_who_knows_the_token() -> None:
     stranger = socket.create_connection((place.address, place.port))
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
     Keeper(place).close()
+
+
+def test_a_frozen_keeper_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepers, "_REPLY_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as frozen:  # takes connections and says nothing
+        port = frozen.getsockname()[1]
+        with pytest.raises(WireError, match="silent"):
+            Keeper(KeeperPlace(host=0, address="127.0.0.1", port=port, token="t"))
+
+
+def test_a_keeper_that_freezes_later_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepers, "_REPLY_S", 0.5)
+    process, place = start_keeper(0, pid=os.getpid())
+    try:
+        keeper = Keeper(place)
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(WireError, match="silent"):
+            keeper.parts()
+        keeper.close()
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_messages_are_bounded() -> None:
