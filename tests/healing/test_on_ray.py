@@ -1,7 +1,6 @@
 """Jobs that heal on a Ray cluster: nodes and the actor that leads are lost, training goes on."""
 
 import importlib
-import importlib.util
 import os
 import signal
 import sys
@@ -21,6 +20,7 @@ from heterog.runtime.ranks.on_ray import variables_of_ranks
 from heterog.runtime.request import RunRequest
 from heterog.zoo import load_workload
 from tests.healing.test_job import MODEL, losses_of_one_process, three
+from tests.ray_nodes import ray_nodes
 from tests.search.asking import make_plan
 from tests.simulator.builders import cluster_of
 from tests.thorough import THOROUGH
@@ -56,19 +56,8 @@ def test_steps_that_rank_0_did_not_live_to_tell_come_from_others(tmp_path: Path)
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A head, and three nodes with a T4 each."""
-    if importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed; pip install heterog[ray]")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    ray: Any = importlib.import_module("ray")
-    made: Any = importlib.import_module("ray.cluster_utils").Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
-    )
-    for _ in range(3):
-        made.add_node(num_cpus=1, resources={"T4": 1})
-    ray.init(address=made.address, namespace="heterog", log_to_driver=False, logging_level="error")
-    yield made
-    ray.shutdown()
-    made.shutdown()
+    with ray_nodes(monkeypatch, *[{"T4": 1}] * 3, namespace="heterog") as made:
+        yield made
 
 
 def kill_leader() -> None:

@@ -1,7 +1,5 @@
 """Ranks that other launchers start: on Ray's nodes, and on torchrun's machines in any order."""
 
-import importlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -19,6 +17,7 @@ from heterog.runtime.ranks.host_places import DEVICE_TYPES, RankHas, ranks_in_pl
 from heterog.runtime.ranks.on_ray import asked_of_nodes, run_on_ray
 from heterog.runtime.request import RunRequest
 from heterog.zoo import load_workload
+from tests.ray_nodes import ray_nodes
 from tests.runtime.test_launch import MODEL
 from tests.search.asking import make_plan
 from tests.simulator.builders import cluster_of
@@ -95,20 +94,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Three nodes of a Ray cluster, of which two have devices."""
-    if importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed; pip install heterog[ray]")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    ray: Any = importlib.import_module("ray")
-    made: Any = importlib.import_module("ray.cluster_utils").Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 1, "include_dashboard": False},
-    )
-    for resources in ({"T4": 2}, {"V100": 1}):
-        made.add_node(num_cpus=1, resources=resources)
-    ray.init(address=made.address, log_to_driver=False, logging_level="error")
-    yield made
-    ray.shutdown()
-    made.shutdown()
+    with ray_nodes(monkeypatch, {"T4": 2}, {"V100": 1}) as made:
+        yield made
 
 
 @THOROUGH
