@@ -8,12 +8,12 @@ import keyword
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -84,25 +84,55 @@ def module_docstring(path: Path) -> str:
     return ast.get_docstring(ast.parse(head + quotes + rest.partition(quotes)[0] + quotes)) or ""
 
 
-def docstrings(path: Path) -> Iterator[tuple[ast.AST, str]]:
-    """Every docstring of a file, those below constants and fields included."""
+class Source(NamedTuple):
+    """What tests want to know of a file of code, which is parsed once."""
+
+    words: set[str]
+    """Everything that it calls something: names, attributes, keywords, short strings."""
+    docstrings: list[str]
+    """All of them, those below constants and fields included."""
+    wrong: list[str]
+    """Arguments and attributes that docstrings leave out or make up."""
+
+
+@cache
+def source(path: Path) -> Source:
+    words = set(path.relative_to(ROOT).with_suffix("").parts)
+    found = Source(words, [], [])
     for node in ast.walk(ast.parse(path.read_text())):
+        words.update(words_of(node))
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.Module):
-            found = ast.get_docstring(node)
-            if found:
-                yield node, found
+            text = ast.get_docstring(node)
+            if text:
+                found.docstrings.append(text)
+                if not isinstance(node, ast.Module):
+                    where = f"{path.relative_to(ROOT)}: {node.name}"
+                    found.wrong.extend(f"{where} {fault}" for fault in faults(node, text))
         elif (
             isinstance(node, ast.Expr)
             and isinstance(node.value, ast.Constant)
             and isinstance(node.value.value, str)
         ):
-            yield node, node.value.value
+            found.docstrings.append(node.value.value)
+    return found
 
 
-@cache
-def texts_of_docstrings(path: Path) -> tuple[str, ...]:
-    """Every docstring of a file, which three tests read."""
-    return tuple(text for _, text in docstrings(path))
+def words_of(node: ast.AST) -> Iterable[str]:
+    if isinstance(node, ast.Name):
+        return (node.id,)
+    if isinstance(node, ast.Attribute):
+        return (node.attr,)
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return (node.name,)
+    if isinstance(node, ast.arg):
+        return (node.arg,)
+    if isinstance(node, ast.keyword) and node.arg:
+        return (node.arg,)
+    if isinstance(node, ast.alias):
+        return node.name.split(".")
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 60:
+        return re.findall(r"\w+", node.value)
+    return ()
 
 
 # --- commands ------------------------------------------------------------------------------------
@@ -258,26 +288,11 @@ def test_the_documented_commands_are_many() -> None:
 
 @cache
 def known_words() -> set[str]:
-    """Everything that code calls something: names, attributes, keywords, short strings."""
-    found = {*dir(builtins), *keyword.kwlist}
-    for path in [*CODE, *sorted((ROOT / "tests").rglob("*.py"))]:
-        found |= set(path.relative_to(ROOT).with_suffix("").parts)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Name):
-                found.add(node.id)
-            elif isinstance(node, ast.Attribute):
-                found.add(node.attr)
-            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-                found.add(node.name)
-            elif isinstance(node, ast.arg):
-                found.add(node.arg)
-            elif isinstance(node, ast.keyword) and node.arg:
-                found.add(node.arg)
-            elif isinstance(node, ast.alias):
-                found |= set(node.name.split("."))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                if len(node.value) < 60:
-                    found |= set(re.findall(r"\w+", node.value))
+    """Everything that code calls something."""
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    found = {*dir(builtins), *keyword.kwlist}.union(
+        *(source(path).words for path in [*CODE, *tests])
+    )
     for path in sorted((ROOT / "heterog").rglob("data/*.yaml")):
         found |= set(re.findall(r"\w+", path.read_text()))
     return found
@@ -315,7 +330,7 @@ def test_names_in_docstrings_exist() -> None:
     wrong = {
         f"{path.relative_to(ROOT)}: {name}"
         for path in CODE
-        for doc in texts_of_docstrings(path)
+        for doc in source(path).docstrings
         for span in re.findall(r"``([^`\n]+)``", doc)
         for name in unknown(span)
         if name not in FOREIGN
@@ -327,7 +342,7 @@ def test_code_in_docstrings_has_double_backticks() -> None:
     wrong = {
         f"{path.relative_to(ROOT)}: `{span}`"
         for path in CODE
-        for doc in texts_of_docstrings(path)
+        for doc in source(path).docstrings
         for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", doc)
     }
     assert not wrong, sorted(wrong)
@@ -358,7 +373,7 @@ def test_dotted_names_in_docstrings_resolve() -> None:
     found = {
         name
         for path in CODE
-        for doc in texts_of_docstrings(path)
+        for doc in source(path).docstrings
         for name in re.findall(r"\b(heterog(?:\.[A-Za-z_]\w*)+)", doc)
     }
     for name in found:
@@ -431,30 +446,33 @@ def fields_of(node: ast.ClassDef) -> list[str]:
     ]
 
 
+def faults(node: ast.ClassDef | ast.FunctionDef, doc: str) -> Iterator[str]:
+    """What a docstring makes up, or leaves out of a list of arguments or attributes."""
+    documented = sections(doc)
+    attributes = documented.get("Attributes", [])
+    if isinstance(node, ast.ClassDef) and attributes:
+        missing = set(attributes) - assigned(node)
+        if missing:
+            yield f"has no {sorted(missing)}"
+        is_data = any("dataclass" in ast.dump(each) for each in node.decorator_list)
+        left_out = set(fields_of(node)) - set(attributes)
+        if is_data and left_out:
+            yield f"leaves out {sorted(left_out)}"
+    made = [
+        child
+        for child in (node.body if isinstance(node, ast.ClassDef) else [node])
+        if isinstance(child, ast.FunctionDef) and child.name in ("__init__", node.name)
+    ]
+    if "Args" in documented:
+        wanted = arguments(made[0]) if made else fields_of(node)  # type: ignore[arg-type]
+        if sorted(documented["Args"]) != sorted(wanted):
+            yield "documents other Args"
+
+
 @pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_docstrings_document_what_there_is(path: Path) -> None:
     """No argument or attribute that does not exist, and none left out of a list of them."""
-    for node, doc in docstrings(path):
-        if not isinstance(node, ast.ClassDef | ast.FunctionDef):
-            continue
-        documented = sections(doc)
-        where = f"{path.relative_to(ROOT)}: {node.name}"
-        if isinstance(node, ast.ClassDef):
-            attributes = documented.get("Attributes", [])
-            missing = set(attributes) - assigned(node)
-            assert not missing, f"{where} has no {sorted(missing)}"
-            is_data = any("dataclass" in ast.dump(each) for each in node.decorator_list)
-            if attributes and is_data:
-                left_out = set(fields_of(node)) - set(attributes)
-                assert not left_out, f"{where} leaves out {sorted(left_out)}"
-        made = [
-            child
-            for child in (node.body if isinstance(node, ast.ClassDef) else [node])
-            if isinstance(child, ast.FunctionDef) and child.name in ("__init__", node.name)
-        ]
-        if "Args" in documented:
-            wanted = arguments(made[0]) if made else fields_of(node)  # type: ignore[arg-type]
-            assert sorted(documented["Args"]) == sorted(wanted), f"{where} documents other Args"
+    assert not source(path).wrong
 
 
 # --- numbers -------------------------------------------------------------------------------------
