@@ -38,10 +38,12 @@ def plain_control_flow() -> Iterator[None]:
     instead = {"cond": _cond, "scan": _scan, "associative_scan": _associative_scan, "map": _map}
     with ExitStack() as stack:
         stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
+        functions: dict[Callable[..., Any], Callable[..., Any]] = {}
         for name, place in _PLACES.items():
             function = getattr(sys.modules.get(place), name, None)
             if function is not None:
-                stack.enter_context(everywhere(function, instead.get(name, _while_loop)))
+                functions[function] = instead.get(name, _while_loop)
+        stack.enter_context(everywhere(functions))
         stack.enter_context(mock.patch.multiple(flex_attention, **_IN_FLEX_ATTENTION))
         yield
 

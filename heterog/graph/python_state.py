@@ -40,8 +40,9 @@ _TORCHS_OWN = frozenset(
     }
 )  # fmt: skip
 """Attributes of modules that the step is given, or that no forward pass reads."""
-_LIBRARIES = tuple(
-    {str(Path(path)) for path in (sysconfig.get_path("stdlib"), Path(__file__).parents[1])}
+_LIBRARIES = (
+    "<",
+    *{str(Path(path)) for path in (sysconfig.get_path("stdlib"), Path(__file__).parents[1])},
 )
 _CLOCKS = frozenset(
     {
@@ -330,7 +331,7 @@ def _is_same(before: Any, after: Any) -> bool:
 
 def is_of_library(path: str) -> bool:
     """Whether a file is one of Python's, of an installed package or of ours, not the user's."""
-    return not path or path.startswith(("<", *_LIBRARIES)) or "-packages/" in path
+    return not path or "-packages/" in path or path.startswith(_LIBRARIES)
 
 
 def _is_class_of_library(kind: type) -> bool:

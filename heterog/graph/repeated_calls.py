@@ -11,7 +11,7 @@ import datetime
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -206,11 +206,8 @@ def clocks_ahead() -> Iterator[None]:
 
         utcnow = today = now
 
-    with ExitStack() as stack:
-        stack.enter_context(everywhere(datetime.datetime, Later))
-        for name in _CLOCKS:
-            clock = getattr(time, name)
-            stack.enter_context(everywhere(clock, ahead(clock)))
+    clocks = [getattr(time, name) for name in _CLOCKS]
+    with everywhere({datetime.datetime: Later, **{clock: ahead(clock) for clock in clocks}}):
         yield
 
 

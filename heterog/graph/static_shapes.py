@@ -14,7 +14,7 @@ gives the same.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import EllipsisType
 from typing import Any
@@ -232,31 +232,31 @@ def _graphs_without_self_loops() -> Iterator[None]:
         check(edge_index)
         return loops.add_self_loops(edge_index, *args, **keywords)
 
-    with everywhere(drop, drop_none), everywhere(add, add_all):
+    with everywhere({drop: drop_none, add: add_all}):
         yield
 
 
 @contextmanager
-def everywhere(function: Callable[..., Any], instead: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function in every module that has imported it.
+def everywhere(instead: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
+    """Replace functions in every module that has imported them.
 
-    Libraries have it under its own name, files of the user may have any other.
+    Libraries have each under its own name, files of the user may have any other.
     """
-    own = function.__name__
-    users: list[tuple[dict[str, Any], str]] = []
+    replaced = {id(function): function for function in instead}
+    own = [(function.__name__, function) for function in instead]
+    users: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
     for module in list(sys.modules.values()):
         names: dict[str, Any] = getattr(module, "__dict__", {})
-        if names.get(own) is function:
-            users.append((names, own))
-        if not is_of_library(getattr(module, "__file__", None) or ""):
-            others = [name for name, each in names.items() if each is function and name != own]
-            users += [(names, name) for name in others]
-    for names, name in users:
-        names[name] = instead
+        if is_of_library(getattr(module, "__file__", None) or ""):
+            users += [(names, name, each) for name, each in own if names.get(name) is each]
+        else:
+            users += [(names, name, each) for name, each in names.items() if id(each) in replaced]
+    for names, name, function in users:
+        names[name] = instead[function]
     try:
         yield
     finally:
-        for names, name in users:
+        for names, name, function in users:
             names[name] = function
 
 
