@@ -6,8 +6,10 @@ import subprocess
 import sys
 import tokenize
 from collections import defaultdict
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import typer
@@ -17,6 +19,7 @@ from heterog.graph.sharding_rules import RULES
 from heterog.modes.built_in import built_in_modes
 from heterog.modes.mode import Mode
 from heterog.strategy.sync import Sync
+from tests.runtime.ranks import FORKS
 
 PACKAGE = Path(__file__).parents[1] / "heterog"
 # Bottom up; a module may import from its own layer and from those before it.
@@ -124,8 +127,47 @@ def layer(name: str, *inside: str) -> int:
     return next(number for number, members in enumerate(LAYERS) if name in members)
 
 
-def imported(path: Path) -> set[str]:
-    """Modules that a file imports when it is loaded (not inside functions or type checks)."""
+class Source(NamedTuple):
+    """What the tests below want to know of a file, which is parsed once."""
+
+    imports: set[str]
+    """Modules imported when it is loaded (not inside functions or type checks)."""
+    classes: list[str]
+    long_functions: list[str]
+    with_two_docstrings: list[str]
+
+
+@cache
+def source(path: Path) -> Source:
+    module = ast.parse(path.read_text())
+    found = Source(imported(module), [], [], [])
+    if has_two_docstrings(module):
+        found.with_two_docstrings.append("the file")
+    for node in ast.walk(module):
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+            continue
+        if has_two_docstrings(node):
+            found.with_two_docstrings.append(node.name)
+        if isinstance(node, ast.ClassDef):
+            found.classes.append(node.name)
+        elif (node.end_lineno or 0) - node.lineno >= 60:
+            found.long_functions.append(f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}")
+    return found
+
+
+def has_two_docstrings(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> bool:
+    return len(node.body) > 1 and is_text(node.body[0]) and is_text(node.body[1])
+
+
+def is_text(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def imported(module: ast.Module) -> set[str]:
     found: set[str] = set()
 
     def visit(body: list[ast.stmt]) -> None:
@@ -139,7 +181,7 @@ def imported(path: Path) -> set[str]:
             elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
                 visit(node.body)
 
-    visit(ast.parse(path.read_text()).body)
+    visit(module.body)
     return found
 
 
@@ -147,7 +189,7 @@ def imported(path: Path) -> set[str]:
 def test_imports_go_down_and_heavy_libraries_stay_in_their_rooms(path: Path) -> None:
     relative = path.relative_to(PACKAGE)
     own = layer(relative.parts[0].removesuffix(".py"), *relative.parts[1:])
-    for module in imported(path):
+    for module in source(path).imports:
         parts = module.split(".")
         if parts[0] == "heterog" and len(parts) > 1:
             assert layer(*parts[1:]) <= own, f"{relative} imports {module}, which is above it"
@@ -272,24 +314,13 @@ def test_few_files_know_an_op() -> None:
         assert len(known) <= MOST_TOUCHED, (kind, known)
 
 
-def is_text(node: ast.stmt) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
-
-
 def test_a_definition_has_one_docstring() -> None:
     """A file that was joined of two says in one text what it holds."""
-    found = [
-        f"{path.relative_to(PACKAGE)}: {getattr(node, 'name', 'the file')}"
+    assert not [
+        f"{path.relative_to(PACKAGE)}: {name}"
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        if len(node.body) > 1 and is_text(node.body[0]) and is_text(node.body[1])
+        for name in source(path).with_two_docstrings
     ]
-    assert not found
 
 
 LONG_FUNCTIONS = 24
@@ -297,12 +328,7 @@ LONG_FUNCTIONS = 24
 
 
 def test_long_functions_get_fewer() -> None:
-    found = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}"
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 60
-    ]
+    found = [name for path in FILES for name in source(path).long_functions]
     assert len(found) <= LONG_FUNCTIONS, found
 
 
@@ -353,12 +379,7 @@ GIVEN_UP = ("Asked", "Pen", "Promise", "Purse", "Told", "Whole", "_Desk")
 
 
 def test_classes_are_named_by_words_of_the_field() -> None:
-    names = [
-        (path.relative_to(PACKAGE), node.name)
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    ]
+    names = {(path, name) for path in PACKAGE.rglob("*.py") for name in source(path).classes}
     assert not [each for each in names if each[1] in GIVEN_UP]
 
 
@@ -392,16 +413,22 @@ def test_only_the_command_line_knows_how_an_option_is_spelled() -> None:
 
 def test_only_the_command_line_parses_options() -> None:
     below = [path for path in FILES if "cli" not in path.relative_to(PACKAGE).parts]
-    assert not [path for path in below if {"argparse", "typer"} & set(imported(path))]
+    assert not [path for path in below if {"argparse", "typer"} & source(path).imports]
+
+
+def import_methods() -> None:
+    from heterog.methods.registry import built_in_methods
+
+    assert "heterog.agents.planners" not in sys.modules
+    before = built_in_methods().names
+    for name in ("heterog.agents.planners", "heterog.api"):
+        import_module(name)
+    assert built_in_methods().names == before
 
 
 def test_importing_a_method_adds_it_nowhere() -> None:
     """What ``auto`` runs does not depend on imports: ``Methods`` is a value."""
-    code = (
-        "import heterog.search.plan\n"
-        "from heterog.methods.registry import built_in_methods\n"
-        "before = built_in_methods().names\n"
-        "import heterog.api, heterog.agents.planners\n"
-        "assert built_in_methods().names == before\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    process = FORKS.Process(target=import_methods)
+    process.start()
+    process.join()
+    assert process.exitcode == 0

@@ -1,5 +1,6 @@
 """The testbed: what it refuses, what it builds, and that nothing of it stays behind."""
 
+import ctypes
 import os
 import shutil
 import signal
@@ -8,12 +9,14 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from heterog.cluster.catalog import device_type
 from heterog.cluster.hardware import Device, Host, Link
@@ -23,6 +26,7 @@ from heterog.runtime.ranks import emulated_network as network
 from heterog.runtime.ranks import testbed as module
 from heterog.runtime.ranks.emulated_network import TestbedError
 from heterog.runtime.ranks.testbed import CpuController, Testbed, load_testbed
+from tests.runtime.ranks import FORKS
 
 # Only where a testbed is built; what it refuses and computes is tested everywhere.
 _REASON = module.is_supported()
@@ -536,15 +540,17 @@ with socket.create_connection((sys.argv[1], 5000)) as connection:
     print(time.perf_counter() - start)
 """
 
-_ALL_REDUCE = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-value = torch.full((1000,), 10.0 ** dist.get_rank())
-dist.all_reduce(value)
-assert value.eq(value[0]).all()
-print(value[0].item())
-dist.destroy_process_group()
-"""
+
+def sum_over_ranks(namespace: str, variables: Mapping[str, str]) -> None:
+    """What a rank does in a namespace, which it enters by itself: it was forked outside."""
+    with Path("/run/netns", namespace).open() as file:
+        assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+    os.environ |= variables
+    dist.init_process_group("gloo")
+    value = torch.full((1000,), 10.0 ** dist.get_rank())
+    dist.all_reduce(value)
+    assert value.eq(111.0).all()
+    dist.destroy_process_group()
 
 
 @real
@@ -585,18 +591,14 @@ class TestShaping:
         with Testbed(cluster_of(None, None, None)) as bed:
             processes = []
             for rank in range(bed.num_ranks):
-                environment = os.environ | bed.environment(rank)
-                environment |= {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_PORT": "29500"}
-                processes.append(
-                    subprocess.Popen(
-                        bed.command(rank, [sys.executable, "-c", _ALL_REDUCE]),
-                        env=environment,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE,
-                        text=True,
-                    )
-                )
-            assert results(processes) == ["111.0"] * 3
+                variables = dict(bed.environment(rank))
+                variables |= {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_PORT": "29500"}
+                where = bed._namespace(bed.cluster.host_of[rank])
+                processes.append(FORKS.Process(target=sum_over_ranks, args=(where, variables)))
+                processes[-1].start()
+            for process in processes:
+                process.join(60)
+            assert [process.exitcode for process in processes] == [0, 0, 0]
 
     def test_machine_cannot_be_reached_from_inside(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server, Testbed(cluster_of(None)) as bed:
