@@ -5,7 +5,9 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 # Before torch is imported: workers run beside each other, one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,7 +16,10 @@ import pytest
 from hypothesis import settings
 
 from heterog.runtime.ranks.forks import rank_forks
-from tests.thorough import cases, leave_out
+from tests.thorough import IS_THOROUGH, cases, leave_out
+
+if TYPE_CHECKING:
+    from tests.forked_python import ForkedPython
 
 # Tests of what experiments share; theirs come last, as some are called like packages.
 sys.path.append(str(Path(__file__).parents[1] / "experiments"))
@@ -27,14 +32,33 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # No deadlines: a busy machine is no failure, and speed is measured in benchmarks/.
-settings.register_profile("heterog", deadline=None, derandomize=True, max_examples=cases(100, 30))
+settings.register_profile("heterog", deadline=None, derandomize=True, max_examples=cases(100, 20))
 settings.load_profile("heterog")
 
 # Two processes take one file after another: long files come first, so that both end together.
 LONG = (
-    *("test_published_runs.py", "healing", "balance", "runtime", "test_interrupt.py", "export"),
-    *("test_workers.py", "test_cli.py", "sailor", "agents", "planners", "graph", "simulator"),
+    *("runtime", "test_interrupt.py", "balance", "healing", "export", "test_fuzz_inputs.py"),
+    *("website", "test_architecture.py", "test_published_runs.py", "test_workers.py", "zoo"),
+    *("test_cli.py", "test_docs.py", "agents", "graph", "methods", "search", "report"),
 )
+FORKING = (
+    *("tests/runtime/", "tests/balance/", "tests/healing/", "tests/export/"),
+    *("tests/test_fuzz_inputs.py", "tests/test_architecture.py", "tests/website/test_first_steps"),
+)
+"""Tests whose processes are forked off one that has imported torch and captured models."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One process takes all tests that fork, as each would import and capture the same again."""
+    if IS_THOROUGH:  # they would take most of the time
+        return None
+    scheduling: Any = import_module("xdist.scheduler").LoadFileScheduling(config, log)
+    file_of = scheduling._split_scope
+    scheduling._split_scope = lambda nodeid: (
+        "forking" if nodeid.startswith(FORKING) else file_of(nodeid)
+    )
+    return scheduling
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -57,6 +81,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     leave_out(items)
 
 
+def pytest_unconfigure() -> None:
+    """At the end pytest collects garbage five times, in which nothing is that tests look at."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def ranks_are_forked() -> Iterator[None]:
     """Ranks that tests launch are forked off one process, started when the first one is."""
@@ -64,6 +93,16 @@ def ranks_are_forked() -> Iterator[None]:
 
     with rank_forks([*RANKS_OWN, "PYTEST_CURRENT_TEST"]):
         yield
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[ForkedPython]":
+    """Runs scripts that need not import torch."""
+    from tests.forked_python import ForkedPython
+
+    forked = ForkedPython(tmp_path_factory.mktemp("python"))
+    yield forked
+    forked.close()
 
 
 @pytest.fixture

@@ -23,10 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
-import pytest
-
 from heterog.runtime.launch import free_port
-from tests.runtime.ranks import FORKS, capture_before_forks
+from tests.runtime.ranks import FORKS
 
 ROOT = Path(__file__).parents[1]
 MOST_S = 300
@@ -49,18 +47,14 @@ class ForkedPython:
 
     Args:
         folder: for the command.
-        session: that of the tests, as tests after these fork off the same process.
         libraries: that scripts import, beside torch.
     """
 
-    def __init__(
-        self, folder: Path, session: pytest.Session, libraries: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, folder: Path, libraries: Sequence[str] = ()) -> None:
         address, self.command = folder / "address", folder / "python"
         client = [sys.executable, "-SsE", "-c", CLIENT, str(address)]
         self.command.write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
         self.command.chmod(0o755)
-        capture_before_forks(session)
         self._open, there = FORKS.Pipe()
         FORKS.Process(target=_serve, args=(str(address), there, libraries)).start()
         there.close()
@@ -166,6 +160,10 @@ def _be_script(
         for meant, stream in enumerate(streams):
             os.dup2(stream, meant)
             os.close(stream)
+        # New ones, as those of before may have been of files, and these of pipes.
+        sys.stdin, sys.stdout, sys.stderr = (
+            open(number, mode, 1, closefd=False) for number, mode in enumerate("rww")
+        )
         os.environ.clear()
         os.environ.update(variables)
         os.chdir(folder)

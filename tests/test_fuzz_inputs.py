@@ -2,11 +2,11 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forked_python import ForkedPython
 from tests.thorough import cases
 
 NUM_CASES = cases(300, 15)
@@ -14,9 +14,9 @@ SCRIPT = Path(__file__).parents[1] / "experiments" / "fuzz_inputs.py"
 
 
 @pytest.mark.slow
-def test_damaged_files_are_refused_in_a_line_or_valid() -> None:
+def test_damaged_files_are_refused_in_a_line_or_valid(python: ForkedPython) -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--cases", str(NUM_CASES), "--seed", "17", "--json"],
+        [python.command, SCRIPT, "--cases", str(NUM_CASES), "--seed", "17", "--json"],
         capture_output=True,
         text=True,
         check=False,

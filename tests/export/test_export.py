@@ -174,23 +174,27 @@ def fill_in(folder: Path, code: str) -> None:
     (folder / "tiny.py").write_text(Path(tiny.__file__).read_text())
 
 
-@pytest.fixture(scope="module")
-def python(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
-    """A command like ``python`` whose scripts need not import torch."""
-    forked = ForkedPython(tmp_path_factory.mktemp("python"), request.session)
-    yield forked.command
-    forked.close()
-
-
 def launch(
-    folder: Path, hosts: Sequence[str], python: Path, *options: str, without: str = "heterog"
+    folder: Path,
+    hosts: Sequence[str],
+    python: Path,
+    *options: str,
+    without: str = "heterog",
+    ranks: Path | None = None,
 ) -> str:
-    """Run launch.sh for each host, all on this machine; what rank 0's host printed."""
+    """Run launch.sh for each host, all on this machine; what rank 0's host printed.
+
+    Args:
+        folder: that was exported.
+        hosts: of the plan.
+        python: what launch.sh starts.
+        options: of train.py.
+        without: package that is not there.
+        ranks: what torchrun starts ranks with, if not ``python``.
+    """
     environment = os.environ | {
         "PYTHON": str(python),
-        "PYTHON_EXEC": str(python),  # what torchrun starts ranks with
+        "PYTHON_EXEC": str(ranks or python),
         WITHOUT: without,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -233,7 +237,9 @@ def assert_trained_like_one_device(folder: Path, printed: str) -> None:
 
 
 @pytest.mark.distributed
-def test_ddp_weighs_uneven_batches_and_ignored_labels(graph: OpGraph, tmp_path: Path) -> None:
+def test_ddp_weighs_uneven_batches_and_ignored_labels(
+    graph: OpGraph, tmp_path: Path, python: ForkedPython
+) -> None:
     cluster = cluster_of(tmp_path, ("a", "CPU", 1), ("b", "CPU", 1), cpu_quotas=(0.8, 0.3))
     plan = make_plan(graph, cluster, methods=["cp_ar"], budget="10e")
     assert len(set(plan.strategy.decisions[0].shares)) == 2
@@ -242,7 +248,8 @@ def test_ddp_weighs_uneven_batches_and_ignored_labels(graph: OpGraph, tmp_path: 
     fill_in(folder, BUILD)
     # More steps than the data has: all ranks end together.
     options = ("--steps", "9", "--save", "weights.pt")
-    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], PYTHON, *options))
+    printed = launch(folder, ["a", "b"], python.command, *options, ranks=PYTHON)
+    assert_trained_like_one_device(folder, printed)
 
 
 @THOROUGH
@@ -283,7 +290,9 @@ def build(rank):
 
 @THOROUGH
 @pytest.mark.distributed
-def test_ddp_reuses_the_models_own_file(graph: OpGraph, tmp_path: Path) -> None:
+def test_ddp_reuses_the_models_own_file(
+    graph: OpGraph, tmp_path: Path, python: ForkedPython
+) -> None:
     """Model, loss, optimizer and weights of labels without a line by the person."""
     model = tmp_path / "my_model.py"
     model.write_text(WORKLOAD)
@@ -299,7 +308,8 @@ def test_ddp_reuses_the_models_own_file(graph: OpGraph, tmp_path: Path) -> None:
     model.unlink()
     fill_in(folder, OWN_DATA)
     options = ("--steps", "9", "--save", "weights.pt")
-    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], PYTHON, *options))
+    printed = launch(folder, ["a", "b"], python.command, *options, ranks=PYTHON)
+    assert_trained_like_one_device(folder, printed)
 
 
 def test_stock_batches_are_cut_along_their_own_dimension(graph: OpGraph, tmp_path: Path) -> None:
@@ -332,7 +342,7 @@ def test_stock_batches_are_cut_along_their_own_dimension(graph: OpGraph, tmp_pat
 
 
 @pytest.mark.distributed
-def test_torchrun_runs_any_plan(graph: OpGraph, tmp_path: Path, python: Path) -> None:
+def test_torchrun_runs_any_plan(graph: OpGraph, tmp_path: Path, python: ForkedPython) -> None:
     model = tmp_path / "my_model.py"
     model.write_text(WORKLOAD)
     (tmp_path / "tiny.py").write_text(Path(tiny.__file__).read_text())
@@ -349,9 +359,9 @@ def test_torchrun_runs_any_plan(graph: OpGraph, tmp_path: Path, python: Path) ->
     options = ["--steps", str(NUM_STEPS), "--save", "weights.pt", "--checkpoint", "ckpt"]
     options += ["--every", "1", "--log", "log.jsonl", "--evaluate-every", "2"]
     with pytest.raises(AssertionError, match="== 0"):
-        launch(folder, ["a", "b"], python, *options, without="")
+        launch(folder, ["a", "b"], python.command, *options, without="")
     assert json.loads((folder / "ckpt" / "checkpoint.json").read_text())["extra"] == {"step": 1}
-    launch(folder, ["a", "b"], python, *options, without="")
+    launch(folder, ["a", "b"], python.command, *options, without="")
     told = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [each["step"] for each in told] == [1, 2, 2, 3]
     assert told[2] == {"step": 2, "ranks": 3}
@@ -378,7 +388,9 @@ def dataset(workload):
 
 
 @pytest.mark.distributed
-def test_accelerate_deals_a_stream_and_goes_on(uneven: Plan, tmp_path: Path, python: Path) -> None:
+def test_accelerate_deals_a_stream_and_goes_on(
+    uneven: Plan, tmp_path: Path, python: ForkedPython
+) -> None:
     """A rank is killed as it reads the third batch ahead; the second step is trained again."""
     model = tmp_path / "my_model.py"
     model.write_text(WORKLOAD)
@@ -391,9 +403,9 @@ def test_accelerate_deals_a_stream_and_goes_on(uneven: Plan, tmp_path: Path, pyt
     names = list(dict.fromkeys(each["host"] for each in hosts))
     options = ["--steps", str(NUM_STEPS), "--save", "weights.pt", "--every", "1"]
     with pytest.raises(AssertionError, match="== 0"):
-        launch(folder, names, python, *options, without="")
+        launch(folder, names, python.command, *options, without="")
     assert json.loads((folder / "checkpoints" / "latest.json").read_text()) == {"step": 1}
-    printed = launch(folder, names, python, *options, without="")
+    printed = launch(folder, names, python.command, *options, without="")
     losses, _ = tiny.reference(NUM_STEPS)
     assert_trained_like_one_device(folder, f"step 1 loss {losses[0]}\n{printed}")
     config = yaml.safe_load((folder / "accelerate.yaml").read_text())
@@ -427,7 +439,9 @@ def initialize(model, optimizer, config):
 
 
 @pytest.mark.distributed
-def test_deepspeed_script_scales_losses(graph: OpGraph, tmp_path: Path, python: Path) -> None:
+def test_deepspeed_script_scales_losses(
+    graph: OpGraph, tmp_path: Path, python: ForkedPython
+) -> None:
     """DeepSpeed itself is not here: a stand-in that divides as it does."""
     decision = Decision(devices=(0,), shares=(8,))
     cluster = cluster_of(tmp_path, ("a", "CPU", 1))
@@ -438,7 +452,7 @@ def test_deepspeed_script_scales_losses(graph: OpGraph, tmp_path: Path, python: 
     (folder / "deepspeed.py").write_text(STUB_DEEPSPEED)
     environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", WITHOUT: "heterog"}
     done = subprocess.run(
-        [python, "train.py", "--save", "weights.pt"],
+        [python.command, "train.py", "--save", "weights.pt"],
         cwd=folder,
         env=os.environ | environment | {"MASTER_PORT": str(free_port())},
         capture_output=True,

@@ -29,7 +29,7 @@ from heterog.runtime.request import RunRequest
 from heterog.search.plan import load_plan
 from heterog.zoo import load_workload
 from tests.healing.elastic_loop import BATCH_SIZE, NUM_SAMPLES, Numbers, make_model, train
-from tests.runtime.ranks import FORKS, capture_before_forks
+from tests.runtime.ranks import FORKS
 from tests.search.asking import make_plan
 from tests.simulator.builders import cluster_of
 from tests.thorough import THOROUGH
@@ -240,12 +240,11 @@ def wait_for_ranks(log: Path, num_ranks: int, num_steps: int) -> None:
 
 
 def test_a_loop_under_torchrun_loses_a_host_and_takes_it_in_again(
-    tmp_path: Path, request: pytest.FixtureRequest
+    tmp_path: Path,
 ) -> None:
     """Two hosts, one, and two again, in the middle of epochs: every sample once, same losses."""
     from heterog.runtime.launch import free_port
 
-    capture_before_forks(request.session)  # as tests after this one fork off the same process
     log, pace, port = tmp_path / "log.jsonl", tmp_path / "pace", free_port()
     set_pace(pace, 0.02)
     agents = [start_agent(number, port, log) for number in range(2)]

@@ -528,6 +528,11 @@ def captured_now(
     return _captured[what]
 
 
+def num_captured() -> int:
+    """How many steps this process has captured, or had when it was forked."""
+    return len(_captured)
+
+
 def capture_case(workload: Workload, planned: OpGraph | None = None) -> CapturedStep:
     """Capture a workload; once for each of ``workload_of``, which ranks deploy again and again."""
     model = workload.model

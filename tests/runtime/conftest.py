@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.ranks import Ranks, capture_before_forks
+from tests.runtime.ranks import Ranks
 
 _POOLS: list[Ranks] = []
 
 
-def _shared(request: pytest.FixtureRequest, num_ranks: int) -> Iterator[Ranks]:
-    capture_before_forks(request.session)
+def _shared(num_ranks: int) -> Iterator[Ranks]:
     pool = Ranks(num_ranks)
     _POOLS.append(pool)
     yield pool
@@ -26,20 +25,20 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
 
 
 @pytest.fixture(scope="session")
-def two_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    yield from _shared(request, 2)
+def two_ranks() -> Iterator[Ranks]:
+    yield from _shared(2)
 
 
 @pytest.fixture(scope="session")
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    yield from _shared(request, 3)
+def ranks() -> Iterator[Ranks]:
+    yield from _shared(3)
 
 
 @pytest.fixture(scope="session")
-def four_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    yield from _shared(request, 4)
+def four_ranks() -> Iterator[Ranks]:
+    yield from _shared(4)
 
 
 @pytest.fixture(scope="session")
-def six_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    yield from _shared(request, 6)
+def six_ranks() -> Iterator[Ranks]:
+    yield from _shared(6)

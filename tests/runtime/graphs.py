@@ -6,7 +6,6 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.sparse_product import gcn_product
 from heterog.graph.workload import Workload
@@ -21,6 +20,7 @@ from heterog.zoo.graphs import (
     skewed_graph,
 )
 from tests.runtime.cases import STEPS, Trained, captured_once
+from tests.runtime.ranks import PARENT
 
 NODES = 120
 WIDTHS = (6, 12, 3)
@@ -79,7 +79,7 @@ def workload_of(name: str, dtype: torch.dtype = torch.float64) -> Workload:
 
 @cache
 def graph_of(name: str, dtype: torch.dtype = torch.float64) -> OpGraph:
-    return capture(workload_of(name, dtype))
+    return PARENT.capture((name, dtype), workload_of, name, dtype)
 
 
 def trained_alone(name: str, dtype: torch.dtype = torch.float64) -> Trained:

@@ -1,46 +1,154 @@
-"""A pool of real gloo processes that stays alive across tests."""
+"""Pools of real gloo processes that stay alive across tests.
 
+Ranks are forked off one process, which captures what several of them train: each model is
+captured once, and not by the test and then by each rank of each pool.
+"""
+
+import atexit
 import gc
 import json
 import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.process import BaseProcess
+from typing import Any, NoReturn
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.serialize import graph_from_dict
+from heterog.graph.serialize import graph_from_dict, graph_to_dict
+from heterog.graph.workload import Workload
+from heterog.lowering.tables import graph_tables
 from heterog.runtime.step.collectives import Communicator
-from tests.runtime.cases import capture_cases_once
+from tests.runtime.cases import (
+    capture_case,
+    capture_cases_once,
+    captured_now,
+    num_captured,
+)
 
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
 # Ranks are forked off one process that has imported these, which takes each of them four seconds.
 FORKS = multiprocessing.get_context("forkserver")
-_IMPORTED = ["heterog.runtime.deploy", "torch._dynamo", "hypothesis", "tests.runtime.cases"]
-FORKS.set_forkserver_preload(_IMPORTED)
+FORKS.set_forkserver_preload(
+    [
+        *("heterog.runtime.deploy", "torch._dynamo", "hypothesis", "tests.runtime.cases"),
+        "tests.runtime.before_forks",
+    ]
+)
 
 
-MANY_TESTS = 300
-"""With so many tests, most models are trained on most groups of ranks."""
+class ParentOfRanks:
+    """The process that ranks are forked off, started when it is first asked for something."""
+
+    def __init__(self) -> None:
+        self._pipe: Connection | None = None
+        self._graphs: dict[Hashable, OpGraph] = {}
+        self.num_captured = 0
+        """Models that were captured in it: ranks which were forked before do not know the last."""
+
+    @property
+    def is_running(self) -> bool:
+        return self._pipe is not None
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function returns there."""
+        # Autograd has threads of its own where there is an accelerator, and no fork of them works.
+        if torch.accelerator.is_available() and function not in (_fork, _end):
+            return function(*arguments)
+        if self._pipe is None:
+            self._pipe, there = FORKS.Pipe()
+            FORKS.Process(target=_be_parent, args=(there,)).start()
+            there.close()
+            atexit.register(self._pipe.close)  # or this process would wait for that one
+        self._pipe.send((function, arguments))
+        is_done, value, self.num_captured = self._pipe.recv()
+        assert is_done, value
+        return value
+
+    def capture(self, key: Hashable, make: Callable[..., Workload], *arguments: Any) -> OpGraph:
+        """The graph of a workload, which ranks that say ``captured_once(key)`` have captured then.
+
+        Args:
+            key: tells workloads apart; ``None`` for a case, which all ranks capture once.
+            make: function of a module.
+            arguments: for ``make``.
+        """
+        what = key, make, repr(arguments)
+        if what not in self._graphs:
+            self._graphs[what] = self.call(_capture, key, make, arguments)
+        return self._graphs[what]
 
 
-def capture_before_forks(session: pytest.Session) -> None:
-    """Have ranks of a long session know the models of ``cases``; before the first of them."""
-    if len(session.items) >= MANY_TESTS:
-        FORKS.set_forkserver_preload([*_IMPORTED, "tests.runtime.captured_before"])
+PARENT = ParentOfRanks()
 
 
-def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
-    """Run jobs until the parent closes the pipe."""
+def _be_parent(pipe: Connection) -> NoReturn:
+    """Do what is asked, until the test process closes the pipe."""
+    torch.set_num_threads(1)
+    mock.patch("heterog.search.plan.graph_from_dict", _read_once).start()
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            if function is _fork:
+                arguments = (*arguments, pipe)
+            done = True, function(*arguments)
+        except BaseException:
+            done = False, traceback.format_exc()
+        pipe.send((*done, num_captured()))
+
+
+def _capture(key: Hashable, make: Callable[..., Workload], arguments: tuple[Any, ...]) -> OpGraph:
+    workload = make(*arguments)
+    captured = capture_case(workload) if key is None else captured_now(key, workload)
+    for graph in (
+        captured.graph,
+        _read_once(json.loads(json.dumps(graph_to_dict(captured.graph)))),
+    ):
+        assert graph.fingerprint
+        assert graph_tables(graph)  # both of which are kept
+    return captured.graph
+
+
+_started: dict[int, BaseProcess] = {}
+
+
+def _fork(
+    rank: int, num_ranks: int, store: str, pipe: Connection, of_parent: Connection
+) -> int | None:
+    process = multiprocessing.get_context("fork").Process(
+        target=_serve, args=(rank, num_ranks, store, pipe, of_parent), daemon=True
+    )
+    process.start()
+    pipe.close()
+    assert process.pid is not None
+    _started[process.pid] = process
+    return process.pid
+
+
+def _end(pids: list[int]) -> list[int | None]:
+    """Exit codes of ranks whose pipes were closed."""
+    processes = [_started.pop(pid) for pid in pids]
+    for process in processes:
+        process.join(10)
+        if process.is_alive():
+            process.terminate()
+    return [process.exitcode for process in processes]
+
+
+def _serve(rank: int, num_ranks: int, store: str, pipe: Connection, of_parent: Connection) -> None:
+    """Run jobs until the test process closes the pipe."""
+    of_parent.close()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -51,7 +159,6 @@ def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
         timeout=timedelta(seconds=60),
     )
     capture_cases_once()
-    _read_graphs_once()
     made = _remember_communicators()
     while True:
         try:
@@ -68,17 +175,15 @@ def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
     gc.freeze()  # nothing imported need be collected: Python would take a second for it
 
 
-def _read_graphs_once() -> None:
-    """Have this process read each graph of a plan once: hundreds of plans are for few graphs."""
-    known: dict[str, OpGraph] = {}
+_known: dict[str, OpGraph] = {}
 
-    def read_once(record: object, where: str) -> OpGraph:
-        text = json.dumps(record)
-        if text not in known:
-            known[text] = graph_from_dict(record, where)
-        return known[text]
 
-    mock.patch("heterog.search.plan.graph_from_dict", read_once).start()
+def _read_once(record: object, where: str = "") -> OpGraph:
+    """Read each graph of a plan once: hundreds of plans are for few graphs."""
+    text = json.dumps(record)
+    if text not in _known:
+        _known[text] = graph_from_dict(record, where)
+    return _known[text]
 
 
 def _remember_communicators() -> list[Communicator]:
@@ -97,7 +202,7 @@ def _remember_communicators() -> list[Communicator]:
 
 
 class Ranks:
-    """Processes that form one process group; new ones after a failure."""
+    """Processes that form one process group; new ones after a failure or a new model."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -106,21 +211,20 @@ class Ranks:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
+        self._num_captured = PARENT.num_captured
         self._pipes: list[Connection] = []
-        self._processes = []
+        self._pids: list[int] = []
         for rank in range(self._num_ranks):
             here, there = FORKS.Pipe()
-            process = FORKS.Process(
-                target=_serve, args=(rank, self._num_ranks, store, there), daemon=True
-            )
-            process.start()
+            self._pids.append(PARENT.call(_fork, rank, self._num_ranks, store, there))
             there.close()
             self._pipes.append(here)
-            self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call ``function(rank, *arguments)`` on every rank; results by rank."""
-        if not self._processes:
+        if self._num_captured != PARENT.num_captured:
+            self.close()
+        if not self._pids:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, arguments))
@@ -134,13 +238,11 @@ class Ranks:
 
     def close(self) -> list[int | None]:
         """End the processes, until ``run`` starts new ones; returns their exit codes."""
+        if not self._pids:
+            return []
         for pipe in self._pipes:
             pipe.close()
-        for process in self._processes:
-            process.join(10)
-            if process.is_alive():
-                process.terminate()
+        codes: list[int | None] = PARENT.call(_end, self._pids)
         self._folder.cleanup()
-        codes = [process.exitcode for process in self._processes]
-        self._pipes, self._processes = [], []
+        self._pipes, self._pids = [], []
         return codes

@@ -5,13 +5,13 @@ from functools import cache
 from random import Random
 
 from heterog.cluster import Cluster
-from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.search.plan import Plan
 from heterog.strategy.division import split_evenly
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
-from tests.runtime.cases import BATCH, workload_of
+from tests.runtime.cases import BATCH, capture_case, workload_of
+from tests.runtime.ranks import PARENT
 from tests.simulator.builders import cluster_of, plan_by_hand, random_schedule
 
 ALL = (0, 1, 2)
@@ -41,7 +41,9 @@ def cluster() -> Cluster:
 
 @cache
 def graph_of(name: str, optimizer: str = "SGD") -> OpGraph:
-    return capture(workload_of(name, optimizer))
+    if PARENT.is_running:
+        return PARENT.capture(None, workload_of, name, optimizer)
+    return capture_case(workload_of(name, optimizer)).graph
 
 
 def plan_of(graph: OpGraph, strategy: Strategy) -> Plan:

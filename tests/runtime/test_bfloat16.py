@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heterog.graph.axis_plan import axis_plan
-from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.workload import Workload
 from heterog.runtime.deploy import deploy
@@ -40,7 +39,7 @@ from tests.runtime.cases import (
     token_loss,
 )
 from tests.runtime.grids import grid_cluster
-from tests.runtime.ranks import Ranks
+from tests.runtime.ranks import PARENT, Ranks
 from tests.simulator.builders import plan_by_hand
 from tests.thorough import one_in
 
@@ -131,7 +130,7 @@ def assert_near(results: list[Trained], name: str, limit: float) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_bfloat16_is_off_by_its_roundings(four_ranks: Ranks, tmp_path: Path, name: str) -> None:
-    graph = capture(workload_of(name))
+    graph = PARENT.capture(("bfloat16", name), workload_of, name)
     assert {graph.tensors[parameter].dtype for _, parameter, _ in graph.updates} == {"bfloat16"}
     path = tmp_path / "plan.json"
     for seed in range(SEED, SEED + CASES):
@@ -152,7 +151,7 @@ def test_bfloat16_is_off_by_its_roundings(four_ranks: Ranks, tmp_path: Path, nam
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_a_lost_sample_would_show(name: str) -> None:
     """The tolerance is smaller than what a quarter of the batch changes."""
-    graph = capture(workload_of(name))
+    graph = PARENT.capture(("bfloat16", name), workload_of, name)
     strategy = any_strategy(Random(f"{SEED} {name}"), graph, 4)
     limit = tolerance(num_roundings(graph, strategy, 4))
     loss, _ = exact(name)

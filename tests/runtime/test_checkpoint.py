@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError, InputFileError, StrategyError
-from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
@@ -31,7 +30,7 @@ from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.search.plan import load_plan
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.runtime.cases import MODELS, NORMALISED, batch_of, captured_once
-from tests.runtime.ranks import Ranks
+from tests.runtime.ranks import PARENT, Ranks
 from tests.simulator.builders import cluster_of, plan_by_hand
 from tests.thorough import one_in
 
@@ -109,6 +108,11 @@ def reference(
         stepper.step()
         losses.append(float(loss.detach()))
     return losses, model.state_dict()
+
+
+def captured(name: str, optimizer: Optimizer) -> OpGraph:
+    """A graph that ranks have captured, too."""
+    return PARENT.capture(("checkpoint", name, str(optimizer)), workload_of, name, optimizer)
 
 
 def deployed(name: str, optimizer: Optimizer, plan: str) -> DeployedStep:
@@ -212,7 +216,7 @@ def _full_disk(*arguments: Any) -> None:
 
 @pytest.fixture(scope="module")
 def graph() -> OpGraph:
-    return capture(workload_of("mlp", ADAM))
+    return captured("mlp", ADAM)
 
 
 @pytest.fixture(scope="module")
@@ -357,7 +361,7 @@ def test_parameters_that_live_in_one_place_and_a_changed_learning_rate_are_kept(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     """Saved by different owners (rank 0 owns nothing), with a tied weight; momentum."""
-    graph = capture(workload_of("language", MOMENTUM))
+    graph = captured("language", MOMENTUM)
     one = Decision(devices=(1,), shares=(8,))
     alone = save_plan(tmp_path / "alone.json", graph, [one])
     folder = str(tmp_path / "checkpoint")
@@ -372,7 +376,7 @@ def test_parameters_that_live_in_one_place_and_a_changed_learning_rate_are_kept(
 def test_statistics_are_those_of_the_first_replica_with_samples(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    graph = capture(workload_of("normalised", MOMENTUM))
+    graph = captured("normalised", MOMENTUM)
     last = save_plan(tmp_path / "last.json", graph, [Decision(devices=(2,), shares=(8,))])
     folder = str(tmp_path / "checkpoint")
     ranks.run(train, "normalised", MOMENTUM, last, (0, 2), "", folder)
@@ -397,7 +401,7 @@ def test_every_tensor_is_written_once_and_torch_can_read_it(saved: Path, tmp_pat
     last = max(each.offset + each.num_bytes for each in contents.tensors.values())
     assert (data / "__0_0.distcp").stat().st_size == last
     assert contents.optimizer == "Adam"
-    assert contents.graph == capture(workload_of("mlp", ADAM)).fingerprint
+    assert contents.graph == captured("mlp", ADAM).fingerprint
     assert contents.states["0.weight"].options["betas"] == [0.9, 0.999]
     dcp_to_torch_save(data, tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
@@ -467,13 +471,13 @@ def test_what_cannot_be_loaded_is_refused_on_every_rank(
         f"InputFileError: cannot read checkpoint {tmp_path}/nowhere/checkpoint.json: "
         "No such file or directory."
     }
-    other = capture(workload_of("residual", ADAM))
+    other = captured("residual", ADAM)
     other_plan = save_plan(tmp_path / "other.json", other, [SHARES])
     assert set(ranks.run(refused, "residual", ADAM, other_plan, str(saved))) == {
         f"StrategyError: checkpoint {saved} of 'mlp' is of another model: stem.weight is missing "
         "there and (4, 3, 3, 3) float32 here."
     }
-    momentum = capture(workload_of("mlp", MOMENTUM))
+    momentum = captured("mlp", MOMENTUM)
     momentum_plan = save_plan(tmp_path / "momentum.json", momentum, [SHARES])
     assert set(ranks.run(refused, "mlp", MOMENTUM, momentum_plan, str(saved))) == {
         f"StrategyError: checkpoint {saved} of 'mlp' has the state of Adam, but the workload "

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim.lr_scheduler import ExponentialLR
 
-from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
@@ -27,7 +26,7 @@ from heterog.strategy.tensor_parallel import merge_rules, shardings
 from tests.runtime.any_strategy import any_strategy
 from tests.runtime.cases import EVERY, batch_of, captured_once
 from tests.runtime.grids import done_by_all, grid_cluster
-from tests.runtime.ranks import Ranks
+from tests.runtime.ranks import PARENT, Ranks
 from tests.simulator.builders import plan_by_hand
 from tests.thorough import one_in
 
@@ -78,7 +77,7 @@ def workload_of(name: str) -> Workload:
 
 @cache
 def graph_of(name: str) -> OpGraph:
-    return capture(workload_of(name))
+    return PARENT.capture((name, "layouts"), workload_of, name)
 
 
 @cache

@@ -28,7 +28,7 @@ from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.any_strategy import any_strategy
 from tests.runtime.cases import TinyGpt, batch_of, captured_once, mlp, token_loss
 from tests.runtime.grids import grid_cluster
-from tests.runtime.ranks import Ranks
+from tests.runtime.ranks import PARENT, Ranks
 from tests.simulator.builders import plan_by_hand, strategy_of
 from tests.thorough import one_in
 
@@ -126,7 +126,7 @@ def train_in_turn(
 def test_trains_and_resumes_as_one_device_with_masters(
     four_ranks: Ranks, tmp_path: Path, name: str
 ) -> None:
-    graph = capture(workload_of(name))
+    graph = PARENT.capture(("masters", name), workload_of, name)
     wanted, masters = on_one_device(name, STEPS)
     for seed in range(SEED, SEED + CASES):
         paths = []
@@ -256,7 +256,7 @@ def train_with_narrow_state(
 @pytest.mark.distributed
 def test_state_is_kept_in_fewer_digits(four_ranks: Ranks, tmp_path: Path) -> None:
     """As on one device, whole and then in slices, resumed from a checkpoint between."""
-    graph = capture(narrow())
+    graph = PARENT.capture("narrow", narrow)
     whole = capture(narrow(state=None))
     assert (whole.optimizer_state_ratio, graph.optimizer_state_ratio) == (2.0, 0.5)
     paths, kept = [], 0.0
@@ -323,7 +323,7 @@ def losses_of_two_dtypes(rank: int, path: str) -> list[float]:
 def test_parameters_of_two_dtypes_are_in_no_bucket_together(
     four_ranks: Ranks, tmp_path: Path
 ) -> None:
-    graph, found = capture(two_dtypes()), {}
+    graph, found = PARENT.capture("two dtypes", two_dtypes), {}
     for sync in (Sync.RING, Sync.ZERO1, Sync.ZERO2, Sync.ZERO3):
         decision = Decision(devices=(0, 1, 2, 3), shares=(4, 2, 1, 1), sync=sync)
         strategy = strategy_of(graph, grid_cluster(4), decision, bucket_bytes=1 << 20)

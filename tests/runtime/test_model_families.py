@@ -2,11 +2,11 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forked_python import ForkedPython
 from tests.thorough import IS_THOROUGH
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "model_families.py"
@@ -14,7 +14,9 @@ SCRIPT = Path(__file__).parents[2] / "experiments" / "model_families.py"
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_families_run_under_every_strategy_and_equal_plain_pytorch() -> None:
+def test_families_run_under_every_strategy_and_equal_plain_pytorch(
+    python: ForkedPython,
+) -> None:
     """Own loss, self loops, sparse tables, ties, noise, BatchNorm, spectral norm, a penalty.
 
     A buffer that is stepped in place, and gradients that a layer's backward pass adds up itself.
@@ -22,7 +24,7 @@ def test_families_run_under_every_strategy_and_equal_plain_pytorch() -> None:
     few = "dlrm_sparse"
     which = ["--quick"] if IS_THOROUGH else ["--only", few]
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *which, "--no-search", "--json"],
+        [python.command, SCRIPT, *which, "--no-search", "--json"],
         capture_output=True,
         text=True,
         check=False,

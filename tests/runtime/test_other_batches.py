@@ -1,5 +1,6 @@
 """A deployed plan takes batches of other sizes and lengths, and trains as one device does."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +18,8 @@ from heterog.runtime.step.alike import batch_by_tensor
 from heterog.strategy.division import batch_shares
 from heterog.strategy.layouts.tensor import team_rules
 from heterog.strategy.strategy import Decision, Strategy, Sync
-from tests.runtime.cases import batch_of, deployed, workload_of
-from tests.runtime.ranks import Ranks
+from tests.runtime.cases import batch_of, capture_case, deployed, workload_of
+from tests.runtime.ranks import PARENT, Ranks
 from tests.runtime.strategies import ALL, SYNCS, ZERO, graph_of, homes_of, plan_of, strategy_of
 from tests.runtime.test_op_rules import column_then_row
 from tests.simulator.builders import with_rules
@@ -65,10 +66,20 @@ def on_one_device(name: str, every: list[Any]) -> tuple[list[float], dict[str, T
     return losses, model.state_dict()
 
 
+def capture_all(name: str, every: list[Any]) -> None:
+    """As ranks do, which need not then."""
+    workload = workload_of(name)
+    planned = capture_case(workload).graph
+    for batch in every:
+        shapes = tuple(map(torch.empty_like, batch))  # a part of a tensor has other strides
+        capture_case(replace(workload, example_batch=shapes), planned)
+
+
 def check(ranks: Ranks, folder: Path, name: str, strategy: Strategy, every: list[Any]) -> None:
     path = folder / "plan.json"
     plan_of(graph_of(name), strategy).save(path)
     wanted, weights = on_one_device(name, every)
+    PARENT.call(capture_all, name, every)
     results = ranks.run(train, name, str(path), every)
     for losses, _ in results:
         assert losses == pytest.approx(wanted, rel=2e-5)

@@ -26,7 +26,7 @@ from heterog.strategy.stepping import scope_fault
 from heterog.strategy.strategy import Strategy
 from tests.own_optimizers import AdamW, Lookahead, Own
 from tests.runtime.cases import BATCH, captured_once
-from tests.runtime.ranks import Ranks
+from tests.runtime.ranks import PARENT, Ranks
 from tests.runtime.strategies import SYNCS, ZERO, cluster, plan_of, random_strategy, strategy_of
 from tests.search.asking import make_plan
 from tests.thorough import cases
@@ -65,7 +65,7 @@ def workload_of(name: str) -> Workload:
 
 @cache
 def graph_of(name: str) -> OpGraph:
-    return capture(workload_of(name))
+    return PARENT.capture(("own optimizers", name), workload_of, name)
 
 
 def on_one_device(name: str) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ def on_one_device(name: str) -> dict[str, Tensor]:
 def train(rank: int, name: str, paths: Sequence[str]) -> list[dict[str, Tensor] | str | None]:
     """Weights after some steps by each plan on rank 0, or the refusal."""
     found: list[dict[str, Tensor] | str | None] = []
-    with captured_once(name):
+    with captured_once(("own optimizers", name)):
         for path in paths:
             try:
                 step = deploy(workload_of(name), load_plan(path))

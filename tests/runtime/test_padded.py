@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
@@ -24,7 +23,7 @@ from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 from tests.runtime.cases import captured_once
 from tests.runtime.grids import grid_cluster
 from tests.runtime.padded import padded_batch, padded_workload
-from tests.runtime.ranks import Ranks
+from tests.runtime.ranks import PARENT, Ranks
 from tests.simulator.builders import plan_by_hand
 from tests.thorough import THOROUGH
 
@@ -44,7 +43,7 @@ def workload(length: int) -> Workload:
 
 @cache
 def graph_of(length: int) -> OpGraph:
-    return capture(workload(length))
+    return PARENT.capture(f"padded {length}", workload, length)
 
 
 def trained(rank: int, path: str, length: int) -> Trained:

@@ -13,7 +13,6 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
 from heterog.errors import StrategyError
-from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
@@ -25,7 +24,7 @@ from heterog.runtime.ranks.background import Trainer
 from heterog.search.plan import load_plan
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import BATCH, captured_once
-from tests.runtime.ranks import Ranks
+from tests.runtime.ranks import PARENT, Ranks
 from tests.runtime.strategies import ALL, SYNCS, ZERO, plan_of, strategy_of
 
 STEPS = 2
@@ -118,8 +117,14 @@ def on_one_device(
     return losses, model.state_dict()
 
 
+def captured(options: dict[str, Any]) -> OpGraph:
+    """A graph that ranks have captured, too."""
+    key = "parameter groups", str(workload_of(options).optimizer_options)
+    return PARENT.capture(key, workload_of, options)
+
+
 def deployed(workload: Workload, path: str, max_norm: float | None) -> DeployedStep:
-    with captured_once(f"parameter groups {workload.optimizer_options}"):
+    with captured_once(("parameter groups", str(workload.optimizer_options))):
         return deploy(workload, load_plan(path), max_grad_norm=max_norm)
 
 
@@ -199,7 +204,7 @@ def check(results: list[Any], options: dict[str, Any], max_norm: float | None) -
 def test_every_plan_goes_on_as_one_device_with_the_same_groups(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    graph = capture(workload_of(MOMENTUM))
+    graph = captured(MOMENTUM)
     paths = saved_plans(tmp_path, graph, exact_strategies(graph))
     folder = str(tmp_path / "saved")
     results = ranks.run(train_in_turn, MOMENTUM, paths, folder, MAX_NORM)
@@ -216,7 +221,7 @@ def test_every_plan_goes_on_as_one_device_with_the_same_groups(
 def test_averages_and_servers_step_every_group_at_its_rate(ranks: Ranks, tmp_path: Path) -> None:
     """Averages after every step, and plain SGD on a server at once, are the step of one device."""
     options = {"lr": 0.1}
-    graph = capture(workload_of(options))
+    graph = captured(options)
     count = group_ops(graph).num_groups
     islands = Decision(devices=ALL, shares=(3, 4, 1), sync=Sync.RING, teams=((0,), (1, 2)))
     teams = Decision(devices=ALL, shares=(5, 2, 1), teams=((0,), (1,), (2,)))

@@ -13,6 +13,7 @@ from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import capture, capture_step
 from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.runtime.deploy import deploy
 from heterog.runtime.step.local_op import LocalOp
@@ -27,7 +28,7 @@ from tests.runtime.cases import (
     reference,
     token_loss,
 )
-from tests.runtime.ranks import Ranks
+from tests.runtime.ranks import PARENT, Ranks
 from tests.runtime.strategies import ALL, plan_of, strategy_of
 from tests.thorough import THOROUGH, one_in
 
@@ -92,7 +93,7 @@ def attention() -> Workload:
     return Workload(AttentionDropout, batch, functional.mse_loss, torch.optim.SGD, {"lr": 0.1})
 
 
-def gpt(dropout: float) -> Workload:
+def gpt(dropout: float = 0.3) -> Workload:
     def seeded() -> nn.Module:
         torch.manual_seed(0)
         return TinyGpt(dropout)
@@ -104,12 +105,11 @@ def gpt(dropout: float) -> Workload:
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "noise": noise,
     "attention": attention,
-    "gpt": lambda: gpt(0.3),
+    "gpt": gpt,
 }
 
 
-def saved_plan(folder: Path, workload: Workload, decision: Decision = SHARES) -> str:
-    graph = capture(workload)
+def saved_plan(folder: Path, graph: OpGraph, decision: Decision = SHARES) -> str:
     strategy = strategy_of(graph, [decision] * group_ops(graph).num_groups)
     path = folder / "plan.json"
     plan_of(graph, strategy).save(path)
@@ -139,7 +139,7 @@ def kept(rank: int, path: str, seed: int, steps: int) -> list[Tensor]:
 def test_masks_differ_by_sample_rank_and_step_and_repeat_with_the_seed(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    path = saved_plan(tmp_path, masks(torch.ones(BATCH, WIDTH)))
+    path = saved_plan(tmp_path, capture(masks(torch.ones(BATCH, WIDTH))))
     first, second = ranks.run(kept, path, 7, 2)[0]
     again, _ = ranks.run(kept, path, 7, 2)[0]
     other, _ = ranks.run(kept, path, 8, 2)[0]
@@ -155,9 +155,9 @@ def test_masks_differ_by_sample_rank_and_step_and_repeat_with_the_seed(
 @THOROUGH
 @pytest.mark.distributed
 def test_dropout_of_zero_is_no_dropout(ranks: Ranks, tmp_path: Path) -> None:
-    workload = gpt(0.0)
-    assert not any("bernoulli" in op.kind for op in capture(workload).ops)
-    losses = ranks.run(losses_without_dropout, saved_plan(tmp_path, workload))
+    graph = capture(gpt(0.0))
+    assert not any("bernoulli" in op.kind for op in graph.ops)
+    losses = ranks.run(losses_without_dropout, saved_plan(tmp_path, graph))
     assert losses[0] == pytest.approx(reference("gpt").losses, rel=1e-5)
 
 
@@ -171,7 +171,7 @@ def losses_of(rank: int, name: str, path: str, seed: int) -> list[float]:
     """Losses of two steps, and that the user's own generator is left alone."""
     workload = WORKLOADS[name]()
     state = torch.get_rng_state()
-    with captured_once(name):
+    with captured_once(("random", name)):
         step = deploy(workload, load_plan(path), seed=seed)
     torch.set_rng_state(state)
     batch = workload.make_batch()
@@ -184,7 +184,7 @@ def losses_of(rank: int, name: str, path: str, seed: int) -> list[float]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_random_models_train_and_repeat(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    path = saved_plan(tmp_path, WORKLOADS[name]())
+    path = saved_plan(tmp_path, PARENT.capture(("random", name), WORKLOADS[name]))
     one = ranks.run(losses_of, name, path, 1)
     assert torch.isfinite(torch.tensor(one)).all()
     assert ranks.run(losses_of, name, path, 1) == one
@@ -194,7 +194,7 @@ def test_random_models_train_and_repeat(ranks: Ranks, tmp_path: Path, name: str)
 def gradient_of_noise(rank: int, path: str) -> Tensor:
     """Change of the linear map in one step from zero; every sample has the same input."""
     batch = (torch.zeros(BATCH, 6), torch.ones(BATCH, 4))
-    with captured_once("noise"):
+    with captured_once(("random", "noise")):
         step = deploy(noise(), load_plan(path), seed=5)
     weight = step.model.get_parameter("linear.weight")
     with torch.no_grad():
@@ -209,9 +209,10 @@ def test_noise_that_all_samples_share_is_the_same_on_every_rank(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     """With equal samples the gradient is that of one sample, whoever has how many of them."""
-    many = ranks.run(gradient_of_noise, saved_plan(tmp_path, noise()))
+    graph = PARENT.capture(("random", "noise"), noise)
+    many = ranks.run(gradient_of_noise, saved_plan(tmp_path, graph))
     alone = Decision(devices=(0,), shares=(BATCH,))
-    one = ranks.run(gradient_of_noise, saved_plan(tmp_path, noise(), alone))[0]
+    one = ranks.run(gradient_of_noise, saved_plan(tmp_path, graph, alone))[0]
     assert one.abs().max() > 0
     for found in many:
         torch.testing.assert_close(found, one)
@@ -256,7 +257,7 @@ def refuse(rank: int, path: str) -> str:
 def test_random_ops_without_a_rule_are_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
     batch = (torch.zeros(BATCH, 6), torch.zeros(BATCH, 4))
     workload = Workload(FusedDropout, batch, functional.mse_loss, torch.optim.SGD, {"lr": 0.1})
-    text = ranks.run(refuse, saved_plan(tmp_path, workload))[0]
+    text = ranks.run(refuse, saved_plan(tmp_path, capture(workload)))[0]
     assert "rrelu" in text
     assert "Use torch.nn.Dropout instead" in text
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
@@ -30,7 +29,7 @@ from tests.runtime.cases import (
     reference_with_local_statistics,
     train,
 )
-from tests.runtime.ranks import Ranks
+from tests.runtime.ranks import PARENT, Ranks
 from tests.runtime.strategies import ALL, SYNCS, cluster, graph_of, homes_of, plan_of, strategy_of
 from tests.runtime.test_random_ops import gpt
 from tests.thorough import one_in
@@ -144,7 +143,7 @@ def trained_gpt(rank: int, path: str) -> dict[str, Tensor]:
 
 @pytest.mark.distributed
 def test_dropout_draws_the_same_numbers_again(ranks: Ranks, tmp_path: Path) -> None:
-    graph = capture(gpt(0.3))
+    graph = PARENT.capture("gpt with dropout", gpt, 0.3)
     groups = group_ops(graph).num_groups
     plain = strategy_of(graph, [replace(UNEVEN, recompute=False)] * groups)
     again = strategy_of(graph, [UNEVEN] * groups)
@@ -197,7 +196,7 @@ def peak_of_deep(rank: int, path: str) -> int:
 
 @pytest.mark.distributed
 def test_measured_memory_falls_as_predicted(ranks: Ranks, tmp_path: Path) -> None:
-    graph = capture(deep())
+    graph = PARENT.capture("deep", deep)
     decision = Decision(devices=ALL, shares=(40, 16, 8))
     measured, predicted = [], []
     for recompute in (False, True):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from heterog.graph.axis_plan import axis_plan
-from heterog.graph.capture import CapturedStep, capture_step
+from heterog.graph.capture import CapturedStep
 from heterog.graph.grouping import group_ops
 from heterog.lowering import lower
 from heterog.lowering.program import TaskKind
@@ -34,13 +34,21 @@ from tests.runtime.cases import (
     SGD,
     Trained,
     assert_same,
+    capture_case,
     reference,
     refusal,
     train,
     workload_of,
 )
-from tests.runtime.ranks import Ranks
-from tests.runtime.strategies import SYNCS, homes_of, plan_of, random_strategy, strategy_of
+from tests.runtime.ranks import PARENT, Ranks
+from tests.runtime.strategies import (
+    SYNCS,
+    graph_of,
+    homes_of,
+    plan_of,
+    random_strategy,
+    strategy_of,
+)
 from tests.thorough import cases, one_in
 
 NUM_RANDOM = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", str(cases(12, 6))))
@@ -49,11 +57,11 @@ NUM_RANDOM = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", str(cases(12, 6))))
 
 @cache
 def captured_of(name: str) -> CapturedStep:
-    return capture_step(workload_of(name))
+    return capture_case(workload_of(name))
 
 
 def uniform(name: str, case: str, micro: tuple[tuple[int, ...], ...] = ()) -> Plan:
-    graph = captured_of(name).graph
+    graph = graph_of(name)
     decisions = [SYNCS[case]] * group_ops(graph).num_groups
     homes = homes_of(graph, case)
     return plan_of(graph, strategy_of(graph, decisions, homes=homes, micro_batches=micro))
@@ -75,7 +83,8 @@ def verdict(name: str, plan: Plan) -> str:
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("case", SYNCS)
 def test_what_ranks_run_is_accepted(name: str, case: str) -> None:
-    assert verdict(name, uniform(name, case)) == ""
+    plan = uniform(name, case)
+    assert PARENT.call(verdict, name, plan) == ""
 
 
 @pytest.mark.parametrize("name", ["mlp", "own loss"])
@@ -217,10 +226,11 @@ def test_random_strategies_run_as_they_rehearse(ranks: Ranks, tmp_path: Path) ->
     path = tmp_path / "plan.json"
     for number in range(NUM_RANDOM):
         name = names[number % len(names)]
-        strategy = random_strategy(rng, captured_of(name).graph)
-        plan = plan_of(captured_of(name).graph, strategy)
+        graph = graph_of(name)
+        strategy = random_strategy(rng, graph)
+        plan = plan_of(graph, strategy)
         plan.save(path)
-        found, details = verdict_on_ranks(ranks, name, verdict(name, plan), str(path))
+        found, details = verdict_on_ranks(ranks, name, PARENT.call(verdict, name, plan), str(path))
         counts[found] += 1
         if found in (Verdict.TOO_STRICT, Verdict.FAILED):
             wrong.append((number, name, found, details, strategy))

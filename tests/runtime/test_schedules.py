@@ -6,7 +6,6 @@ from random import Random
 
 import pytest
 
-from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
@@ -21,7 +20,7 @@ from heterog.strategy.schedules import PipelineSchedule, caps_of_stages, stages_
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import BATCH, SGD, assert_same, captured_once, reference, train
 from tests.runtime.grids import grid_cluster
-from tests.runtime.ranks import Ranks
+from tests.runtime.ranks import PARENT, Ranks
 from tests.runtime.strategies import SYNCS, cluster, graph_of, plan_of, strategy_of
 from tests.runtime.test_recomputation import deep
 from tests.simulator.builders import plan_by_hand
@@ -222,7 +221,7 @@ def test_chunks_with_slices_move_what_the_closed_form_says(name: str, sync: Sync
 
 def peak_of_deep(rank: int, path: str) -> int:
     workload: Workload = deep()
-    with captured_once("deep"):
+    with captured_once("deep for schedules"):
         step = deploy(workload, load_plan(path))
     step(workload.make_batch())
     return peak_bytes(step, workload.make_batch())
@@ -231,7 +230,7 @@ def peak_of_deep(rank: int, path: str) -> int:
 @THOROUGH
 @pytest.mark.distributed
 def test_caps_bound_the_memory_that_is_measured(ranks: Ranks, tmp_path: Path) -> None:
-    graph = capture(deep())
+    graph = PARENT.capture("deep for schedules", deep)
     measured, predicted = {}, {}
     for name in ("free", "caps"):
         plan = plan_of(graph, pipeline(graph, name, num_micro=16))

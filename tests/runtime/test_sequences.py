@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.search.plan import load_plan
 from heterog.strategy.sequence_split import sequence_split
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import Trained, assert_same
-from tests.runtime.ranks import Ranks
+from tests.runtime.ranks import PARENT, Ranks
 from tests.runtime.sequences import train, trained_alone, workload_of
 from tests.runtime.strategies import ALL, plan_of, strategy_of
 from tests.thorough import THOROUGH, one_in
@@ -24,7 +23,7 @@ TOGETHER = Decision(devices=ALL, shares=(2, 0, 0), teams=(ALL,), parts=(5, 3, 2)
 
 @cache
 def graph_of(name: str, batch_size: int) -> OpGraph:
-    return capture(workload_of(name, batch_size))
+    return PARENT.capture((name, batch_size), workload_of, name, batch_size)
 
 
 def strategy(graph: OpGraph, units: int, decision: Decision) -> Strategy:

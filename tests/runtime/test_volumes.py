@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.search.plan import load_plan
 from heterog.strategy.spatial_split import SpatialSplit, spatial_splits
 from heterog.strategy.strategy import Decision, Strategy
 from tests.runtime.cases import Trained, assert_same
-from tests.runtime.ranks import Ranks
+from tests.runtime.ranks import PARENT, Ranks
 from tests.runtime.strategies import ALL, plan_of, strategy_of
 from tests.runtime.volumes import train, trained_alone, workload_of
 from tests.thorough import one_in
@@ -23,7 +22,7 @@ TOGETHER = Decision(devices=ALL, shares=(1, 0, 0), teams=(ALL,), parts=(3, 2, 1)
 
 @cache
 def graph_of(name: str, batch_size: int) -> OpGraph:
-    return capture(workload_of(name, batch_size))
+    return PARENT.capture((name, batch_size), workload_of, name, batch_size)
 
 
 def split_of(graph: OpGraph, units: int, dim: int = 2) -> SpatialSplit:

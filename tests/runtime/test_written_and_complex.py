@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
@@ -17,7 +16,7 @@ from heterog.strategy.layer_shardings import layer_shardings
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from heterog.strategy.tensor_parallel import merge_rules
 from tests.runtime.cases import BATCH, captured_once
-from tests.runtime.ranks import Ranks
+from tests.runtime.ranks import PARENT, Ranks
 from tests.runtime.strategies import ALL, SYNCS, plan_of, strategy_of
 
 STEPS = 3
@@ -123,7 +122,7 @@ def strategies(graph: OpGraph) -> list[Strategy]:
 
 def trained(rank: int, name: str, paths: list[str]) -> list[dict[str, Tensor] | None]:
     found = []
-    with captured_once(name):
+    with captured_once(("written", name)):
         for path in paths:
             step = deploy(workload_of(name), load_plan(path))
             for number in range(STEPS):
@@ -136,7 +135,7 @@ def trained(rank: int, name: str, paths: list[str]) -> list[dict[str, Tensor] | 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", MODELS)
 def test_they_train_as_on_one_device(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    graph = capture(workload_of(name))
+    graph = PARENT.capture(("written", name), workload_of, name)
     paths = []
     for number, strategy in enumerate(strategies(graph)):
         paths.append(str(tmp_path / f"{number}.json"))

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
@@ -25,7 +24,7 @@ from tests.runtime.cases import (
     token_loss,
     train,
 )
-from tests.runtime.ranks import Ranks
+from tests.runtime.ranks import PARENT, Ranks
 from tests.runtime.strategies import SYNCS, ZERO, graph_of, plan_of, strategy_of
 from tests.thorough import one_in
 
@@ -121,7 +120,7 @@ def memory_of_a_step(rank: int, path: str) -> tuple[int, int, int]:
 @pytest.mark.distributed
 def test_slices_save_what_they_promise(ranks: Ranks, tmp_path: Path) -> None:
     """Really held, rank by rank: state, gradients and parameters, as predicted."""
-    graph = capture(deep())
+    graph = PARENT.capture("deep layers for slices", deep)
     parts = (0.125, 0.5, 0.375)
     peaks = {}
     for sync in (Sync.RING, Sync.ZERO1, Sync.ZERO2, Sync.ZERO3):
@@ -179,7 +178,7 @@ def encoder() -> Workload:
 
 @cache
 def graph_of_encoder() -> OpGraph:
-    return capture(encoder())
+    return PARENT.capture("encoder for slices", encoder)
 
 
 def peak_of_a_step(rank: int, path: str) -> int:

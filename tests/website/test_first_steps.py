@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_python import ForkedPython
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "start.md").read_text()
 FENCE = re.compile(r"^```(\w+)(?: title=\"([\w.]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -19,13 +21,19 @@ BLOCKS = [(kind, title, body) for kind, title, body in FENCE.findall(PAGE)]
 COMMANDS = [line for kind, _, body in BLOCKS if kind == "bash" for line in body.splitlines()]
 
 
-def run(command: str, folder: Path) -> str:
-    """What a command of the page prints; it is given to the shell as it stands there."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+def run(command: str, folder: Path, *commands: Path) -> str:
+    """What a command of the page prints; it is given to the shell as it stands there.
+
+    Args:
+        command: with its arguments.
+        folder: where it is run.
+        commands: folders whose commands come before those of this environment.
+    """
+    places = [*map(str, commands), str(Path(sys.executable).parent), os.environ["PATH"]]
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=folder,
-        env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PATH": os.pathsep.join(places), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
@@ -51,18 +59,30 @@ def test_what_is_installed_exists() -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_stranger_gets_a_plan_and_a_balanced_script(tmp_path: Path) -> None:
+def test_a_stranger_gets_a_plan_and_a_balanced_script(
+    tmp_path: Path, python: ForkedPython
+) -> None:
+    # The two commands as pip makes them, and ranks, but none imports torch again.
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    for name, module in (("heterog", "heterog.cli"), ("torchrun", "torch.distributed.run")):
+        (commands / name).write_text(
+            f'#!/bin/sh\nPYTHON_EXEC={python.command} exec {python.command} -m {module} "$@"\n'
+        )
+        (commands / name).chmod(0o755)
     for _, title, body in BLOCKS:
         if title:
             (tmp_path / title).write_text(body)
     plan, script = COMMANDS[1:]
-    said = run(plan, tmp_path)
+    said = run(plan, tmp_path, commands)
     for line in ("do ", "memory", "where"):
         assert re.search(rf"^{line}", said, re.MULTILINE), said
     assert (tmp_path / "plan.json").is_file()
     assert "<html" in (tmp_path / "plan.html").read_text()[:500]
     dealt = re.findall(r"^ +\d+(?:-\d+)? +(\d+) +(\d+)", said, re.MULTILINE)
     assert any(int(fast) > int(slow) for fast, slow in dealt), f"the faster card has more: {said}"
-    lines = re.findall(r"rank (\d): (\d+) of 48 samples, loss ([\d.]+)", run(script, tmp_path))
+    lines = re.findall(
+        r"rank (\d): (\d+) of 48 samples, loss ([\d.]+)", run(script, tmp_path, commands)
+    )
     assert sorted((rank, samples) for rank, samples, _ in lines) == [("0", "36"), ("1", "12")]
     assert len({loss for *_, loss in lines}) == 1
