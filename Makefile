@@ -12,6 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Packages, or parts of them, of which little or nothing is ever imported.
 RARE := tests|testing|_inductor|transformers|ray|selenium|networkx|pip|setuptools|pygments|mypyc?
+RARE := $(RARE)|aiohttp|narwhals|plotly|pymdownx|pytorch_lightning
 
 .PHONY: setup bytecode demo browser test test-all lint types docs docs-serve check check-oldest format clean
 
@@ -28,18 +29,20 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL)
 	$(COMPILE) $(VENV)/lib/python3*/site-packages/torch & $(INSTALL) -e .; code=$$?; wait; exit $$code
-	$(COMPILE_KERNELS) & $(INSTALL) -e ".[zoo,dev,docs]"; code=$$?; wait; exit $$code
-	touch $@
+	$(COMPILE_KERNELS) & kernels=$$!; $(INSTALL) -e ".[zoo,dev,docs]" && wait $$kernels
+	touch $@ $(KERNELS)
 
 # The other packages; what is rare is compiled when it is imported. Some packages carry templates
 # that are no Python; those stay as they are.
 bytecode: $(STAMP)
 	$(COMPILE) $(VENV)/lib || true
 
-# Compiled here, on time; otherwise the first plan would do it (heterog/lowering/kernels.py).
-$(KERNELS): $(STAMP) $(shell find heterog/lowering heterog/pricing heterog/simulator -name "*.py")
-	$(COMPILE_KERNELS)
-	touch $@
+# Compiled on time, if not already beside the installation; otherwise the first plan would do it
+# (heterog/lowering/kernels.py).
+KERNEL_FILES := $(shell find heterog/lowering heterog/pricing heterog/simulator -name "*.py")
+$(KERNELS): $(STAMP) $(KERNEL_FILES)
+	@test -e $@ && test -z "$$(find $(KERNEL_FILES) -newer $@)" || $(COMPILE_KERNELS)
+	@touch $@
 
 demo: $(KERNELS)
 	$(BIN)/heterog plan bert_large_24l --cluster paper_8gpu --budget 10s -o plan.json --trace trace.json --report plan.html

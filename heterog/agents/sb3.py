@@ -183,7 +183,8 @@ class Sb3Learner(Learner):
 
         def make() -> gym.Env[Any, Any]:
             env: gym.Env[Any, Any] = StrategyEnv(pairs, padding, task.reward)
-            return FilterObservation(env, SEEN)
+            env = FilterObservation(env, SEEN)
+            return env
 
         envs = DummyVecEnv([make] * config.pairs_per_step)
         envs.seed(config.seed)
