@@ -14,7 +14,8 @@ unexport PYTHONDONTWRITEBYTECODE
 RARE := tests|testing|_inductor|transformers|ray|selenium|networkx|pip|setuptools|pygments|mypyc?
 RARE := $(RARE)|aiohttp|narwhals|plotly|pymdownx|pytorch_lightning
 
-.PHONY: setup bytecode demo browser test test-all lint types docs docs-serve check check-oldest format clean
+.PHONY: setup bytecode demo browser test test-all lint types docs types-and-docs docs-serve check
+.PHONY: check-oldest format clean
 
 setup: $(KERNELS)
 
@@ -35,7 +36,7 @@ $(STAMP): pyproject.toml
 # The other packages; what is rare is compiled when it is imported. Some packages carry templates
 # that are no Python; those stay as they are.
 bytecode: $(STAMP)
-	$(COMPILE) $(VENV)/lib || true
+	$(COMPILE) --workers 2 $(VENV)/lib || true
 
 # Compiled on time, if not already beside the installation; otherwise the first plan would do it
 # (heterog/lowering/kernels.py).
@@ -78,11 +79,15 @@ docs: $(STAMP)
 docs-serve: docs
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/website/site 8000
 
-# The tests want both cores to themselves; what comes before them does not. Bytecode comes last, as
-# nothing before the tests waits for it.
+# Types and the site are read beside the tests, in the time in which these wait for something: a
+# tenth of a core on two.
 check:
-	$(MAKE) --jobs 2 setup browser lint types docs bytecode
-	$(MAKE) test
+	$(MAKE) --jobs 2 setup browser lint
+	$(MAKE) bytecode
+	$(MAKE) --jobs 2 test types-and-docs
+
+types-and-docs:
+	nice -n 19 $(MAKE) types docs
 
 # The oldest versions that pyproject.toml allows, of all but torch, in a folder of their own: what a
 # person has who installs into an environment that is there. Outside CI, as it takes long to install.
