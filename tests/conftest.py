@@ -51,7 +51,7 @@ FORKING = (
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """One process takes all tests that fork, as each would import and capture the same again."""
-    if IS_THOROUGH:  # they would take most of the time
+    if IS_THOROUGH or config.getoption("dist") != "loadfile":  # they would take most of the time
         return None
     scheduling: Any = import_module("xdist.scheduler").LoadFileScheduling(config, log)
     file_of = scheduling._split_scope

@@ -14,7 +14,6 @@ __all__ = ["ranks", "two_ranks"]
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedPython]:
     """Ranks for scripts of Hugging Face and Lightning, whose imports take each process seconds."""
     libraries = [f"heterog.balance.for_{name}" for name in ("accelerate", "trainer", "lightning")]
-    libraries += ["transformers.models.gpt2.modeling_gpt2", "psutil"]  # which these import late
     started = ForkedPython(tmp_path_factory.mktemp("scripts"), libraries)
     yield started
     started.close()
