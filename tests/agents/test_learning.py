@@ -87,7 +87,7 @@ def test_every_learner_finds_the_optimum_of_the_toy(algorithm: Algorithm) -> Non
     assert optimum_s() < 0.75 * pair.baseline_s
     settings = settings_of(algorithm)
     if algorithm == Algorithm.REINFORCE:
-        settings = replace(settings, num_steps=60)
+        settings = replace(settings, num_steps=40)
     trainer = Trainer(source(), settings, NETWORK)
     before = likelihood(trainer.policy)
     trainer.run()

@@ -52,7 +52,7 @@ def test_known_optimizers(
     assert probed_scope(optimizer, options, [ProbedGroup({}, kinds)]) == scope
 
 
-@settings(max_examples=cases(300, 25), deadline=None)
+@settings(max_examples=cases(300, 12), deadline=None)
 @given(
     looks=st.lists(st.sampled_from(sorted(LOOKS)), max_size=4, unique=True),
     rate=st.sampled_from([1e-4, 0.01, 1.0]),

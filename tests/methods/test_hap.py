@@ -317,7 +317,7 @@ def test_planner_is_not_worse_than_data_parallelism_at_its_ratios() -> None:
 
 
 def test_same_seed_and_budget_give_the_same_strategies() -> None:
-    problem = Problem(evaluator=transformer(), budget=Budget(evaluations=30))
+    problem = Problem(evaluator=transformer(), budget=Budget(evaluations=10))
     assert Hap().plan(problem).candidates == Hap().plan(problem).candidates
 
 

@@ -227,7 +227,7 @@ def test_a_search_that_takes_too_many_steps_is_given_up_for_a_narrow_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What bounds a budget in evaluations, which no time cuts; and the same every time."""
-    monkeypatch.setattr(hap, "_MOST_EXTENSIONS", 20_000)
+    monkeypatch.setattr(hap, "_MOST_EXTENSIONS", 5_000)
     found = []
     for _ in range(2):
         # With the kernels of device models, rules do not pay here.
@@ -235,7 +235,7 @@ def test_a_search_that_takes_too_many_steps_is_given_up_for_a_narrow_one(
         evaluator = Evaluator(unrolled_lstm(), cluster)
         problem = Problem(evaluator=evaluator, budget=Budget(evaluations=40))
         result = Hap().plan(problem)
-        assert "narrow searches after 20,000 steps" in result.note
+        assert "narrow searches after 5,000 steps" in result.note
         found.append([each.strategy for each in result.candidates])
     assert found[0] == found[1]
     assert any(strategy.op_rules for strategy in found[0])

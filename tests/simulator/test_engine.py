@@ -35,7 +35,7 @@ LATENCY = 20e-6
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=cases(150, 50), deadline=None)
+@settings(max_examples=cases(150, 30), deadline=None)
 def test_equals_the_slow_reference(seed: int) -> None:
     rng = Random(seed)
     evaluator, choice = random_case(rng)
@@ -53,7 +53,7 @@ def test_equals_the_slow_reference(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1), share=st.floats(0.3, 1.5))
-@settings(max_examples=cases(150, 50), deadline=None)
+@settings(max_examples=cases(150, 30), deadline=None)
 def test_gives_up_only_what_is_slower_than_the_limit(seed: int, share: float) -> None:
     rng = Random(seed)
     evaluator, choice = random_case(rng)

@@ -244,13 +244,13 @@ def test_random_strategies_of_a_captured_step(captured: OpGraph) -> None:
     bound = lower_bound_s(captured, cluster, Roofline())
     evaluator = Evaluator(captured, cluster)
     random = np.random.default_rng(0)
-    for _ in range(cases(100, 30)):
+    for _ in range(cases(100, 15)):
         strategy = random_strategy(captured, cluster, random)
         assert evaluator.evaluate(strategy).step_time_s >= bound.seconds
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=cases(100, 15), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=cases(100, 8), deadline=None, suppress_health_check=list(HealthCheck))
 def test_random_strategies_of_random_graphs(seed: int) -> None:
     rng = Random(seed)
     graph, cluster = builders.random_graph(rng), builders.random_cluster(rng)

@@ -30,7 +30,7 @@ ADAM = 2.0  # state bytes per parameter byte
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=cases(150, 50), deadline=None)
+@settings(max_examples=cases(150, 30), deadline=None)
 def test_equals_the_slow_reference(seed: int) -> None:
     rng = Random(seed)
     evaluator, choice = random_case(rng)

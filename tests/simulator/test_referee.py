@@ -27,7 +27,7 @@ GIGA = 1e9
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=cases(150, 40), deadline=None)
+@settings(max_examples=cases(150, 25), deadline=None)
 def test_equals_the_slow_reference(seed: int) -> None:
     rng = Random(seed)
     evaluator, choice = random_case(rng)
@@ -81,7 +81,7 @@ FLOWS = st.lists(
 
 
 @given(FLOWS)
-@settings(max_examples=cases(200, 60), deadline=None)
+@settings(max_examples=cases(200, 40), deadline=None)
 def test_rates_are_max_min_fair(held: list[dict[int, float]]) -> None:
     rates = rates_of(held)
     assert rates == pytest.approx(reference.progressive_filling(held), rel=1e-9)
@@ -109,7 +109,7 @@ def test_rates_by_hand() -> None:
 
 
 @given(FLOWS, st.randoms(use_true_random=False))
-@settings(max_examples=cases(200, 60), deadline=None)
+@settings(max_examples=cases(200, 40), deadline=None)
 def test_weighted_rates_are_max_min_fair(held: list[dict[int, float]], random: Random) -> None:
     weights = [random.choice([0.25, 1.0, 3.0]) for _ in held]
     rates = rates_of(held, weights)

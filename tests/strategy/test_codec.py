@@ -1,6 +1,7 @@
 """Codecs: golden messages, their lengths, and what they make of programs and steps."""
 
 import math
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from heterog.errors import HeterogError, StrategyError
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.lowering import lower
 from heterog.lowering.program import TaskKind
@@ -195,23 +197,27 @@ def perceptron() -> Workload:
     )
 
 
-GRAPH = capture(perceptron())
+@cache
+def graph_of_perceptron() -> OpGraph:
+    return capture(perceptron())
+
+
 SLOW = cluster_of((0.01, ["T4"]), (1.0, ["T4"]), (1.0, ["T4"]))
 
 
 def strategy(decisions: list[Decision], codecs: tuple[CodecRule, ...] = ()) -> Strategy:
     return Strategy(
-        graph=GRAPH.fingerprint,
+        graph=graph_of_perceptron().fingerprint,
         cluster=SLOW.fingerprint(),
         decisions=tuple(decisions),
-        homes=(REPLICATED,) * len(GRAPH.updates),
+        homes=(REPLICATED,) * len(graph_of_perceptron().updates),
         modes=(Codecs(rules=codecs),) if codecs else (),
     )
 
 
 def staged() -> Strategy:
     """Three stages, on one device each."""
-    groups = group_ops(GRAPH).num_groups
+    groups = group_ops(graph_of_perceptron()).num_groups
     return strategy(
         [Decision(devices=(min(g * 3 // groups, 2),), shares=(SAMPLES,)) for g in range(groups)]
     )
@@ -219,7 +225,7 @@ def staged() -> Strategy:
 
 def replicas() -> Strategy:
     decision = Decision(devices=(0, 1, 2), shares=(4, 2, 2), sync=Sync.RING)
-    return strategy([decision] * group_ops(GRAPH).num_groups)
+    return strategy([decision] * group_ops(graph_of_perceptron()).num_groups)
 
 
 def sends(codec: Codec) -> CodecRule:
@@ -227,8 +233,8 @@ def sends(codec: Codec) -> CodecRule:
 
 
 def test_a_coded_transfer_is_three_tasks_and_the_others_stay() -> None:
-    exact = lower(GRAPH, SLOW, staged())
-    coded = lower(GRAPH, SLOW, with_rules(staged(), (sends(FP16),)))
+    exact = lower(graph_of_perceptron(), SLOW, staged())
+    coded = lower(graph_of_perceptron(), SLOW, with_rules(staged(), (sends(FP16),)))
     assert coded.num_tasks == exact.num_tasks + 2
     (encodes,) = [t for t in range(coded.num_tasks) if coded.kind[t] == TaskKind.ENCODE]
     (decodes,) = [t for t in range(coded.num_tasks) if coded.kind[t] == TaskKind.DECODE]
@@ -237,15 +243,15 @@ def test_a_coded_transfer_is_three_tasks_and_the_others_stay() -> None:
     assert coded.dependencies(send) == [encodes]
     assert coded.num_bytes[send] == 2 * SAMPLES * WIDTH
     assert coded.hash != exact.hash
-    assert exact.hash == lower(GRAPH, SLOW, staged()).hash
+    assert exact.hash == lower(graph_of_perceptron(), SLOW, staged()).hash
     plain = [int(kind) for kind in coded.kind if kind not in (TaskKind.ENCODE, TaskKind.DECODE)]
     assert plain == exact.kind.tolist()
 
 
 def test_a_coded_sum_is_a_gather_that_everybody_adds_up() -> None:
     rule = CodecRule(traffic=Traffic.GRADIENTS, devices=(2, 0, 1), codec=INT8)
-    exact = lower(GRAPH, SLOW, replicas())
-    coded = lower(GRAPH, SLOW, with_rules(replicas(), (rule,)))
+    exact = lower(graph_of_perceptron(), SLOW, replicas())
+    coded = lower(graph_of_perceptron(), SLOW, with_rules(replicas(), (rule,)))
     sums = int((exact.kind == TaskKind.ALL_REDUCE).sum())
     assert int((coded.kind == TaskKind.ENCODE).sum()) == 3 * sums
     assert int((coded.kind == TaskKind.DECODE_SUM).sum()) == 3 * sums
@@ -263,7 +269,7 @@ def test_a_coded_sum_is_a_gather_that_everybody_adds_up() -> None:
 
 
 def test_a_codec_pays_on_a_slow_link_and_costs_on_a_fast_one() -> None:
-    evaluator = Evaluator(GRAPH, SLOW)
+    evaluator = Evaluator(graph_of_perceptron(), SLOW)
     exact = evaluator.referee(staged(), Order.RANK)
     coded = evaluator.referee(with_rules(staged(), (sends(INT8),)), Order.RANK)
     assert coded.step_time_s < exact.step_time_s
@@ -278,7 +284,7 @@ def test_a_codec_pays_on_a_slow_link_and_costs_on_a_fast_one() -> None:
 
 
 def test_a_target_is_reached_with_the_least_reductions() -> None:
-    evaluator = Evaluator(GRAPH, SLOW)
+    evaluator = Evaluator(graph_of_perceptron(), SLOW)
     exact = evaluator.referee(staged(), Order.RANK).step_time_s
     strongest = lossy_strategy(evaluator, staged(), Order.RANK, top_k(50.0))
     target = (exact + strongest.evaluation.step_time_s) / 2.0
@@ -322,7 +328,7 @@ def test_files_hold_codecs_and_exact_ones_say_nothing_of_them(tmp_path: Path) ->
 )
 def test_a_rule_that_means_nothing_is_refused(rules: tuple[CodecRule, ...], said: str) -> None:
     with pytest.raises(StrategyError, match=said):
-        lower(GRAPH, SLOW, with_rules(staged(), rules))
+        lower(graph_of_perceptron(), SLOW, with_rules(staged(), rules))
 
 
 def test_rules_that_cannot_be_written() -> None:

@@ -1,6 +1,7 @@
 """Layouts: what they say, what does not fit, and that the strategy does what was said."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -58,6 +59,7 @@ class Model(nn.Module):
         return result
 
 
+@cache
 def graph_of(
     num_blocks: int = 8,
     *,

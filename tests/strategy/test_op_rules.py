@@ -265,7 +265,7 @@ def test_statistics_need_rules_on_both_sides() -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=cases(15, 4), deadline=None)
+@settings(max_examples=cases(15, 2), deadline=None)
 def test_engine_and_lower_bound(seed: int) -> None:
     rng = Random(seed)
     graph, cluster, strategy = random_case(rng)
@@ -305,7 +305,7 @@ Parts = frozenset[int]
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=cases(60, 20), deadline=None)
+@settings(max_examples=cases(60, 12), deadline=None)
 def test_every_op_finds_what_it_needs(seed: int) -> None:
     rng = Random(seed)
     graph, cluster, strategy = random_case(rng)
