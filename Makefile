@@ -87,7 +87,7 @@ check:
 	$(MAKE) --jobs 2 test types-and-docs
 
 types-and-docs:
-	nice -n 19 $(MAKE) types docs
+	nice -n 10 $(MAKE) types docs
 
 # The oldest versions that pyproject.toml allows, of all but torch, in a folder of their own: what a
 # person has who installs into an environment that is there. Outside CI, as it takes long to install.
