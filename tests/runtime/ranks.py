@@ -15,11 +15,14 @@ from collections.abc import Callable, Hashable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import reduce_tensor
 
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
@@ -45,6 +48,32 @@ FORKS.set_forkserver_preload(
 )
 
 
+def _pickled(tensor: Tensor) -> tuple[Any, ...]:
+    """Plain bytes, for which torch would pass a file descriptor through a socket of its own."""
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        return tuple(reduce_tensor(tensor))  # type: ignore[no-untyped-call]
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    known = bytearray(data.view(torch.uint8).numpy()) if len(data) else bytearray()
+    return _unpickled, (known, tensor.dtype, tensor.shape, tensor.requires_grad)
+
+
+def _unpickled(data: bytearray, dtype: torch.dtype, shape: torch.Size, learns: bool) -> Tensor:
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.view(shape).requires_grad_(learns)
+
+
+class Pickler(ForkingPickler):
+    """That of multiprocessing, with tensors by value: a rank returns a hundred small ones."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.dispatch_table |= {Tensor: _pickled, nn.Parameter: _pickled}
+
+
+def _send(pipe: Connection, value: Any) -> None:
+    pipe.send_bytes(Pickler.dumps(value))
+
+
 class ParentOfRanks:
     """The process that ranks are forked off, started when it is first asked for something."""
 
@@ -68,7 +97,7 @@ class ParentOfRanks:
             FORKS.Process(target=_be_parent, args=(there,)).start()
             there.close()
             atexit.register(self._pipe.close)  # or this process would wait for that one
-        self._pipe.send((function, arguments))
+        _send(self._pipe, (function, arguments))
         is_done, value, self.num_captured = self._pipe.recv()
         assert is_done, value
         return value
@@ -105,7 +134,7 @@ def _be_parent(pipe: Connection) -> NoReturn:
             done = True, function(*arguments)
         except BaseException:
             done = False, traceback.format_exc()
-        pipe.send((*done, num_captured()))
+        _send(pipe, (*done, num_captured()))
 
 
 def _capture(key: Hashable, make: Callable[..., Workload], arguments: tuple[Any, ...]) -> OpGraph:
@@ -168,9 +197,9 @@ def _serve(rank: int, num_ranks: int, store: str, pipe: Connection, of_parent: C
         while made:  # hundreds of groups would take a core, and all ranks are through with these
             made.pop().close()
         try:
-            pipe.send((True, function(rank, *arguments)))
+            _send(pipe, (True, function(rank, *arguments)))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            _send(pipe, (False, traceback.format_exc()))
     dist.destroy_process_group()
     gc.freeze()  # nothing imported need be collected: Python would take a second for it
 
@@ -227,7 +256,7 @@ class Ranks:
         if not self._pids:
             self._start()
         for pipe in self._pipes:
-            pipe.send((function, arguments))
+            _send(pipe, (function, arguments))
         results = [pipe.recv() for pipe in self._pipes]
         failures = [text for ok, text in results if not ok]
         if failures:
