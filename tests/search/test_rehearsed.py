@@ -17,7 +17,7 @@ from heterog.search.issue_order import IssuedStep
 from heterog.search.judging import run_method
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Strategy
-from tests.runtime.cases import batch_of, workload_of
+from tests.runtime.cases import batch_of, capture_case, workload_of
 from tests.search.asking import compare_methods, make_plan
 from tests.simulator.builders import linear_chain
 from tests.thorough import THOROUGH, few_of, one_in
@@ -27,7 +27,7 @@ BASELINES = ("ev_ar", "ddp", "model_parallel")
 
 
 def test_the_next_best_wins_where_the_best_cannot_run() -> None:
-    graph = capture_step(workload_of("own loss")).graph
+    graph = capture_case(workload_of("own loss")).graph
     asked: list[Strategy] = []
 
     def only_the_second(strategy: Strategy, issued: IssuedStep, check: Callable[[], None]) -> str:
@@ -46,7 +46,7 @@ def test_the_next_best_wins_where_the_best_cannot_run() -> None:
 
 
 def test_a_plan_that_cannot_run_says_why_and_is_saved(tmp_path: object) -> None:
-    graph = capture_step(workload_of("own loss")).graph
+    graph = capture_case(workload_of("own loss")).graph
     plan = make_plan(
         graph, CLUSTER, methods=("ddp",), budget="10e", rehearse=lambda *_: "rank 0 is alone"
     )
@@ -57,7 +57,7 @@ def test_a_plan_that_cannot_run_says_why_and_is_saved(tmp_path: object) -> None:
 
 
 def test_compare_rehearses_every_row() -> None:
-    captured = capture_step(workload_of("own loss"))
+    captured = capture_case(workload_of("own loss"))
     found = compare_methods(
         captured.graph, CLUSTER, [*BASELINES, AUTO], budget=Budget(evaluations=5)
     ).rehearsed(rehearsal_of(captured))
@@ -68,7 +68,7 @@ def test_compare_rehearses_every_row() -> None:
 @THOROUGH
 @pytest.mark.parametrize("name", few_of(["contrastive", "pseudo-labels", "gathered"], 1))
 def test_no_method_cuts_a_batch_that_is_needed_whole(name: str) -> None:
-    graph = capture_step(workload_of(name)).graph
+    graph = capture_case(workload_of(name)).graph
     found = compare_methods(graph, CLUSTER, [AUTO], budget=Budget(evaluations=20))
     for row in found.rows:
         if row.outcome == "cannot_run":
@@ -96,7 +96,7 @@ def test_a_batch_smaller_than_the_number_of_devices(batch: int) -> None:
 
 
 def test_compare_rehearses_with_the_cost_model_that_it_simulated_with() -> None:
-    captured = capture_step(workload_of("mlp"))
+    captured = capture_case(workload_of("mlp"))
     cost_model = Roofline()
     found = compare_methods(
         captured.graph, CLUSTER, ["ddp"], budget=Budget(evaluations=1), cost_model=cost_model
