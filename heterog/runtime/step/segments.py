@@ -170,6 +170,8 @@ class Segments:
             parts = self._compiled_parts(run, waiting) if compiles else [run]
             for part in [[turn] for turn in run] if apart else parts:
                 pieces.append(Piece(part[0], _Writer(self, part, compiles=compiles).segment()))
+        if self.compiler is not None:
+            self.compiler.compile()
         return pieces
 
     def _first_to_wait(self, turns: Sequence[DueTask]) -> frozenset[int]:
@@ -338,11 +340,12 @@ class _Writer:
             inner.lines[:0] = [f"[{names}] = given", "given.clear()"]
             inner.add(f"return [{', '.join(self._outputs)}]")
             likes = tuple(like for _, like in self._inputs.values())
-            run = compiler.compiled(inner.key("given"), inner.function("given"), likes)
+            num_ops = sum(task in self._given.noted for task in self._tasks)
+            part = compiler.part(inner.key("given"), inner.function("given"), likes, num_ops)
             reads, outer.lines[:] = list(outer.lines), []
             outer.add(f"given = [{', '.join(read for read, _ in self._inputs.values())}]")
             outer.lines += reads
-            outer.add(f"[{', '.join(self._outputs)}] = {outer.constant(run)}(given)")
+            outer.add(f"[{', '.join(self._outputs)}] = {outer.constant(part)}.run(given)")
         outer.lines += self._after
 
     def _write_op(self, task: int, noted: NotedOp) -> None:
