@@ -142,7 +142,10 @@ def test_without_a_compiler_two_parts_are_tried() -> None:
     assert compiler.part(4, list, (), 20) is parts[4]
     with mock.patch("heterog.runtime.step.compiled._inductor", refused):
         compiler.compile()
-    assert told == ["part 1 of 5, 15 s of a core left", "part 2 of 5, 12 s of a core left"]
+    assert told == [
+        "part 1 of 5, about 16 s of a core left",
+        "part 2 of 5, about 13 s of a core left",
+    ]
     assert [part.run for part in parts] == [list] * 5
     assert compiler.refused == (
         "5 of 5 parts were not compiled and run as generated Python: no such kernel"
