@@ -3,8 +3,9 @@
     python benchmarks/runtime_overhead.py --json
     python benchmarks/runtime_overhead.py --gpu H100 --json
 
-On two even gloo ranks: our step against the real DistributedDataParallel for the same split. On
-one device: our step against plain PyTorch. Both eagerly, and both compiled: what our cluster file
+On two even gloo ranks: our step against the real DistributedDataParallel for the same split, or
+with ``--sharded`` our ZeRO-3 against FSDP2 of each layer. On one device: our step against plain
+PyTorch. Both eagerly, and both compiled: what our cluster file
 says as ``execution: compiled`` against ``torch.compile`` of the model. They are measured in turn,
 and plain PyTorch once more: how far it is from itself says what a ratio of this machine is worth.
 A ratio is that of medians of one start of the processes; five starts give their mean and the
@@ -30,12 +31,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import transformers
 from scipy import stats
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
+from heterog.api import layout
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.workload import Workload
@@ -43,23 +48,28 @@ from heterog.methods.planner import Budget
 from heterog.runtime.accelerators import rank_device
 from heterog.runtime.deploy import deploy
 from heterog.runtime.rank import end_together
-from heterog.search.plan import load_plan, make_plan
+from heterog.search.plan import Plan, load_plan, make_plan
 from heterog.search.request import Request
 from heterog.zoo import load_workload
 
 WORKLOADS = Path(__file__).parents[1] / "experiments" / "testbed_workloads.py"
-BATCH_SIZES = {"mlp": 64, "gpt": 16, "tiny": 2}
+BATCH_SIZES = {"mlp": 64, "gpt": 16, "tiny": 2, "resnet18": 8, "llama": 8}
+HERE = ("tiny", "resnet18", "llama")
 ON_GPU = {"gpt2": 8, "resnet50": 64, "llama_1b": 4}
 _LAST_BEGIN_S = 420.0
 
 
 class Row(NamedTuple):
-    """What is measured: a model on some ranks, run eagerly or compiled, on CPUs or a GPU type."""
+    """What is measured: a model on some ranks, run eagerly or compiled, on CPUs or a GPU type.
+
+    With ``is_sharded`` ranks keep slices of the parameters.
+    """
 
     model: str
     num_ranks: int
     execution: str
     gpu: str = ""
+    is_sharded: bool = False
 
     @property
     def batch_size(self) -> int:
@@ -81,11 +91,54 @@ def tiny(batch_size: int = 2) -> Workload:
     return Workload(model, batch, nn.functional.mse_loss, torch.optim.Adam, name="tiny")
 
 
+def resnet18(batch_size: int = 8) -> Workload:
+    """ResNet-18 of transformers, on images of 64 x 64."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        made: nn.Module = transformers.ResNetForImageClassification(
+            transformers.ResNetConfig(
+                layer_type="basic", hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2]
+            )
+        )
+        return made
+
+    torch.manual_seed(1)
+    batch = {
+        "pixel_values": torch.randn(batch_size, 3, 64, 64),
+        "labels": torch.randint(0, 2, (batch_size,)),
+    }
+    return Workload(model, batch, None, torch.optim.SGD, {"lr": 0.01}, name="resnet18")
+
+
+def llama(batch_size: int = 8) -> Workload:
+    """A Llama of transformers of four layers and 1.3 M parameters."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        made: nn.Module = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=2048,
+                hidden_size=128,
+                intermediate_size=352,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                use_cache=False,
+            )
+        )
+        return made
+
+    torch.manual_seed(1)
+    words = torch.randint(0, 2048, (batch_size, 64))
+    return Workload(model, {"input_ids": words, "labels": words}, None, torch.optim.AdamW)
+
+
 def workload_of(row: Row) -> Workload:
     """One of the measured workloads."""
     if row.gpu:
         return in_bfloat16(load_workload(row.model, row.batch_size))
-    path = __file__ if row.model == "tiny" else WORKLOADS
+    path = __file__ if row.model in HERE else WORKLOADS
     return load_workload(f"{path}:{row.model}", row.batch_size)
 
 
@@ -125,7 +178,11 @@ def plain_step(row: Row, workload: Workload, rank: int, device: torch.device) ->
     if row.num_ranks > 1:
         batch = tree_map(lambda each: each[rank * size : (rank + 1) * size], batch)
     module = workload.make_model().to(device)
-    model: Any = DistributedDataParallel(module) if row.num_ranks > 1 else module
+    model: Any = module
+    if row.is_sharded:
+        shard(module)
+    elif row.num_ranks > 1:
+        model = DistributedDataParallel(module)
     if row.execution == "compiled":
         model = torch.compile(model)
     optimizer = workload.optimizer(module.parameters(), **dict(workload.optimizer_options))
@@ -137,6 +194,14 @@ def plain_step(row: Row, workload: Workload, rank: int, device: torch.device) ->
         optimizer.step()
 
     return step
+
+
+def shard(module: nn.Module) -> None:
+    """FSDP2 of each layer of the outermost list of them, and of all that is left."""
+    lists = [each for each in module.modules() if isinstance(each, nn.ModuleList | nn.Sequential)]
+    mesh = init_device_mesh(rank_device().type, (dist.get_world_size(),))
+    for each in (*lists[0], module):
+        fully_shard(each, mesh=mesh)
 
 
 def serve(rank: int, folder: str, row: Row, num_steps: int) -> None:
@@ -184,18 +249,25 @@ def bounded(ratios: Sequence[float]) -> dict[str, float]:
     return {"mean": mean, "upper": mean + float(stats.t.ppf(0.975, count - 1)) * error}
 
 
+def plan_of(row: Row) -> Plan:
+    """The plan that does what plain PyTorch does."""
+    if row.is_sharded:
+        return layout(workload_of(row), cluster_of(row), zero=3)
+    request = Request(
+        graph=capture(workload_of(row)),
+        cluster=cluster_of(row),
+        methods=("ddp" if row.num_ranks > 1 else "single_device",),
+        budget=Budget.parse("1e"),
+    )
+    return make_plan(request)
+
+
 def measure(row: Row, num_steps: int, num_starts: int) -> dict[str, Any]:
     """Medians of some starts, and their ratios to plain PyTorch."""
     medians: dict[str, list[tuple[float, float]]] = {}
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        request = Request(
-            graph=capture(workload_of(row)),
-            cluster=cluster_of(row),
-            methods=("ddp" if row.num_ranks > 1 else "single_device",),
-            budget=Budget.parse("1e"),
-        )
-        plan = make_plan(request)
+        plan = plan_of(row)
         plan.save(f"{folder}/plan.json")
         for _ in range(num_starts):
             Path(f"{folder}/store").unlink(missing_ok=True)
@@ -230,16 +302,18 @@ def main() -> None:
     parser.add_argument("--models", nargs="*")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--executions", nargs="*", default=["eager", "compiled"])
+    parser.add_argument("--sharded", action="store_true", help="two ranks, ZeRO-3 and FSDP2")
     parser.add_argument("--gpu", default="", metavar="TYPE", help="one GPU, starts once")
     arguments = parser.parse_args()
     begin = time.monotonic()
     models = arguments.models or list(ON_GPU if arguments.gpu else BATCH_SIZES)
+    ranks = [1] if arguments.gpu else [2] if arguments.sharded else arguments.ranks
     for execution in arguments.executions:
         for name in models:
-            for num_ranks in [1] if arguments.gpu else arguments.ranks:
+            for num_ranks in ranks:
                 if arguments.gpu and time.monotonic() - begin > _LAST_BEGIN_S:
                     return
-                row = Row(name, num_ranks, execution, arguments.gpu)
+                row = Row(name, num_ranks, execution, arguments.gpu, arguments.sharded)
                 starts = 1 if arguments.gpu else arguments.starts
                 show(measure(row, arguments.steps, starts), as_json=arguments.json)
 
@@ -255,7 +329,8 @@ def show(row: dict[str, Any], *, as_json: bool) -> None:
         if "ratio" in key
     )
     print(
-        f"{row['model']:4} {row['num_ranks']} ranks, {row['execution']}: "
+        f"{row['model']:4} {row['num_ranks']} ranks, {row['execution']}"
+        f"{', sharded' if row['is_sharded'] else ''}: "
         f"{row['ours_s'] * 1e3:.1f} ms; {told}",
         flush=True,
     )

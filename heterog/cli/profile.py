@@ -9,6 +9,7 @@ from heterog.cli import completion
 from heterog.cli.common import (
     BatchOption,
     JsonOption,
+    err,
     load_cluster,
     out,
     print_json,
@@ -22,6 +23,12 @@ from heterog.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from heterog.pricing.measurements import Measurements
+
+
+SINGLE_OPS = (
+    "single ops are measured as they run without a compiler, and prices of them know none of its "
+    "fusions; 'heterog fidelity runs.csv' compares compiled steps of your own"
+)
 
 
 def profile(
@@ -73,6 +80,8 @@ def profile(
     timeout_s = parse_seconds(timeout)
     sources = split_names(models)
     _check_profile_options(testbed, cluster, device_type)
+    as_rank = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not testbed
+    rank = int(os.environ.get("RANK", "0")) if as_rank else 0
     named = load_cluster(cluster) if cluster else None
     if testbed:
         from heterog.runtime.ranks.testbed import load_testbed
@@ -80,12 +89,12 @@ def profile(
         named = load_testbed(testbed)
     if named is not None:
         not_replaced(named.calibration, f"the calibration of {named.name}", output)
+        if rank == 0 and named.execution == "compiled":
+            err.print(SINGLE_OPS, soft_wrap=True, highlight=False)
     for source in sources:
         _check_workload(source, batch_size)
     from heterog.runtime.measure import profiler
 
-    as_rank = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not testbed
-    rank = int(os.environ.get("RANK", "0")) if as_rank else 0
     measured: Measurements | None = None
     with progress_line(as_json or rank > 0) as show:
 

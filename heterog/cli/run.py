@@ -136,7 +136,9 @@ def run(
             autocompletion=completion.testbeds,
         ),
     ] = "",
-    timeout: Annotated[str, typer.Option("--timeout", help="of the whole job")] = "300s",
+    timeout: Annotated[
+        str, typer.Option("--timeout", help="of the whole job, besides compiling")
+    ] = "300s",
     step_timeout: Annotated[
         str, typer.Option("--step-timeout", help="after which a step counts as hung")
     ] = "300s",
@@ -354,6 +356,8 @@ def _print_measured(measured: Mapping[str, Any], plan: "Plan", where: str) -> No
     )
     if measured.get("compile_s"):
         out.print(f"compiling took {format_seconds(measured['compile_s'])} before the second step")
+    if measured.get("not_compiled"):
+        err.print(measured["not_compiled"], soft_wrap=True, highlight=False)
     if "background" not in measured:
         return
     done = measured["background"]

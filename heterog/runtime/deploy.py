@@ -142,6 +142,7 @@ class DeployedStep:
         self.communicator = Communicator(self.rank, ())
         is_compiled = plan.cluster.execution == Execution.COMPILED
         self.compiler = Compiler() if is_compiled else None
+        self._waits_for_compilers = is_compiled
         self.modes: tuple[RankMode, ...] = ()
         self._planned = planned_signature(graph)
         self._executor = self._make_executor(
@@ -449,6 +450,9 @@ class DeployedStep:
         for mode in self.modes:
             mode.begin_step()
         loss = self._run({name: value.to(self.device) for name, value in by_tensor.items()})
+        if self._waits_for_compilers and not self.is_free_running:
+            self._waits_for_compilers = False
+            self._shapes.wait_for_compilers()
         for mode in self.modes:
             mode.end_step(self.num_steps)
         # Schedulers warn if it has not stepped yet; it may still do so, or have nothing to do.

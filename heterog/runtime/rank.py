@@ -50,6 +50,7 @@ from heterog.runtime.ranks.host_places import rank_in_plan
 from heterog.runtime.ranks.watching import COMPILING
 from heterog.runtime.request import RunRequest, read_request
 from heterog.runtime.step.collectives import gather_texts
+from heterog.runtime.step.compiled import Compiler
 from heterog.search.plan import Plan, load_plan
 from heterog.user_code import trusted_source
 from heterog.zoo import load_workload
@@ -294,8 +295,16 @@ class Training:
             "throughput_samples_per_s": plan.graph.batch_size / step_s,
             "tasks": self._tasks,
             "background_steps": background_steps,
-            "compile_s": self._step.compiler.seconds if self._step.compiler else 0.0,
+            **_compiling(self._step.compiler),
         }
+
+
+def _compiling(compiler: Compiler | None) -> dict[str, Any]:
+    """How long the slowest rank has compiled, and what could not be compiled on the first."""
+    if compiler is None:
+        return {"compile_s": 0.0, "not_compiled": ""}
+    seconds, why = gather_texts(str(compiler.seconds)), gather_texts(compiler.refused)
+    return {"compile_s": max(map(float, seconds)), "not_compiled": next(filter(None, why), "")}
 
 
 def _all_at_once(step: DeployedStep) -> float:

@@ -23,7 +23,13 @@ from heterog.runtime.launch import ranks_of_this_process, run_commands, run_rank
 from heterog.runtime.rank import _listen, join
 from heterog.runtime.ranks import testbed as module
 from heterog.runtime.ranks.testbed import Testbed
-from heterog.runtime.ranks.watching import COMPILING, LaunchError, Limits, _check_alive
+from heterog.runtime.ranks.watching import (
+    COMPILING,
+    LaunchError,
+    Limits,
+    _check_alive,
+    wait_for_ranks,
+)
 from heterog.runtime.request import RunRequest
 from heterog.zoo import load_workload
 from tests.search.asking import make_plan
@@ -171,6 +177,14 @@ def test_a_rank_that_compiles_is_waited_for() -> None:
     _check_alive([compiling, waiting], now_s=901.0, step_timeout_s=300.0)
     with pytest.raises(LaunchError, match="more than 300 s"):
         _check_alive([compiling, waiting], now_s=1300.0, step_timeout_s=300.0)
+
+
+def test_a_job_has_its_time_besides_compiling() -> None:
+    rank = SimpleNamespace(stage=f"{COMPILING}, part 2", since_s=0.0, stopped_since_s=None, pid=0)
+    polls = iter(range(5))
+    rank.look = lambda now_s: None
+    rank.poll = lambda: None if next(polls, None) is not None else 0
+    wait_for_ranks([rank], Limits(timeout_s=0.0), lambda stage: None)
 
 
 @THOROUGH

@@ -129,9 +129,27 @@ def test_half_a_library_in_the_cache_is_compiled_again(
 
     with mock.patch("heterog.runtime.step.compiled._inductor", loads):
         compiler = Compiler()
-        compiler.compiled("one", list, ())
+        compiler.part("one", list, (), 1)
+        compiler.compile()
     assert compiler.num_compiled == 1
     assert not half.exists()
+
+
+def test_without_a_compiler_two_parts_are_tried() -> None:
+    compiler, told = Compiler(), list[str]()
+    compiler.tell = told.append
+    parts = [compiler.part(number, list, (), 20) for number in range(5)]
+    assert compiler.part(4, list, (), 20) is parts[4]
+    with mock.patch("heterog.runtime.step.compiled._inductor", refused):
+        compiler.compile()
+    assert told == [
+        "part 1 of 5, about 16 s of a core left",
+        "part 2 of 5, about 13 s of a core left",
+    ]
+    assert [part.run for part in parts] == [list] * 5
+    assert compiler.refused == (
+        "5 of 5 parts were not compiled and run as generated Python: no such kernel"
+    )
 
 
 @pytest.mark.distributed

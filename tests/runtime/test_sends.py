@@ -1,5 +1,6 @@
 """What a rank sends is let go as planned, also when those it sends to are late."""
 
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from heterog.lowering.program import TaskKind
 from heterog.runtime.deploy import deploy
 from heterog.runtime.measure.op_profiler import peak_bytes
 from heterog.runtime.step.recorder import TaskTimes
+from heterog.runtime.step.under_way import Sending
 from heterog.search.plan import Plan, load_plan
 from heterog.strategy.strategy import Decision
 from tests.runtime.ranks import Ranks
@@ -95,6 +97,32 @@ def test_a_rank_does_not_run_ahead_of_those_it_sends_to(ranks: Ranks, tmp_path: 
     path = tmp_path / "eager.json"
     replace(plan, sent_before=()).save(path)
     assert ranks.run(peak_beside_a_late_rank, str(path))[1][2] == []
+
+
+class Sent:
+    """A send that notes the thread that waits for it."""
+
+    def __init__(self, waited: list[bool]) -> None:
+        self._waited = waited
+
+    def wait(self) -> None:
+        self._waited.append(threading.current_thread() is threading.main_thread())
+
+
+def test_a_thread_waits_for_small_sends_together() -> None:
+    sending, waited, quarter = Sending(), list[bool](), torch.empty(1 << 16)
+    for number in range(1, 4):
+        assert sending.add(Sent(waited), quarter) == number  # type: ignore[arg-type]
+    assert waited == [], "nothing but memory needs their end"
+    sending.add(Sent(waited), quarter)  # type: ignore[arg-type]
+    sending.wait(4)
+    assert waited == [False] * 4
+    sending.add(Sent(waited), quarter)  # type: ignore[arg-type]
+    sending.add(Sent(waited), quarter)  # type: ignore[arg-type]
+    sending.wait(5)
+    sending.flush()
+    assert waited == [False] * 4 + [True] * 2
+    sending.close()
 
 
 def sender(plan: Plan, send: int) -> int:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from heterog.runtime.step.collectives import Communicator, Pending
-from heterog.runtime.step.under_way import Sending
 
 _Key = tuple[int, int, tuple[int, ...] | None, int]
 """Source, destination, group and tag, by which gloo tells messages apart."""
@@ -122,29 +121,6 @@ class _Reduced:
                 )
 
 
-class _RehearsedSending(Sending):
-    """Sends to one rank, without a thread that waits for them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._works: list[_Sent] = []
-
-    def add(self, work: Any, tensor: Tensor) -> int:
-        """See ``Sending``."""
-        self._works.append(work)
-        return len(self._works)
-
-    def wait(self, number: int) -> None:
-        """See ``Sending``."""
-        for work in self._works[self._num_done : number]:
-            work.wait()
-        self._num_done = max(self._num_done, number)
-
-    def flush(self) -> None:
-        """See ``Sending``."""
-        self.wait(len(self._works))
-
-
 class RehearsedCommunicator(Communicator):
     """A communicator that compares messages instead of sending them."""
 
@@ -183,9 +159,6 @@ class RehearsedCommunicator(Communicator):
 
     def close(self) -> None:
         """Do nothing: there are no threads to end."""
-
-    def _new_sending(self) -> Sending:
-        return _RehearsedSending()
 
 
 class _Parcel(NamedTuple):

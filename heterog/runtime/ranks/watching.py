@@ -45,7 +45,7 @@ class Limits:
     """When ranks are given up.
 
     Attributes:
-        timeout_s: Seconds that the whole job may take.
+        timeout_s: Seconds that the whole job may take, besides compiling.
         step_timeout_s: Seconds that a step may take. The default is longer than the slowest step
             that we know of; PyTorch's own limit for gloo is 30 minutes.
     """
@@ -97,7 +97,8 @@ def wait_for_ranks(
     Raises:
         LaunchError: a rank failed or the time is over; names the rank and its last words.
     """
-    deadline_s = time.monotonic() + limits.timeout_s
+    now_s = time.monotonic()
+    deadline_s = now_s + limits.timeout_s
     told = ""
     while True:
         codes = [rank.poll() for rank in ranks]
@@ -110,9 +111,11 @@ def wait_for_ranks(
             for rank in ranks:
                 rank.look(time.monotonic())
             raise _failure(ranks, failed)
-        now_s = time.monotonic()
+        before_s, now_s = now_s, time.monotonic()
         for rank in ranks:
             rank.look(now_s)
+        if _compile(ranks):
+            deadline_s += now_s - before_s
         if ranks[0].stage != told:
             told = ranks[0].stage
             progress(told)
@@ -148,7 +151,7 @@ def _check_alive(ranks: Sequence[Watched], now_s: float, step_timeout_s: float) 
                 f"at {rank.stage or 'its start'}; all ranks were ended.",
                 lost=[number],
             )
-    if any(rank.stage.startswith(COMPILING) and rank.poll() is None for rank in ranks):
+    if _compile(ranks):
         for rank in ranks:  # those that are in a step wait for it
             rank.since_s = now_s
         return
@@ -165,6 +168,11 @@ def _check_alive(ranks: Sequence[Watched], now_s: float, step_timeout_s: float) 
             f"a step has taken more than {step_timeout_s:g} s ({_where(ranks)}); all ranks were "
             "ended. Raise `step_timeout_s` if a step takes that long."
         )
+
+
+def _compile(ranks: Sequence[Watched]) -> bool:
+    """Whether any rank compiles, so that others may wait in a step."""
+    return any(rank.stage.startswith(COMPILING) and rank.poll() is None for rank in ranks)
 
 
 def _where(ranks: Sequence[Watched]) -> str:

@@ -164,6 +164,8 @@ _STEPS_KEPT = 4
 """Steps of which a rank's shapes can be asked for: without a barrier, others may be ahead."""
 
 _POLL_S = 1e-3
+_COMPILED_IN_S = 3600.0
+"""Longer than any model takes; a rank that is gone ends its job sooner."""
 
 Facts = dict[str, str]
 """What a rank has, by a name in words."""
@@ -258,7 +260,7 @@ class BatchShapes:
     """
 
     def __init__(self, store: Store, name: str, rank: int, num_ranks: int) -> None:
-        self._store, self._rank = store, rank
+        self._store, self._name, self._rank = store, name, rank
         self._keys = [f"{name}/{each}" for each in range(num_ranks)]
         self._num_begun = 0  # steps can be repeated, so their numbers are not asked for
         self._begun: dict[int, str] = {}
@@ -281,6 +283,26 @@ class BatchShapes:
         self._store.set(self._keys[self._rank], json.dumps(self._begun))
         if before != text:
             self._compare(number, text, when)
+
+    def wait_for_compilers(self) -> None:
+        """Wait until every rank has compiled; every rank calls it, once.
+
+        A collective would give up on a rank that compiles for minutes while another found
+        everything in its cache.
+
+        Raises:
+            StrategyError: another rank still compiles after an hour.
+        """
+        key, end = f"{self._name}/compiled", time.monotonic() + _COMPILED_IN_S
+        done = self._store.add(key, 1)
+        while done < len(self._keys):
+            if time.monotonic() > end:
+                raise StrategyError(
+                    f"{len(self._keys) - done} of {len(self._keys)} ranks still compile after "
+                    f"{_COMPILED_IN_S:g} s; plan for a cluster with `execution: eager`."
+                )
+            time.sleep(_POLL_S)
+            done = self._store.add(key, 0)
 
     def _compare(self, number: int, mine: str, when: str) -> None:
         limit_s = self._store.timeout.total_seconds()  # type: ignore[attr-defined]

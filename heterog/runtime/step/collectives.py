@@ -377,11 +377,8 @@ class Communicator:
         assert work is not None
         sending = self._sending.get(dst)
         if sending is None:
-            sending = self._sending[dst] = self._new_sending()
+            sending = self._sending[dst] = Sending()
         return sending, sending.add(work, tensor)
-
-    def _new_sending(self) -> Sending:
-        return Sending()
 
     def _pending(self, work: "dist.Work | Works | None", finish: Callable[[], Tensor]) -> Pending:
         waited = self.recorder.waiting() if self.recorder else None

@@ -8,6 +8,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,51 +26,117 @@ Kernels = Callable[[list[Tensor]], Sequence[Tensor]]
 """Takes its inputs out of a list, so that it may drop them, and returns its outputs."""
 
 
+@dataclass(slots=True, eq=False)
+class Part:
+    """What is compiled together.
+
+    Attributes:
+        function: Its ops.
+        likes: What its inputs are like.
+        num_ops: Number of its ops.
+        run: The compiled function; ``function`` until there is one, or if it cannot be compiled.
+    """
+
+    function: Kernels
+    likes: tuple[Like, ...]
+    num_ops: int
+    run: Kernels = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.run = self.function
+
+
 class Compiler:
     """Compiles functions of tensors.
 
     Attributes:
-        tell: Told which part is compiled next.
+        tell: Told what is compiled next.
         seconds: Seconds that compiling has taken so far.
-        num_compiled: Number of functions that were compiled.
+        num_compiled: Number of parts that were compiled.
+        num_refused: Number of parts that could not be compiled.
+        why: What the compiler said of the first of them.
     """
 
     def __init__(self) -> None:
         self.tell: Callable[[str], None] = _LOG.debug
         self.seconds = 0.0
-        self.num_compiled = 0
-        # With the given function, which keeps alive what its key knows by identity.
-        self._known: dict[tuple[Hashable, tuple[Like, ...]], tuple[Kernels, Kernels]] = {}
+        self.num_compiled = self.num_refused = 0
+        self.why = ""
+        # Each keeps alive what its key knows by identity.
+        self._parts: dict[tuple[Hashable, tuple[Like, ...]], Part] = {}
+        self._waiting: list[Part] = []
 
-    def compiled(self, key: Hashable, function: Kernels, likes: tuple[Like, ...]) -> Kernels:
-        """Compile a function, unless one that does the same has been compiled.
+    def part(
+        self, key: Hashable, function: Kernels, likes: tuple[Like, ...], num_ops: int
+    ) -> Part:
+        """The part that does the same, or a new one, which ``compile`` compiles.
 
         Args:
             key: Functions with equal keys do the same with equal inputs.
             function: The function.
             likes: What its inputs are like.
-
-        Returns:
-            The compiled function, or the given one if it cannot be compiled.
+            num_ops: Number of its ops.
         """
-        if (key, likes) not in self._known:
-            begin = time.perf_counter()
-            self.tell(f"part {len(self._known) + 1}")
+        if (key, likes) not in self._parts:
+            made = self._parts[key, likes] = Part(function, likes, num_ops)
+            self._waiting.append(made)
+        return self._parts[key, likes]
+
+    def compile(self) -> None:
+        """Compile the parts that are new; those that cannot be are run as they are."""
+        waiting, self._waiting = self._waiting, []
+        begin = time.perf_counter()
+        for number, part in enumerate(waiting):
+            if self.num_refused >= _REFUSED_AT_FIRST and not self.num_compiled:
+                self.num_refused += len(waiting) - number  # there is no compiler here
+                break
+            left_s = seconds_to_compile([each.num_ops for each in waiting[number:]])
+            self.tell(f"part {number + 1} of {len(waiting)}, about {left_s:.0f} s of a core left")
             try:
-                try:
-                    made = _inductor(function, likes)
-                except Exception as error:
-                    if not _remove_half_written(error):
-                        raise
-                    made = _inductor(function, likes)
+                part.run = _compiled(part)
                 self.num_compiled += 1
             except Exception as error:  # whatever the compiler or g++ does not like
-                first = str(error).strip().partition("\n")[0]
-                _LOG.warning("not compiled, run as generated Python instead: %s", first[:200])
-                made = function
-            self._known[key, likes] = made, function
-            self.seconds += time.perf_counter() - begin
-        return self._known[key, likes][0]
+                self.num_refused += 1
+                self.why = self.why or str(error).strip().partition("\n")[0][:200]
+        self.seconds += time.perf_counter() - begin
+        if self.num_refused and waiting:
+            _LOG.warning("%s", self.refused)
+
+    @property
+    def refused(self) -> str:
+        """A line about what could not be compiled; empty if everything was."""
+        if not self.num_refused:
+            return ""
+        return (
+            f"{self.num_refused} of {self.num_refused + self.num_compiled} parts were not "
+            f"compiled and run as generated Python: {self.why}"
+        )
+
+
+def seconds_to_compile(num_ops: Sequence[int]) -> float:
+    """Seconds of one core until parts with these numbers of ops are compiled, if none is cached.
+
+    >>> f"{seconds_to_compile([20] * 14):.0f}"
+    '44'
+    """
+    return _PART_S * len(num_ops) + _OP_S * sum(num_ops)
+
+
+_PART_S, _OP_S = 1.6, 0.08
+"""Least squares over 25 parts of a Llama, a convolutional network and a Transformer encoder on a
+CPU (torch 2.13, inductor's C++): their sums are 28, 27 and 16 s, and 39, 17 and 15 s by this line.
+``docs/notebook/testbeds.md`` has the parts. The first part takes some 10 s more."""
+_REFUSED_AT_FIRST = 2
+"""Parts that are tried before it is concluded that nothing can be compiled."""
+
+
+def _compiled(part: Part) -> Kernels:
+    try:
+        return _inductor(part.function, part.likes)
+    except Exception as error:
+        if not _remove_half_written(error):
+            raise
+        return _inductor(part.function, part.likes)
 
 
 def _remove_half_written(error: Exception) -> bool:

@@ -170,6 +170,8 @@ class Segments:
             parts = self._compiled_parts(run, waiting) if compiles else [run]
             for part in [[turn] for turn in run] if apart else parts:
                 pieces.append(Piece(part[0], _Writer(self, part, compiles=compiles).segment()))
+        if self.compiler is not None:
+            self.compiler.compile()
         return pieces
 
     def _first_to_wait(self, turns: Sequence[DueTask]) -> frozenset[int]:
@@ -293,18 +295,13 @@ class _Writer:
         self._outputs: dict[str, None] = {}
         self._names: dict[int, str] = {}  # of buffers in local variables
         self._num_names = 0
-        self._reads: dict[int, int] = {}  # of each buffer in this segment
-        self._op_reads: dict[int, int] = {}  # by ops
-        self._last: dict[int, list[int]] = {}  # buffers by the task that reads them last
-        last: dict[int, int] = {}
+        self._op_reads: Counter[int] = Counter()  # of each buffer in this segment
+        self._last_reader: dict[int, int] = {}  # in this segment
         for task in self._tasks:
-            counts = [self._reads] + [self._op_reads] * (given.part.kinds[task] in OP_KINDS)
-            for buffer in given.part.reads(task):
-                for count in counts:
-                    count[buffer] = count.get(buffer, 0) + 1
-                last[buffer] = task
-        for buffer, task in last.items():
-            self._last.setdefault(task, []).append(buffer)
+            reads = given.part.reads(task)
+            self._last_reader |= dict.fromkeys(reads, task)
+            if given.part.kinds[task] in OP_KINDS:
+                self._op_reads.update(reads)
         noted = [given.noted[task] for task in self._tasks if task in given.noted]
         self._read_again = _read_again(recipe for each in noted for recipe in each.recipes)
         self._views: dict[_View, str] = {}  # in local variables
@@ -338,11 +335,12 @@ class _Writer:
             inner.lines[:0] = [f"[{names}] = given", "given.clear()"]
             inner.add(f"return [{', '.join(self._outputs)}]")
             likes = tuple(like for _, like in self._inputs.values())
-            run = compiler.compiled(inner.key("given"), inner.function("given"), likes)
+            num_ops = sum(task in self._given.noted for task in self._tasks)
+            part = compiler.part(inner.key("given"), inner.function("given"), likes, num_ops)
             reads, outer.lines[:] = list(outer.lines), []
             outer.add(f"given = [{', '.join(read for read, _ in self._inputs.values())}]")
             outer.lines += reads
-            outer.add(f"[{', '.join(self._outputs)}] = {outer.constant(run)}(given)")
+            outer.add(f"[{', '.join(self._outputs)}] = {outer.constant(part)}.run(given)")
         outer.lines += self._after
 
     def _write_op(self, task: int, noted: NotedOp) -> None:
@@ -383,7 +381,7 @@ class _Writer:
         """Keep what an op has made for those who look for it."""
         values, constant = self._given.values, self._outer.constant
         for buffer in kept:
-            if values.num_value_reads(buffer) > self._op_reads.get(buffer, 0):
+            if values.num_value_reads(buffer) > self._op_reads[buffer]:
                 name = self._names[buffer]
                 share = f"{constant(noted.reader.samples)}, {constant(noted.units)}"
                 self._after.append(f"held[{constant(buffer)}] = Held({name}, {share})")
@@ -404,7 +402,7 @@ class _Writer:
             where = f"{constant(row)}, {constant(noted.micro)}"
             self._after.append(f"step.gradients.keep_row({where}, {gradient})")
         for buffer in kept:
-            if buffer not in self._reads:
+            if buffer not in self._last_reader:
                 self._drop(buffer)
 
     def _drop(self, buffer: int) -> None:
@@ -417,15 +415,17 @@ class _Writer:
             self._inner.add(f"del {', '.join(gone)}")
 
     def _drop_read_by(self, task: int) -> None:
-        """Drop the buffers of which a task is the last reader here."""
-        constant = self._outer.constant
-        for buffer in self._last.get(task, ()):
+        """Drop the buffers of which a task is the last reader, here or in the step."""
+        part, values = self._given.part, self._given.values
+        for buffer in dict.fromkeys(part.reads(task)):
+            if self._last_reader[buffer] != task:
+                continue
             self._drop(buffer)
-            if buffer not in self._own and self._given.part.value_in(buffer)[0] != -1:
+            is_held = buffer not in self._own and part.value_in(buffer)[0] != -1  # no token
+            if is_held and values.is_last_reader(task, buffer):
                 # Before compiled ops are called, if it is not they that make it.
                 lines = self._after if buffer in self._made else self._outer.lines
-                drop = constant(self._given.values.count_reads)
-                lines.append(f"{drop}({constant(buffer)}, {self._reads[buffer]})")
+                lines.append(f"held.pop({self._outer.constant(buffer)}, None)")
 
     def _read(self, recipe: Recipe) -> str:
         """An expression that reads as noted."""

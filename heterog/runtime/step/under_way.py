@@ -9,20 +9,23 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from heterog.runtime.accelerators import is_accelerated
+_HELD_BYTES = 1 << 20
+"""Sent tensors that one rank may hold for another until it needs to wait for them."""
 
 
 class Sending:
     """Sends to one rank; holds each tensor until it has been sent.
 
     gloo reports the end of a send only to the thread that waits for it. A thread does, so that
-    memory is freed at once and not at the end of the step. An accelerator's wait orders streams
+    memory is freed at once and not at the end of the step; it takes the processor from the one
+    that computes, so it gets small tensors several at a time. An accelerator's wait orders streams
     and does not block, so its tensors are held until ``wait``.
     """
 
     def __init__(self) -> None:
         self._under_way: queue.SimpleQueue[tuple[dist.Work, Tensor] | None] = queue.SimpleQueue()
-        self._on_gpu: deque[tuple[dist.Work, Tensor]] = deque()
+        self._held: deque[tuple[dist.Work, Tensor]] = deque()  # after those of the thread
+        self._held_bytes = 0
         self._sent: list[Tensor] = []
         self._num_added = self._num_done = 0
         self._changed = threading.Condition()
@@ -31,22 +34,28 @@ class Sending:
 
     def add(self, work: dist.Work, tensor: Tensor) -> int:
         """Hold a tensor until it is sent; returns the number of sends so far, for ``wait``."""
-        if is_accelerated(tensor):
-            self._on_gpu.append((work, tensor))
-            self._num_added += 1
-            return self._num_added
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._wait, daemon=True)
-            self._thread.start()
+        self._held.append((work, tensor))
+        self._held_bytes += tensor.nbytes
         self._num_added += 1
-        self._under_way.put((work, tensor))
+        if self._held_bytes >= _HELD_BYTES and tensor.is_cpu:
+            self._hand_over()
         self.release()
         return self._num_added
 
+    def _hand_over(self) -> None:
+        """Have the thread wait for what is held."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait, daemon=True)
+            self._thread.start()
+        while self._held:
+            self._under_way.put(self._held.popleft())
+        self._held_bytes = 0
+
     def release(self) -> None:
         """Drop sent tensors in the thread that made them, because profilers count by thread."""
-        with self._changed:
-            self._sent.clear()
+        if self._sent:
+            with self._changed:
+                self._sent.clear()
 
     def flush(self) -> None:
         """Wait until all is sent.
@@ -62,14 +71,17 @@ class Sending:
         Raises:
             RuntimeError: the connection was lost.
         """
-        while self._on_gpu and self._num_done < number:
-            work, _ = self._on_gpu.popleft()
-            work.wait()
-            self._num_done += 1
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_done >= number or self._error is not None)
+        handed = min(number, self._num_added - len(self._held))
+        if self._num_done < handed:
+            with self._changed:
+                self._changed.wait_for(lambda: self._num_done >= handed or self._error is not None)
         if self._error is not None:
             raise self._error
+        while self._held and self._num_done < number:
+            work, tensor = self._held.popleft()
+            self._held_bytes -= tensor.nbytes
+            work.wait()
+            self._num_done += 1
         self.release()
 
     def close(self) -> None:

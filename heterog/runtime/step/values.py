@@ -89,7 +89,7 @@ class Values:
     Args:
         part: The program as this rank sees it.
         ops: The op of every index, for the views between a value and its reader.
-        tasks: This rank's tasks in a step; a value is dropped after its last reader.
+        tasks: This rank's tasks in a step, in order; a value is dropped after its last reader.
         parameters: Tensor ids of the parameters that this rank holds.
         read_parameter: Returns a parameter by tensor id, with all pending updates done.
         buffers: The model's buffers and constants, by tensor id.
@@ -119,7 +119,7 @@ class Values:
         self._read_parameter = read_parameter
         self._buffers = buffers
         self.device = device
-        self._num_reads: dict[int, int] = {}
+        self._last_reader: dict[int, int] = {}  # of each buffer that is ever read
         self._num_value_reads: dict[int, int] = {}  # by tasks that look for the value here
         self._last_op: dict[int, int] = {}  # position of the last op or conversion that reads it
         self._position: dict[int, int] = {}
@@ -131,7 +131,7 @@ class Values:
                 kind is _ENCODE and part.program.encodes_value(task)
             )
             for buffer in part.reads(task):
-                self._num_reads[buffer] = self._num_reads.get(buffer, 0) + 1
+                self._last_reader[buffer] = task
                 if reads_values:
                     self._num_value_reads[buffer] = self.num_value_reads(buffer) + 1
                     self._last_op[buffer] = position
@@ -144,7 +144,6 @@ class Values:
                 if part.sliced_of_tensor.get(tensor) is bucket:
                     self._span[tensor] = slice(begin, begin + size)
         self.held: dict[int, Held] = {}
-        self._left: dict[int, int] = {}
         self.batch: Mapping[int, Tensor] = {}
         self._from_batch: dict[int, Tensor] = {}
         self._readers: dict[tuple[Spans | None, int], Reader] = {}
@@ -153,7 +152,6 @@ class Values:
     def begin(self, batch: Mapping[int, Tensor]) -> None:
         """Start a step with the global batch, by tensor id."""
         self.held = {}
-        self._left = dict(self._num_reads)
         self.batch = batch
         self._from_batch = {}
 
@@ -192,7 +190,7 @@ class Values:
 
     def is_ever_read(self, buffer: int) -> bool:
         """Whether a task on this rank reads a buffer."""
-        return buffer in self._num_reads
+        return buffer in self._last_reader
 
     def num_value_reads(self, buffer: int) -> int:
         """Number of this rank's tasks that look for a buffer's value in ``held``."""
@@ -205,16 +203,15 @@ class Values:
         """
         return self._last_op.get(buffer, -1) > self._position[task]
 
+    def is_last_reader(self, task: int, buffer: int) -> bool:
+        """Whether no task on this rank reads a buffer after a task that does."""
+        return self._last_reader[buffer] == task
+
     def drop_read_by(self, task: int) -> None:
         """Drop the buffers that a task that has run was the last to read."""
         for buffer in self._part.reads(task):
-            self.count_reads(buffer, 1)
-
-    def count_reads(self, buffer: int, number: int) -> None:
-        """Count a number of tasks that have read a buffer; it is dropped after the last one."""
-        left = self._left[buffer] = self._left[buffer] - number
-        if left == 0:
-            self.held.pop(buffer, None)
+            if self.is_last_reader(task, buffer):
+                self.held.pop(buffer, None)
 
     def zeros(self, tensor: int, shape: tuple[int, ...]) -> Tensor:
         """Zeros of a tensor's dtype on this rank's device."""
