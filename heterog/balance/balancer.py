@@ -388,7 +388,7 @@ class Balancer:
             return
         looks = self.weights.looks_at_mean(loss)
         if looks:
-            check_mean_over_samples(loss)
+            check_mean_over_samples(loss, own)
         place, self._num_in_step = self._num_in_step, self._num_in_step + 1
         with self.clock.waiting():
             self._means.check(loss, own, place, looks=looks, part=self._is_cut and place > 0)
