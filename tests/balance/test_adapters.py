@@ -59,9 +59,18 @@ trainer = BalancedTrainer(
 trainer.train(resume_from_checkpoint=RESUME)
 """
 ACCELERATE = """
+from types import SimpleNamespace
 from accelerate import Accelerator
+from heterog.balance import BalanceError
 from heterog.balance.for_accelerate import AcceleratedBalancer
 
+teams = SimpleNamespace(parallelism_config=SimpleNamespace(non_data_parallel_size=2))
+try:
+    AcceleratedBalancer(teams, global_batch_size=12)
+except BalanceError as error:
+    assert "2 ranks of the accelerator's parallelism_config share samples" in str(error), error
+else:
+    raise AssertionError("ranks that share samples were balanced")
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 balancer = AcceleratedBalancer(accelerator, global_batch_size=12, shares=SHARES)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
