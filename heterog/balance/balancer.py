@@ -19,7 +19,7 @@ from heterog.balance.group import RankGroup
 from heterog.balance.label_means import MeanCounts, check_mean_over_samples
 from heterog.balance.open_steps import OpenSteps
 from heterog.balance.rebalancing import DEAD_BAND, Rebalancer
-from heterog.balance.replicas import ReplicaCheck
+from heterog.balance.replicas import ReplicaCheck, check_data_parallel
 from heterog.balance.sampler import BalancedLoader, ShareSampler, check_data
 from heterog.balance.shares import (
     BalanceError,
@@ -110,6 +110,7 @@ class Balancer:
         self._means = MeanCounts(self.group)
         self._num_in_step, self._is_cut = 0, False  # losses weighed in this step, in parts or not
         self._check_replicas = check_replicas
+        self.weights.has_trained = not check_replicas  # else an update needs a weighed loss
         self._replicas: ReplicaCheck | None = None
         self._start = Start(shares=shares, speeds=speeds, plan=plan)
         self._fits_given, self._micro_batches = fits, micro_batches
@@ -130,7 +131,9 @@ class Balancer:
 
     def watch(self, model: nn.Module) -> None:
         """Set the model that is trained, once a framework has wrapped it."""
+        check_data_parallel(model, self.group.num_ranks)
         self._model = model
+        self.weights.parameters = frozenset(map(id, model.parameters()))
         watch_waits(model, self.clock)
         self.watch_norms(model)
 
@@ -281,11 +284,9 @@ class Balancer:
             self._open.current.outer_weights = self.weights.kept()
         self._open.begin(sampler, deal)
         self._num_in_step, self._is_cut = 0, False
-        self.weights.begin_step()
-        own = deal.samples[self.group.rank]
-        self.weights.set(own, sum(deal.samples))
+        self.weights.begin_batch(deal.samples)
         if self._norms is not None:
-            self._norms.begin_step(is_empty=own == 0)
+            self._norms.begin_step(is_empty=deal.samples[self.group.rank] == 0)
 
     def end_step(self, sampler: ShareSampler | None = None) -> None:
         """Called by a loader when the loop asks for the next batch."""
@@ -387,7 +388,7 @@ class Balancer:
             return
         looks = self.weights.looks_at_mean(loss)
         if looks:
-            check_mean_over_samples(loss)
+            check_mean_over_samples(loss, own)
         place, self._num_in_step = self._num_in_step, self._num_in_step + 1
         with self.clock.waiting():
             self._means.check(loss, own, place, looks=looks, part=self._is_cut and place > 0)
@@ -397,7 +398,7 @@ class Balancer:
         if not loss.requires_grad:
             return
         step = self._open.current
-        step.trains = True
+        step.trains = self.weights.has_trained = True
         self._training = step.sampler
         if self._follows:
             self.clock.use(loss.device)

@@ -24,6 +24,7 @@ from torch import Tensor
 from heterog.balance.balancer import Balancer
 from heterog.balance.dealing import Deal
 from heterog.balance.sampler import BalancedLoader, ShareSampler
+from heterog.balance.shares import BalanceError
 
 
 class AcceleratedLoader(BalancedLoader):
@@ -64,11 +65,21 @@ class AcceleratedBalancer(Balancer):
     Args:
         accelerator: The job's ``Accelerator``.
         options: Keyword arguments of ``Balancer``.
+
+    Raises:
+        BalanceError: ranks of the accelerator share samples.
     """
 
     loader_type = AcceleratedLoader
 
     def __init__(self, accelerator: Accelerator, **options: Any) -> None:
+        layout = getattr(accelerator, "parallelism_config", None)
+        if layout is not None and layout.non_data_parallel_size > 1:
+            raise BalanceError(
+                f"{layout.non_data_parallel_size} ranks of the accelerator's parallelism_config "
+                "share samples, and a balancer gives each rank its own. Leave data parallelism "
+                "only (dp_replicate_size, dp_shard_size)."
+            )
         super().__init__(None, **options)
         self._accelerator = accelerator
         self._skip, self._gather = accelerator.skip_first_batches, accelerator.gather_for_metrics

@@ -10,7 +10,8 @@ over labels ``{"loss": loss, "count": number_of_labels}``. A module with manual 
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial, wraps
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
@@ -111,9 +112,14 @@ class LightningBalancer(Callback):
     """
 
     def __init__(self, **options: Any) -> None:
+        self._options = options
         self.balancer = Balancer(**options)
         self._trainer: Trainer | None = None
         self._to_load: dict[str, Any] | None = None
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        """Make it anew in a process that Lightning spawns, with hooks of its own."""
+        return partial(type(self), **self._options), ()
 
     def loader(self, dataset: Dataset[Any], **options: Any) -> BalancedData:
         """Make a loader for ``Trainer.fit`` or a module's hook; options as ``Balancer.loader``."""
@@ -147,6 +153,7 @@ class LightningBalancer(Callback):
             return
         step = pl_module.training_step
 
+        @wraps(step)  # Lightning looks at its arguments
         def weighed_step(*arguments: Any, **options: Any) -> Any:
             result: Any = step(*arguments, **options)
             if isinstance(result, Tensor):
@@ -174,10 +181,10 @@ class LightningBalancer(Callback):
         every = _combined(trainer).flattened
         loaders = [each.loader() if isinstance(each, BalancedData) else each for each in every]
         loaders = [each for each in loaders if isinstance(each, BalancedLoader)]
-        if not loaders:
+        if len(loaders) < len(every):
             raise BalanceError(
-                "the balancer deals no training data of this fit; give Lightning "
-                "balancer.loader(dataset) as a loader."
+                f"the balancer deals {len(loaders)} of the {len(every)} loaders of training data "
+                "of this fit; give Lightning balancer.loader(dataset) as each of them."
             )
         if self._to_load is not None:
             self.balancer.load_state_dict(self._to_load)

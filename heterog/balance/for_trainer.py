@@ -11,6 +11,7 @@ that is logged is the global batch's.
 What a Trainer's arguments say about its data is obeyed where a balanced job can, else refused.
 """
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from heterog.balance.loss_probe import UNCOUNTED, Batch, CountOf, Measurement, m
 from heterog.balance.sampler import BalancedLoader, ShareSampler
 from heterog.balance.shares import BalanceError
 from heterog.balance.tokens import TokenBatches
+from heterog.errors import HeterogWarning
 from heterog.runtime.accelerators import is_accelerated
 
 
@@ -71,6 +73,14 @@ def check_trainer(trainer: Any) -> None:
                 f"accelerator_config has {name}=True, by which ranks get equal parts of a batch; "
                 "a BalancedTrainer deals itself. Leave it out."
             )
+    if arguments.neftune_noise_alpha is not None and arguments.process_index == 0:
+        warnings.warn(
+            f"neftune_noise_alpha={arguments.neftune_noise_alpha}: each rank draws the noise of "
+            "its own samples, as it draws dropout. The run is that of one process on average, "
+            "not number for number.",
+            HeterogWarning,
+            stacklevel=3,
+        )
 
 
 def train_batches(trainer: Any) -> GlobalBatches:
@@ -200,12 +210,15 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self._iterator: Iterator[Any] | None = None
         self._num_fetched = 0
         self._is_first_step = True
-        # Also weighs the loss of a subclass that computes its own.
+        # Also weighs the loss, and follows the step, of a subclass that has its own.
         self._own_loss: Callable[..., Any] = self.compute_loss  # type: ignore[has-type]
+        self._own_step: Callable[..., Tensor] = self.training_step  # type: ignore[has-type]
         self._weight: float | None = None
         self._means = MeanCounts(self.balancer.group)
         self._num_samples = 0
+        self._is_weighed = False
         self.compute_loss = self._weighed_loss
+        self.training_step = self._balanced_step
 
     def get_train_dataloader(self) -> BalancedLoader:
         """A loader of this rank's shares."""
@@ -226,15 +239,20 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         """Run an epoch, of which one of tokens may have a few batches more than the one before.
 
         Raises:
-            BalanceError: a run with batches of tokens is resumed, whose epochs are not told apart
-                by the number of updates.
+            BalanceError: the data are not the balancer's; or a run with batches of tokens is
+                resumed, whose epochs are not told apart by the number of updates.
         """
+        if self.token_options and options["resume_from_checkpoint"] is not None:
+            raise BalanceError(
+                "with lengths a BalancedTrainer does not resume inside a run: epochs have "
+                "unlike numbers of updates. Begin from the weights, or leave lengths out."
+            )
+        if not isinstance(options["train_dataloader"], BalancedLoader):
+            raise BalanceError(
+                f"{type(self).__name__}.get_train_dataloader returns batches that are not dealt "
+                "in shares. Leave it out, and give train_dataset, data_collator and arguments."
+            )
         if self.token_options:
-            if options["resume_from_checkpoint"] is not None:
-                raise BalanceError(
-                    "with lengths a BalancedTrainer does not resume inside a run: epochs have "
-                    "unlike numbers of updates. Begin from the weights, or leave lengths out."
-                )
             sampler = options["train_dataloader"].share_sampler
             sampler.set_epoch(options["epoch"])
             per_update = self.args.gradient_accumulation_steps
@@ -270,8 +288,12 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self._fetched.extend(zip(deals, weights, strict=True))
         return fetched, num_items
 
-    def training_step(self, *arguments: Any, **options: Any) -> Tensor:
-        """Run the forward and backward pass of one batch."""
+    def _balanced_step(self, *arguments: Any, **options: Any) -> Tensor:
+        """Run the forward and backward pass of one batch.
+
+        Raises:
+            BalanceError: a subclass's step trains with a loss that is not weighed.
+        """
         if self.balancer.model is None:
             self.balancer.watch(self.model_wrapped)
         if self._is_first_step:
@@ -282,17 +304,32 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         deal, self._weight = self._fetched.popleft()
         self._num_samples = deal.samples[self.balancer.group.rank]
         self.balancer.begin_step(deal)
+        self._is_weighed = False
         try:
-            loss: Tensor = super().training_step(*arguments, **options)
+            loss = self._own_step(*arguments, **options)
         finally:
             self._weight = None
             self.balancer.release_norms()
+        if not self._is_weighed:
+            raise BalanceError(
+                f"a training step of {type(self).__name__} took no loss from compute_loss, where "
+                "it is weighed by the samples of each rank. Call self.compute_loss in a "
+                "training_step of your own, and override compute_loss in a subclass."
+            )
         return loss
+
+    def _finalize_training(self, *arguments: Any, **options: Any) -> Any:
+        """End a run; losses of steps since the last log are those of the global batch, too."""
+        group = self.balancer.group
+        own = float(self._tr_loss)
+        self._tr_loss.fill_(sum(loss for (loss,) in group.gather([own])) / group.num_ranks)
+        return super()._finalize_training(*arguments, **options)
 
     def _weighed_loss(self, *arguments: Any, **options: Any) -> Any:
         """The loss, weighed while training."""
         if self._weight is None:
             return self._own_loss(*arguments, **options)
+        self._is_weighed = True
         with self._without_scale():
             found = self._own_loss(*arguments, **options)
         loss, *others = found if isinstance(found, tuple) else (found,)

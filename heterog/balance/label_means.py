@@ -2,7 +2,8 @@
 
 A loss that is weighed by samples has to be a mean over samples. ``cross_entropy`` with labels that
 do not count (``ignore_index``), or with class weights, is a mean over something else, and what its
-backward pass keeps tells so: the total weight that the sum was divided by.
+backward pass keeps tells so: the total weight that the sum was divided by. A sum that nothing
+divides is no mean either.
 
 A mean over the tokens of padded sequences is one over samples only while all samples of a batch
 are equally long. Let rank r's mean be over n_r elements of its s_r samples. The weights s_r are
@@ -21,8 +22,8 @@ from heterog.balance.group import RankGroup
 from heterog.balance.shares import BalanceError
 
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
-_MEAN = 1
-"""Number of ``reduction="mean"`` in ATen (``at::Reduction``)."""
+_NONE, _MEAN, _SUM = 0, 1, 2
+"""Numbers of ``reduction="none"``, ``"mean"`` and ``"sum"`` in ATen (``at::Reduction``)."""
 _MOST_NODES = 64
 """Nodes of the graph that are looked at: a loss is a few sums and factors away from its end."""
 _MOST_MEANS = 4
@@ -32,15 +33,22 @@ _MOST_LOSSES = 4
 _EVERY = 64
 
 
-def check_mean_over_samples(loss: Tensor) -> None:
-    """Check that no cross entropy near the end of a loss is a mean over some labels only.
+def check_mean_over_samples(loss: Tensor, samples: float) -> None:
+    """Check that near the end of a loss is no sum, and no mean over some labels only.
 
     Args:
         loss: Loss that is about to be weighed by the number of samples.
+        samples: That number.
 
     Raises:
         BalanceError: one is; says what to give.
     """
+    if any(_is_sum(term, samples) for term in _terms(loss)):
+        raise BalanceError(
+            "the loss is a sum over samples, and a balancer weighs means: give it "
+            'reduction="mean", or the sum divided by the number of this rank\'s samples. Where '
+            "the update shall be that of a sum, multiply the mean by balancer.global_batch_size."
+        )
     for node in _last_nodes(loss):
         if node.name() in _CROSS_ENTROPIES and node._saved_reduction == _MEAN:
             _check(node._saved_total_weight, node._saved_target.numel())
@@ -55,6 +63,31 @@ def counts_of(loss: Tensor) -> list[float]:
     ([6.0], [2.0, 2.0])
     """
     return [count for node in _last_nodes(loss) if (count := _count_of(node)) is not None]
+
+
+def _terms(loss: Tensor) -> Iterator[Any]:
+    """Nodes of autograd that a loss is a sum or a difference of."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen = 0
+    while waiting and seen < _MOST_NODES:
+        node = waiting.pop(0)
+        seen += 1
+        if node is not None and node.name().startswith(("AddBackward", "SubBackward", "Neg")):
+            waiting += [each for each, _ in node.next_functions]
+        elif node is not None:
+            yield node
+
+
+def _is_sum(node: Any, samples: float) -> bool:
+    """Whether a node is the sum of a loss over all samples, as far as that is certain."""
+    if node.name() != "SumBackward0":
+        return getattr(node, "_saved_reduction", None) == _SUM
+    below = node.next_functions[0][0]
+    if getattr(below, "_saved_reduction", None) == _NONE:
+        return True
+    sizes = node._saved_self_sym_sizes
+    is_of_samples = len(sizes) > 0 and sizes[0] == samples
+    return is_of_samples and below.name().startswith(("PowBackward", "AbsBackward"))
 
 
 def _last_nodes(loss: Tensor) -> Iterator[Any]:

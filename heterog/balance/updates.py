@@ -1,4 +1,6 @@
-"""Hooks of PyTorch's optimizers: where an update ends, and what closures return.
+"""Hooks of PyTorch's optimizers: where an update ends, and what it was made of.
+
+Losses of unlike parts of a batch have to be weighed before an update is made of them.
 
 An optimizer with a closure, such as LBFGS, decides by the closure's value how often to call it. If
 that is a loss of the rank's own samples, ranks decide differently and then wait for each other for
@@ -36,6 +38,7 @@ def watch_updates(weights: StepWeights, group: RankGroup) -> None:
     def after(optimizer: Optimizer, arguments: Any, options: Any) -> None:
         weights = held()
         if weights is not None:
+            _check_weighed(optimizer, weights)
             weights.end_update()
 
     for handle in (
@@ -43,6 +46,24 @@ def watch_updates(weights: StepWeights, group: RankGroup) -> None:
         register_optimizer_step_post_hook(after),
     ):
         weakref.finalize(weights, handle.remove)
+
+
+def _check_weighed(optimizer: Optimizer, weights: StepWeights) -> None:
+    """Check that an update of unlike parts of a batch is not one of losses that count alike.
+
+    Raises:
+        BalanceError: no loss has been weighed so far.
+    """
+    if weights.has_trained or not weights.is_unlike:
+        return
+    stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    if weights.parameters is None or stepped & weights.parameters:
+        raise BalanceError(
+            "an optimizer has stepped, and no loss was weighed: ranks have unlike parts of the "
+            "batch, and their gradients would count alike. Call balancer.weigh(loss).backward() "
+            "instead of loss.backward(); for an optimizer of another model, give Balancer the one "
+            "that is trained. check_replicas=False does without this check."
+        )
 
 
 def _with_checks(
@@ -84,5 +105,6 @@ def _check_alike(value: float, group: RankGroup) -> None:
             f"the optimizer's closure returns {every[0]:.6g} on rank 0 and "
             f"{next(each for each in every if each != every[0]):.6g} on another rank, and the "
             "optimizer decides by it: ranks would go different ways. Return "
-            "balancer.mean_loss() from the closure, the loss of the whole batch."
+            "balancer.mean_loss() from the closure, the loss of the whole batch (in Lightning "
+            "with automatic_optimization = False and a closure of your own)."
         )

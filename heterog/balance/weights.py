@@ -11,6 +11,7 @@ The reduced gradients are those of the one process: clipping sees the right norm
 scaler multiplies everything alike. A rank with c_r = 0 runs its passes with the weight 0.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ class StepWeights:
 
     Attributes:
         num_weighed: Number of losses weighed so far.
+        has_trained: Whether a loss to train with has been weighed.
+        is_unlike: Whether ranks have unlike numbers of samples in this step.
+        parameters: Identities of the parameters that are trained, if they are known.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -37,6 +41,14 @@ class StepWeights:
         self._seen: list[Tensor] = []
         self._is_complete = False
         self.num_weighed = 0
+        self.has_trained = self.is_unlike = False
+        self.parameters: frozenset[int] | None = None
+
+    def begin_batch(self, samples: Sequence[int]) -> None:
+        """Begin a step with a batch of which each rank has so many samples."""
+        self.begin_step()
+        self.set(samples[self._group.rank], sum(samples))
+        self.is_unlike = len(set(samples)) > 1
 
     def begin_step(self) -> None:
         """Forget the losses of the step before."""

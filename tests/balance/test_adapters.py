@@ -59,9 +59,18 @@ trainer = BalancedTrainer(
 trainer.train(resume_from_checkpoint=RESUME)
 """
 ACCELERATE = """
+from types import SimpleNamespace
 from accelerate import Accelerator
+from heterog.balance import BalanceError
 from heterog.balance.for_accelerate import AcceleratedBalancer
 
+teams = SimpleNamespace(parallelism_config=SimpleNamespace(non_data_parallel_size=2))
+try:
+    AcceleratedBalancer(teams, global_batch_size=12)
+except BalanceError as error:
+    assert "2 ranks of the accelerator's parallelism_config share samples" in str(error), error
+else:
+    raise AssertionError("ranks that share samples were balanced")
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 balancer = AcceleratedBalancer(accelerator, global_batch_size=12, shares=SHARES)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -77,7 +86,9 @@ for epoch in range(3):
             optimizer.zero_grad()
 """
 LIGHTNING = """
+import pickle
 from lightning import LightningModule, Trainer
+from heterog.balance import BalanceError
 from heterog.balance.for_lightning import LightningBalancer
 
 class Numbered(Data):
@@ -91,7 +102,7 @@ class Module(LightningModule):
         super().__init__()
         self.net = model
 
-    def training_step(self, batch, number):
+    def training_step(self, batch):
         self.seen.append(sorted(batch.pop("index").tolist()))
         return self.net(**batch)["loss"]
 
@@ -111,13 +122,23 @@ given = [
     {"datamodule": balancer.loader(data)},
     {"train_dataloaders": balancer.loader(data, lengths=lengths)},
 ]
-for options, limit in zip(given, (4, 4, 1.0)):
-    trainer = Trainer(
+def fit(limit, **options):
+    Trainer(
         accelerator="cpu", devices=WORLD, strategy="ddp" if WORLD > 1 else "auto", max_epochs=2,
         callbacks=[balancer], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, limit_train_batches=limit,
-    )
-    trainer.fit(module, **options)
+    ).fit(module, **options)
+
+for options, limit in zip(given, (4, 4, 1.0)):
+    fit(limit, **options)
+try:
+    fit(4, train_dataloaders=[balancer.loader(data), torch.utils.data.DataLoader(data)])
+except BalanceError as error:
+    assert "deals 1 of the 2 loaders" in str(error), error
+else:
+    raise AssertionError("a loader beside the balancer's was taken")
+copy = pickle.loads(pickle.dumps(balancer))  # as for a process that is spawned
+assert copy.balancer is not balancer.balancer and copy.balancer.global_batch_size == 12
 seen = module.seen
 assert seen[:8] == seen[8:16]  # every fit begins with the first epoch
 assert len(seen[16:]) == sum(counts) and counts[0] < counts[1], counts

@@ -26,6 +26,7 @@ OF_SAMPLES: tuple[Loss, ...] = (
     lambda x: functional.cross_entropy(x, LABELS.clamp(0)),
     lambda x: functional.cross_entropy(x, LABELS, reduction="sum") / 4,
     lambda x: functional.cross_entropy(x, LABELS, reduction="none").mean(),
+    lambda x: ((x - 1) ** 2).mean(0).sum() + x.square()[:3].sum(),
     lambda x: functional.mse_loss(x, torch.zeros_like(x)),
     lambda x: functional.cross_entropy(x.T[None], torch.zeros(1, 4, dtype=torch.long)),
 )
@@ -40,13 +41,28 @@ OF_LABELS: tuple[Loss, ...] = (
 
 @pytest.mark.parametrize("loss", OF_SAMPLES)
 def test_means_over_samples_pass(loss: Loss) -> None:
-    check_mean_over_samples(loss(scores()))
+    check_mean_over_samples(loss(scores()), 4)
 
 
 @pytest.mark.parametrize("loss", OF_LABELS)
 def test_means_over_some_labels_are_refused(loss: Loss) -> None:
     with pytest.raises(BalanceError, match=r"mean over labels of a total weight of .*count="):
-        check_mean_over_samples(loss(scores()))
+        check_mean_over_samples(loss(scores()), 4)
+
+
+SUMS: tuple[Loss, ...] = (
+    lambda x: functional.cross_entropy(x, LABELS, reduction="sum"),
+    lambda x: functional.cross_entropy(x, LABELS, reduction="none").sum(),
+    lambda x: functional.mse_loss(x, torch.zeros_like(x), reduction="sum") - 0.5 * x.exp().sum(),
+    lambda x: functional.l1_loss(x, torch.zeros_like(x), reduction="sum"),
+    lambda x: ((x - 1) ** 2).sum() + x.mean(),
+)
+
+
+@pytest.mark.parametrize("loss", SUMS)
+def test_sums_over_samples_are_refused(loss: Loss) -> None:
+    with pytest.raises(BalanceError, match=r"a sum over samples.* divided by the number"):
+        check_mean_over_samples(loss(scores()), 4)
 
 
 COUNTS: tuple[tuple[Loss, list[float]], ...] = (

@@ -1,11 +1,14 @@
 """Gradients, losses and replicas where updates are not those of one plain loss."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -159,17 +162,45 @@ def has_a_rate_of_its_own(rank: int) -> None:
     _train(rank, DistributedDataParallel(net()), rate=0.1 + 0.01 * rank)
 
 
+def unfreezes(rank: int) -> None:
+    model = net()
+    next(model.children()).requires_grad_(False)
+    _train(rank, DistributedDataParallel(model), unfreezes=True)
+
+
+def shares_layers(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (len(SHARES),))
+    _train(rank, parallelize_module(net(), mesh, {"0": ColwiseParallel()}))
+
+
+def trains_a_copy_first(rank: int) -> None:
+    """As MAML does: updates of another model are not weighed."""
+    model = net()
+    balancer = Balancer(model, global_batch_size=SIZE, shares=SHARES, interval=0)
+    for inputs, kinds in balancer.loader(numbers()):
+        copy = deepcopy(model)
+        torch.autograd.backward(functional.cross_entropy(copy(inputs), kinds))
+        torch.optim.SGD(copy.parameters(), lr=0.1).step()
+        torch.autograd.backward(balancer.weigh(functional.cross_entropy(model(inputs), kinds)))
+        balancer.average_gradients()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
 def differs_on_purpose(rank: int) -> None:
     _train(rank, net(), check_replicas=False)
 
 
-def _train(rank: int, model: nn.Module, *, rate: float = 0.1, **options: Any) -> None:
+def _train(
+    rank: int, model: nn.Module, *, rate: float = 0.1, unfreezes: bool = False, **options: Any
+) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     balancer = Balancer(model, global_batch_size=SIZE, shares=SHARES, interval=0, **options)
     for inputs, kinds in balancer.loader(numbers()):
         torch.autograd.backward(balancer.weigh(functional.cross_entropy(model(inputs), kinds)))
         optimizer.step()
         optimizer.zero_grad()
+        if unfreezes:
+            model.requires_grad_(True)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +208,8 @@ def _train(rank: int, model: nn.Module, *, rate: float = 0.1, **options: Any) ->
     [
         (forgets_to_average, "after step 1 .* call balancer.average_gradients"),
         (has_a_rate_of_its_own, "after step 1 .* the same learning rate"),
+        (unfreezes, "after step 2 .*: module.0.weight was frozen when training began"),
+        (shares_layers, "0.weight lies on a mesh of 3 of 3 ranks .* need the same samples"),
     ],
 )
 def test_replicas_that_differ_are_noticed(
@@ -186,8 +219,9 @@ def test_replicas_that_differ_are_noticed(
         ranks.run(loop)
 
 
-def test_replicas_may_differ_if_asked_for(ranks: Ranks) -> None:
+def test_other_models_and_replicas_that_shall_differ_train_freely(ranks: Ranks) -> None:
     ranks.run(differs_on_purpose)
+    ranks.run(trains_a_copy_first)
 
 
 @pytest.mark.parametrize(

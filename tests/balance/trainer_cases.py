@@ -6,6 +6,7 @@ Run by ``test_trainer_losses`` on one process and on two; prints weights, or why
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import TrainingArguments
 
 from heterog.balance.for_trainer import BalancedTrainer
 from heterog.balance.shares import BalanceError
+from heterog.errors import HeterogWarning
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 SIZES: dict[str, Any] = {
@@ -151,6 +153,27 @@ class OwnLoss(BalancedTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class OwnStep(BalancedTrainer):
+    """A Trainer with a step of its own."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        loss: Tensor = self.loss_of(model, inputs, num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def loss_of(self, model: Any, inputs: Any, num_items: Any) -> Any:
+        return self.compute_loss(model, inputs, num_items_in_batch=num_items)
+
+
+class DirectStep(OwnStep):
+    """Its loss is not that of ``compute_loss``."""
+
+    def loss_of(self, model: Any, inputs: Any, num_items: Any) -> Any:
+        return model(**inputs).loss
+
+
 def bert(kind: str, **options: Any) -> Callable[[], Any]:
     """A model of Transformers, which imports each of its files where it is used."""
     return lambda: getattr(transformers, kind)(transformers.BertConfig(**BERT, **options))
@@ -242,6 +265,9 @@ CASES: dict[str, Case] = {
         {"compute_loss_func": undivided, "gradient_accumulation_steps": 2},
     ),
     "own loss": (SEQUENCE, kind_of, {"type": OwnLoss}),
+    "own step": (SEQUENCE, kind_of, {"type": OwnStep}),
+    "direct step": (SEQUENCE, kind_of, {"type": DirectStep}),
+    "noise": (SEQUENCE, kind_of, {"neftune_noise_alpha": 5.0}),
     "refused: experts": (mixtral, words, {}),
     "refused: two means": (lambda: Net(both), words, {}),
     "refused: across": (lambda: Net(across, pooled=True), kind_of, {}),
@@ -256,7 +282,7 @@ CASES: dict[str, Case] = {
 
 
 def run(name: str, shares: list[int]) -> Any:
-    """Weights after two updates, or the text of a refusal."""
+    """Weights after two updates and the mean loss, or the text of a refusal or warning."""
     make, label, options = CASES[name]
     options = dict(options)
     torch.manual_seed(0)
@@ -283,23 +309,29 @@ def run(name: str, shares: list[int]) -> Any:
         **options,
     )
     balance = {"shares": shares if WORLD > 1 else [size], "interval": 0}
-    trainer = kind(
-        model,
-        arguments,
-        train_dataset=Sentences(label),
-        data_collator=collate,
-        balance=balance,
-        **ours,
-    )
+    with warnings.catch_warnings(record=True) as told:
+        trainer = kind(
+            model,
+            arguments,
+            train_dataset=Sentences(label),
+            data_collator=collate,
+            balance=balance,
+            **ours,
+        )
     try:
-        trainer.train()
+        loss = trainer.train().training_loss
     except BalanceError as error:
         return str(error)
-    return torch.cat([each.detach().flatten() for each in model.parameters()])
+    for each in told:
+        if issubclass(each.category, HeterogWarning):
+            return str(each.message)
+    weights = [each.detach().flatten() for each in model.parameters()]
+    return torch.cat([*weights, torch.tensor([loss])])
 
 
 if __name__ == "__main__":
     shares = json.loads(os.environ.get("SHARES", "[6, 2]"))
+    warnings.simplefilter("always", HeterogWarning)
     names = os.environ["CASES"].split(",") if os.environ["CASES"] else list(CASES)
     found = {name: run(name, shares) for name in names}
     torch.save(found, f"{os.environ['FOLDER']}/found.{WORLD}.{os.environ.get('RANK', 0)}")
