@@ -137,7 +137,7 @@ def test_both_environments_agree_on_a_strategy() -> None:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_environments_can_be_vectorised(mode: str) -> None:
     """Over the ends of episodes, after which a vector resets with its next step."""
-    envs = gym.make_vec(STEP_BY_STEP, num_envs=2, vectorization_mode=mode)
+    envs: Any = gym.make_vec(STEP_BY_STEP, num_envs=2, vectorization_mode=mode)
     seen, _ = envs.reset(seed=0)
     assert seen["blocks"].shape[0] == 2
     ended = 0
