@@ -117,8 +117,8 @@ class StrategyOneShotEnv(_StrategyEnv):
     | blocks, block_mask | G x 18, G | compute, parameters, traffic, memory, place, kinds of ops |
     | edges, edge_time, edge_mask | 2 x E, E x 1, E | blocks that feed one another |
     | devices, device_mask | D x 8, D | speed, memory, NIC |
-    | links | D x 3 D | to each device: rate, latency, same host |
-    | block_devices | G x 2 D | predicted seconds of each block on each device |
+    | links | D x 3D | to each device: rate, latency, same host |
+    | block_devices | G x 2D | predicted seconds of each block on each device |
     | candidates, candidate_mask | C x 17, C | reach, compute, synchronisation, memory of rows |
     | shares | C x D | part of the batch on each device |
     | action_mask | G x C | rows that can hold a block if it were alone |
