@@ -429,10 +429,12 @@ NNODES=${NNODES:-${SLURM_NNODES:-2}}
 if [ -n "$DIST" ]; then
     ARGS+=(--use-distributed-optimizer)
 fi
+RECOMPUTE="--recompute-activations"
+[[ $FP8 == 1 ]] && RECOMPUTE="$RECOMPUTE --fp8"
 cmd="python -u a#b.py --tensor-model-parallel-size ${TP} --num-layers=32"
 ulimit -n 4; torchrun --nnodes ${NNODES} --nproc_per_node 8 a.py \\
     --pipeline-model-parallel-size $PP `# stages` \\
-    --global-batch-size "$[MBS*64]" --micro-batch-size $MBS --recompute-activations 2>&1 \\
+    --global-batch-size "$[MBS*64]" --micro-batch-size $MBS $RECOMPUTE 2>&1 \\
     --sequence-parallel $NOTHING $MORE "${ARGS[@]}" "$@" | tee log
 """
     found = read(tmp_path, "a.sh", script)
@@ -440,8 +442,9 @@ ulimit -n 4; torchrun --nnodes ${NNODES} --nproc_per_node 8 a.py \\
     assert (found.layout, found.batch_size) == (parse_layout(wanted), 128)
     assert found.remarks == (
         "Stands under a condition of the script, which is taken to hold: "
-        "use_distributed_optimizer.",
+        "use_distributed_optimizer, fp8.",
         "Only a shell can say what stands for: $MORE, $@.",
+        "Not used from the file: fp8.",
     )
     again = read(tmp_path, "b.sh", script.replace("\n", "\r\n"))
     assert again.layout == found.layout

@@ -9,7 +9,7 @@ from heterog.errors import InputFileError
 from heterog.names import shown
 from heterog.strategy.layouts.layout import MOST, Layout, LayoutError
 
-_MOST_UNREAD = 8
+_MOST_UNREAD = 40
 _TELLING = re.compile(
     "parallel|batch|recompute|checkpoint_|shard|zero|fsdp|pipeline|expert|moe|offload|overlap|stage"
     "|mapping|virtual|comm_|_comm|compress|quantiz|num_gpus|nproc|nodes|accumulat"
@@ -139,6 +139,8 @@ class Fields:
         if isinstance(value, str) and value.startswith("$"):  # more options after this one
             self.remark(f"Only a shell can say what stands for: {shown(value)[1:-1]}.")
             return True
+        if isinstance(value, str):
+            value = {"true": True, "false": False}.get(value.lower(), value)
         if type(value) is not bool:
             self._refuse(f"{path}.{name}", value, "true or false")
         return bool(value)

@@ -33,7 +33,7 @@ _SUM = re.compile(r"\$\(\(([^$`]*?)\)\)|\$\[([^$`\]]*)\]", re.DOTALL)
 _ALL_OF = re.compile(r"\$(?:[@*]|\{\w+\[[@*]\][^}]*\})")
 _BEGINS = ("if", "case", "for", "while", "until", "select")
 _ENDS = ("fi", "esac", "done")
-_MOST_WORDS = 10_000
+_MOST_WORDS = 50_000
 _MOST_NESTED = 8  # variables in the values of variables
 _LONGEST = 10_000
 _STOP = ";"
@@ -76,7 +76,7 @@ def options_of(text: str, where: str) -> list[Option]:
             found.append(Option(name, value if has_value else "true", is_sure))
         elif is_open and word not in ("", _STOP) and not _ALL_OF.fullmatch(word):
             found[-1] = replace(found[-1], value=word)
-        elif is_among and word.startswith("$") and not word.endswith("[@]}"):
+        elif is_among and word.startswith("$") and not word.endswith(("[@]}", ".py")):
             found.append(Option("", word, is_sure))
         is_open = is_option and "=" not in word
         is_among = word != _STOP and (is_among or is_option)
@@ -115,7 +115,8 @@ class _Script:
                 self.variables.pop(token, None)
             is_loop = False
             begins_command = begins_command and token in ("then", "else", "do", "{", "!")
-            yield from ((each, not self.depth) for each in self._spread(token))
+            is_sure = not (self.depth or (self.is_after_test and _ASSIGNMENT.fullmatch(token)))
+            yield from ((each, is_sure) for each in self._spread(token))
 
     def _tokens(self, text: str) -> Iterator[tuple[str, str]]:
         place = 0
@@ -152,7 +153,7 @@ class _Script:
 
     def _assign(self, name: str, value: str) -> None:
         before = self.variables.get(name, "")
-        if (self.depth or self.is_after_test) and before and before != value:
+        if (self.depth or self.is_after_test) and before and not value.startswith(before):
             kept = before.split(OR)
             value = before if not value or value in kept else f"{before}{OR}{value}"
         self.variables[name] = value[:_LONGEST]
