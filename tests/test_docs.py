@@ -621,12 +621,17 @@ def test_the_data_sheet_of_an_environment_is_its_space(env: type[Any]) -> None:
     space = {name: box.shape for name, box in made.observation_space.spaces.items()}
     doc = env.__doc__ or ""
     told: dict[str, tuple[int, ...]] = {}
+
+    def size(text: str) -> int:
+        factor = text.rstrip("GEDC")
+        return int(factor or 1) * sizes.get(text[len(factor) :], 1)
+
     for row in re.findall(r"^ *\| ([a-z_, ]+) \| ([\w, ]+) \|", doc, re.M):
         if row[0].strip() == "key":
             continue
         names, shapes = (part.split(", ") for part in row)
         for name, shape in zip(names, shapes, strict=True):
-            told[name] = tuple(int(sizes.get(n, n)) for n in shape.split(" x "))
+            told[name] = tuple(map(size, shape.split(" x ")))
     inherited = set(pair_space(padding)) if env is StrategyEnv else set()
     assert set(told) == set(space) - inherited
     assert told == {name: space[name] for name in told}

@@ -31,7 +31,7 @@ from heterog.balance.shares import (
     scaled_shares,
 )
 from heterog.balance.start import Start, first_shares
-from heterog.balance.streams import StreamBatches
+from heterog.balance.streams import StreamBatches, check_stream
 from heterog.balance.tokens import TokenBatches
 from heterog.balance.updates import watch_updates
 from heterog.balance.weights import StepWeights, check_loss
@@ -223,7 +223,7 @@ class Balancer:
         check_data(dataset, options)
         size = self.global_batch_size
         if isinstance(dataset, IterableDataset):
-            _check_stream(dataset, shuffle=shuffle, lengths=lengths)
+            check_stream(dataset, shuffle=shuffle, lengths=lengths)
             return StreamBatches(dataset, size, drop_last=drop_last, group=self.group)
         num_samples = checked_length(dataset)
         order: dict[str, Any] = {
@@ -540,27 +540,6 @@ def checked_length(dataset: Dataset[Any]) -> int:
             "of torch.utils.data.IterableDataset."
         )
     return len(dataset)
-
-
-def _check_stream(
-    dataset: IterableDataset[Any], *, shuffle: bool | None, lengths: Sequence[int] | None
-) -> None:
-    """Check options that a stream cannot have.
-
-    Raises:
-        BalanceError: one is asked for.
-    """
-    if shuffle:
-        raise BalanceError(
-            f"shuffle=True: {type(dataset).__name__} is a stream, whose order is its own. Leave "
-            "shuffle out and shuffle in the stream, with one seed on all ranks."
-        )
-    if lengths is not None:
-        raise BalanceError(
-            f"lengths: {type(dataset).__name__} is a stream, whose samples have no lengths before "
-            "they are read. Pack or cut them to equal lengths in the stream, or leave lengths out "
-            "and give weigh() the count of each batch."
-        )
 
 
 def _checked_size(size: object, old: object) -> int:

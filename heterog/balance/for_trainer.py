@@ -16,13 +16,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 from transformers.trainer_utils import seed_worker
@@ -35,9 +36,13 @@ from heterog.balance.loss_means import LossMean
 from heterog.balance.loss_probe import UNCOUNTED, Batch, CountOf, Measurement, measure
 from heterog.balance.sampler import BalancedLoader, ShareSampler
 from heterog.balance.shares import BalanceError
+from heterog.balance.streams import StreamBatches, check_stream
 from heterog.balance.tokens import TokenBatches
 from heterog.errors import HeterogWarning
 from heterog.runtime.accelerators import is_accelerated
+
+POSITION_FILE = "balancer.pt"
+"""Where in a stream a run goes on, in the folder of a checkpoint."""
 
 
 def check_trainer(trainer: Any) -> None:
@@ -87,11 +92,15 @@ def train_batches(trainer: Any) -> GlobalBatches:
     """The global batches, in the order that the Trainer's own sampler asks for.
 
     Raises:
-        BalanceError: there is no data set with a length, or the order is not known here.
+        BalanceError: there is no data set with a length and no stream, or the order is not known
+            here.
     """
     arguments, dataset = trainer.args, trainer.train_dataset
-    if dataset is None or not hasattr(dataset, "__len__"):
-        raise BalanceError("a balanced job needs a train_dataset with a length.")
+    is_stream = isinstance(dataset, IterableDataset)
+    if not is_stream and (dataset is None or not hasattr(dataset, "__len__")):
+        raise BalanceError(
+            "a balanced job needs a train_dataset with a length, or an IterableDataset."
+        )
     size, lengths = trainer.balancer.global_batch_size, trainer.token_options.get("lengths")
     if lengths is None and size != trainer._train_batch_size * arguments.world_size:
         raise BalanceError(
@@ -99,6 +108,10 @@ def train_batches(trainer: Any) -> GlobalBatches:
             f"{arguments.world_size} ranks now, and the balancer deals {size}: make a new "
             "BalancedTrainer for another batch size."
         )
+    if is_stream:
+        check_stream(dataset, shuffle=None, lengths=lengths)
+        drop_last, group = arguments.dataloader_drop_last, trainer.balancer.group
+        return StreamBatches(dataset, size, drop_last=drop_last, group=group)
     order: dict[str, Any] = {
         "seed": arguments.seed if arguments.data_seed is None else arguments.data_seed,
         "drop_last": arguments.dataloader_drop_last,
@@ -208,7 +221,8 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self._loss_mean = LossMean(self.balancer.group, self.label_names, loss_mean_over)
         self._fetched: deque[tuple[Deal, float]] = deque()
         self._iterator: Iterator[Any] | None = None
-        self._num_fetched = 0
+        self._num_fetched = self._num_skipped = 0
+        self._resumed: dict[str, Any] = {}
         self._is_first_step = True
         # Also weighs the loss, and follows the step, of a subclass that has its own.
         self._own_loss: Callable[..., Any] = self.compute_loss  # type: ignore[has-type]
@@ -235,29 +249,62 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             self.balancer.watch_norms(self.model)
         return loader
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save, beside the random numbers, where in a stream a run goes on."""
+        super()._save_rng_state(output_dir)
+        sampler = self.balancer.share_sampler
+        if sampler.stream is not None and self.args.should_save:
+            torch.save(sampler.state_dict(self._num_fetched), Path(output_dir, POSITION_FILE))
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps: int, num_epochs: int, resumed: Any, trial: Any
+    ) -> tuple[int, int]:
+        """The epoch and batch at which a run goes on, also where epochs are of unlike lengths."""
+        epoch, skipped = super()._init_training_state(
+            max_steps, num_update_steps, num_epochs, resumed, trial
+        )
+        sampler, self._resumed = self.balancer.share_sampler, {}
+        per_update = self.args.gradient_accumulation_steps
+        if resumed is None:
+            return epoch, skipped
+        if self.token_options:
+            epoch, left = 0, self.state.global_step
+            while left >= (updates := -(-sampler.steps_of(epoch) // per_update)):
+                epoch, left = epoch + 1, left - updates
+            skipped = left * per_update
+        elif sampler.stream is not None and (file := Path(resumed, POSITION_FILE)).is_file():
+            self._resumed = torch.load(file, weights_only=True)
+            epoch, skipped = self._resumed["epoch"], self._resumed["num_done"]
+        return epoch, 0 if self.args.ignore_data_skip else skipped
+
     def _run_epoch(self, **options: Any) -> None:
         """Run an epoch, of which one of tokens may have a few batches more than the one before.
 
         Raises:
-            BalanceError: the data are not the balancer's; or a run with batches of tokens is
-                resumed, whose epochs are not told apart by the number of updates.
+            BalanceError: the data are not the balancer's.
         """
-        if self.token_options and options["resume_from_checkpoint"] is not None:
-            raise BalanceError(
-                "with lengths a BalancedTrainer does not resume inside a run: epochs have "
-                "unlike numbers of updates. Begin from the weights, or leave lengths out."
-            )
         if not isinstance(options["train_dataloader"], BalancedLoader):
             raise BalanceError(
                 f"{type(self).__name__}.get_train_dataloader returns batches that are not dealt "
                 "in shares. Leave it out, and give train_dataset, data_collator and arguments."
             )
+        sampler = options["train_dataloader"].share_sampler
+        per_update = self.args.gradient_accumulation_steps
+        is_resumed = (
+            options["resume_from_checkpoint"] is not None
+            and options["epoch"] == options["epochs_trained"]
+        )
+        self._num_skipped = options["steps_trained_in_current_epoch"] if is_resumed else 0
         if self.token_options:
-            sampler = options["train_dataloader"].share_sampler
             sampler.set_epoch(options["epoch"])
-            per_update = self.args.gradient_accumulation_steps
             options["steps_in_epoch"] = sampler.num_steps
             options["num_update_steps_per_epoch"] = -(-sampler.num_steps // per_update)
+        if sampler.stream is not None and self._num_skipped:
+            if self._resumed:
+                sampler.load_state_dict(self._resumed)
+            else:
+                sampler.start_at(self._num_skipped)
+            options["steps_trained_in_current_epoch"] = 0  # the stream goes on by itself
         super()._run_epoch(**options)
 
     def get_batch_samples(
@@ -266,15 +313,18 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         """Fetch the batches of an update, and find the weights of their losses."""
         sampler = self.balancer.share_sampler
         if epoch_iterator is not self._iterator:
-            self._iterator, self._num_fetched = epoch_iterator, self._num_skipped()
+            self._iterator, self._num_fetched = epoch_iterator, self._num_skipped
         fetched, deals = [], []
         for _ in range(num_batches):
             batch = next(epoch_iterator, None)
-            if batch is None:
+            if batch is None:  # a stream is over
+                self._num_fetched = 0
                 break
             fetched.append(batch)
             deals.append(sampler.deal(self._num_fetched))
             self._num_fetched += 1
+        if not fetched:
+            return [], None
         has_data = [[samples > 0 for samples in deal.samples] for deal in deals]
         rank = self.balancer.group.rank
         counted = [
@@ -380,15 +430,6 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         if self.args.fp16 or self.args.bf16 or any(each.itemsize < 4 for each in parameters):
             return 2e-2
         return 1e-3 if any(map(is_accelerated, parameters)) else 1e-5  # TF32 has 10 bits
-
-    def _num_skipped(self) -> int:
-        """Number of batches that a resumed Trainer skips at the start of its first epoch."""
-        if self.args.ignore_data_skip or self.token_options:
-            return 0
-        per_update = self.args.gradient_accumulation_steps
-        num_updates = -(-self.balancer.share_sampler.num_steps // per_update)
-        skipped: int = (self.state.global_step % num_updates) * per_update
-        return skipped
 
 
 def _checked_loader(loader: Mapping[str, Any], balance: Mapping[str, Any]) -> dict[str, Any]:

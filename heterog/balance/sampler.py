@@ -87,7 +87,11 @@ class ShareSampler(Sampler[list[int]]):
     @property
     def num_steps(self) -> int:
         """Number of steps of the whole epoch."""
-        return self._batches.num_steps(self._epoch)
+        return self.steps_of(self._epoch)
+
+    def steps_of(self, epoch: int) -> int:
+        """Number of steps of an epoch."""
+        return self._batches.num_steps(epoch)
 
     @property
     def shares(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ torchdata's ``Stateful`` protocol; other streams are read again up to where a pa
 
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
@@ -166,6 +166,27 @@ class StreamBatches(SampleBatches):
                 "shares. Do not cut it by ranks (split_dataset_by_node, RANK), and shuffle it "
                 "with one seed on all ranks."
             )
+
+
+def check_stream(
+    dataset: IterableDataset[Any], *, shuffle: bool | None, lengths: Sequence[int] | None
+) -> None:
+    """Check options that a stream cannot have.
+
+    Raises:
+        BalanceError: one is asked for.
+    """
+    if shuffle:
+        raise BalanceError(
+            f"shuffle=True: {type(dataset).__name__} is a stream, whose order is its own. Leave "
+            "shuffle out and shuffle in the stream, with one seed on all ranks."
+        )
+    if lengths is not None:
+        raise BalanceError(
+            f"lengths: {type(dataset).__name__} is a stream, whose samples have no lengths before "
+            "they are read. Pack or cut them to equal lengths in the stream, or leave lengths out "
+            "and give weigh() the count of each batch."
+        )
 
 
 def _fingerprint(sample: Any) -> int:

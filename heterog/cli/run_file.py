@@ -17,7 +17,6 @@ from heterog.names import shown
 from heterog.units import MIB
 
 _SUFFIXES = (".yaml", ".yml")
-_SAVES = "save_config"
 _WHAT = "run file"
 
 
@@ -62,7 +61,7 @@ class FromRunFile(TyperCommand):
         found = parse_yaml(text, path, what="a run file", if_empty="see --save-config")[1]
         if not isinstance(found, dict):
             raise InputFileError(f"{path} holds {shown(found)}, not settings with names.")
-        known = {name_of(each): each for each in self.params if name_of(each) not in _NOT_SAID}
+        known = {name_of(each): each for each in self.params if name_of(each) not in NOT_SAID}
         settings = {}
         for name, value in found.items():
             plain = str(name).replace("-", "_")
@@ -74,7 +73,8 @@ class FromRunFile(TyperCommand):
         return settings
 
 
-_NOT_SAID = (_SAVES, "help")
+NOT_SAID = ("save_config", "help")
+"""What only a command line says."""
 
 
 def name_of(parameter: Any) -> str:
@@ -108,7 +108,7 @@ def save_settings(context: typer.Context, path: Path) -> None:
         name_of(each): str(value) if isinstance(value, Path) else value
         for each in context.command.params
         for value in (context.params.get(each.name or ""),)
-        if name_of(each) not in _NOT_SAID and not (value is None or value is False or value == "")
+        if name_of(each) not in NOT_SAID and not (value is None or value is False or value == "")
     }
     text = f"# heterog {context.command.name} {path.name}\n"
     text += yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)

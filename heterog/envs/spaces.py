@@ -91,8 +91,9 @@ def pair_space(padding: Padding) -> dict[str, gym.Space[npt.NDArray[np.generic]]
         "edge_mask": mask(e),
         "devices": features(d, NUM_DEVICE_FEATURES),
         "device_mask": mask(d),
-        "links": features(d, d, NUM_LINK_FEATURES),
-        "block_devices": features(g, d, NUM_BLOCK_DEVICE_FEATURES),
+        # Not of three axes, which stable-baselines3 takes for an image.
+        "links": features(d, d * NUM_LINK_FEATURES),
+        "block_devices": features(g, d * NUM_BLOCK_DEVICE_FEATURES),
         "candidates": features(c, NUM_CANDIDATE_FEATURES),
         "shares": gym.spaces.Box(0.0, 1.0, (c, d), np.float32),
         "candidate_mask": mask(c),
@@ -123,7 +124,7 @@ def pad_pair(pair: Pair, number: int, padding: Padding) -> Padded:
         full = np.zeros((*sizes, *array.shape[len(sizes) :]), array.dtype)
         part = array if array.dtype != np.float32 else np.clip(array, -LIMIT, LIMIT)
         full[tuple(slice(size) for size in array.shape)] = part
-        padded[name] = full
+        padded[name] = full.reshape(len(full), -1) if full.ndim == 3 else full
     return padded
 
 

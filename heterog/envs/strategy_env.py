@@ -117,8 +117,8 @@ class StrategyOneShotEnv(_StrategyEnv):
     | blocks, block_mask | G x 18, G | compute, parameters, traffic, memory, place, kinds of ops |
     | edges, edge_time, edge_mask | 2 x E, E x 1, E | blocks that feed one another |
     | devices, device_mask | D x 8, D | speed, memory, NIC |
-    | links | D x D x 3 | rate, latency, same host |
-    | block_devices | G x D x 2 | predicted seconds of each block on each device |
+    | links | D x 3D | to each device: rate, latency, same host |
+    | block_devices | G x 2D | predicted seconds of each block on each device |
     | candidates, candidate_mask | C x 17, C | reach, compute, synchronisation, memory of rows |
     | shares | C x D | part of the batch on each device |
     | action_mask | G x C | rows that can hold a block if it were alone |
@@ -236,8 +236,14 @@ bound, and the part of the batch that changed devices |
         return self._observe(), {"masked_actions": 0}
 
     def step(self, action: int | np.int64) -> tuple[Padded, float, bool, bool, Info]:
-        """Decide the current block, if the action is legal."""
+        """Decide the current block, if the action is legal.
+
+        Raises:
+            ResetNeeded: the episode is over.
+        """
         pair, block, wanted = self.pair, len(self._row), int(action)
+        if block == pair.num_blocks:
+            raise gym.error.ResetNeeded("all blocks are decided; call reset for another episode.")
         self._steps += 1
         if 0 <= wanted < pair.num_candidates and self._memory.fits()[0, wanted]:
             seen = pair.observation
@@ -258,7 +264,12 @@ bound, and the part of the batch that changed devices |
         return self._observe(), reward, done, truncated, info
 
     def action_masks(self) -> npt.NDArray[np.bool_]:
-        """Legal actions for the current block, as ``MaskablePPO`` reads them.  # [C]"""
+        """Legal actions for the current block, as ``MaskablePPO`` reads them.  # [C]
+
+        All where an episode is over, as Gymnasium's vectors then read none before their reset.
+        """
+        if len(self._row) == self.pair.num_blocks:
+            return np.ones(self.padding.candidates, bool)
         masks = np.zeros(self.padding.candidates, bool)
         masks[: self.pair.num_candidates] = self._memory.fits()[0]
         return masks

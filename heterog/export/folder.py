@@ -76,6 +76,11 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
+def log_code() -> str:
+    """The class that tells of each step, in scripts of several targets."""
+    return fill("log.py.tmpl").decode()
+
+
 def check_folder(folder: Path, target: str, *, overwrite: bool) -> None:
     """Refuse a folder whose content an export would mix with or destroy.
 

@@ -106,6 +106,8 @@ def launch_script(ranks: Sequence[RankEntry], train: str = "train.py") -> bytes:
     LOCAL_WORLD_SIZE"); otherwise the script starts the processes itself, under the same variables.
     """
     hosts = by_host(ranks)
+    # After "--" torchrun takes no option of the script for a short form of its own.
+    script = train if train.startswith("-") else f"-- {train}"
     equal = len({len(entries) for entries in hosts.values()}) == 1
     cases = []
     for node, (host, entries) in enumerate(hosts.items()):
@@ -114,7 +116,7 @@ def launch_script(ranks: Sequence[RankEntry], train: str = "train.py") -> bytes:
                 f'exec "$python" -m torch.distributed.run --nnodes {len(hosts)} '
                 f"--nproc-per-node {len(entries)} --node-rank {node} "
                 '--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" '
-                f'{train} "$@"'
+                f'{script} "$@"'
             )
         else:
             action = f"ranks=({' '.join(str(entry.rank) for entry in entries)})"

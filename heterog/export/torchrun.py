@@ -16,6 +16,7 @@ from heterog.export.folder import (
     fill,
     in_docstring,
     in_markdown,
+    log_code,
 )
 from heterog.export.ranks import RankEntry, launch_script, ranks_document, ranks_of
 from heterog.export.readme import launch_command, readme
@@ -117,7 +118,9 @@ def runtime_folder(
     )
     files = {
         plan_file: plan_content(plan, compressed=plan_file.endswith(".gz")),
-        "train.py": fill(f"{templates}_train.py.tmpl", plan_file=plan_file, **words),
+        "train.py": fill(
+            f"{templates}_train.py.tmpl", plan_file=plan_file, log=log_code(), **words
+        ),
         USER_FILE: user,
         RANKS_FILE: ranks_document(plan, target.name, ranks, digest(user)),
         "launch.sh": launch_script(ranks),

@@ -2,14 +2,17 @@
 
 import itertools
 import math
+import warnings
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from stable_baselines3.common.env_checker import check_env
 
 from heterog.agents.checkpoint import load_checkpoint, save_checkpoint
 from heterog.agents.config import Algorithm, PolicyConfig, TrainingConfig
@@ -22,6 +25,7 @@ from heterog.agents.sources import PairSource
 from heterog.agents.training import RunFiles, Trainer, TrainingResult
 from heterog.envs.conformance import check_reward
 from heterog.envs.pair import Pair, Score
+from heterog.envs.registration import ONE_SHOT, STEP_BY_STEP
 from heterog.envs.reward import Reward, reward_of
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.errors import HeterogError, HeterogWarning
@@ -301,6 +305,26 @@ def test_algorithms_of_stable_baselines_train_the_policy(algorithm: str, tmp_pat
     assert all(
         torch.equal(after[name], value) for name, value in fresh.policy.state_dict().items()
     )
+
+
+@pytest.mark.parametrize("name", [STEP_BY_STEP, ONE_SHOT])
+def test_maskable_ppo_learns_on_an_environment_as_it_is(name: str) -> None:
+    """Stock, without a wrapper, and its checks find no image and no masked action."""
+    contrib = pytest.importorskip("sb3_contrib", reason="pip install heterog[contrib]")
+    env = gym.make(name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*is an image.*")
+        check_env(env.unwrapped)
+    model = contrib.MaskablePPO("MultiInputPolicy", env, n_steps=8, batch_size=8, n_epochs=1)
+    model.learn(8)
+    assert model.num_timesteps == 8
+    seen, info = env.reset(seed=0)
+    done = False
+    while not done:
+        masks = env.get_wrapper_attr("action_masks")()
+        action, _ = model.predict(seen, action_masks=masks)
+        seen, _, done, _, info = env.step(action)
+    assert info["masked_actions"] == 0
 
 
 def test_what_stable_baselines_draws_is_what_the_policy_draws() -> None:

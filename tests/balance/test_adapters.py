@@ -155,17 +155,21 @@ seen = []
 _forward = Net.forward
 Net.forward = lambda self, x, labels: (seen.append(len(x)), _forward(self, x, labels))[1]
 lengths = [1 + index * index * 11 % 13 for index in range(len(data))]
-arguments = TrainingArguments(
-    output_dir=FOLDER, use_cpu=True, num_train_epochs=3, learning_rate=0.05,
-    per_device_train_batch_size=4, report_to="none", save_strategy="no", max_grad_norm=0,
-    lr_scheduler_type="constant", disable_tqdm=True, logging_strategy="no",
-)
-trainer = BalancedTrainer(
-    model, arguments, train_dataset=data, loader={"lengths": lengths},
-    balance={
-        "shares": [40] if WORLD == 1 else [25, 15, 0], "global_batch_size": 40, "interval": 0,
-    },
-)
+
+def new_trainer():
+    arguments = TrainingArguments(
+        output_dir=FOLDER, use_cpu=True, num_train_epochs=3, learning_rate=0.05,
+        per_device_train_batch_size=4, report_to="none", save_steps=9, max_grad_norm=0,
+        lr_scheduler_type="constant", disable_tqdm=True, logging_strategy="no",
+    )
+    return BalancedTrainer(
+        Net(), arguments, train_dataset=data, loader={"lengths": lengths},
+        balance={
+            "shares": [40] if WORLD == 1 else [25, 15, 0], "global_batch_size": 40, "interval": 0,
+        },
+    )
+
+trainer = new_trainer()
 batches = trainer.get_train_dataloader().share_sampler._batches
 counts = [batches.num_steps(epoch) for epoch in range(3)]
 assert len(set(counts)) > 1, counts
@@ -173,16 +177,69 @@ trainer.train()
 assert trainer.state.global_step == sum(counts), (trainer.state.global_step, counts)
 if WORLD == 1:
     assert sum(seen) == 3 * len(data), sum(seen)
-for ask, words in (
-    (lambda: BalancedTrainer(model, arguments, loader={"cost": len}), "give loader its lengths"),
-    (lambda: trainer._run_epoch(resume_from_checkpoint="x"), "does not resume inside a run"),
-):
-    try:
-        ask()
-    except heterog.balance.BalanceError as error:
-        assert words in str(error), error
-    else:
-        raise AssertionError(words)
+model = trainer.model
+if WORLD > 1:
+    step = 9 * (counts[0] // 9 + 1)  # inside of the second epoch
+    again = new_trainer()
+    again.train(resume_from_checkpoint=f"{FOLDER}/checkpoint-{step}")
+    assert again.state.global_step == sum(counts), (again.state.global_step, counts)
+    torch.testing.assert_close(again.model.state_dict(), model.state_dict())
+try:
+    BalancedTrainer(model, trainer.args, loader={"cost": len})
+except heterog.balance.BalanceError as error:
+    assert "give loader its lengths" in str(error), error
+"""
+TRAINER_OF_A_STREAM = """
+from torch.utils.data import IterableDataset
+from transformers import TrainingArguments
+from heterog.balance.for_trainer import BalancedTrainer
+
+class Stream(IterableDataset):
+    place = 0
+
+    def __iter__(self):
+        begin, self.place = self.place, 0
+        for index in range(begin, len(data)):
+            self.place = index + 1
+            read.append(index)
+            yield {"index": index, **data[index]}
+        self.place = 0
+
+class Stateful(Stream):
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+def trained(stream, resumed=None):
+    read.clear(), seen.clear()
+    arguments = TrainingArguments(
+        output_dir=FOLDER, use_cpu=True, max_steps=7, learning_rate=0.05, save_steps=2,
+        per_device_train_batch_size=12 // WORLD, report_to="none", disable_tqdm=True,
+        lr_scheduler_type="constant", logging_strategy="no",
+    )
+    torch.manual_seed(1)
+    trainer = BalancedTrainer(
+        Net(), arguments, train_dataset=stream, balance={"shares": SHARES, "interval": 0}
+    )
+    trainer.train(resume_from_checkpoint=resumed)
+    return trainer.model
+
+class Net(Net):
+    def forward(self, x, labels, index=None):
+        seen.extend(index.tolist() if index is not None else [])
+        return super().forward(x, labels)
+
+read, seen = [], []
+kind = Stream if WORLD == 1 else Stateful  # the first is read again up to its place
+model = trained(kind())
+if WORLD == 1:
+    assert seen == [*range(50), *range(24)], seen
+for step, begin in ((6, 0),) if WORLD == 1 else ((2, 24), (6, 12)):
+    state = trained(kind(), f"{FOLDER}/checkpoint-{step}").state_dict()
+    torch.testing.assert_close(state, model.state_dict())
+    assert read[0] == begin, read
 """
 TAIL = """
 if os.environ["RANK"] == "0":
@@ -223,6 +280,15 @@ def test_a_trainer_accumulates_and_goes_on_like_one_process(
 def test_a_trainer_deals_tokens_like_one_process(tmp_path: Path, scripts: ForkedPython) -> None:
     """Every sample once in each epoch, also where one has a batch more than the first."""
     text = f"FOLDER = {str(tmp_path / 'run')!r}\n" + TRAINER_OF_TOKENS
+    one, three = (loss_of(text, num_ranks, tmp_path, scripts) for num_ranks in (1, 3))
+    assert three == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_trainer_deals_a_stream_like_one_process(tmp_path: Path, scripts: ForkedPython) -> None:
+    """Every sample once, also where a run goes on in the middle of a pass; seven steps of five."""
+    text = f"FOLDER = {str(tmp_path / 'run')!r}\n" + TRAINER_OF_A_STREAM
     one, three = (loss_of(text, num_ranks, tmp_path, scripts) for num_ranks in (1, 3))
     assert three == pytest.approx(one, rel=1e-4)
 

@@ -134,12 +134,30 @@ def test_both_environments_agree_on_a_strategy() -> None:
     assert other == reward
 
 
-def test_environments_can_be_vectorised() -> None:
-    envs = gym.make_vec(STEP_BY_STEP, num_envs=3, vectorization_mode="sync")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_environments_can_be_vectorised(mode: str) -> None:
+    """Over the ends of episodes, after which a vector resets with its next step."""
+    envs: Any = gym.make_vec(STEP_BY_STEP, num_envs=2, vectorization_mode=mode)
     seen, _ = envs.reset(seed=0)
-    assert seen["blocks"].shape[0] == 3
-    _, reward, _, _, _ = envs.step(np.zeros(3, np.int64))
-    assert reward.shape == (3,)
+    assert seen["blocks"].shape[0] == 2
+    ended = 0
+    for _ in range(10):  # the toy has four blocks
+        masks = np.stack(envs.call("action_masks"))
+        seen, reward, done, _, _ = envs.step(masks.argmax(axis=1))
+        assert reward.shape == (2,)
+        ended += int(done.sum())
+    assert ended == 4
+    envs.close()
+
+
+def test_a_step_after_the_end_asks_for_a_reset() -> None:
+    env = StrategyEnv([toy_pair()])
+    env.reset(seed=0)
+    while not env.step(int(env.action_masks().argmax()))[2]:
+        pass
+    assert env.action_masks().all()
+    with pytest.raises(gym.error.ResetNeeded, match="all blocks are decided"):
+        env.step(0)
 
 
 def test_a_padding_that_is_too_small_is_refused_at_once() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 
 import heterog
@@ -69,6 +70,15 @@ def build(rank):
 
 def loss_weight(batch):
     return float((batch[1] != -100).sum())
+"""
+KILLED_ONCE = """
+def killed(rank):
+    import os, signal
+    for step in range(NUM_STEPS):
+        if step == 2 and rank == 1 and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield step
 """
 BATCHES = """
 import tiny
@@ -247,9 +257,14 @@ def test_ddp_weighs_uneven_batches_and_ignored_labels(
     export_plan(plan, "ddp", folder)
     fill_in(folder, BUILD)
     # More steps than the data has: all ranks end together.
-    options = ("--steps", "9", "--save", "weights.pt")
+    options = ["--steps", "9", "--save", "weights.pt", "--checkpoint", "ckpt", "--every", "1"]
+    options += ["--log", "log.jsonl"]
     printed = launch(folder, ["a", "b"], python.command, *options, ranks=PYTHON)
     assert_trained_like_one_device(folder, printed)
+    told = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in told] == [1, 2, 3]
+    steps = {file.name for file in (folder / "ckpt").glob("rank_1*")}
+    assert steps == {"rank_1.step_2.pt", "rank_1.step_3.pt"}
 
 
 @THOROUGH
@@ -269,9 +284,15 @@ def test_ddp_accumulates_and_leaves_out_devices(graph: OpGraph, tmp_path: Path) 
         (r["device"], r["local_device"], r["first_sample"], r["micro_batches"])
         for r in ranks["ranks"]
     ] == [("a:0", 0, 0, [2, 1]), ("a:1", 1, 3, [2]), ("b:1", 1, 5, [3])]
-    fill_in(folder, BUILD)
-    options = ("--steps", str(NUM_STEPS), "--save", "weights.pt", "--device", "cpu")
-    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], PYTHON, *options))
+    fill_in(folder, BUILD.replace("range(NUM_STEPS)", "killed(rank.rank)") + KILLED_ONCE)
+    options = ["--steps", str(NUM_STEPS), "--save", "weights.pt", "--device", "cpu"]
+    options += ["--checkpoint", "ckpt", "--every", "1", "--log", "log.jsonl"]
+    with pytest.raises(AssertionError, match="== 0"):
+        launch(folder, ["a", "b"], PYTHON, *options)
+    assert "step 3" in launch(folder, ["a", "b"], PYTHON, *options)
+    told = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    lines = [f"step {each['step']} loss {each['loss']:.9g}" for each in told]
+    assert_trained_like_one_device(folder, "\n".join(lines))
 
 
 OWN_DATA = """
@@ -414,6 +435,7 @@ def test_accelerate_deals_a_stream_and_goes_on(
 
 STUB_DEEPSPEED = """
 import torch
+import torch.distributed as dist
 
 def init_distributed():
     torch.distributed.init_process_group("gloo")
@@ -505,7 +527,7 @@ def test_launch_uses_torchrun_where_hosts_are_equal(even: Plan, tmp_path: Path) 
         done.stdout.split()
         == (
             "-m torch.distributed.run --nnodes 2 --nproc-per-node 2 --node-rank 1 --master-addr m "
-            "--master-port 1 train.py --steps 2"
+            "--master-port 1 -- train.py --steps 2"
         ).split()
     )
     wrong = subprocess.run(
@@ -1034,6 +1056,22 @@ def test_ddp_script_says_what_is_wrong(
     monkeypatch.setattr(train, "dist", SimpleNamespace(all_reduce=lambda totals: totals.mul_(4)))
     with pytest.raises(SystemExit, match="weights of the whole batch are 0"):
         train.train_step(None, None, None, torch.zeros(2, 2), rank, train.Weighting())
+    alone = SimpleNamespace(all_reduce=lambda *_: None, barrier=lambda: None)
+    monkeypatch.setattr(train, "dist", SimpleNamespace(**vars(alone), ReduceOp=dist.ReduceOp))
+    monkeypatch.chdir(tmp_path)
+    asked = SimpleNamespace(checkpoint="ckpt", every=2, every_minutes=0.0)
+    model = tiny.make_model()
+    trained = {"model": model, "optimizer": tiny.make_optimizer(model)}
+    saved = train.Checkpoints(asked, rank, trained)
+    assert saved.resume() == 0
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    saved.save(4)
+    next_number = torch.rand(1)
+    torch.nn.init.zeros_(next(model.parameters()))
+    assert train.Checkpoints(asked, rank, trained).resume() == 4
+    torch.testing.assert_close(dict(model.state_dict()), before)
+    assert torch.rand(1) == next_number
+    assert [saved.is_due(step) for step in (5, 6)] == [False, True]
     train.check_model(tiny.make_model(), replace(rank, rank=0))
     assert capsys.readouterr().out == ""
     train.check_model(torch.nn.Linear(2, 2), replace(rank, rank=0))

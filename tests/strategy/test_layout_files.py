@@ -223,6 +223,25 @@ def test_accelerate(tmp_path: Path) -> None:
             "--expert-tensor-parallel-size 1",
             "expert_model_parallel_size 6 must be a multiple of the 4 devices",
         ),
+        (
+            "a.sh",
+            "if x; then TP=2; else TP=8; fi; a.py --tensor-model-parallel-size $TP",
+            "depends on a condition, as 2 and as 8",
+        ),
+        ("a.sh", "N=1; for N in 2 4; do a.py --tensor-model-parallel-size $N; done", "'.N'; it"),
+        ("a.sh", "torchrun --nproc_per_node 8 a.py --per_device_batch 2", "another program"),
+        ("a.yaml", "{micro_batch_size: 2, gradient_accumulation_steps: 4}", "another program"),
+        (
+            "a.toml",
+            "[activation_checkpoint]\nmode = 'memory_budget'",
+            "checkpoint.mode is 'memory",
+        ),
+        ("a.toml", "[parallelism]\nmodule_fqns_per_model_part = ['a']", "list of lists"),
+        (
+            "a.yaml",
+            "{tensor_model_parallel_size: 2, fsdp: true, fsdp_sharding_strategy: half}",
+            "fsdp_sharding_strategy 'half' is none",
+        ),
         ("a.txt", "--ds-sequence-parallel-size 4", "ds_sequence_parallel_size is 4"),
         ("a.json", '{"sequence_parallel_size": 4}', "sequence_parallel_size is 4; Ulysses"),
         (
@@ -358,7 +377,8 @@ MODEL_PARALLEL_ARGS=(
             "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 15 "
             "--decoder-last-pipeline-num-layers 17 --micro-batch-size 1 "
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-            "tp=8,pp=4,dp=8,ep=8,micro_batch=1,recompute=full,layers=15-16-16-17",
+            "tp=8,pp=4,dp=8,ep=8,dispatch=allgather,micro_batch=1,recompute=full,"
+            "layers=15-16-16-17",
             0,
         ),
         (
@@ -398,6 +418,109 @@ def test_the_family_of_megatron(
 ) -> None:
     found = read(tmp_path, name, text)
     assert (found.layout, found.batch_size) == (parse_layout(layout), batch)
+
+
+def test_a_script_is_read_as_a_shell_would(tmp_path: Path) -> None:
+    script = """set -e
+: "${TP:=4}"
+PP=${PP:-$((2 + 2))}; MBS=${1:-"2"}
+GBS=$((MBS * 64)) NOTHING=
+NNODES=${NNODES:-${SLURM_NNODES:-2}}
+if [ -n "$DIST" ]; then
+    ARGS+=(--use-distributed-optimizer)
+fi
+RECOMPUTE="--recompute-activations"
+[[ $FP8 == 1 ]] && RECOMPUTE="$RECOMPUTE --fp8"
+cmd="python -u a#b.py --tensor-model-parallel-size ${TP} --num-layers=32"
+ulimit -n 4; torchrun --nnodes ${NNODES} --nproc_per_node 8 a.py \\
+    --pipeline-model-parallel-size $PP `# stages` \\
+    --global-batch-size "$[MBS*64]" --micro-batch-size $MBS $RECOMPUTE 2>&1 \\
+    --sequence-parallel $NOTHING $MORE "${ARGS[@]}" "$@" | tee log
+"""
+    found = read(tmp_path, "a.sh", script)
+    wanted = "tp=4,pp=4,dp=1,micro_batch=2,zero=1,recompute=selective,sequence_parallel=true"
+    assert (found.layout, found.batch_size) == (parse_layout(wanted), 128)
+    assert found.remarks == (
+        "Stands under a condition of the script, which is taken to hold: "
+        "use_distributed_optimizer, fp8.",
+        "Only a shell can say what stands for: $MORE, $@.",
+        "Not used from the file: fp8.",
+    )
+    again = read(tmp_path, "b.sh", script.replace("\n", "\r\n"))
+    assert again.layout == found.layout
+
+
+OVERRIDES = """torchrun --nproc_per_node=8 megatron_gpt_pretraining.py trainer.num_nodes=2 \
+  trainer.devices=8 model.tensor_model_parallel_size=4 ++model.sequence_parallel=True \
+  model.optim.name=distributed_fused_adam
+"""
+FINETUNING = """
+trainer: {devices: 8, num_nodes: '${oc.env:NODES,2}'}
+model:
+  tensor_model_parallel_size: 2
+  micro_batch_size: 4
+  fsdp: true
+  fsdp_sharding_strategy: grad
+  data:
+    train_ds: {micro_batch_size: '${model.micro_batch_size}', global_batch_size: 64}
+    validation_ds: {micro_batch_size: 1}
+  optim: {lr: '${..micro_batch_size}', _target_: a.B}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "layout", "remark"),
+    [
+        ("a.sh", OVERRIDES, "tp=4,dp=4,zero=1,sequence_parallel=true", ""),
+        (
+            "a.yaml",
+            FINETUNING,
+            "tp=2,dp=8,micro_batch=4,zero=2",
+            "model.data.validation_ds.micro_batch_size, lr",
+        ),
+        ("a.yaml", "{model: {context_parallel_size: 4}}", "cp=4", ""),
+        (
+            "a.yaml",
+            "{pipeline_model_parallel_size: 2, num_layers: 9, num_layers_in_first_pipeline_stage: "
+            "4}",
+            "pp=2,layers=4-5",
+            "",
+        ),
+        (
+            "a.sh",
+            "x.py --expert-model-parallel-size 2 --fancy-rank-mapping",
+            "ep=2,dispatch=allgather",
+            "fancy_rank_mapping",
+        ),
+        (
+            "a.toml",
+            '[parallelism]\npipeline_parallel_degree = 2\nmodule_fqns_per_model_part = [["emb", '
+            '"a.0"], ["a.1"]]\n[comm]\nspeed = 1',
+            "pp=2,micro_batch=1,zero=3,recompute=op,schedule=1f1b,split=a.1",
+            "comm.speed",
+        ),
+        (
+            "a.toml",
+            "[training]\ntensor_parallel_degree = 2\nbatch_size = 3",
+            "tp=2,micro_batch=3,zero=3,recompute=op,sequence_parallel=true",
+            "",
+        ),
+        (
+            "a.json",
+            '{"optimizer": {"type": "OneBitAdam", "params": {}}, "train_batch_size": 8}',
+            "tp=1",
+            "OneBitAdam",
+        ),
+        ("a.yaml", "{distributed_type: MULTI_GPU, new_config: {x: 1}}", "tp=1", "new_config.x"),
+    ],
+)
+def test_files_in_other_manners(
+    tmp_path: Path, name: str, text: str, layout: str, remark: str
+) -> None:
+    found = read(tmp_path, name, text)
+    assert found.layout == parse_layout(layout)
+    assert remark in " ".join(found.remarks)
+    assert bool(remark) == bool(found.remarks)
 
 
 def test_what_speaks_of_parallelism_is_named_before_the_rest(tmp_path: Path) -> None:

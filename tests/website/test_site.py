@@ -50,9 +50,12 @@ def test_claims_are_told_apart() -> None:
 
 
 def test_the_page_of_commands_is_their_help() -> None:
-    assert command_pages.PAGE.read_text() == command_pages.page(), (
-        "python -m website.command_pages"
-    )
+    pages = {
+        command_pages.PAGE: command_pages.page(),
+        command_pages.RUN_FILE_PAGE: command_pages.run_file_page(),
+    }
+    for path, page in pages.items():
+        assert path.read_text() == page, "python -m website.command_pages"
 
 
 @pytest.mark.parametrize("name", sorted(DRAWN))

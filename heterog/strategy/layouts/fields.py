@@ -1,7 +1,7 @@
 """The fields of another program's file: each is read once, and what was not read is named."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +9,10 @@ from heterog.errors import InputFileError
 from heterog.names import shown
 from heterog.strategy.layouts.layout import MOST, Layout, LayoutError
 
-_MOST_UNREAD = 8
+_MOST_UNREAD = 40
 _TELLING = re.compile(
-    "parallel|batch|recompute|checkpoint_|shard|zero|fsdp|pipeline|expert|moe|offload|overlap"
+    "parallel|batch|recompute|checkpoint_|shard|zero|fsdp|pipeline|expert|moe|offload|overlap|stage"
+    "|mapping|virtual|comm_|_comm|compress|quantiz|num_gpus|nproc|nodes|accumulat"
 )
 """Names of fields that may change where and when ops run."""
 
@@ -76,6 +77,7 @@ class Fields:
         self._document: dict[str, Any] = document
         self._where = where
         self._taken: dict[str, set[str]] = {}
+        self._skipped: set[str] = set()
         self.remarks: list[str] = []
 
     def section(self, path: str) -> dict[str, Any]:
@@ -101,16 +103,22 @@ class Fields:
             raise LayoutError(value.fault)
         return value
 
-    def merge(self, path: str, older: str) -> None:
-        """Read the fields of another section, too, where a program's older files have them."""
-        both = {**self.section(older), **self.section(path)}
-        self._document = {**self._document, path: both}
-        self._document.pop(older, None)
+    def merge(self, path: str, older: str, having: str = "") -> None:
+        """Read the fields of another section, too, where a program's older files have them.
+
+        Args:
+            path: The section.
+            older: The other one.
+            having: Part of the names of the fields that are moved.
+        """
+        moved = {name: value for name, value in self.section(older).items() if having in name}
+        rest = {name: value for name, value in self.section(older).items() if name not in moved}
+        self._document = {**self._document, path: {**moved, **self.section(path)}, older: rest}
         self._taken.pop(older, None)
 
-    def take(self, name: str) -> Any:
-        """The value of a field at the top, of any type; ``None`` if it is not there."""
-        return self._take("", name)
+    def take(self, name: str, *, at: str = "") -> Any:
+        """The value of a field of any type; ``None`` if it is not there."""
+        return self._take(at, name)
 
     def number(
         self, path: str, name: str, default: int, *, least: int = 1, auto: bool = False
@@ -128,6 +136,11 @@ class Fields:
         value = self._take(path, name)
         if value is None:
             return default
+        if isinstance(value, str) and value.startswith("$"):  # more options after this one
+            self.remark(f"Only a shell can say what stands for: {shown(value)[1:-1]}.")
+            return True
+        if isinstance(value, str):
+            value = {"true": True, "false": False}.get(value.lower(), value)
         if type(value) is not bool:
             self._refuse(f"{path}.{name}", value, "true or false")
         return bool(value)
@@ -155,21 +168,24 @@ class Fields:
         return tuple(value)
 
     def skip(self, path: str, *names: str) -> None:
-        """Ignore fields that do not change where and when ops run."""
-        self._taken.setdefault(path, set()).update(names)
+        """Ignore fields and sections that do not change where and when ops run."""
+        self._skipped.update(f"{path}.{name}".lstrip(".") for name in names)
 
     def remark(self, text: str) -> None:
         """Add a remark about something that the layout does not express."""
         self.remarks.append(text)
 
-    def check_that_some_are_known(self) -> None:
+    def check_that_some_are_known(self, besides: Collection[str]) -> None:
         """Refuse a file of another program, which would be taken for plain data parallelism.
+
+        Args:
+            besides: Fields that do not count, as those of a launcher.
 
         Raises:
             LayoutError: no field was looked for, though there are some.
         """
         known = {path.split(".")[0] for path in self._taken} | self._taken.get("", set())
-        if self._document and not known & self._document.keys():
+        if self._document and not known & self._document.keys() - set(besides):
             names = ", ".join(shown(name)[1:-1] for name in [*self._document][:_MOST_UNREAD])
             raise LayoutError(
                 f"its fields ({names}) are none that are read, so it is for another program. Say "
@@ -177,20 +193,14 @@ class Fields:
             )
 
     def unread(self) -> list[str]:
-        """A sentence that lists fields of the sections that were read.
+        """A sentence that lists fields that were neither read nor skipped.
 
-        Names that speak of parallelism or batches are listed to the last one, of every section.
+        Names that speak of parallelism or batches are listed to the last one.
         """
         left = [
-            f"{path}.{name}".lstrip(".")
-            for path, taken in self._taken.items()
-            for name, value in self.section(path).items()
-            if name not in taken and not isinstance(value, dict)
-        ]
-        left += [
             path
-            for path, _ in leaves(self._document)
-            if path.rpartition(".")[0] not in self._taken and _TELLING.search(path)
+            for path, value in leaves(self._document)
+            if value not in (None, {}) and not self._is_known(path)
         ]
         if not left:
             return []
@@ -200,6 +210,12 @@ class Fields:
         listed = ", ".join(shown(name)[1:-1] for name in left[:most])
         more = f" and {len(left) - most} more" if len(left) > most else ""
         return [f"Not used from the file: {listed}{more}."]
+
+    def _is_known(self, path: str) -> bool:
+        section, _, name = path.rpartition(".")
+        parts = path.split(".")
+        above = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+        return name in self._taken.get(section, ()) or bool(above & self._skipped)
 
     def _refuse(self, name: str, value: object, wanted: str) -> None:
         raise InputFileError(

@@ -23,6 +23,7 @@ from heterog.strategy.layouts.layout import (
     layout_of_words,
 )
 from heterog.strategy.layouts.megatron import (
+    LAUNCHER,
     command_line_document,
     flat_document,
     is_of_megatron,
@@ -64,23 +65,24 @@ def read_layout(path: str | Path) -> LayoutFile:
         )
     kind, read = _READERS[ending]
     content = read_bytes(path, kind, MAX_FILE_BYTES)
-    document = _parsed(content, path, kind, ending)
+    document, unsure = _parsed(content, path, kind, ending)
     if ending in _YAML and is_of_megatron(document):
         kind, read = "Megatron configuration", read_megatron
         document = flat_document(document)
     fields = Fields(document, f"{kind} {path}")
     try:
         found = read(fields)
-        fields.check_that_some_are_known()
+        fields.check_that_some_are_known(LAUNCHER)
     except LayoutError as error:
         raise LayoutError(f"{kind} {path}: {error}") from error
-    return replace(found, remarks=(*fields.remarks, *fields.unread()))
+    return replace(found, remarks=(*unsure, *fields.remarks, *fields.unread()))
 
 
-def _parsed(content: bytes, path: Path, kind: str, ending: str) -> object:
+def _parsed(content: bytes, path: Path, kind: str, ending: str) -> tuple[object, list[str]]:
+    """The document in a file, and sentences about what is not sure of it."""
     where = f"{kind} {path}"
     if ending == ".json":
-        return parse_json(content, where)
+        return parse_json(content, where), []
     text = decoded(content, where)
     if ending in _COMMAND_LINE:
         return command_line_document(text, where)
@@ -89,25 +91,27 @@ def _parsed(content: bytes, path: Path, kind: str, ending: str) -> object:
         if text.count("[") > _MOST_SECTIONS or text.count("{") > _MOST_SECTIONS:
             raise InputFileError(f"{where} holds more than is read.")
         try:
-            return tomllib.loads(text)
+            return tomllib.loads(text), []
         except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
             reason = (str(error).splitlines() or ["it is nested too deeply"])[0][:200]
             raise InputFileError(f"{where} is not valid TOML: {reason}.") from error
     what = "a configuration of Accelerate or Megatron"
-    return parse_yaml(text, path, what=what, if_empty="run 'accelerate config'")[1]
+    return parse_yaml(text, path, what=what, if_empty="run 'accelerate config'")[1], []
 
 
 def _torchtitan(fields: Fields) -> LayoutFile:
     """The sections ``parallelism``, ``training`` and ``activation_checkpoint`` of torchtitan."""
     at = "parallelism"
+    fields.skip("", *_TORCHTITAN_WORKLOAD)
     fields.merge(at, older="experimental")
+    fields.merge(at, older="training", having="_parallel_")
     replicas = fields.number(at, "data_parallel_replicate_degree", 1)
     shards = fields.number(at, "data_parallel_shard_degree", -1, least=-1)
     keeps = fields.word(at, "fsdp_reshard_after_forward", "default") == "never"
     tp = fields.number(at, "tensor_parallel_degree", 1)
     cp = fields.number(at, "context_parallel_degree", 1)
     pp = fields.number(at, "pipeline_parallel_degree", 1)
-    split = fields.words(at, "pipeline_parallel_split_points")
+    split = fields.words(at, "pipeline_parallel_split_points") or _torchtitan_parts(fields)
     fields.skip(
         at,
         "disable_loss_parallel",
@@ -145,6 +149,25 @@ def _torchtitan(fields: Fields) -> LayoutFile:
     return LayoutFile(layout=layout_of_words(said), batch_size=max(whole, 0))
 
 
+_TORCHTITAN_WORKLOAD = (
+    "job", "profiling", "metrics", "model", "optimizer", "lr_scheduler", "checkpoint", "tokenizer",
+    "debug", "validation",
+)  # fmt: skip
+"""Sections about the workload, and about what is written."""
+
+
+def _torchtitan_parts(fields: Fields) -> tuple[str, ...]:
+    """Modules at which stages begin, where a file lists the modules of each."""
+    parts = fields.take("module_fqns_per_model_part", at="parallelism") or []
+    if not isinstance(parts, list) or not all(
+        isinstance(part, list) and part and isinstance(part[0], str) for part in parts
+    ):
+        raise LayoutError(
+            f"module_fqns_per_model_part is {shown(parts)}; it is a list of lists of modules."
+        )
+    return tuple(part[0] for part in parts[1:])
+
+
 def _torchtitan_experts(fields: Fields, tp: int, cp: int) -> int:
     """Replicas that share experts, where torchtitan counts devices."""
     at = "parallelism"
@@ -171,8 +194,12 @@ def _torchtitan_checkpoints(fields: Fields) -> dict[str, str]:
         "early_stop",
         "preserve_rng_state",
     )
-    if mode != "selective":
+    if mode in ("none", "full"):
         return {"recompute": mode}
+    if mode != "selective":
+        raise LayoutError(
+            f"activation_checkpoint.mode is {shown(mode)}; none, full and selective can be said."
+        )
     if every.isascii() and every.isdigit():  # 0 and 1: every layer
         return {"recompute": "full", "recompute_every": str(max(int(every[:6]), 1))}
     return {"recompute": every}
@@ -209,6 +236,10 @@ def _deepspeed(fields: Fields) -> LayoutFile:
     micro = fields.number("", "train_micro_batch_size_per_gpu", 0, auto=True)
     num_micro = fields.number("", "gradient_accumulation_steps", 0, auto=True)
     batch = fields.number("", "train_batch_size", 0, auto=True)
+    kind = fields.word("optimizer", "type")
+    fields.skip("", "optimizer")
+    if kind.lower().startswith(("onebit", "zeroone")):
+        fields.remark(f"optimizer {kind} is not modelled: gradients travel whole.")
     if fields.section("activation_checkpointing"):
         fields.skip("activation_checkpointing", *fields.section("activation_checkpointing"))
         fields.remark(
@@ -224,9 +255,12 @@ def _deepspeed(fields: Fields) -> LayoutFile:
 _DEEPSPEED_WORKLOAD = (
     "steps_per_print", "gradient_clipping", "prescale_gradients", "wall_clock_breakdown",
     "zero_allow_untested_optimizer", "dump_state", "communication_data_type", "sparse_gradients",
-    "gradient_predivide_factor", "zero_force_ds_cpu_optimizer", "seed",
+    "gradient_predivide_factor", "zero_force_ds_cpu_optimizer", "seed", "scheduler", "fp16",
+    "bf16", "bfloat16", "amp", "data_types", "checkpoint", "tensorboard", "wandb", "comet",
+    "csv_monitor", "flops_profiler", "comms_logger", "dataloader_drop_last", "memory_breakdown",
+    "torch_autocast",
 )  # fmt: skip
-"""Fields of the optimizer, the loop and what is printed."""
+"""Fields and sections of the optimizer, numbers, the loop and what is printed."""
 _DEEPSPEED_TUNING = (
     "allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter",
     "reduce_bucket_size", "contiguous_gradients", "round_robin_gradients", "sub_group_size",
@@ -241,6 +275,8 @@ _DEEPSPEED_TUNING = (
 def _accelerate(fields: Fields) -> LayoutFile:
     """The output of ``accelerate config``."""
     fields.skip("", *_ACCELERATE_LAUNCH)
+    if "distributed_type" not in fields.section(""):
+        return LayoutFile(layout=Layout())  # refused, as no field was read
     kind = fields.word("", "distributed_type", "NO").upper().replace("-", "_")
     count = fields.number("", "num_processes", 0, least=0)
     readers: dict[str, Callable[[Fields], Layout]] = {
@@ -275,7 +311,10 @@ _ACCELERATE_LAUNCH = (
     "compute_environment", "debug", "downcast_bf16", "dynamo_backend", "enable_cpu_affinity",
     "gpu_ids", "machine_rank", "main_process_ip", "main_process_port", "main_training_function",
     "mixed_precision", "num_machines", "rdzv_backend", "same_network", "tpu_env",
-    "tpu_use_cluster", "tpu_use_sudo", "use_cpu",
+    "tpu_use_cluster", "tpu_use_sudo", "use_cpu", "dynamo_config", "fp8_config", "ipex_config",
+    "mpirun_config", "use_xpu", "rdzv_conf", "rdzv_id", "commands", "command_file", "tpu_name",
+    "tpu_zone", "tpu_vm", "downcast_fp16", "log_level", "max_restarts", "monitor_interval",
+    "use_mps_device",
 )  # fmt: skip
 """Fields about where ranks start and find each other."""
 

@@ -5,19 +5,24 @@ line and below sections of their own in YAML; so both become one flat list of na
 """
 
 import re
-import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from heterog.errors import InputFileError
 from heterog.names import shown
 from heterog.strategy.layouts.fields import Fields, LayoutFile, Twice, leaves
 from heterog.strategy.layouts.layout import LayoutError, layout_of_words
+from heterog.strategy.layouts.shell import OR, options_of
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*))?\})")
-_MOST_WORDS = 10_000
-_MOST_NESTED = 8  # variables in the values of variables
+_NAME = re.compile(
+    r"(tensor|pipeline|virtual_pipeline|expert)_model_parallel_size|.+\.context_parallel_size"
+)
+_JUDGED = re.compile(
+    r"(^|[._])(val|valid|validation|test|eval|evaluation|inference|infer)([._]|$)"
+)
+_REFERENCE = re.compile(r"\$\{(\.*)(\w[\w.]*)\}")
+_RESOLVED = re.compile(r"\$\{oc\.(?:env:\w+,|decode:)([^${}]*)\}")
+_MOST_NESTED = 8  # references in what is referred to
 
 
 def is_of_megatron(document: object) -> bool:
@@ -27,20 +32,46 @@ def is_of_megatron(document: object) -> bool:
     True
     """
     return any(
-        path.rpartition(".")[2] in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        _NAME.fullmatch(path) or _NAME.fullmatch(path.rpartition(".")[2])
         for path, _ in leaves(document)
     )
 
 
 def flat_document(document: object) -> dict[str, Any]:
-    """The fields of all sections by their own names."""
+    """The fields of all sections by their own names, with what they refer to.
+
+    Those of sections about validation keep their dotted paths.
+    """
     found: dict[str, Any] = {}
-    for path, value in leaves(document):
-        section, _, name = path.rpartition(".")
-        if name == "name" and section.split(".")[-1] in ("optim", "optimizer"):
-            name = "optimizer_name"
-        _add(found, name, value, f"sections say '{name}'")
+    fields = dict(leaves(document))
+    for path in fields:
+        name = path if _JUDGED.search(path.rpartition(".")[0]) else _own_name(path)
+        _add(found, name, _referred(path, fields), f"sections say '{name}'")
     return found
+
+
+def _own_name(path: str) -> str:
+    """The name of a field in a flat list."""
+    section, _, name = path.rpartition(".")
+    if name == "name" and section.rpartition(".")[2] in ("optim", "optimizer"):
+        return "optimizer_name"
+    return name.replace("-", "_")
+
+
+def _referred(path: str, fields: Mapping[str, Any]) -> object:
+    """The value of a field, or of the one that it names in the manner of OmegaConf."""
+
+    def of(found: re.Match[str]) -> str:
+        above = path.split(".")[: -len(found[1])] if found[1] else []
+        value = fields.get(".".join([*above, found[2]]))
+        return found[0] if value is None or isinstance(value, dict | list) else str(value)
+
+    text = value = fields[path]
+    for _ in range(_MOST_NESTED):
+        if not isinstance(text, str) or "${" not in text or len(text) > 1000:
+            break
+        text = _RESOLVED.sub(r"\1", _REFERENCE.sub(of, text))
+    return value if text == value else _typed(str(text))
 
 
 def _add(found: dict[str, Any], name: str, value: object, where: str) -> None:
@@ -52,70 +83,41 @@ def _add(found: dict[str, Any], name: str, value: object, where: str) -> None:
         )
 
 
-def command_line_document(text: str, where: str) -> dict[str, Any]:
+def command_line_document(text: str, where: str) -> tuple[dict[str, Any], list[str]]:
     """The options in a command line or in the shell script around it, as fields.
 
-    Variables that the script sets, or gives a default, stand for their values; what a shell would
-    have to run is left as it is written.
+    Returns:
+        The fields, and sentences about what is not sure of them.
 
     Raises:
         InputFileError: the text is not what a shell reads, or has no options.
     """
-    try:
-        words = shlex.split(text.replace("\\\n", " ").replace("\\\r\n", " "), comments=True)
-    except ValueError as error:
-        raise InputFileError(f"{where} is no command line: {error}.") from error
-    if len(words) > _MOST_WORDS:
-        raise InputFileError(f"{where} holds {len(words):,} words; at most {_MOST_WORDS:,}.")
     found: dict[str, Any] = {}
-    for name, value in _options(_spread(words)):
-        _add(found, name, _typed(value), f"--{name.replace('_', '-')} stands there")
+    unsure, unknown = dict[str, None](), dict[str, None]()
+    for option in options_of(text, where):
+        name = _own_name(option.name)
+        if not name:
+            unknown[option.value] = None
+            continue
+        if not option.is_sure and name not in found:
+            unsure[name] = None
+        values = option.value.split(OR)
+        for value in values:
+            how = "depends on a condition," if len(values) > 1 else "stands there"
+            _add(found, name, _typed(value), f"--{name.replace('_', '-')} {how}")
     if not found:
         raise InputFileError(f"{where} has no options, such as --tensor-model-parallel-size 2.")
-    return found
-
-
-def _options(words: Iterable[str]) -> list[tuple[str, str]]:
-    """Options with the word that follows them; ``true`` where none does."""
-    found: list[tuple[str, str]] = []
-    is_open = False
-    for word in words:
-        if word.startswith("--"):
-            name, has_value, value = word[2:].partition("=")
-            found.append((name.replace("-", "_"), value if has_value else "true"))
-            is_open = not has_value
-        elif is_open:
-            found[-1] = (found[-1][0], "true" if word == ")" else word)
-            is_open = False
-    return found
-
-
-def _spread(words: list[str]) -> Iterator[str]:
-    """Words with their variables, those of quoted lists of options one by one."""
-    variables: dict[str, str] = {}
-    for word in words:
-        is_set = _ASSIGNMENT.fullmatch(word)
-        value = _with_variables(is_set[2] if is_set else word, variables)
-        if "(" not in value and value.strip(")"):
-            value = value.rstrip(")")  # the end of an array in one line
-        if is_set:
-            variables[is_set[1]] = value
-        text = value.lstrip("(").strip()
-        if " " in text and text.startswith("--"):
-            yield from [*text.split(), ")"]
-        elif not is_set or text.startswith("--"):
-            yield text
-
-
-def _with_variables(text: str, variables: Mapping[str, str]) -> str:
-    for _ in range(_MOST_NESTED):
-        changed = _VARIABLE.sub(
-            lambda found: variables.get(found[1] or found[2], found[3] or found[0]), text
+    if "expert_model_parallel_size" in found:
+        found.setdefault("moe_token_dispatcher_type", "allgather")  # what arguments.py has
+    remarks = [
+        f"{sentence}: {', '.join(shown(name)[1:-1] for name in names)}."
+        for sentence, names in (
+            ("Stands under a condition of the script, which is taken to hold", unsure),
+            ("Only a shell can say what stands for", unknown),
         )
-        if changed == text or len(changed) > 1000:
-            break
-        text = changed
-    return text
+        if names
+    ]
+    return found, remarks
 
 
 def _typed(value: str) -> object:
@@ -131,6 +133,7 @@ def read_megatron(fields: Fields) -> LayoutFile:
         InputFileError: a field has a wrong type.
         LayoutError: a field asks for something that a layout cannot express.
     """
+    fields.skip("", "_target_", "_partial_", "_call_")
     for name, none in _CANNOT_BE_SAID.items():
         value = fields.take(name)
         if value not in (None, none, False):
@@ -159,7 +162,7 @@ def read_megatron(fields: Fields) -> LayoutFile:
     for name in _REMARKED:
         if fields.take(name) not in (None, False, "null", 0):
             fields.remark(f"{name} is not modelled.")
-    fields.skip("", *_TUNING)
+    fields.skip("", *_TUNING, *_MEETING)
     batch = fields.number("", "global_batch_size", 0)
     return LayoutFile(layout=layout_of_words(said), batch_size=batch)
 
@@ -200,17 +203,21 @@ def _experts(fields: Fields, said: Mapping[str, str]) -> int:
 
 
 def _num_devices(fields: Fields) -> int:
-    """Devices that the launcher is told of; 0 if it is not, or by a variable of its own."""
-    hosts = 0
-    for name in ("num_nodes", "nnodes"):
-        if str(said := fields.take(name)).startswith("$"):
-            fields.remark(f"{name} is {shown(said)}: the cluster says how many devices there are.")
-        else:
-            hosts = hosts or fields.number("", name, 0)
-    each = fields.take("devices")
-    if type(each) is not int:
-        each = fields.take("nproc_per_node") or fields.take("gpus_per_node")
-    return hosts * each if type(each) is int else 0
+    """Devices that the launcher is told of; 0 if it is not, or by what only a shell can say."""
+
+    def count(*names: str) -> int:
+        found = 0
+        for name in names:
+            said = fields.take(name)
+            if isinstance(said, str | list) and said not in ("auto", "gpu"):
+                fields.remark(
+                    f"{name} is {shown(said)}: the cluster says how many devices there are."
+                )
+            elif not isinstance(said, str):
+                found = found or fields.number("", name, 0, least=-1)
+        return found
+
+    return max(count(*_HOSTS), 0) * max(count(*_PER_HOST), 0)
 
 
 def _sharding(fields: Fields) -> dict[str, str]:
@@ -231,6 +238,11 @@ def _sharding(fields: Fields) -> dict[str, str]:
     fields.skip("", "data_parallel_sharding_strategy")
     if fields.flag("", "use_torch_fsdp2"):
         stage = 3
+    if fields.flag("", "fsdp"):  # NeMo's
+        kind = fields.word("", "fsdp_sharding_strategy", "full")
+        if kind not in _NEMO_STAGES:
+            raise LayoutError(f"fsdp_sharding_strategy {shown(kind)} is none that is known.")
+        return {"zero": str(_NEMO_STAGES[kind]), "dp_replicate": "0" if kind == "hybrid" else "1"}
     stage = max(stage, fields.number("", "zero_stage", 0, least=0))  # Megatron-DeepSpeed
     copies = fields.number("", "num_distributed_optimizer_instances", 1)
     return {"zero": str(stage), "dp_replicate": str(copies if stage else 1)}
@@ -277,7 +289,9 @@ def _stages(fields: Fields, pp: int) -> dict[str, str]:
         chunks = layers // (pp * each)
     said = {"chunks": str(chunks), "schedule": "interleaved"} if chunks > 1 and pp > 1 else {}
     ends = [
-        fields.number("", f"decoder_{end}_pipeline_num_layers", 0) for end in ("first", "last")
+        fields.number("", f"decoder_{end}_pipeline_num_layers", 0)
+        or fields.number("", f"num_layers_in_{end}_pipeline_stage", 0)
+        for end in ("first", "last")
     ]
     if any(ends):
         between = pp - sum(1 for end in ends if end)
@@ -303,6 +317,12 @@ _DEGREES = {
 _DISTRIBUTED_OPTIMIZERS = ("distributed_fused_adam", "mcore_distributed_optim")
 """NeMo's names of optimizers that slice their state over replicas."""
 _FSDP_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_NEMO_STAGES = {"full": 3, "grad": 2, "hybrid": 3}
+_PER_HOST = ("devices", "nproc_per_node", "gpus_per_node", "num_gpus")
+_HOSTS = ("num_nodes", "nnodes")
+_MEETING = ("node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id")
+LAUNCHER = (*_PER_HOST, *_HOSTS, "fsdp")
+"""Fields that other programs' files have, too."""
 _CANNOT_BE_SAID: Mapping[str, object] = {
     "pipeline_model_parallel_layout": None,
     "pipeline_model_parallel_split_rank": None,
@@ -324,7 +344,6 @@ _TUNING = (
     "align_param_gather", "batch_p2p_comm", "batch_p2p_communication", "ddp_bucket_size",
     "ddp_num_buckets", "ddp_average_in_collective", "no_overlap_p2p_communication",
     "distribute_saved_activations", "pipeline_dtype", "microbatch_group_size_per_virtual_pipeline_"
-    "stage", "cp_comm_type", "eval_batch_size", "micro_batch_size_eval", "master_addr",
-    "master_port", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id",
+    "stage", "cp_comm_type", "eval_batch_size", "micro_batch_size_eval",
 )  # fmt: skip
-"""Fields that change only speed, or where ranks find each other."""
+"""Fields that change only speed."""
