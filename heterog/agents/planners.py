@@ -120,8 +120,8 @@ def _answer_s(evaluator: Evaluator) -> float:
 
 
 def _has_many(problem: Problem) -> bool:
-    """Whether a search begins without asking: a policy's answer takes too long."""
-    return problem.evaluator.cluster.num_devices > MANY_DEVICES
+    """Whether a search begins from what others found: a policy's answer takes too long."""
+    return bool(problem.seeds) and problem.evaluator.cluster.num_devices > MANY_DEVICES
 
 
 def _is_too_short(needed_s: float, problem: Problem) -> bool:
