@@ -167,12 +167,10 @@ def test_the_shipped_policy_is_small_and_says_how_it_was_made() -> None:
 def test_policies_of_before_score_as_they_did(recorded: Recorded) -> None:
     """Those that did not see rules of ops: what they did not see has no weight."""
     old = Improver.untrained(5)
-    with torch.no_grad():
-        old.groups[0].weight[:, -1] = 0.0
-        own = len(MoveKind) - 1
-        unseen = [own, *range(NUM_MOVE_FEATURES - 3, NUM_MOVE_FEATURES)]
-        old.moves[0].weight[:, unseen] = 0.0
     weights = dict(old.state_dict())
+    unseen = [len(MoveKind) - 1, *range(NUM_MOVE_FEATURES - 3, NUM_MOVE_FEATURES)]
+    weights["groups.0.weight"][:, -1] = 0.0
+    weights["moves.0.weight"][:, unseen] = 0.0
     weights["groups.0.weight"] = weights["groups.0.weight"][:, :-1]
     seen = [n for n in range(weights["moves.0.weight"].shape[1]) if n not in unseen]
     weights["moves.0.weight"] = weights["moves.0.weight"][:, seen]

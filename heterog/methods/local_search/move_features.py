@@ -500,7 +500,7 @@ def _ruled(state: State) -> FloatArray:
 
 def changed_groups(state: State, moves: Sequence[Move]) -> npt.NDArray[np.bool_]:
     """Groups whose decision or rules each move changes.  # [num_moves, num_groups]"""
-    changed = np.stack([move.state.row for move in moves]) != state.row
+    changed: npt.NDArray[np.bool_] = np.stack([move.state.row for move in moves]) != state.row
     none = (0,) * len(state.row)
     for row, move in zip(changed, moves, strict=True):
         if move.state.rules is not state.rules:
