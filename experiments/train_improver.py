@@ -44,6 +44,7 @@ FUNCTIONS = (
 )  # fmt: skip
 VALIDATION = ("gpt2", "cells", "resnet50")
 """Models that nothing is learned from: they say how often a chosen move gains."""
+SETTINGS = ("drawn", "evaluations", "led", "iterations", "models", "steps", "seed")
 LED_LONGER = 2
 """Times the evaluations that a led search is recorded for: it gains for longer."""
 MOST_DEVICES = 128
@@ -77,7 +78,7 @@ def record(
         *(f"{DRAWN_FILE}:{name}" for name in drawn_names(families.VALIDATION, asked.models // 8)),
     ]
     evaluations = asked.evaluations * (1 if policy is None else LED_LONGER)
-    for number in range(asked.drawn):
+    for number in range(asked.drawn if policy is None else asked.led):
         model = models[number % len(models)]
         seed = number + iteration * asked.drawn
         path = folder / f"{iteration}_{number}_{model.rpartition(':')[2]}.npz"
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=Path, help="list of further pairs")
     parser.add_argument("--drawn", type=int, default=140, help="pairs with drawn clusters")
     parser.add_argument("--models", type=int, default=48, help="drawn models, beside the zoo's")
+    parser.add_argument("--led", type=int, default=60, help="of them in each iteration")
     parser.add_argument("--iterations", type=int, default=1, help="with led searches")
     parser.add_argument("--evaluations", type=int, default=1000, help="of each recorded search")
     parser.add_argument("--steps", type=int, default=2000)
@@ -143,9 +145,9 @@ def main() -> None:
     assert policy is not None
     card = {
         "name": "improver",
-        "command": f"python experiments/train_improver.py --drawn {asked.drawn} --evaluations "
-        f"{asked.evaluations} --iterations {asked.iterations} --models {asked.models} --steps "
-        f"{asked.steps} --seed {asked.seed}" + (f" --pairs {asked.pairs}" if asked.pairs else ""),
+        "command": "python experiments/train_improver.py "
+        + " ".join(f"--{name} {getattr(asked, name)}" for name in SETTINGS)
+        + (f" --pairs {asked.pairs}" if asked.pairs else ""),
         "learned_from": sorted(set(found) - set(held)),
         "validated_on": sorted(held),
         "points": sum(len(each.gains) for each in known),
