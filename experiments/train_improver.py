@@ -1,10 +1,13 @@
-"""How is the shipped policy that improves plans made?
+"""How is the shipped policy that improves plans made? By expert iteration.
 
     python experiments/train_improver.py -o heterog/agents/improvers/default.pt
 
-Blind searches are recorded, of models of the zoo on clusters that are drawn for each and of the
-pairs of ``--pairs``. (``--records DIR`` keeps them, a file a pair; what is there is not made
-again.) Then the network learns from all but those of ``VALIDATION``; a card goes beside it.
+Searches are recorded, of models of the zoo and of the grammar's training families on clusters that
+are drawn for each, and of the pairs of ``--pairs``: blind ones first, then, ``--iterations``
+times, ones that are led by what was learned from all before, so that points are seen to which only
+a led search comes. (``--records DIR`` keeps them, a file a search; what is there is not made
+again.) ``VALIDATION`` and the grammar's validation families are recorded, but not learned from.
+A card goes beside the policy.
 """
 
 import argparse
@@ -13,20 +16,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+from drawing import families
+from drawing.families import TRAIN
+from drawn_models import drawn_names
 from rows import progress
 
 from heterog.agents.benchmark.pair_lists import read_pairs
-from heterog.agents.improver import ImproverConfig, save_improver
+from heterog.agents.improver import Improver, ImproverConfig, save_improver
 from heterog.agents.move_imitation import Recorded, Recorder, gaining_shares, imitate
 from heterog.agents.sources import captured
 from heterog.cluster import Cluster
 from heterog.envs.clusters import ClusterRange, random_cluster
 from heterog.files import check_writable, write_json
 from heterog.graph.op_graph import OpGraph
-from heterog.methods.local_search.planner import LocalSearch
+from heterog.methods.local_search.planner import LocalSearch, Search
 from heterog.methods.planner import Budget, Problem
 from heterog.simulator.evaluator import Evaluator
 
+DRAWN_FILE = Path(__file__).with_name("drawn_models.py")
 MODELS_FILE = Path(__file__).with_name("training_models.py")
 ZOO = (
     "vgg19", "transformer_6l", "gpt2", "mobilenet_v2", "bert_base", "vit_base", "resnet50",
@@ -37,19 +44,22 @@ FUNCTIONS = (
 )  # fmt: skip
 VALIDATION = ("gpt2", "cells", "resnet50")
 """Models that nothing is learned from: they say how often a chosen move gains."""
+SETTINGS = ("drawn", "evaluations", "led", "iterations", "models", "steps", "seed")
+LED_LONGER = 2
+"""Times the evaluations that a led search is recorded for: it gains for longer."""
 MOST_DEVICES = 128
 
 
 def recorded_search(
-    graph: OpGraph, cluster: Cluster, num_evaluations: int, seed: int
+    graph: OpGraph, cluster: Cluster, num_evaluations: int, seed: int, policy: Improver | None
 ) -> Recorded | None:
-    """A blind search, recorded."""
+    """A search, recorded; blind without a policy."""
     evaluator = Evaluator(graph, cluster)
     evaluator.warm_up()
     leads: list[Recorder] = []
 
-    def lead(search: object) -> Recorder:
-        leads.append(Recorder(search))  # type: ignore[arg-type]
+    def lead(search: Search) -> Recorder:
+        leads.append(Recorder(search, policy))
         return leads[-1]
 
     budget = Budget(evaluations=num_evaluations)
@@ -57,24 +67,31 @@ def recorded_search(
     return leads[0].recorded()
 
 
-def record(asked: argparse.Namespace, folder: Path) -> None:
-    """Record every pair that the folder lacks."""
-    models = [*ZOO, *(f"{MODELS_FILE}:{name}" for name in FUNCTIONS)]
-    for number in range(asked.drawn):
+def record(
+    asked: argparse.Namespace, folder: Path, iteration: int, policy: Improver | None
+) -> None:
+    """Record every search of an iteration that the folder lacks."""
+    models = [
+        *ZOO,
+        *(f"{MODELS_FILE}:{name}" for name in FUNCTIONS),
+        *(f"{DRAWN_FILE}:{name}" for name in drawn_names(TRAIN, asked.models)),
+        *(f"{DRAWN_FILE}:{name}" for name in drawn_names(families.VALIDATION, asked.models // 8)),
+    ]
+    evaluations = asked.evaluations * (1 if policy is None else LED_LONGER)
+    for number in range(asked.drawn if policy is None else asked.led):
         model = models[number % len(models)]
-        rng = np.random.default_rng([asked.seed, number])
-        name = model.rpartition(":")[2]
-        path = folder / f"drawn{asked.seed}_{number}_{name}.npz"
+        seed = number + iteration * asked.drawn
+        path = folder / f"{iteration}_{number}_{model.rpartition(':')[2]}.npz"
         if not path.is_file():
             graph = captured(model, asked.graphs)
-            cluster = random_cluster(rng, graph, ClusterRange(max_devices=MOST_DEVICES))
-            keep(recorded_search(graph, cluster, asked.evaluations, number), path)
+            wanted = ClusterRange(max_devices=MOST_DEVICES)
+            cluster = random_cluster(np.random.default_rng([asked.seed, seed]), graph, wanted)
+            keep(recorded_search(graph, cluster, evaluations, seed, policy), path)
     for number, line in enumerate(read_pairs(asked.pairs) if asked.pairs else []):
-        name = line.model.rpartition(":")[2]
-        path = folder / f"{asked.pairs.stem}_{number}_{name}.npz"
+        path = folder / f"{iteration}_{asked.drawn + number}_{line.model.rpartition(':')[2]}.npz"
         if not path.is_file():
             graph, cluster = line.load(asked.graphs)
-            keep(recorded_search(graph, cluster, asked.evaluations, number), path)
+            keep(recorded_search(graph, cluster, evaluations, number, policy), path)
 
 
 def keep(recorded: Recorded | None, path: Path) -> None:
@@ -91,47 +108,61 @@ def main() -> None:
     parser.add_argument("--graphs", type=Path, help="folder that keeps captured graphs")
     parser.add_argument("--records", type=Path, help="folder that keeps recorded searches")
     parser.add_argument("--pairs", type=Path, help="list of further pairs")
-    parser.add_argument("--drawn", type=int, default=40, help="pairs with drawn clusters")
+    parser.add_argument("--drawn", type=int, default=140, help="pairs with drawn clusters")
+    parser.add_argument("--models", type=int, default=48, help="drawn models, beside the zoo's")
+    parser.add_argument("--led", type=int, default=60, help="of them in each iteration")
+    parser.add_argument("--iterations", type=int, default=1, help="with led searches")
     parser.add_argument("--evaluations", type=int, default=1000, help="of each recorded search")
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=ImproverConfig().num_rounds)
     parser.add_argument("--no-timeline", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     check_writable(asked.output)
-    with TemporaryDirectory() as temporary:
-        folder = asked.records or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        record(asked, folder)
-        everything = {path.stem: Recorded.load(path) for path in sorted(folder.glob("*.npz"))}
-    held = {stem for stem in everything if stem.split("_", 2)[2] in VALIDATION}
-    known = [each for stem, each in everything.items() if stem not in held]
     config = replace(
         ImproverConfig(), num_rounds=asked.rounds, sees_timeline=not asked.no_timeline
     )
-    mean: list[float] = []
-
-    def report(step: int, loss: float) -> None:
-        mean.append(loss)
-        if step % 100 == 99:
-            progress(f"step {step + 1}: loss {np.mean(mean[-100:]):.4f}")
-
-    policy = imitate(known, config=config, num_steps=asked.steps, seed=asked.seed, report=report)
-    shares = gaining_shares(policy, [everything[stem] for stem in sorted(held)])
-    progress(shares)
+    unseen = {*VALIDATION, *drawn_names(families.VALIDATION, asked.models // 8)}
+    policy: Improver | None = None
+    history: list[dict[str, float]] = []
+    with TemporaryDirectory() as temporary:
+        folder = asked.records or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for iteration in range(asked.iterations + 1):
+            record(asked, folder, iteration, policy)
+            found = {
+                path.stem: Recorded.load(path)
+                for path in sorted(folder.glob("*.npz"))
+                if int(path.stem.partition("_")[0]) <= iteration
+            }
+            held = [stem for stem in found if stem.split("_", 2)[2] in unseen]
+            known = [each for stem, each in found.items() if stem not in held]
+            policy = imitate(
+                known, config=config, num_steps=asked.steps, seed=asked.seed, report=report
+            )
+            history.append(asdict(gaining_shares(policy, [found[stem] for stem in held])))
+            progress(f"iteration {iteration}: {history[-1]}")
+    assert policy is not None
     card = {
         "name": "improver",
-        "command": f"python experiments/train_improver.py --drawn {asked.drawn} --evaluations "
-        f"{asked.evaluations} --steps {asked.steps} --seed {asked.seed}"
+        "command": "python experiments/train_improver.py "
+        + " ".join(f"--{name} {getattr(asked, name)}" for name in SETTINGS)
         + (f" --pairs {asked.pairs}" if asked.pairs else ""),
-        "learned_from": sorted(set(everything) - held),
+        "learned_from": sorted(set(found) - set(held)),
         "validated_on": sorted(held),
         "points": sum(len(each.gains) for each in known),
         "config": asdict(config),
-        "gaining_share_of_moves": asdict(shares),
+        "gaining_share_of_moves": history[-1],
+        "after_each_iteration": history,
     }
     save_improver(asked.output, policy, card)
     write_json(asked.output.with_suffix(".json"), card, indent=1)
+
+
+def report(step: int, loss: float) -> None:
+    """Say how far a training is."""
+    if step % 500 == 499:
+        progress(f"step {step + 1}: loss {loss:.4f}")
 
 
 if __name__ == "__main__":

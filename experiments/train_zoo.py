@@ -3,14 +3,17 @@
     python experiments/train_zoo.py heldout -o heterog/agents/policies/heldout.pt
     python experiments/train_zoo.py default -o heterog/agents/policies/default.pt
 
-``heldout`` never sees the models and clusters of ``heterog.agents.shipped.HELD_OUT_*``. A log with
-seed, settings, models, clusters and validation goes beside the policy. About a quarter of an hour
-on one core, the capture of the models included; ``--graphs DIR`` keeps the captures.
+``heldout`` never sees the models and clusters of ``heterog.agents.shipped.HELD_OUT_*``;
+``default`` also sees members of the training families of ``drawn_models.py``. A log with seed,
+settings, models, clusters and validation goes beside the policy. About half an hour on one core,
+the capture of the models included; ``--graphs DIR`` keeps the captures.
 """
 
 import time
 from pathlib import Path
 
+from drawing.families import TRAIN
+from drawn_models import drawn_names
 from rows import option, plain_parser, progress
 
 from heterog.agents.checkpoint import save_checkpoint
@@ -26,6 +29,7 @@ from heterog.agents.training import RunFiles, Trainer
 from heterog.files import check_writable, write_json
 from heterog.workers import open_workers
 
+DRAWN_FILE = Path(__file__).with_name("drawn_models.py")
 MODELS_FILE = Path(__file__).with_name("training_models.py")
 
 
@@ -42,6 +46,7 @@ def main() -> None:
         option("--workers", default="1", help="processes, ray, or ray:N"),
         option("--pairs", type=int, default=TrainingConfig().num_pairs),
         option("--steps", type=int, default=TrainingConfig().num_steps),
+        option("--drawn", type=int, default=48, help="drawn models that ``default`` sees, too"),
         option("--algorithm", default=Algorithm.IMITATION),
     ).parse_args()
     check_writable(arguments.output)
@@ -49,6 +54,7 @@ def main() -> None:
     clusters = [GENERATED]
     if arguments.policy == "default":
         models += HELD_OUT_MODELS
+        models += [f"{DRAWN_FILE}:{name}" for name in drawn_names(TRAIN, arguments.drawn)]
         clusters += TRAINING_CLUSTERS
     graphs = []
     for model in models:

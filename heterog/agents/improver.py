@@ -31,8 +31,9 @@ from heterog.methods.local_search.move_features import (
     TIMELINE,
     MoveFeatures,
     View,
+    changed_groups,
 )
-from heterog.methods.local_search.neighbours import Move, State, StateKey
+from heterog.methods.local_search.neighbours import Move, MoveKind, State, StateKey
 from heterog.methods.local_search.plan_moves import PlanMoves, drawn_moves
 from heterog.methods.local_search.planner import Lead, Search
 from heterog.units import GIB
@@ -298,7 +299,7 @@ class LedMoves:
     def scores(self, view: View, moves: Sequence[Move]) -> npt.NDArray[np.float64]:
         """Scores of moves from the point that was entered."""
         features = self._features.of(view, moves)
-        changed = np.stack([move.state.row for move in moves]) != view.state.row
+        changed = changed_groups(view.state, moves)
         groups, whole = self._seen
         weight = changed / np.maximum(changed.sum(axis=1, keepdims=True), 1)
         with torch.inference_mode():
@@ -347,6 +348,19 @@ def save_improver(path: Path, policy: Improver, card: Mapping[str, Any]) -> None
     write_atomically(path, buffer.getvalue())
 
 
+def of_today(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights for today's features: those of 0.2 did not see the rules of ops."""
+    groups, moves = weights["groups.0.weight"], weights["moves.0.weight"]
+    if groups.shape[1] != NUM_GROUP_FEATURES - 1:
+        return dict(weights)
+    kinds = len(MoveKind) - 1
+    own = NUM_MOVE_FEATURES - 4
+    parts = (moves[:, :kinds], moves.new_zeros(len(moves), 1), moves[:, kinds:own])
+    widened = torch.cat([*parts, moves.new_zeros(len(moves), 3), moves[:, own:]], dim=1)
+    groups = torch.cat([groups, groups.new_zeros(len(groups), 1)], dim=1)
+    return {**weights, "groups.0.weight": groups, "moves.0.weight": widened}
+
+
 @cache
 def load_improver(source: str = SHIPPED) -> Improver:
     """Read a policy that improves plans.
@@ -363,7 +377,7 @@ def load_improver(source: str = SHIPPED) -> Improver:
     record = unpacked(data, where)
     try:
         policy = Improver(ImproverConfig(**record["config"]))
-        policy.load_state_dict(record["weights"])
+        policy.load_state_dict(of_today(record["weights"]))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise InputFileError(f"{where} improves no plans: {error}.") from error
     return policy.eval()

@@ -1,8 +1,8 @@
-"""Learning to improve plans from what a blind search tried.
+"""Learning to improve plans from what a search tried.
 
-``Recorder`` leads a search blindly and, every few moves, also tries many others from where the
-search is: points, moves and what each gained (``Recorded``). ``imitate`` trains a network to tell
-moves that gain from the others:
+``Recorder`` leads a search, blindly or by a policy, and, every few moves, also tries many others
+from where the search is: points, moves and what each gained (``Recorded``). ``imitate`` trains a
+network to tell moves that gain from the others:
 
     loss = - mean log p(gains or not) - 0.15 mean over points of sum w log softmax(score)
 
@@ -25,13 +25,14 @@ from heterog.agents.improver import (
     GAIN,
     Improver,
     ImproverConfig,
+    LedMoves,
     Points,
     tensor,
     with_neighbours,
 )
 from heterog.files import write_atomically
 from heterog.lowering.program import FloatArray
-from heterog.methods.local_search.move_features import Array, MoveFeatures
+from heterog.methods.local_search.move_features import Array, MoveFeatures, changed_groups
 from heterog.methods.local_search.neighbours import State
 from heterog.methods.local_search.plan_moves import PLAN_PART, PlanMoves, drawn_moves
 from heterog.methods.local_search.planner import Search, cost_of
@@ -78,16 +79,26 @@ class Recorded:
 
 
 class Recorder:
-    """Blind moves of a search, which it also records; a ``Lead`` of ``LocalSearch``.
+    """Moves of a search, which it also records; a ``Lead`` of ``LocalSearch``.
 
     Args:
         search: The search.
+        policy: What chooses the moves, so that points are recorded to which it comes; blind moves
+            if ``None``.
         every: Number of moves of the search between two points.
         width: Number of moves that are tried from a point.
     """
 
-    def __init__(self, search: Search, every: int = _EVERY, width: int = _WIDTH) -> None:
+    def __init__(
+        self,
+        search: Search,
+        policy: Improver | None = None,
+        *,
+        every: int = _EVERY,
+        width: int = _WIDTH,
+    ) -> None:
         self._search, self._every, self._width = search, every, width
+        self._led = None if policy is None else LedMoves(search, policy)
         self._features = MoveFeatures(search.evaluator, search.space)
         self._rng = np.random.default_rng([search.problem.seed, 2])
         self._plans = PlanMoves(search.neighbours)
@@ -96,10 +107,12 @@ class Recorder:
         self._rows: list[tuple[npt.NDArray[np.generic], ...]] = []
 
     def of(self, state: State) -> State:
-        """A random point to try from a point."""
+        """A point to try from a point."""
         if self._calls % self._every == 0:
             self._record(state)
         self._calls += 1
+        if self._led is not None:
+            return self._led.of(state)
         near = self._search.neighbours
         if self._busy_s is None or near.rng.random() >= PLAN_PART:
             return near.of(state)
@@ -122,7 +135,7 @@ class Recorder:
             else math.log(cost / cost_of(search.evaluated(each, LIMIT * cost)))
             for each in made
         ]  # fmt: skip
-        changed = np.stack([move.state.row for move in moves]) != state.row
+        changed = changed_groups(state, moves)
         self._rows.append(
             (view.groups, view.whole, features, changed, np.array(gains, np.float32))
         )

@@ -18,7 +18,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from heterog.agents.proposals import MANY_DEVICES, NUM_SAMPLES, Proposals, Proposed
+from heterog.agents.proposals import (
+    MANY_DEVICES,
+    NUM_SAMPLES,
+    Proposals,
+    Proposed,
+    answer_s,
+)
 from heterog.methods.local_search.planner import LocalSearch
 from heterog.methods.planner import Budget, Planner, PlanResult, Problem
 from heterog.methods.registry import Methods, built_in_methods
@@ -33,14 +39,6 @@ DEFAULT_POLICY = "default"
 LEARNED = ("agent", "agent+search")
 """Methods that use a policy."""
 NUM_PROPOSALS = 256
-ANSWER_S, ANSWER_BLOCK_S, ANSWER_OP_S = 0.3, 2e-4, 1.5e-4
-"""CPU seconds of an answer, for each group of ops on each device, and for each op. Within half and
-twice of what it took on 30 pairs (five models, six clusters of 6 to 64 devices, one core)."""
-ANSWER_DEVICE_S = 0.012
-"""CPU seconds for each device where there are many, and fewer draws are made."""
-STATE_PART = 0.5
-"""Part of a device's memory that parameters, gradients and optimizer state fill from which an
-answer takes twice as long: rows that divide them are drawn, too."""
 MOST_DEVICES = 1024
 """An answer for 836 takes about ten seconds."""
 _LAST_S, _HAS_ASKED = "last_s", "has_asked"  # in a method's memory
@@ -106,22 +104,9 @@ def _key(policy: "str | Policy", problem: Problem, num_samples: int) -> tuple[ob
     return policy, problem.seed, problem.step_barrier, problem.orders, num_samples
 
 
-def _answer_s(evaluator: Evaluator) -> float:
-    """About the CPU seconds of a whole answer."""
-    graph, cluster = evaluator.graph, evaluator.cluster
-    seconds = ANSWER_S + ANSWER_OP_S * graph.num_ops
-    if cluster.num_devices > MANY_DEVICES:
-        return seconds + ANSWER_DEVICE_S * cluster.num_devices
-    seconds += ANSWER_BLOCK_S * evaluator.tables.num_groups * cluster.num_devices
-    parameter_bytes = sum(float(graph.tensor_bytes[tensor]) for _, tensor, _ in graph.updates)
-    state_bytes = (2.0 + graph.optimizer_state_ratio) * parameter_bytes
-    usable_bytes = np.median([each.usable_memory_bytes for each in cluster.devices])
-    return seconds * (2.0 if state_bytes > STATE_PART * usable_bytes else 1.0)
-
-
 def _has_many(problem: Problem) -> bool:
-    """Whether a search begins without asking: a policy's answer takes too long."""
-    return problem.evaluator.cluster.num_devices > MANY_DEVICES
+    """Whether a search begins from what others found: a policy's answer takes too long."""
+    return bool(problem.seeds) and problem.evaluator.cluster.num_devices > MANY_DEVICES
 
 
 def _is_too_short(needed_s: float, problem: Problem) -> bool:
@@ -169,7 +154,7 @@ class Agent(Planner):
     def whole_s(self, problem: Problem) -> float:
         """Seconds of an answer: what the last one took, or a guess."""
         last_s: float = problem.memory.get(_LAST_S, 0.0)
-        return last_s or _answer_s(problem.evaluator)
+        return last_s or answer_s(problem.evaluator)
 
     def plan(self, problem: Problem) -> PlanResult:
         """Propose once; most of the budget is left over."""
@@ -223,7 +208,7 @@ class AgentSearch(Planner):
         has_asked = _has_many(problem) or problem.memory.get(_HAS_ASKED)
         if has_asked or _key(self.policy, problem, NUM_SAMPLES) in known:
             return 0.0
-        return 2.0 * _answer_s(problem.evaluator)
+        return 2.0 * answer_s(problem.evaluator)
 
     def plan(self, problem: Problem) -> PlanResult:
         """Propose, then search with the rest of the budget."""

@@ -21,6 +21,7 @@ from heterog.agents.op_level import NUM_RESCORED, NUM_RETURNED, Scored, Scorer, 
 from heterog.agents.stages import of_each_length
 from heterog.lowering.program import IntArray
 from heterog.methods.planner import Candidate, Problem, Spending
+from heterog.simulator.evaluator import Evaluator
 
 if TYPE_CHECKING:
     from heterog.agents.policy import PairScores, Policy
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 NUM_SAMPLES = 64
 MANY_DEVICES, FEW_SAMPLES = 512, 8
-"""Devices above which a draw takes a quarter of a second, and as many draws as are made there."""
+"""Devices above which a draw takes a quarter of a second, and as many draws as are made there, or
+where the seconds are too few for a whole answer."""
 MOST_UNIFORM = 32
 """Most rows of one candidate beside them."""
 NUM_PIPELINED = 5
@@ -38,6 +40,15 @@ NUM_MADE = 10
 """Number of pipelines made of them that are, with split backward passes."""
 HOPELESS = 0.05
 """Missing part of memory, by the coarse evaluator, from which a row is left to other ways."""
+
+ANSWER_S, ANSWER_BLOCK_S, ANSWER_OP_S = 0.3, 2e-4, 1.5e-4
+"""CPU seconds of an answer, for each group of ops on each device, and for each op. Within half and
+twice of what it took on 30 pairs (five models, six clusters of 6 to 64 devices, one core)."""
+ANSWER_DEVICE_S = 0.012
+"""CPU seconds for each device where there are many, and fewer draws are made."""
+STATE_PART = 0.5
+"""Part of a device's memory that parameters, gradients and optimizer state fill from which an
+answer takes twice as long: rows that divide them are drawn, too."""
 
 _log = logging.getLogger(__name__)
 
@@ -110,6 +121,9 @@ class Proposals:
 
         num_samples = self._num_samples
         has_many = problem.evaluator.cluster.num_devices > MANY_DEVICES
+        seconds = problem.budget.seconds
+        if seconds is not None and not self._times:
+            has_many |= num_samples > FEW_SAMPLES and answer_s(problem.evaluator) > seconds
         if has_many:
             num_samples = min(num_samples, FEW_SAMPLES)
         if problem.budget.evaluations is not None:
@@ -239,3 +253,16 @@ def rescore(
     scorer.search(rows)
     found = tuple(candidate for (_, candidate), _ in scorer.candidates())
     return found, scorer.num_evaluations
+
+
+def answer_s(evaluator: Evaluator) -> float:
+    """About the CPU seconds of a whole answer."""
+    graph, cluster = evaluator.graph, evaluator.cluster
+    seconds = ANSWER_S + ANSWER_OP_S * graph.num_ops
+    if cluster.num_devices > MANY_DEVICES:
+        return seconds + ANSWER_DEVICE_S * cluster.num_devices
+    seconds += ANSWER_BLOCK_S * evaluator.tables.num_groups * cluster.num_devices
+    parameter_bytes = sum(float(graph.tensor_bytes[tensor]) for _, tensor, _ in graph.updates)
+    state_bytes = (2.0 + graph.optimizer_state_ratio) * parameter_bytes
+    usable_bytes = np.median([each.usable_memory_bytes for each in cluster.devices])
+    return seconds * (2.0 if state_bytes > STATE_PART * usable_bytes else 1.0)

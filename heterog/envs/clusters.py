@@ -117,7 +117,7 @@ def _type(rng: np.random.Generator, wanted: ClusterRange, number: int) -> Device
         name=f"{base.name}-{number}",
         compute_efficiency=min(0.6 * factor, 0.95),
         memory_efficiency=min(0.75 * factor, 0.95),
-        memory_bytes=1024 * GIB,  # the usable part is drawn
+        memory_bytes=2**20 * GIB,  # the usable part is drawn
     )
 
 

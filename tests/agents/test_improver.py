@@ -16,6 +16,7 @@ from heterog.agents.improver import (
     Payoff,
     led_by,
     load_improver,
+    of_today,
     save_improver,
 )
 from heterog.agents.move_imitation import (
@@ -29,7 +30,8 @@ from heterog.agents.move_imitation import (
 from heterog.cluster import Cluster
 from heterog.envs.toy import chain_graph
 from heterog.errors import InputFileError
-from heterog.methods.local_search.neighbours import State
+from heterog.methods.local_search.move_features import NUM_MOVE_FEATURES
+from heterog.methods.local_search.neighbours import MoveKind, State
 from heterog.methods.local_search.plan_moves import PlanMoves, drawn_moves
 from heterog.methods.local_search.planner import LocalSearch, Search
 from heterog.methods.planner import Budget, PlanResult, Problem
@@ -63,6 +65,17 @@ def recorded() -> Recorded:
     found = leads[0].recorded()
     assert found is not None
     return found
+
+
+def test_a_led_search_is_recorded_too(recorded: Recorded) -> None:
+    search = Search(problem())
+    recorder = Recorder(search, Improver.untrained(0), every=2, width=4)
+    state = search.everywhere(0)
+    for _ in range(8):
+        state = recorder.of(state)
+    found = recorder.recorded()
+    assert found is not None
+    assert found.moves.shape == (4, 4, recorded.moves.shape[2])
 
 
 def test_blind_moves_are_those_of_before() -> None:
@@ -149,6 +162,22 @@ def test_the_shipped_policy_is_small_and_says_how_it_was_made() -> None:
     assert card["command"].startswith("python experiments/train_improver.py")
     assert not set(card["learned_from"]) & set(card["validated_on"])
     assert load_improver().config.width == card["config"]["width"]
+
+
+def test_policies_of_before_score_as_they_did(recorded: Recorded) -> None:
+    """Those that did not see rules of ops: what they did not see has no weight."""
+    old = Improver.untrained(5)
+    weights = dict(old.state_dict())
+    unseen = [len(MoveKind) - 1, *range(NUM_MOVE_FEATURES - 3, NUM_MOVE_FEATURES)]
+    weights["groups.0.weight"][:, -1] = 0.0
+    weights["moves.0.weight"][:, unseen] = 0.0
+    weights["groups.0.weight"] = weights["groups.0.weight"][:, :-1]
+    seen = [n for n in range(weights["moves.0.weight"].shape[1]) if n not in unseen]
+    weights["moves.0.weight"] = weights["moves.0.weight"][:, seen]
+    new = Improver()
+    new.load_state_dict(of_today(weights))
+    points, _ = points_of([(recorded, 0)])
+    assert torch.equal(new.eval()(points), old(points))
 
 
 def test_what_is_written_is_read(tmp_path: Path, recorded: Recorded) -> None:

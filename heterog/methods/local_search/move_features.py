@@ -27,12 +27,12 @@ Numbers = npt.NDArray[np.integer[Any]]
 _SYNCS = tuple(Sync)
 _SCALARS = 8 + len(_SYNCS)
 _SIZE, _HOSTS, _TEAM, _RECOMPUTES, _KEEPS, _STATE, _RATE, _LATENCY = range(8)
-NUM_GROUP_FEATURES = len(GROUP_FACTS) + 6 + 6 + len(_SYNCS)
+NUM_GROUP_FEATURES = len(GROUP_FACTS) + 6 + 6 + len(_SYNCS) + 1
 NUM_STATE_FEATURES = 24
-NUM_MOVE_FEATURES = len(MoveKind) + 2 * len(GROUP_FACTS) + 25 + 11 + 2 * (6 + len(_SYNCS))
+NUM_MOVE_FEATURES = len(MoveKind) + 2 * len(GROUP_FACTS) + 25 + 11 + 2 * (6 + len(_SYNCS)) + 3
 
 _FIRST_FACT = len(MoveKind)
-_FIRST_FULL = NUM_MOVE_FEATURES - 19
+_FIRST_FULL = NUM_MOVE_FEATURES - 22
 TIMELINE = {
     "groups": tuple(range(len(GROUP_FACTS))),
     "whole": (*range(8), 10, 11),
@@ -40,6 +40,7 @@ TIMELINE = {
         *range(_FIRST_FACT, _FIRST_FACT + 2 * len(GROUP_FACTS)),
         _FIRST_FACT + 2 * len(GROUP_FACTS) + 6,
         *(_FIRST_FULL + number for number in (0, 1, 3, 4)),
+        NUM_MOVE_FEATURES - 1,
     ),
 }
 """Columns of features that only a simulation tells."""
@@ -225,6 +226,7 @@ class MoveFeatures:
             _log(1e2 * facts.groups + 1e-2),
             self._static(),
             self._described(row),
+            _ruled(state),
         ])  # fmt: skip
         return View(
             state=state,
@@ -297,9 +299,8 @@ class MoveFeatures:
         self._decisions.up_to_date()
         old = view.state.row
         rows = np.stack([move.state.row for move in moves])
-        changed = rows != old
         count = len(rows)
-        which, group = np.nonzero(changed)
+        which, group = np.nonzero(changed_groups(view.state, moves))
         # Groups of a move that go from one decision to another are looked at together.
         before, after = old[group].astype(np.int64), rows[which, group].astype(np.int64)
         most = len(self._space.candidates)
@@ -315,6 +316,7 @@ class MoveFeatures:
             self._changed_decisions(view, (which, group, of), (part, source, target), count),
             self._changed_devices(view, (part, source, target), count),
             self._changed_settings(view, moves),
+            self._changed_rules(view, moves),
         ]
         return np.concatenate(features, axis=1).astype(np.float32)
 
@@ -453,6 +455,21 @@ class MoveFeatures:
             np.maximum.at(found[:, 3 * number : 3 * number + 3], part, most)
         return found
 
+    def _changed_rules(self, view: View, moves: Sequence[Move]) -> FloatArray:
+        """Gradients, compute and seconds of gradients of groups that get rules or lose them."""
+        facts = view.facts.groups
+        worth = np.column_stack([
+            self._gradient / max(self._gradient.sum(), 1.0),
+            self._compute,
+            facts[:, GROUP_FACTS.index("gradients")] / view.step_s,
+        ])  # fmt: skip
+        before = _ruled(view.state)
+        found = np.zeros((len(moves), 3))
+        for row, move in zip(found, moves, strict=True):
+            if move.state.rules is not view.state.rules:
+                row[:] = (_ruled(move.state) - before) @ worth
+        return np.clip(found, -4, 4)
+
     def _changed_settings(self, view: View, moves: Sequence[Move]) -> FloatArray:
         found = np.zeros((len(moves), 13))
         before = _settings(view.state)
@@ -472,7 +489,23 @@ _SEEN_AS = {MoveKind.PROPOSAL: MoveKind.DECISION}
 _SETTINGS = (
     MoveKind.TEAMS, MoveKind.RULES, MoveKind.BUCKETS, MoveKind.ORDER, MoveKind.MICRO_BATCHES,
     MoveKind.STAGES, MoveKind.STRUCTURE, MoveKind.EVERYWHERE, MoveKind.PIPELINING,
+    MoveKind.SHARDED,
 )  # fmt: skip
+
+
+def _ruled(state: State) -> FloatArray:
+    """Whether each group has rules, as numbers."""
+    return np.array(state.rules or (0,) * len(state.row)).clip(max=1).astype(np.float64)
+
+
+def changed_groups(state: State, moves: Sequence[Move]) -> npt.NDArray[np.bool_]:
+    """Groups whose decision or rules each move changes.  # [num_moves, num_groups]"""
+    changed: npt.NDArray[np.bool_] = np.stack([move.state.row for move in moves]) != state.row
+    none = (0,) * len(state.row)
+    for row, move in zip(changed, moves, strict=True):
+        if move.state.rules is not state.rules:
+            row |= np.not_equal(move.state.rules or none, state.rules or none)
+    return changed
 
 
 def _bucket(state: State) -> float:

@@ -100,6 +100,7 @@ class MoveKind(IntEnum):
     SHARES = 16
     EVERYWHERE = 17
     PIPELINING = 18
+    SHARDED = 19
 
 
 @dataclass(frozen=True, slots=True)

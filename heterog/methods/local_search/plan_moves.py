@@ -4,7 +4,8 @@
 many steps that are each slower than the one before. A move here is such a step in one: stages on
 other devices with cuts in balance, two stages joined or one divided, the cuts of a plan balanced
 again, samples moved from all busy devices to all idle ones, the same change to every decision,
-another number of micro-batches and other caps. What is not known is drawn.
+another number of micro-batches and other caps, layers that are sharded where they are or on other
+devices. What is not known is drawn.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,11 +32,12 @@ _MICRO = (1, 2, 4, 8, 16, 32)
 _MOST_STAGES = 24
 _MOST_TASKS = 400_000
 """Ops of all micro-batches on all devices above which a plan is not proposed."""
-PLAN_PART = 0.3
+PLAN_PART = 0.4
 """Part of the moves that are drawn together which change a whole plan."""
 _KINDS = (
     (MoveKind.STAGES, 0.3), (MoveKind.STRUCTURE, 0.15), (MoveKind.RECUT, 0.1),
     (MoveKind.SHARES, 0.15), (MoveKind.EVERYWHERE, 0.15), (MoveKind.PIPELINING, 0.15),
+    (MoveKind.SHARDED, 0.25),
 )  # fmt: skip
 _SPREAD = 0.2  # of the logarithm of a stage's seconds where cuts are balanced
 Devices = tuple[int, ...]
@@ -85,6 +87,7 @@ class PlanMoves:
             MoveKind.RECUT: self._recut,
             MoveKind.EVERYWHERE: self._everywhere,
             MoveKind.PIPELINING: self._pipelined,
+            MoveKind.SHARDED: self._sharded,
         }
 
     @property
@@ -101,7 +104,9 @@ class PlanMoves:
         """
         kind = self._names[int(np.searchsorted(self._weights, self.rng.random()))]
         made = self._shared(state, busy_s) if kind == MoveKind.SHARES else self._make[kind](state)
-        return Move(kind, state if made is None or not self._is_small(made) else made)
+        if made is None or not self._is_small(made):
+            return Move(kind, state)
+        return Move(kind, made, without=state if kind == MoveKind.SHARDED else None)
 
     def _is_small(self, state: State) -> bool:
         """Whether a simulation does not take too long, as far as the ops tell."""
@@ -356,6 +361,40 @@ class PlanMoves:
             return replace(made, recompute=old.recompute, keeps=old.keeps)
 
         return joined if joins else lambda old: without_devices(old, chosen, roomiest)
+
+    def _sharded(self, state: State) -> State | None:
+        """Layers of a kind, or one of them, sharded on devices of their own, or no longer."""
+        ways, rules = self._near.rules.layers, self._near.rules
+        if not ways or (state.rules and state.rules == rules.of_teams):
+            return None
+        places = ways[int(self.rng.integers(len(ways)))]
+        if self.rng.random() < 0.5:
+            places = [places[int(self.rng.integers(len(places)))]]
+        groups = [list(place) for place in places]
+        row, changed = state.row.copy(), state.rules
+        if rules.holds(changed, places[0]):
+            for place in places:
+                changed = rules.removed(changed, place)
+            return replace(state, rules=changed)
+        for place in places:
+            changed = rules.added(changed, place)
+        number = self._devices_for_shards(state)
+        for members in groups:
+            row[members] = row[members[0]] if number is None else number
+        return replace(state, row=row, rules=changed)
+
+    def _devices_for_shards(self, state: State) -> int | None:
+        """Candidate of a host, of one kind's devices or of another group's; ``None``: as it is."""
+        kind = self.rng.random()
+        if kind < 0.4:
+            return None
+        if kind < 0.6:
+            return int(state.row[self.rng.integers(self._num_groups)])
+        hosts = self._by_kind[int(self.rng.integers(len(self._by_kind)))]
+        if kind < 0.9:
+            hosts = [hosts[int(self.rng.integers(len(hosts)))]]
+        devices = tuple(sorted(d for host in hosts for d in self._cluster.host_devices(host)))
+        return self._space.add(self._space.decisions_on(devices)[0])
 
     def _pipelined(self, state: State) -> State | None:
         """Any number of micro-batches, and caps on those under way."""
