@@ -23,7 +23,7 @@ from heterog.balance.shares import BalanceError
 
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 _NONE, _MEAN, _SUM = 0, 1, 2
-"""Numbers of ``reduction="none"``, ``"mean"`` and ``"sum"`` in ATen (``at::Reduction``)."""
+"""Numbers of no reduction, a mean and a sum in ATen (``at::Reduction``)."""
 _MOST_NODES = 64
 """Nodes of the graph that are looked at: a loss is a few sums and factors away from its end."""
 _MOST_MEANS = 4

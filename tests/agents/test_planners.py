@@ -247,7 +247,7 @@ def test_among_others_an_answer_is_whole_or_not_begun(
     evaluator = Evaluator(pair.graph, pair.cluster)
     clock = Clock(evaluator, monkeypatch)
     whole = Agent().plan(replace(problem(), evaluator=evaluator, budget=Budget(seconds=1e3)))
-    monkeypatch.setattr(heterog.agents.planners, "_answer_s", lambda _: answer_s)
+    monkeypatch.setattr(heterog.agents.planners, "answer_s", lambda _: answer_s)
     monkeypatch.setattr(heterog.agents.planners, "_proposed", WeakKeyDictionary())
     budget = Budget(seconds=20.0)
     rows = run_methods(

@@ -117,7 +117,7 @@ def seconds_to_compile(num_ops: Sequence[int]) -> float:
     """Seconds of one core until parts with these numbers of ops are compiled, if none is cached.
 
     >>> f"{seconds_to_compile([20] * 14):.0f}"
-    '44'
+    '45'
     """
     return _PART_S * len(num_ops) + _OP_S * sum(num_ops)
 
