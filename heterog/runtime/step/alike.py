@@ -164,7 +164,7 @@ _STEPS_KEPT = 4
 """Steps of which a rank's shapes can be asked for: without a barrier, others may be ahead."""
 
 _POLL_S = 1e-3
-_COMPILED_IN_S = 3600.0
+_COMPILED_IN_S, _COMPILED_POLL_S = 3600.0, 0.05
 """Longer than any model takes; a rank that is gone ends its job sooner."""
 
 Facts = dict[str, str]
@@ -301,7 +301,7 @@ class BatchShapes:
                     f"{len(self._keys) - done} of {len(self._keys)} ranks still compile after "
                     f"{_COMPILED_IN_S:g} s; plan for a cluster with `execution: eager`."
                 )
-            time.sleep(_POLL_S)
+            time.sleep(_COMPILED_POLL_S)
             done = self._store.add(key, 0)
 
     def _compare(self, number: int, mine: str, when: str) -> None:
