@@ -12,7 +12,7 @@ right if n_r / s_r is the same everywhere, or if n_r does not depend on the samp
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,15 +67,13 @@ def counts_of(loss: Tensor) -> list[float]:
 
 def _terms(loss: Tensor) -> Iterator[Any]:
     """Nodes of autograd that a loss is a sum or a difference of."""
-    waiting: list[Any] = [loss.grad_fn]
-    seen = 0
-    while waiting and seen < _MOST_NODES:
-        node = waiting.pop(0)
-        seen += 1
-        if node is not None and node.name().startswith(("AddBackward", "SubBackward", "Neg")):
-            waiting += [each for each, _ in node.next_functions]
-        elif node is not None:
-            yield node
+    return (node for node in _nodes(loss, _adds) if not _adds(node))
+
+
+def _adds(node: Any) -> bool:
+    """Whether a node is a sum, a difference or a change of sign."""
+    found: bool = node.name().startswith(("AddBackward", "SubBackward", "Neg"))
+    return found
 
 
 def _is_sum(node: Any, samples: float) -> bool:
@@ -92,6 +90,11 @@ def _is_sum(node: Any, samples: float) -> bool:
 
 def _last_nodes(loss: Tensor) -> Iterator[Any]:
     """Nodes of autograd near the end of a loss, but none that is before a mean."""
+    return _nodes(loss, lambda node: not _is_mean(node))
+
+
+def _nodes(loss: Tensor, goes_on: Callable[[Any], bool]) -> Iterator[Any]:
+    """Nodes of autograd from the end of a loss; what is before a node only where it goes on."""
     waiting: list[Any] = [loss.grad_fn]
     seen = 0
     while waiting and seen < _MOST_NODES:
@@ -100,7 +103,7 @@ def _last_nodes(loss: Tensor) -> Iterator[Any]:
         if node is None:
             continue
         yield node
-        if not _is_mean(node):
+        if goes_on(node):
             waiting += [each for each, _ in node.next_functions]
 
 
