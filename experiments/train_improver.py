@@ -16,8 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from drawing import families
 from drawing.families import TRAIN
+from drawing.families import VALIDATION as UNSEEN
 from drawn_models import drawn_names
 from rows import progress
 
@@ -75,7 +75,7 @@ def record(
         *ZOO,
         *(f"{MODELS_FILE}:{name}" for name in FUNCTIONS),
         *(f"{DRAWN_FILE}:{name}" for name in drawn_names(TRAIN, asked.models)),
-        *(f"{DRAWN_FILE}:{name}" for name in drawn_names(families.VALIDATION, asked.models // 8)),
+        *(f"{DRAWN_FILE}:{name}" for name in drawn_names(UNSEEN, asked.models // 8)),
     ]
     evaluations = asked.evaluations * (1 if policy is None else LED_LONGER)
     for number in range(asked.drawn if policy is None else asked.led):
@@ -122,7 +122,7 @@ def main() -> None:
     config = replace(
         ImproverConfig(), num_rounds=asked.rounds, sees_timeline=not asked.no_timeline
     )
-    unseen = {*VALIDATION, *drawn_names(families.VALIDATION, asked.models // 8)}
+    unseen = {*VALIDATION, *drawn_names(UNSEEN, asked.models // 8)}
     policy: Improver | None = None
     history: list[dict[str, float]] = []
     with TemporaryDirectory() as temporary:

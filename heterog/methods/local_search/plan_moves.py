@@ -370,16 +370,15 @@ class PlanMoves:
         places = ways[int(self.rng.integers(len(ways)))]
         if self.rng.random() < 0.5:
             places = [places[int(self.rng.integers(len(places)))]]
-        groups = [list(place) for place in places]
-        row, changed = state.row.copy(), state.rules
-        if rules.holds(changed, places[0]):
-            for place in places:
-                changed = rules.removed(changed, place)
-            return replace(state, rules=changed)
+        is_held = rules.holds(state.rules, places[0])
+        change = rules.removed if is_held else rules.added
+        changed = state.rules
         for place in places:
-            changed = rules.added(changed, place)
-        number = self._devices_for_shards(state)
-        for members in groups:
+            changed = change(changed, place)
+        if is_held:
+            return replace(state, rules=changed)
+        row, number = state.row.copy(), self._devices_for_shards(state)
+        for members in map(list, places):
             row[members] = row[members[0]] if number is None else number
         return replace(state, row=row, rules=changed)
 
