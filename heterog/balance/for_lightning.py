@@ -181,7 +181,7 @@ class LightningBalancer(Callback):
         every = _combined(trainer).flattened
         loaders = [each.loader() if isinstance(each, BalancedData) else each for each in every]
         loaders = [each for each in loaders if isinstance(each, BalancedLoader)]
-        if len(loaders) < len(every):
+        if not loaders or len(loaders) < len(every):
             raise BalanceError(
                 f"the balancer deals {len(loaders)} of the {len(every)} loaders of training data "
                 "of this fit; give Lightning balancer.loader(dataset) as each of them."
