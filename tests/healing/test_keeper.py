@@ -96,6 +96,7 @@ def test_a_keeper_that_freezes_later_is_not_waited_for(monkeypatch: pytest.Monke
     try:
         keeper = Keeper(place)
         os.kill(process.pid, signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)  # a signal that is sent is not yet obeyed
         with pytest.raises(WireError, match="silent"):
             keeper.parts()
         keeper.close()
