@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -112,11 +112,11 @@ class NormalisedResidual(nn.Module):
 class TinyGpt(nn.Module):
     """Two causal layers, norms first, as in GPT-2."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, heads: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(13, 8)
         self.position = nn.Parameter(torch.randn(5, 8) * 0.1)
-        self.blocks = nn.ModuleList(_GptBlock(dropout) for _ in range(2))
+        self.blocks = nn.ModuleList(_GptBlock(dropout, heads) for _ in range(2))
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 13, bias=False)
 
@@ -137,8 +137,9 @@ class TiedGpt(TinyGpt):
 
 
 class _GptBlock(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, heads: int) -> None:
         super().__init__()
+        self.heads = heads
         self.first_norm, self.second_norm = nn.LayerNorm(8), nn.LayerNorm(8)
         self.query_key_value, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
         self.feed_forward = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
@@ -146,7 +147,7 @@ class _GptBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        fused = self.query_key_value(self.first_norm(x)).view(batch, length, 3, 2, 4)
+        fused = self.query_key_value(self.first_norm(x)).view(batch, length, 3, self.heads, -1)
         query, key, value = fused.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, 8)))
@@ -348,7 +349,10 @@ TIED: dict[str, Any] = {
     "tied, chosen": (TiedGpt, chosen_token_loss),
 }
 TRANSLATION: dict[str, Any] = {"translation": (TinyT5, token_loss)}
-LLAMA: dict[str, Any] = {"llama": (TinyLlama, token_loss)}
+LLAMA: dict[str, Any] = {
+    "llama": (TinyLlama, token_loss),
+    "as many heads as samples": (partial(TinyGpt, heads=8), token_loss),
+}
 ENCODED: dict[str, Any] = {"encodings": (RepeatedEncodings, token_loss)}
 EVERY = MODELS | TIED | TRANSLATION | LLAMA | ENCODED | NORMALISED | GATHERED | OWN_LOSS | LOCAL
 IMAGES = ("residual", *NORMALISED)

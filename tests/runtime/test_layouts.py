@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 
 from heterog.graph.axis_plan import axis_plan
+from heterog.graph.grouping import group_ops
 from heterog.graph.sharding_rules import Special
 from heterog.lowering import lower
 from heterog.lowering.program import TaskKind
 from heterog.strategy.layouts.layout import parse_layout
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.layouts.stages import layers_of
+from heterog.strategy.layouts.tensor import team_rules
 from tests.runtime.grids import grid_cluster
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import graph_of
@@ -71,6 +73,15 @@ def test_a_team_shares_the_words_of_a_cross_entropy(
     trained_alike(four_ranks, tmp_path, name, given.strategy)
 
 
+def test_eight_heads_of_eight_samples_are_shared_by_eight() -> None:
+    """Heads and samples are two axes, also where there are as many of both."""
+    graph = graph_of("as many heads as samples")
+    rules = dict(team_rules(graph, tuple(range(group_ops(graph).num_groups)), members=8).op_rules)
+    attention = [op for op, each in enumerate(graph.ops) if "attention" in each.kind]
+    assert graph.batch_size == 8
+    assert {rules[op].units for op in attention if op in rules} == {8}
+
+
 @one_in(3)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
@@ -89,6 +100,7 @@ def test_a_team_shares_the_words_of_a_cross_entropy(
         ("translation", "tp=2,sp=true,zero=3,micro_batch=2"),
         ("llama", "tp=2,pp=2,micro_batch=2,recompute=full,sp=true"),
         ("gpt", "cp=2,pp=2,micro_batch=2"),
+        ("as many heads as samples", "tp=4,sp=true,num_micro=2"),
         ("llama", "cp=4,zero=1,recompute=full"),
         ("moe", "ep=2,zero=1,num_micro=2"),
         ("moe", "ep=4,recompute=full"),

@@ -26,7 +26,7 @@ from heterog.graph.placement import OpRule, OpRules, P, R, S, Scatter, needs_no_
 from heterog.graph.sharding_rules import propagate
 from heterog.strategy.layouts.layout import LayoutError
 from heterog.strategy.layouts.stages import NO_LAYER, layers_of
-from heterog.strategy.tensor_parallel import Region, follow_split, ops_of_groups, shardings
+from heterog.strategy.tensor_parallel import shardings
 
 
 def along_positions(
@@ -246,21 +246,8 @@ def _splits(graph: OpGraph, run: _Run, members: int, of_sum: float) -> dict[int,
 
 @lru_cache(maxsize=64)
 def _ways(graph: OpGraph, groups: tuple[int, ...]) -> tuple[OpRules, ...]:
-    """Ways to split some groups, the one that splits the most work first.
-
-    As many units as the batch has samples would be taken for the batch: then two units become one.
-    """
-    found = []
-    for way in shardings(graph, groups):
-        rules = way.op_rules
-        if way.units == graph.batch_size:
-            split = {way.parameter: way.placement}
-            region = Region(graph, ops_of_groups(graph, groups))
-            rules = follow_split(region, split, way.units // 2)
-            if way.units % 2 or {op for op, _ in rules} != {op for op, _ in way.op_rules}:
-                continue
-        found.append(rules)
-    return tuple(found)
+    """Ways to split some groups, the one that splits the most work first."""
+    return tuple(way.op_rules for way in shardings(graph, groups))
 
 
 def _best_together(graph: OpGraph, ways: Sequence[OpRules], of_sum: float) -> list[OpRules]:
