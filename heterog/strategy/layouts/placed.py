@@ -105,9 +105,10 @@ def sizes_of(layout: Layout, *, batch_size: int, num_devices: int) -> Sizes:
         )
     share, rest = divmod(batch_size, dp)
     if rest or not share:
+        batches = " or ".join(str(dp * each) for each in (share, share + 1) if each)
         raise LayoutError(
             f"a batch of {batch_size} does not divide among {dp} replicas; take a batch of "
-            f"{dp * max(share, 1)} or {dp * (share + 1)}, or another dp."
+            f"{batches}, or another dp."
         )
     own = f"the {share} samples of a replica (batch {batch_size}, dp {dp})"
     if layout.num_micro and share % layout.num_micro:
