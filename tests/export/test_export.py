@@ -225,7 +225,7 @@ def launch(
                     start_new_session=True,
                 )
             )
-        results = [process.communicate(timeout=120) for process in processes]
+        results = [process.communicate(timeout=600) for process in processes]
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
@@ -549,12 +549,12 @@ def test_a_failing_rank_ends_launch(graph: OpGraph, tmp_path: Path) -> None:
     )
     export_plan(plan, "ddp", tmp_path / "job")
     python = tmp_path / "python"
-    python.write_text('#!/usr/bin/env bash\n[ "$RANK" = 1 ] && exit 7\nexec sleep 60\n')
+    python.write_text('#!/usr/bin/env bash\n[ "$RANK" = 1 ] && exit 7\nexec sleep 600\n')
     python.chmod(0o755)
     done = subprocess.run(
         ["bash", str(tmp_path / "job" / "launch.sh"), "a"],
         env=os.environ | {"PYTHON": str(python)},
-        timeout=20,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 7

@@ -54,6 +54,7 @@ def workload(batch_size: int = 12):
     )
     return heterog.Workload(make, batch, nn.functional.mse_loss, torch.optim.Adam, {"lr": 1e-3})
 """
+WAIT_S = 300.0
 TYPES = (1e6, ["T4"])  # a NIC so fast that data parallelism is what pays
 
 
@@ -128,7 +129,7 @@ def test_a_host_is_lost_with_its_keeper_and_comes_back(folder: Path) -> None:
             plan=folder / "plan.json",
             num_steps=10**6,
             sources=(str(folder / "model.py"),),
-            limits=Limits(timeout_s=100),
+            limits=Limits(timeout_s=600),
         ),
         options=HealOptions(search_budget="", back_after_s=1.0, is_back_always=True),
         progress=watch,
@@ -227,15 +228,20 @@ def set_pace(pace: Path, seconds: float) -> None:
     write_atomically(pace, str(seconds).encode())
 
 
-def wait_for_ranks(log: Path, num_ranks: int, num_steps: int) -> None:
-    """Wait until the last steps of the log were done by so many ranks."""
-    deadline_s = time.monotonic() + 200
+def wait_for_ranks(log: Path, num_ranks: int, num_steps: int) -> int:
+    """Wait until the last steps of the log were done by so many ranks, and one of them is kept.
+
+    Returns:
+        Number of lines of the log.
+    """
+    deadline_s = time.monotonic() + WAIT_S
     while True:
-        lines = log.read_text().splitlines() if log.exists() else []
-        last = [json.loads(line)["ranks"] for line in lines[-num_steps:]]
-        if last == [num_ranks] * num_steps:
-            return
-        assert time.monotonic() < deadline_s, f"{len(lines)} steps, the last by {last[-1:]} ranks"
+        # Of what is being written, no part of a line.
+        lines = log.read_text().split("\n")[:-1] if log.exists() else []
+        last = [json.loads(line) for line in lines[-num_steps:]]
+        if [each["ranks"] for each in last] == [num_ranks] * num_steps and last[-1]["is_kept"]:
+            return len(lines)
+        assert time.monotonic() < deadline_s, f"{len(lines)} steps, at last {last[-1:]}"
         time.sleep(0.05)
 
 
@@ -249,7 +255,7 @@ def test_a_loop_under_torchrun_loses_a_host_and_takes_it_in_again(
     set_pace(pace, 0.02)
     agents = [start_agent(number, port, log) for number in range(2)]
     try:
-        wait_for_ranks(log, 2, 12)
+        first = wait_for_ranks(log, 2, 12)
         set_pace(pace, 0.3)  # while agents notice and start
         kill(agents[1])
         wait_for_ranks(log, 1, 2)
@@ -258,7 +264,7 @@ def test_a_loop_under_torchrun_loses_a_host_and_takes_it_in_again(
         set_pace(pace, 0.02)
         (tmp_path / "enough").touch()
         for agent in (agents[0], agents[2]):
-            agent.join(120)
+            agent.join(WAIT_S)
             assert agent.exitcode == 0
     finally:
         for agent in agents:
@@ -270,7 +276,9 @@ def test_a_loop_under_torchrun_loses_a_host_and_takes_it_in_again(
     ranks = [each["ranks"] for each in last.values()]
     changes = [after for before, after in zip([0, *ranks], ranks, strict=False) if before != after]
     assert changes[-3:] == [2, 1, 2]  # a busy machine may start the first host alone
-    assert all(each["from"].endswith("in memory") for each in told if each["ranks"] == 1)
+    lost = [each for each in told[first:] if each["ranks"] == 1]
+    assert lost
+    assert all(each["from"].endswith("in memory") for each in lost)
     assert told[-1]["from"].endswith("in memory")
     shares = {tuple(each["shares"]) for each in told if each["ranks"] == 2}
     assert shares == {(BATCH_SIZE // 2, BATCH_SIZE // 2)}
@@ -282,7 +290,10 @@ def test_a_loop_under_torchrun_loses_a_host_and_takes_it_in_again(
     assert [each["loss"] for each in last.values()] == pytest.approx(
         losses_over([each["indices"] for each in last.values()]), rel=1e-9
     )
-    assert not [path for path in tmp_path.iterdir() if "keeper" in path.name]
+    deadline_s = time.monotonic() + WAIT_S
+    while left := list(tmp_path.glob("*keeper*")):  # keepers end soon after their agents
+        assert time.monotonic() < deadline_s, f"{left} are left behind"
+        time.sleep(0.05)
 
 
 def losses_over(batches: list[list[int]]) -> list[float]:

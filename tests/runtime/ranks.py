@@ -169,7 +169,7 @@ def _end(pids: list[int]) -> list[int | None]:
     """Exit codes of ranks whose pipes were closed."""
     processes = [_started.pop(pid) for pid in pids]
     for process in processes:
-        process.join(10)
+        process.join(100)
         if process.is_alive():
             process.terminate()
     return [process.exitcode for process in processes]
@@ -185,7 +185,7 @@ def _serve(rank: int, num_ranks: int, store: str, pipe: Connection, of_parent: C
         init_method=f"file://{store}",
         rank=rank,
         world_size=num_ranks,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(minutes=10),  # on a busy machine a rank may be late
     )
     capture_cases_once()
     made = _remember_communicators()

@@ -22,6 +22,7 @@ from heterog.graph.capture import capture
 from heterog.runtime.launch import ranks_of_this_process, run_commands, run_ranks
 from heterog.runtime.rank import _listen, join
 from heterog.runtime.ranks import testbed as module
+from heterog.runtime.ranks import watching
 from heterog.runtime.ranks.testbed import Testbed
 from heterog.runtime.ranks.watching import (
     COMPILING,
@@ -84,7 +85,8 @@ def hanging(batch_size: int = 8):
     return make(batch(batch_size), Hanging)
 """
 FOREVER = 10**6
-MINUTE = Limits(timeout_s=60)
+LONG = Limits(timeout_s=600)
+WAIT_S = 200.0
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +107,13 @@ def plan_of(folder: Path, function: str, cluster: Cluster | None = None) -> Path
 @pytest.fixture(scope="module")
 def plan(folder: Path) -> Path:
     return plan_of(folder, "workload")
+
+
+@pytest.fixture
+def every_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that end by themselves get the time that it takes: their words are looked at."""
+    monkeypatch.setattr(watching, "_GRACE_S", WAIT_S)
+    monkeypatch.setattr(watching, "_KILLED_GRACE_S", WAIT_S)
 
 
 class AtStep:
@@ -154,16 +163,17 @@ def test_a_frozen_rank_is_named_and_the_ranks_listen_on_loopback_only(plan: Path
     watch = AtStep(3, freeze)
     text = r"rank 1 is frozen: its process \d+ was stopped by a signal at step \d+ of 1000001; all"
     with pytest.raises(LaunchError, match=text) as caught:
-        run_ranks(RunRequest(plan=plan, num_steps=FOREVER, limits=MINUTE), progress=watch)
+        run_ranks(RunRequest(plan=plan, num_steps=FOREVER, limits=LONG), progress=watch)
     assert caught.value.lost == (1,), "a job that heals goes on without it"
     assert addresses == [{"0100007F"}, {"0100007F"}], "127.0.0.1, the store and gloo"
     assert_all_gone(watch.pids)
 
 
+@pytest.mark.usefixtures("every_rank_ends")
 def test_a_rank_that_is_killed_in_a_step_is_named(plan: Path) -> None:
     watch = AtStep(3, lambda pids: os.kill(pids[1], signal.SIGKILL))
     with pytest.raises(LaunchError, match=r"rank 1 was killed by signal 9 at step \d+") as caught:
-        run_ranks(RunRequest(plan=plan, num_steps=FOREVER, limits=MINUTE), progress=watch)
+        run_ranks(RunRequest(plan=plan, num_steps=FOREVER, limits=LONG), progress=watch)
     assert "rank 0: lost the connection to another rank: " in caught.value.last_words[0]
     assert_all_gone(watch.pids)
 
@@ -190,7 +200,7 @@ def test_a_job_has_its_time_besides_compiling() -> None:
 @THOROUGH
 def test_a_step_that_never_ends_ends_the_job(folder: Path) -> None:
     watch = AtStep(1, lambda pids: None)
-    limits = Limits(timeout_s=60, step_timeout_s=2)
+    limits = Limits(timeout_s=600, step_timeout_s=2)
     request = RunRequest(plan=plan_of(folder, "hanging"), num_steps=9, limits=limits)
     with pytest.raises(LaunchError) as caught:
         run_ranks(request, progress=watch)
@@ -201,17 +211,19 @@ def test_a_step_that_never_ends_ends_the_job(folder: Path) -> None:
     assert_all_gone(watch.pids)
 
 
+@pytest.mark.usefixtures("every_rank_ends")
 def test_a_loss_that_is_not_a_number_is_an_error_on_every_rank(folder: Path) -> None:
     with pytest.raises(LaunchError, match=r"exit code 2; .* the loss of step 1 is nan") as caught:
-        run_ranks(RunRequest(plan=plan_of(folder, "nan"), num_steps=2, limits=MINUTE))
+        run_ranks(RunRequest(plan=plan_of(folder, "nan"), num_steps=2, limits=LONG))
     for rank in range(2):
         assert f"heterog: rank {rank}: the loss of step 1 is nan" in caught.value.last_words[rank]
 
 
 @THOROUGH
+@pytest.mark.usefixtures("every_rank_ends")
 def test_a_batch_of_another_dtype_is_an_error_on_every_rank(folder: Path) -> None:
     with pytest.raises(LaunchError, match=r"exit code 2") as caught:
-        run_ranks(RunRequest(plan=plan_of(folder, "wrong"), num_steps=2, limits=MINUTE))
+        run_ranks(RunRequest(plan=plan_of(folder, "wrong"), num_steps=2, limits=LONG))
     for rank in range(2):
         words = caught.value.last_words[rank]
         assert words.startswith(f"heterog: rank {rank}: ")
@@ -223,7 +235,7 @@ def test_a_port_in_use_is_named(plan: Path) -> None:
         port = taken.getsockname()[1]
         text = rf"rank 0 failed .* cannot listen on port {port} of 127.0.0.1: Address already in"
         with pytest.raises(LaunchError, match=text):
-            run_ranks(RunRequest(plan=plan, num_steps=1, limits=MINUTE, port=port))
+            run_ranks(RunRequest(plan=plan, num_steps=1, limits=LONG, port=port))
         with pytest.raises(HeterogError, match=f"port {port}"):
             _listen("127.0.0.1", port)
 
@@ -274,7 +286,7 @@ def test_no_rank_survives_the_launcher(number: signal.Signals, tmp_path: Path) -
         return found.stdout.split()
 
     def wait_for(how_many: int) -> None:
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + WAIT_S
         while len(ranks()) != how_many:
             assert time.monotonic() < deadline_s, ranks()
             time.sleep(0.02)
@@ -289,14 +301,15 @@ def test_no_rank_survives_the_launcher(number: signal.Signals, tmp_path: Path) -
     wait_for(2)
     assert list(temporary.iterdir())
     launcher.send_signal(number)
-    launcher.wait(20)
+    launcher.wait(WAIT_S)
     wait_for(0)
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + WAIT_S
     while left := list(temporary.iterdir()):
         assert time.monotonic() < deadline_s, f"{left} is left behind"
         time.sleep(0.02)
 
 
+@pytest.mark.usefixtures("every_rank_ends")
 def test_the_rank_that_failed_by_itself_is_blamed(tmp_path: Path) -> None:
     """Not the one that lost its connection to it, nor the one that gloo aborted for it."""
     code = (
@@ -370,7 +383,7 @@ def test_a_testbed_is_gone_after_a_rank_was_killed_in_it(folder: Path) -> None:
 
     watch = AtStep(2, kill)
     plan = plan_of(folder, "workload", cluster)
-    request = RunRequest(plan=plan, num_steps=FOREVER, limits=MINUTE)
+    request = RunRequest(plan=plan, num_steps=FOREVER, limits=LONG)
     with pytest.raises(LaunchError, match="rank 0 was killed by sig"), Testbed(cluster) as bed:
         run_ranks(request, place=bed, progress=watch)
     place = [socket.inet_aton(bed.address(rank))[::-1].hex().upper() for rank in range(2)]

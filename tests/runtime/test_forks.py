@@ -16,6 +16,7 @@ from heterog.runtime.ranks.forks import SWITCH, Forks, RankProcess, open_forks, 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are told apart on Linux")
 
+WAIT_S = 200.0
 JOB = """
 import json, os, random, sys, time
 import numpy as np
@@ -30,7 +31,7 @@ def main():
     }
     print(json.dumps(about), flush=True)
     if sys.argv[1] == "wait":
-        time.sleep(100)
+        time.sleep(1000)
     if sys.argv[1] == "fail":
         raise ValueError("no")
     sys.exit(int(sys.argv[1]))
@@ -57,14 +58,14 @@ def start(forks: Forks, variables: dict[str, str], words: Path, *arguments: str)
 
 
 def wait_until_told(words: Path) -> None:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + WAIT_S
     while not words.read_text().endswith("\n"):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
 
 
 def wait_until_gone(rank: RankProcess) -> None:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + WAIT_S
     while Path(f"/proc/{rank.pid}").exists():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -79,7 +80,7 @@ def test_ranks_are_processes_with_their_own_everything(
         start(forks, {**variables, "RANK": str(rank)}, words[rank], str(rank), "a b")
         for rank in range(3)
     ]
-    assert [rank.wait(20) for rank in ranks] == [0, 1, 2]
+    assert [rank.wait(WAIT_S) for rank in ranks] == [0, 1, 2]
     assert [rank.poll() for rank in ranks] == [0, 1, 2], "told as often as it is asked for"
     told = [json.loads(each.read_text()) for each in words]
     for number, (rank, about) in enumerate(zip(ranks, told, strict=True)):
@@ -101,7 +102,7 @@ def test_ends_are_told_as_of_any_process(
     own = {**variables, "RANK": "0"}
     failed = start(forks, own, tmp_path / "failed", "fail")
     waiting = start(forks, own, tmp_path / "waiting", "wait")
-    assert failed.wait(20) == 1
+    assert failed.wait(WAIT_S) == 1
     assert (tmp_path / "failed").read_text().endswith("ValueError: no\n")
     wait_until_told(tmp_path / "waiting")
     shown = Path(f"/proc/{waiting.pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
@@ -110,7 +111,7 @@ def test_ends_are_told_as_of_any_process(
     with pytest.raises(subprocess.TimeoutExpired):
         waiting.wait(0.01)
     os.killpg(waiting.pid, signal.SIGKILL)
-    assert waiting.wait(20) == -signal.SIGKILL
+    assert waiting.wait(WAIT_S) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("end", ["closed", "killed"])
@@ -122,7 +123,7 @@ def test_ranks_end_with_what_they_were_forked_off(
         forks.close()
     else:
         os.kill(parent_of(rank.pid), signal.SIGKILL)
-    assert rank.wait(20) == -signal.SIGKILL
+    assert rank.wait(WAIT_S) == -signal.SIGKILL
     wait_until_gone(rank)
     assert forks.start("job_of_forks", ["0"], variables, tmp_path / "more") is None
 
@@ -142,10 +143,10 @@ def test_what_libraries_may_read_when_imported_is_the_ranks_own(
     other = {**variables, "RANK": "1", "OMP_NUM_THREADS": "7"}
     assert forks.start("job_of_forks", ["0"], other, tmp_path / "second") is None
     os.killpg(first.pid, signal.SIGKILL)
-    assert first.wait(20) == -signal.SIGKILL
+    assert first.wait(WAIT_S) == -signal.SIGKILL
     second = start(forks, other, tmp_path / "second", "0")
     assert parent_of(second.pid) != os.getpid()
-    assert second.wait(20) == 0
+    assert second.wait(WAIT_S) == 0
     assert forks.start("job_of_forks", ["0"], {**other, SWITCH: "off"}, tmp_path / "x") is None
     assert first.poll() == -signal.SIGKILL
 
@@ -163,5 +164,5 @@ def test_a_command_of_ours_is_forked_and_any_other_is_not(tmp_path: Path) -> Non
     plain = start_rank([sys.executable, "-c", "pass"], os.environ, tmp_path / "plain")
     assert isinstance(plain, subprocess.Popen)
     assert not isinstance(forked, subprocess.Popen)
-    assert (forked.wait(20), plain.wait(20)) == (2, 0)
+    assert (forked.wait(WAIT_S), plain.wait(WAIT_S)) == (2, 0)
     assert "a rank takes one file and was given 2" in (tmp_path / "forked").read_text()

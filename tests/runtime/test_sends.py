@@ -19,6 +19,7 @@ from heterog.lowering import lower
 from heterog.lowering.program import TaskKind
 from heterog.runtime.deploy import deploy
 from heterog.runtime.measure.op_profiler import peak_bytes
+from heterog.runtime.step.collectives import gather_texts
 from heterog.runtime.step.recorder import TaskTimes
 from heterog.runtime.step.under_way import Sending
 from heterog.search.plan import Plan, load_plan
@@ -29,6 +30,8 @@ from tests.runtime.strategies import plan_of, strategy_of
 BATCH_SIZE = 256
 NUM_MICRO = 8
 WIDTH = 8192
+LEAST = 0.85
+"""Part of the predicted peak that is reached where the rank runs as far ahead as it may."""
 
 
 def workload() -> Workload:
@@ -46,13 +49,14 @@ def peak_beside_a_late_rank(rank: int, plan: str) -> tuple[int, int, list[int]]:
     """(measured, predicted) peak of this rank, and the sends it waited for; rank 0 is late."""
     step = deploy(workload(), load_plan(plan))
     executor: Any = step._executor
+    pause_s = 0.01
 
     class Late(TaskTimes):
         def begin_task(self, task: int) -> None:
             if executor._kind[task] == TaskKind.COMPUTE:
                 op = executor._op[executor._subject[task]]
                 if step.captured.graph.ops[op].phase == Phase.BACKWARD:
-                    time.sleep(0.01)
+                    time.sleep(pause_s)
             super().begin_task(task)
 
     if rank == 0:
@@ -69,8 +73,15 @@ def peak_beside_a_late_rank(rank: int, plan: str) -> tuple[int, int, list[int]]:
 
     communicator.wait_for_send = waits
     step(batch)
-    waited.clear()
-    return peak_bytes(step, batch), step.plan.peak_memory_bytes[rank], waited
+    predicted, highest = step.plan.peak_memory_bytes[rank], 0
+    for _ in range(6):
+        waited.clear()
+        highest = max(highest, peak_bytes(step, batch))
+        # On a busy machine the one that sends may itself be late: the other is later still.
+        if gather_texts(str(highest > LEAST * predicted))[1] == "True":
+            break
+        pause_s *= 2
+    return highest, predicted, waited
 
 
 @pytest.mark.distributed
@@ -91,7 +102,7 @@ def test_a_rank_does_not_run_ahead_of_those_it_sends_to(ranks: Ranks, tmp_path: 
     path = tmp_path / "plan.json"
     plan.save(path)
     measured, predicted, waited = ranks.run(peak_beside_a_late_rank, str(path))[1]
-    assert 0.85 * predicted < measured <= predicted
+    assert LEAST * predicted < measured <= predicted
     assert sorted(waited) == sorted(send for send in sends if sender(plan, send) == 1)
     # Without that it runs on: how far, and what it then holds, is a matter of time.
     path = tmp_path / "eager.json"

@@ -34,6 +34,9 @@ real = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 MBIT_BYTES = 125_000
+WAIT_S = 200.0
+MOST_TRIES = 10
+"""Of what takes at least so long on any machine, and longer on a busy one."""
 
 
 def cluster_of(
@@ -81,7 +84,7 @@ def is_gone(name: str) -> bool:
 
 
 def wait_until_gone(pid: int) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + WAIT_S
     while module._start_ticks(pid) is not None:
         assert time.monotonic() < deadline_s, f"process {pid} still runs"
         time.sleep(0.01)
@@ -101,7 +104,7 @@ def results(processes: Sequence["subprocess.Popen[str]"]) -> list[str]:
     """What each process printed; fails with what it complained about."""
     texts = []
     for process in processes:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=WAIT_S)
         assert process.returncode == 0, err
         texts.append(out.strip())
     return texts
@@ -385,7 +388,7 @@ class TestLife:
 
     def test_processes_are_killed(self) -> None:
         with Testbed(cluster_of(0.1)) as bed:
-            code = "import os, time; os.fork() and print('up', flush=True); time.sleep(100)"
+            code = "import os, time; os.fork() and print('up', flush=True); time.sleep(1000)"
             process = python(bed, 0, code)
             assert process.stdout is not None
             assert process.stdout.readline() == "up\n"
@@ -408,7 +411,7 @@ class TestLife:
             if pid == 0:
                 try:
                     os.write(writer, b"up")  # signals that come before are lost in the fork
-                    time.sleep(10)
+                    time.sleep(1000)
                 finally:
                     os._exit(1)
             os.read(reader, 2)
@@ -422,9 +425,9 @@ _HOLDER = """
 import subprocess, sys, time
 from heterog.runtime.ranks.testbed import Testbed, load_testbed
 with Testbed(load_testbed("skew_both")) as bed:
-    process = subprocess.Popen(bed.command(0, ["sleep", "100"]))
+    process = subprocess.Popen(bed.command(0, ["sleep", "1000"]))
     print(bed.name, process.pid, flush=True)
-    time.sleep(100)
+    time.sleep(1000)
 """
 
 
@@ -467,7 +470,7 @@ class TestSignals:
     ) -> None:
         assert namespaces_of(holder.name)
         holder.process.send_signal(number)
-        holder.process.communicate(timeout=30)
+        holder.process.communicate(timeout=WAIT_S)
         assert holder.process.returncode in exit_codes
         assert is_gone(holder.name)
         wait_until_gone(holder.rank_pid)
@@ -558,8 +561,12 @@ def sum_over_ranks(namespace: str, variables: Mapping[str, str]) -> None:
 class TestShaping:
     def test_quota_slows_a_busy_loop(self) -> None:
         with Testbed(cluster_of(0.3)) as bed:
-            [slowdown] = results([python(bed, 0, _BUSY)])
-        assert 2 < float(slowdown) < 6  # 1 / 0.3 = 3.3
+            for _ in range(MOST_TRIES):
+                [slowdown] = results([python(bed, 0, _BUSY)])
+                assert float(slowdown) > 2
+                if float(slowdown) < 6:  # 1 / 0.3 = 3.3
+                    return
+        raise AssertionError(slowdown)
 
     def test_ranks_are_pinned(self) -> None:
         code = "import os; print(*os.sched_getaffinity(0))"
@@ -571,13 +578,17 @@ class TestShaping:
         num_bytes = 4 * 2**20
         ideal_s = num_bytes / (100 * MBIT_BYTES)
         with Testbed(cluster_of(None, None, mbit_per_s=100)) as bed:
-            receiver = python(bed, 1, _RECEIVE, str(num_bytes))
-            assert receiver.stdout is not None
-            receiver.stdout.readline()
-            sender = python(bed, 0, _SEND, bed.address(1), str(num_bytes))
-            taken_s, peer = results([sender, receiver])
-        assert peer == bed.address(0)
-        assert 0.8 * ideal_s < float(taken_s) < 3 * ideal_s
+            for _ in range(MOST_TRIES):
+                receiver = python(bed, 1, _RECEIVE, str(num_bytes))
+                assert receiver.stdout is not None
+                receiver.stdout.readline()
+                sender = python(bed, 0, _SEND, bed.address(1), str(num_bytes))
+                taken_s, peer = results([sender, receiver])
+                assert peer == bed.address(0)
+                assert float(taken_s) > 0.8 * ideal_s
+                if float(taken_s) < 3 * ideal_s:
+                    return
+        raise AssertionError(taken_s)
 
     def test_ranks_of_one_host_share_its_address(self) -> None:
         with pytest.warns(HeterogWarning, match="2 ranks"):
@@ -597,7 +608,7 @@ class TestShaping:
                 processes.append(FORKS.Process(target=sum_over_ranks, args=(where, variables)))
                 processes[-1].start()
             for process in processes:
-                process.join(60)
+                process.join(WAIT_S)
             assert [process.exitcode for process in processes] == [0, 0, 0]
 
     def test_machine_cannot_be_reached_from_inside(self) -> None:

@@ -321,7 +321,7 @@ def threads_after_each_plan(rank: int, path: str) -> list[int]:
         with pytest.raises(StrategyError, match="closed; deploy its plan again"):
             step(batch_of("gpt", 0))
         for thread in set(threading.enumerate()) - others:
-            thread.join(30)  # of sends; they end by themselves
+            thread.join(300)  # of sends; they end by themselves
         found.append(len(os.listdir("/proc/self/task")))
     return found
 

@@ -45,7 +45,10 @@ def test_two_seats_search_as_much_as_one_and_always_the_same() -> None:
     with open_seats("2") as seats:
         first = rows_of(seats)
         second = rows_of(seats) if IS_THOROUGH else first
-        quick = rows_of(seats, Budget(seconds=cases(15, 10) / 10))
+        seconds, quick = cases(15, 10) / 10, list[MethodRow]()
+        while seconds < 60 and not any(row.step_time_s for row in quick):
+            quick = rows_of(seats, Budget(seconds=seconds))
+            seconds *= 3  # on a busy machine nothing may be found in one
     told = [(row.method, row.step_time_s, row.num_evaluations) for row in first]
     assert told == [(row.method, row.step_time_s, row.num_evaluations) for row in second]
     assert [row.method for row in first] == [row.method for row in alone]
