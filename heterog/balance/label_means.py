@@ -340,6 +340,8 @@ class MeanCounts:
         seen.counts = counts
 
     def _left(self, known: _Alike, count: float, samples: float) -> _Alike:
+        if known.of == Of.CLASSES:
+            return known  # which only ranks together tell
         before = known.per_sample, known.number
         per_sample, number = (
             each if each is not None and _alike([each, now]) is not None else None
@@ -355,9 +357,10 @@ class MeanCounts:
 
 def _right_if(of: Of, per_sample: float | None, number: float | None) -> _Alike:
     """What has to be alike for weights by samples to be right."""
-    if of in (Of.CURVED, Of.CLASSES):
-        per_sample = None
-    return _Alike(of, per_sample, None if of == Of.SUM else number)
+    if of == Of.CLASSES:  # places in a sequence differ, too, but not as samples do
+        is_of_samples = number is None and per_sample is not None and per_sample.is_integer()
+        return _Alike(of, None, None if is_of_samples else math.inf)
+    return _Alike(of, None if of == Of.CURVED else per_sample, None if of == Of.SUM else number)
 
 
 def _alike(values: list[float]) -> float | None:
@@ -382,7 +385,7 @@ _UNLIKE = {
     Of.CURVED: "the loss is a root, a power or the like of a mean over samples (a mean of {}), "
     "and such losses of ranks' parts do not add up to that of the batch. Weigh the mean itself; "
     "{own}.",
-    Of.CLASSES: "a cross entropy has as many classes as the rank has samples ({}): it compares "
+    Of.CLASSES: "a cross entropy has more classes where a rank has more samples ({}): it compares "
     "samples of a batch with each other, and a rank sees its own part only. Compare with all "
     "samples of a queue or a bank that ranks share; {own}.",
 }

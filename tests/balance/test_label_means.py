@@ -184,6 +184,13 @@ def test_losses_whose_parts_do_not_add_up_are_refused(
         MeanCounts(others).check(loss(scores()), 4, 0, looks=True)
 
 
+def test_places_in_a_sequence_are_no_samples() -> None:
+    """Answers to questions are classes, too, of which ranks pad unlike many."""
+    counts = MeanCounts(Ranks(2, Count(2), Count(9, Of.CLASSES)))
+    for _ in range(3):
+        counts.check(labels(scores()), 4, 0, looks=True)
+
+
 def test_a_stated_count_is_that_of_the_labels() -> None:
     """Three of four labels count here, one of two there; a penalty is over as much everywhere."""
     penalty = torch.ones(5, requires_grad=True)
