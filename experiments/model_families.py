@@ -2,6 +2,7 @@
 
     python experiments/model_families.py --json
     python experiments/model_families.py --only gpt2,clip
+    python experiments/model_families.py -o rows.jsonl      # goes on where it was stopped
 
 Every family is captured, planned, and trained for five steps on three ranks with uneven shares,
 under parameter servers, a pipeline with micro-batches, ZeRO-3, op rules, and the plan that
@@ -11,11 +12,12 @@ steps on one device; see ``families/running.py`` for BatchNorm and random number
 
 import sys
 import time
+from pathlib import Path
 
 import torch
 from families import FAMILIES
 from families.running import Row, run_family
-from rows import finish, option, progress, script_parser
+from rows import finish, keep_row, option, progress, read_rows, script_parser
 
 from heterog.simulator.compile_kernels import main as compile_kernels
 
@@ -28,6 +30,7 @@ def main() -> int:
         option("--quick", action="store_true", help="those of the test suite only"),
         option("--no-search", action="store_true", help="leave out the plan searched for"),
         option("--limit-s", type=float, default=180.0, help="seconds between answers"),
+        option("-o", "--output", type=Path, help="JSON lines, added to; none is made again"),
     )
     options = parser.parse_args()
     every = [name for name, family in FAMILIES.items() if family.is_quick or not options.quick]
@@ -37,12 +40,21 @@ def main() -> int:
         parser.error(f"no family is called {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
     torch.set_num_threads(1)
     compile_kernels()
+    searches = not options.no_search
+    kept = {
+        row["family"]: Row(**{field: row[field] for field in Row._fields})
+        for row in read_rows(options.output)
+        if row["searches"] == searches
+    }
     rows = []
     for number, name in enumerate(names):
         begin = time.monotonic()
-        rows.append(run_family(FAMILIES[name], options.limit_s, searches=not options.no_search))
+        row = kept.get(name) or run_family(FAMILIES[name], options.limit_s, searches=searches)
+        if name not in kept:
+            keep_row(options.output, row._asdict() | {"searches": searches})
+        rows.append(row)
         seconds = time.monotonic() - begin
-        progress(f"{number + 1}/{len(names)} {_line(rows[-1])} ({seconds:.0f} s)")
+        progress(f"{number + 1}/{len(names)} {_line(row)} ({seconds:.0f} s)")
     equal = sum(row.equal for row in rows)
     refused = sum("capture" in row.refused for row in rows if row.equal)
     said = f"{equal} of {len(rows)} families are equal, or refused as they should be ({refused})"

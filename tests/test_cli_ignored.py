@@ -10,9 +10,11 @@ from typer.testing import CliRunner
 
 import heterog
 from heterog.cli import app
+from heterog.cli.plan import _tell_overrun
 from heterog.cli.run import heal_options
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.errors import HeterogError, HeterogWarning
+from heterog.methods.planner import Budget
 
 PLAN = ["plan", "vgg19", "--cluster", "rtx_mixed"]
 
@@ -84,3 +86,11 @@ def test_a_warning_of_ours_is_one_line_on_stderr() -> None:
     assert first == "heterog: warning: two of three are ignored."
     assert "UserWarning: somebody else" in "".join(rest)
     assert done.stdout == ""
+
+
+def test_a_capture_that_outlasts_the_budget_is_said(recwarn: pytest.WarningsRecorder) -> None:
+    for seconds, budget in ((20.0, "30s"), (4.0, "1s"), (20.0, "100e")):
+        _tell_overrun(seconds, Budget.parse(budget))
+    assert not recwarn
+    with pytest.warns(HeterogWarning, match=r"took 20.* s, more than the budget of 10s"):
+        _tell_overrun(20.0, Budget.parse("10s"))

@@ -184,7 +184,77 @@ def speech_spectra() -> Workload:
     return sgd(Spectra, batch, optimizer_options={"lr": 0.01})
 
 
+class Queue(nn.Module):
+    """MoCo: keys of earlier batches in a buffer that goes round, from a network that follows."""
+
+    place: Tensor
+    keys: Tensor
+
+    def __init__(self, *, reads_place: bool, size: int = 3 * BATCH) -> None:
+        super().__init__()
+        self.reads_place = reads_place
+        self.query, self.key = nn.Linear(8, 6), nn.Linear(8, 6)
+        self.key.load_state_dict(self.query.state_dict())
+        self.key.requires_grad_(False)
+        self.register_buffer("keys", functional.normalize(torch.randn(size, 6), dim=1))
+        self.register_buffer("place", torch.zeros((), dtype=torch.long))
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        found = functional.normalize(self.query(one), dim=1)
+        with torch.no_grad():
+            for old, new in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                old.mul_(0.9).add_(new, alpha=0.1)
+            made = functional.normalize(self.key(other), dim=1)
+        near = torch.cat([(found * made).sum(1, keepdim=True), found @ self.keys.clone().T], 1)
+        loss = functional.cross_entropy(near / 0.2, torch.zeros(len(one), dtype=torch.long))
+        with torch.no_grad():
+            self._keep(made)
+        return loss
+
+    def _keep(self, made: Tensor) -> None:
+        number, size = len(made), len(self.keys)
+        if self.reads_place:
+            place = int(self.place)
+            self.keys[place : place + number] = made
+        else:
+            self.keys.index_copy_(0, (self.place + torch.arange(number)) % size, made)
+        self.place.copy_((self.place + number) % size)
+
+
+def _words_batch() -> Batch:
+    return torch.randint(0, VOCABULARY, (2, BATCH)).unbind()
+
+
+def _adaptive_parts() -> dict[str, nn.Module]:
+    head = nn.AdaptiveLogSoftmaxWithLoss(8, VOCABULARY, [10, 30])
+    return {"body": nn.Embedding(VOCABULARY, 8), "head": head}
+
+
+@trained("adaptive_softmax", _adaptive_parts, _words_batch, refused="head.log_prob(x)")
+def adaptive_softmax(net: Any, words: Tensor, following: Tensor) -> Tensor:
+    """Refused: each cluster of words is computed for the samples that have one of them."""
+    loss: Tensor = net.head(net.body(words), following).loss
+    return loss
+
+
+@trained("adaptive_log_prob", _adaptive_parts, _words_batch)
+def adaptive_log_prob(net: Any, words: Tensor, following: Tensor) -> Tensor:
+    """The same loss, of all words."""
+    return functional.nll_loss(net.head.log_prob(net.body(words)), following)
+
+
 enter(
+    Family(
+        "queue_at_a_number",
+        "Refused: the place in a queue is read.",
+        lambda: sgd(lambda: Queue(reads_place=True).double(), lambda: (numbers(8), numbers(8))),
+        refused="buffer.index_copy_",
+    ),
+    Family(
+        "queue_at_a_tensor",
+        "The place in a queue stays a tensor.",
+        lambda: sgd(lambda: Queue(reads_place=False).double(), lambda: (numbers(8), numbers(8))),
+    ),
     Family(
         "graphs_counted",
         "Refused: the number of graphs is one more than the largest.",

@@ -258,3 +258,32 @@ enter(
         ),
     ),
 )
+
+
+class MaskedConvolutions(nn.Module):
+    """PixelCNN: a pixel sees those before it, as the forward pass makes other weights zero."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.head = nn.Conv2d(4, CLASSES, 1)
+        self.register_buffer("mask", torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]]).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.second):
+            layer.weight.data *= self.mask
+            x = functional.relu(layer(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+@family("masked_convolutions")
+def masked_convolutions() -> Workload:
+    """Trained weights that the forward pass writes to."""
+
+    def batch() -> Batch:
+        return numbers(1, 6, 6), torch.randint(0, CLASSES, (BATCH, 6, 6))
+
+    return sgd(lambda: MaskedConvolutions().double(), batch, loss=functional.cross_entropy)

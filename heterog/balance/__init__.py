@@ -7,8 +7,8 @@
 - ``shares`` says how much of a batch each rank gets, in which parts, ``start`` what it begins
   with; ``dealing``, ``sampler``, ``tokens`` and ``streams`` deal the samples.
 - ``weights`` and ``gradients`` make the update that of one process. ``updates`` and ``open_steps``
-  notice where updates and steps end, ``replicas`` ranks whose weights differ, ``batch_norms``
-  ranks with few samples.
+  notice where updates and steps end, ``replicas`` ranks whose weights differ, ``same_deals`` those
+  that deal other samples, ``batch_norms`` ranks with few samples.
 - What a loss is a mean of, for frameworks: ``loss_means``, ``loss_probe`` (which needs
   ``fixed_draws``) and ``label_means``.
 - ``clock`` measures what a rank computes between its waits, ``speeds`` fits it, ``rebalancing``

@@ -20,6 +20,7 @@ from heterog.balance.label_means import MeanCounts, check_mean_over_samples
 from heterog.balance.open_steps import OpenSteps
 from heterog.balance.rebalancing import DEAD_BAND, Rebalancer
 from heterog.balance.replicas import ReplicaCheck, check_data_parallel
+from heterog.balance.same_deals import SameDeals
 from heterog.balance.sampler import BalancedLoader, ShareSampler, check_data
 from heterog.balance.shares import (
     BalanceError,
@@ -108,9 +109,10 @@ class Balancer:
         self.weights = StepWeights(self.group)
         watch_updates(self.weights, self.group)
         self._means = MeanCounts(self.group)
+        self._same_deals = SameDeals(self.group)
         self._num_in_step, self._is_cut = 0, False  # losses weighed in this step, in parts or not
         self._check_replicas = check_replicas
-        self.weights.has_trained = not check_replicas  # else an update needs a weighed loss
+        self.weights.checks_updates = check_replicas
         self._replicas: ReplicaCheck | None = None
         self._start = Start(shares=shares, speeds=speeds, plan=plan)
         self._fits_given, self._micro_batches = fits, micro_batches
@@ -362,7 +364,8 @@ class Balancer:
 
         Raises:
             BalanceError: it is no tensor of one element, or without a count a mean over labels of
-                which some do not count, or over elements of which samples have unlike numbers.
+                which some do not count, or over elements of which samples have unlike numbers; or
+                the count is another than that of its labels.
         """
         check_loss(loss)
         step = self._open.current
@@ -375,30 +378,39 @@ class Balancer:
             own = count if step.deal.samples[self.group.rank] else 0
             with self.clock.waiting():
                 self.weights.set(*self.weights.exchange([own]))
-        elif self.group.num_ranks > 1 and loss.requires_grad:
-            self._check_mean(loss)
+        else:
+            own = None
+        if self.group.num_ranks > 1 and loss.requires_grad:
+            self._check_mean(loss, own)
         weighed = self.weights.weigh(loss)
         self.time_backward(weighed)
         return weighed
 
-    def _check_mean(self, loss: Tensor) -> None:
-        """Check that a loss which is weighed by samples is a mean over samples."""
-        own = self.weights.samples
+    def _check_mean(self, loss: Tensor, count: float | Tensor | None) -> None:
+        """Check that a loss is a mean over samples, or over what a count counts."""
+        own = self.weights.samples if count is None else count
         if own is None:
             return
         looks = self.weights.looks_at_mean(loss)
-        if looks:
-            check_mean_over_samples(loss, own)
+        if looks and count is None and self.weights.samples:
+            check_mean_over_samples(loss, self.weights.samples)
         place, self._num_in_step = self._num_in_step, self._num_in_step + 1
+        part = self._is_cut and place > 0
         with self.clock.waiting():
-            self._means.check(loss, own, place, looks=looks, part=self._is_cut and place > 0)
+            self._means.check(
+                loss, own, place, looks=looks, part=part, is_stated=count is not None
+            )
 
     def time_backward(self, loss: Tensor) -> None:
         """Note that this tensor trains, and measure its backward pass; ``weigh`` does it."""
         if not loss.requires_grad:
             return
         step = self._open.current
-        step.trains = self.weights.has_trained = True
+        if not step.trains:
+            with self.clock.waiting():
+                self._same_deals.check(step.sampler, step.deal)
+        step.trains = True
+        self.weights.num_trained += 1
         self._training = step.sampler
         if self._follows:
             self.clock.use(loss.device)

@@ -386,7 +386,7 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         if (
             self._loss_mean.is_over_samples
         ):  # and not over padding, of which ranks have other parts
-            self._means.check(loss, self._num_samples, 0, looks=True, part=False)
+            self._means.check(loss, self._num_samples, 0, looks=True)
         # A mean over nothing is not a number, and does not count.
         weighed = loss * self._weight if self._weight else (loss * 0.0).nan_to_num()
         self.balancer.time_backward(weighed)

@@ -7,34 +7,67 @@ divides is no mean either.
 
 A mean over the tokens of padded sequences is one over samples only while all samples of a batch
 are equally long. Let rank r's mean be over n_r elements of its s_r samples. The weights s_r are
-right if n_r / s_r is the same everywhere, or if n_r does not depend on the samples at all.
+right if n_r / s_r is the same everywhere, or if n_r does not depend on the samples at all. A sum
+over samples that is divided by n_r needs the former. A root of a mean, and a cross entropy in
+which samples are the classes of each other, need the latter: ranks' parts do not add up. Where a
+count is stated, that is s_r, and means are held to it.
 """
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from enum import IntEnum
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from heterog.balance.group import RankGroup
 from heterog.balance.shares import BalanceError
+from heterog.errors import HeterogWarning
 
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 _NONE, _MEAN, _SUM = 0, 1, 2
 """Numbers of no reduction, a mean and a sum in ATen (``at::Reduction``)."""
+_ADDS = ("AddBackward", "SubBackward", "Neg", "ToCopyBackward")
+_CURVES = ("Sqrt", "Rsqrt", "Pow", "Log", "Exp", "Abs", "Relu", "Softplus", "Sigmoid", "Tanh")
+"""Beginnings of the names of nodes that are not linear. Clamps are left out: most only guard."""
 _MOST_NODES = 64
 """Nodes of the graph that are looked at: a loss is a few sums and factors away from its end."""
-_MOST_MEANS = 4
-"""Means of one loss that ranks compare: a loss and a few that are added to it."""
+_MOST_COUNTS = 6
+"""Counts of one loss that ranks compare: of a loss and a few that are added to it."""
 _MOST_LOSSES = 4
 """Losses of one step that are looked at: those of further ones are closures called again."""
 _EVERY = 64
+_Known = TypeVar("_Known")
+
+
+class Of(IntEnum):
+    """What a number of elements is of."""
+
+    MEAN = 0
+    SUM = 1
+    """A sum over samples, divided by that number."""
+    CURVED = 2
+    """A mean of which the loss is a function that is not linear."""
+    CLASSES = 3
+    STATED = 4
+    """A mean of a loss whose count is stated."""
+
+
+class Count(NamedTuple):
+    """A number of elements, and of what."""
+
+    number: float
+    of: Of = Of.MEAN
 
 
 def check_mean_over_samples(loss: Tensor, samples: float) -> None:
     """Check that near the end of a loss is no sum, and no mean over some labels only.
+
+    Warns where a compiled model or a kernel has made the loss, whose record says nothing of it.
 
     Args:
         loss: Loss that is about to be weighed by the number of samples.
@@ -43,37 +76,95 @@ def check_mean_over_samples(loss: Tensor, samples: float) -> None:
     Raises:
         BalanceError: one is; says what to give.
     """
-    if any(_is_sum(term, samples) for term in _terms(loss)):
+    if None in _divisors(loss, samples):
         raise BalanceError(
             "the loss is a sum over samples, and a balancer weighs means: give it "
             'reduction="mean", or the sum divided by the number of this rank\'s samples. Where '
             "the update shall be that of a sum, multiply the mean by balancer.global_batch_size."
         )
-    for node in _last_nodes(loss):
+    for node, _ in _last_nodes(loss):
         if node.name() in _CROSS_ENTROPIES and node._saved_reduction == _MEAN:
             _check(node._saved_total_weight, node._saved_target.numel())
+    if _hides_its_mean(loss):
+        warnings.warn(
+            "the loss comes out of a compiled function or a kernel, whose record does not say "
+            "what it is a mean over: it is weighed by samples. If it is a mean over labels of "
+            "which some do not count, say over how many: weigh(loss, count).",
+            HeterogWarning,
+            stacklevel=4,
+        )
 
 
-def counts_of(loss: Tensor) -> list[float]:
-    """Numbers of elements that the last means of a loss are over.
+def _hides_its_mean(loss: Tensor) -> bool:
+    """Whether a term of a loss is what a function of somebody's own returns."""
+    return any(
+        isinstance(node, BackwardCFunction) and node.name() != "_DDPSinkBackward"
+        for node, _ in _nodes(loss, None, _below_divided)
+    )
+
+
+def counts_of(loss: Tensor, samples: float) -> list[Count]:
+    """Numbers of elements near the end of a loss: of its last means, and of what is like them.
 
     >>> import torch
     >>> x = torch.ones(2, 3, requires_grad=True)
-    >>> counts_of(x.mean()), counts_of(x.sum() / 2 + x.mean(1).mean())
-    ([6.0], [2.0, 2.0])
+    >>> [each.number for each in counts_of(x.exp().sum() / 3 + x.mean(1).mean(), 2)]
+    [3.0, 2.0]
+    >>> [each.of.name for each in counts_of(x.square().sum() / 10 + x.mean().sqrt(), 2)]
+    ['SUM', 'MEAN', 'CURVED']
     """
-    return [count for node in _last_nodes(loss) if (count := _count_of(node)) is not None]
-
-
-def _terms(loss: Tensor) -> Iterator[Any]:
-    """Nodes of autograd that a loss is a sum or a difference of."""
-    return (node for node in _nodes(loss, _adds) if not _adds(node))
-
-
-def _adds(node: Any) -> bool:
-    """Whether a node is a sum, a difference or a change of sign."""
-    found: bool = node.name().startswith(("AddBackward", "SubBackward", "Neg"))
+    divisors = [each for each in _divisors(loss, samples) if each is not None]
+    found = [Count(each, Of.SUM) for each in divisors]
+    for node, is_curved in _last_nodes(loss):
+        number = _count_of(node)
+        if number is not None:
+            found.append(Count(number, Of.CURVED if is_curved else Of.MEAN))
+        if node.name() in _CROSS_ENTROPIES and node._saved_self.dim() > 1:
+            found.append(Count(float(node._saved_self.shape[1]), Of.CLASSES))
     return found
+
+
+def labels_of(loss: Tensor) -> list[Count]:
+    """Numbers that the last means of a loss divide by: of labels, the weight of those that count.
+
+    >>> import torch
+    >>> x, labels = torch.zeros(3, 2, requires_grad=True), torch.tensor([1, -100, 0])
+    >>> labels_of(torch.nn.functional.cross_entropy(x, labels))[0].number
+    2.0
+    """
+    found = []
+    for node, is_curved in _last_nodes(loss):
+        number = _count_of(node)
+        if number is not None and not is_curved:
+            is_entropy = node.name() in _CROSS_ENTROPIES
+            number = float(node._saved_total_weight) if is_entropy else number
+            found.append(Count(number, Of.STATED))
+    return found
+
+
+def _divisors(loss: Tensor, samples: float) -> Iterator[float | None]:
+    """What the sums over samples of a loss are divided by; ``None`` where by nothing."""
+    for node, divisor in _nodes(loss, None, _below_divided):
+        if _is_sum(node, samples):
+            yield divisor
+
+
+def _below_divided(node: Any, divisor: float | None) -> list[tuple[Any, float | None]]:
+    """What a node adds up, or divides by a number, and by what it is divided then."""
+    below = [each for each, _ in node.next_functions]
+    if node.name().startswith(_ADDS):
+        return [(each, divisor) for each in below]
+    is_divided = node.name().startswith("DivBackward")
+    if not is_divided and not node.name().startswith("MulBackward"):
+        return []
+    if len(below) != 2 or (below[0] is None) == (below[1] is None):
+        return []
+    given = node._saved_self if below[0] is None else node._saved_other
+    number = _number(given)
+    if not number or (is_divided and below[0] is None):
+        return []
+    by = number if is_divided else 1 / number
+    return [(each, by * (divisor or 1.0)) for each in below if each is not None]
 
 
 def _is_sum(node: Any, samples: float) -> bool:
@@ -88,23 +179,31 @@ def _is_sum(node: Any, samples: float) -> bool:
     return is_of_samples and below.name().startswith(("PowBackward", "AbsBackward"))
 
 
-def _last_nodes(loss: Tensor) -> Iterator[Any]:
-    """Nodes of autograd near the end of a loss, but none that is before a mean."""
-    return _nodes(loss, lambda node: not _is_mean(node))
+def _last_nodes(loss: Tensor) -> Iterator[tuple[Any, bool]]:
+    """Nodes of autograd near the end of a loss, but none that is before a mean.
+
+    Each with whether the loss is no linear function of it.
+    """
+
+    def below(node: Any, is_curved: bool) -> list[tuple[Any, bool]]:
+        is_curved = is_curved or node.name().startswith(_CURVES)
+        return [] if _is_mean(node) else [(each, is_curved) for each, _ in node.next_functions]
+
+    return _nodes(loss, False, below)
 
 
-def _nodes(loss: Tensor, goes_on: Callable[[Any], bool]) -> Iterator[Any]:
-    """Nodes of autograd from the end of a loss; what is before a node only where it goes on."""
-    waiting: list[Any] = [loss.grad_fn]
+def _nodes(
+    loss: Tensor, begin: _Known, below: Callable[[Any, _Known], list[tuple[Any, _Known]]]
+) -> Iterator[tuple[Any, _Known]]:
+    """Nodes of autograd from the end of a loss, each with what is known of the way to it."""
+    waiting: list[tuple[Any, _Known]] = [(loss.grad_fn, begin)]
     seen = 0
     while waiting and seen < _MOST_NODES:
-        node = waiting.pop(0)
+        node, known = waiting.pop(0)
         seen += 1
-        if node is None:
-            continue
-        yield node
-        if goes_on(node):
-            waiting += [each for each, _ in node.next_functions]
+        if node is not None:
+            yield node, known
+            waiting += below(node, known)
 
 
 def _is_mean(node: Any) -> bool:
@@ -123,24 +222,46 @@ def _count_of(node: Any) -> float | None:
         return float(known)
     if not node.name().startswith("DivBackward"):
         return None
-    other = node._saved_other
-    if isinstance(other, Tensor) and (other.dim() or other.is_complex() or other.is_meta):
+    divisor = _number(node._saved_other)
+    divided = node.next_functions[0][0]
+    if divisor is None or divisor <= 0 or divided is None:
         return None
-    divisor = float(other) if isinstance(other, Tensor | int | float) else math.nan
-    return divisor if divisor >= 1 and divisor.is_integer() else None  # else it counts nothing
+    is_whole = divisor >= 1 and divisor.is_integer()  # else it counts nothing but a sum's weights
+    return divisor if is_whole or divided.name() == "SumBackward0" else None
+
+
+def _number(given: object) -> float | None:
+    """The value of a number or of a tensor of one."""
+    if isinstance(given, Tensor) and (given.dim() or given.is_complex() or given.is_meta):
+        return None
+    number = float(given) if isinstance(given, Tensor | int | float) else math.nan
+    return number if math.isfinite(number) else None
+
+
+class _Alike(NamedTuple):
+    """What is alike on all ranks of a number of elements: that of a sample, or the number."""
+
+    of: Of
+    per_sample: float | None
+    number: float | None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether weights by samples are right for it."""
+        return (self.per_sample, self.number) != (None, None)
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What one loss of a step was a mean over so far.
+    """What one loss of a step was made of so far.
 
     Attributes:
         num_calls: How often it was weighed.
-        means: For each mean, what was alike on all ranks: elements of a sample, and elements.
+        counts: For each number of elements, what was alike on all ranks.
     """
 
     num_calls: int = 0
-    means: list[tuple[float | None, float | None]] | None = None
+    counts: list[_Alike] | None = None
 
 
 class MeanCounts:
@@ -154,18 +275,29 @@ class MeanCounts:
         self._group = group
         self._seen: dict[int, _Seen] = defaultdict(_Seen)
 
-    def check(self, loss: Tensor, samples: float, place: int, *, looks: bool, part: bool) -> None:
-        """Check a loss that is about to be weighed by samples; all ranks call it alike.
+    def check(
+        self,
+        loss: Tensor,
+        samples: float | Tensor,
+        place: int,
+        *,
+        looks: bool,
+        part: bool = False,
+        is_stated: bool = False,
+    ) -> None:
+        """Check a loss that is about to be weighed; all ranks call it alike.
 
         Args:
             loss: The loss.
-            samples: Number of this rank's samples.
+            samples: Number of this rank's samples, or the stated count.
             place: Number of losses of this step that were weighed before.
             looks: Whether to look at this loss where ranks compare nothing.
             part: Whether it is one of further parts of a batch, of which ranks have unlike many.
+            is_stated: Whether it is a count that is stated, and not the number of samples.
 
         Raises:
-            BalanceError: it is a mean over elements of which samples have unlike numbers.
+            BalanceError: it is a mean over elements of which samples have unlike numbers, or
+                losses of ranks' parts do not add up to that of the batch.
         """
         if place >= _MOST_LOSSES and not part:
             return
@@ -173,61 +305,110 @@ class MeanCounts:
         seen.num_calls += not part
         number = seen.num_calls
         compares = not part and (number & (number - 1) == 0 or number % _EVERY == 0)
-        own = counts_of(loss)[:_MOST_MEANS] if samples and (looks or compares) else []
+        if not (looks or compares):
+            return
+        samples = float(samples)
+        counts = labels_of(loss) if is_stated else counts_of(loss, samples)
+        own = counts[:_MOST_COUNTS] if samples else []
         if compares:
-            padded = [*own, *(math.nan for _ in range(_MOST_MEANS - len(own)))]
-            told = self._group.gather([samples, *padded])
+            padded = [*own, *((math.nan, Of.MEAN) for _ in range(_MOST_COUNTS - len(own)))]
+            told = self._group.gather([samples, *(float(n) for each in padded for n in each)])
             self._compare(seen, [each for each in told if each[0]])
-        elif seen.means is not None:
-            for index, (count, known) in enumerate(zip(own, seen.means, strict=False)):
-                seen.means[index] = self._left(known, count, samples)
+        elif seen.counts is not None:
+            for index, (count, known) in enumerate(zip(own, seen.counts, strict=False)):
+                seen.counts[index] = self._left(known, count.number, samples)
 
     def _compare(self, seen: _Seen, told: list[list[float]]) -> None:
         """Note what is alike on all ranks that have samples."""
-        means: list[tuple[float | None, float | None]] = []
-        for index in range(1, _MOST_MEANS + 1):
-            pairs = [(each[0], each[index]) for each in told if not math.isnan(each[index])]
-            if not pairs:
+        counts: list[_Alike] = []
+        for index in range(1, 2 * _MOST_COUNTS, 2):
+            found = [each for each in told if not math.isnan(each[index])]
+            if not found:
                 break
-            per_sample = _alike([count / samples for samples, count in pairs])
-            means.append((per_sample, _alike([count for _, count in pairs])))
-            if means[-1] == (None, None):
-                raise BalanceError(_unlike([f"{n:g} for {s:g} samples" for s, n in pairs]))
-        seen.means = means
+            of = Of(int(found[0][index + 1]))
+            pairs = [(each[0], each[index]) for each in found]
+            counts.append(
+                _right_if(
+                    of,
+                    _alike([count / samples for samples, count in pairs]),
+                    _alike([count for _, count in pairs]),
+                )
+            )
+            if not counts[-1].is_right:
+                unit = "counted" if of == Of.STATED else "samples"
+                raise BalanceError(_unlike(of, [f"{n:g} for {s:g} {unit}" for s, n in pairs]))
+        seen.counts = counts
 
-    def _left(
-        self, known: tuple[float | None, float | None], count: float, samples: float
-    ) -> tuple[float | None, float | None]:
-        per_sample, alike = known
-        found = (
-            per_sample if per_sample == count / samples else None,
-            alike if alike == count else None,
+    def _left(self, known: _Alike, count: float, samples: float) -> _Alike:
+        if known.of == Of.CLASSES:
+            return known  # which only ranks together tell
+        before = known.per_sample, known.number
+        per_sample, number = (
+            each if each is not None and _alike([each, now]) is not None else None
+            for each, now in zip(before, (count / samples, count), strict=True)
         )
-        if found == (None, None):
-            before = f"{per_sample:g} for each sample" if per_sample else f"{alike:g}"
-            raise BalanceError(_unlike([f"{before} before", f"{count:g} for {samples:g} now"]))
+        found = _Alike(known.of, per_sample, number)
+        if not found.is_right:
+            was = f"{before[0]:g} for each sample" if before[0] else f"{before[1]:g}"
+            now = f"{count:g} for {samples:g} now"
+            raise BalanceError(_unlike(known.of, [f"{was} before", now]))
         return found
 
 
+def _right_if(of: Of, per_sample: float | None, number: float | None) -> _Alike:
+    """What has to be alike for weights by samples to be right."""
+    if of == Of.CLASSES:  # places in a sequence differ, too, but not as samples do
+        is_of_samples = number is None and per_sample is not None and per_sample.is_integer()
+        return _Alike(of, None, None if is_of_samples else math.inf)
+    return _Alike(of, None if of == Of.CURVED else per_sample, None if of == Of.SUM else number)
+
+
 def _alike(values: list[float]) -> float | None:
-    return values[0] if all(each == values[0] for each in values) else None
+    is_alike = all(math.isclose(each, values[0], rel_tol=_SAME) for each in values)
+    return values[0] if is_alike else None
 
 
-def _unlike(told: list[str]) -> str:
-    return (
-        "the loss is a mean over elements of which samples have unlike numbers "
-        f"({', '.join(told)}), but it is weighed by samples. Say over how many, weigh(loss, "
-        "count=labels.numel()) for labels without padding; or pad all batches to one length, as a "
-        "Trainer's have to be."
-    )
+_SAME = 1e-5
+"""Relative difference of numbers that are alike: weights are sums, which round."""
+_UNLIKE = {
+    Of.MEAN: "the loss is a mean over elements of which samples have unlike numbers ({}), but it "
+    "is weighed by samples. Say over how many, weigh(loss, count=labels.numel()) for labels "
+    "without padding, or the sum of the weights of a weighted mean; or pad all batches to one "
+    "length, as a Trainer's have to be.",
+    Of.STATED: "weigh() got a count that a mean of the loss is not over ({}). Count what it is a "
+    "mean over: (labels != -100).sum() for labels that do not count, and (labels[:, 1:] != -100)"
+    ".sum() where a causal language model shifts them; weigh terms that are means over something "
+    "else alone.",
+    Of.SUM: "the loss is a sum over samples, divided by something else than their number ({}), "
+    'and a balancer weighs means: give it reduction="mean", or the sum divided by the number of '
+    "this rank's samples.",
+    Of.CURVED: "the loss is a root, a power or the like of a mean over samples (a mean of {}), "
+    "and such losses of ranks' parts do not add up to that of the batch. Weigh the mean itself; "
+    "{own}.",
+    Of.CLASSES: "a cross entropy has more classes where a rank has more samples ({}): it compares "
+    "samples of a batch with each other, and a rank sees its own part only. Compare with all "
+    "samples of a queue or a bank that ranks share; {own}.",
+}
+_OWN = (
+    "where each rank shall have its own, say so: weigh(loss, count=len(batch)), or a Trainer's "
+    "loss_mean_over='samples'"
+)
+
+
+def _unlike(of: Of, told: list[str]) -> str:
+    return _UNLIKE[of].format(", ".join(told), own=_OWN)
 
 
 def _check(total_weight: Tensor, num_labels: int) -> None:
     total = float(total_weight)
-    if abs(total - num_labels) > 1e-3 * num_labels:
+    if not _is_close(total, num_labels):
         raise BalanceError(
             f"the loss is a mean over labels of a total weight of {total:g} (of {num_labels} "
             "labels: some do not count, or classes have weights), but it is weighed by samples. "
             "Give that total, weigh(loss, count=(labels != -100).sum()) for labels that do not "
             "count; all ranks give it."
         )
+
+
+def _is_close(total: float, number: float) -> bool:
+    return abs(total - number) <= 1e-3 * number

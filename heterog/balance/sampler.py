@@ -43,6 +43,7 @@ class ShareSampler(Sampler[list[int]]):
     Attributes:
         least: Least number of samples that a rank runs, from the next pass on. With 2, for
             BatchNorm, no rank is dealt exactly one sample where that is possible.
+        dataset: Data set of the loader that was made with this sampler.
 
     Raises:
         BalanceError: the shares do not fit the ranks or the batch.
@@ -64,6 +65,7 @@ class ShareSampler(Sampler[list[int]]):
         # Steps of this epoch from which on shares hold, and the shares.
         self._in_force = [(0, check_shares(given, num_ranks, total))]
         self.least = self._least = 1
+        self.dataset: Dataset[Any] | None = None
         self._epoch = 0
         self._start = 0
         self._drawn = 0
@@ -219,11 +221,11 @@ class ShareSampler(Sampler[list[int]]):
             "num_done": done,
             "units_per_batch": self._batches.units_per_batch,
             "shares": list(self.shares),
-            "next": self._first_samples(epoch, done),
+            "next": self.first_samples(epoch, done),
             **({} if stream is None else {"stream": stream.state_after(epoch, done)}),
         }
 
-    def _first_samples(self, epoch: int, step: int) -> list[int]:
+    def first_samples(self, epoch: int, step: int) -> list[int]:
         """A few indices of a batch, by which a state knows the data and order that it is of."""
         if step >= self._batches.num_steps(epoch):
             return []
@@ -235,7 +237,7 @@ class ShareSampler(Sampler[list[int]]):
             return False
         if ("stream" in state) != (self.stream is not None):
             return False
-        now = self._first_samples(int(state["epoch"]), int(state["num_done"]))
+        now = self.first_samples(int(state["epoch"]), int(state["num_done"]))
         return bool(state.get("next", now) == now)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -317,6 +319,7 @@ class BalancedLoader(DataLoader[Any]):
         options: dict[str, Any],
     ) -> None:
         self.share_sampler = shares
+        shares.dataset = dataset
         self.follower = follower
         self._pass: object = None
         if shares.stream is None:

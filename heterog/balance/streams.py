@@ -156,7 +156,7 @@ class StreamBatches(SampleBatches):
         Raises:
             BalanceError: they do not.
         """
-        own = _fingerprint(batch[0]) if batch else -1
+        own = fingerprint(batch[0]) if batch else -1
         every = [int(each[0]) for each in self._group.gather([own])]
         if len(set(every)) > 1:
             other = next(rank for rank, each in enumerate(every) if each != every[0])
@@ -189,7 +189,7 @@ def check_stream(
         )
 
 
-def _fingerprint(sample: Any) -> int:
+def fingerprint(sample: Any) -> int:
     """A number by which samples differ; what is no number, text or tensor does not count."""
     found = 0
     for leaf in pytree.tree_leaves(sample):

@@ -52,17 +52,23 @@ def _check_weighed(optimizer: Optimizer, weights: StepWeights) -> None:
     """Check that an update of unlike parts of a batch is not one of losses that count alike.
 
     Raises:
-        BalanceError: no loss has been weighed so far.
+        BalanceError: no loss has been weighed since the update before.
     """
-    if weights.has_trained or not weights.is_unlike:
+    if weights.may_update:
         return
-    stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    if weights.parameters is None or stepped & weights.parameters:
+    stepped = {
+        id(each)
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if each.grad is not None  # else the batch was left out
+    }
+    if stepped and (weights.parameters is None or stepped & weights.parameters):
         raise BalanceError(
-            "an optimizer has stepped, and no loss was weighed: ranks have unlike parts of the "
-            "batch, and their gradients would count alike. Call balancer.weigh(loss).backward() "
-            "instead of loss.backward(); for an optimizer of another model, give Balancer the one "
-            "that is trained. check_replicas=False does without this check."
+            "an optimizer has stepped, and no loss was weighed since its last update: ranks have "
+            "unlike parts of the batch, and their gradients would count alike. Call "
+            "balancer.weigh(loss).backward() instead of loss.backward(); for an optimizer of "
+            "another model, give Balancer the one that is trained. check_replicas=False does "
+            "without this check."
         )
 
 

@@ -29,7 +29,8 @@ class StepWeights:
 
     Attributes:
         num_weighed: Number of losses weighed so far.
-        has_trained: Whether a loss to train with has been weighed.
+        num_trained: Number of those to train with.
+        checks_updates: Whether an update has to be one of a loss that was weighed.
         is_unlike: Whether ranks have unlike numbers of samples in this step.
         parameters: Identities of the parameters that are trained, if they are known.
     """
@@ -40,13 +41,17 @@ class StepWeights:
         self._total: float | Tensor = 0.0
         self._seen: list[Tensor] = []
         self._is_complete = False
-        self.num_weighed = 0
-        self.has_trained = self.is_unlike = False
+        self.num_weighed = self.num_trained = 0
+        self._num_before = 0  # of the losses to train with, those of updates in earlier batches
+        self._num_at_update: int | None = None
+        self.checks_updates, self.is_unlike = True, False
         self.parameters: frozenset[int] | None = None
 
     def begin_batch(self, samples: Sequence[int]) -> None:
         """Begin a step with a batch of which each rank has so many samples."""
         self.begin_step()
+        if self._num_at_update is not None:
+            self._num_before, self._num_at_update = self._num_at_update, None
         self.set(samples[self._group.rank], sum(samples))
         self.is_unlike = len(set(samples)) > 1
 
@@ -68,11 +73,11 @@ class StepWeights:
         return None if isinstance(self._total, Tensor) else float(self._count)
 
     def looks_at_mean(self, loss: Tensor) -> bool:
-        """Whether to look at what a loss that is weighed by samples is a mean over.
+        """Whether to look at what a loss of this rank's samples is a mean over.
 
         Always on a CPU; elsewhere the first times and now and then, as it waits for the device.
         """
-        if not self.samples or not loss.requires_grad:
+        if not loss.requires_grad:
             return False
         number = self.num_weighed
         return loss.device.type == "cpu" or number & (number - 1) == 0 or number % 64 == 0
@@ -80,6 +85,13 @@ class StepWeights:
     def end_update(self) -> None:
         """Called after an optimizer's step: losses that are weighed from now on are others."""
         self._is_complete = True
+        self._num_at_update = self.num_trained
+
+    @property
+    def may_update(self) -> bool:
+        """Whether a loss was weighed since the updates of earlier batches, if that matters."""
+        is_weighed = self.num_trained > self._num_before
+        return is_weighed or not self.is_unlike or not self.checks_updates
 
     def set(self, count: float | Tensor, total: float | Tensor) -> None:
         """Set the weight of the next loss: a mean over ``count`` of ``total`` on all ranks."""

@@ -52,11 +52,14 @@ from heterog.workers import open_seats
 
 if TYPE_CHECKING:
     from heterog.explain.explanation import Explanation
-    from heterog.methods.planner import Planner
+    from heterog.methods.planner import Budget, Planner
     from heterog.modes.codecs.value import Codec
     from heterog.search.plan import Plan
     from heterog.search.request import Request, Session
     from heterog.simulator.evaluator import Evaluator
+
+NOTICED_S = 5.0
+"""Seconds of a capture that nobody is told of, whatever the budget."""
 
 
 def plan(
@@ -182,7 +185,9 @@ def plan(
         no_changes = True  # purchases are judged by seconds, not money
     with progress_line(as_json) as progress:
         progress("capture", 0.0, float("inf"))
+        begin_s = time.perf_counter()
         graph, rehearse = load_model(model, batch_size)
+        _tell_overrun(time.perf_counter() - begin_s, parsed)
     if given is not None:  # a layout that does not fit is reported before any slow work
         given.place(graph, target, step_barrier=not no_step_barrier)
     best_at = objective_for(
@@ -244,6 +249,17 @@ def plan(
         found.print(is_explained=why)
     if stop.is_requested:
         _end_with_best(best, output)
+
+
+def _tell_overrun(capture_s: float, budget: "Budget") -> None:
+    """Say that a capture took longer than a budget, which is for what comes after it."""
+    if budget.seconds is not None and capture_s > max(budget.seconds, NOTICED_S):
+        warnings.warn(
+            f"capturing the model took {format_seconds(capture_s)}, more than the budget of "
+            f"{budget}, which is for all that follows. heterog capture keeps the graph in a file.",
+            HeterogWarning,
+            stacklevel=2,
+        )
 
 
 def _slow_down_limit(

@@ -317,7 +317,7 @@ class _Propagation:
         Raises:
             StrategyError: a rule does that.
         """
-        whole = {parameter for _, parameter, _ in self.graph.updates} - sharded.keys()
+        whole = self.graph.written - sharded.keys()
         for op, (rule, _) in self.rules.items():
             written = self.graph.ops[op].inputs[:1]
             is_write = self.graph.ops[op].kind == "copy_.default" and whole.issuperset(written)

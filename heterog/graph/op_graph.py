@@ -343,8 +343,19 @@ class OpGraph:
 
     @cached_property
     def scope(self) -> UpdateScope:
-        """What the update of an element depends on: as seen, or else by the optimizer's name."""
-        return self.seen_scope or scope_by_name(self.optimizer)
+        """What the update of an element depends on: as seen, or else by the optimizer's name.
+
+        A parameter that the step itself writes to is whole wherever it is stepped.
+        """
+        scope = self.seen_scope or scope_by_name(self.optimizer)
+        return UpdateScope.PARAMETER if self.written and scope == UpdateScope.ELEMENT else scope
+
+    @cached_property
+    def written(self) -> frozenset[int]:
+        """Trained parameters that ops write to (``weight.data *= mask``), beside their updates."""
+        trained = {parameter for _, parameter, _ in self.updates}
+        writes = (op.inputs[0] for op in self.ops if op.kind == "copy_.default")
+        return frozenset(trained.intersection(writes))
 
     @cached_property
     def updates_elementwise(self) -> bool:

@@ -25,7 +25,7 @@ def scope_fault(graph: OpGraph, strategy: "Strategy", scope: UpdateScope) -> str
     decisions = [strategy.decisions[group] for group in groups]
     in_slices = any(each.sync.is_sharded and len(each.devices) > 1 for each in decisions)
     if scope != UpdateScope.ELEMENT and (in_slices or axis_plan(graph, strategy.op_rules).sharded):
-        return f"it updates slices of parameters, but {graph.optimizer} {scope.words}"
+        return f"it updates slices of parameters, but {needs_whole(graph, scope)}"
     if scope != UpdateScope.MODEL or not groups:
         return ""
     num_devices = 1 + max(max(each.devices) for each in strategy.decisions)
@@ -34,6 +34,19 @@ def scope_fault(graph: OpGraph, strategy: "Strategy", scope: UpdateScope) -> str
     for row, decision in enumerate(decisions):
         members[row, list(decision.devices)] = True
     return apart_fault(graph, np.array(strategy.homes, np.int32), members)
+
+
+def needs_whole(graph: OpGraph, scope: UpdateScope | None = None) -> str:
+    """Why parameters have to be whole where they are updated.
+
+    Args:
+        graph: The graph.
+        scope: What the optimizer looks at; by default that of the graph's.
+    """
+    if graph.written:
+        name = graph.tensors[min(graph.written)].name
+        return f"the step itself writes to '{name}', which has to be whole"
+    return f"{graph.optimizer} {(scope or graph.scope).words}"
 
 
 def apart_fault(graph: OpGraph, homes: IntArray, members: npt.NDArray[np.bool_]) -> str:

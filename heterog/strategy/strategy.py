@@ -31,6 +31,7 @@ from heterog.strategy.division import (
 )
 from heterog.strategy.keeping import Keeps as Keeps
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule, device_chunks
+from heterog.strategy.stepping import needs_whole
 from heterog.strategy.sync import Sync as Sync
 
 _Mode = TypeVar("_Mode", bound=Mode)
@@ -313,11 +314,12 @@ class Strategy:
                 and len(decision.devices) > 1
                 and not graph.updates_elementwise
             ):
+                known = ", ".join(sorted(ELEMENTWISE_OPTIMIZERS))
+                other = f", or train with one that does not, as torch's {known} do"
                 raise StrategyError(
                     f"group '{name}' is synchronised by {decision.sync.name.lower()}, which "
-                    f"updates slices of parameters, but {graph.optimizer} {graph.scope.words}. "
-                    "Plan without ZeRO, or train with one that treats every element on its own, "
-                    f"as torch's {', '.join(sorted(ELEMENTWISE_OPTIMIZERS))} do."
+                    f"updates slices of parameters, but {needs_whole(graph)}. Plan without "
+                    f"ZeRO{'' if graph.written else other}."
                 )
 
     def _check_rules(self, graph: OpGraph, plan: AxisPlan) -> None:

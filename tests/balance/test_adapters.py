@@ -131,12 +131,14 @@ def fit(limit, **options):
 
 for options, limit in zip(given, (4, 4, 1.0)):
     fit(limit, **options)
-try:
-    fit(4, train_dataloaders=[balancer.loader(data), torch.utils.data.DataLoader(data)])
-except BalanceError as error:
-    assert "deals 1 of the 2 loaders" in str(error), error
-else:
-    raise AssertionError("a loader beside the balancer's was taken")
+plain = torch.utils.data.DataLoader(data)
+for loaders, said in (([balancer.loader(data), plain], "1 of the 2"), (plain, "0 of the 1")):
+    try:
+        fit(4, train_dataloaders=loaders)
+    except BalanceError as error:
+        assert f"deals {said} loaders" in str(error), error
+    else:
+        raise AssertionError("a loader that is not the balancer's was taken")
 copy = pickle.loads(pickle.dumps(balancer))  # as for a process that is spawned
 assert copy.balancer is not balancer.balancer and copy.balancer.global_batch_size == 12
 seen = module.seen

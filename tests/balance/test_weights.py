@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from heterog.balance.group import RankGroup
+from heterog.balance.weights import StepWeights
 from tests.balance.loops import Loop, alone, on_ranks
 from tests.runtime.ranks import Ranks
 from tests.thorough import one_in
@@ -63,3 +65,27 @@ def test_an_update_of_losses_that_were_not_weighed_is_an_error(ranks: Ranks) -> 
     loop = Loop(wrapper="ddp", shares=(5, 2, 0), weigh=False)
     with pytest.raises(AssertionError, match=r"BalanceError: .*no loss was weighed"):
         ranks.run(on_ranks, loop)
+
+
+def test_each_update_needs_a_loss_that_was_weighed() -> None:
+    weights = StepWeights(RankGroup())
+
+    def update() -> None:
+        assert weights.may_update
+        weights.end_update()
+
+    weights.begin_batch((5, 2))
+    assert not weights.may_update
+    weights.num_trained += 1
+    update()
+    update()  # of a second optimizer
+    weights.begin_batch((5, 2))
+    assert not weights.may_update
+    weights.num_trained += 1
+    weights.begin_batch((5, 2))  # a loop that steps when it has the next batch
+    update()
+    weights.num_trained += 1
+    weights.begin_batch((5, 2))
+    update()
+    weights.begin_batch((3, 3))  # what is not weighed counts alike, and ranks have as much
+    update()

@@ -292,9 +292,47 @@ def test_advice_belongs_to_the_library_whose_line_it_is(path: str, text: str) ->
     assert re.search(text, _way_out(ValueError(), frame))
 
 
-def test_a_number_of_rows_that_values_say_is_taken_from_a_shape() -> None:
-    frame = traceback.FrameSummary("/home/me/model.py", 1, "forward", line="n = int(b.max()) + 1")
-    assert "labels.shape[0]" in _way_out(ValueError(), frame)
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("n = int(b.max()) + 1", r"labels\.shape\[0\]"),
+        ("p = int(self.place)", r"index_copy_\(0, \(place"),
+        ("p = self.place.item()", r"index_copy_\(0, \(place"),
+    ],
+)
+def test_a_number_that_values_say_is_taken_from_a_shape_or_stays_a_tensor(
+    line: str, text: str
+) -> None:
+    frame = traceback.FrameSummary("/home/me/model.py", 1, "forward", line=line)
+    assert re.search(text, _way_out(ValueError(), frame))
+
+
+def test_an_adaptive_softmax_has_all_words() -> None:
+    """The advice of the refusal is the same loss, and is captured."""
+    head = nn.AdaptiveLogSoftmaxWithLoss(8, 20, [4, 10], div_value=2)
+    x, words = torch.randn(6, 8), torch.arange(6) * 3
+    whole = functional.nll_loss(head.log_prob(x), words)
+    torch.testing.assert_close(whole, head(x, words).loss)
+
+    class Words(nn.Module):
+        def __init__(self, *, all_words: bool) -> None:
+            super().__init__()
+            self.head, self.all_words = (
+                nn.AdaptiveLogSoftmaxWithLoss(8, 20, [4, 10], div_value=2),
+                all_words,
+            )
+
+        def forward(self, x: Tensor, words: Tensor) -> Tensor:
+            if self.all_words:
+                return functional.nll_loss(self.head.log_prob(x), words)
+            loss: Tensor = self.head(x, words).loss
+            return loss
+
+    batch = (x, words)
+    capture(Workload(lambda: Words(all_words=True), batch, None, torch.optim.SGD, {"lr": 0.1}))
+    refused = Workload(lambda: Words(all_words=False), batch, None, torch.optim.SGD, {"lr": 0.1})
+    with pytest.raises(CaptureError, match=r"nll_loss\(head\.log_prob\(x\), labels\)"):
+        capture(refused)
 
 
 class Looked(nn.Module):

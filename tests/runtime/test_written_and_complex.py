@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.runtime.deploy import deploy
 from heterog.search.plan import load_plan
 from heterog.strategy.layer_shardings import layer_shardings
+from heterog.strategy.stepping import scope_fault
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from heterog.strategy.tensor_parallel import merge_rules
 from tests.runtime.cases import BATCH, captured_once
@@ -84,7 +86,44 @@ class Float8(nn.Module):
         return nn.functional.linear(hidden, weight, self.last.bias) / 50
 
 
-MODELS = {"target": WithTarget, "conjugates": Conjugates, "float8": Float8}
+class Masked(nn.Module):
+    """Trained weights of which the forward pass makes some zero, as masked convolutions do."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 12), nn.Linear(12, 4)
+        self.register_buffer("mask", torch.ones(12, 8).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.weight.data *= self.mask
+        out: Tensor = self.last(self.first(x).relu())
+        return out
+
+
+class Narrow(nn.Module):
+    """Layers without features between others, as a small adaptive softmax has for rare words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 12)
+        self.none, self.back = nn.Linear(12, 0), nn.Linear(0, 4)
+        self.last = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        out: Tensor = self.last(hidden) + self.back(self.none(hidden))
+        return out
+
+
+MODELS = {
+    "target": WithTarget,
+    "conjugates": Conjugates,
+    "float8": Float8,
+    "masked": Masked,
+    "narrow": Narrow,
+}
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
@@ -100,7 +139,7 @@ def workload_of(name: str) -> Workload:
         if name == "float8":
             fixed = model.get_parameter("fixed").data
             model.double().get_parameter("fixed").data = fixed
-        return model.double() if name == "target" else model
+        return model.double() if name in ("target", "masked", "narrow") else model
 
     return Workload(
         seeded, batch_of(0), nn.functional.mse_loss, torch.optim.SGD, {"lr": 0.1}, name=name
@@ -150,3 +189,15 @@ def test_they_train_as_on_one_device(ranks: Ranks, tmp_path: Path, name: str) ->
         for key, value in model.state_dict().items():
             both = (each.to(torch.complex128) for each in (found[key], value))
             torch.testing.assert_close(*both, rtol=1e-9, atol=1e-12)
+
+
+def test_what_the_step_writes_to_stays_whole() -> None:
+    """A slice of a gathered copy would be what the optimizer has, without the zeros."""
+    graph = capture(workload_of("masked"))
+    assert [graph.tensors[each].name for each in graph.written] == ["first.weight"]
+    num_groups = group_ops(graph).num_groups
+    for sync in (Sync.ZERO1, Sync.ZERO3):
+        team = Decision(devices=ALL, shares=(4, 2, 2), sync=sync)
+        sliced = strategy_of(graph, [team] * num_groups)
+        assert "writes to 'first.weight', which has" in scope_fault(graph, sliced, graph.scope)
+    assert not scope_fault(graph, strategies(graph)[0], graph.scope)

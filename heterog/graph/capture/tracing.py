@@ -7,6 +7,7 @@ Where a node comes from: its module, its phase, and the line of code that makes 
 
 import linecache
 import operator
+import re
 import sys
 import traceback
 import warnings
@@ -276,8 +277,9 @@ def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
     op = getattr(error, "func", None)
     if isinstance(op, torch._ops.OpOverload) and op._schema.name in _WAYS_OUT_OF_OP:
         return _WAYS_OUT_OF_OP[op._schema.name]
-    if _frames_in(error, "/torch/nn/modules/batchnorm.py"):
-        return _OF_BATCH_NORM
+    for file, advice in _WAYS_OUT_OF_MODULE.items():
+        if _frames_in(error, f"/torch/nn/modules/{file}.py"):
+            return advice
     line = (frame.line or "") if frame else ""
     if isinstance(error, DataDependentOutputException):
         for words, advice in _WAYS_OUT_OF_STATEMENT.items():
@@ -291,6 +293,8 @@ def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
         return "one_hot is as wide as the largest value says. Give it the number of classes."
     if ".max()" in line and ("int(" in line or "+ 1" in line):
         return _OF_NUMBER_OF_ROWS
+    if re.search(r"int\(self\.\w+\)|self\.\w+\.item\(\)", line):
+        return _OF_PLACE
     return (
         "avoid .item(), .tolist(), nonzero, masks as indices (x[mask]) and `if` on tensors there; "
         "torch.where or a product with the mask usually does the same."
@@ -304,10 +308,25 @@ _OF_NUMBER_OF_ROWS = (
 )
 
 
-_OF_BATCH_NORM = (
-    "BatchNorm with momentum=None divides by the number of steps, which is such a value. Give it "
-    "a momentum (0.1 is torch's own), for a moving average instead of the mean over all steps."
+_OF_PLACE = (
+    "a number that is read is the same in all steps of a plan. Keep it a tensor: "
+    "buffer.index_copy_(0, (place + torch.arange(n)) % len(buffer), rows) writes rows at a place "
+    "that goes round, x[:, place] looks one up."
 )
+
+
+_WAYS_OUT_OF_MODULE = {
+    "batchnorm": (
+        "BatchNorm with momentum=None divides by the number of steps, which is such a value. "
+        "Give it a momentum (0.1 is torch's own), for a moving average instead of the mean over "
+        "all steps."
+    ),
+    "adaptive": (
+        "an adaptive softmax computes each cluster of words for the samples that have one of "
+        "them. functional.nll_loss(head.log_prob(x), labels) is the same loss, of all words."
+    ),
+}
+"""Advice for what a module of torch asks for."""
 
 
 def _frames_in(error: BaseException, folder: str) -> list[traceback.FrameSummary]:

@@ -283,9 +283,9 @@ class Conversions:
             shaped = [
                 (boxes[device][by_units][0], flat.view(shapes[device]))
                 for device, flat in zip(devices, parts, strict=True)
-                if flat.numel()
             ]
-            return _joined(shaped, place)
+            full = [each for each in shaped if each[1].numel()]
+            return _joined(full or shaped, place)  # a layer may have no features
 
         pending = self._communicator.all_gather(local, devices, counts, whole)
         for buffer in part.made(task):
