@@ -19,10 +19,9 @@ from device_models import read, rounded, write_section
 from rows import asked_of, finish, option
 from scipy.optimize import least_squares
 
-from heterog.cluster.catalog import device_type
-from heterog.cluster.links import intra_link
+from heterog.cluster.catalog import device_type, intra_link
 from heterog.graph.op_graph import FloatArray
-from heterog.pricing.device_models.collectives import CollectiveModel
+from heterog.pricing.device_models.laws import CollectiveModel
 
 LINKS = {"A100-80GB": "nvlink_a100", "H100": "nvlink4", "H200": "nvlink4"}
 KINDS = {

@@ -19,11 +19,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rows import finish, script_parser
+from rows import asked_of, finish, option
 
-from heterog.pricing import regimes
-from heterog.pricing.intervals import conformal_spread, interval_around, spread_of_interval
-from heterog.pricing.regimes import ONE_HOST, regime_name
+from heterog.pricing import intervals
+from heterog.pricing.intervals import (
+    ONE_HOST,
+    conformal_spread,
+    interval_around,
+    regime_name,
+    spread_of_interval,
+)
 
 _DEVICES_OF_A_HOST = 8
 
@@ -86,15 +91,16 @@ def held(runs: Sequence[Run], spreads: Mapping[str, float]) -> list[dict[str, An
 
 def main() -> None:
     """Fit, hold against the other file, and write if asked to."""
-    parser = script_parser(__doc__)
-    parser.add_argument("fit", type=Path)
-    parser.add_argument("--test", type=Path)
-    parser.add_argument("--write", action="store_true")
-    asked = parser.parse_args()
+    asked = asked_of(
+        __doc__,
+        option("fit", type=Path),
+        option("--test", type=Path),
+        option("--write", action="store_true"),
+    )
     spreads = fitted(read_runs(asked.fit))
     rows = held(read_runs(asked.test), spreads) if asked.test is not None else []
     if asked.write:
-        path = Path(regimes.__file__).parent / "regimes.yaml"
+        path = Path(intervals.__file__).parent / "regimes.yaml"
         head = path.read_text(encoding="utf-8").partition("spreads:\n")[0]
         written = "".join(f"  {regime}: {spread}\n" for regime, spread in spreads.items())
         path.write_text(f"{head}spreads:\n{written}", encoding="utf-8")

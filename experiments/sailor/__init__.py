@@ -2,7 +2,7 @@
 
 Sailor (SOSP 2025, repository eth-easl/sailor at cf2c8e3, MIT licence) plans pipelines over unlike
 GPUs and scores plans with a Python simulator. ``inputs`` reads what it measured, ``timing`` and
-``score`` score as that simulator does, with its traps refused; ``columns``, ``moves`` and
-``search`` look for plans with the help of ``tables``, ``even`` is the baseline, and ``strategies``
-makes a plan of Sailor's a strategy of heterog.
+``score`` score as that simulator does, with its traps refused; ``columns`` and ``search`` look for
+plans with the help of ``tables``, and ``strategies`` makes a plan of Sailor's a strategy of
+heterog.
 """

@@ -139,8 +139,7 @@ class Tables:
 
     def _links(self, cards: frozenset[str]) -> list[Polynomial | None]:
         """Between all pairs of cards, the larger of both directions by whoever comes first."""
-        links = self.inputs.links
-        return [links.get(((one, 1), (other, 1))) for one in cards for other in cards]
+        return [self.inputs.links.get(((one, 1), (other, 1))) for one in cards for other in cards]
 
     @staticmethod
     def _ring_s(link: Polynomial | None, num_bytes: float, count: int) -> float:

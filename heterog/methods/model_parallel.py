@@ -6,8 +6,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray
 from heterog.methods.data_parallel import device_speeds
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
-from heterog.simulator.evaluation import Evaluation, Outcome
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.strategy.division import micro_batch_table, split_evenly
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 

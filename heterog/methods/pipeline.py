@@ -182,8 +182,9 @@ class _Enumeration(Enumeration[_Point]):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         evaluator = problem.evaluator
-        count = self.num_groups
-        self.nothing = f"every stage needs a group of layers, and the model has {count} of them"
+        self.nothing = (
+            f"every stage needs a group of layers, and the model has {self.num_groups} of them"
+        )
         self.cluster = evaluator.cluster
         self.parameters = parameter_bytes(evaluator)
         self.activations = activation_bytes(evaluator)
@@ -350,8 +351,9 @@ class _Enumeration(Enumeration[_Point]):
             return
         num_stages = len(start.stages)
         some = sorted({1, num_stages // 2, num_stages} - {0})
-        can_slice = self.problem.evaluator.graph.updates_elementwise
-        for slices_updates in (False, True) if can_slice else (False,):
+        for slices_updates in (
+            (False, True) if self.problem.evaluator.graph.updates_elementwise else (False,)
+        ):
             for count in (0, *some):
                 yield replace(
                     start,
@@ -490,6 +492,5 @@ class _Enumeration(Enumeration[_Point]):
         """See ``Enumeration``."""
         capped = AS_IT_COMES
         if point.caps and point.num_micro > 1:
-            num_devices = self.cluster.num_devices
-            capped = caps_of_stages(point.stages, num_devices, hidden=point.caps - 1)
+            capped = caps_of_stages(point.stages, self.cluster.num_devices, hidden=point.caps - 1)
         return replace(capped, splits_backward=point.splits_backward)

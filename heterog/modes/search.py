@@ -7,8 +7,7 @@ from heterog.cluster.topology import Cluster
 from heterog.methods.data_parallel import even_shares, proportional_shares
 from heterog.methods.planner import Candidate, PlanResult, Problem, Spending
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.strategy import Decision, Strategy, Sync
 
 
@@ -32,7 +31,8 @@ def island_decisions(evaluator: Evaluator) -> Iterator[Decision]:
     """Decisions for each kind of island (devices, hosts) and each kind of share, none twice."""
     known = set()
     ways = (proportional_shares(evaluator), even_shares(evaluator))
-    for teams in (_singles(evaluator.cluster), _hosts(evaluator.cluster)):
+    singles = [(device,) for device in range(evaluator.cluster.num_devices)]
+    for teams in (singles, _hosts(evaluator.cluster)):
         for shares in ways:
             decision = island_decision(teams, shares)
             if decision is not None and decision not in known:
@@ -73,10 +73,6 @@ def _beside_exact(found: Evaluation, strategy: Strategy, problem: Problem) -> st
 def nothing(reason: str) -> PlanResult:
     """A result without strategies, and the reason."""
     return PlanResult(candidates=(), num_evaluations=0, reason=reason)
-
-
-def _singles(cluster: Cluster) -> list[tuple[int, ...]]:
-    return [(device,) for device in range(cluster.num_devices)]
 
 
 def _hosts(cluster: Cluster) -> list[tuple[int, ...]]:

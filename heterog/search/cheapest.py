@@ -25,11 +25,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import ClassVar
 
 from heterog.cluster.topology import Cluster
 from heterog.methods.data_parallel import device_speeds
 from heterog.methods.planner import Budget, Candidate, MethodRow
 from heterog.methods.registry import AUTO
+from heterog.records import VALUE, Amount, Name, PositiveSeconds, Series
 from heterog.search.allotment import Allotment
 from heterog.search.host_subset import HostSubset
 from heterog.search.objective import hosts_used, rent_per_s
@@ -157,10 +159,12 @@ class Offer:
         cost_per_step: Cost of a step, in the currency of the cluster.
     """
 
-    hosts: tuple[str, ...]
-    method: str
-    step_time_s: float
-    cost_per_step: float
+    __pydantic_config__: ClassVar = VALUE
+
+    hosts: Series[Name]
+    method: Name
+    step_time_s: PositiveSeconds
+    cost_per_step: Amount
 
 
 class CheapestSearch:
@@ -217,7 +221,7 @@ class CheapestSearch:
         every = []
         for subset, row in self._found:
             if row.step_time_s is not None:
-                names = _used_names(subset, row)
+                names = tuple(subset.whole.hosts[host].name for host in _used(subset, row))
                 rent = math.fsum(
                     cluster.host_price_per_s(host)
                     for host in range(cluster.num_hosts)
@@ -357,10 +361,6 @@ def _used(subset: HostSubset, row: MethodRow) -> tuple[int, ...]:
     """Hosts of the whole cluster that a row's strategy uses."""
     assert row.candidate is not None
     return tuple(subset.hosts[h] for h in hosts_used(row.candidate.strategy, subset.part))
-
-
-def _used_names(subset: HostSubset, row: MethodRow) -> tuple[str, ...]:
-    return tuple(subset.whole.hosts[host].name for host in _used(subset, row))
 
 
 def best_trades(offers: Iterable[Offer]) -> tuple[Offer, ...]:

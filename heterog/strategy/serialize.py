@@ -177,7 +177,7 @@ def strategy_from_dict(record: object) -> Strategy:
 @cache
 def _record_type() -> type[_StrategyRecord]:
     """The record of a strategy, with a field for each mode; exact strategies have none of them."""
-    fields: dict[str, Any] = {mode.key: (mode.record, None) for mode in built_in_modes()}
+    fields: dict[str, Any] = {mode.key: (mode.record or mode, None) for mode in built_in_modes()}
     return create_model("_RecordWithModes", __base__=_StrategyRecord, **fields)
 
 

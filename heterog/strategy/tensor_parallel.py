@@ -302,7 +302,11 @@ class _Follower:
                 if place != R
             ]
             needs = [each for each in sliced if not self._is_filled(each[0])]
-            weights = [(read, place) for read, place in needs if self._is_weight(read)]
+            weights = [
+                (read, place)
+                for read, place in needs
+                if (int(self.graph.storage[read]) in self.region.row_of)
+            ]
             if all(place.kind == "S" for _, place in sliced) and (
                 from_slices or len(weights) == len(needs)
             ):
@@ -320,9 +324,6 @@ class _Follower:
         """Whether a tensor is one value everywhere, of which every member has any slice."""
         maker = int(self.graph.producer[self.graph.storage[tensor]])
         return self.graph.ops[maker].kind in FILLS
-
-    def _is_weight(self, tensor: int) -> bool:
-        return int(self.graph.storage[tensor]) in self.region.row_of
 
 
 @lru_cache(maxsize=1 << 12)

@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from heterog.graph.op_graph import Phase
 from heterog.methods.hap.programs import SpmdPrices, Work
-from heterog.simulator.evaluation import MEMORY_MARGIN
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 
 _OVERFLOW_PRICE_S = 1e3
 """Charge for overflowing a device by all its memory, which outweighs any gain in speed."""

@@ -60,12 +60,11 @@ class PlanMoves:
         self._num_groups = neighbours.num_groups
         tables, kinds = evaluator.tables, range(len(evaluator.cluster.device_types))
         real = tables.op_group >= 0
-        batch = self._graph.batch_size
         self._num_ops = np.bincount(tables.op_group[real], minlength=self._num_groups)
         self._seconds: FloatArray = np.stack([
             np.bincount(
                 tables.op_group[real],
-                evaluator.prices.op_seconds(kind, batch)[real],
+                evaluator.prices.op_seconds(kind, self._graph.batch_size)[real],
                 self._num_groups,
             )
             + 1e-9
@@ -110,10 +109,9 @@ class PlanMoves:
 
     def _is_small(self, state: State) -> bool:
         """Whether a simulation does not take too long, as far as the ops tell."""
-        candidates = self._space.candidates
         numbers, of_group = np.unique(state.row, return_inverse=True)
         ops = np.bincount(of_group, self._num_ops)
-        sizes = [len(candidates[number].devices) for number in numbers.tolist()]
+        sizes = [len(self._space.candidates[number].devices) for number in numbers.tolist()]
         micro = len(state.micro_batches[0]) if state.micro_batches else 1
         return micro == 1 or micro * float(ops @ np.array(sizes)) <= _MOST_TASKS
 
@@ -174,8 +172,7 @@ class PlanMoves:
         return decide
 
     def _num_micro(self, least: int) -> int:
-        batch = self._graph.batch_size
-        counts = [count for count in _MICRO if least <= count <= batch] or [1]
+        counts = [count for count in _MICRO if least <= count <= self._graph.batch_size] or [1]
         return counts[int(self.rng.integers(len(counts)))] if least > 1 else 1
 
     def _on_stages(self, state: State, decisions: Sequence[Decision], micro: int) -> State:
@@ -213,8 +210,7 @@ class PlanMoves:
         if micro > 1 and len(stages) > 1 and len(set(used)) == len(used):
             caps = int(self.rng.integers(3))
             if caps:
-                number = self._cluster.num_devices
-                schedule = caps_of_stages(stages, number, hidden=caps - 1)
+                schedule = caps_of_stages(stages, self._cluster.num_devices, hidden=caps - 1)
         if len(stages) > 1 and self.rng.random() < 0.3:
             schedule = replace(schedule, splits_backward=True)
         return schedule

@@ -43,8 +43,7 @@ from heterog.methods.poplar.allocation import (
     zero_strategy,
 )
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import MEMORY_MARGIN, Evaluation, Outcome
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluation, Evaluator, Outcome
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 
@@ -243,8 +242,11 @@ class Poplar(Planner):
     def plan(self, problem: Problem) -> PlanResult:
         """Allocate for each stage, and keep the fastest."""
         search = _Search(problem)
-        elementwise = problem.evaluator.graph.updates_elementwise
-        stages = [stage for stage in self._stages if stage == 0 or elementwise]
+        stages = [
+            stage
+            for stage in self._stages
+            if stage == 0 or problem.evaluator.graph.updates_elementwise
+        ]
         with search.spending.limits():
             for stage in stages:
                 search.try_stage(stage)
@@ -355,14 +357,16 @@ class _Search:
                 self.spending.check()
                 return None
             self.tried[key] = self.evaluator.evaluate(strategy, order)
-            self.problem.report(min(self.spending.fraction, 1.0), self._fastest())
+            self.problem.report(
+                min(self.spending.fraction, 1.0),
+                (
+                    min(
+                        (each.step_time_s for each in self.tried.values() if each and each.is_ok),
+                        default=float("inf"),
+                    )
+                ),
+            )
         return self.tried[key]
-
-    def _fastest(self) -> float:
-        return min(
-            (each.step_time_s for each in self.tried.values() if each and each.is_ok),
-            default=float("inf"),
-        )
 
     def _allocations(self, stage: int, slices: tuple[int, ...]) -> Iterator[Allocation]:
         """Allocations with the full time of collectives, and with collectives hidden."""

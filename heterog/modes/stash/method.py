@@ -29,8 +29,7 @@ from heterog.modes.stash.phases import stage_fault
 from heterog.modes.stash.value import WeightStash, stages_of
 from heterog.names import shown
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
 from heterog.strategy.schedules import AS_IT_COMES
 from heterog.strategy.strategy import REPLICATED, Decision, Keeps, Strategy
