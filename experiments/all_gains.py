@@ -32,6 +32,7 @@ from heterog.agents.planners import default_methods
 from heterog.agents.sources import captured
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
+from heterog.grouped import grouped
 from heterog.methods.planner import Budget, MethodRow
 from heterog.methods.registry import AUTO
 from heterog.search.compare import compare_methods
@@ -133,11 +134,10 @@ class Kept:
 
 def pairs_of(path: Path | None) -> dict[Pair, list[Row]]:
     """Rows of a file by pair; nothing if there is no such file."""
-    pairs: dict[Pair, list[Row]] = {}
-    for row in read_rows(path):
-        key = row["model"], row["cluster"], row["batch_size"], row["step_barrier"]
-        pairs.setdefault(key, []).append(row)
-    return pairs
+    return grouped(
+        ((row["model"], row["cluster"], row["batch_size"], row["step_barrier"]), row)
+        for row in read_rows(path)
+    )
 
 
 def compare(model: str, cluster: str, section: Section, kept: Kept) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -188,7 +188,7 @@ def parse_record(
     try:
         if is_dataclass(kind) and versions:
             value = {key: each for key, each in value.items() if key != "schema_version"}
-        found: _V = _adapter(kind).validate_python(value)
+        found: _V = _adapter(cast(type, kind)).validate_python(value)
         return found
     except ValidationError as error:
         raise InputFileError(f"{where}: {first_fault(error)}") from error
@@ -216,7 +216,7 @@ def parse_dataclass(value: object, kind: type[_V], where: str) -> _V:
         InputFileError: a field is missing, unknown or wrong.
     """
     try:
-        found: _V = _adapter(kind).validate_json(json.dumps(value))
+        found: _V = _adapter(cast(type, kind)).validate_json(json.dumps(value))
         return found
     except ValidationError as error:
         raise InputFileError(f"{where}: {first_fault(error)}") from error

@@ -30,6 +30,7 @@ LAYERS = (
         "units",
         "files",
         "memo",
+        "grouped",
         "records",
         "yaml_files",
         "user_code",

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from fuzzing import checks
 from fuzzing.outputs import check_call, make_call
 from heterog.agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from heterog.agents.config import PolicyConfig
@@ -211,7 +210,7 @@ def check_journal(journal: Journal) -> str:
     """Rows that are measurements."""
     for rows in journal._rows.values():
         for row in rows:
-            if not _good([row["seconds"]], positive=True):
+            if not _good([row.seconds], positive=True):
                 return "a row has impossible seconds"
     return ""
 
@@ -415,31 +414,31 @@ def make_kinds(folder: Path) -> tuple[Kind, ...]:
     plans = write_plans(folder, graph, cluster)
 
     def of_cluster(read: Cluster) -> str:
-        return checks.check_cluster(read, graph)
+        return check_cluster(read, graph)
 
     def of_prices(read: Any) -> str:
-        return checks.check_calibration(read, graph, cluster)
+        return check_calibration(read, graph, cluster)
 
     def named(*names: str) -> tuple[Path, ...]:
         return tuple(folder / name for name in names)
 
     return (
         Kind("graph", named(*graphs), load_graph,
-             lambda read: checks.check_graph(read, cluster), "json", 3),
-        Kind("plan", plans, load_plan, checks.check_plan, "json", 3),
+             lambda read: check_graph(read, cluster), "json", 3),
+        Kind("plan", plans, load_plan, check_plan, "json", 3),
         Kind("cluster", named("lab.yaml"), Cluster.load, of_cluster, "yaml", 2),
         Kind("testbed", named("bed.yaml"), lambda path: load_testbed(str(path)), of_cluster,
              "yaml"),
         Kind("calibration", named("calibration.json"), Calibration.load, of_prices, "json", 2),
         Kind("run models", named("runs.json"), _run_models, of_prices, "json"),
-        Kind("recorded runs", named("runs.csv"), read_runs, checks.check_runs, "csv"),
+        Kind("recorded runs", named("runs.csv"), read_runs, check_runs, "csv"),
         Kind("measurements", named("measurements.json"),
              lambda path: (found := Measurements.load(path), _calibrated(found)),
-             lambda read: checks.check_measurements(read, graph, cluster), "json", 2),
+             lambda read: check_measurements(read, graph, cluster), "json", 2),
         Kind("journal", named("rank0.jsonl"), lambda path: Journal(path, "a V100"),
-             checks.check_journal, "lines"),
-        Kind("policy", named("policy.pt"), load_checkpoint, checks.check_policy, "torch"),
-        Kind("checkpoint", named("checkpoint"), read_checkpoint, checks.check_checkpoint,
+             check_journal, "lines"),
+        Kind("policy", named("policy.pt"), load_checkpoint, check_policy, "torch"),
+        Kind("checkpoint", named("checkpoint"), read_checkpoint, check_checkpoint,
              "folder", 2),
         Kind("outputs", (folder,), make_call, check_call, "call", 3),
     )  # fmt: skip
@@ -470,8 +469,8 @@ def write_measured(folder: Path, graph: OpGraph, cluster: Cluster) -> None:
     models = DeviceModels(host_s=2e-5, in_training=factors)
     save_run_models(folder / "runs.json", models, "mine", 5)
     journal = Journal(folder / "rank0.jsonl", "a V100")
-    journal.add("one", found.ops[:4])
-    journal.add("two", found.links[:2])
+    journal.add("one", list(found.ops[:4]))
+    journal.add("two", list(found.links[:2]))
 
 
 def _run_models(path: Path) -> DeviceModels:

@@ -105,6 +105,18 @@ def balanced_chain(seconds: FloatArray, memory: FloatArray, room: FloatArray) ->
     return placement
 
 
+def stage_starts(seconds: FloatArray, memory: FloatArray, room: FloatArray) -> tuple[int, ...]:
+    """First group of each stage of ``balanced_chain``.
+
+    Every stage keeps a group, even if the fastest cut leaves a slow stage empty.
+    """
+    lowest = np.arange(1, len(room))
+    placement = np.array(balanced_chain(seconds, memory, room))
+    cuts = np.maximum(np.searchsorted(placement, lowest), lowest)
+    cuts = np.minimum(np.maximum.accumulate(cuts), len(seconds) - lowest[::-1])
+    return (0, *cuts.tolist())
+
+
 def _group_costs(evaluator: Evaluator) -> tuple[FloatArray, FloatArray]:
     """(seconds of each group on each device type, bytes that each group keeps)."""
     graph = evaluator.graph

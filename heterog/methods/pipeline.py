@@ -22,7 +22,7 @@ from heterog.lowering.program import IntArray
 from heterog.methods.communities import communities, in_best_order
 from heterog.methods.enumeration import Enumeration
 from heterog.methods.megatron_grid import MOST_TASKS
-from heterog.methods.model_parallel import activation_bytes, balanced_chain, parameter_bytes
+from heterog.methods.model_parallel import activation_bytes, parameter_bytes, stage_starts
 from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
@@ -310,13 +310,7 @@ class _Enumeration(Enumeration[_Point]):
         memory = np.stack(
             [self.parameters + self.activations / len(devices) for devices in stages], axis=1
         )
-        placement = np.array(balanced_chain(seconds, memory, limit))
-        # Every stage keeps a group, even if the fastest cut leaves a slow stage empty.
-        cuts = np.searchsorted(placement, np.arange(1, len(stages)))
-        lowest = np.arange(1, len(stages))
-        cuts = np.maximum.accumulate(np.maximum(cuts, lowest))
-        cuts = np.minimum(cuts, self.num_groups - lowest[::-1])
-        return tuple(int(cut) for cut in cuts)
+        return stage_starts(seconds, memory, limit)[1:]
 
     # --- other manners of a point ----------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from heterog.files import MAX_JSON_BYTES, read_json, write_json
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray, OpGraph
+from heterog.grouped import grouped
 from heterog.lowering.channels import Channel, ChannelKind, ChannelTable
 from heterog.pricing.collectives import alpha_beta
 from heterog.pricing.cost_model import ChannelSeconds, CostModel
@@ -49,7 +50,6 @@ from heterog.pricing.measurements import (
     LinkKind,
     LinkMeasurement,
     Measurements,
-    OpMeasurement,
     op_kind,
 )
 from heterog.pricing.op_fits import Factor, TypeFit, fit_type, held_out_error, signatures
@@ -111,7 +111,6 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
             if channel.kind == ChannelKind.POINT_TO_POINT
         },
     )
-    factors: dict[str, tuple[float, float]] = {}
     drag: dict[str, dict[str, list[float]]] = {}
     by_kind: dict[ChannelKind, list[tuple[float, float, float]]] = {}
     for channel, members in by_channel.items():
@@ -124,11 +123,11 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
         for device, seconds in zip(channel.devices, largest.device_seconds, strict=True):
             name = cluster.devices[device].type.name
             lost.setdefault(name, []).append(seconds / largest.num_bytes)
-    for kind, entries in by_kind.items():
-        factors[kind.name.lower()] = _factors(*np.array(entries).T)
     return LinkFit(
         rates=rates,
-        factors=factors,
+        factors={
+            kind.name.lower(): _factors(*np.array(entries).T) for kind, entries in by_kind.items()
+        },
         drag=_means(drag),
         overhead=_means(overhead),
         # A geometric mean, as values spread over orders of magnitude: who is stopped when varies.
@@ -375,11 +374,7 @@ def calibrate(
     """
     if not measurements.ops:
         raise InputFileError("the measurements hold no op; run 'heterog profile' first.")
-    by_type: dict[str, list[OpMeasurement]] = {}
-    for row in measurements.ops:
-        if row.kind == STEP:
-            continue
-        by_type.setdefault(row.device_type, []).append(row)
+    by_type = grouped((row.device_type, row) for row in measurements.ops if row.kind != STEP)
     return Calibration(
         name=name,
         types={kind: fit_type(rows) for kind, rows in by_type.items()},

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from heterog.graph.op_graph import FloatArray, OpGraph
+from heterog.grouped import grouped
 from heterog.pricing.measurements import (
     COPY,
     LEAST_SECONDS,
@@ -43,10 +44,7 @@ def signatures(graph: OpGraph) -> tuple[str, ...]:
 @lru_cache(maxsize=16)
 def _members(graph: OpGraph) -> Mapping[str, list[int]]:
     """Ops of each kind, by kind."""
-    members: dict[str, list[int]] = {}
-    for index in range(graph.num_ops):
-        members.setdefault(op_kind(graph, index), []).append(index)
-    return members
+    return grouped((op_kind(graph, index), index) for index in range(graph.num_ops))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,24 +147,14 @@ class TypeFit:
 
 def fit_type(rows: Sequence[OpMeasurement]) -> TypeFit:
     """Fit the measurements of one device type."""
-    kinds: dict[str, list[OpMeasurement]] = {}
-    curves: dict[str, dict[int, list[OpMeasurement]]] = {}
-    for row in rows:
-        kinds.setdefault(row.kind, []).append(row)
-        if row.kind != COPY:
-            curves.setdefault(row.signature, {}).setdefault(row.samples, []).append(row)
+    kinds = grouped((row.kind, row) for row in rows)
+    curves = grouped((row.signature, row) for row in rows if row.kind != COPY)
     fits = {kind: fit_kind(*_columns(members)) for kind, members in kinds.items()}
     any_kind = fit_kind(*_columns(rows))
     fixed, _, per_byte = fits.pop(COPY, any_kind).coefficients
     return TypeFit(
         kinds=fits,
-        curves={
-            signature: (
-                tuple(float(samples) for samples in sorted(points)),
-                tuple(_mean_seconds(points[samples]) for samples in sorted(points)),
-            )
-            for signature, points in curves.items()
-        },
+        curves={signature: _curve(members) for signature, members in curves.items()},
         any_kind=any_kind,
         copy_s=(fixed, per_byte),
     )
@@ -228,6 +216,14 @@ def _columns(rows: Sequence[OpMeasurement]) -> tuple[FloatArray, FloatArray, Flo
     """FLOPs, bytes and seconds of measurements."""
     table = np.array([(row.flops, row.num_bytes, row.seconds) for row in rows], np.float64)
     return table[:, 0], table[:, 1], table[:, 2]
+
+
+def _curve(rows: Sequence[OpMeasurement]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    points = sorted(grouped((row.samples, row) for row in rows).items())
+    return (
+        tuple(float(samples) for samples, _ in points),
+        tuple(_mean_seconds(members) for _, members in points),
+    )
 
 
 def _mean_seconds(rows: Sequence[OpMeasurement]) -> float:

@@ -28,6 +28,7 @@ from itertools import product
 from typing import ClassVar
 
 from heterog.cluster.topology import Cluster
+from heterog.grouped import grouped
 from heterog.methods.data_parallel import device_speeds
 from heterog.methods.planner import Budget, Candidate, MethodRow
 from heterog.methods.registry import AUTO
@@ -90,9 +91,10 @@ def ranked_host_sets(evaluator: Evaluator) -> list[HostSet]:
 
 def differing_sets(cluster: Cluster) -> Iterator[tuple[int, ...]]:
     """Sets of hosts with the first ones of each kind and price, smallest sets first."""
-    kinds: dict[tuple[int, float], list[int]] = {}
-    for host, kind in enumerate(cluster.host_kind):
-        kinds.setdefault((kind, cluster.host_price_per_s(host)), []).append(host)
+    kinds = grouped(
+        ((kind, cluster.host_price_per_s(host)), host)
+        for host, kind in enumerate(cluster.host_kind)
+    )
     members = list(kinds.values())
     counts = [list(range(len(own) + 1)) for own in members]
     if math.prod(map(len, counts)) > MOST_SETS:
@@ -321,10 +323,9 @@ class CheapestSearch:
 
     def _rows(self) -> list[MethodRow]:
         """One row per method: the best that it found on any hosts, judged on the whole cluster."""
-        by_method: dict[str, list[tuple[HostSubset, MethodRow]]] = {}
-        for subset, row in self._found:
-            if row.method != "continued":
-                by_method.setdefault(row.method, []).append((subset, row))
+        by_method = grouped(
+            (row.method, (subset, row)) for subset, row in self._found if row.method != "continued"
+        )
         return [self._best(found) for found in by_method.values()]
 
     def _best(self, found: Sequence[tuple[HostSubset, MethodRow]]) -> MethodRow:

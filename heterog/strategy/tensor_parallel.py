@@ -19,6 +19,7 @@ from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import OpCall, OpRule, OpRules, P, Placement, R, S, needs_no_transfer
 from heterog.graph.sharding_rules import RuleResult, legal_rules, propagate
 from heterog.graph.sharding_rules.creation import FILLS
+from heterog.grouped import grouped
 
 _MOST_ROUNDS = 8
 _LEAST_SUMMED = 16
@@ -147,10 +148,9 @@ class Region:
     def __init__(self, graph: OpGraph, ops: Sequence[int]) -> None:
         self.graph = graph
         self.members = frozenset(ops)
-        self.readers: dict[int, list[int]] = {}
-        for op in ops:
-            for tensor in dict.fromkeys(graph.ops[op].inputs):
-                self.readers.setdefault(tensor, []).append(op)
+        self.readers = grouped(
+            (tensor, op) for op in ops for tensor in dict.fromkeys(graph.ops[op].inputs)
+        )
         self.row_of = {parameter: row for row, (_, parameter, _) in enumerate(graph.updates)}
 
 

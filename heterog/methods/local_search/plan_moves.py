@@ -15,11 +15,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from heterog.grouped import grouped
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.methods.changes import without_devices
 from heterog.methods.local_search.move_features import View
 from heterog.methods.local_search.neighbours import Move, MoveKind, Neighbours, State
-from heterog.methods.model_parallel import activation_bytes, balanced_chain, parameter_bytes
+from heterog.methods.model_parallel import activation_bytes, parameter_bytes, stage_starts
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
@@ -77,7 +78,9 @@ class PlanMoves:
         self._usable = np.array([d.usable_memory_bytes for d in self._cluster.devices], float)
         self._blocks = layer_blocks(self._graph)
         self._recomputations = kinds_worth_trying(self._graph)
-        self._by_kind = self._hosts_by_kind()
+        self._by_kind = list(
+            grouped((kind, host) for host, kind in enumerate(self._cluster.host_kind)).values()
+        )
         names, weights = zip(*_KINDS, strict=True)
         self._names, self._weights = names, np.cumsum(weights) / sum(weights)
         self._make: dict[MoveKind, Callable[[State], State | None]] = {
@@ -116,12 +119,6 @@ class PlanMoves:
         return micro == 1 or micro * float(ops @ np.array(sizes)) <= _MOST_TASKS
 
     # --- stages ----------------------------------------------------------------------------------
-
-    def _hosts_by_kind(self) -> list[list[int]]:
-        kinds: dict[int, list[int]] = {}
-        for host, kind in enumerate(self._cluster.host_kind):
-            kinds.setdefault(kind, []).append(host)
-        return list(kinds.values())
 
     def _some_devices(self) -> list[Devices]:
         """Devices of some hosts, host by host: all kinds or some, the kinds in any order."""
@@ -215,7 +212,7 @@ class PlanMoves:
             schedule = replace(schedule, splits_backward=True)
         return schedule
 
-    def _balanced(self, decisions: Sequence[Decision]) -> list[int]:
+    def _balanced(self, decisions: Sequence[Decision]) -> Sequence[int]:
         """First group of each stage, each with at least one."""
         seconds, memory, room = [], [], []
         for decision in decisions:
@@ -231,12 +228,7 @@ class PlanMoves:
         noise = 0.0 if self.rng.random() < 0.5 else _SPREAD
         spread = np.exp(noise * self.rng.normal(size=len(decisions)))
         limit = np.array(room) if self.rng.random() < 0.5 else np.full(len(room), np.inf)
-        placement = balanced_chain(np.stack(seconds, 1) * spread, np.stack(memory, 1), limit)
-        cuts = np.searchsorted(np.array(placement), np.arange(1, len(decisions)))
-        lowest = np.arange(1, len(decisions))
-        cuts = np.maximum.accumulate(np.maximum(cuts, lowest))
-        cuts = np.minimum(cuts, self._num_groups - lowest[::-1])
-        return [0, *cuts.tolist()]
+        return stage_starts(np.stack(seconds, 1) * spread, np.stack(memory, 1), limit)
 
     def _runs(self, state: State) -> list[tuple[int, int]]:
         """First group and end of each run."""

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from heterog.cluster.hardware import DeviceType
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import FloatArray, Phase
+from heterog.grouped import grouped
 from heterog.lowering.channels import Channel
 from heterog.lowering.tables import GraphTables
 from heterog.memo import kept
@@ -343,9 +344,7 @@ class _Search:
         """No slice groups; then one group for each host, if there are several of equal size."""
         yield ()
         host_of = self.evaluator.cluster.host_of
-        groups: dict[int, list[int]] = {}
-        for device in devices:
-            groups.setdefault(host_of[device], []).append(device)
+        groups = grouped((host_of[device], device) for device in devices)
         sizes = {len(group) for group in groups.values()}
         if stage and len(groups) > 1 and len(sizes) == 1 and max(sizes) > 1:
             yield tuple(map(tuple, groups.values()))

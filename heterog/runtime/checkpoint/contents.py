@@ -15,6 +15,7 @@ from pydantic import Field
 
 from heterog.errors import InputFileError
 from heterog.files import read_json
+from heterog.grouped import grouped
 from heterog.names import shown
 from heterog.records import (
     Identifier,
@@ -125,11 +126,9 @@ class Contents:
     @cached_property
     def parts(self) -> Mapping[str, Sequence[str]]:
         """Names of the parts of each tensor that was saved in parts."""
-        found: dict[str, list[str]] = {}
-        for name, tensor in self.tensors.items():
-            if tensor.whole:
-                found.setdefault(tensor.whole, []).append(name)
-        return found
+        return grouped(
+            (tensor.whole, name) for name, tensor in self.tensors.items() if tensor.whole
+        )
 
     @property
     def names(self) -> list[str]:
