@@ -63,6 +63,7 @@ from rows import asked_of, finish, option, progress
 
 from heterog.cluster.catalog import device_type, listed_type
 from heterog.cluster.topology import Execution
+from heterog.grouped import grouped
 from heterog.pricing.device_models import parameters
 from heterog.pricing.device_models.laws import ProductModel, product_bytes
 from heterog.pricing.device_models.parameters import ANY_TYPE, Family, chip_of, is_same_chip
@@ -247,14 +248,14 @@ def streams(rows: Sequence[Row], family: str) -> MeasuredStreams:
     )
 
 
-def grouped(
+def by_family(
     rows: Iterable[Row], family_of: Callable[[Row], str]
 ) -> dict[str, dict[str, list[Row]]]:
     """Rows by family and type."""
-    found: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        found[family_of(row)][device_type(row["device"]).name].append(row)
-    return found
+    return {
+        family: grouped((device_type(row["device"]).name, row) for row in own)
+        for family, own in grouped((family_of(row), row) for row in rows).items()
+    }
 
 
 def fit_family(
@@ -304,11 +305,11 @@ def fit_family(
 
 def measured_kernels(data: Path) -> dict[str, dict[str, list[Row]]]:
     """Rows of each family by type."""
-    tensor_cores = grouped(
+    tensor_cores = by_family(
         read(data / "gemm_16bit.csv.gz"),
         lambda row: "8 bit" if row["dtype"] == "fp8" else "16 bit",
     )
-    torch_kernels = grouped(
+    torch_kernels = by_family(
         read(data / "kernels_fp32.csv.gz"),
         lambda row: "float32" if row["op"] in ("bmm", "linear")
         else STREAM_FAMILY.get(row["op"], "elementwise"),

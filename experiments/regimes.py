@@ -13,7 +13,6 @@ spreads into the package.
 import json
 import math
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from rows import asked_of, finish, option
 
+from heterog.grouped import grouped
 from heterog.pricing import intervals
 from heterog.pricing.intervals import (
     ONE_HOST,
@@ -57,9 +57,7 @@ def read_runs(path: Path) -> list[Run]:
 
 def fitted(runs: Sequence[Run]) -> dict[str, float]:
     """Spread of each regime but that of one host, to three digits."""
-    by_regime: dict[str, list[Run]] = defaultdict(list)
-    for run in runs:
-        by_regime[run.regime].append(run)
+    by_regime = grouped((run.regime, run) for run in runs)
     found = {
         regime: round(conformal_spread([r.log_error for r in own], [r.spread for r in own]), 3)
         for regime, own in sorted(by_regime.items())
@@ -74,18 +72,17 @@ def fitted(runs: Sequence[Run]) -> dict[str, float]:
 
 def held(runs: Sequence[Run], spreads: Mapping[str, float]) -> list[dict[str, Any]]:
     """Share of runs inside their intervals, median half-width and error, by regime and in all."""
-    rows: dict[str, list[tuple[bool, float, float]]] = defaultdict(list)
+    rows: list[tuple[str, tuple[bool, float, float]]] = []
     for run in runs:
         spread = math.hypot(run.spread, spreads.get(run.regime, 0.0))
         low, high = interval_around(1.0, spread)
         told = low <= math.exp(run.log_error) <= high, (high - low) / 2, abs(run.log_error)
-        for name in (run.regime, "all"):
-            rows[name].append(told)
+        rows += [(run.regime, told), ("all", told)]
     return [
         {"regime": name, "runs": len(each), "inside": float(np.mean([row[0] for row in each])),
          "half_width": float(np.median([row[1] for row in each])),
          "error": float(np.median([row[2] for row in each]))}
-        for name, each in rows.items()
+        for name, each in grouped(rows).items()
     ]  # fmt: skip
 
 
