@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from rows import finish, option, progress, script_parser
+from sailor.columns import NODE_GPUS
 from sailor.inputs import ZONE, Inputs, Plan, Replica, Stage, read_inputs, written
 from sailor.score import Score, score_of
 from sailor.search import Limit, search
-from sailor.tables import NODE_GPUS
 
 from heterog.errors import HeterogError, StrategyError
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from heterog.errors import BudgetError, StrategyError
-from sailor.columns import Columns, Kind, gpus_of, plan_of, time_of
+from sailor.columns import Columns, Kind, Tables, gpus_of, plan_of, time_of
 from sailor.inputs import Inputs, Plan
 from sailor.score import Score, score_of
-from sailor.tables import Tables
 
 MOST_STAGES = 8
 """More stages have never been near the best: each sends twice and fills the pipeline."""

@@ -20,8 +20,8 @@ from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines
 from heterog.strategy.layouts.stages import layers_of, stages_by_counts
 from heterog.strategy.strategy import Strategy
+from sailor.columns import NODE_GPUS
 from sailor.inputs import Inputs, Plan, seconds_of
-from sailor.tables import NODE_GPUS
 
 TYPES = {
     "A100-40": ("A100-40GB", "nvlink_a100"),

@@ -416,18 +416,18 @@ def make_plan(
     search_seconds = time.perf_counter() - begin
     rank = request.objective.rank(evaluator.cluster)
     if request.is_robust:
-        drawing = _spending(evaluator, allotment.noise_s, allotment, session.stop)
+        drawing = _spending(evaluator, allotment.trial_s, allotment, session.stop)
         rows = with_noise(evaluator, rows, drawing, rank, rivals=True)
         rank = robust_rank(rows, rank)
     if rehearse is not None:
         session.progress("rehearsal", 0.0, math.inf)
-        spending = _spending(evaluator, allotment.rehearsal_s, allotment)
+        spending = _spending(evaluator, allotment.trial_s, allotment)
         rows = rehearsed(issued, rows, rehearse, spending=spending, rank=rank)
     plan = plan_from_rows(
         evaluator,
         rows,
         Searched(budget=str(request.budget), seed=request.seed, seconds=search_seconds),
-        noise=_spending(evaluator, allotment.noise_s, allotment, session.stop),
+        noise=_spending(evaluator, allotment.trial_s, allotment, session.stop),
         issued=issued,
         rank=rank,
     )
