@@ -3,8 +3,8 @@
 A column has one replica in every stage. Columns of one kind have the same teams, so a plan on a
 hundred GPUs is a handful of numbers, and an evaluation costs what is different in it.
 
-Their seconds and bytes are in tables, as a search asks a hundred thousand times. No table is a rule
-of its own: ``score`` says what is right, and every plan that a search hands back is scored there.
+Their seconds and bytes are in tables, as a search asks a hundred thousand times. No table is a
+rule of its own: ``score`` says what is right, and every plan that is handed back is scored there.
 """
 
 from collections.abc import Mapping
