@@ -9,8 +9,8 @@ wrong. Relations between fields are checked by the class, or by the reader of th
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar, cast
@@ -25,7 +25,8 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
-from pydantic_core import ErrorDetails
+from pydantic_core import CoreSchema, ErrorDetails
+from pydantic_core.core_schema import no_info_plain_validator_function
 
 from heterog.errors import HeterogError, InputFileError
 from heterog.files import MAX_JSON_BYTES, read_json
@@ -106,6 +107,16 @@ def within(low: float, high: float, **more: Any) -> Any:
 def finite(low: float, high: float) -> Any:
     """The same of a float."""
     return within(low, high, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class MadeBy:
+    """The mark of a field that a function makes of its JSON value."""
+
+    read: Callable[[Any], object]
+
+    def __get_pydantic_core_schema__(self, kind: object, handler: object) -> CoreSchema:
+        return no_info_plain_validator_function(self.read)
 
 
 Many: TypeAlias = Annotated[list[_T], FailFast()]
