@@ -9,8 +9,9 @@ wrong. Relations between fields are checked by the class, or by the reader of th
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, is_dataclass
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar, cast
@@ -117,6 +118,18 @@ class MadeBy:
 
     def __get_pydantic_core_schema__(self, kind: object, handler: object) -> CoreSchema:
         return no_info_plain_validator_function(self.read)
+
+
+def member_of(kind: Iterable[Enum]) -> MadeBy:
+    """The mark of a field that names a member of an enumeration, in small letters."""
+    known = {each.name.lower(): each for each in kind}
+
+    def read(word: object) -> Enum:
+        if not isinstance(word, str) or word not in known:
+            raise ValueError(f"is {shown(word)}, none of {', '.join(known)}")
+        return known[word]
+
+    return MadeBy(read)
 
 
 Many: TypeAlias = Annotated[list[_T], FailFast()]
