@@ -142,7 +142,7 @@ Name: TypeAlias = Annotated[str, Strict(), AfterValidator(_checked_name)]
 """A legal name; see ``names``."""
 Text: TypeAlias = Annotated[str, Strict(), AfterValidator(_checked_text)]
 """One printable line, perhaps an empty one."""
-Identifier: TypeAlias = Annotated[str, AfterValidator(_checked_identifier)]
+Identifier: TypeAlias = Annotated[str, Strict(), AfterValidator(_checked_identifier)]
 Json: TypeAlias = Annotated[Any, AfterValidator(_checked_json)]
 """Any value of JSON, not nested deeply."""
 Int32: TypeAlias = Annotated[int, within(0, MAX_INT32)]
