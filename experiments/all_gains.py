@@ -18,7 +18,6 @@ judged by the referee. With ``--beside`` each number stands beside the one of an
 roofline`` prices kernels from data sheets, as tables from before the device models did.
 """
 
-import argparse
 import math
 import sys
 import time
@@ -27,12 +26,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rows import geometric_mean, keep_row, read_rows
+from rows import geometric_mean, keep_row, option, plain_parser, read_rows
 
 from heterog.agents.planners import default_methods
 from heterog.agents.sources import captured
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
+from heterog.grouped import grouped
 from heterog.methods.planner import Budget, MethodRow
 from heterog.methods.registry import AUTO
 from heterog.search.compare import compare_methods
@@ -134,11 +134,10 @@ class Kept:
 
 def pairs_of(path: Path | None) -> dict[Pair, list[Row]]:
     """Rows of a file by pair; nothing if there is no such file."""
-    pairs: dict[Pair, list[Row]] = {}
-    for row in read_rows(path):
-        key = row["model"], row["cluster"], row["batch_size"], row["step_barrier"]
-        pairs.setdefault(key, []).append(row)
-    return pairs
+    return grouped(
+        ((row["model"], row["cluster"], row["batch_size"], row["step_barrier"]), row)
+        for row in read_rows(path)
+    )
 
 
 def compare(model: str, cluster: str, section: Section, kept: Kept) -> None:
@@ -356,14 +355,15 @@ def summary(folder: Path, beside: Path | None) -> Iterator[str]:
 
 def main() -> None:
     """Make what is missing while there is time, or print what is there."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("gains"), help="rows are kept here")
-    parser.add_argument("--minutes", type=float, default=60.0, help="no pair begins after that")
-    parser.add_argument("--sections", default=",".join(SECTIONS))
-    parser.add_argument("--calibration", help="what prices kernels, as in a cluster file")
-    parser.add_argument("--summary", action="store_true", help="print what is there, make nothing")
-    parser.add_argument("--beside", type=Path, help="with --summary: the folder of another commit")
-    arguments = parser.parse_args()
+    arguments = plain_parser(
+        __doc__,
+        option("--folder", type=Path, default=Path("gains"), help="rows are kept here"),
+        option("--minutes", type=float, default=60.0, help="no pair begins after that"),
+        option("--sections", default=",".join(SECTIONS)),
+        option("--calibration", help="what prices kernels, as in a cluster file"),
+        option("--summary", action="store_true", help="print what is there, make nothing"),
+        option("--beside", type=Path, help="with --summary: the folder of another commit"),
+    ).parse_args()
     if arguments.summary:
         print("\n".join(summary(arguments.folder, arguments.beside)))
         return

@@ -19,10 +19,10 @@ from device_models import read, rounded, write_section
 from rows import asked_of, finish, option
 from scipy.optimize import least_squares
 
-from heterog.cluster.catalog import device_type
-from heterog.cluster.links import intra_link
+from heterog.cluster.catalog import device_type, intra_link
 from heterog.graph.op_graph import FloatArray
-from heterog.pricing.device_models.collectives import CollectiveModel
+from heterog.grouped import grouped
+from heterog.pricing.device_models.laws import CollectiveModel
 
 LINKS = {"A100-80GB": "nvlink_a100", "H100": "nvlink4", "H200": "nvlink4"}
 KINDS = {
@@ -80,9 +80,10 @@ def repeated(fitted: list[dict[str, str]], tested: list[dict[str, str]]) -> Floa
     Returns:
         Absolute errors of the tested rows that have such rows.  # [num_rows]
     """
-    known: dict[tuple[float, float], list[float]] = defaultdict(list)
-    for payload, members, seconds in zip(*columns(fitted), strict=True):
-        known[payload, members].append(seconds)
+    known = grouped(
+        ((payload, members), seconds)
+        for payload, members, seconds in zip(*columns(fitted), strict=True)
+    )
     errors = [
         abs(statistics.median(known[payload, members]) / seconds - 1.0)
         for payload, members, seconds in zip(*columns(tested), strict=True)
@@ -96,19 +97,21 @@ def main() -> None:
     arguments = asked_of(
         __doc__, option("--data", type=Path, required=True), option("--write", action="store_true")
     )
-    grouped: dict[tuple[str, str, str], list[dict[str, str]]] = defaultdict(list)
-    for row in read(arguments.data / "nccl.csv.gz"):
-        if not row["device"].startswith("vTrain") and row["op"] in KINDS:
-            grouped[device_type(row["device"]).name, row["op"], row["split"]].append(dict(row))
+    found = grouped(
+        ((device_type(row["device"]).name, row["op"], row["split"]), dict(row))
+        for row in read(arguments.data / "nccl.csv.gz")
+        if not row["device"].startswith("vTrain") and row["op"] in KINDS
+    )
+    rows = defaultdict(list, found)
     told: list[dict[str, Any]] = []
     document: dict[str, dict[str, Any]] = {}
     for name, link in LINKS.items():
         bandwidth = intra_link(link).bandwidth_bytes_per_s
         for operation, (kind, rounds) in KINDS.items():
-            model = fit(grouped[name, operation, "fit"], bandwidth, rounds)
-            payload, members, seconds = columns(grouped[name, operation, "test"])
+            model = fit(rows[name, operation, "fit"], bandwidth, rounds)
+            payload, members, seconds = columns(rows[name, operation, "test"])
             error = np.abs(model.seconds(payload, members, bandwidth) / seconds - 1.0)
-            again = repeated(grouped[name, operation, "fit"], grouped[name, operation, "test"])
+            again = repeated(rows[name, operation, "fit"], rows[name, operation, "test"])
             fields = {field: getattr(model, field) for field in model.__slots__}
             document.setdefault(name, {})[kind] = rounded(fields)
             told.append(

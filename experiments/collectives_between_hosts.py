@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 from published.nanotron import cluster_of
-from rows import finish, script_parser
+from rows import asked_of, finish, option
 
 RATE = cluster_of(16).nic_bandwidth_bytes_per_s(0)
 """Bytes per second that a host sends through all of its NICs."""
@@ -59,9 +59,10 @@ def fitted(rows: Sequence[Measured]) -> tuple[float, float]:
 
 def main() -> None:
     """Fit, and leave each number of hosts out in turn."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    arguments = parser.parse_args()
+    arguments = asked_of(
+        __doc__,
+        option("--data", type=Path, required=True),
+    )
     rows = measured(arguments.data / "nccl_h100_efa.csv")
     lines, errors = [], []
     for is_tree in (False, True):

@@ -21,6 +21,14 @@ it: all kernels by fits to cards with other chips, all else by its data sheet.
 
 Seconds of 8-bit products are those of the stack: the activations are scaled to 8 bits first, a
 kernel of its own that reads 2 bytes an element and writes 1.
+
+Peaks of memory of Megatron-LM's functional tests on 8 A100, beside what plans say.
+
+Rows have the columns of NVIDIA/Megatron-LM's golden values (BSD-style), ``megatron_golden.csv``:
+settings of a case and ``mem_max_alloc_bytes``, which the last rank writes. Dense GPTs are
+compared, each setting once; experts, context parallelism, Megatron's own FSDP, frozen parts and
+runs that resume (which allocate in another order) are left out. Of a table that the head shares,
+the last stage has a copy, so that there it is as large as one of its own.
 """
 
 import argparse
@@ -30,7 +38,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -49,13 +57,97 @@ from fits.kernels import (
     fit_streams,
 )
 from fits.layer_times import MeasuredLayers, card_of, errors_by_card, measured_layers
-from published.megatron_peaks import peak_errors
-from rows import finish, progress, script_parser
+from published.models import Model, graph_of
+from published.runs import a100_nodes
+from rows import asked_of, finish, option, progress
 
 from heterog.cluster.catalog import device_type, listed_type
+from heterog.cluster.topology import Execution
+from heterog.grouped import grouped
 from heterog.pricing.device_models import parameters
+from heterog.pricing.device_models.laws import ProductModel, product_bytes
 from heterog.pricing.device_models.parameters import ANY_TYPE, Family, chip_of, is_same_chip
-from heterog.pricing.device_models.products import ProductModel, product_bytes
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layouts.layout import Layout, Recompute
+from heterog.strategy.layouts.placed import place_layout
+
+Row = Mapping[str, str]
+
+_DEVICES, _HEADS, _WORDS, _PADDED = 8, 8, 50257, 128
+_APART = (
+    "release", "memory_speed", "resume", "frozen", "cross_entropy_loss_fusion",
+    "account_for_embedding", "defer_embedding",
+)  # fmt: skip
+_NOT_DENSE = ("num-experts", "use-megatron-fsdp", "optimizer-cpu-offload")
+
+
+def _number(row: Row, name: str) -> int:
+    return int(row.get(name) or 1)
+
+
+def layout_of(row: Row) -> Layout | None:
+    """The layout of a case, ``None`` if it is left out."""
+    if row["family"] != "gpt" or not row["hidden-size"] or not row["seq-length"]:
+        return None
+    if any(row.get(name) for name in _NOT_DENSE) or _number(row, "context-parallel-size") > 1:
+        return None
+    if any(word in row["case"] for word in _APART) or not row["mem_max_alloc_bytes"]:
+        return None
+    tp, pp = (
+        _number(row, "tensor-model-parallel-size"),
+        _number(row, "pipeline-model-parallel-size"),
+    )
+    of_chunk = row.get("num-layers-per-virtual-pipeline-stage")
+    chunks = _number(row, "num-layers") // pp // int(of_chunk) if of_chunk and pp > 1 else 0
+    return Layout(
+        tp=tp,
+        pp=pp,
+        dp=_DEVICES // tp // pp,
+        micro_batch=_number(row, "micro-batch-size"),
+        zero=int(row.get("use-distributed-optimizer") == "true"),
+        chunks=chunks if chunks > 1 else 0,
+        sequence_parallel=row.get("sequence-parallel") == "true" and tp > 1,
+        recompute=Recompute.FULL if row.get("recompute-granularity") == "full" else Recompute.NONE,
+    )
+
+
+def predicted_bytes(row: Row, layout: Layout) -> float:
+    """Peak of the last device, by the plan's memory model."""
+    vocabulary = -(-_WORDS // (_PADDED * layout.tp)) * _PADDED * layout.tp
+    model = Model(
+        family="gpt",
+        hidden=_number(row, "hidden-size"),
+        heads=_number(row, "num-attention-heads"),
+        layers=_number(row, "num-layers"),
+        sequence=_number(row, "seq-length"),
+        vocabulary=vocabulary,
+        dtype="float16" if row.get("fp16") == "true" else "bfloat16",
+        is_tied=layout.pp == 1,
+        is_fused=True,
+        works_in_place=True,
+    )
+    batch = layout.dp * layout.micro_batch * max(2 * layout.pp, 2)
+    graph = graph_of(model, batch)
+    cluster = replace(a100_nodes(_DEVICES), execution=Execution.MEGATRON)
+    strategy = place_layout(layout, graph, cluster).strategy
+    found = Evaluator(graph, cluster).evaluate(strategy, Order.FIFO)
+    return float(found.peak_memory_bytes[-1])
+
+
+def peak_errors(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Each case, measured and predicted."""
+    seen = set()
+    for row in rows:
+        layout = layout_of(row)
+        if layout is None or row["case"] in seen:
+            continue
+        seen.add(row["case"])
+        measured, predicted = float(row["mem_max_alloc_bytes"]), predicted_bytes(row, layout)
+        yield {"case": row["case"], "tp": layout.tp, "layout": str(layout),
+               "measured_bytes": measured, "predicted_bytes": predicted,
+               "error": predicted / measured - 1.0}  # fmt: skip
+
 
 TENSORS_MOVED = {
     "add": 3, "mul": 3, "div": 3, "pow": 3, "addu": 2, "mulu": 2, "divu": 2, "powu": 2, "relu": 2,
@@ -80,8 +172,6 @@ and their units reach for seconds on end. Others are within 7 % as they are."""
 _WIDE_BESIDE_LAYERS = 0.3
 """Of a P100, whose wide outputs are slow in one library's kernels (1.7) and not in another's: with
 this, rows of either are within 12 %."""
-
-Row = Mapping[str, str]
 
 
 def read(path: Path) -> list[Row]:
@@ -158,14 +248,14 @@ def streams(rows: Sequence[Row], family: str) -> MeasuredStreams:
     )
 
 
-def grouped(
+def by_family(
     rows: Iterable[Row], family_of: Callable[[Row], str]
 ) -> dict[str, dict[str, list[Row]]]:
     """Rows by family and type."""
-    found: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        found[family_of(row)][device_type(row["device"]).name].append(row)
-    return found
+    return {
+        family: grouped((device_type(row["device"]).name, row) for row in own)
+        for family, own in grouped((family_of(row), row) for row in rows).items()
+    }
 
 
 def fit_family(
@@ -215,11 +305,11 @@ def fit_family(
 
 def measured_kernels(data: Path) -> dict[str, dict[str, list[Row]]]:
     """Rows of each family by type."""
-    tensor_cores = grouped(
+    tensor_cores = by_family(
         read(data / "gemm_16bit.csv.gz"),
         lambda row: "8 bit" if row["dtype"] == "fp8" else "16 bit",
     )
-    torch_kernels = grouped(
+    torch_kernels = by_family(
         read(data / "kernels_fp32.csv.gz"),
         lambda row: "float32" if row["op"] in ("bmm", "linear")
         else STREAM_FAMILY.get(row["op"], "elementwise"),
@@ -378,12 +468,13 @@ def print_shipped(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """Fit, print, and write if asked to."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--shipped", action="store_true", help="how far what ships is off")
-    parser.add_argument("--left-out", action="store_true", help="layers of cards nobody measured")
-    arguments = parser.parse_args()
+    arguments = asked_of(
+        __doc__,
+        option("--data", type=Path, required=True),
+        option("--write", action="store_true"),
+        option("--shipped", action="store_true", help="how far what ships is off"),
+        option("--left-out", action="store_true", help="layers of cards nobody measured"),
+    )
     if arguments.left_out:
         print_left_out(arguments)
         return

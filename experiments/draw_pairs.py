@@ -9,7 +9,6 @@ weights, gradients and optimizer state fill more than 40 % of all memory, or whe
 has more devices than the batch has samples: there is no strategy to be found there.
 """
 
-import argparse
 import json
 import zlib
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import yaml
 from drawing.clusters import drawn_cluster
 from drawing.families import TEST, TRAIN, VALIDATION
 from drawn_models import families, workload
+from rows import option, plain_parser
 
 from heterog.cluster import Cluster
 
@@ -53,12 +53,13 @@ def _tensors(batch: object) -> Iterator[torch.Tensor]:
 
 def main() -> None:
     """Draw a list."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("split", choices=(TRAIN, VALIDATION, TEST))
-    parser.add_argument("--pairs", type=int, default=24)
-    parser.add_argument("--large", type=int, default=8, help="pairs of at least 64 devices")
-    parser.add_argument("--seed", type=int, default=58)
-    asked = parser.parse_args()
+    asked = plain_parser(
+        __doc__,
+        option("split", choices=(TRAIN, VALIDATION, TEST)),
+        option("--pairs", type=int, default=24),
+        option("--large", type=int, default=8, help="pairs of at least 64 devices"),
+        option("--seed", type=int, default=58),
+    ).parse_args()
     rng = np.random.default_rng([zlib.crc32(asked.split.encode()), asked.seed])
     names = families(asked.split)
     order = [names[k] for _ in range(asked.pairs) for k in rng.permutation(len(names))]

@@ -34,7 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from fuzzing.changes import change_file, packed_policy, packed_spaces
 from fuzzing.valid import Kind, make_kinds
-from rows import finish, progress, script_parser
+from rows import asked_of, finish, option, progress
 
 from heterog.errors import HeterogError, HeterogWarning
 
@@ -212,11 +212,12 @@ GOOD = ("refused", "refused later", "accepted")
 
 def main() -> None:
     """Judge many changed files and print what became of them."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--show", type=int, default=10, help="failures of each kind in the answer")
-    arguments = parser.parse_args()
+    arguments = asked_of(
+        __doc__,
+        option("--cases", type=int, default=10_000),
+        option("--seed", type=int, default=0),
+        option("--show", type=int, default=10, help="failures of each kind in the answer"),
+    )
     torch.set_num_threads(1)
     begin = time.perf_counter()
     verdicts = run(arguments.cases, arguments.seed)

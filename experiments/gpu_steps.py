@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from heterog.graph.workload import Workload
+from heterog.grouped import grouped
 from heterog.zoo import load_workload
 
 HERE = Path(__file__).parent
@@ -214,10 +215,11 @@ def _kernels(step: Callable[[], None]) -> list[list[Any]]:
         if each.self_device_time_total > 0 and each.key.startswith("aten::"):
             of_one = each.self_device_time_total * 1e-6 / each.count
             rows.append([each.key, each.input_shapes, each.count, of_one])
-    launched: dict[str, list[float]] = {}
-    for event in recorded.events():
-        if event.device_type == DeviceType.CUDA:
-            launched.setdefault(event.name[:100], []).append(event.device_time * 1e-6)
+    launched = grouped(
+        (event.name[:100], event.device_time * 1e-6)
+        for event in recorded.events()
+        if event.device_type == DeviceType.CUDA
+    )
     for name, times in launched.items():
         rows.append([f"kernel {name}", [], len(times), sum(times) / len(times)])
     return rows

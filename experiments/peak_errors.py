@@ -6,7 +6,7 @@
 ``sailor_gh200_opt.json`` (eth-easl/sailor, MIT): OPT-350M on 1 to 32 nodes of four GH200, and the
 largest peak of a device of each run. Runs on one and two nodes are fitted, those on more are the
 test: the rule by which ``published_runs.MEGATRON_RESERVES_BYTES`` was found, and the very same
-runs. ``pricing.peak_errors`` has the formula of the spread.
+runs. ``pricing.intervals`` has the formula of the spread.
 
 What is compared is what devices hold beyond that reserve, because it is what is predicted.
 Several runs of the test differ in their number of replicas only, and have nearly the same peak:
@@ -24,8 +24,7 @@ from rows import asked_of, finish, option, progress
 from scipy.stats import binomtest
 
 from heterog.pricing.device_models.parameters import shipped_peak_errors
-from heterog.pricing.intervals import COVERAGE, Interval
-from heterog.pricing.peak_errors import PeakErrors, peak_errors_of
+from heterog.pricing.intervals import COVERAGE, Interval, PeakErrors, peak_errors_of
 
 FILE = "sailor_gh200_opt.json"
 _FITTED_NODES = 2

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rows import geometric_mean, progress, script_parser
+from rows import asked_of, geometric_mean, option, progress
 
 from heterog.cluster import Cluster
 from heterog.search.plan import load_plan
@@ -109,14 +109,15 @@ def judged(folder: Path, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Plan with both and compare."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--before", type=Path, required=True, help="a tree of another commit")
-    parser.add_argument("--models", default="gpt2,bert_large_24l,llama_1b,vgg19")
-    parser.add_argument("--clusters", default="mixed_16,mixed_64,h100_128,h100_256,h100_1024")
-    parser.add_argument("--method", default="megatron_grid")
-    parser.add_argument("--budget", default="60e", help="of each search")
-    parser.add_argument("--folder", type=Path, help="plans are kept here")
-    options = parser.parse_args()
+    options = asked_of(
+        __doc__,
+        option("--before", type=Path, required=True, help="a tree of another commit"),
+        option("--models", default="gpt2,bert_large_24l,llama_1b,vgg19"),
+        option("--clusters", default="mixed_16,mixed_64,h100_128,h100_256,h100_1024"),
+        option("--method", default="megatron_grid"),
+        option("--budget", default="60e", help="of each search"),
+        option("--folder", type=Path, help="plans are kept here"),
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = (options.folder or Path(name)).resolve()
         asked = {

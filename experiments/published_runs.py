@@ -43,7 +43,7 @@ is in its steady state, each further one takes what the last one took.
 import csv
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -55,7 +55,7 @@ import torch
 import transformers
 from published.models import graph_of
 from published.runs import Run, sailor_rows, vtrain_run
-from rows import progress, script_parser
+from rows import asked_of, option, progress
 from torch import Tensor
 from torch.nn import functional
 
@@ -179,11 +179,6 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _of_split(rows: Sequence[dict[str, str]], split: str) -> list[dict[str, str]]:
-    """Rows of a split; all rows of a file that has none."""
-    return [row for row in rows if row.get("split", split) == split]
-
-
 # --- vTrain --------------------------------------------------------------------------------------
 
 
@@ -191,7 +186,7 @@ def vtrain(
     path: Path, split: str, every: int, family: str, *, few_layers: bool
 ) -> Iterable[Compared]:
     """One of so many of vTrain's rows; rows of one model and batch share a capture."""
-    rows = _of_split(read_rows(path), split)[::every]
+    rows = [row for row in read_rows(path) if row.get("split", split) == split][::every]
     for row in sorted(rows, key=by_capture):
         each = vtrain_run(row, 0)
         run = as_megatron_ran_it(each, Recompute.NONE)
@@ -429,24 +424,25 @@ def sources(
 
 def main() -> None:
     """Predict every run of the files."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--split", default="test", help="of the files that have splits")
-    parser.add_argument(
-        "--every", type=int, default=1, help="one of so many of vTrain's and nanotron's rows"
+    arguments = asked_of(
+        __doc__,
+        option("--data", type=Path, required=True),
+        option("--split", default="test", help="of the files that have splits"),
+        option(
+            "--every", type=int, default=1, help="one of so many of vTrain's and nanotron's rows"
+        ),
+        option(
+            "--few-layers",
+            action="store_true",
+            help="vTrain's rows on one node by two models with fewer layers, in a straight line",
+        ),
+        option(
+            "--calibrate",
+            action="store_true",
+            help="nanotron's rows also after a fit to five of 1B on two hosts",
+        ),
+        option("--only", default="", help="families that begin so"),
     )
-    parser.add_argument(
-        "--few-layers",
-        action="store_true",
-        help="vTrain's rows on one node by two models with fewer layers, in a straight line",
-    )
-    parser.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="nanotron's rows also after a fit to five of 1B on two hosts",
-    )
-    parser.add_argument("--only", default="", help="families that begin so")
-    arguments = parser.parse_args()
     families: dict[str, list[Compared]] = defaultdict(list)
     of_nanotron: dict[str, list[nanotron.Swept]] = defaultdict(list)
     for path in nanotron.sweeps(arguments.data):

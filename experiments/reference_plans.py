@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from portfolio_table import auto
-from rows import progress, script_parser
+from rows import asked_of, option, progress
 
 from heterog.agents.benchmark.pair_lists import PairLine, read_pairs
 from heterog.agents.planners import default_methods
@@ -42,13 +42,14 @@ def with_run(known: dict[str, Any], pair: str, made: dict[str, Any]) -> None:
 
 def main() -> None:
     """Make the runs that are missing."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--pairs", type=Path, required=True)
-    parser.add_argument("--budgets", default="30,120,600", help="CPU seconds with commas")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--graphs", type=Path, help="folder that keeps captured graphs")
-    parser.add_argument("-o", "--output", type=Path, help="PAIRS_references.json by default")
-    asked = parser.parse_args()
+    asked = asked_of(
+        __doc__,
+        option("--pairs", type=Path, required=True),
+        option("--budgets", default="30,120,600", help="CPU seconds with commas"),
+        option("--seeds", type=int, default=3),
+        option("--graphs", type=Path, help="folder that keeps captured graphs"),
+        option("-o", "--output", type=Path, help="PAIRS_references.json by default"),
+    )
     output = asked.output or asked.pairs.with_name(f"{asked.pairs.stem}_references.json")
     known = json.loads(output.read_text()) if output.is_file() else {}
     for seconds in map(float, asked.budgets.split(",")):

@@ -13,17 +13,22 @@ spreads into the package.
 import json
 import math
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rows import finish, script_parser
+from rows import asked_of, finish, option
 
-from heterog.pricing import regimes
-from heterog.pricing.intervals import conformal_spread, interval_around, spread_of_interval
-from heterog.pricing.regimes import ONE_HOST, regime_name
+from heterog.grouped import grouped
+from heterog.pricing import intervals
+from heterog.pricing.intervals import (
+    ONE_HOST,
+    conformal_spread,
+    interval_around,
+    regime_name,
+    spread_of_interval,
+)
 
 _DEVICES_OF_A_HOST = 8
 
@@ -52,9 +57,7 @@ def read_runs(path: Path) -> list[Run]:
 
 def fitted(runs: Sequence[Run]) -> dict[str, float]:
     """Spread of each regime but that of one host, to three digits."""
-    by_regime: dict[str, list[Run]] = defaultdict(list)
-    for run in runs:
-        by_regime[run.regime].append(run)
+    by_regime = grouped((run.regime, run) for run in runs)
     found = {
         regime: round(conformal_spread([r.log_error for r in own], [r.spread for r in own]), 3)
         for regime, own in sorted(by_regime.items())
@@ -69,32 +72,32 @@ def fitted(runs: Sequence[Run]) -> dict[str, float]:
 
 def held(runs: Sequence[Run], spreads: Mapping[str, float]) -> list[dict[str, Any]]:
     """Share of runs inside their intervals, median half-width and error, by regime and in all."""
-    rows: dict[str, list[tuple[bool, float, float]]] = defaultdict(list)
+    rows: list[tuple[str, tuple[bool, float, float]]] = []
     for run in runs:
         spread = math.hypot(run.spread, spreads.get(run.regime, 0.0))
         low, high = interval_around(1.0, spread)
         told = low <= math.exp(run.log_error) <= high, (high - low) / 2, abs(run.log_error)
-        for name in (run.regime, "all"):
-            rows[name].append(told)
+        rows += [(run.regime, told), ("all", told)]
     return [
         {"regime": name, "runs": len(each), "inside": float(np.mean([row[0] for row in each])),
          "half_width": float(np.median([row[1] for row in each])),
          "error": float(np.median([row[2] for row in each]))}
-        for name, each in rows.items()
+        for name, each in grouped(rows).items()
     ]  # fmt: skip
 
 
 def main() -> None:
     """Fit, hold against the other file, and write if asked to."""
-    parser = script_parser(__doc__)
-    parser.add_argument("fit", type=Path)
-    parser.add_argument("--test", type=Path)
-    parser.add_argument("--write", action="store_true")
-    asked = parser.parse_args()
+    asked = asked_of(
+        __doc__,
+        option("fit", type=Path),
+        option("--test", type=Path),
+        option("--write", action="store_true"),
+    )
     spreads = fitted(read_runs(asked.fit))
     rows = held(read_runs(asked.test), spreads) if asked.test is not None else []
     if asked.write:
-        path = Path(regimes.__file__).parent / "regimes.yaml"
+        path = Path(intervals.__file__).parent / "regimes.yaml"
         head = path.read_text(encoding="utf-8").partition("spreads:\n")[0]
         written = "".join(f"  {regime}: {spread}\n" for regime, spread in spreads.items())
         path.write_text(f"{head}spreads:\n{written}", encoding="utf-8")

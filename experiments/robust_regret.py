@@ -13,7 +13,7 @@ predicted.
 from typing import Any
 
 import numpy as np
-from rows import finish, progress, script_parser
+from rows import asked_of, finish, option, progress
 
 from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
@@ -79,13 +79,14 @@ def compared(
 
 def main() -> None:
     """Compare on every model, cluster and seed."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--models", default="mobilenet_v2,vgg19,transformer_6l,bert_base")
-    parser.add_argument("--clusters", default="paper_8gpu,rtx_mixed,a100_v100_16")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--budget", default="600e")
-    parser.add_argument("--draws", type=int, default=200)
-    asked = parser.parse_args()
+    asked = asked_of(
+        __doc__,
+        option("--models", default="mobilenet_v2,vgg19,transformer_6l,bert_base"),
+        option("--clusters", default="paper_8gpu,rtx_mixed,a100_v100_16"),
+        option("--seeds", type=int, default=3),
+        option("--budget", default="600e"),
+        option("--draws", type=int, default=200),
+    )
     rows = []
     for model in asked.models.split(","):
         graph = capture(build(model))

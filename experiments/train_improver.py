@@ -19,7 +19,7 @@ import numpy as np
 from drawing.families import TRAIN
 from drawing.families import VALIDATION as UNSEEN
 from drawn_models import drawn_names
-from rows import progress
+from rows import option, plain_parser, progress
 
 from heterog.agents.benchmark.pair_lists import read_pairs
 from heterog.agents.improver import Improver, ImproverConfig, save_improver
@@ -103,21 +103,22 @@ def keep(recorded: Recorded | None, path: Path) -> None:
 
 def main() -> None:
     """Record, learn, and write the policy and its card."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--graphs", type=Path, help="folder that keeps captured graphs")
-    parser.add_argument("--records", type=Path, help="folder that keeps recorded searches")
-    parser.add_argument("--pairs", type=Path, help="list of further pairs")
-    parser.add_argument("--drawn", type=int, default=140, help="pairs with drawn clusters")
-    parser.add_argument("--models", type=int, default=48, help="drawn models, beside the zoo's")
-    parser.add_argument("--led", type=int, default=60, help="of them in each iteration")
-    parser.add_argument("--iterations", type=int, default=1, help="with led searches")
-    parser.add_argument("--evaluations", type=int, default=1000, help="of each recorded search")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--rounds", type=int, default=ImproverConfig().num_rounds)
-    parser.add_argument("--no-timeline", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    asked = plain_parser(
+        __doc__,
+        option("-o", "--output", type=Path, required=True),
+        option("--graphs", type=Path, help="folder that keeps captured graphs"),
+        option("--records", type=Path, help="folder that keeps recorded searches"),
+        option("--pairs", type=Path, help="list of further pairs"),
+        option("--drawn", type=int, default=140, help="pairs with drawn clusters"),
+        option("--models", type=int, default=48, help="drawn models, beside the zoo's"),
+        option("--led", type=int, default=60, help="of them in each iteration"),
+        option("--iterations", type=int, default=1, help="with led searches"),
+        option("--evaluations", type=int, default=1000, help="of each recorded search"),
+        option("--steps", type=int, default=2000),
+        option("--rounds", type=int, default=ImproverConfig().num_rounds),
+        option("--no-timeline", action="store_true"),
+        option("--seed", type=int, default=0),
+    ).parse_args()
     check_writable(asked.output)
     config = replace(
         ImproverConfig(), num_rounds=asked.rounds, sees_timeline=not asked.no_timeline

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import published.mpt as mpt
-from rows import progress, script_parser
+from rows import asked_of, option, progress
 
 from heterog.fidelity.run_fit import Case, fit_runs
 from heterog.pricing.device_models.model import DeviceModels
@@ -70,10 +70,11 @@ def fitted(path: Path, cards: tuple[str, ...], every: int) -> dict[str, Any]:
 
 def main() -> None:
     """Fit and print."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--every", type=int, default=1, help="take each so-many-th row")
-    arguments = parser.parse_args()
+    arguments = asked_of(
+        __doc__,
+        option("--data", type=Path, required=True),
+        option("--every", type=int, default=1, help="take each so-many-th row"),
+    )
     found = [fitted(arguments.data / "mpt_fsdp.csv", cards, arguments.every) for cards in TOGETHER]
     if arguments.json:
         print(json.dumps(found, indent=2))

@@ -19,7 +19,8 @@ package:
 - ``files``, ``records`` and ``yaml_files`` read what comes from outside, ``user_code`` Python
   files.
 - ``run`` is what torchrun starts on every host.
-- ``workers`` runs independent jobs in processes or on Ray, ``memo`` keeps what methods returned.
+- ``workers`` runs independent jobs in processes or on Ray, ``memo`` keeps what methods returned,
+  ``grouped`` sorts values by keys.
 """
 
 from importlib import import_module

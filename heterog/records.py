@@ -1,16 +1,20 @@
 """Strict typed records: the shape of every document that is read from a file.
 
-A kind of file is a ``Record``: its fields, their types and their ranges. ``parse_record`` turns
-JSON values into one or reports in one line which field of which file is wrong. Relations between
-fields are checked by the reader of the kind, which also makes the objects that the rest of
-heterog works with.
+A kind of file is a ``Record``: its fields, their types and their ranges. Parts of it (or all of
+it) are the dataclasses that the rest of heterog works with, where these hold what the file says:
+their fields then say the bounds, too, and ``VALUE`` is their ``__pydantic_config__``.
+``parse_record`` turns JSON values into one or reports in one line which field of which file is
+wrong. Relations between fields are checked by the class, or by the reader of the kind.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -18,12 +22,14 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
+    Strict,
     TypeAdapter,
     ValidationError,
 )
-from pydantic_core import ErrorDetails
+from pydantic_core import CoreSchema, ErrorDetails
+from pydantic_core.core_schema import no_info_plain_validator_function
 
-from heterog.errors import InputFileError
+from heterog.errors import HeterogError, InputFileError
 from heterog.files import MAX_JSON_BYTES, read_json
 from heterog.names import is_identifier, name_fault, shown, text_fault
 
@@ -34,6 +40,9 @@ _MOST_SHOWN = 300
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 """No unknown field, no value of another type; ``__pydantic_config__`` of a dataclass."""
+VALUE = ConfigDict(extra="forbid")
+"""That of a dataclass that is part of a record, whose lists become tuples and words enums; types
+of numbers and words are those below, which take nothing else."""
 
 
 class Record(BaseModel):
@@ -90,46 +99,84 @@ def _json_fault(value: Any, depth: int) -> str | None:
 
 _T = TypeVar("_T")
 
+
+def within(low: float, high: float, **more: Any) -> Any:
+    """The bounds of an annotated number; ``more`` is what pydantic's ``Field`` takes."""
+    return Field(ge=low, le=high, strict=True, **more)
+
+
+def finite(low: float, high: float) -> Any:
+    """The same of a float."""
+    return within(low, high, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class MadeBy:
+    """The mark of a field that a function makes of its JSON value."""
+
+    read: Callable[[Any], object]
+
+    def __get_pydantic_core_schema__(self, kind: object, handler: object) -> CoreSchema:
+        return no_info_plain_validator_function(self.read)
+
+
+def member_of(kind: Iterable[Enum]) -> MadeBy:
+    """The mark of a field that names a member of an enumeration, in small letters."""
+    known = {each.name.lower(): each for each in kind}
+
+    def read(word: object) -> Enum:
+        if not isinstance(word, str) or word not in known:
+            raise ValueError(f"is {shown(word)}, none of {', '.join(known)}")
+        return known[word]
+
+    return MadeBy(read)
+
+
 Many: TypeAlias = Annotated[list[_T], FailFast()]
 """A list that is refused at its first wrong entry: there may be millions."""
-Name: TypeAlias = Annotated[str, AfterValidator(_checked_name)]
+Series: TypeAlias = Annotated[tuple[_T, ...], FailFast()]
+"""The same as a tuple of a dataclass."""
+Flag: TypeAlias = Annotated[bool, Strict()]
+Word: TypeAlias = Annotated[str, Strict()]
+Name: TypeAlias = Annotated[str, Strict(), AfterValidator(_checked_name)]
 """A legal name; see ``names``."""
-Text: TypeAlias = Annotated[str, AfterValidator(_checked_text)]
+Text: TypeAlias = Annotated[str, Strict(), AfterValidator(_checked_text)]
 """One printable line, perhaps an empty one."""
-Identifier: TypeAlias = Annotated[str, AfterValidator(_checked_identifier)]
+Identifier: TypeAlias = Annotated[str, Strict(), AfterValidator(_checked_identifier)]
 Json: TypeAlias = Annotated[Any, AfterValidator(_checked_json)]
 """Any value of JSON, not nested deeply."""
-Int32: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT32)]
+Int32: TypeAlias = Annotated[int, within(0, MAX_INT32)]
 """A count or an index in the kernels' range."""
-Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INT32)]
-NumBytes: TypeAlias = Annotated[int, Field(ge=0, le=2**53)]
+Count: TypeAlias = Annotated[int, within(1, MAX_INT32)]
+NumBytes: TypeAlias = Annotated[int, within(0, 2**53)]
 """Up to 8 PiB, which a float still represents exactly."""
-Amount: TypeAlias = Annotated[float, Field(ge=0.0, le=1e24, allow_inf_nan=False)]
+Amount: TypeAlias = Annotated[float, finite(0.0, 1e24)]
 """FLOPs or bytes: far above any step, far below values whose sum would overflow."""
-Seconds: TypeAlias = Annotated[float, Field(ge=0.0, le=1e9, allow_inf_nan=False)]
+Seconds: TypeAlias = Annotated[float, finite(0.0, 1e9)]
 """Up to thirty years."""
-PositiveSeconds: TypeAlias = Annotated[float, Field(gt=0.0, le=1e9, allow_inf_nan=False)]
-Number: TypeAlias = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
-Share: TypeAlias = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+PositiveSeconds: TypeAlias = Annotated[
+    float, Field(gt=0.0, le=1e9, allow_inf_nan=False, strict=True)
+]
+Number: TypeAlias = Annotated[float, finite(-1e30, 1e30)]
+Share: TypeAlias = Annotated[float, finite(0.0, 1.0)]
 
-_R = TypeVar("_R", bound=Record)
 _V = TypeVar("_V")
 
 
 def read_record(
     path: str | Path,
     what: str,
-    kind: type[_R],
+    kind: type[_V],
     *,
     versions: tuple[int, ...] = (1,),
     most_bytes: int = MAX_JSON_BYTES,
-) -> _R:
+) -> _V:
     """Read a file of a kind.
 
     Args:
         path: JSON file, compressed or not.
         what: Kind of file in words, for messages.
-        kind: Record of the kind.
+        kind: Record or dataclass of the kind.
         versions: Values of ``schema_version`` that this heterog reads.
         most_bytes: Largest size, unpacked.
 
@@ -141,13 +188,13 @@ def read_record(
 
 
 def parse_record(
-    value: object, kind: type[_R], where: str, *, versions: tuple[int, ...] = ()
-) -> _R:
+    value: object, kind: type[_V], where: str, *, versions: tuple[int, ...] = ()
+) -> _V:
     """The record of JSON values.
 
     Args:
         value: Value of a JSON text.
-        kind: Class of the record.
+        kind: Class of the record, or a dataclass, which does not hold the version.
         where: Beginning of every message: the kind and name of the file.
         versions: Values of ``schema_version`` that are read, if the record has one.
 
@@ -163,11 +210,21 @@ def parse_record(
             f"{where} has schema_version {shown(version)}; this heterog reads {reads}."
         )
     try:
-        return kind.model_validate(value)
+        if is_dataclass(kind) and versions:
+            value = {key: each for key, each in value.items() if key != "schema_version"}
+        found: _V = _adapter(cast(type, kind)).validate_python(value)
+        return found
     except ValidationError as error:
         raise InputFileError(f"{where}: {first_fault(error)}") from error
+    except HeterogError as error:  # of a class that checks its own fields
+        raise InputFileError(f"{where}: {error}") from error
     except RecursionError as error:
         raise InputFileError(f"{where}: it is nested too deeply.") from error
+
+
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def parse_dataclass(value: object, kind: type[_V], where: str) -> _V:
@@ -183,7 +240,8 @@ def parse_dataclass(value: object, kind: type[_V], where: str) -> _V:
         InputFileError: a field is missing, unknown or wrong.
     """
     try:
-        return TypeAdapter(kind).validate_json(json.dumps(value))
+        found: _V = _adapter(cast(type, kind)).validate_json(json.dumps(value))
+        return found
     except ValidationError as error:
         raise InputFileError(f"{where}: {first_fault(error)}") from error
 

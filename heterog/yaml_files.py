@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import yaml
 
 from heterog.errors import InputFileError
-from heterog.records import Record, field_name, parse_record
+from heterog.records import field_name, parse_record
 
 _MOST_EVENTS = 100_000
 _MOST_DEPTH = 32
@@ -16,7 +16,7 @@ _MOST_DEPTH = 32
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-_R = TypeVar("_R", bound=Record)
+_V = TypeVar("_V")
 
 
 def load_shipped(file: Traversable) -> Any:
@@ -24,7 +24,7 @@ def load_shipped(file: Traversable) -> Any:
     return yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
 
 
-def read_shipped(file: Traversable, kind: type[_R]) -> _R:
+def read_shipped(file: Traversable, kind: type[_V]) -> _V:
     """The record of a YAML file that ships with the package.
 
     Raises:

@@ -16,7 +16,7 @@ from heterog import cli
 from heterog.agents.planners import default_methods
 from heterog.cli import completion
 from heterog.cluster import Cluster, device_type_names, preset_names
-from heterog.cluster.links import intra_link, network_kind
+from heterog.cluster.catalog import intra_link, network_kind
 from heterog.export import TARGETS
 from heterog.methods.built_in import METHODS
 from heterog.runtime.ranks.testbed import shipped_testbeds

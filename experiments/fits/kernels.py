@@ -12,10 +12,8 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from heterog.graph.op_graph import FloatArray
-from heterog.pricing.device_models.chip import Chip
+from heterog.pricing.device_models.laws import Chip, ProductModel, StreamModel
 from heterog.pricing.device_models.parameters import Errors
-from heterog.pricing.device_models.products import ProductModel
-from heterog.pricing.device_models.streams import StreamModel
 
 _OUTLIER = 0.1
 _STEP = 0.02

@@ -8,7 +8,6 @@ grad_acc, gbs, status, step_s, mem_gb, polled, host_bound, split``.
 
 import csv
 import gzip
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from heterog.cluster.spec import parse_cluster
 from heterog.errors import HeterogError
 from heterog.fidelity.comparison import Compared, FamilyErrors, family_errors
 from heterog.fidelity.run_fit import Case, fit_runs
+from heterog.grouped import grouped
 from heterog.pricing.device_models.model import DeviceModels
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -91,17 +91,17 @@ def _host_bound(rows: Sequence[dict[str, str]]) -> list[bool]:
     Those of the same model, teams and stages. Of the same micro-batch the majority counts; else
     one that is bound with more work, or not bound with less, tells the same of this one.
     """
-    told: dict[tuple[str, ...], list[tuple[int, bool]]] = defaultdict(list)
-    for row in rows:
-        if row["host_bound"]:
-            of = row["model"], row["tp"], row["pp"]
-            told[of].append((int(row["mbs"]), row["host_bound"] == "True"))
+    told = grouped(
+        ((row["model"], row["tp"], row["pp"]), (int(row["mbs"]), row["host_bound"] == "True"))
+        for row in rows
+        if row["host_bound"]
+    )
     found = []
     for row in rows:
         if row["host_bound"]:
             found.append(row["host_bound"] == "True")
             continue
-        size, siblings = int(row["mbs"]), told[row["model"], row["tp"], row["pp"]]
+        size, siblings = int(row["mbs"]), told.get((row["model"], row["tp"], row["pp"]), [])
         same = [bound for of, bound in siblings if of == size]
         more = [bound for of, bound in siblings if of > size]
         found.append(2 * sum(same) > len(same) if same else any(more))

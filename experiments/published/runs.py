@@ -186,7 +186,13 @@ def _sailor_run(row: dict[str, Any], number: int) -> Run:
                 first += tp
             of_stages.append(tuple(made))
         plans.append(
-            (tuple(of_stages), [_own_layers(each, layers) for each in plan["layers_per_stage"]])
+            (
+                tuple(of_stages),
+                [
+                    sum(1 <= number <= layers for number in each)
+                    for each in plan["layers_per_stage"]
+                ],
+            )
         )
     per_column = [size * len(teams[0]) for teams, _ in plans]
     num_micro = max(-(-batch // sum(per_column)), 1)
@@ -268,11 +274,6 @@ def _hosts_of_team(entries: Sequence[Sequence[Any]], size: int, first: int) -> l
         if not size:
             break
     return hosts
-
-
-def _own_layers(named: Sequence[int], layers: int) -> int:
-    """Repeated layers of a stage; 0 is the embedding, the last number the head."""
-    return sum(1 <= number <= layers for number in named)
 
 
 def _columns(batch: int, per_column: Sequence[int], num_micro: int) -> list[list[int]]:

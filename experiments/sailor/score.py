@@ -1,13 +1,153 @@
 """A plan's score: its time, and its memory.
 
-Memory under Sailor's rules: what a GPU of each replica holds, and whether it fits.
+Memory under Sailor's rules is what a GPU of each replica holds, and whether it fits.
+
+Sailor's simulator has one closed form for a pipeline of stages ``i`` with ``n`` micro-batches of
+one size each, of which no send overlaps any computation::
+
+    T = (n - 1) max (c[i] + p[i]) + sum p[i] + sum c[i] + u + sync
+
+with the compute time ``c[i]`` of the slowest replica, the sends ``p[i]``, one update ``u`` and the
+slowest stage's ring of gradients.
 """
 
 from dataclasses import dataclass
 
 from heterog.errors import StrategyError
-from sailor.inputs import CAPACITY_BYTES, FLOAT_BYTES, Inputs, Plan
-from sailor.timing import Timing, timing_of
+from sailor.inputs import CAPACITY_BYTES, FLOAT_BYTES, Inputs, Plan, Polynomial, Stage, seconds_of
+
+BUCKET_BYTES = 5e8
+"""Gradients are reduced in buckets of this size and a rest."""
+MOST_SLICES = 4
+"""Sailor's simulator divides gradients by the smallest team of a stage, but never by more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds of an iteration and of its parts.
+
+    Attributes:
+        total_s: of the iteration.
+        pipeline_s: without the gradients' rings.
+        sync_s: of the slowest stage's ring.
+        straggler_s: of the slowest stage's micro-batch, sends included.
+        update_s: of the optimizer.
+        compute_s: of the slowest replica of each stage, for one micro-batch.
+        send_s: of each stage's sends and receives, likewise.
+        stage_sync_s: of each stage's ring.
+    """
+
+    total_s: float
+    pipeline_s: float
+    sync_s: float
+    straggler_s: float
+    update_s: float
+    compute_s: tuple[float, ...]
+    send_s: tuple[float, ...]
+    stage_sync_s: tuple[float, ...]
+
+
+def timing_of(plan: Plan, inputs: Inputs) -> Timing:
+    """Seconds of a plan.
+
+    Raises:
+        StrategyError: something in the plan was not measured.
+    """
+    for replica in {replica for stage in plan.stages for replica in stage.replicas}:
+        # Their simulator looks this up for every plan: cards without links have no score.
+        inputs.link((replica.card, 1), (replica.card, 1))
+    measured = [
+        [inputs.measured(replica, plan.micro_batch) for replica in dict.fromkeys(stage.replicas)]
+        for stage in plan.stages
+    ]
+    compute = tuple(
+        max(each.compute_s[stage.end_layer] - each.compute_s[stage.first_layer] for each in teams)
+        for stage, teams in zip(plan.stages, measured, strict=True)
+    )
+    send = sends_s(plan, inputs)
+    sync = tuple(sync_s(stage, inputs) for stage in plan.stages)
+    update = max(each.update_s for teams in measured for each in teams)
+    straggler = max(c + p for c, p in zip(compute, send, strict=True))
+    pipeline = (plan.num_micro - 1) * straggler + sum(send) + sum(compute) + update
+    return Timing(
+        total_s=pipeline + max(sync),
+        pipeline_s=pipeline,
+        sync_s=max(sync),
+        straggler_s=straggler,
+        update_s=update,
+        compute_s=compute,
+        send_s=send,
+        stage_sync_s=sync,
+    )
+
+
+def sends_s(plan: Plan, inputs: Inputs) -> tuple[float, ...]:
+    """Sends and receives of every stage for one micro-batch.
+
+    The asymmetries are those of Sailor's simulator: the last stage pays its gradients twice, the
+    first one its activations twice where there are four stages or more.
+    """
+    count = len(plan.stages)
+    if count == 1:
+        return (0.0,)
+    outputs = inputs.sizes[1].outputs
+    scale = FLOAT_BYTES * plan.micro_batch
+    ahead = [
+        _slowest_s(stage, after, outputs[stage.end_layer - 1] * scale, inputs)
+        for stage, after in zip(plan.stages, plan.stages[1:], strict=False)
+    ]
+    back = [
+        _slowest_s(stage, before, outputs[stage.first_layer] * scale, inputs)
+        for stage, before in zip(plan.stages[1:], plan.stages, strict=False)
+    ]
+    first = ahead[0] if count <= 3 else 2 * ahead[0]
+    middle = [ahead[index] + back[index - 1] for index in range(1, count - 1)]
+    return (first, *middle, 2 * back[-1])
+
+
+def _slowest_s(sender: Stage, receiver: Stage, num_bytes: float, inputs: Inputs) -> float:
+    """The slowest of a stage's replicas, each of which sends to one of its neighbour's."""
+    columns = len(receiver.replicas)
+    pairs = {
+        (replica, receiver.replicas[column % columns])
+        for column, replica in enumerate(sender.replicas)
+    }
+    return max(
+        seconds_of(inputs.link((one.card, one.tensor), (other.card, other.tensor)), num_bytes)
+        for one, other in pairs
+    )
+
+
+def sync_s(stage: Stage, inputs: Inputs) -> float:
+    """A ring over the replicas of a stage, at the rate of the slowest pair of neighbours.
+
+    There is no edge from the last replica to the first one, and every pair has the rate of one
+    GPU each, also where teams are larger.
+    """
+    count = len(stage.replicas)
+    if count < 2:
+        return 0.0
+    params = inputs.sizes[1].params
+    smallest = min(replica.tensor for replica in stage.replicas)
+    num_bytes = (
+        (params[stage.end_layer] - params[stage.first_layer])
+        * FLOAT_BYTES
+        / min(MOST_SLICES, smallest)
+    )
+    pairs = {
+        (one.card, other.card)
+        for one, other in zip(stage.replicas, stage.replicas[1:], strict=False)
+    }
+    return max(ring_s(inputs.link((one, 1), (other, 1)), num_bytes, count) for one, other in pairs)
+
+
+def ring_s(link: Polynomial, num_bytes: float, num_members: int) -> float:
+    """Reduce-scatter and all-gather of buckets in a ring: ``2 (D - 1) time(bucket / D)`` each."""
+    full, rest = divmod(num_bytes, BUCKET_BYTES)
+    steps = 2 * (num_members - 1)
+    seconds = full * seconds_of(link, BUCKET_BYTES / num_members)
+    return steps * (seconds + seconds_of(link, rest / num_members))
+
 
 STATE_BYTES = 24
 """For each parameter under Adam: 8 of Adam, 4 each of model, gradients, communication and copies

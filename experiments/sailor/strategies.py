@@ -5,7 +5,6 @@ the largest first; the NIC of a node has the rate that Sailor measured between t
 kind with all four GPUs sending, as one rate that all flows share.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,13 @@ from heterog.cluster.hardware import Device
 from heterog.cluster.spec import parse_cluster
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import OpGraph
+from heterog.grouped import grouped
 from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines
 from heterog.strategy.layouts.stages import layers_of, stages_by_counts
 from heterog.strategy.strategy import Strategy
+from sailor.columns import NODE_GPUS
 from sailor.inputs import Inputs, Plan, seconds_of
-from sailor.tables import NODE_GPUS
 
 TYPES = {
     "A100-40": ("A100-40GB", "nvlink_a100"),
@@ -93,9 +93,8 @@ def _placed(plan: Plan, cluster: Cluster) -> list[list[tuple[int, ...]]]:
     Raises:
         StrategyError: no node has room for a team.
     """
-    free: dict[str, list[list[int]]] = defaultdict(list)
-    for members in _nodes(cluster):
-        free[cluster.devices[members[0]].type.name].append(members)
+    nodes_of = [list(cluster.host_devices(host)) for host in range(cluster.num_hosts)]
+    free = grouped((cluster.devices[members[0]].type.name, members) for members in nodes_of)
     found: list[list[tuple[int, ...]]] = [[()] * len(stage.replicas) for stage in plan.stages]
     places = [
         (replica, index, column)
@@ -103,7 +102,7 @@ def _placed(plan: Plan, cluster: Cluster) -> list[list[tuple[int, ...]]]:
         for column, replica in enumerate(stage.replicas)
     ]
     for replica, index, column in sorted(places, key=lambda place: -place[0].tensor):
-        nodes = free[TYPES[replica.card][0]]
+        nodes = free.get(TYPES[replica.card][0], [])
         node = next((each for each in nodes if len(each) >= replica.tensor), None)
         if node is None:
             raise StrategyError(
@@ -112,10 +111,3 @@ def _placed(plan: Plan, cluster: Cluster) -> list[list[tuple[int, ...]]]:
         found[index][column] = tuple(node[: replica.tensor])
         del node[: replica.tensor]
     return found
-
-
-def _nodes(cluster: Cluster) -> list[list[int]]:
-    members: dict[int, list[int]] = defaultdict(list)
-    for device, host in enumerate(cluster.host_of):
-        members[host].append(device)
-    return list(members.values())

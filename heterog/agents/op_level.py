@@ -31,8 +31,7 @@ from heterog.methods.planner import Candidate, Problem
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.teams import without_needless_rules
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation, Outcome
-from heterog.simulator.evaluator import UNROLLED_STEPS
+from heterog.simulator.evaluator import UNROLLED_STEPS, Evaluation, Outcome
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Keeps
 
 if TYPE_CHECKING:

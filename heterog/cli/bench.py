@@ -11,8 +11,7 @@ from heterog.cli.common import (
     JsonOption,
     err,
     load_methods,
-    out,
-    print_json,
+    print_result,
     termination_as_interrupt,
 )
 from heterog.cli.outputs import HTML, LINES
@@ -79,11 +78,8 @@ def agents(
         from heterog.agents.benchmark.page import write_board_page
 
         write_board_page(report, f"{suite}, {budget} a run", scored)
-    if as_json:
-        print_json({"suite": suite, "budget": budget, "results": str(results), "rows": rows})
-    else:
-        for text in _table(rows):
-            out.print(text, markup=False, soft_wrap=True, highlight=False)
+    document = {"suite": suite, "budget": budget, "results": str(results), "rows": rows}
+    print_result(as_json, document, *_table(rows))
 
 
 def _entries(methods: str) -> "list[Entry]":

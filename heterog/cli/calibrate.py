@@ -1,16 +1,19 @@
 """``heterog calibrate``: fit a cost model to measurements."""
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heterog.cli.common import JsonOption, load_cluster, out, print_json
+from heterog.cli.common import JsonOption, load_cluster, print_result
 from heterog.cli.outputs import JSON, not_replaced
 from heterog.errors import HeterogError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.table import Table
+
     from heterog.cluster import Cluster
     from heterog.pricing.measurements import Measurements
 
@@ -68,8 +71,8 @@ def calibrate(
             "ops": len(fitted.curves),
             "measurements": sum(row.device_type == kind for row in measured.ops),
             "kinds": sorted(fitted.kinds),
-            "error_ops": _number_or_none(found.held_out_error[kind][0]),
-            "error_models": _number_or_none(found.held_out_error[kind][1]),
+            "error_ops": found.held_out_error[kind][0],
+            "error_models": found.held_out_error[kind][1],
         }
         for kind, fitted in found.types.items()
     }
@@ -82,22 +85,14 @@ def calibrate(
         }
         for kind, factors in found.links.factors.items()
     }
-    if as_json:
-        print_json(
-            {
-                "name": found.name,
-                "file": str(output),
-                "device_types": types,
-                "links": links,
-                "link_rates_bytes_per_s": dict(found.links.rates),
-            }
-        )
-        return
-    _print_calibration(types, links)
-    out.print(
-        f"calibration: {output} (name it in a cluster file: 'calibration: {output.name}')",
-        soft_wrap=True,
-    )
+    document = {
+        "name": found.name,
+        "file": str(output),
+        "device_types": types,
+        "links": links,
+        "link_rates_bytes_per_s": dict(found.links.rates),
+    }
+    print_result(as_json, document, *_fit_tables(types, links), _advice(output))
 
 
 def _calibrate_on_runs(
@@ -143,18 +138,17 @@ def _calibrate_on_runs(
         )
     name = output.name.removesuffix(".gz").removesuffix(".json")
     save_run_models(output, found.models, name, len(cases))
-    if as_json:
-        print_json({"name": name, "file": str(output), "num_runs": len(cases), "mape": errors})
-        return
-    out.print(
+    print_result(
+        as_json,
+        {"name": name, "file": str(output), "num_runs": len(cases), "mape": errors},
         f"{len(cases)} runs: mean error {errors['before']:.1%} before, {errors['after']:.1%} "
         f"fitted, {errors['left_out']:.1%} each run left out",
-        highlight=False,
+        _advice(output),
     )
-    out.print(
-        f"calibration: {output} (name it in a cluster file: 'calibration: {output.name}')",
-        soft_wrap=True,
-    )
+
+
+def _advice(output: Path) -> str:
+    return f"calibration: {output} (name it in a cluster file: 'calibration: {output.name}')"
 
 
 def _measured_cluster(measured: "Measurements") -> "Cluster | None":
@@ -164,8 +158,8 @@ def _measured_cluster(measured: "Measurements") -> "Cluster | None":
     return None if measured.cluster is None else Cluster.from_dict(measured.cluster)
 
 
-def _print_calibration(types: dict[str, Any], links: dict[str, Any]) -> None:
-    """Print what was fitted, and the errors without the fit."""
+def _fit_tables(types: dict[str, Any], links: dict[str, Any]) -> "Iterator[Table]":
+    """What was fitted, and the errors without the fit."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
@@ -183,16 +177,11 @@ def _print_calibration(types: dict[str, Any], links: dict[str, Any]) -> None:
     for name, row in types.items():
         errors = (percent(row["error_ops"]), percent(row["error_models"]))
         ops.add_row(escape(name), f"{row['ops']:,}", str(len(row["kinds"])), *errors)
-    out.print(ops)
+    yield ops
     if links:
         lines = table("links", "kind", "measured", "latency", "time per byte", "error, new sizes")
         for name, row in links.items():
             factors = (f"{row['latency_factor']:.2f}x", f"{row['bytes_factor']:.2f}x")
             count = f"{row['measurements']:,}"
             lines.add_row(name.replace("_", " "), count, *factors, percent(row["error"]))
-        out.print(lines)
-
-
-def _number_or_none(value: float) -> float | None:
-    """A number for JSON, which has no NaN."""
-    return None if math.isnan(value) else value
+        yield lines

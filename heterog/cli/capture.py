@@ -11,8 +11,7 @@ from heterog.cli.common import (
     JsonOption,
     ModelArgument,
     load_model_graph,
-    out,
-    print_json,
+    print_result,
 )
 from heterog.cli.outputs import JSON
 from heterog.units import format_bytes
@@ -37,18 +36,17 @@ def capture(
     seconds = time.perf_counter() - begin
     save_graph(graph, output)
     summary = graph_summary(graph) | {"capture_seconds": seconds, "file": str(output)}
-    if as_json:
-        print_json(summary)
-        return
-    out.print(
+    unruled = summary["ops_without_rule"]
+    print_result(
+        as_json,
+        summary,
         f"{graph.name}: {summary['num_ops']:,} ops ({summary['num_kernels']:,} kernels), "
         f"{graph.num_parameters:,} parameters, batch {graph.batch_size}, "
         f"{summary['flops'] / 1e12:.2f} TFLOP and {format_bytes(summary['bytes_moved'])} moved "
         f"per step, {format_bytes(summary['peak_live_bytes'])} at the peak on one device, "
-        f"{summary['num_groups']} groups; {seconds:.1f} s -> {output}"
+        f"{summary['num_groups']} groups; {seconds:.1f} s -> {output}",
+        *[f"without a sharding rule, run replicated: {unruled}"] * bool(unruled),
     )
-    if summary["ops_without_rule"]:
-        out.print(f"without a sharding rule, run replicated: {summary['ops_without_rule']}")
 
 
 def graph_summary(graph: "OpGraph") -> dict[str, Any]:

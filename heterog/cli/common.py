@@ -134,6 +134,14 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
+def print_result(as_json: bool, document: object, *said: object) -> None:
+    """Print one document on stdout, or what is said in its place: lines, never cut, and tables."""
+    if as_json:
+        print_json(document)
+    for each in () if as_json else said:
+        out.print(each, soft_wrap=isinstance(each, str), markup=False, highlight=False)
+
+
 def print_checkpoint(folder: Path | None) -> None:
     """Say where the checkpoint is, if one was saved."""
     if folder is not None:

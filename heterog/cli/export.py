@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from heterog.cli import completion
-from heterog.cli.common import JsonOption, PlanArgument, SourceOption, out, print_json
+from heterog.cli.common import JsonOption, PlanArgument, SourceOption, print_result
 from heterog.cli.outputs import FOLDER, not_replaced
 
 
@@ -37,19 +37,15 @@ def export(
     for path in (plan, *(sources or ())):
         not_replaced(path, "an input", *(output / name for name in made.files))
     written = write_folder(made, output, overwrite=overwrite)
-    if as_json:
-        print_json(
-            {
-                "target": target,
-                "folder": str(output),
-                "files": [str(path) for path in written],
-                "not_expressed": list(made.not_expressed),
-            }
-        )
-        return
-    out.print(
+    document = {
+        "target": target,
+        "folder": str(output),
+        "files": [str(path) for path in written],
+        "not_expressed": list(made.not_expressed),
+    }
+    print_result(
+        as_json,
+        document,
         f"{target}: {len(written)} files in {output}; its README.md says how to start it.",
-        soft_wrap=True,
+        *(f"not expressed: {remark}" for remark in made.not_expressed),
     )
-    for remark in made.not_expressed:
-        out.print(f"not expressed: {remark}", soft_wrap=True, markup=False)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from heterog.cli.common import JsonOption, load_cluster, load_model_graph, out, print_json
+from heterog.cli.common import JsonOption, load_cluster, load_model_graph, out, print_result
 from heterog.units import format_bytes, format_bytes_range
 
 if TYPE_CHECKING:
@@ -58,16 +58,8 @@ def fidelity(
     ]
     if len(families) > 1:
         errors.append(family_errors("all", found))
-    if as_json:
-        print_json(
-            {
-                "families": [asdict(each) for each in errors],
-                "runs": [asdict(each) for each in found],
-            }
-        )
-        return
-    for family in errors:
-        out.print(in_words(family), soft_wrap=True, highlight=False)
+    document = {"families": list(map(asdict, errors)), "runs": list(map(asdict, found))}
+    print_result(as_json, document, *map(in_words, errors))
 
 
 def _peak(run: "Compared") -> str:

@@ -1,8 +1,9 @@
 """Built-in things: ``heterog models``, ``clusters``, ``devices``, ``links`` and ``methods``."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from heterog.cli.common import JsonOption, out, print_json
+from heterog.cli.common import JsonOption, out, print_json, print_result
 
 if TYPE_CHECKING:
     from heterog.cluster.catalog import ListedType
@@ -14,21 +15,14 @@ def models(as_json: JsonOption = False) -> None:
     from heterog.zoo import entry, names
 
     entries = [entry(name) for name in names()]
-    if as_json:
-        print_json(
-            [
-                {
-                    "name": each.name,
-                    "family": each.family,
-                    "default_batch_size": each.default_batch_size,
-                    "num_parameters": each.num_parameters,
-                    "description": each.description,
-                }
-                for each in entries
-            ]
-        )
-    else:
-        out.print(models_table(entries))
+    print_result(as_json, _fields(entries, *_OF_A_MODEL), models_table(entries))
+
+
+_OF_A_MODEL = ("name", "family", "default_batch_size", "num_parameters", "description")
+
+
+def _fields(rows: Iterable[object], *names: str) -> list[dict[str, Any]]:
+    return [{name: getattr(row, name) for name in names} for row in rows]
 
 
 def clusters(as_json: JsonOption = False) -> None:
@@ -39,11 +33,12 @@ def clusters(as_json: JsonOption = False) -> None:
 
     presets = [Cluster.load(name) for name in preset_names()]
     testbeds = [load_testbed(name) for name in shipped_testbeds()]
-    if as_json:
-        print_json([cluster.to_dict() for cluster in (*presets, *testbeds)])
-        return
-    out.print(clusters_table(presets))
-    out.print(clusters_table(testbeds, title="testbeds: shaped ranks on this machine (Linux)"))
+    print_result(
+        as_json,
+        [cluster.to_dict() for cluster in (*presets, *testbeds)],
+        clusters_table(presets),
+        clusters_table(testbeds, title="testbeds: shaped ranks on this machine (Linux)"),
+    )
 
 
 def devices(as_json: JsonOption = False) -> None:
@@ -73,7 +68,7 @@ def _device(each: "ListedType") -> dict[str, Any]:
 
 def links(as_json: JsonOption = False) -> None:
     """List the links and networks that clusters can name."""
-    from heterog.cluster.links import link_kinds, network_kinds
+    from heterog.cluster.catalog import link_kinds, network_kinds
     from heterog.report.tables import links_table, networks_table, sources_text
 
     inner, networks = link_kinds(), network_kinds()
@@ -114,8 +109,5 @@ def methods(as_json: JsonOption = False) -> None:
     from heterog.methods.built_in import METHODS
     from heterog.report.tables import planners_table
 
-    if as_json:
-        fields = ("name", "stage", "what", "needs")
-        print_json([{field: getattr(each, field) for field in fields} for each in METHODS])
-        return
-    out.print(planners_table(METHODS))
+    document = _fields(METHODS, "name", "stage", "what", "needs")
+    print_result(as_json, document, planners_table(METHODS))

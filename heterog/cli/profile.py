@@ -11,8 +11,7 @@ from heterog.cli.common import (
     JsonOption,
     err,
     load_cluster,
-    out,
-    print_json,
+    print_result,
     progress_line,
     split_names,
     stage_progress,
@@ -190,21 +189,16 @@ def _print_measured(measured: "Measurements", output: Path, *, as_json: bool) ->
         ],
         "environment": dict(measured.environment),
     }
-    if as_json:
-        print_json(summary)
-        return
-    out.print(
+    print_result(
+        as_json,
+        summary,
         f"{summary['num_ops']:,} ops of {', '.join(models)} on {', '.join(types)} in "
         f"{len(measured.ops):,} measurements, {len(measured.links):,} of links -> {output}",
-        soft_wrap=True,
-        markup=False,
-    )
-    for step in summary["steps"]:
-        out.print(
+        *(
             f"{step['model']}, {step['samples']} samples on {step['device_type']}: "
             f"{format_seconds(step['step_time_s'])} a step, at most "
-            f"{format_bytes(step['peak_memory_bytes'])}",
-            soft_wrap=True,
-            markup=False,
-        )
-    out.print(f"next: heterog calibrate {output} -o calibration.json", soft_wrap=True)
+            f"{format_bytes(step['peak_memory_bytes'])}"
+            for step in summary["steps"]
+        ),
+        f"next: heterog calibrate {output} -o calibration.json",
+    )

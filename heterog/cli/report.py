@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from heterog.cli import completion
-from heterog.cli.common import JsonOption, out, print_json
+from heterog.cli.common import JsonOption, print_result
 from heterog.cli.outputs import HTML
 
 if TYPE_CHECKING:
@@ -37,10 +37,8 @@ def report(
         from heterog.report.side_by_side import write_comparison_page
 
         write_comparison_page(output, _named(plans))
-    if as_json:
-        print_json({"file": str(output), "bytes": output.stat().st_size})
-        return
-    out.print(f"report (open it in a browser): {output}", soft_wrap=True)
+    document = {"file": str(output), "bytes": output.stat().st_size}
+    print_result(as_json, document, f"report (open it in a browser): {output}")
 
 
 def _named(paths: list[Path]) -> "list[NamedPlan]":

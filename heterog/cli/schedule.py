@@ -11,8 +11,7 @@ from heterog.cli.common import (
     SeedOption,
     load_cluster,
     load_model_graph,
-    out,
-    print_json,
+    print_result,
     progress_line,
     split_names,
 )
@@ -100,38 +99,34 @@ def _check_methods(names: list[str]) -> None:
 
 
 def _tell(verdicts: "list[Verdict]", where: "EvaluatedCluster", as_json: bool) -> None:
+    from heterog.report.tables import jobs_table
     from heterog.search.arrivals.queueing import blocking_rate, causes
 
     devices = where.cluster.devices
     blocked = blocking_rate(verdicts)
-    if as_json:
-        rows = [
-            {
-                "job": verdict.request.name,
-                "outcome": str(verdict.outcome),
-                "arrives_s": verdict.request.arrives_s,
-                "starts_s": verdict.starts_s if verdict.is_accepted else None,
-                "ends_s": verdict.ends_s if verdict.is_accepted else None,
-                "devices": [devices[device].name for device in verdict.devices],
-                "runs": verdict.detail,
-            }
-            for verdict in verdicts
-        ]
-        print_json(
-            {
-                "cluster": where.cluster.name,
-                "jobs": rows,
-                "blocking_rate": blocked,
-                "causes": causes(verdicts),
-                "num_planned": where.num_planned,
-            }
-        )
-        return
-    from heterog.report.tables import jobs_table
-
-    out.print(jobs_table(verdicts, title=f"{len(verdicts)} jobs on {where.cluster.name}"))
-    out.print(
+    rows = [
+        {
+            "job": verdict.request.name,
+            "outcome": str(verdict.outcome),
+            "arrives_s": verdict.request.arrives_s,
+            "starts_s": verdict.starts_s if verdict.is_accepted else None,
+            "ends_s": verdict.ends_s if verdict.is_accepted else None,
+            "devices": [devices[device].name for device in verdict.devices],
+            "runs": verdict.detail,
+        }
+        for verdict in verdicts
+    ]
+    document = {
+        "cluster": where.cluster.name,
+        "jobs": rows,
+        "blocking_rate": blocked,
+        "causes": causes(verdicts),
+        "num_planned": where.num_planned,
+    }
+    print_result(
+        as_json,
+        document,
+        jobs_table(verdicts, title=f"{len(verdicts)} jobs on {where.cluster.name}"),
         f"{sum(not verdict.is_accepted for verdict in verdicts)} of {len(verdicts)} blocked "
         f"({blocked:.1%})",
-        highlight=False,
     )

@@ -13,8 +13,7 @@ from heterog.cli.common import (
     WorkersOption,
     end_interrupted,
     err,
-    out,
-    print_json,
+    print_result,
     split_names,
     termination_as_interrupt,
     use_encoder,
@@ -136,10 +135,7 @@ def train(
             budget=limit,
         ).run()
         save_checkpoint(output, result.checkpoint)
-    if as_json:
-        print_json(_document(result, output, algorithm))
-    else:
-        out.print(_words(result, output, search), soft_wrap=True, markup=False)
+    print_result(as_json, _document(result, output, algorithm), _words(result, output, search))
     if not result.finished:
         end_interrupted(f"the best policy so far is written to {output}")
 

@@ -1,8 +1,8 @@
 """Clusters: devices, hosts and links; the catalogue of device types; presets and cluster files.
 
 ``topology`` has the cluster, numbers what transfers occupy, and knows the settings of the program
-that runs steps on it; ``hardware`` is what it is made of, and checks it; ``prices`` are those of
-hosts. ``fingerprint`` says which are equal. ``catalog`` and ``links`` find entries of ``data``.
+that runs steps on it; ``hardware`` is what it is made of and what hosts cost, and checks it.
+``fingerprint`` says which are equal. ``catalog`` finds entries of ``data``.
 
 A file goes from ``spec`` through ``document`` (text with lines), ``schema`` and
 ``building`` (with ``overrides``) into a cluster, and back.

@@ -13,7 +13,14 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from heterog.cluster.catalog import device_type, listed_type
+from heterog.cluster.catalog import (
+    NetworkKind,
+    device_type,
+    intra_link,
+    link_kinds,
+    listed_type,
+    network_kind,
+)
 from heterog.cluster.document import Document
 from heterog.cluster.hardware import (
     DTYPES,
@@ -21,13 +28,12 @@ from heterog.cluster.hardware import (
     Device,
     DeviceType,
     Host,
+    HourlyPrices,
     Link,
     PairLimit,
     SlowedCollectives,
 )
-from heterog.cluster.links import NetworkKind, intra_link, link_kinds, network_kind
 from heterog.cluster.overrides import CPU, base_type, overridden, throttled
-from heterog.cluster.prices import HourlyPrices
 from heterog.cluster.schema import (
     ClusterSpec,
     DeviceSpec,

@@ -2,6 +2,13 @@
 
 A type is found by its name, by the name that a driver gives the card
 (``NVIDIA A100-SXM4-80GB``), and by what people write (``rtx3090``, ``A6000``).
+
+Kinds of links, by the names that cluster files use; ``data/links.yaml`` has their rates.
+
+``intra`` of a host names a link between its devices. The simulated rate is the one that large
+transfers reach: a measured fraction of the sheet's rate or, where it was not measured here, the
+fraction of the generation before. ``nic`` of a host names a network: its line rate is the
+sheet's, and ``efficiency`` of the cluster is the fraction of it that transfers reach.
 """
 
 import re
@@ -10,11 +17,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
-from heterog.cluster.hardware import DeviceType
+from heterog.cluster.hardware import DeviceType, Link, SlowedCollectives
 from heterog.errors import UnknownNameError
 from heterog.records import Record, Text
 from heterog.units import GIB
@@ -341,3 +348,129 @@ def _closest(model: str, among: Iterable[ListedType]) -> list[str]:
     near = [key for key in names if len(model) > 3 and model in key]
     near += get_close_matches(model, names, n=3, cutoff=0.6)
     return list(dict.fromkeys(names[key] for key in near))[:2]
+
+
+_LINKS_FILE = resources.files("heterog.cluster") / "data" / "links.yaml"
+_GBIT = 1e9 / 8
+
+
+class LinkKind(Record):
+    """A link between the devices of one host.
+
+    Attributes:
+        name: Name for ``intra`` in cluster files.
+        kind: Word for people.
+        aliases: Further names.
+        effective_gb_per_s: Rate of one direction as it is simulated.
+        share: Source of the effective rate.
+        sheet_gb_per_s: Rate of one direction in the data sheet, per device.
+        sheet: Name of the data sheet.
+    """
+
+    name: str
+    kind: str
+    aliases: list[str] = Field(default_factory=list)
+    effective_gb_per_s: float
+    share: Text
+    sheet_gb_per_s: float
+    sheet: Text
+
+    @property
+    def link(self) -> Link:
+        """The link as it is simulated."""
+        return Link(kind=self.kind, bandwidth_bytes_per_s=self.effective_gb_per_s * _GIGA)
+
+    @property
+    def sheet_bytes_per_s(self) -> float:
+        """Rate of one direction in the data sheet."""
+        return self.sheet_gb_per_s * _GIGA
+
+
+class NetworkKind(Record):
+    """A network adapter, as one port or as all of an instance.
+
+    Attributes:
+        name: Name for ``nic`` in cluster files.
+        gbit_per_s: Line rate of one direction, data bits only; EFA's is per instance.
+        aliases: Further names.
+        sheet: Source of the line rate.
+        rails: NICs that share the line rate.
+        collectives: What collectives between hosts were measured to reach, if they were.
+    """
+
+    name: str
+    gbit_per_s: float
+    aliases: list[str] = Field(default_factory=list)
+    sheet: Text
+    rails: int = 1
+    collectives: SlowedCollectives | None = None
+
+    @property
+    def line_rate_bytes_per_s(self) -> float:
+        """Line rate of one direction."""
+        return self.gbit_per_s * _GBIT
+
+
+class _LinkSheets(Record):
+    schema_version: Literal[1]
+    links: list[LinkKind]
+    networks: list[NetworkKind]
+
+
+@cache
+def _sheets() -> _LinkSheets:
+    """The file, read when it is first asked for."""
+    return read_shipped(_LINKS_FILE, _LinkSheets)
+
+
+def link_kinds() -> tuple[LinkKind, ...]:
+    """Links between the devices of a host."""
+    return tuple(_sheets().links)
+
+
+def network_kinds() -> tuple[NetworkKind, ...]:
+    """Networks between hosts."""
+    return tuple(_sheets().networks)
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[\W_]+", "", name.lower())
+
+
+_Kind = TypeVar("_Kind", bound=LinkKind | NetworkKind)
+
+
+def _called(name: str, kinds: tuple[_Kind, ...]) -> _Kind | None:
+    """The kind with this name or alias; case and punctuation do not matter."""
+    by_key = {_key(own): kind for kind in kinds for own in (kind.name, *kind.aliases)}
+    return by_key.get(_key(name))
+
+
+def intra_link(name: str) -> Link:
+    """Find a link by its name or an alias; case and hyphens do not matter.
+
+    Raises:
+        UnknownNameError: no link has this name.
+
+    >>> intra_link("NVLink-4").bandwidth_bytes_per_s
+    320000000000.0
+    """
+    found = _called(name, link_kinds())
+    if found is None:
+        raise UnknownNameError("link", name, [each.name for each in link_kinds()])
+    return found.link
+
+
+def network_kind(name: str) -> NetworkKind:
+    """Find a network by its name or an alias; case and hyphens do not matter.
+
+    Raises:
+        UnknownNameError: no network has this name.
+
+    >>> network_kind("HDR").line_rate_bytes_per_s
+    25000000000.0
+    """
+    found = _called(name, network_kinds())
+    if found is None:
+        raise UnknownNameError("network", name, [each.name for each in network_kinds()])
+    return found

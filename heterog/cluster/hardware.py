@@ -2,19 +2,42 @@
 
 Rates are effective rates of one direction. What names, texts, rates and shares may be is checked
 here, and what holds for a cluster as a whole.
+
+Prices of hosts per hour.
+
+    prices:
+      currency: USD
+      device_hour: {V100-16GB: 2.48, T4: 0.35}     # each device of a type
+      host_hour: {B: 1.90}                         # the whole host, whatever is in it
+
+A host is rented whole: it is paid for as soon as a plan uses one of its devices, for as long as
+the training takes, idle devices included. A host with a price of its own costs that; any other
+costs the sum of its devices. Prices change no step time and no fingerprint, so a plan stays valid
+when they change.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar, TypeAlias
+
+from pydantic import Field
 
 from heterog.errors import ClusterError
 from heterog.names import name_fault, shown, text_fault
+from heterog.records import VALUE, Flag, Int32, Word, finite, within
 from heterog.units import format_bytes
 
 _LEAST = 1e-6  # of rates in bytes/s or FLOP/s, and of shares
+MAX_DEVICES = 2048
+"""Limit because channels are numbered by pairs of devices: there would be four million."""
+MOST_BYTES = 2**60
+# Far above any machine, far below where sums and quotients leave the range of floats.
+_Rate: TypeAlias = Annotated[float, finite(0.0, 1e24)]
+_Latency: TypeAlias = Annotated[float, finite(0.0, 1e6)]
+_Share: TypeAlias = Annotated[float, finite(0.0, 1.0)]
+_Hosts: TypeAlias = Annotated[tuple[Int32, ...], Field(max_length=MAX_DEVICES)]
 
 
 def check_name(name: str, what: str) -> None:
@@ -100,14 +123,16 @@ class DeviceType:
         launch_overhead_s: Time of a kernel that does nothing.
     """
 
-    name: str
-    peak_flops_per_s: Mapping[str, float]
-    memory_bandwidth_bytes_per_s: float
-    memory_bytes: int
-    source: str
-    compute_efficiency: float = 0.6
-    memory_efficiency: float = 0.75
-    launch_overhead_s: float = 10e-6
+    __pydantic_config__: ClassVar = VALUE
+
+    name: Word
+    peak_flops_per_s: Mapping[Word, _Rate]
+    memory_bandwidth_bytes_per_s: _Rate
+    memory_bytes: Annotated[int, within(1, MOST_BYTES)]
+    source: Word
+    compute_efficiency: _Share = 0.6
+    memory_efficiency: _Share = 0.75
+    launch_overhead_s: _Latency = 10e-6
 
     def __post_init__(self) -> None:
         check_name(self.name, "a device type")
@@ -155,10 +180,12 @@ class Link:
             bus per host, which all transfers in both directions share.
     """
 
-    kind: str
-    bandwidth_bytes_per_s: float
-    latency_s: float = 5e-6
-    shared: bool = False
+    __pydantic_config__: ClassVar = VALUE
+
+    kind: Word
+    bandwidth_bytes_per_s: _Rate
+    latency_s: _Latency = 5e-6
+    shared: Flag = False
 
     def __post_init__(self) -> None:
         check_name(self.kind, "a kind of link")
@@ -203,10 +230,12 @@ class SlowedCollectives:
     part, the rate is still that of all its NICs, up to that of theirs.
     """
 
-    ring: float
-    ring_growth: float
-    tree: float
-    tree_growth: float
+    __pydantic_config__: ClassVar = VALUE
+
+    ring: _Rate
+    ring_growth: _Latency
+    tree: _Rate
+    tree_growth: _Latency
 
     def __post_init__(self) -> None:
         check_positive(self.ring, "'ring' of slowed collectives")
@@ -231,12 +260,14 @@ class Host:
             has measured.
     """
 
-    name: str
-    nic_line_rate_bytes_per_s: float
-    num_nics: int = 1
-    nic_latency_s: float = 20e-6
+    __pydantic_config__: ClassVar = VALUE
+
+    name: Word
+    nic_line_rate_bytes_per_s: _Rate
+    num_nics: Annotated[int, within(1, MAX_DEVICES)] = 1
+    nic_latency_s: _Latency = 20e-6
     intra: Link
-    cpu_quota: float | None = None
+    cpu_quota: _Share | None = None
     collectives: SlowedCollectives | None = None
 
     def __post_init__(self) -> None:
@@ -279,10 +310,12 @@ class PairLimit:
         latency_s: Time of an empty transfer, if it is longer than that of the NICs.
     """
 
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
-    bandwidth_bytes_per_s: float
-    latency_s: float = 0.0
+    __pydantic_config__: ClassVar = VALUE
+
+    sources: _Hosts
+    targets: _Hosts
+    bandwidth_bytes_per_s: _Rate
+    latency_s: _Latency = 0.0
 
     @property
     def is_shared(self) -> bool:
@@ -297,10 +330,6 @@ class PairLimit:
             "bandwidth_bytes_per_s": float(self.bandwidth_bytes_per_s),
             "latency_s": float(self.latency_s),
         }
-
-
-MAX_DEVICES = 2048
-"""Limit because channels are numbered by pairs of devices: there would be four million."""
 
 
 def check_cluster(cluster: str, hosts: Sequence[Host], devices: Sequence[Device]) -> None:
@@ -387,3 +416,70 @@ def check_pairs(cluster: str, hosts: Sequence[Host], pairs: Sequence[PairLimit])
             raise ClusterError(f"{what} has host '{name}' on both sides; it can be on one.")
         check_positive(limit.bandwidth_bytes_per_s, f"bandwidth of {what}")
         check_not_negative(limit.latency_s, f"latency of {what}")
+
+
+MAX_PRICE_PER_HOUR = 1e9
+"""Far above any machine, far below where sums over steps leave the range of floats."""
+_MOST_CURRENCY = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HourlyPrices:
+    """Prices per hour, by the names of device types and hosts.
+
+    Attributes:
+        currency: Name of the currency for people, for example ``"USD"``.
+        device_hour: Price of each device of a type for an hour, by name of the type.
+        host_hour: Price of a whole host for an hour, by name of the host.
+
+    >>> HourlyPrices(currency="USD", device_hour={"T4": 0.35}).of_host("a", ["T4", "T4"])
+    0.7
+    """
+
+    __pydantic_config__: ClassVar = VALUE
+
+    currency: Word
+    device_hour: Mapping[Word, float] | tuple[tuple[str, float], ...] = ()
+    host_hour: Mapping[Word, float] | tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.currency or len(self.currency) > _MOST_CURRENCY:
+            raise ClusterError(
+                f"prices have the currency {shown(self.currency)}; give 1 to {_MOST_CURRENCY} "
+                "characters, USD say."
+            )
+        if (fault := name_fault(self.currency)) is not None:
+            raise ClusterError(f"the currency of prices, {shown(self.currency)}, {fault}.")
+        for field in ("device_hour", "host_hour"):
+            given = dict(getattr(self, field))
+            for name, price in given.items():
+                if not (math.isfinite(price) and 0.0 <= price <= MAX_PRICE_PER_HOUR):
+                    raise ClusterError(
+                        f"the price of '{name}' is {price:g} an hour; it must be a finite number "
+                        f"from 0 to {MAX_PRICE_PER_HOUR:g}."
+                    )
+            prices = tuple(sorted((name, float(price)) for name, price in given.items()))
+            object.__setattr__(self, field, prices)
+
+    def of_host(self, host: str, device_types: Collection[str]) -> float | None:
+        """Price of a host for an hour; ``None`` if it or one of its devices has no price.
+
+        Args:
+            host: Name of the host.
+            device_types: Name of the type of each of its devices.
+        """
+        own = dict(self.host_hour)
+        if host in own:
+            return own[host]
+        by_type = dict(self.device_hour)
+        if not all(name in by_type for name in device_types):
+            return None
+        return math.fsum(by_type[name] for name in device_types)
+
+    def to_dict(self) -> dict[str, object]:
+        """Convert to JSON values in the form of a cluster file."""
+        return {
+            "currency": self.currency,
+            "device_hour": dict(self.device_hour),
+            "host_hour": dict(self.host_hour),
+        }

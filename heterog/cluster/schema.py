@@ -30,8 +30,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from heterog.cluster.hardware import PairLimit
-from heterog.cluster.prices import MAX_PRICE_PER_HOUR
+from heterog.cluster.hardware import MAX_PRICE_PER_HOUR, MOST_BYTES, PairLimit
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.names import shown
@@ -64,7 +63,6 @@ def reading(parse: Callable[[Any], Any]) -> BeforeValidator:
 # Far above any machine, far below where sums and quotients leave the range of floats.
 POSITIVE = Field(gt=0, le=1e24, allow_inf_nan=False)
 NOT_NEGATIVE = Field(ge=0, le=1e6, allow_inf_nan=False)
-MOST_BYTES = 2**60
 
 Bandwidth: TypeAlias = Annotated[float, reading(parse_bandwidth), POSITIVE]
 Speed: TypeAlias = Annotated[float, reading(parse_flops_per_s), POSITIVE]
@@ -389,7 +387,7 @@ _Price = Annotated[float, reading(float), Field(ge=0, le=MAX_PRICE_PER_HOUR, all
 
 
 class PricesSpec(Spec):
-    """Prices of hosts per hour; see ``cluster.prices``."""
+    """Prices of hosts per hour; see ``HourlyPrices``."""
 
     currency: Name
     device_hour: dict[Name, _Price] = Field(default_factory=dict)

@@ -23,13 +23,13 @@ from heterog.cluster.hardware import (
     Device,
     DeviceType,
     Host,
+    HourlyPrices,
     PairLimit,
     check_cluster,
     check_name,
     check_pairs,
     check_share,
 )
-from heterog.cluster.prices import HourlyPrices
 from heterog.errors import ClusterError
 
 

@@ -22,8 +22,7 @@ from heterog.methods.planner import Budget, Problem
 from heterog.methods.registry import built_in_methods
 from heterog.pricing.cost_model import CostModel
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Outcome
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
 PIPELINED = 8

@@ -10,6 +10,7 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.explain.decided import ranges_of
 from heterog.graph.grouping import group_ops
+from heterog.grouped import grouped
 from heterog.lowering.channels import proportional_slices
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import micro_batch_table, micro_sizes, split_in_proportion
@@ -143,10 +144,11 @@ def _with_one_more(cluster: Cluster, model: int, host: int) -> tuple[PairLimit, 
 
 def _faster_lines(cluster: Cluster) -> Iterator[ChangedCluster]:
     """Changes that make each line between the same sets of hosts twice as fast."""
-    lines: dict[frozenset[tuple[int, ...]], list[int]] = {}
-    for number, limit in enumerate(cluster.pairs):
-        if limit.is_shared:
-            lines.setdefault(frozenset((limit.sources, limit.targets)), []).append(number)
+    lines = grouped(
+        (frozenset((limit.sources, limit.targets)), number)
+        for number, limit in enumerate(cluster.pairs)
+        if limit.is_shared
+    )
     for numbers in lines.values():
         pairs = list(cluster.pairs)
         for number in numbers:

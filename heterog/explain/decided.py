@@ -19,6 +19,7 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.axis_plan import BATCH_AXIS, EVERYWHERE, AxisPlan, axis_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
+from heterog.grouped import grouped
 from heterog.lowering import lower
 from heterog.lowering.channels import ChannelKind
 from heterog.lowering.program import FIRST_LINK_KIND, Program, TaskKind
@@ -241,9 +242,7 @@ class Lowered:
 
     def aggregations(self) -> tuple[Aggregation, ...]:
         """All parameters by the aggregation of their gradients, most groups first."""
-        by_way: dict[str, list[int]] = {}
-        for parameter, way in enumerate(self.ways):
-            by_way.setdefault(way, []).append(parameter)
+        by_way = grouped((way, parameter) for parameter, way in enumerate(self.ways))
         found = [self._aggregation(way, parameters) for way, parameters in by_way.items()]
         return tuple(sorted(found, key=lambda each: -each.num_groups))
 

@@ -20,6 +20,7 @@ from heterog.explain.wording import (
     times_slower,
     types_in_words,
 )
+from heterog.grouped import grouped
 from heterog.search.request import GIVEN
 from heterog.simulator.critical_path import Limit, PathPiece, Purpose, merge_blocks
 from heterog.simulator.memory_breakdown import DeviceMemory, MemoryKind
@@ -224,9 +225,7 @@ def _grouped(
     pieces: Iterable[PathPiece], key: Callable[[PathPiece], str]
 ) -> dict[str, list[PathPiece]]:
     """Pieces by a key, keys with most seconds first."""
-    groups: dict[str, list[PathPiece]] = {}
-    for piece in pieces:
-        groups.setdefault(key(piece), []).append(piece)
+    groups = grouped((key(piece), piece) for piece in pieces)
     return dict(sorted(groups.items(), key=lambda entry: (-seconds_of(entry[1]), entry[0])))
 
 

@@ -31,8 +31,7 @@ from heterog.methods.registry import built_in_methods
 from heterog.methods.tuned_uniform import machine_subsets, tuned_decision
 from heterog.search.stability import TUNED_UNIFORM
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.simulator.memory_breakdown import Fit
 from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Keeps, Strategy

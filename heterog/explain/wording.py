@@ -21,7 +21,7 @@ from heterog.explain.decided import (
     Range,
     Split,
 )
-from heterog.pricing.peak_errors import PeakErrors
+from heterog.pricing.intervals import PeakErrors
 from heterog.simulator.critical_path import PathPiece
 from heterog.strategy.schedules import PipelineSchedule
 from heterog.units import format_bytes, format_bytes_range

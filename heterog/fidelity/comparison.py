@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import binomtest, spearmanr
 
+from heterog.grouped import grouped
 from heterog.pricing.intervals import COVERAGE, Interval
 
 _DIFFERENT = 0.05
@@ -229,10 +230,7 @@ def regret(
 
 def _alternatives(runs: Sequence[Compared]) -> list[list[Compared]]:
     """Runs that are alternatives to each other, two and more."""
-    of_choice: dict[str, list[Compared]] = {}
-    for run in runs:
-        if run.choice:
-            of_choice.setdefault(run.choice, []).append(run)
+    of_choice = grouped((run.choice, run) for run in runs if run.choice)
     return [members for members in of_choice.values() if len(members) > 1]
 
 

@@ -5,9 +5,8 @@
 - ``capture`` traces a ``step`` on fake tensors, again with other ``python_state``
   (``repeated_calls``, compared by ``value_numbers``); ``changed_state`` notices what has changed
   since. Its helpers: ``higher_order`` (control flow of torch), ``static_shapes`` (what torch does
-  otherwise meanwhile), ``plain_tensors`` (what code asks of fake ones), ``traced_constants``
-  (constants that all samples share), ``guards`` and ``value_checks`` (questions about values that
-  only guard), ``one_sample``, ``parameter_groups``.
+  otherwise meanwhile), ``traced_constants`` (constants that all samples share), ``guards`` and
+  ``value_checks`` (questions about values that only guard), ``one_sample``, ``parameter_groups``.
   ``op_costs`` counts FLOPs and bytes; ``optimizer_probe`` finds out what an optimizer looks at,
   and ``step_options`` makes its calls in one step count as one.
 - ``placement`` says how a tensor lies along an axis, ``sharding_rules`` what each op allows.

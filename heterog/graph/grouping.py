@@ -16,6 +16,7 @@ import numpy as np
 from heterog.graph.batch_plan import BatchPlan, batch_plan
 from heterog.graph.op_graph import IntArray, OpGraph, Phase
 from heterog.graph.placement import OpCall
+from heterog.grouped import grouped
 
 MAX_SHARE_OF_WORK = 1 / 64
 """Fraction of the work above which a module is cut into its children."""
@@ -177,10 +178,11 @@ def _join(graph: OpGraph, plan: BatchPlan, labels: list[str]) -> dict[str, str]:
             parent[_find(parent, root)] = _find(parent, roots[0])
 
     storage = graph.storage
-    readers: dict[int, list[int]] = {}
-    for index, op in enumerate(graph.ops):
-        for tensor in dict.fromkeys(int(storage[t]) for t in op.inputs):
-            readers.setdefault(tensor, []).append(index)
+    readers = grouped(
+        (tensor, index)
+        for index, op in enumerate(graph.ops)
+        for tensor in dict.fromkeys(int(storage[t]) for t in op.inputs)
+    )
     for parameter in graph.parameters:
         join(readers.get(parameter, []))
     for update, _, gradient in graph.updates:

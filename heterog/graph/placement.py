@@ -17,11 +17,15 @@ An explicit rule for one op: how it runs on its group's devices along an axis of
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
+from heterog.errors import StrategyError
 from heterog.graph.halo import Rows
+from heterog.names import shown
+from heterog.records import VALUE, Count, MadeBy, Series
 
 
 class Window(NamedTuple):
@@ -91,6 +95,34 @@ def neighbours(dim: int, pattern: str) -> Placement:
     return Placement("H", dim, pattern=pattern)
 
 
+def placement_of(value: object) -> Placement:
+    """The placement of a text like ``R``, ``S(0,3)``, ``H(2,4,1,-1)`` or ``H(1,@key)``.
+
+    >>> placement_of("S(0,3)")
+    Placement(kind='S', dim=0, outer=3)
+
+    Raises:
+        StrategyError: it is none of them.
+    """
+    text = value if isinstance(value, str) else ""
+    known = {str(place): place for place in (R, P, L)}
+    if text in known:
+        return known[text]
+    halo = re.fullmatch(r"H\((\d{1,9}),(\d{1,9}),(-?\d{1,9}),(-?\d{1,9})\)", text)
+    if halo is not None:
+        return H(int(halo[1]), Window(int(halo[2]), int(halo[3]), int(halo[4])))
+    sparse = re.fullmatch(r"H\((\d{1,9}),@([0-9a-f]{16})\)", text)
+    if sparse is not None:
+        return neighbours(int(sparse[1]), sparse[2])
+    found = re.fullmatch(r"S\((\d{1,9}),(\d{1,9})\)", text)
+    if found is None or int(found[2]) < 1:
+        raise StrategyError(
+            f"{shown(value)} is no placement; R, P, L or S(dim,outer) is meant, "
+            "or H(dim,step,before,after) for an input, H(dim,@key) for one of a sparse product."
+        )
+    return S(int(found[1]), int(found[2]))
+
+
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2,
     "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex128": 16,
@@ -121,6 +153,9 @@ def crosses(place: Placement, units: int, along: Placement, batch_size: int) -> 
         return False
     is_inside = place.outer % (along.outer * batch_size) == 0
     return not is_inside and along.outer % (place.outer * units) != 0
+
+
+_Place: TypeAlias = Annotated[Placement, MadeBy(placement_of)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +228,10 @@ class Scatter:
             batch size with the value's placement along the batch means the batch.
     """
 
-    place: Placement
-    units: int
+    __pydantic_config__: ClassVar = VALUE
+
+    place: _Place
+    units: Count
 
 
 class _WithHash:
@@ -241,9 +278,11 @@ class OpRule(_WithHash):
             readers get parts, or the whole, as they need it.
     """
 
-    inputs: tuple[Placement, ...]
-    outputs: tuple[Placement, ...]
-    units: int
+    __pydantic_config__: ClassVar = VALUE
+
+    inputs: Series[_Place]
+    outputs: Series[_Place]
+    units: Count
     scatter: Scatter | None = None
 
     def __hash__(self) -> int:

@@ -239,8 +239,9 @@ class _Samples:
         if one is None or self._graph.ops[maker].kind == "expand.default":
             return False
         size = list(self._graph.tensors[tensor].shape)
-        expand = torch.ops.aten.expand.default
-        node.replace_all_uses_with(insert_before(self._module, node, expand, (one, size)))
+        node.replace_all_uses_with(
+            insert_before(self._module, node, torch.ops.aten.expand.default, (one, size))
+        )
         return True
 
 

@@ -1,7 +1,8 @@
 """Changes of a strategy's decisions, and a description of what has changed."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -9,7 +10,67 @@ from heterog.cluster.topology import Cluster
 from heterog.lowering.program import FloatArray
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.keeping import recomputed_words
-from heterog.strategy.strategy import Decision, Strategy, Sync
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
+
+_T = TypeVar("_T")
+
+
+def renumbered(strategy: Strategy, place: Sequence[int], cluster: Cluster) -> Strategy:
+    """The same strategy on other devices.
+
+    Devices without teams take samples in ascending order, so that teams have to say who had which
+    if the order changes: each device is one, or all are one where rules split the work inside.
+
+    Args:
+        strategy: Strategy to renumber, whose modes name no devices.
+        place: New number of each old device; -1 if there is none, for devices that do nothing.
+        cluster: The cluster with the new numbers.
+    """
+
+    def row(devices: Iterable[int]) -> tuple[int, ...]:
+        return tuple(place[device] for device in devices)
+
+    def moved(decision: Decision) -> Decision:
+        devices, teams = row(decision.devices), tuple(map(row, decision.teams))
+        turns = sorted(range(len(devices)), key=devices.__getitem__)
+        if not teams and list(devices) != sorted(devices):
+            teams = (devices,) if strategy.op_rules else tuple((each,) for each in devices)
+        own = (decision.shares, decision.slices, decision.parts)
+        shares, slices, parts = (tuple(each[turn] for turn in turns if each) for each in own)
+        return replace(
+            decision,
+            devices=tuple(sorted(devices)),
+            shares=shares,
+            slices=slices,
+            slice_groups=tuple(map(row, decision.slice_groups)),
+            parts=parts,
+            teams=teams,
+        )
+
+    def scattered(rows: Sequence[tuple[_T, ...]]) -> tuple[tuple[_T, ...], ...]:
+        found: list[tuple[_T, ...]] = [()] * cluster.num_devices
+        for device, own in enumerate(rows):
+            if place[device] >= 0:
+                found[place[device]] = own
+        return tuple(found) if rows else ()
+
+    made = {decision: moved(decision) for decision in dict.fromkeys(strategy.decisions)}
+    # A table of micro-batches may hold the sizes alone, in the row of any device: rows of devices
+    # that are gone move to the first row, so that the sizes stay.
+    micro = np.zeros((cluster.num_devices, strategy.num_micro_batches), np.int64)
+    for device, own in enumerate(strategy.micro_batches):
+        micro[max(place[device], 0)] += np.array(own)
+    schedule = strategy.schedule
+    return replace(
+        strategy,
+        cluster=cluster.fingerprint(),
+        decisions=tuple(made[decision] for decision in strategy.decisions),
+        homes=tuple(home if home == REPLICATED else place[home] for home in strategy.homes),
+        micro_batches=tuple(map(tuple, micro.tolist())) if strategy.micro_batches else (),
+        schedule=replace(
+            schedule, in_flight=scattered(schedule.in_flight), turns=scattered(schedule.turns)
+        ),
+    )
 
 
 def with_decisions(strategy: Strategy, changes: Mapping[int, Decision]) -> Strategy:
@@ -81,7 +142,11 @@ def changes_in_words(before: Strategy, after: Strategy, cluster: Cluster) -> str
     """The changes from one strategy to another of the same graph, in words."""
     pairs = list(zip(before.decisions, after.decisions, strict=True))
     words = []
-    if again := [new.keeps for old, new in pairs if _makes_more_again(new, old)]:
+    if again := [
+        new.keeps
+        for old, new in pairs
+        if (new.recompute and (not old.recompute or new.keeps < old.keeps))
+    ]:
         what = f" ({recomputed_words(again)})" * any(again)
         words.append(f"{len(again)} of {len(pairs)} groups recompute{what}")
     if after.blocks and not before.blocks:
@@ -109,10 +174,6 @@ def changes_in_words(before: Strategy, after: Strategy, cluster: Cluster) -> str
         if count := sum(new.sync == sync != old.sync for old, new in pairs):
             words.append(f"{count} groups synchronise by {sync.name.lower()}")
     return "; ".join(words)
-
-
-def _makes_more_again(decision: Decision, other: Decision) -> bool:
-    return decision.recompute and (not other.recompute or decision.keeps < other.keeps)
 
 
 def _share(decision: Decision, device: int) -> int | None:

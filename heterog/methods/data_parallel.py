@@ -33,9 +33,8 @@ from heterog.lowering.channels import proportional_slices
 from heterog.lowering.space import StrategySpace
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation, Outcome
-from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.floor import floor_s
+from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
+from heterog.simulator.lower_bound import floor_s
 from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
 from heterog.units import MIB

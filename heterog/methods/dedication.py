@@ -20,7 +20,7 @@ from heterog.methods.pipette.annealing import moved
 from heterog.methods.pipette.communication import HostRates
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation
+from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.strategy import Decision, Strategy, Sync
 
 NUM_STARTS = 3

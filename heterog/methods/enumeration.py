@@ -11,8 +11,7 @@ from heterog.methods.data_parallel import device_speeds
 from heterog.methods.planner import Point, PointSearch, Problem
 from heterog.methods.teams import without_needless_rules
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Outcome
-from heterog.simulator.evaluator import UNROLLED_STEPS
+from heterog.simulator.evaluator import UNROLLED_STEPS, Outcome
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.strategy import Strategy
 

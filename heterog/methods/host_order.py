@@ -11,23 +11,21 @@ who sits behind which line is what an order of hosts decides.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass
 
 import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.lowering.channels import ChannelKind
 from heterog.lowering.program import FloatArray, IntArray, Program
+from heterog.methods.changes import renumbered
 from heterog.methods.pipette.annealing import COOLED, anneal
 from heterog.methods.pipette.communication import HostRates, ring_payloads
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.schedules import PipelineSchedule
-from heterog.strategy.strategy import REPLICATED, Decision, Strategy
+from heterog.strategy.strategy import Strategy
 
 MOST_COUNTED = 2_000_000
 """Most tasks of a program whose traffic is counted, about a second's work."""
-_T = TypeVar("_T")
 
 
 def on_hosts(strategy: Strategy, cluster: Cluster, order: Sequence[int]) -> Strategy:
@@ -43,64 +41,7 @@ def on_hosts(strategy: Strategy, cluster: Cluster, order: Sequence[int]) -> Stra
         pair = cluster.host_devices(place), cluster.host_devices(host)
         for before, after in zip(*pair, strict=True):
             device_of[before] = after
-    made: dict[Decision, Decision] = {}
-    for decision in dict.fromkeys(strategy.decisions):
-        made[decision] = _moved_decision(decision, device_of, has_rules=bool(strategy.op_rules))
-    return replace(
-        strategy,
-        decisions=tuple(made[decision] for decision in strategy.decisions),
-        homes=tuple(home if home == REPLICATED else device_of[home] for home in strategy.homes),
-        micro_batches=_moved_rows(strategy.micro_batches, device_of),
-        schedule=_moved_schedule(strategy.schedule, device_of),
-    )
-
-
-def _moved_decision(decision: Decision, device_of: Sequence[int], *, has_rules: bool) -> Decision:
-    """A decision of other devices, listed in ascending order again.
-
-    Devices without teams take samples in that order, so that teams have to say who had which: each
-    device is one, or all are one where rules split the work inside.
-    """
-    devices = tuple(device_of[device] for device in decision.devices)
-    turns = sorted(range(len(devices)), key=devices.__getitem__)
-
-    def moved(values: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(values[turn] for turn in turns) if values else ()
-
-    teams = tuple(tuple(device_of[device] for device in team) for team in decision.teams)
-    if not teams and list(devices) != sorted(devices):
-        teams = (devices,) if has_rules else tuple((device,) for device in devices)
-    return replace(
-        decision,
-        devices=tuple(sorted(devices)),
-        shares=moved(decision.shares),
-        slices=moved(decision.slices),
-        slice_groups=tuple(
-            tuple(device_of[device] for device in group) for group in decision.slice_groups
-        ),
-        parts=moved(decision.parts),
-        teams=teams,
-    )
-
-
-def _moved_schedule(schedule: PipelineSchedule, device_of: Sequence[int]) -> PipelineSchedule:
-    return replace(
-        schedule,
-        in_flight=_moved_rows(schedule.in_flight, device_of),
-        turns=_moved_rows(schedule.turns, device_of),
-    )
-
-
-def _moved_rows(
-    rows: tuple[tuple[_T, ...], ...], device_of: Sequence[int]
-) -> tuple[tuple[_T, ...], ...]:
-    """Rows by device, moved; rows of the last devices may be missing."""
-    if not rows:
-        return ()
-    moved: list[tuple[_T, ...]] = [()] * len(device_of)
-    for device, row in enumerate(rows):
-        moved[device_of[device]] = row
-    return tuple(moved)
+    return renumbered(strategy, device_of, cluster)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -24,7 +24,7 @@ from heterog.methods.islands.slices import boundary_bytes, layer_of_op, layers_o
 from heterog.methods.model_parallel import activation_bytes, parameter_bytes
 from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
 from heterog.methods.recomputing import cheaper_layouts, surely_kept, words_worth_trying
-from heterog.simulator.evaluation import Evaluation
+from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.division import split_evenly
 from heterog.strategy.keeping import attention_scores
 from heterog.strategy.layouts.experts import expert_weights
@@ -343,8 +343,7 @@ class _Grid(PointSearch[_Point]):
     def _compute_seconds(self, kind: int, samples: int) -> float:
         """Seconds in which a device type computes the whole model for some samples."""
         device_type = self.cluster.device_types[kind]
-        cost_model = self.problem.evaluator.cost_model
-        seconds = cost_model.op_seconds(self.graph, device_type, samples)
+        seconds = self.problem.evaluator.cost_model.op_seconds(self.graph, device_type, samples)
         return float(seconds[self._computing].sum())
 
     def _gradient_seconds(self, point: _Point) -> float:

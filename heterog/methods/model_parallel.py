@@ -6,8 +6,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray
 from heterog.methods.data_parallel import device_speeds
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
-from heterog.simulator.evaluation import Evaluation, Outcome
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.strategy.division import micro_batch_table, split_evenly
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 
@@ -104,6 +103,18 @@ def balanced_chain(seconds: FloatArray, memory: FloatArray, room: FloatArray) ->
         placement[begin:end] = [stage - 1] * (end - begin)
         end = begin
     return placement
+
+
+def stage_starts(seconds: FloatArray, memory: FloatArray, room: FloatArray) -> tuple[int, ...]:
+    """First group of each stage of ``balanced_chain``.
+
+    Every stage keeps a group, even if the fastest cut leaves a slow stage empty.
+    """
+    lowest = np.arange(1, len(room))
+    placement = np.array(balanced_chain(seconds, memory, room))
+    cuts = np.maximum(np.searchsorted(placement, lowest), lowest)
+    cuts = np.minimum(np.maximum.accumulate(cuts), len(seconds) - lowest[::-1])
+    return (0, *cuts.tolist())
 
 
 def _group_costs(evaluator: Evaluator) -> tuple[FloatArray, FloatArray]:

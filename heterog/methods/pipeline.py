@@ -22,7 +22,7 @@ from heterog.lowering.program import IntArray
 from heterog.methods.communities import communities, in_best_order
 from heterog.methods.enumeration import Enumeration
 from heterog.methods.megatron_grid import MOST_TASKS
-from heterog.methods.model_parallel import activation_bytes, balanced_chain, parameter_bytes
+from heterog.methods.model_parallel import activation_bytes, parameter_bytes, stage_starts
 from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
@@ -182,8 +182,9 @@ class _Enumeration(Enumeration[_Point]):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         evaluator = problem.evaluator
-        count = self.num_groups
-        self.nothing = f"every stage needs a group of layers, and the model has {count} of them"
+        self.nothing = (
+            f"every stage needs a group of layers, and the model has {self.num_groups} of them"
+        )
         self.cluster = evaluator.cluster
         self.parameters = parameter_bytes(evaluator)
         self.activations = activation_bytes(evaluator)
@@ -309,13 +310,7 @@ class _Enumeration(Enumeration[_Point]):
         memory = np.stack(
             [self.parameters + self.activations / len(devices) for devices in stages], axis=1
         )
-        placement = np.array(balanced_chain(seconds, memory, limit))
-        # Every stage keeps a group, even if the fastest cut leaves a slow stage empty.
-        cuts = np.searchsorted(placement, np.arange(1, len(stages)))
-        lowest = np.arange(1, len(stages))
-        cuts = np.maximum.accumulate(np.maximum(cuts, lowest))
-        cuts = np.minimum(cuts, self.num_groups - lowest[::-1])
-        return tuple(int(cut) for cut in cuts)
+        return stage_starts(seconds, memory, limit)[1:]
 
     # --- other manners of a point ----------------------------------------------------------------
 
@@ -350,8 +345,9 @@ class _Enumeration(Enumeration[_Point]):
             return
         num_stages = len(start.stages)
         some = sorted({1, num_stages // 2, num_stages} - {0})
-        can_slice = self.problem.evaluator.graph.updates_elementwise
-        for slices_updates in (False, True) if can_slice else (False,):
+        for slices_updates in (
+            (False, True) if self.problem.evaluator.graph.updates_elementwise else (False,)
+        ):
             for count in (0, *some):
                 yield replace(
                     start,
@@ -490,6 +486,5 @@ class _Enumeration(Enumeration[_Point]):
         """See ``Enumeration``."""
         capped = AS_IT_COMES
         if point.caps and point.num_micro > 1:
-            num_devices = self.cluster.num_devices
-            capped = caps_of_stages(point.stages, num_devices, hidden=point.caps - 1)
+            capped = caps_of_stages(point.stages, self.cluster.num_devices, hidden=point.caps - 1)
         return replace(capped, splits_backward=point.splits_backward)

@@ -15,8 +15,7 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import BudgetError, StrategyError
 from heterog.graph.op_graph import OpGraph
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation, Outcome
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.strategy.layouts.layout import LayoutError
 from heterog.strategy.strategy import Decision, Strategy
 

@@ -46,8 +46,7 @@ from heterog.methods.teams import (
     team_sizes,
 )
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation, Outcome
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.strategy.division import micro_batch_table, split_evenly
 from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.strategy import REPLICATED, Decision, Keeps, Strategy, Sync
@@ -242,15 +241,12 @@ class _Repair:
     def _fits(self, tried: _Tried) -> bool:
         return bool((self._over(tried) <= 0.0).all())
 
-    def _worst(self, tried: _Tried) -> float:
-        return max(float(self._over(tried).max()), 0.0)
-
     def _missing(self, tried: _Tried) -> float:
         """Missing bytes of all devices together."""
         return float(np.maximum(self._over(tried), 0.0).sum())
 
     def _preference(self, tried: _Tried) -> tuple[float, float, float]:
-        return self._worst(tried), self._missing(tried), tried.seconds
+        return max(float(self._over(tried).max()), 0.0), self._missing(tried), tried.seconds
 
     # --- rounds ----------------------------------------------------------------------------------
 

@@ -8,14 +8,18 @@ states only what is special about it:
 - what it changes in the program and in memory (``Mode.encode``, which makes an ``EncodedMode``);
 - what a step costs with it (``Mode.priced``);
 - how ranks run it (``Mode.on_rank``, ``Mode.rehearsal`` and the facts that an executor asks for);
-- how it is written, read and said (``to_json``, ``from_record``, ``words``).
+- how it is said (``words``), and written and read where that is not field by field (``to_json``,
+  ``record``, ``from_record``).
 
 The rooms of ``heterog.modes`` import what is above them in functions only.
 """
 
+import json
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+from heterog.records import VALUE
 
 if TYPE_CHECKING:
     from heterog.cluster.topology import Cluster
@@ -119,8 +123,9 @@ class Mode(ABC):
 
     key: ClassVar[str]
     """Field of a strategy's file that has the mode."""
-    record: ClassVar[Any]
-    """Type of that field as it is read, of ``heterog.records``."""
+    record: ClassVar[Any] = None
+    """Type of that field as it is read, of ``heterog.records``; ``None`` for the mode itself."""
+    __pydantic_config__: ClassVar = VALUE
     word: ClassVar[str] = ""
     """Word by which a person asks for it, and name of its row; empty without a method."""
     goes_with: ClassVar[tuple[str, ...]] = ()
@@ -164,18 +169,19 @@ class Mode(ABC):
         """A sentence of an explanation about it; empty for none."""
         return ""
 
-    @abstractmethod
     def to_json(self) -> object:
         """The mode as a JSON value, which ``record`` reads."""
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[call-overload]
 
     @classmethod
-    @abstractmethod
     def from_record(cls, record: Any) -> Self | None:
         """The mode of what was read as ``record``; ``None`` for one that does nothing.
 
         Raises:
             StrategyError: a field has a wrong value; names it.
         """
+        found: Self = record
+        return found
 
     @abstractmethod
     def check(self, strategy: "Strategy", graph: "OpGraph", cluster: "Cluster") -> None:

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from heterog.cluster.topology import Cluster
+from heterog.grouped import grouped
 from heterog.methods.data_parallel import even_shares, proportional_shares
 from heterog.methods.planner import Candidate, PlanResult, Problem, Spending
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.strategy import Decision, Strategy, Sync
 
 
@@ -32,7 +31,9 @@ def island_decisions(evaluator: Evaluator) -> Iterator[Decision]:
     """Decisions for each kind of island (devices, hosts) and each kind of share, none twice."""
     known = set()
     ways = (proportional_shares(evaluator), even_shares(evaluator))
-    for teams in (_singles(evaluator.cluster), _hosts(evaluator.cluster)):
+    singles: list[tuple[int, ...]] = [(device,) for device in range(evaluator.cluster.num_devices)]
+    hosts = grouped((host, device) for device, host in enumerate(evaluator.cluster.host_of))
+    for teams in (singles, list(map(tuple, hosts.values()))):
         for shares in ways:
             decision = island_decision(teams, shares)
             if decision is not None and decision not in known:
@@ -73,17 +74,6 @@ def _beside_exact(found: Evaluation, strategy: Strategy, problem: Problem) -> st
 def nothing(reason: str) -> PlanResult:
     """A result without strategies, and the reason."""
     return PlanResult(candidates=(), num_evaluations=0, reason=reason)
-
-
-def _singles(cluster: Cluster) -> list[tuple[int, ...]]:
-    return [(device,) for device in range(cluster.num_devices)]
-
-
-def _hosts(cluster: Cluster) -> list[tuple[int, ...]]:
-    hosts: dict[int, list[int]] = {}
-    for device in range(cluster.num_devices):
-        hosts.setdefault(cluster.host_of[device], []).append(device)
-    return [tuple(members) for members in hosts.values()]
 
 
 def island_decision(teams: list[tuple[int, ...]], shares: tuple[int, ...]) -> Decision | None:

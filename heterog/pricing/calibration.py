@@ -16,14 +16,16 @@ bytes x b`` where the factors l and b of its kind are fitted to measured collect
 rates. Communication also takes compute time from its members: for every byte (*drag*), on a CPU
 the time of the threads that move bytes, measured while nothing else ran; and for every operation
 (*overhead*), measured with small ones while all members computed.
+
+Rates of links and factors of collectives fitted to measurements.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -34,29 +36,191 @@ from heterog.files import MAX_JSON_BYTES, read_json, write_json
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray, OpGraph
+from heterog.grouped import grouped
 from heterog.lowering.channels import Channel, ChannelKind, ChannelTable
-from heterog.pricing.calibration_files import CalibrationRecord, KindRecord, TypeRecord
 from heterog.pricing.collectives import alpha_beta
 from heterog.pricing.cost_model import ChannelSeconds, CostModel
 from heterog.pricing.device_models.model import DeviceModels
 from heterog.pricing.device_models.run_file import RUNS, read_run_models
 from heterog.pricing.intervals import MEDIAN_OF_NORMAL
-from heterog.pricing.link_fits import LinkFit, fit_links, measured_as, measured_channel
 from heterog.pricing.measurements import (
+    LEAST_SECONDS,
     SCHEMA_VERSION,
     STEP,
+    LinkKind,
     LinkMeasurement,
     Measurements,
-    OpMeasurement,
     op_kind,
 )
-from heterog.pricing.op_fits import KindFit, TypeFit, fit_type, held_out_error, signatures
+from heterog.pricing.op_fits import Factor, TypeFit, fit_type, held_out_error, signatures
 from heterog.pricing.roofline import Roofline
-from heterog.records import parse_record
+from heterog.records import VALUE, Name, Text, finite, parse_record
 from heterog.strategy.strategy import REPLICATED, Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFit:
+    """The fits to measurements of links and collectives.
+
+    Attributes:
+        rates: Measured bytes/s of link resources, by name.
+        factors: Factors of the latency and of the bytes' time, by channel kind.
+        drag: Seconds of compute lost per payload byte, by channel kind and device type.
+        overhead: Seconds of compute that an operation takes from a member for each other member,
+            by channel kind and device type.
+        loaded: Factor of the latency while a member computes, by channel kind.
+    """
+
+    __pydantic_config__: ClassVar = VALUE
+
+    rates: Mapping[Text, Annotated[float, finite(1e-6, 1e24)]]
+    factors: Mapping[LinkKind, tuple[Factor, Factor]]
+    drag: Mapping[LinkKind, Mapping[Name, Factor]]
+    loaded: Mapping[LinkKind, Factor]
+    overhead: Mapping[LinkKind, Mapping[Name, Factor]] = field(default_factory=dict)
+
+
+def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
+    """Fit rates, latencies and drag to measured transfers and collectives.
+
+    Raises:
+        ClusterError: the measurements name devices that the cluster does not have.
+    """
+    table = ChannelTable(cluster)
+    loaded: dict[str, list[float]] = {}
+    overhead: dict[str, dict[str, list[float]]] = {}
+    by_channel: dict[Channel, list[LinkMeasurement]] = {}
+    for row in rows:
+        devices = tuple(cluster.device_index(name) for name in row.devices)
+        channel = measured_channel(table, ChannelKind[row.kind.upper()], devices, row.slices)
+        if row.while_computing:
+            loaded.setdefault(row.kind, []).append(
+                row.seconds / max(channel.latency_s, LEAST_SECONDS)
+            )
+            for device, seconds in zip(devices, row.device_seconds, strict=True):
+                overhead.setdefault(row.kind, {}).setdefault(
+                    cluster.devices[device].type.name, []
+                ).append(seconds / (len(devices) - 1))
+            continue
+        by_channel.setdefault(channel, []).append(row)
+    rates = _link_rates(
+        cluster,
+        {
+            channel: _seconds_per_byte(members)
+            for channel, members in by_channel.items()
+            if channel.kind == ChannelKind.POINT_TO_POINT
+        },
+    )
+    drag: dict[str, dict[str, list[float]]] = {}
+    by_kind: dict[ChannelKind, list[tuple[float, float, float]]] = {}
+    for channel, members in by_channel.items():
+        cost = alpha_beta(cluster, channel, rates)
+        for row in members:
+            entry = (cost.latency_s, cost.seconds_per_byte * row.num_bytes, row.seconds)
+            by_kind.setdefault(channel.kind, []).append(entry)
+        largest = max(members, key=lambda row: row.num_bytes)
+        lost = drag.setdefault(channel.kind.name.lower(), {})
+        for device, seconds in zip(channel.devices, largest.device_seconds, strict=True):
+            name = cluster.devices[device].type.name
+            lost.setdefault(name, []).append(seconds / largest.num_bytes)
+    return LinkFit(
+        rates=rates,
+        factors={
+            kind.name.lower(): _factors(*np.array(entries).T) for kind, entries in by_kind.items()
+        },
+        drag=_means(drag),
+        overhead=_means(overhead),
+        # A geometric mean, as values spread over orders of magnitude: who is stopped when varies.
+        loaded={kind: float(np.exp(np.mean(np.log(values)))) for kind, values in loaded.items()},
+    )
+
+
+def _link_rates(cluster: Cluster, seconds_per_byte: Mapping[Channel, float]) -> dict[str, float]:
+    """Bytes/s of link resources, from transfers that ran alone.
+
+    A transfer gives only the rate of the slowest link of its route. Links that are never the
+    slowest keep their nominal rate, times the mean fraction that measured links reach of theirs.
+    """
+    found: dict[str, list[float]] = {}
+    for channel, seconds in seconds_per_byte.items():
+        way = [cluster.resources[resource] for resource in channel.traffic()]
+        slowest = min(link.bandwidth_bytes_per_s for link in way)
+        for link in way:
+            if link.bandwidth_bytes_per_s <= 1.01 * slowest:
+                found.setdefault(link.name, []).append(1.0 / seconds)
+    rates = {name: float(np.median(values)) for name, values in found.items()}
+    nominal = {link.name: link.bandwidth_bytes_per_s for link in cluster.resources}
+    if rates:
+        ratio = float(np.mean([rate / nominal[name] for name, rate in rates.items()]))
+        rates = {name: rates.get(name, rate * ratio) for name, rate in nominal.items()}
+    return rates
+
+
+def measured_as(kind: ChannelKind) -> str:
+    """Name under which a kind of channel was measured.
+
+    Both all-reduces are one call of the communication library, which chooses for itself. Ranks
+    run an all-to-all by the same sends as an all-gather.
+    """
+    if kind == ChannelKind.ALL_REDUCE_HIERARCHICAL:
+        kind = ChannelKind.ALL_REDUCE_RING
+    if kind == ChannelKind.ALL_TO_ALL:
+        kind = ChannelKind.ALL_GATHER
+    return kind.name.lower()
+
+
+def _factors(latency: FloatArray, payload: FloatArray, seconds: FloatArray) -> tuple[float, float]:
+    """Factors of the nominal seconds of latency and payload that fit the measurements.
+
+    Medians, as a process that is stopped for a moment makes single measurements meaningless: the
+    payload's over the large ones, then the latency's over the small ones.
+    """
+    is_large = payload >= 0.5 * payload.max()
+    is_small = payload <= 2.0 * payload.min()
+    of_payload = np.median(seconds[is_large] / payload[is_large])
+    rest = seconds[is_small] - of_payload * payload[is_small]
+    of_latency = np.median(rest / np.maximum(latency[is_small], LEAST_SECONDS))
+    # Small messages may pass a shaper unhindered; a search would make use of it.
+    return max(float(of_latency), 1.0), float(of_payload)
+
+
+def measured_channel(
+    table: ChannelTable, kind: ChannelKind, devices: tuple[int, ...], slices: tuple[int, ...]
+) -> Channel:
+    """The channel over which something was measured."""
+    if kind == ChannelKind.POINT_TO_POINT:
+        number = devices[0] * table.cluster.num_devices + devices[1]
+    elif kind == ChannelKind.REDUCE_SCATTER:
+        number = table.reduce_scatter(devices, slices)
+    elif kind == ChannelKind.ALL_GATHER:
+        number = table.all_gather(devices, slices)
+    else:
+        number = table.all_reduce(
+            devices, hierarchical=kind == ChannelKind.ALL_REDUCE_HIERARCHICAL
+        )
+    return table[number]
+
+
+def _seconds_per_byte(rows: Sequence[LinkMeasurement]) -> float:
+    """Seconds per byte of the largest payload; latency is fitted later, with the factors."""
+    largest = max(rows, key=lambda row: row.num_bytes)
+    return largest.seconds / largest.num_bytes
+
+
+def _means(by_kind: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, float]]:
+    """Mean loss of each device type, at least 0: a clock may show gains, which do not exist."""
+    return {
+        kind: {
+            name: max(sum(values) / len(values), 0.0) if values else 0.0
+            for name, values in by_type.items()
+        }
+        for kind, by_type in by_kind.items()
+    }
+
 
 _RUN_SPREAD = 0.05
 """Error of the logarithm of a step's seconds where every op is known."""
+_Error: TypeAlias = Annotated[float, finite(0.0, 1e12)] | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,10 +235,12 @@ class Calibration:
             whole models; see the function ``held_out_error``.
     """
 
-    name: str
-    types: Mapping[str, TypeFit]
+    __pydantic_config__: ClassVar = VALUE
+
+    name: Text
+    types: Mapping[Name, TypeFit]
     links: LinkFit
-    held_out_error: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    held_out_error: Mapping[Name, tuple[_Error, _Error]]
 
     def op_seconds(self, graph: OpGraph, device_type: DeviceType, samples: int) -> FloatArray:
         """Seconds of every op at a local share; see ``CostModel``."""
@@ -126,8 +292,8 @@ class Calibration:
 
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
         """The error on models that a first fit had not seen; else the roofline's spread."""
-        errors = self.held_out_error.get(device_type.name, (math.nan, math.nan))
-        known = [error for error in reversed(errors) if not math.isnan(error)]
+        errors = self.held_out_error.get(device_type.name, ())
+        known = [error for error in reversed(errors) if error is not None]
         if not known:
             return Roofline().spread(graph, device_type)
         return math.hypot(_RUN_SPREAD, known[0] / MEDIAN_OF_NORMAL)
@@ -157,12 +323,7 @@ class Calibration:
 
     def save(self, path: str | Path) -> None:
         """Write as JSON, for the field ``calibration`` of a cluster file."""
-        record = {"schema_version": SCHEMA_VERSION, **asdict(self)}
-        record["held_out_error"] = {  # JSON has no NaN
-            kind: [None if math.isnan(error) else error for error in errors]
-            for kind, errors in self.held_out_error.items()
-        }
-        write_json(path, record)
+        write_json(path, {"schema_version": SCHEMA_VERSION, **asdict(self)})
 
     @staticmethod
     def load(path: str | Path) -> "Calibration":
@@ -172,27 +333,7 @@ class Calibration:
             InputFileError: the file is missing, broken or of another version.
         """
         value = read_json(path, "calibration", MAX_JSON_BYTES)
-        return _calibration_of(value, f"calibration {path}")
-
-
-def _calibration_of(value: object, where: str) -> Calibration:
-    record = parse_record(value, CalibrationRecord, where, versions=(SCHEMA_VERSION,))
-    links = record.links
-    return Calibration(
-        name=record.name,
-        types={name: _type_fit(each) for name, each in record.types.items()},
-        links=LinkFit(
-            rates=links.rates,
-            factors={kind: (each[0], each[1]) for kind, each in links.factors.items()},
-            drag=links.drag,
-            loaded=links.loaded,
-            overhead=links.overhead,
-        ),
-        held_out_error={
-            kind: (_number_or_nan(errors[0]), _number_or_nan(errors[1]))
-            for kind, errors in record.held_out_error.items()
-        },
-    )
+        return parse_record(value, Calibration, f"calibration {path}", versions=(SCHEMA_VERSION,))
 
 
 def cost_model_of(cluster: Cluster) -> CostModel:
@@ -215,7 +356,7 @@ def _load_once(path: str) -> CostModel:
     where = f"calibration {path}"
     if isinstance(value, dict) and value.get("kind") == RUNS:
         return read_run_models(value, where)
-    return _calibration_of(value, where)
+    return parse_record(value, Calibration, where, versions=(SCHEMA_VERSION,))
 
 
 def calibrate(
@@ -233,44 +374,15 @@ def calibrate(
     """
     if not measurements.ops:
         raise InputFileError("the measurements hold no op; run 'heterog profile' first.")
-    by_type: dict[str, list[OpMeasurement]] = {}
-    for row in measurements.ops:
-        if row.kind == STEP:
-            continue
-        by_type.setdefault(row.device_type, []).append(row)
+    by_type = grouped((row.device_type, row) for row in measurements.ops if row.kind != STEP)
     return Calibration(
         name=name,
         types={kind: fit_type(rows) for kind, rows in by_type.items()},
-        links=fit_links(measurements.links, cluster) if cluster else LinkFit(),
+        links=fit_links(measurements.links, cluster)
+        if cluster
+        else LinkFit(rates={}, factors={}, drag={}, loaded={}),
         held_out_error={kind: held_out_error(rows) for kind, rows in by_type.items()},
     )
-
-
-def _kind_fit(record: KindRecord) -> KindFit:
-    base, per_flop, per_byte = record.coefficients
-    return KindFit(
-        coefficients=(base, per_flop, per_byte),
-        log_flops=tuple(record.log_flops),
-        log_bytes=tuple(record.log_bytes),
-        log_ratio=tuple(record.log_ratio),
-    )
-
-
-def _type_fit(record: TypeRecord) -> TypeFit:
-    return TypeFit(
-        kinds={kind: _kind_fit(each) for kind, each in record.kinds.items()},
-        curves={
-            signature: (tuple(samples), tuple(seconds))
-            for signature, (samples, seconds) in record.curves.items()
-        },
-        any_kind=_kind_fit(record.any_kind),
-        copy_s=(record.copy_s[0], record.copy_s[1]),
-    )
-
-
-def _number_or_nan(value: float | None) -> float:
-    """Read NaN, which JSON does not have, from ``None``."""
-    return math.nan if value is None else value
 
 
 def link_error(rows: Iterable[LinkMeasurement], cluster: Cluster) -> dict[str, float]:
@@ -288,7 +400,8 @@ def link_error(rows: Iterable[LinkMeasurement], cluster: Cluster) -> dict[str, f
         payloads.setdefault(row.kind, set()).add(row.num_bytes)
     left_out = {kind: sorted(sizes)[-2] for kind, sizes in payloads.items() if len(sizes) > 2}
     kept = [row for row in rows if left_out.get(row.kind) != row.num_bytes]
-    model = Calibration(name="without one payload", types={}, links=fit_links(kept, cluster))
+    links = fit_links(kept, cluster)
+    model = Calibration(name="without one payload", types={}, links=links, held_out_error={})
     table = ChannelTable(cluster)
     wrong, measured = dict.fromkeys(left_out, 0.0), dict.fromkeys(left_out, 0.0)
     for row in rows:

@@ -28,6 +28,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from heterog.cluster.topology import Cluster
+from heterog.grouped import grouped
 from heterog.lowering.channels import Channel
 from heterog.pricing.cost_model import ChannelSeconds
 
@@ -61,9 +62,7 @@ def over_measured_nics(
         channel: A channel over these links.
         found: Its seconds by rates and latencies alone.
     """
-    members: dict[int, list[int]] = {}
-    for device in channel.devices:
-        members.setdefault(cluster.host_of[device], []).append(device)
+    members = grouped((cluster.host_of[device], device) for device in channel.devices)
     num_hosts, num_devices = len(members), len(channel.devices)
     is_sum = channel.kind.is_all_reduce
     if num_hosts == 1 or not (is_sum or channel.kind.has_slices):

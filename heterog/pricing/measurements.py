@@ -4,21 +4,51 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, TypeAlias
+
+from pydantic import AfterValidator, Field
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import ClusterError, InputFileError
 from heterog.files import write_json
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.pricing.calibration_files import LinkRecord, MeasurementsRecord, OpRecord
-from heterog.records import read_record
+from heterog.lowering.channels import ChannelKind
+from heterog.records import (
+    VALUE,
+    Amount,
+    Count,
+    Flag,
+    Int32,
+    Name,
+    Number,
+    NumBytes,
+    PositiveSeconds,
+    Series,
+    Text,
+    read_record,
+)
 
 SCHEMA_VERSION = 1
 LEAST_SECONDS = 1e-7  # no clock tells less apart
 COPY = "copy"
 STEP = "step"
 """Kind of the rows of whole steps: seconds, and as bytes the most that tensors held."""
+_WITHOUT_SIGNATURE = (COPY, STEP)
+"""Kinds of rows that do not belong to a single op."""
+_MOST_MEMBERS = 512
+
+
+def _checked_kind(value: str) -> str:
+    known = [kind.name.lower() for kind in ChannelKind]
+    if value not in known:
+        raise ValueError(f"is none of {', '.join(known)}")
+    return value
+
+
+LinkKind: TypeAlias = Annotated[Text, AfterValidator(_checked_kind)]
+"""Name of a kind of channel, lower case."""
+Signature: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$", strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +67,21 @@ class OpMeasurement:
         count: Number of calls.
     """
 
-    device_type: str
-    model: str
-    signature: str
-    kind: str
-    samples: int
-    flops: float
-    num_bytes: float
-    seconds: float
-    count: int
+    __pydantic_config__: ClassVar = VALUE
+
+    device_type: Name
+    model: Text
+    signature: Signature
+    kind: Text
+    samples: Count
+    flops: Amount
+    num_bytes: Amount
+    seconds: PositiveSeconds
+    count: Count
+
+    def __post_init__(self) -> None:
+        if not self.signature and self.kind not in _WITHOUT_SIGNATURE:
+            raise ValueError("has no signature of its op")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +100,32 @@ class LinkMeasurement:
             computed; its numbers are then what each adds to the queue.
     """
 
-    kind: str
-    devices: tuple[str, ...]
-    slices: tuple[int, ...]
-    num_bytes: int
-    seconds: float
-    device_seconds: tuple[float, ...]
-    while_computing: bool = False
+    __pydantic_config__: ClassVar = VALUE
+
+    kind: LinkKind
+    devices: Annotated[tuple[Name, ...], Field(min_length=2, max_length=_MOST_MEMBERS)]
+    slices: Annotated[tuple[Int32, ...], Field(max_length=_MOST_MEMBERS)]
+    num_bytes: NumBytes
+    seconds: PositiveSeconds
+    device_seconds: Annotated[tuple[Number, ...], Field(max_length=_MOST_MEMBERS)]
+    while_computing: Flag = False
+
+    def __post_init__(self) -> None:
+        members = len(self.devices)
+        if len(set(self.devices)) < members:
+            raise ValueError("names a device twice")
+        if self.kind == "point_to_point" and members != 2:
+            raise ValueError(f"is between two devices, not {members}")
+        if len(self.device_seconds) != members:
+            raise ValueError(
+                f"has {len(self.device_seconds)} device_seconds for {members} devices"
+            )
+        if len(self.slices) not in (0, members):
+            raise ValueError(f"has {len(self.slices)} slices for {members} devices")
+        if self.slices and not sum(self.slices):
+            raise ValueError("has slices that are all 0")
+        if not self.num_bytes:
+            raise ValueError("has a payload of 0 bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,21 +140,16 @@ class Measurements:
             was measured between devices.
     """
 
-    environment: Mapping[str, str]
-    ops: tuple[OpMeasurement, ...]
-    links: tuple[LinkMeasurement, ...] = ()
+    __pydantic_config__: ClassVar = VALUE
+
+    environment: Mapping[str, Text]
+    ops: Series[OpMeasurement]
+    links: Series[LinkMeasurement] = ()
     cluster: Mapping[str, Any] | None = None
 
     def save(self, path: str | Path) -> None:
         """Write as JSON."""
-        record = {
-            "schema_version": SCHEMA_VERSION,
-            "environment": dict(self.environment),
-            "ops": [asdict(row) for row in self.ops],
-            "links": [asdict(row) for row in self.links],
-            "cluster": self.cluster,
-        }
-        write_json(path, record)
+        write_json(path, {"schema_version": SCHEMA_VERSION, **asdict(self)})
 
     @staticmethod
     def load(path: str | Path) -> "Measurements":
@@ -108,30 +158,13 @@ class Measurements:
         Raises:
             InputFileError: the file is missing, broken or of another version.
         """
-        record = read_record(path, "measurements", MeasurementsRecord, versions=(SCHEMA_VERSION,))
-        where = f"measurements {path}"
-        if record.cluster is not None:
+        found = read_record(path, "measurements", Measurements, versions=(SCHEMA_VERSION,))
+        if found.cluster is not None:
             try:
-                Cluster.from_dict(record.cluster)
+                Cluster.from_dict(found.cluster)
             except ClusterError as error:
-                raise InputFileError(f"{where}: {error}") from error
-        return Measurements(
-            environment=record.environment,
-            ops=tuple(op_measurement(row) for row in record.ops),
-            links=tuple(link_measurement(row) for row in record.links),
-            cluster=record.cluster,
-        )
-
-
-def op_measurement(record: OpRecord) -> OpMeasurement:
-    """Make a row from its record."""
-    return OpMeasurement(**dict(record))
-
-
-def link_measurement(record: LinkRecord) -> LinkMeasurement:
-    """Make a row from its record."""
-    tuples = {key: tuple(getattr(record, key)) for key in ("devices", "slices", "device_seconds")}
-    return LinkMeasurement(**{**dict(record), **tuples})
+                raise InputFileError(f"measurements {path}: {error}") from error
+        return found
 
 
 def merge(parts: Sequence[Measurements]) -> Measurements:

@@ -17,7 +17,7 @@ from heterog.cluster.topology import Cluster
 from heterog.lowering.program import FIRST_LINK_KIND, FloatArray
 from heterog.lowering.tape import NUM_TASKS, Tape
 from heterog.pricing.cost_model import ChannelPrices, Prices
-from heterog.pricing.regimes import MANY_HOSTS, regime_name, regime_spread
+from heterog.pricing.intervals import MANY_HOSTS, regime_name, regime_spread
 
 SPREAD = 0.10
 """Standard deviation of the logarithm of a link's speed, inside a host or between few."""
@@ -48,7 +48,7 @@ def draw_noise(
 ) -> Noise:
     """Draw log-normal factors for every device and link, with median 1.
 
-    Links are less sure on more hosts than were measured; see ``regimes``.
+    Links are less sure on more hosts than were measured; see ``intervals``.
 
     Args:
         cluster: The cluster with the devices and links.

@@ -7,22 +7,32 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import numpy as np
+from pydantic import Field
 
 from heterog.graph.op_graph import FloatArray, OpGraph
+from heterog.grouped import grouped
 from heterog.pricing.measurements import (
     COPY,
     LEAST_SECONDS,
     OpMeasurement,
+    Signature,
     op_kind,
     op_signature,
 )
+from heterog.records import VALUE, Seconds, Series, Text, finite
 
 _NEAR = math.log(2.0)  # sizes within a factor of 2 inform each other
 _FAR = math.log(3.0)  # beyond this factor from anything measured, a size is extrapolated
 _SHRINK = 0.1  # weight of "the fit is right", where one measurement of the same size has 1
+Factor: TypeAlias = Annotated[float, finite(0.0, 1e9)]
+_Logs: TypeAlias = Annotated[Series[Annotated[float, finite(0.0, 100.0)]], Field(min_length=1)]
+_LogRatios: TypeAlias = Annotated[
+    Series[Annotated[float, finite(-50.0, 50.0)]], Field(min_length=1)
+]
 
 
 @lru_cache(maxsize=16)
@@ -34,10 +44,7 @@ def signatures(graph: OpGraph) -> tuple[str, ...]:
 @lru_cache(maxsize=16)
 def _members(graph: OpGraph) -> Mapping[str, list[int]]:
     """Ops of each kind, by kind."""
-    members: dict[str, list[int]] = {}
-    for index in range(graph.num_ops):
-        members.setdefault(op_kind(graph, index), []).append(index)
-    return members
+    return grouped((op_kind(graph, index), index) for index in range(graph.num_ops))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +58,16 @@ class KindFit:
         log_ratio: Logarithm of each measurement's seconds over those of the fit.
     """
 
-    coefficients: tuple[float, float, float]
-    log_flops: tuple[float, ...]
-    log_bytes: tuple[float, ...]
-    log_ratio: tuple[float, ...]
+    __pydantic_config__: ClassVar = VALUE
+
+    coefficients: tuple[Factor, Factor, Factor]
+    log_flops: _Logs
+    log_bytes: _Logs
+    log_ratio: _LogRatios
+
+    def __post_init__(self) -> None:
+        if not len(self.log_flops) == len(self.log_bytes) == len(self.log_ratio):
+            raise ValueError("has log_flops, log_bytes and log_ratio of different lengths")
 
     def seconds(self, flops: FloatArray, num_bytes: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Seconds of ops, and their distance in log size to the nearest measurement."""
@@ -103,10 +116,20 @@ class TypeFit:
         copy_s: Fixed seconds and seconds per byte of copies.
     """
 
-    kinds: Mapping[str, KindFit]
-    curves: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]
+    __pydantic_config__: ClassVar = VALUE
+
+    kinds: Mapping[Text, KindFit]
+    curves: Mapping[Signature, tuple[Series[Seconds], Series[Seconds]]]
     any_kind: KindFit
-    copy_s: tuple[float, float]
+    copy_s: tuple[Factor, Factor]
+
+    def __post_init__(self) -> None:
+        for signature, (samples, seconds) in self.curves.items():
+            rises = all(before < after for before, after in pairwise(samples))
+            if not samples or len(samples) != len(seconds) or not rises or samples[0] <= 0.0:
+                raise ValueError(
+                    f"has a curve '{signature}' that is not rising samples with a time each"
+                )
 
     def work_seconds(
         self, graph: OpGraph, flops: FloatArray, num_bytes: FloatArray
@@ -124,36 +147,28 @@ class TypeFit:
 
 def fit_type(rows: Sequence[OpMeasurement]) -> TypeFit:
     """Fit the measurements of one device type."""
-    kinds: dict[str, list[OpMeasurement]] = {}
-    curves: dict[str, dict[int, list[OpMeasurement]]] = {}
-    for row in rows:
-        kinds.setdefault(row.kind, []).append(row)
-        if row.kind != COPY:
-            curves.setdefault(row.signature, {}).setdefault(row.samples, []).append(row)
+    kinds = grouped((row.kind, row) for row in rows)
+    curves = grouped((row.signature, row) for row in rows if row.kind != COPY)
     fits = {kind: fit_kind(*_columns(members)) for kind, members in kinds.items()}
     any_kind = fit_kind(*_columns(rows))
     fixed, _, per_byte = fits.pop(COPY, any_kind).coefficients
     return TypeFit(
         kinds=fits,
-        curves={
-            signature: (
-                tuple(float(samples) for samples in sorted(points)),
-                tuple(_mean_seconds(points[samples]) for samples in sorted(points)),
-            )
-            for signature, points in curves.items()
-        },
+        curves={signature: _curve(members) for signature, members in curves.items()},
         any_kind=any_kind,
         copy_s=(fixed, per_byte),
     )
 
 
-def held_out_error(rows: Sequence[OpMeasurement], *, folds: int = 5) -> tuple[float, float]:
+def held_out_error(
+    rows: Sequence[OpMeasurement], *, folds: int = 5
+) -> tuple[float | None, float | None]:
     """Errors of ops and of whole models on measurements that the fit has not seen.
 
     For the first, each fold leaves out a part of the ops, by signature, and the error is the sum
     of |predicted - measured| over the sum of measured seconds. For the second each model is left
     out whole; the error is the mean, over models and shares, of that of the sum over a model's
-    ops. NaN where there is only one op or model.
+    ops. ``None`` where there is only one op or model.
 
     Args:
         rows: Measurements of one device type.
@@ -167,7 +182,7 @@ def held_out_error(rows: Sequence[OpMeasurement], *, folds: int = 5) -> tuple[fl
     ]
     measured = sum(row.seconds * row.count for row, _ in pairs)
     wrong = sum(abs(predicted - row.seconds) * row.count for row, predicted in pairs)
-    of_ops = wrong / measured if pairs else math.nan  # one op alone cannot be left out
+    of_ops = wrong / measured if pairs else None  # one op alone cannot be left out
     models = sorted({row.model for row in rows})
     of_models: list[float] = []
     for model in models if len(models) > 1 else ():
@@ -177,7 +192,7 @@ def held_out_error(rows: Sequence[OpMeasurement], *, folds: int = 5) -> tuple[fl
             measured = sum(row.seconds * row.count for row, _ in share)
             predicted = sum(seconds * row.count for row, seconds in share)
             of_models.append(abs(predicted - measured) / measured)
-    return of_ops, float(np.mean(of_models)) if of_models else math.nan
+    return of_ops, float(np.mean(of_models)) if of_models else None
 
 
 def _predict_left_out(
@@ -201,6 +216,14 @@ def _columns(rows: Sequence[OpMeasurement]) -> tuple[FloatArray, FloatArray, Flo
     """FLOPs, bytes and seconds of measurements."""
     table = np.array([(row.flops, row.num_bytes, row.seconds) for row in rows], np.float64)
     return table[:, 0], table[:, 1], table[:, 2]
+
+
+def _curve(rows: Sequence[OpMeasurement]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    points = sorted(grouped((row.samples, row) for row in rows).items())
+    return (
+        tuple(float(samples) for samples, _ in points),
+        tuple(_mean_seconds(members) for _, members in points),
+    )
 
 
 def _mean_seconds(rows: Sequence[OpMeasurement]) -> float:

@@ -11,7 +11,7 @@ from heterog.explain.decided import Range
 from heterog.explain.explanation import Explanation
 from heterog.explain.what_if import RemedyKind
 from heterog.explain.wording import near_limit, provenance
-from heterog.pricing.peak_errors import PeakErrors
+from heterog.pricing.intervals import PeakErrors
 from heterog.report.modules import amounts, range_names, split_name
 from heterog.simulator.critical_path import Limit, Purpose
 from heterog.simulator.memory_breakdown import DeviceMemory, MemoryKind

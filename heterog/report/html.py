@@ -34,7 +34,7 @@ from heterog.report.modules import ModuleNode, module_tree
 from heterog.report.pictures import cluster_picture, history_picture, stages_picture
 from heterog.search.plan import Plan
 from heterog.search.stability import Gain, reference_of
-from heterog.simulator.evaluation import MEMORY_MARGIN
+from heterog.simulator.evaluator import MEMORY_MARGIN
 from heterog.units import format_bytes, format_bytes_range, format_seconds
 
 _PAGE = files("heterog.report") / "page"

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from heterog.files import write_json
 from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray
-from heterog.simulator.evaluation import MEMORY_MARGIN
+from heterog.simulator.evaluator import MEMORY_MARGIN
 from heterog.simulator.timeline import Lane, Timeline
 
 CATEGORIES: tuple[tuple[str, frozenset[str]], ...] = (

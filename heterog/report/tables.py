@@ -14,8 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from heterog.cluster.catalog import ListedType
-from heterog.cluster.links import LinkKind, NetworkKind
+from heterog.cluster.catalog import LinkKind, ListedType, NetworkKind
 from heterog.cluster.topology import Cluster
 from heterog.explain.explanation import Explanation
 from heterog.methods.built_in import MethodNote

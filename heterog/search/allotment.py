@@ -134,13 +134,8 @@ class Allotment:
         return self._left_s(0.0) - kept_s
 
     @property
-    def rehearsal_s(self) -> float:
-        """Seconds that rehearsals may take, which leave just the time to explain and write."""
-        return max(self._left_s(self._latest_s) - self._last_s, _NO_TIME_S)
-
-    @property
-    def noise_s(self) -> float:
-        """Seconds that the draws of noise may take."""
+    def trial_s(self) -> float:
+        """Seconds that rehearsals or draws of noise may take, but for the time of what follows."""
         return max(self._left_s(self._latest_s) - self._last_s, _NO_TIME_S)
 
     @property

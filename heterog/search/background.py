@@ -8,13 +8,24 @@ does the most while the foreground stays under the limit.
 """
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from heterog.errors import HeterogError
 from heterog.graph.op_graph import FloatArray, OpGraph
 from heterog.methods.data_parallel import uniform_strategy
+from heterog.records import (
+    VALUE,
+    Amount,
+    Count,
+    Name,
+    PositiveSeconds,
+    Seconds,
+    Series,
+    Text,
+    finite,
+)
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.multiplex import Foreground, Multiplexed, foreground_of_program, multiplex
@@ -43,16 +54,18 @@ class BackgroundPlan:
         shortage: For each device, why it does not run there; empty where it does.
     """
 
-    model: str
-    source: str
-    batch_size: int
-    limit: float
-    allowance_s: float
-    step_time_alone_s: float
-    step_time_s: float
-    idle_share: tuple[float, ...]
-    samples_per_s: tuple[float, ...]
-    shortage: tuple[str, ...]
+    __pydantic_config__: ClassVar = VALUE
+
+    model: Name
+    source: Text
+    batch_size: Count
+    limit: Annotated[float, finite(1.0, 1e9)]
+    allowance_s: Seconds
+    step_time_alone_s: PositiveSeconds
+    step_time_s: PositiveSeconds
+    idle_share: Series[Annotated[float, finite(-1e-6, 1.0 + 1e-6)]]
+    samples_per_s: Series[Amount]
+    shortage: Series[Text]
 
     @property
     def slow_down(self) -> float:

@@ -25,11 +25,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import ClassVar
 
 from heterog.cluster.topology import Cluster
+from heterog.grouped import grouped
 from heterog.methods.data_parallel import device_speeds
 from heterog.methods.planner import Budget, Candidate, MethodRow
 from heterog.methods.registry import AUTO
+from heterog.records import VALUE, Amount, Name, PositiveSeconds, Series
 from heterog.search.allotment import Allotment
 from heterog.search.host_subset import HostSubset
 from heterog.search.objective import hosts_used, rent_per_s
@@ -88,9 +91,10 @@ def ranked_host_sets(evaluator: Evaluator) -> list[HostSet]:
 
 def differing_sets(cluster: Cluster) -> Iterator[tuple[int, ...]]:
     """Sets of hosts with the first ones of each kind and price, smallest sets first."""
-    kinds: dict[tuple[int, float], list[int]] = {}
-    for host, kind in enumerate(cluster.host_kind):
-        kinds.setdefault((kind, cluster.host_price_per_s(host)), []).append(host)
+    kinds = grouped(
+        ((kind, cluster.host_price_per_s(host)), host)
+        for host, kind in enumerate(cluster.host_kind)
+    )
     members = list(kinds.values())
     counts = [list(range(len(own) + 1)) for own in members]
     if math.prod(map(len, counts)) > MOST_SETS:
@@ -157,10 +161,12 @@ class Offer:
         cost_per_step: Cost of a step, in the currency of the cluster.
     """
 
-    hosts: tuple[str, ...]
-    method: str
-    step_time_s: float
-    cost_per_step: float
+    __pydantic_config__: ClassVar = VALUE
+
+    hosts: Series[Name]
+    method: Name
+    step_time_s: PositiveSeconds
+    cost_per_step: Amount
 
 
 class CheapestSearch:
@@ -217,7 +223,7 @@ class CheapestSearch:
         every = []
         for subset, row in self._found:
             if row.step_time_s is not None:
-                names = _used_names(subset, row)
+                names = tuple(subset.whole.hosts[host].name for host in _used(subset, row))
                 rent = math.fsum(
                     cluster.host_price_per_s(host)
                     for host in range(cluster.num_hosts)
@@ -317,10 +323,9 @@ class CheapestSearch:
 
     def _rows(self) -> list[MethodRow]:
         """One row per method: the best that it found on any hosts, judged on the whole cluster."""
-        by_method: dict[str, list[tuple[HostSubset, MethodRow]]] = {}
-        for subset, row in self._found:
-            if row.method != "continued":
-                by_method.setdefault(row.method, []).append((subset, row))
+        by_method = grouped(
+            (row.method, (subset, row)) for subset, row in self._found if row.method != "continued"
+        )
         return [self._best(found) for found in by_method.values()]
 
     def _best(self, found: Sequence[tuple[HostSubset, MethodRow]]) -> MethodRow:
@@ -357,10 +362,6 @@ def _used(subset: HostSubset, row: MethodRow) -> tuple[int, ...]:
     """Hosts of the whole cluster that a row's strategy uses."""
     assert row.candidate is not None
     return tuple(subset.hosts[h] for h in hosts_used(row.candidate.strategy, subset.part))
-
-
-def _used_names(subset: HostSubset, row: MethodRow) -> tuple[str, ...]:
-    return tuple(subset.whole.hosts[host].name for host in _used(subset, row))
 
 
 def best_trades(offers: Iterable[Offer]) -> tuple[Offer, ...]:

@@ -1,5 +1,6 @@
 """Methods side by side on one model and cluster, every one with the full budget."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,15 +64,8 @@ class Comparison:
         auto = [row for row in self.rows if row.method == AUTO]
         if not auto:
             return replace(self, rows=tuple(rows))
-        best = best_row(rows)
-        picked = replace(
-            best,
-            method=AUTO,
-            stage=auto[0].stage,
-            num_evaluations=auto[0].num_evaluations,
-            search_seconds=auto[0].search_seconds,
-        )
-        return replace(self, rows=(*rows, picked), picked_from=best.method)
+        picked = _picked(rows, auto)
+        return replace(self, rows=(*rows, picked), picked_from=best_row(rows).method)
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """The rows as JSON; ``auto`` says whose row it picked."""
@@ -92,6 +86,17 @@ class Comparison:
         return documents
 
 
+def _picked(rows: Sequence[MethodRow], spent: Sequence[MethodRow]) -> MethodRow:
+    """The row of ``auto``: the best of some, with what others have spent."""
+    return replace(
+        best_row(rows),
+        method=AUTO,
+        stage="search",
+        num_evaluations=sum(row.num_evaluations for row in spent),
+        search_seconds=sum(row.search_seconds for row in spent),
+    )
+
+
 def compare_methods(request: Request, session: Session | None = None) -> Comparison:
     """Run methods, each with the full budget; ``auto`` picks from all rows that were computed.
 
@@ -106,21 +111,9 @@ def compare_methods(request: Request, session: Session | None = None) -> Compari
     budget = request.budget
     noise = budget if budget.seconds is None else budget.part(NOISE_PART)
     rows = with_noise(evaluator, rows, Spending(noise, evaluator, stop=session.stop))
-    picked_from = ""
+    picked_from = best_row(rows).method if has_auto else ""
     if has_auto:
-        best = best_row(rows)
-        picked_from = best.method
-        total = sum(row.num_evaluations for row in rows)
-        seconds = sum(row.search_seconds for row in rows)
-        rows.append(
-            replace(
-                best,
-                method=AUTO,
-                stage="search",
-                num_evaluations=total,
-                search_seconds=seconds,
-            )
-        )
+        rows.append(_picked(rows, rows))
     bound = lower_bound_s(
         request.graph,
         request.cluster,

@@ -12,9 +12,10 @@ Whoever searches again adds plans to the file.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from heterog.cluster.json_record import cluster_from_dict
 from heterog.cluster.topology import Cluster
@@ -23,28 +24,11 @@ from heterog.files import read_json, write_json
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.methods.planner import MethodRow
-from heterog.records import Record, parse_record
+from heterog.records import VALUE, MadeBy, Seconds, Series, Word, parse_record, within
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Strategy
 
 SCHEMA_VERSION = 1
-
-
-class _SolutionRecord(Record):
-    method: str
-    seed: int
-    budget: str
-    step_time_s: float
-    search_seconds: float
-    order: str
-    strategy: dict[str, Any]
-
-
-class _SolvedRecord(Record):
-    schema_version: int
-    graph: dict[str, Any]
-    cluster: dict[str, Any]
-    plans: list[_SolutionRecord]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +45,20 @@ class Solution:
         strategy: What it found.
     """
 
-    method: str
-    seed: int
-    budget: str
-    step_time_s: float
-    search_seconds: float
-    order: str
-    strategy: Strategy
+    __pydantic_config__: ClassVar = VALUE
+
+    method: Word
+    seed: Annotated[int, within(0, 2**63 - 1)]
+    budget: Word
+    step_time_s: Seconds
+    search_seconds: Seconds
+    order: Word
+    strategy: Annotated[Strategy, MadeBy(strategy_from_dict)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON."""
+        told = {field.name: getattr(self, field.name) for field in fields(self)}
+        return told | {"strategy": strategy_to_dict(self.strategy)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +71,11 @@ class SolvedPair:
         plans: What methods found, fastest first.
     """
 
-    graph: OpGraph
-    cluster: Cluster
-    plans: tuple[Solution, ...] = ()
+    __pydantic_config__: ClassVar = VALUE
+
+    graph: Annotated[OpGraph, MadeBy(partial(graph_from_dict, where="its graph"))]
+    cluster: Annotated[Cluster, MadeBy(cluster_from_dict)]
+    plans: Series[Solution] = ()
 
     def adding(self, rows: Sequence[MethodRow], seed: int, budget: str) -> "SolvedPair":
         """The pair with what methods found that fits, in place of what they found so before."""
@@ -111,16 +104,11 @@ class SolvedPair:
 
     def save(self, folder: Path) -> Path:
         """Write the pair's file."""
-        plans = [
-            {name: getattr(each, name) for name in _SolutionRecord.model_fields}
-            | {"strategy": strategy_to_dict(each.strategy)}
-            for each in self.plans
-        ]
         document = {
             "schema_version": SCHEMA_VERSION,
             "graph": graph_to_dict(self.graph),
             "cluster": self.cluster.to_dict(),
-            "plans": plans,
+            "plans": [each.to_dict() for each in self.plans],
         }
         write_json(self.path(folder), document)
         return self.path(folder)
@@ -132,19 +120,8 @@ def load_solved(path: str | Path) -> SolvedPair:
     Raises:
         InputFileError: it cannot be read, or is none.
     """
-    where = f"solved pair {path}"
-    record = parse_record(
-        read_json(path, "solved pair"), _SolvedRecord, where, versions=(SCHEMA_VERSION,)
-    )
-    plans = [
-        Solution(**each.model_dump() | {"strategy": strategy_from_dict(each.strategy)})
-        for each in record.plans
-    ]
-    return SolvedPair(
-        graph=graph_from_dict(record.graph, where),
-        cluster=cluster_from_dict(record.cluster),
-        plans=tuple(plans),
-    )
+    document = read_json(path, "solved pair")
+    return parse_record(document, SolvedPair, f"solved pair {path}", versions=(SCHEMA_VERSION,))
 
 
 def solved_before(pair: SolvedPair, folder: Path) -> SolvedPair:

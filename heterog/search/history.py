@@ -6,11 +6,14 @@ no search.
 
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from heterog.methods.planner import Progress
+from heterog.records import VALUE, Amount, Name, NumBytes, Seconds, Series
 from heterog.simulator.evaluator import Evaluator
 
 MOST_POINTS = 48
@@ -29,32 +32,14 @@ class MethodHistory:
             seconds per step); improvements only, so the last column falls.
     """
 
-    method: str
-    start_s: float
-    finish_s: float
-    points: tuple[tuple[float, int, float], ...]
+    __pydantic_config__: ClassVar = VALUE
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        return {
-            "method": self.method,
-            "start_s": self.start_s,
-            "finish_s": self.finish_s,
-            "points": [list(point) for point in self.points],
-        }
-
-    @staticmethod
-    def from_dict(record: Mapping[str, Any]) -> "MethodHistory":
-        """The inverse of ``to_dict``."""
-        return MethodHistory(
-            method=record["method"],
-            start_s=float(record["start_s"]),
-            finish_s=float(record["finish_s"]),
-            points=tuple(
-                (float(seconds), int(evaluations), float(step_s))
-                for seconds, evaluations, step_s in record["points"]
-            ),
-        )
+    method: Name
+    start_s: Seconds
+    finish_s: Seconds
+    points: Annotated[
+        Series[tuple[Amount, NumBytes, Amount]], Field(min_length=1, max_length=1000)
+    ]
 
 
 class SearchHistory:

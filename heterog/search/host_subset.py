@@ -7,16 +7,12 @@ devices.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
-
-import numpy as np
 
 from heterog.cluster.topology import Cluster
-from heterog.strategy.strategy import Decision, Strategy
-
-_T = TypeVar("_T")
+from heterog.methods.changes import renumbered
+from heterog.strategy.strategy import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +56,7 @@ class HostSubset:
         """A strategy for the part as one for the whole cluster, where other hosts do nothing."""
         if self.is_whole:
             return strategy
-        return _renumbered(strategy, self.devices, self.whole)
+        return renumbered(strategy, self.devices, self.whole)
 
 
 def on_part(strategy: Strategy, whole: Cluster, devices: Sequence[int], part: Cluster) -> Strategy:
@@ -75,70 +71,4 @@ def on_part(strategy: Strategy, whole: Cluster, devices: Sequence[int], part: Cl
     place = [-1] * whole.num_devices
     for number, device in enumerate(devices):
         place[device] = number
-    return _renumbered(strategy, place, part)
-
-
-def _renumbered(strategy: Strategy, place: Sequence[int], cluster: Cluster) -> Strategy:
-    """The same strategy on other devices, in the same order.
-
-    Args:
-        strategy: Strategy to renumber, whose modes name no devices.
-        place: New number of each old device; -1 if there is none, for devices that do nothing.
-        cluster: The new cluster.
-    """
-    known: dict[Decision, Decision] = {}
-
-    def moved(decision: Decision) -> Decision:
-        if decision not in known:
-            known[decision] = replace(
-                decision,
-                devices=tuple(place[device] for device in decision.devices),
-                slice_groups=tuple(
-                    tuple(place[device] for device in group) for group in decision.slice_groups
-                ),
-                teams=tuple(tuple(place[device] for device in team) for team in decision.teams),
-            )
-        return known[decision]
-
-    schedule = strategy.schedule
-    return replace(
-        strategy,
-        cluster=cluster.fingerprint(),
-        decisions=tuple(map(moved, strategy.decisions)),
-        homes=tuple(place[home] if home >= 0 else home for home in strategy.homes),
-        micro_batches=_micro_batches(strategy.micro_batches, place, cluster.num_devices),
-        schedule=replace(
-            schedule,
-            in_flight=_scattered(schedule.in_flight, place, cluster.num_devices),
-            turns=_scattered(schedule.turns, place, cluster.num_devices),
-        ),
-    )
-
-
-def _scattered(
-    rows: Sequence[tuple[_T, ...]], place: Sequence[int], num_devices: int
-) -> tuple[tuple[_T, ...], ...]:
-    """Rows by old device as rows by new device; no rows stay no rows."""
-    if not rows:
-        return ()
-    found: list[tuple[_T, ...]] = [()] * num_devices
-    for device, row in enumerate(rows):
-        if place[device] >= 0:
-            found[place[device]] = row
-    return tuple(found)
-
-
-def _micro_batches(
-    rows: tuple[tuple[int, ...], ...], place: Sequence[int], num_devices: int
-) -> tuple[tuple[int, ...], ...]:
-    """The table of micro-batches by new device.
-
-    A table may hold the sizes alone, in the row of any device; rows of devices that are gone
-    move to the first row, so that the sizes stay.
-    """
-    if not rows:
-        return ()
-    found = np.zeros((num_devices, len(rows[0])), np.int64)
-    for device, row in enumerate(rows):
-        found[max(place[device], 0)] += np.array(row)
-    return tuple(tuple(row) for row in found.tolist())
+    return renumbered(strategy, place, part)

@@ -39,8 +39,7 @@ from heterog.methods.planner import (
 from heterog.pricing.noise import draw_noise
 from heterog.search.request import Request
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation, Outcome
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.strategy.strategy import Strategy
 from heterog.workers import Seats, is_asked_to_stop
 

@@ -17,11 +17,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, ClassVar
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.methods.planner import MethodRow, Rank, by_time
+from heterog.records import VALUE, PositiveSeconds, within
 from heterog.strategy.strategy import Strategy
 
 _DURATION = re.compile(r"(\d+(?:\.\d*)?)\s*(s|m|min|h|d|w)")
@@ -55,9 +57,11 @@ class Objective:
     ((0.0, 0.0, 50.0, 100.0), 27200.0)
     """
 
+    __pydantic_config__: ClassVar = VALUE
+
     aim: Aim = Aim.TIME
-    num_steps: int | None = None
-    deadline_s: float | None = None
+    num_steps: Annotated[int, within(1, MAX_STEPS)] | None = None
+    deadline_s: PositiveSeconds | None = None
 
     def __post_init__(self) -> None:
         if self.num_steps is not None and not 1 <= self.num_steps <= MAX_STEPS:
@@ -116,10 +120,9 @@ class Objective:
 
         def key(row: MethodRow) -> tuple[float, ...]:
             assert row.candidate is not None
-            strategy = row.candidate.strategy
             return self.key(
                 step_time_s=row.step_time_s or _seconds_if_it_fitted(row),
-                cost_per_s=cost_per_s(strategy, cluster),
+                cost_per_s=cost_per_s(row.candidate.strategy, cluster),
                 overflow_bytes=row.overflow_bytes,
             )
 

@@ -33,8 +33,7 @@ from heterog.methods.planner import (
     by_time,
 )
 from heterog.pricing.device_models.parameters import shipped_peak_errors
-from heterog.pricing.intervals import Interval
-from heterog.pricing.peak_errors import PeakErrors
+from heterog.pricing.intervals import Interval, PeakErrors
 from heterog.search.allotment import Allotment
 from heterog.search.background import BackgroundPlan, plan_background
 from heterog.search.cheapest import CheapestSearch, Offer, offers_of_rows
@@ -45,7 +44,6 @@ from heterog.search.objective import FASTEST, Cost, Objective, cost_of, cost_per
 from heterog.search.plan_file import (
     background_of,
     contradiction,
-    objective_of,
     program_fault,
     read_plan_record,
     row_of,
@@ -312,7 +310,7 @@ class Plan:
             "sent_before": [list(pair) for pair in self.sent_before],
             "cluster_description": self.cluster.to_dict(),
             "graph": graph_to_dict(self.graph),
-            "history": [each.to_dict() for each in self.history],
+            "history": [asdict(each) for each in self.history],
         }
         document.pop("cost", None)  # follows from the step time and the cluster's prices
         write_json(path, document)
@@ -365,15 +363,11 @@ def load_plan(path: str | Path) -> Plan:
         num_evaluations=record.num_evaluations,
         shortage=record.shortage,
         interval_s=None if record.interval_s is None else Interval(*record.interval_s),
-        peak_errors=None
-        if record.peak_errors is None
-        else PeakErrors(**record.peak_errors.model_dump()),
-        background=background_of(record.background),
-        history=tuple(MethodHistory.from_dict(each.model_dump()) for each in record.history),
-        objective=objective_of(record, where),
-        offers=tuple(
-            Offer(**(each.model_dump() | {"hosts": tuple(each.hosts)})) for each in record.offers
-        ),
+        peak_errors=record.peak_errors,
+        background=background_of(record, where),
+        history=tuple(record.history),
+        objective=record.objective or FASTEST,
+        offers=tuple(record.offers),
     )
     if fault := contradiction(plan, record) or program_fault(plan):
         raise InputFileError(f"{where}: {fault}.")
@@ -422,18 +416,18 @@ def make_plan(
     search_seconds = time.perf_counter() - begin
     rank = request.objective.rank(evaluator.cluster)
     if request.is_robust:
-        drawing = _spending(evaluator, allotment.noise_s, allotment, session.stop)
+        drawing = _spending(evaluator, allotment.trial_s, allotment, session.stop)
         rows = with_noise(evaluator, rows, drawing, rank, rivals=True)
         rank = robust_rank(rows, rank)
     if rehearse is not None:
         session.progress("rehearsal", 0.0, math.inf)
-        spending = _spending(evaluator, allotment.rehearsal_s, allotment)
+        spending = _spending(evaluator, allotment.trial_s, allotment)
         rows = rehearsed(issued, rows, rehearse, spending=spending, rank=rank)
     plan = plan_from_rows(
         evaluator,
         rows,
         Searched(budget=str(request.budget), seed=request.seed, seconds=search_seconds),
-        noise=_spending(evaluator, allotment.noise_s, allotment, session.stop),
+        noise=_spending(evaluator, allotment.trial_s, allotment, session.stop),
         issued=issued,
         rank=rank,
     )

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from heterog.errors import BudgetError, HeterogError, InputFileError
+from heterog.errors import BudgetError, InputFileError
 from heterog.lowering import lower
 from heterog.lowering.program import LAST_OP_KIND, TaskKind
 from heterog.methods.planner import OUTCOMES, Budget, MethodRow
 from heterog.names import shown
+from heterog.pricing.intervals import PeakErrors
 from heterog.records import (
     Amount,
     Count,
@@ -31,10 +32,14 @@ from heterog.records import (
     Seconds,
     Share,
     Text,
+    parse_record,
     read_record,
 )
 from heterog.search.background import BackgroundPlan
-from heterog.search.objective import FASTEST, Aim, Objective
+from heterog.search.cheapest import Offer
+from heterog.search.history import MethodHistory
+from heterog.search.objective import Objective
+from heterog.search.stability import Gain
 from heterog.simulator.engine import Order
 
 if TYPE_CHECKING:
@@ -43,13 +48,9 @@ if TYPE_CHECKING:
 _ORDERS = tuple(order.name.lower() for order in Order)
 _Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 _Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
-_Part = Annotated[float, Field(ge=-1e-6, le=1.0 + 1e-6, allow_inf_nan=False)]
-_Factor = Annotated[float, Field(ge=1.0, le=1e9, allow_inf_nan=False)]
-_Ratio = Annotated[float, Field(gt=0.0, le=1e12, allow_inf_nan=False)]
 _CLOSE = 1e-6
 _Pair = Annotated[list[Int32], Field(min_length=2, max_length=2)]
 _BytesPair = Annotated[list[NumBytes], Field(min_length=2, max_length=2)]
-_Point = Annotated[list[Amount], Field(min_length=3, max_length=3)]
 
 
 class RowRecord(Record):
@@ -76,66 +77,6 @@ class RowRecord(Record):
     cost_per_step: Amount | None = None  # only where hosts have prices
 
 
-class PeakErrorsRecord(Record):
-    """Errors of predicted peaks."""
-
-    spread: Annotated[float, Field(gt=0.0, le=1.0)]
-    num_runs: Annotated[int, Field(ge=2, le=1000)]
-    measured_on: Name
-
-
-class ObjectiveRecord(Record):
-    """Objective of a plan."""
-
-    aim: Literal["time", "cost", "cost_per_token"]
-    num_steps: Annotated[int, Field(ge=1, le=10**12)] | None
-    deadline_s: PositiveSeconds | None
-
-
-class OfferRecord(Record):
-    """A trade of time for money."""
-
-    hosts: Annotated[list[Name], Field(max_length=4096)]
-    method: Name
-    step_time_s: PositiveSeconds
-    cost_per_step: Amount
-
-
-class GainRecord(Record):
-    """A speed-up over another method and its range under noise."""
-
-    over: Name
-    speedup: _Ratio
-    low: _Ratio
-    high: _Ratio
-
-
-class BackgroundRecord(Record):
-    """A second job in the idle time of the first."""
-
-    model: Name
-    source: Text
-    batch_size: Count
-    limit: _Factor
-    allowance_s: Seconds
-    step_time_alone_s: PositiveSeconds
-    step_time_s: PositiveSeconds
-    idle_share: list[_Part]
-    samples_per_s: list[Amount]
-    shortage: list[Text]
-    slow_down: _Ratio
-    total_samples_per_s: Amount
-
-
-class HistoryRecord(Record):
-    """The best step of one method while the search went on."""
-
-    method: Name
-    start_s: Seconds
-    finish_s: Seconds
-    points: Annotated[list[_Point], Field(min_length=1, max_length=1000)]
-
-
 class PlanRecord(Record):
     """A plan's file."""
 
@@ -153,7 +94,7 @@ class PlanRecord(Record):
     peak_memory_bytes: list[NumBytes]
     peak_intervals_bytes: list[_BytesPair] = Field(default_factory=list)
     fit_probability: Share | None = None
-    peak_errors: PeakErrorsRecord | None = None  # plans of earlier versions have none of these
+    peak_errors: PeakErrors | None = None  # plans of earlier versions have none of these
     lower_bound_s: Seconds
     search_seconds: Seconds
     num_evaluations: Int32
@@ -163,16 +104,16 @@ class PlanRecord(Record):
     step_barrier: bool
     calibration: Text
     shortage: Text
-    gains: list[GainRecord] = Field(default_factory=list)
+    gains: list[Gain] = Field(default_factory=list)
     methods: Annotated[list[RowRecord], Field(min_length=1, max_length=1000)]
     strategy: dict[str, Any]
-    background: BackgroundRecord | None = None  # plans of earlier versions have none
+    background: dict[str, Any] | None = None  # plans of earlier versions have none
     program_hash: _Hash | Literal[""]
     task_order: Many[Int32]
     sent_before: Many[_Pair] = Field(default_factory=list)  # plans of earlier versions have none
-    history: Annotated[list[HistoryRecord], Field(max_length=1000)] = Field(default_factory=list)
-    objective: ObjectiveRecord | None = None
-    offers: Annotated[list[OfferRecord], Field(max_length=1000)] = Field(default_factory=list)
+    history: Annotated[list[MethodHistory], Field(max_length=1000)] = Field(default_factory=list)
+    objective: Objective | None = None
+    offers: Annotated[list[Offer], Field(max_length=1000)] = Field(default_factory=list)
     cluster_description: dict[str, Any]
     graph: dict[str, Any]
 
@@ -261,28 +202,11 @@ def _rate_fault(record: PlanRecord) -> str:
     rate = record.batch_size / record.step_time_s
     if not _close([record.throughput_samples_per_s or 0.0], [rate]):
         return "field 'throughput_samples_per_s' is not the batch size over the step time"
-    beside = record.background
-    if beside is not None and not _close(
-        [beside.slow_down, beside.total_samples_per_s],
-        [beside.step_time_s / beside.step_time_alone_s, math.fsum(beside.samples_per_s)],
-    ):
-        return "field 'background' contradicts itself"
     return ""
 
 
 def _close(found: Sequence[float], wanted: Sequence[float]) -> bool:
     return len(found) == len(wanted) and bool(np.allclose(found, wanted, rtol=_CLOSE, atol=0.0))
-
-
-def objective_of(record: PlanRecord, where: str) -> Objective:
-    """The objective of a plan's file; ``where`` names it in errors."""
-    if record.objective is None:
-        return FASTEST
-    values = record.objective.model_dump()
-    try:
-        return Objective(**(values | {"aim": Aim(values["aim"])}))
-    except (HeterogError, ValueError) as error:
-        raise InputFileError(f"{where}: field 'objective': {error}") from error
 
 
 def row_of(record: RowRecord) -> MethodRow:
@@ -304,13 +228,18 @@ def row_of(record: RowRecord) -> MethodRow:
     )
 
 
-def background_of(record: BackgroundRecord | None) -> BackgroundPlan | None:
-    """The second job, if there is one."""
-    if record is None:
+def background_of(record: PlanRecord, where: str) -> BackgroundPlan | None:
+    """The second job, if there is one; ``where`` names the file in errors."""
+    if record.background is None:
         return None
-    values = record.model_dump(exclude={"slow_down", "total_samples_per_s"})
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return BackgroundPlan(**(values | lists))
+    told = dict(record.background)
+    derived = {name: told.pop(name, None) for name in ("slow_down", "total_samples_per_s")}
+    found = parse_record(told, BackgroundPlan, f"{where}: background")
+    for name, value in derived.items():
+        wanted = getattr(found, name)
+        if not isinstance(value, float) or not math.isclose(value, wanted, rel_tol=_CLOSE):
+            raise InputFileError(f"{where}: field 'background.{name}' contradicts the others.")
+    return found
 
 
 def row_to_dict(

@@ -34,8 +34,7 @@ from heterog.search.request import GIVEN, Request, Session
 from heterog.search.sharing import Shares, SharesTogether
 from heterog.search.stability import reference_of
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Outcome
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.strategy import Strategy
 from heterog.workers import Seats
 

@@ -3,14 +3,17 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar, TypeAlias
 
 from heterog.methods.planner import MethodRow, Rank
+from heterog.records import VALUE, Name, finite
 
 BEST_DDP, TUNED_UNIFORM = "best_ddp", "tuned_uniform"
 REFERENCES = (BEST_DDP, TUNED_UNIFORM)
 """The methods over the better of which speed-ups are quoted."""
 DATA_PARALLEL = ("ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp", "ddp_accumulate")
 """Methods of data parallelism as people run it, for comparison where no reference was asked."""
+Ratio: TypeAlias = Annotated[float, finite(1e-12, 1e12)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +27,12 @@ class Gain:
         high: Largest one.
     """
 
-    over: str
-    speedup: float
-    low: float
-    high: float
+    __pydantic_config__: ClassVar = VALUE
+
+    over: Name
+    speedup: Ratio
+    low: Ratio
+    high: Ratio
 
     def __str__(self) -> str:
         return f"{self.speedup:.2f}x, {self.low:.2f}x to {self.high:.2f}x under noise"

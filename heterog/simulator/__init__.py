@@ -1,7 +1,7 @@
 """Predicts step time and memory of a program.
 
-- ``evaluator`` is what planners ask, an ``evaluation`` the answer, and whether it can run:
-  ``runs`` lowers and simulates, alike devices once, ``floor`` says what is not worth a simulation.
+- ``evaluator`` is what planners ask, and its answer: whether a strategy can run, and how long;
+  ``runs`` lowers and simulates, alike devices once.
 - ``engine`` simulates inside a search (``timings``, ``heaps``), ``referee`` judges what is
   reported. ``memory`` and ``memory_breakdown`` say what fills a device, ``timeline`` and
   ``critical_path`` what takes time (``place_facts``: where, in one pass), ``lower_bound`` what

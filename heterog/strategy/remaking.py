@@ -112,9 +112,8 @@ class Remakes:
         """Whether an input of the step is a buffer that may be written during it."""
         if self._graph.tensors[tensor].kind != TensorKind.BUFFER:
             return False
-        specials = self._plan.batch.specials
         return any(
             self._graph.ops[reader].kind == "copy_.default"
-            or specials[reader] == Special.LOCAL_STATISTICS
+            or self._plan.batch.specials[reader] == Special.LOCAL_STATISTICS
             for reader in self._graph.readers(tensor)
         )

@@ -20,9 +20,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from heterog.errors import StrategyError
+from heterog.records import VALUE, Flag, Int32, Series
 
 
 class Pass(IntEnum):
@@ -44,8 +45,8 @@ class Turn(NamedTuple):
         work: The pass.
     """
 
-    micro: int
-    chunk: int
+    micro: Int32
+    chunk: Int32
     work: Pass
 
 
@@ -74,11 +75,13 @@ class PipelineSchedule:
             kept from the first to the last of them: of one chunk, in a breadth-first order.
     """
 
-    in_flight: tuple[tuple[int, ...], ...] = ()
-    splits_backward: bool = False
-    turns: tuple[tuple[Turn, ...], ...] = ()
-    chunk_starts: tuple[int, ...] = ()
-    gathers_once: bool = False
+    __pydantic_config__: ClassVar = VALUE
+
+    in_flight: Series[Series[Int32]] = ()
+    splits_backward: Flag = False
+    turns: Series[Series[Turn]] = ()
+    chunk_starts: Series[Int32] = ()
+    gathers_once: Flag = False
 
     def __post_init__(self) -> None:
         if any(cap < 0 for caps in self.in_flight for cap in caps):

@@ -1,6 +1,5 @@
 """Strategies as plain JSON values, versioned; equal decisions are written once."""
 
-import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Annotated, Any, TypeVar
@@ -8,13 +7,12 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, create_model
 
 from heterog.errors import InputFileError, StrategyError
-from heterog.graph.placement import H, L, P, Placement, R, S, Scatter, Window, neighbours
+from heterog.graph.placement import Scatter
 from heterog.modes.built_in import built_in_modes
 from heterog.modes.mode import Mode
-from heterog.names import shown
-from heterog.records import MAX_INT32, Count, Int32, Many, NumBytes, Record, Text, parse_record
-from heterog.strategy.schedules import Pass, PipelineSchedule, Turn
-from heterog.strategy.strategy import REPLICATED, Decision, Keeps, OpRule, Strategy, Sync
+from heterog.records import MAX_INT32, Int32, Many, NumBytes, Record, Text, parse_record
+from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
+from heterog.strategy.strategy import REPLICATED, Decision, OpRule, Strategy
 
 SCHEMA_VERSION = 2
 """Version 1 had no schedule and no teams; its files can still be read."""
@@ -83,56 +81,23 @@ def _rarely_said(decision: Decision) -> dict[str, Any]:
     return said
 
 
-class _DecisionRecord(Record):
-    devices: list[Int32]
-    shares: list[Int32]
-    sync: str
-    slices: list[Int32]
-    recompute: bool = False
-    teams: Many[Many[Int32]] = Field(default_factory=list)
-    parts: Many[Int32] = Field(default_factory=list)
-    slice_groups: Many[Many[Int32]] = Field(default_factory=list)
-    keeps: str = "nothing"
-
-
-class _ScatterRecord(Record):
-    place: str
-    units: Count
-
-
-class _RuleRecord(Record):
-    inputs: list[str]
-    outputs: list[str]
-    units: Count
-    scatter: _ScatterRecord | None = None
-
-
 _Pair = Annotated[list[Int32], Field(min_length=2, max_length=2)]
-_Turn = Annotated[list[Int32], Field(min_length=3, max_length=3)]
 _Home = Annotated[int, Field(ge=REPLICATED, le=MAX_INT32)]
-
-
-class _ScheduleRecord(Record):
-    in_flight: Many[list[Int32]] = Field(default_factory=list)
-    splits_backward: bool = False
-    turns: Many[Many[_Turn]] = Field(default_factory=list)
-    chunk_starts: Many[Int32] = Field(default_factory=list)
-    gathers_once: bool = False
 
 
 class _StrategyRecord(Record):
     schema_version: int
     graph: Text
     cluster: Text
-    decisions: Many[_DecisionRecord]
+    decisions: Many[Decision]
     groups: Many[Int32]
     homes: Many[_Home]
     micro_batches: list[Many[Int32]]
     bucket_bytes: NumBytes
     step_barrier: bool
-    rules: Many[_RuleRecord] = Field(default_factory=list)
+    rules: Many[OpRule] = Field(default_factory=list)
     op_rules: Many[_Pair] = Field(default_factory=list)
-    schedule: _ScheduleRecord = Field(default_factory=_ScheduleRecord)
+    schedule: PipelineSchedule = AS_IT_COMES
     blocks: Many[Int32] = Field(default_factory=list)
 
 
@@ -146,29 +111,21 @@ def strategy_from_dict(record: object) -> Strategy:
         found = parse_record(record, _record_type(), "strategy", versions=(1, SCHEMA_VERSION))
     except InputFileError as error:
         raise StrategyError(str(error)) from error
-    decisions = [_decision(number, each) for number, each in enumerate(found.decisions)]
-    rules = [
-        OpRule(
-            inputs=tuple(map(_placement, each.inputs)),
-            outputs=tuple(map(_placement, each.outputs)),
-            units=each.units,
-            scatter=_scatter(each.scatter),
-        )
-        for each in found.rules
-    ]
     ops = [op for op, _ in found.op_rules]
     if sorted(set(ops)) != ops:
         raise StrategyError("strategy: field 'op_rules' has an op twice or out of order.")
     return Strategy(
         graph=found.graph,
         cluster=found.cluster,
-        decisions=tuple(_entry(decisions, number, "groups") for number in found.groups),
+        decisions=tuple(_entry(found.decisions, number, "groups") for number in found.groups),
         homes=tuple(found.homes),
         micro_batches=tuple(map(tuple, found.micro_batches)),
         bucket_bytes=found.bucket_bytes,
         step_barrier=found.step_barrier,
-        op_rules=tuple((op, _entry(rules, number, "op_rules")) for op, number in found.op_rules),
-        schedule=_schedule(found.schedule),
+        op_rules=tuple(
+            (op, _entry(found.rules, number, "op_rules")) for op, number in found.op_rules
+        ),
+        schedule=found.schedule,
         blocks=tuple(found.blocks),
         modes=_modes(found),
     )
@@ -177,7 +134,7 @@ def strategy_from_dict(record: object) -> Strategy:
 @cache
 def _record_type() -> type[_StrategyRecord]:
     """The record of a strategy, with a field for each mode; exact strategies have none of them."""
-    fields: dict[str, Any] = {mode.key: (mode.record, None) for mode in built_in_modes()}
+    fields: dict[str, Any] = {mode.key: (mode.record or mode, None) for mode in built_in_modes()}
     return create_model("_RecordWithModes", __base__=_StrategyRecord, **fields)
 
 
@@ -195,53 +152,6 @@ def _scatter_to_dict(scatter: Scatter | None) -> dict[str, Any]:
     return {"scatter": {"place": str(scatter.place), "units": scatter.units}}
 
 
-def _scatter(record: _ScatterRecord | None) -> Scatter | None:
-    return None if record is None else Scatter(place=_placement(record.place), units=record.units)
-
-
-def _schedule(record: _ScheduleRecord) -> PipelineSchedule:
-    if any(work >= len(Pass) for own in record.turns for _, _, work in own):
-        raise StrategyError(
-            "strategy: field 'schedule.turns' has a turn that is no forward (0), backward (1) or "
-            "weights pass (2)."
-        )
-    return PipelineSchedule(
-        in_flight=tuple(map(tuple, record.in_flight)),
-        splits_backward=record.splits_backward,
-        turns=tuple(
-            tuple(Turn(micro, chunk, Pass(work)) for micro, chunk, work in own)
-            for own in record.turns
-        ),
-        chunk_starts=tuple(record.chunk_starts),
-        gathers_once=record.gathers_once,
-    )
-
-
-def _decision(number: int, record: _DecisionRecord) -> Decision:
-    if record.sync.upper() not in Sync.__members__ or record.sync != record.sync.lower():
-        raise StrategyError(
-            f"strategy: field 'decisions.{number}.sync' is {shown(record.sync)}, none of "
-            f"{', '.join(sync.name.lower() for sync in Sync)}."
-        )
-    kept = {each.name.lower(): each for each in Keeps}
-    if record.keeps not in kept:
-        raise StrategyError(
-            f"strategy: field 'decisions.{number}.keeps' is {shown(record.keeps)}, none of "
-            f"{', '.join(kept)}."
-        )
-    return Decision(
-        devices=tuple(record.devices),
-        shares=tuple(record.shares),
-        sync=Sync[record.sync.upper()],
-        slices=tuple(record.slices),
-        recompute=record.recompute,
-        keeps=kept[record.keeps],
-        teams=tuple(map(tuple, record.teams)),
-        parts=tuple(record.parts),
-        slice_groups=tuple(map(tuple, record.slice_groups)),
-    )
-
-
 _T = TypeVar("_T")
 
 
@@ -251,27 +161,3 @@ def _entry(table: Sequence[_T], number: int, field: str) -> _T:
             f"strategy: field '{field}' names entry {number} of a list of {len(table)}."
         )
     return table[number]
-
-
-def _placement(text: str) -> Placement:
-    """The placement of a text like ``R``, ``S(0,3)``, ``H(2,4,1,-1)`` or ``H(1,@key)``.
-
-    >>> _placement("S(0,3)")
-    Placement(kind='S', dim=0, outer=3)
-    """
-    known = {str(place): place for place in (R, P, L)}
-    if text in known:
-        return known[text]
-    halo = re.fullmatch(r"H\((\d{1,9}),(\d{1,9}),(-?\d{1,9}),(-?\d{1,9})\)", text)
-    if halo is not None:
-        return H(int(halo[1]), Window(int(halo[2]), int(halo[3]), int(halo[4])))
-    sparse = re.fullmatch(r"H\((\d{1,9}),@([0-9a-f]{16})\)", text)
-    if sparse is not None:
-        return neighbours(int(sparse[1]), sparse[2])
-    found = re.fullmatch(r"S\((\d{1,9}),(\d{1,9})\)", text)
-    if found is None or int(found[2]) < 1:
-        raise StrategyError(
-            f"strategy: {shown(text)} is no placement; R, P, L or S(dim,outer) is meant, "
-            "or H(dim,step,before,after) for an input, H(dim,@key) for one of a sparse product."
-        )
-    return S(int(found[1]), int(found[2]))

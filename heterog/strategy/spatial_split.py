@@ -78,7 +78,7 @@ def spatial_splits(graph: OpGraph, most_units: int = 256) -> tuple[SpatialSplit,
 
 
 def _dims(graph: OpGraph) -> list[int]:
-    ranks = [len(shape) for shape in _seed_shapes(graph)]
+    ranks = [len(graph.tensors[tensor].shape) for tensor in _seeds(graph)]
     return list(range(2, max(ranks, default=0)))
 
 
@@ -95,10 +95,6 @@ def _unit_counts(graph: OpGraph, dim: int, most: int) -> list[int]:
         units for size in sizes for units in range(2, min(size, most) + 1) if size % units == 0
     }
     return sorted(counts, reverse=True)
-
-
-def _seed_shapes(graph: OpGraph) -> list[tuple[int, ...]]:
-    return [graph.tensors[tensor].shape for tensor in _seeds(graph)]
 
 
 def _seeds(graph: OpGraph) -> list[int]:

@@ -7,7 +7,7 @@ about what the decisions *mean*; that is ``lowering`` alone.
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
@@ -18,6 +18,7 @@ from heterog.graph.placement import OpRule as OpRule
 from heterog.graph.placement import OpRules
 from heterog.graph.resized_rules import resized_rules
 from heterog.modes.mode import Mode
+from heterog.records import VALUE, Flag, Int32, Series, member_of
 from heterog.strategy.division import (
     Division,
     Ring,
@@ -67,15 +68,17 @@ class Decision:
         division: The division of samples and units among the devices.
     """
 
-    devices: tuple[int, ...]
-    shares: tuple[int, ...]
-    sync: Sync = Sync.RING
-    slices: tuple[int, ...] = ()
-    slice_groups: tuple[tuple[int, ...], ...] = ()
-    recompute: bool = False
-    keeps: Keeps = Keeps.NOTHING
-    teams: tuple[tuple[int, ...], ...] = ()
-    parts: tuple[int, ...] = ()
+    __pydantic_config__: ClassVar = VALUE
+
+    devices: Series[Int32]
+    shares: Series[Int32]
+    sync: Annotated[Sync, member_of(Sync)] = Sync.RING
+    slices: Series[Int32] = ()
+    slice_groups: Series[Series[Int32]] = ()
+    recompute: Flag = False
+    keeps: Annotated[Keeps, member_of(Keeps)] = Keeps.NOTHING
+    teams: Series[Series[Int32]] = ()
+    parts: Series[Int32] = ()
     division: Division = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import OpCall, OpRule, OpRules, P, Placement, R, S, needs_no_transfer
 from heterog.graph.sharding_rules import RuleResult, legal_rules, propagate
 from heterog.graph.sharding_rules.creation import FILLS
+from heterog.grouped import grouped
 
 _MOST_ROUNDS = 8
 _LEAST_SUMMED = 16
@@ -147,10 +148,9 @@ class Region:
     def __init__(self, graph: OpGraph, ops: Sequence[int]) -> None:
         self.graph = graph
         self.members = frozenset(ops)
-        self.readers: dict[int, list[int]] = {}
-        for op in ops:
-            for tensor in dict.fromkeys(graph.ops[op].inputs):
-                self.readers.setdefault(tensor, []).append(op)
+        self.readers = grouped(
+            (tensor, op) for op in ops for tensor in dict.fromkeys(graph.ops[op].inputs)
+        )
         self.row_of = {parameter: row for row, (_, parameter, _) in enumerate(graph.updates)}
 
 
@@ -302,7 +302,11 @@ class _Follower:
                 if place != R
             ]
             needs = [each for each in sliced if not self._is_filled(each[0])]
-            weights = [(read, place) for read, place in needs if self._is_weight(read)]
+            weights = [
+                (read, place)
+                for read, place in needs
+                if (int(self.graph.storage[read]) in self.region.row_of)
+            ]
             if all(place.kind == "S" for _, place in sliced) and (
                 from_slices or len(weights) == len(needs)
             ):
@@ -320,9 +324,6 @@ class _Follower:
         """Whether a tensor is one value everywhere, of which every member has any slice."""
         maker = int(self.graph.producer[self.graph.storage[tensor]])
         return self.graph.ops[maker].kind in FILLS
-
-    def _is_weight(self, tensor: int) -> bool:
-        return int(self.graph.storage[tensor]) in self.region.row_of
 
 
 @lru_cache(maxsize=1 << 12)

@@ -1,7 +1,7 @@
 """Built-in workloads.
 
 ``registry`` is the table of them; ``vision``, ``language``, ``translation``, ``moe``, ``volumes``
-and ``graphs`` build the models from ``attention``, ``tokens`` and ``statistics``.
+and ``graphs`` build the models from ``attention`` and ``tokens``.
 """
 
 from heterog.zoo.registry import ZooEntry, build, entry, load_workload, names, register

@@ -34,8 +34,7 @@ from heterog.methods.registry import built_in_methods
 from heterog.search.allotment import Allotment
 from heterog.search.judging import run_method
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Outcome
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.strategy import Decision, Sync
 from tests.envs.cases import language_graph, language_pair, mixed_cluster, pipelined_pair
 from tests.search.asking import run_methods

@@ -1,6 +1,6 @@
 import pytest
 
-from heterog.cluster.links import intra_link, link_kinds, network_kind, network_kinds
+from heterog.cluster.catalog import intra_link, link_kinds, network_kind, network_kinds
 from heterog.errors import UnknownNameError
 
 

@@ -17,7 +17,7 @@ from heterog.envs.reward import MISFIT, reward_of
 from heterog.envs.toy import toy_cluster
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order
-from heterog.simulator.floor import floor_s
+from heterog.simulator.lower_bound import floor_s
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Sync
 from tests.envs.cases import (
     language_graph,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterog.methods.deeppool import Block, Chain, Place, fork_join, layers_of, search
+from heterog.methods.deeppool.search import Block, Chain, Place, fork_join, layers_of, search
 from tests.thorough import one_in
 
 CHAIN = [(), (0,), (1,), (2,)]

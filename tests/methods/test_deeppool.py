@@ -13,8 +13,8 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.methods.deeppool import Block, Place, layers_of
 from heterog.methods.deeppool.planner import DeepPool, GroupCosts, crossing_bytes, plan_places
+from heterog.methods.deeppool.search import Block, Place, layers_of
 from heterog.methods.planner import Budget, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator

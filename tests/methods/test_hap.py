@@ -28,8 +28,7 @@ from heterog.methods.hap.ratios import best_ratios
 from heterog.methods.hap.theory import Theory, Triple, build_theory
 from heterog.methods.planner import Budget, Problem
 from heterog.search.judging import run_method
-from heterog.simulator.evaluation import Outcome
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
 from heterog.zoo.attention import EncoderLayer

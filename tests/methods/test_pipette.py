@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 
 from heterog.lowering.program import IntArray
-from heterog.methods.pipette import (
+from heterog.methods.pipette.annealing import COOLED, anneal, moved, scaled
+from heterog.methods.pipette.communication import (
     Communication,
     HostRates,
     Pricing,
     Traffic,
     UniformCosts,
     Variant,
-    anneal,
     latency_s,
 )
-from heterog.methods.pipette.annealing import COOLED, moved, scaled
 from tests.simulator.builders import random_cluster
 from tests.thorough import one_in
 

@@ -11,14 +11,16 @@ from heterog.graph.op_graph import OpGraph
 from heterog.lowering.program import FloatArray
 from heterog.methods.host_order import HostTraffic
 from heterog.methods.pipette.communication import HostRates
-from heterog.methods.pipette.layouts import (
+from heterog.methods.pipette.planner import (
     LayoutCosts,
+    Pipette,
+    _Search,
+    _Trial,
     host_sets,
     points,
     ranks,
     stage_by_stage,
 )
-from heterog.methods.pipette.planner import Pipette, _Search, _Trial
 from heterog.methods.planner import Budget, Problem
 from heterog.search.judging import run_method
 from heterog.search.request import GivenLayout

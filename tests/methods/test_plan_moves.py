@@ -11,8 +11,7 @@ from heterog.methods.local_search.neighbours import Move, MoveKind, State
 from heterog.methods.local_search.plan_moves import PlanMoves
 from heterog.methods.local_search.planner import Search
 from heterog.methods.planner import Budget, Problem
-from heterog.simulator.evaluation import Outcome
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluator, Outcome
 from tests.runtime.strategies import graph_of
 
 CLUSTERS = ("paper_8gpu", "homogeneous_8xa100")

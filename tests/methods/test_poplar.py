@@ -28,8 +28,7 @@ from heterog.methods.poplar.planner import (
 )
 from heterog.search.judging import run_method
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import MEMORY_MARGIN
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 from heterog.strategy.division import split_evenly
 from heterog.strategy.strategy import Sync
 from tests.simulator.builders import cluster_of

@@ -19,8 +19,7 @@ from heterog.graph.workload import Workload
 from heterog.runtime.deploy import deploy
 from heterog.search.plan import load_plan
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Outcome
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.schedules import AS_IT_COMES
 from heterog.strategy.stepping import scope_fault
 from heterog.strategy.strategy import Strategy

@@ -15,8 +15,7 @@ from heterog.lowering.tables import graph_tables
 from heterog.runtime.deploy import deploy
 from heterog.runtime.measure.op_profiler import peak_bytes
 from heterog.search.plan import load_plan
-from heterog.simulator.evaluation import MEMORY_MARGIN
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 from heterog.strategy.strategy import Decision
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import cluster, plan_of, strategy_of

@@ -10,8 +10,7 @@ from torch.nn import functional
 from heterog.graph.workload import Workload
 from heterog.runtime.deploy import deploy
 from heterog.search.plan import load_plan
-from heterog.zoo.statistics import whole_statistics
-from heterog.zoo.volumes import CosmoFlow, UNet3d
+from heterog.zoo.volumes import CosmoFlow, UNet3d, whole_statistics
 from tests.runtime.cases import STEPS, Trained, captured_once
 
 SHALLOW_UNET = ((2, 2), (2, 3))

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sailor.inputs import Inputs, Plan, Replica, Stage, read_inputs, read_plan, seconds_of
-from sailor.score import memory_of, score_of
-from sailor.timing import ring_s, timing_of
+from sailor.score import memory_of, ring_s, score_of, timing_of
 
 from heterog.errors import InputFileError, StrategyError
 

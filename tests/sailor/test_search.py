@@ -5,13 +5,11 @@ from math import inf, isclose
 from random import Random
 
 import pytest
-from sailor.columns import Columns, Kind, plan_of, time_of
-from sailor.even import best_even
+from sailor.columns import Columns, Kind, Tables, plan_of, time_of
 from sailor.inputs import Inputs, read_plan, written
-from sailor.moves import Moves
 from sailor.score import score_of
-from sailor.search import Limit, search
-from sailor.tables import Tables
+from sailor.search import Limit, Moves, search
+from sailor_table import best_even
 
 from heterog.errors import BudgetError, StrategyError
 from tests.thorough import THOROUGH, cases

@@ -134,14 +134,14 @@ def test_searches_keep_a_part_however_long_the_rest_takes(monkeypatch: pytest.Mo
     allotment.begin()
     assert allotment.search_s([found]) == pytest.approx(10.0 * (1.0 - MOST_KEPT) - 1.0)
     clock.now_s += 100.0
-    for seconds in (allotment.rehearsal_s, allotment.noise_s, allotment.changes_s):
+    for seconds in (allotment.trial_s, allotment.changes_s):
         assert 0.0 < seconds < 0.01
 
 
 def test_a_budget_in_evaluations_keeps_nothing_back() -> None:
     allotment = Allotment(Budget(evaluations=5), is_explained=True)
     assert math.isinf(allotment.search_s([]))
-    assert math.isinf(allotment.rehearsal_s)
+    assert math.isinf(allotment.trial_s)
 
 
 def test_searches_share_what_is_left_where_one_took_too_long() -> None:
@@ -229,4 +229,4 @@ def test_an_answer_under_a_long_budget_is_a_few_seconds_late_at_most() -> None:
     for seconds in (10.0, 60.0, 3600.0):
         allotment = Allotment(Budget(seconds=seconds), clock=lambda: now[0])
         allotment.begin()
-        assert allotment.noise_s == pytest.approx(seconds + min(0.17 * seconds, 6.0))
+        assert allotment.trial_s == pytest.approx(seconds + min(0.17 * seconds, 6.0))

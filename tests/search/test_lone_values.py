@@ -13,8 +13,7 @@ from heterog.lowering import lower
 from heterog.methods.planner import Budget
 from heterog.methods.registry import AUTO
 from heterog.runtime.measure.rehearsal import rehearsal_of, rehearse
-from heterog.simulator.evaluation import Outcome
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.strategy import Decision
 from tests.runtime.strategies import ALL, cluster, plan_of, strategy_of
 from tests.search.asking import compare_methods

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from heterog.cluster.prices import HourlyPrices
+from heterog.cluster.hardware import HourlyPrices
 from heterog.cluster.spec import parse_cluster
 from heterog.cluster.topology import Cluster
 from heterog.errors import ClusterError, HeterogError, InputFileError

@@ -18,9 +18,8 @@ from heterog.pricing import price_table
 from heterog.pricing.noise import Noise, draw_noise
 from heterog.simulator import runs
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Outcome
-from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.floor import floor_s
+from heterog.simulator.evaluator import Evaluator, Outcome
+from heterog.simulator.lower_bound import floor_s
 from heterog.strategy.layouts.layout import Layout
 from heterog.strategy.layouts.placed import place_layout
 from tests.simulator.builders import random_case

@@ -16,9 +16,14 @@ from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.channels import Channel, ChannelKind, ChannelTable
 from heterog.lowering.tables import graph_tables
-from heterog.pricing.calibration import Calibration, calibrate, extrapolated_by, link_error
+from heterog.pricing.calibration import (
+    Calibration,
+    calibrate,
+    extrapolated_by,
+    fit_links,
+    link_error,
+)
 from heterog.pricing.collectives import alpha_beta
-from heterog.pricing.link_fits import fit_links
 from heterog.pricing.measurements import (
     LinkMeasurement,
     Measurements,
@@ -155,12 +160,13 @@ def test_held_out_errors_are_small_where_the_law_holds_and_not_where_it_does_not
         for each in measured(graph).ops
     ]
     of_ops, of_models = held_out_error(rows)
-    assert of_ops < 0.02
-    assert of_models < 0.02
+    assert of_ops is not None
+    assert of_models is not None
+    assert max(of_ops, of_models) < 0.02
     rng = np.random.default_rng(1)
     noisy = [replace(each, seconds=each.seconds * rng.uniform(0.5, 2.0)) for each in rows]
-    assert held_out_error(noisy)[0] > 0.1
-    assert math.isnan(held_out_error(measured(graphs[0]).ops)[1]), "one model cannot be left out"
+    assert (held_out_error(noisy)[0] or 0.0) > 0.1
+    assert held_out_error(measured(graphs[0]).ops)[1] is None, "one model cannot be left out"
 
 
 def test_nothing_to_fit() -> None:
@@ -301,7 +307,7 @@ def test_factors_of_every_kind_and_the_drag_are_found() -> None:
         assert found[0] == pytest.approx(latency, rel=0.2), kind
     for by_type in fit.drag.values():
         assert by_type == pytest.approx(dict.fromkeys(("CPU@0.8", "CPU@0.4", "CPU@0.3"), 2e-10))
-    model = Calibration(name="links", types={}, links=fit)
+    model = Calibration(name="links", types={}, links=fit, held_out_error={})
     for channel in channels(cluster):
         cost, ideal = model.channel_seconds(cluster, channel), alpha_beta(cluster, channel, rates)
         per_byte = factors[channel.kind][1]
@@ -317,7 +323,7 @@ def test_a_collective_waits_longer_while_its_members_compute() -> None:
     fit = fit_links([*rows, busy], cluster)
     assert fit.rates == fit_links(rows, cluster).rates
     assert fit.factors == fit_links(rows, cluster).factors
-    model = Calibration(name="links", types={}, links=fit)
+    model = Calibration(name="links", types={}, links=fit, held_out_error={})
     for channel in channels(cluster):
         cost = model.channel_seconds(cluster, channel)
         is_ring = channel.kind == ChannelKind.ALL_REDUCE_RING
@@ -331,7 +337,7 @@ def test_an_operation_takes_time_from_its_members_by_their_type_and_number() -> 
     busy = replace(ring, device_seconds=(2e-3, 4e-3, 6e-3), while_computing=True)
     fit = fit_links([*rows, busy], cluster)
     assert fit.drag == fit_links(rows, cluster).drag
-    model = Calibration(name="links", types={}, links=fit)
+    model = Calibration(name="links", types={}, links=fit, held_out_error={})
     table = ChannelTable(cluster)
     pair = table[table.all_reduce((0, 1), hierarchical=False)]
     types = [device.type.name for device in cluster.devices]
@@ -347,7 +353,7 @@ def test_a_hierarchical_all_reduce_costs_what_the_measured_one_costs() -> None:
     rows = transferred(
         cluster, slowed(cluster, a=1, b=1, c=1), {ChannelKind.ALL_REDUCE_RING: (40.0, 1.2)}
     )
-    model = Calibration(name="links", types={}, links=fit_links(rows, cluster))
+    model = Calibration(name="links", types={}, links=fit_links(rows, cluster), held_out_error={})
     table = ChannelTable(cluster)
     ring = table[table.all_reduce((0, 1, 2), hierarchical=False)]
     hierarchical = table[table.all_reduce((0, 1, 2), hierarchical=True)]
@@ -417,7 +423,7 @@ def test_a_calibration_predicts_the_same_after_saving(tmp_path: Path) -> None:
         assert loaded.channel_seconds(cluster, channel) == model.channel_seconds(cluster, channel)
     of_ops, of_models = loaded.held_out_error["T4"]
     assert of_ops == model.held_out_error["T4"][0]
-    assert math.isnan(of_models), "there was one model only"
+    assert of_models is None, "there was one model only"
 
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {

@@ -24,9 +24,14 @@ from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.graph.workload import Workload
 from heterog.lowering.channels import Channel, ChannelTable
 from heterog.pricing.calibration import cost_model_of
-from heterog.pricing.device_models.chip import Chip
-from heterog.pricing.device_models.collectives import CollectiveModel
 from heterog.pricing.device_models.kernels import local_sizes, products_of, streams_of
+from heterog.pricing.device_models.laws import (
+    Chip,
+    CollectiveModel,
+    ProductModel,
+    StreamModel,
+    product_bytes,
+)
 from heterog.pricing.device_models.model import (
     DeviceModels,
     launch_seconds,
@@ -44,8 +49,6 @@ from heterog.pricing.device_models.parameters import (
     host_of,
     in_training_of,
 )
-from heterog.pricing.device_models.products import ProductModel, product_bytes
-from heterog.pricing.device_models.streams import StreamModel
 from heterog.pricing.roofline import Roofline
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build

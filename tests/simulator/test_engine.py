@@ -14,9 +14,8 @@ from heterog.cluster.topology import Sends
 from heterog.lowering.channels import ChannelKind, ChannelTable
 from heterog.pricing.roofline import Roofline
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Outcome
-from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.floor import floor_s
+from heterog.simulator.evaluator import Evaluator, Outcome
+from heterog.simulator.lower_bound import floor_s
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator import reference
 from tests.simulator.builders import (

@@ -21,8 +21,7 @@ from heterog.lowering.folding import fold_choice, folds
 from heterog.methods.teams import rules_of_model
 from heterog.pricing.price_table import ChannelPricer
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import MEMORY_MARGIN
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 from heterog.simulator.runs import Folding
 from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.layout import Layout, Recompute

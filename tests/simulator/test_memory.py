@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from heterog.lowering.program import TaskKind
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import MEMORY_MARGIN
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 from heterog.simulator.memory import buffer_lives
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator import reference

@@ -10,8 +10,7 @@ from heterog.graph.op_graph import Phase
 from heterog.lowering.program import LAST_OP_KIND, FloatArray, Program
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import MEMORY_MARGIN, Outcome
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator, Outcome
 from heterog.simulator.memory_breakdown import DeviceMemory, Fit, MemoryKind, memory_fit
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator.builders import cluster_of, linear_chain, random_case, strategy_of

@@ -8,8 +8,7 @@ from scipy.special import stdtr, stdtrit
 
 from heterog.errors import HeterogError
 from heterog.pricing.device_models.parameters import shipped_peak_errors
-from heterog.pricing.intervals import COVERAGE
-from heterog.pricing.peak_errors import PeakErrors, peak_errors_of
+from heterog.pricing.intervals import COVERAGE, PeakErrors, peak_errors_of
 from heterog.units import GIB
 
 

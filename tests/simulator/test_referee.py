@@ -15,8 +15,7 @@ from heterog.lowering.tape import NUM_TASKS
 from heterog.pricing.cost_model import ChannelSeconds
 from heterog.pricing.roofline import Roofline
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import MEMORY_MARGIN, Outcome
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator, Outcome
 from heterog.simulator.referee import fair_rates, replay_order
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator import reference

@@ -4,8 +4,13 @@ import math
 
 import pytest
 
-from heterog.pricing.intervals import conformal_spread, interval_around
-from heterog.pricing.regimes import ONE_HOST, regime_name, regime_spread
+from heterog.pricing.intervals import (
+    ONE_HOST,
+    conformal_spread,
+    interval_around,
+    regime_name,
+    regime_spread,
+)
 
 
 def test_more_hosts_and_stages_beside_teams_are_less_sure() -> None:

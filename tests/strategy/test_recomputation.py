@@ -17,8 +17,7 @@ from heterog.lowering.program import Program, TaskKind
 from heterog.lowering.space import StrategySpace
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import MEMORY_MARGIN
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 from heterog.simulator.timeline import Timeline
 from heterog.strategy.keeping import recomputations
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict

@@ -25,8 +25,7 @@ from heterog.lowering.program import FloatArray
 from heterog.methods.data_parallel import space_of
 from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem, TimeUp
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Strategy
 from heterog.units import GIB
 

@@ -453,7 +453,6 @@ class Reader:
             self.tensors.append(replace(meta, kind=TensorKind.PARAMETER, name=""))
             size = float(meta.meta.num_bytes)
             added_up = float(self.tensors[gradient].meta.num_bytes)
-            elements = meta.meta.num_elements
             self.ops.append(
                 GraphOp(
                     kind="update",
@@ -462,7 +461,7 @@ class Reader:
                     num_outputs=1,
                     phase=Phase.UPDATE,
                     module=module_of[meta.name],
-                    flops=elements * (2.0 + 5.0 * state_ratio),
+                    flops=meta.meta.num_elements * (2.0 + 5.0 * state_ratio),
                     bytes_read=size * (1.0 + state_ratio) + added_up,
                     bytes_written=size * (1.0 + state_ratio),
                     name=f"update_{meta.name}",

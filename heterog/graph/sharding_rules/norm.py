@@ -87,8 +87,7 @@ def _batch_norm_backward(
     channel: dict[str, Entry] = dict.fromkeys(_STATISTICS, 0)
     if call.args["train"] is True:
         statistics = {"save_mean": L, "save_invstd": L}
-        special = Special.LOCAL_STATISTICS
-        batch = axis(call, (0, P, P), special, grad_out=0, input=0, **statistics)
+        batch = axis(call, (0, P, P), Special.LOCAL_STATISTICS, grad_out=0, input=0, **statistics)
         channel.update(save_mean=0, save_invstd=0)
     else:
         batch = axis(call, (0, P, P), grad_out=0, input=0)

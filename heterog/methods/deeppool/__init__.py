@@ -3,27 +3,3 @@
 ``search`` reads chains and branches out of a layer graph and is the dynamic program; ``planner``
 is the method.
 """
-
-from heterog.methods.deeppool.search import (
-    Block,
-    BurstPlan,
-    Chain,
-    LayerCosts,
-    Place,
-    fork_join,
-    last_layer,
-    layers_of,
-    search,
-)
-
-__all__ = [
-    "Block",
-    "BurstPlan",
-    "Chain",
-    "LayerCosts",
-    "Place",
-    "fork_join",
-    "last_layer",
-    "layers_of",
-    "search",
-]

@@ -24,11 +24,18 @@ from heterog.graph.op_graph import FloatArray, Phase
 from heterog.lowering.channels import Channel, balanced_slices
 from heterog.memo import kept
 from heterog.methods.data_parallel import device_speeds
-from heterog.methods.deeppool import Block, BurstPlan, Chain, Place, fork_join, layers_of, search
+from heterog.methods.deeppool.search import (
+    Block,
+    BurstPlan,
+    Chain,
+    Place,
+    fork_join,
+    layers_of,
+    search,
+)
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
 

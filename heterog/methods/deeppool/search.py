@@ -29,6 +29,8 @@ from functools import cache
 from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeAlias
 
+from heterog.grouped import grouped
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
@@ -119,10 +121,7 @@ def _parts(layers: list[int], links: list[tuple[int, int]]) -> list[list[int]]:
         if before in part and layer in part:
             first, second = sorted((root(before), root(layer)))
             part[second] = first
-    found: dict[int, list[int]] = {}
-    for layer in layers:
-        found.setdefault(root(layer), []).append(layer)
-    return list(found.values())
+    return list(grouped((root(layer), layer) for layer in layers).values())
 
 
 Place: TypeAlias = tuple[int, int]

@@ -125,7 +125,10 @@ class Search:
         self._is_parameter = [
             is_parameter(segments, number) for number in range(len(segments.classes))
         ]
-        self._work = [self._work_of(action) for action in segments.actions]
+        self._work = [
+            ([float(seconds) for seconds in self.prices.seconds[: len(action.triples), action.op]])
+            for action in segments.actions
+        ]
         self._moves: list[dict[Codes, list[tuple[Codes, float, int]]]] = [
             {} for _ in segments.actions
         ]
@@ -136,11 +139,6 @@ class Search:
         self._excess = [_Answers(partial(self._excess_of, number)) for number in numbers]
         self._guess = [_Answers(partial(self._pending, number)) for number in numbers]
         self._solved: dict[tuple[int, Codes], list[tuple[Codes, float, Path]]] = {}
-
-    def _work_of(self, action: Action) -> list[float]:
-        return [
-            float(seconds) for seconds in self.prices.seconds[: len(action.triples), action.op]
-        ]
 
     def run(self, num_programs: int = 1) -> SearchResult:
         """A* from the empty boundary to the end.

@@ -15,6 +15,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import OpCall, P, Placement, R, S, TensorMeta
 from heterog.graph.sharding_rules import RuleResult, Special, propagate
 from heterog.graph.sharding_rules.view import split_after_view
+from heterog.memo import kept
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -99,41 +100,40 @@ class Rulebook:
         for index, number in enumerate(self.call_id):
             first.setdefault(number, index)
         self._calls = [graph.call(first[number]) for number in range(len(self._ids))]
-        self._along: dict[tuple[int, int, tuple[int, ...]], tuple[RuleResult, ...]] = {}
-        self._through: dict[tuple[int, Form, int], Form | None] = {}
-        self._before: dict[tuple[int, Form, int], Form | None] = {}
 
     def along(self, op: int, units: int, outers: tuple[int, ...]) -> tuple[RuleResult, ...]:
         """Rules that split an op along an axis of some number of units."""
-        key = (self.call_id[op], units, outers)
-        if key not in self._along:
-            self._along[key] = _split_rules(self._calls[key[0]], units, outers)
-        return self._along[key]
+        return self._split_rules(self.call_id[op], units, outers)
 
     def unsplit(self, op: int) -> tuple[RuleResult, ...]:
         """Rules without a split: everything whole, or partial sums passed on."""
-        key = (self.call_id[op], 0, ())
-        if key not in self._along:
-            self._along[key] = _unsplit_rules(self._calls[key[0]])
-        return self._along[key]
+        return self._unsplit_rules(self.call_id[op])
 
     def through(self, view: int, form: Form, output: int) -> Form | None:
         """The form that a view turns a form into; ``None`` if it cannot pass."""
-        if form.kind == "R":
-            return form
-        key = (self.call_id[view], form, output)
-        if key not in self._through:
-            self._through[key] = _passed(self._calls[key[0]], form, output)
-        return self._through[key]
+        return form if form.kind == "R" else self._passed(self.call_id[view], form, output)
 
     def before(self, view: int, form: Form, output: int) -> Form | None:
         """The form that a view turns into ``form``; ``None`` if there is none."""
-        if form.kind == "R":
-            return form
-        key = (self.call_id[view], form, output)
-        if key not in self._before:
-            self._before[key] = _source(self._calls[key[0]], form, output)
-        return self._before[key]
+        return form if form.kind == "R" else self._source(self.call_id[view], form, output)
+
+    @kept
+    def _split_rules(
+        self, number: int, units: int, outers: tuple[int, ...]
+    ) -> tuple[RuleResult, ...]:
+        return _split_rules(self._calls[number], units, outers)
+
+    @kept
+    def _unsplit_rules(self, number: int) -> tuple[RuleResult, ...]:
+        return _unsplit_rules(self._calls[number])
+
+    @kept
+    def _passed(self, number: int, form: Form, output: int) -> Form | None:
+        return _passed(self._calls[number], form, output)
+
+    @kept
+    def _source(self, number: int, form: Form, output: int) -> Form | None:
+        return _source(self._calls[number], form, output)
 
 
 def _passed(call: OpCall, form: Form, output: int) -> Form | None:

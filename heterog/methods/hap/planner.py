@@ -275,14 +275,12 @@ def without_sufficient_factors(theory: Theory) -> Theory:
         kept = tuple(
             triple
             for triple in row.triples
-            if not makes_gradient or triple.units or not _makes_whole(triple.makes, gradients)
+            if not makes_gradient
+            or triple.units
+            or not any(value in gradients and form == 0 for value, form in triple.makes)
         )
         rows.append(replace(row, triples=kept or row.triples))
     return replace(theory, rows=tuple(rows))
-
-
-def _makes_whole(makes: Sequence[tuple[int, int]], gradients: set[int]) -> bool:
-    return any(value in gradients and form == 0 for value, form in makes)
 
 
 class Hap(Planner):

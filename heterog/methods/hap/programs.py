@@ -221,9 +221,10 @@ class SpmdPrices:
 
     @cached_property
     def _all_to_all_latency(self) -> float:
-        cluster = self.evaluator.cluster
         first, *others = self.devices
-        return len(others) * max(cluster.latency_s(first, device) for device in others)
+        return len(others) * max(
+            self.evaluator.cluster.latency_s(first, device) for device in others
+        )
 
     @kept
     def _all_to_all_s_per_byte(self, source: int, target: int) -> float:

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.graph.op_graph import Phase
+from heterog.grouped import grouped
 from heterog.methods.hap.programs import SpmdPrices, Work
-from heterog.simulator.evaluation import MEMORY_MARGIN
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 
 _OVERFLOW_PRICE_S = 1e3
 """Charge for overflowing a device by all its memory, which outweighs any gain in speed."""
@@ -48,10 +48,10 @@ class DeviceClass:
 def device_classes(evaluator: Evaluator, devices: Sequence[int]) -> tuple[DeviceClass, ...]:
     """Devices by type and memory, in order of first appearance."""
     cluster = evaluator.cluster
-    found: dict[tuple[int, int], list[int]] = {}
-    for position, device in enumerate(devices):
-        key = (cluster.type_index[device], cluster.devices[device].usable_memory_bytes)
-        found.setdefault(key, []).append(position)
+    found = grouped(
+        ((cluster.type_index[device], cluster.devices[device].usable_memory_bytes), position)
+        for position, device in enumerate(devices)
+    )
     return tuple(
         DeviceClass(kind, tuple(members), memory) for (kind, memory), members in found.items()
     )

@@ -20,6 +20,7 @@ from itertools import pairwise
 
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import Phase
+from heterog.grouped import grouped
 from heterog.methods.hap.programs import ValueClass
 from heterog.methods.hap.theory import Role, Row, Theory
 
@@ -70,11 +71,8 @@ def assign_steps(theory: Theory) -> list[int]:
     """
     graph, rows, values = theory.graph, theory.rows, theory.values
     maker = {write: number for number, row in enumerate(rows) for write in row.writes}
-    touching: dict[int, list[int]] = {}
     forward = [n for n, row in enumerate(rows) if graph.ops[row.op].phase == Phase.FORWARD]
-    for number in forward:
-        for value in _touched(rows[number]):
-            touching.setdefault(value, []).append(number)
+    touching = grouped((value, number) for number in forward for value in _touched(rows[number]))
     last = forward[-1] if forward else 0
     updated = {
         row.reads[1].value: row.reads[0].value for row in rows if row.is_update

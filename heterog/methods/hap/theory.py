@@ -15,6 +15,7 @@ from heterog.graph.batch_plan import BatchPlan, batch_plan
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.placement import OpRule, Placement
 from heterog.graph.sharding_rules import RuleResult
+from heterog.grouped import grouped
 from heterog.methods.hap.forms import (
     PARTIAL,
     WHOLE,
@@ -213,10 +214,11 @@ class _Builder:
 
     def _close(self, rows: list[Row]) -> None:
         """Spread forms to all ops that rules connect, until none is new."""
-        touching: dict[int, list[int]] = {}
-        for number, row in enumerate(rows):
-            for value in dict.fromkeys((*(read.value for read in row.reads), *row.writes)):
-                touching.setdefault(value, []).append(number)
+        touching = grouped(
+            (value, number)
+            for number, row in enumerate(rows)
+            for value in dict.fromkeys((*(read.value for read in row.reads), *row.writes))
+        )
         waiting = dict.fromkeys(range(len(rows)))
         while waiting:
             self.check()

@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, product
 
 import numpy as np
-import numpy.typing as npt
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import FloatArray
 from heterog.methods.islands.slices import Slices
-from heterog.methods.model_parallel import balanced_chain
+from heterog.methods.model_parallel import stage_starts
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.layouts.layout import Recompute
 
@@ -254,10 +253,11 @@ class Estimator:
             room = np.array(
                 [float(self.slices.kinds[stage.island.kind].usable_bytes) for stage in stages]
             )
-            placement = np.array(balanced_chain(seconds, state + kept, room))
-            counts = _every_stage_has_one(placement, len(stages))
-            of_stage = np.repeat(np.arange(len(stages)), counts)
-            each = np.array([seconds[of_stage == r, r].sum() for r in range(len(stages))])
+            bounds = (*stage_starts(seconds, state + kept, room), self.slices.num_layers)
+            counts = tuple(end - start for start, end in pairwise(bounds))
+            each = np.array([
+                seconds[start:end, r].sum() for r, (start, end) in enumerate(pairwise(bounds))
+            ])  # fmt: skip
             messages = self._message_seconds(stages, micro)
             longest = float(each.max())
             longest = max(longest, messages) if point.hides_messages else longest + messages
@@ -340,16 +340,6 @@ class Estimator:
 def _kinds_beside(pool: Pool, point: Composition) -> tuple[int, ...]:
     """Kinds of machines in the other pools, with which gradients are added up."""
     return tuple(island.kind for other in point.pools if other != pool for island in other)
-
-
-def _every_stage_has_one(placement: npt.NDArray[np.int64], count: int) -> tuple[int, ...]:
-    """Layers of each stage, at least one where a cut left a slow stage empty."""
-    num_layers = len(placement)
-    lowest = np.arange(1, count)
-    cuts = np.maximum(np.searchsorted(placement, lowest), lowest)
-    cuts = np.minimum(np.maximum.accumulate(cuts), num_layers - lowest[::-1])
-    bounds = np.concatenate([[0], cuts, [num_layers]])
-    return tuple(int(each) for each in np.diff(bounds))
 
 
 def structures(kinds: Sequence[int]) -> Iterator[Structure]:

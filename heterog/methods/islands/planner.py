@@ -20,6 +20,7 @@ from itertools import product
 import numpy as np
 
 from heterog.graph.batch_plan import micro_batches_refused
+from heterog.memo import kept
 from heterog.methods.data_parallel import device_speeds
 from heterog.methods.islands.building import strategy_of
 from heterog.methods.islands.composing import (
@@ -43,7 +44,7 @@ from heterog.methods.megatron_grid import least_bubble
 from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
 from heterog.methods.recomputing import words_worth_trying
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation, Outcome
+from heterog.simulator.evaluator import Evaluation, Outcome
 from heterog.strategy.layouts.layout import Recompute
 from heterog.strategy.strategy import Strategy
 
@@ -92,7 +93,6 @@ class CompositionSearch(PointSearch[Composition]):
         self.estimates: dict[Composition, tuple[float, tuple[int, ...]]] = {}
         self.started: set[Composition] = set()  # those that were descended from
         self.done: set[Structure] = set()
-        self.cuts: dict[Composition, tuple[float, Composition] | None] = {}
         # Kept for a resumed search, whose rounds may be short.
         self.num_ranked, self.ranked = 0, list[Composition]()
         self.plain: list[Composition] = []
@@ -263,11 +263,10 @@ class CompositionSearch(PointSearch[Composition]):
         weighted.sort(key=lambda pair: pair[0])
         return weighted
 
+    @kept
     def _cut(self, point: Composition) -> tuple[float, Composition] | None:
         """(seconds, the composition with its layers cut), computed once."""
-        if point not in self.cuts:
-            self.cuts[point] = self.estimator.cut(point)
-        return self.cuts[point]
+        return self.estimator.cut(point)
 
     def _plain(self) -> Iterator[Composition]:
         """The batch in one go: on the machines of each kind, of the fastest kinds and of all.

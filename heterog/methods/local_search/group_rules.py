@@ -14,6 +14,7 @@ from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.placement import OpRules
+from heterog.grouped import grouped
 from heterog.memo import kept
 from heterog.methods.teams import rules_of_model
 from heterog.simulator.evaluator import Evaluator
@@ -107,9 +108,7 @@ class GroupRules:
         )
 
     def _by_group(self, op_rules: OpRules) -> Place:
-        place: dict[int, list[int]] = {}
-        for number, (op, _) in enumerate(op_rules):
-            place.setdefault(int(self._group[op]), []).append(number)
+        place = grouped((int(self._group[op]), number) for number, (op, _) in enumerate(op_rules))
         place.pop(CONSTANT_GROUP, None)
         return {group: tuple(op_rules[n] for n in numbers) for group, numbers in place.items()}
 

@@ -16,8 +16,7 @@ from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.space import StrategySpace
 from heterog.methods.local_search.neighbours import BUCKETS, Move, MoveKind, State
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.simulator.place_facts import DEVICE_FACTS, GROUP_FACTS, PlaceFacts
 from heterog.strategy.strategy import Decision, Sync
 
@@ -457,11 +456,10 @@ class MoveFeatures:
 
     def _changed_rules(self, view: View, moves: Sequence[Move]) -> FloatArray:
         """Gradients, compute and seconds of gradients of groups that get rules or lose them."""
-        facts = view.facts.groups
         worth = np.column_stack([
             self._gradient / max(self._gradient.sum(), 1.0),
             self._compute,
-            facts[:, GROUP_FACTS.index("gradients")] / view.step_s,
+            view.facts.groups[:, GROUP_FACTS.index("gradients")] / view.step_s,
         ])  # fmt: skip
         before = _ruled(view.state)
         found = np.zeros((len(moves), 3))

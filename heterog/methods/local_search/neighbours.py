@@ -337,8 +337,9 @@ class Neighbours:
     def _resharded(self, state: State) -> State:
         """Shard the layers of a kind or stop sharding them, or drop the rules of some groups."""
         row, rules = state.row.copy(), state.rules
-        num_ops = self.problem.evaluator.graph.num_ops
-        only_some = self.rng.random() < min(_ONLY_SOME, _FEW_OPS / num_ops)
+        only_some = self.rng.random() < min(
+            _ONLY_SOME, _FEW_OPS / self.problem.evaluator.graph.num_ops
+        )
         chosen = set(self._some_groups(row).tolist())
         if rules and only_some and self.rng.random() < 0.5:
             rules = self.rules.without(rules, chosen)
@@ -363,8 +364,10 @@ class Neighbours:
             return self._rescheduled(state)
         num_micro = len(cut[0]) if cut else 1
         if cut == self.space.micro_batches(num_micro):
-            most = self.problem.evaluator.graph.batch_size
-            near = (max(num_micro // 2, 1), min(2 * num_micro, most))
+            near = (
+                max(num_micro // 2, 1),
+                min(2 * num_micro, self.problem.evaluator.graph.batch_size),
+            )
             number = near[self.rng.integers(2)]
             return self._with_cut(state, self.space.micro_batches(number))
         kind = self.rng.random()
@@ -373,7 +376,10 @@ class Neighbours:
         if kind < 0.75:
             cut = tuple(_merged(counts) for counts in cut) if num_micro > 2 else ()
         else:
-            cut = tuple(_halved(counts) for counts in cut)
+            cut = tuple(
+                tuple(half for count in counts for half in split_evenly(count, 2))
+                for counts in cut
+            )
         return self._with_cut(state, cut)
 
     def _with_cut(self, state: State, cut: MicroBatches, row: IntArray | None = None) -> State:
@@ -388,8 +394,7 @@ class Neighbours:
         if not cut:
             return True
         used = [self.space.candidates[number].division for number in np.unique(row).tolist()]
-        batch = self.problem.evaluator.graph.batch_size
-        return is_cut_alike(cut, dict.fromkeys(used), batch)
+        return is_cut_alike(cut, dict.fromkeys(used), self.problem.evaluator.graph.batch_size)
 
     def _is_reduced_by_micro(self, state: State) -> bool:
         """Whether replicas keep gradients in slices, which a schedule may reduce once a step."""
@@ -547,8 +552,3 @@ def _with_one_owner(decision: Decision) -> Decision:
 def _merged(counts: tuple[int, ...]) -> tuple[int, ...]:
     """Counts with every two micro-batches merged."""
     return tuple(sum(counts[first : first + 2]) for first in range(0, len(counts), 2))
-
-
-def _halved(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Counts with every micro-batch halved."""
-    return tuple(half for count in counts for half in split_evenly(count, 2))

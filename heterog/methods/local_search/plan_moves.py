@@ -15,11 +15,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from heterog.grouped import grouped
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.methods.changes import without_devices
 from heterog.methods.local_search.move_features import View
 from heterog.methods.local_search.neighbours import Move, MoveKind, Neighbours, State
-from heterog.methods.model_parallel import activation_bytes, balanced_chain, parameter_bytes
+from heterog.methods.model_parallel import activation_bytes, parameter_bytes, stage_starts
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
@@ -60,12 +61,11 @@ class PlanMoves:
         self._num_groups = neighbours.num_groups
         tables, kinds = evaluator.tables, range(len(evaluator.cluster.device_types))
         real = tables.op_group >= 0
-        batch = self._graph.batch_size
         self._num_ops = np.bincount(tables.op_group[real], minlength=self._num_groups)
         self._seconds: FloatArray = np.stack([
             np.bincount(
                 tables.op_group[real],
-                evaluator.prices.op_seconds(kind, batch)[real],
+                evaluator.prices.op_seconds(kind, self._graph.batch_size)[real],
                 self._num_groups,
             )
             + 1e-9
@@ -78,7 +78,9 @@ class PlanMoves:
         self._usable = np.array([d.usable_memory_bytes for d in self._cluster.devices], float)
         self._blocks = layer_blocks(self._graph)
         self._recomputations = kinds_worth_trying(self._graph)
-        self._by_kind = self._hosts_by_kind()
+        self._by_kind = list(
+            grouped((kind, host) for host, kind in enumerate(self._cluster.host_kind)).values()
+        )
         names, weights = zip(*_KINDS, strict=True)
         self._names, self._weights = names, np.cumsum(weights) / sum(weights)
         self._make: dict[MoveKind, Callable[[State], State | None]] = {
@@ -110,20 +112,13 @@ class PlanMoves:
 
     def _is_small(self, state: State) -> bool:
         """Whether a simulation does not take too long, as far as the ops tell."""
-        candidates = self._space.candidates
         numbers, of_group = np.unique(state.row, return_inverse=True)
         ops = np.bincount(of_group, self._num_ops)
-        sizes = [len(candidates[number].devices) for number in numbers.tolist()]
+        sizes = [len(self._space.candidates[number].devices) for number in numbers.tolist()]
         micro = len(state.micro_batches[0]) if state.micro_batches else 1
         return micro == 1 or micro * float(ops @ np.array(sizes)) <= _MOST_TASKS
 
     # --- stages ----------------------------------------------------------------------------------
-
-    def _hosts_by_kind(self) -> list[list[int]]:
-        kinds: dict[int, list[int]] = {}
-        for host, kind in enumerate(self._cluster.host_kind):
-            kinds.setdefault(kind, []).append(host)
-        return list(kinds.values())
 
     def _some_devices(self) -> list[Devices]:
         """Devices of some hosts, host by host: all kinds or some, the kinds in any order."""
@@ -174,8 +169,7 @@ class PlanMoves:
         return decide
 
     def _num_micro(self, least: int) -> int:
-        batch = self._graph.batch_size
-        counts = [count for count in _MICRO if least <= count <= batch] or [1]
+        counts = [count for count in _MICRO if least <= count <= self._graph.batch_size] or [1]
         return counts[int(self.rng.integers(len(counts)))] if least > 1 else 1
 
     def _on_stages(self, state: State, decisions: Sequence[Decision], micro: int) -> State:
@@ -213,13 +207,12 @@ class PlanMoves:
         if micro > 1 and len(stages) > 1 and len(set(used)) == len(used):
             caps = int(self.rng.integers(3))
             if caps:
-                number = self._cluster.num_devices
-                schedule = caps_of_stages(stages, number, hidden=caps - 1)
+                schedule = caps_of_stages(stages, self._cluster.num_devices, hidden=caps - 1)
         if len(stages) > 1 and self.rng.random() < 0.3:
             schedule = replace(schedule, splits_backward=True)
         return schedule
 
-    def _balanced(self, decisions: Sequence[Decision]) -> list[int]:
+    def _balanced(self, decisions: Sequence[Decision]) -> Sequence[int]:
         """First group of each stage, each with at least one."""
         seconds, memory, room = [], [], []
         for decision in decisions:
@@ -235,12 +228,7 @@ class PlanMoves:
         noise = 0.0 if self.rng.random() < 0.5 else _SPREAD
         spread = np.exp(noise * self.rng.normal(size=len(decisions)))
         limit = np.array(room) if self.rng.random() < 0.5 else np.full(len(room), np.inf)
-        placement = balanced_chain(np.stack(seconds, 1) * spread, np.stack(memory, 1), limit)
-        cuts = np.searchsorted(np.array(placement), np.arange(1, len(decisions)))
-        lowest = np.arange(1, len(decisions))
-        cuts = np.maximum.accumulate(np.maximum(cuts, lowest))
-        cuts = np.minimum(cuts, self._num_groups - lowest[::-1])
-        return [0, *cuts.tolist()]
+        return stage_starts(np.stack(seconds, 1) * spread, np.stack(memory, 1), limit)
 
     def _runs(self, state: State) -> list[tuple[int, int]]:
         """First group and end of each run."""

@@ -29,9 +29,8 @@ from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
 from heterog.methods.repair import repair
 from heterog.methods.teams import without_needless_rules
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation, Outcome, given_up
-from heterog.simulator.evaluator import UNROLLED_STEPS
-from heterog.simulator.floor import floor_s
+from heterog.simulator.evaluator import UNROLLED_STEPS, Evaluation, Outcome, given_up
+from heterog.simulator.lower_bound import floor_s
 from heterog.simulator.place_facts import PlaceFacts
 from heterog.strategy.schedules import AS_IT_COMES
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Strategy

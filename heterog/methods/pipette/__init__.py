@@ -1,29 +1,5 @@
 """Pipette: uniform layouts and the order of hosts for links that are not equal (DATE 2024).
 
-``layouts`` lists the uniform layouts, ``communication`` has the paper's six models of a step and
-the cost of an order of hosts, ``annealing`` the search for an order, and
-``planner`` is the method.
+``communication`` has the paper's six models of a step and the cost of an order of hosts,
+``annealing`` the search for an order, and ``planner`` lists the layouts and is the method.
 """
-
-from heterog.methods.pipette.annealing import Annealed, anneal
-from heterog.methods.pipette.communication import (
-    Communication,
-    HostRates,
-    Pricing,
-    Traffic,
-    UniformCosts,
-    Variant,
-    latency_s,
-)
-
-__all__ = [
-    "Annealed",
-    "Communication",
-    "HostRates",
-    "Pricing",
-    "Traffic",
-    "UniformCosts",
-    "Variant",
-    "anneal",
-    "latency_s",
-]

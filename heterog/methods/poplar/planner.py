@@ -28,6 +28,7 @@ import numpy.typing as npt
 from heterog.cluster.hardware import DeviceType
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import FloatArray, Phase
+from heterog.grouped import grouped
 from heterog.lowering.channels import Channel
 from heterog.lowering.tables import GraphTables
 from heterog.memo import kept
@@ -43,8 +44,7 @@ from heterog.methods.poplar.allocation import (
     zero_strategy,
 )
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import MEMORY_MARGIN, Evaluation, Outcome
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluation, Evaluator, Outcome
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 
@@ -243,8 +243,11 @@ class Poplar(Planner):
     def plan(self, problem: Problem) -> PlanResult:
         """Allocate for each stage, and keep the fastest."""
         search = _Search(problem)
-        elementwise = problem.evaluator.graph.updates_elementwise
-        stages = [stage for stage in self._stages if stage == 0 or elementwise]
+        stages = [
+            stage
+            for stage in self._stages
+            if stage == 0 or problem.evaluator.graph.updates_elementwise
+        ]
         with search.spending.limits():
             for stage in stages:
                 search.try_stage(stage)
@@ -341,9 +344,7 @@ class _Search:
         """No slice groups; then one group for each host, if there are several of equal size."""
         yield ()
         host_of = self.evaluator.cluster.host_of
-        groups: dict[int, list[int]] = {}
-        for device in devices:
-            groups.setdefault(host_of[device], []).append(device)
+        groups = grouped((host_of[device], device) for device in devices)
         sizes = {len(group) for group in groups.values()}
         if stage and len(groups) > 1 and len(sizes) == 1 and max(sizes) > 1:
             yield tuple(map(tuple, groups.values()))
@@ -355,14 +356,16 @@ class _Search:
                 self.spending.check()
                 return None
             self.tried[key] = self.evaluator.evaluate(strategy, order)
-            self.problem.report(min(self.spending.fraction, 1.0), self._fastest())
+            self.problem.report(
+                min(self.spending.fraction, 1.0),
+                (
+                    min(
+                        (each.step_time_s for each in self.tried.values() if each and each.is_ok),
+                        default=float("inf"),
+                    )
+                ),
+            )
         return self.tried[key]
-
-    def _fastest(self) -> float:
-        return min(
-            (each.step_time_s for each in self.tried.values() if each and each.is_ok),
-            default=float("inf"),
-        )
 
     def _allocations(self, stage: int, slices: tuple[int, ...]) -> Iterator[Allocation]:
         """Allocations with the full time of collectives, and with collectives hidden."""

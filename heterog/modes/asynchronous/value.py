@@ -39,8 +39,7 @@ from heterog.modes.islands import (
     islands,
 )
 from heterog.modes.mode import EncodedMode, Mode
-from heterog.names import shown
-from heterog.records import Int32, Many, Record
+from heterog.records import Int32, Series
 
 if TYPE_CHECKING:
     from heterog.cluster.topology import Cluster
@@ -82,15 +81,6 @@ class ServerEvent(NamedTuple):
     step: int
 
 
-class ServerRecord(Record):
-    """A server in a file."""
-
-    staleness: Int32
-    devices: Many[Int32]
-    ticks: Many[Int32]
-    order: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsynchronousServer(Mode):
     """A server that keeps the weights, and the order in which gradients reach it.
@@ -106,7 +96,6 @@ class AsynchronousServer(Mode):
 
     key = "asynchronous"
     word = "server"
-    record = ServerRecord
     trains_apart = True
     steps_differ = True
     takes_gradients = True
@@ -116,9 +105,9 @@ class AsynchronousServer(Mode):
         "weights, or with an exact plan."
     )
 
-    staleness: int
-    devices: tuple[int, ...]
-    ticks: tuple[int, ...]
+    staleness: Int32
+    devices: Series[Int32]
+    ticks: Series[Int32]
     order: PushOrder = PushOrder.PLANNED
 
     def __post_init__(self) -> None:
@@ -200,30 +189,6 @@ class AsynchronousServer(Mode):
     def brief_words(self, strategy: "Strategy") -> str:
         """The server in a few words."""
         return f"asynchronous server, {self.staleness} steps ahead at most"
-
-    def to_json(self) -> object:
-        """The server as a JSON value."""
-        return {
-            "staleness": self.staleness,
-            "devices": list(self.devices),
-            "ticks": list(self.ticks),
-            "order": str(self.order),
-        }
-
-    @classmethod
-    def from_record(cls, record: ServerRecord) -> "AsynchronousServer":
-        """The server of a record."""
-        if record.order not in list(PushOrder):
-            raise StrategyError(
-                f"strategy: field 'asynchronous.order' is {shown(record.order)}, none of "
-                f"{', '.join(PushOrder)}."
-            )
-        return cls(
-            staleness=record.staleness,
-            devices=tuple(record.devices),
-            ticks=tuple(record.ticks),
-            order=PushOrder(record.order),
-        )
 
     def check(self, strategy: "Strategy", graph: OpGraph, cluster: "Cluster") -> None:
         """Refuse teams that cannot train alone, and parameters that nobody serves."""

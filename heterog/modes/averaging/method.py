@@ -31,7 +31,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.unequal_updates import is_worth_adding
 from heterog.strategy.division import split_in_proportion
-from heterog.strategy.strategy import Decision, Strategy
+from heterog.strategy.strategy import Decision
 
 _MOST_ASKED = 8
 """Most islands, the slowest first, for which leaving them out is tried."""
@@ -158,12 +158,9 @@ class AveragedReplicas(Planner):
         if decision is None:
             return None
         rest = self._tried(evaluator, decision)
-        whole_s, rest_s = (self._averaging_s(evaluator, each[1]) for each in (whole, rest))
+        whole_s, rest_s = (
+            sum(mode.more_s for mode in evaluator.encode(each[1]).modes) for each in (whole, rest)
+        )
         relative = sum(speeds[device] for device in team) / sum(weights)
         compute_s = rest[0].step_time_s - rest_s
         return None if is_worth_adding(relative, compute_s, whole_s - rest_s) else rest
-
-    @staticmethod
-    def _averaging_s(evaluator: Evaluator, strategy: Strategy) -> float:
-        """Seconds of averaging in the mean of a step."""
-        return sum(mode.more_s for mode in evaluator.encode(strategy).modes)

@@ -29,7 +29,7 @@ bucket are the tensors read and written. What error feedback moves belongs to
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,8 +40,7 @@ from heterog.graph.placement import ITEM_BYTES
 from heterog.modes.codecs.value import Codec, CodecRule, codec_rules
 from heterog.modes.islands import MOST_STEPS, check_islands, crossing_fault, island_samples
 from heterog.modes.mode import EncodedMode, Mode
-from heterog.names import shown
-from heterog.records import Count, Int32, Record
+from heterog.records import Count, Int32, Number
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy
 
 if TYPE_CHECKING:
@@ -64,16 +63,6 @@ class AverageWeights(StrEnum):
     """In proportion to the samples that it trains on: with H = 1 and SGD, one device's step."""
     EQUAL = "equal"
     """All islands alike, as in DiLoCo."""
-
-
-class AveragingRecord(Record):
-    """An averaging in a file."""
-
-    every: Count
-    weights: str
-    outer_rate: float = 1.0
-    outer_momentum: float = 0.0
-    delay: Int32 = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,17 +93,16 @@ class Averaging(Mode):
 
     key = "averaging"
     word = "average"
-    record = AveragingRecord
     goes_with = ("codecs",)
     trains_apart = True
     steps_differ = True
     sends_changes = True
 
-    every: int
+    every: Count
     weights: AverageWeights = AverageWeights.SAMPLES
-    outer_rate: float = 1.0
-    outer_momentum: float = 0.0
-    delay: int = 0
+    outer_rate: Number = 1.0
+    outer_momentum: Number = 0.0
+    delay: Int32 = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.every <= MOST_STEPS:
@@ -194,26 +182,6 @@ class Averaging(Mode):
     def brief_words(self, strategy: "Strategy") -> str:
         """The averaging in a few words."""
         return f"averaged every {self.every} steps"
-
-    def to_json(self) -> object:
-        """The averaging as a JSON value."""
-        return asdict(self) | {"weights": str(self.weights)}
-
-    @classmethod
-    def from_record(cls, record: AveragingRecord) -> "Averaging":
-        """The averaging of a record."""
-        if record.weights not in list(AverageWeights):
-            raise StrategyError(
-                f"strategy: field 'averaging.weights' is {shown(record.weights)}, none of "
-                f"{', '.join(AverageWeights)}."
-            )
-        return cls(
-            every=record.every,
-            weights=AverageWeights(record.weights),
-            outer_rate=record.outer_rate,
-            outer_momentum=record.outer_momentum,
-            delay=record.delay,
-        )
 
     def check(self, strategy: "Strategy", graph: "OpGraph", cluster: "Cluster") -> None:
         """Refuse decisions whose teams are not islands that can train alone."""

@@ -51,8 +51,7 @@ from heterog.search.issue_order import IssuedStep, Rehearse, issued_step
 from heterog.search.judging import under_noise
 from heterog.search.plan import Plan
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.strategy import Strategy
 
 EQUALLY_FAST = 0.01

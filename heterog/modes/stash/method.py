@@ -19,7 +19,7 @@ from heterog.errors import HeterogError, StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.lowering.program import FloatArray
 from heterog.methods.data_parallel import device_speeds
-from heterog.methods.model_parallel import activation_bytes, balanced_chain, parameter_bytes
+from heterog.methods.model_parallel import activation_bytes, parameter_bytes, stage_starts
 from heterog.methods.pipeline import Stages, stage_sequences
 from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.methods.recomputing import kinds_worth_trying
@@ -29,8 +29,7 @@ from heterog.modes.stash.phases import stage_fault
 from heterog.modes.stash.value import WeightStash, stages_of
 from heterog.names import shown
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
 from heterog.strategy.schedules import AS_IT_COMES
 from heterog.strategy.strategy import REPLICATED, Decision, Keeps, Strategy
@@ -236,17 +235,11 @@ class _Costs:
         Returns:
             Seconds of the slowest stage, and the first group of each stage.
         """
-        count, num_groups = len(stages), self._evaluator.tables.num_groups
         usable = [device.usable_memory_bytes for device in self._evaluator.cluster.devices]
         seconds = np.stack([self._seconds(devices, num_micro) for devices in stages], axis=1)
-        memory = np.stack([self._bytes(n, stages, num_micro) for n in range(count)], axis=1)
+        memory = np.stack([self._bytes(n, stages, num_micro) for n in range(len(stages))], axis=1)
         room = np.array([float(min(usable[d] for d in devices)) for devices in stages])
-        placement = np.array(balanced_chain(seconds, memory, room))
-        # Every stage keeps a group, even if the fastest cut leaves a slow stage empty.
-        lowest = np.arange(1, count)
-        cuts = np.maximum(np.searchsorted(placement, lowest), lowest)
-        cuts = np.minimum(np.maximum.accumulate(cuts), num_groups - lowest[::-1])
-        starts = (0, *(int(cut) for cut in cuts))
+        starts = stage_starts(seconds, memory, room)
         return float(np.add.reduceat(seconds, starts, axis=0).diagonal().max()), starts
 
     def _seconds(self, devices: tuple[int, ...], num_micro: int) -> FloatArray:

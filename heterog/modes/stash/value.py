@@ -21,7 +21,7 @@ Each step makes one update with the gradient of a whole batch, as an exact step 
 weights, so a strategy has a stash only where a person asked for it.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +29,7 @@ import numpy as np
 from heterog.errors import StrategyError
 from heterog.modes.mode import EncodedMode, Mode
 from heterog.modes.stash.phases import EncodedStash, is_of_backward, stage_fault
-from heterog.records import Int32, Record
+from heterog.records import Int32
 from heterog.strategy.schedules import PipelineSchedule, device_chunks
 
 if TYPE_CHECKING:
@@ -50,12 +50,6 @@ MOST_BOUNDARY_STEPS = 1000
 """Most steps that a boundary may add; memory ends long before."""
 
 
-class StashRecord(Record):
-    """A stash in a file."""
-
-    boundary_steps: Int32
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightStash(Mode):
     """Staleness of a pipeline's stages.
@@ -67,10 +61,9 @@ class WeightStash(Mode):
 
     key = "stash"
     word = "stash"
-    record = StashRecord
     overlaps_steps = True
 
-    boundary_steps: int
+    boundary_steps: Int32
 
     def __post_init__(self) -> None:
         if not 0 <= self.boundary_steps <= MOST_BOUNDARY_STEPS:
@@ -134,15 +127,6 @@ class WeightStash(Mode):
             "forward before a gradient comes back, with weights up to "
             f"{age} step{'s' * (age != 1)} old, of which it keeps {age + 1} versions."
         )
-
-    def to_json(self) -> object:
-        """The stash as a JSON value."""
-        return asdict(self)
-
-    @classmethod
-    def from_record(cls, record: StashRecord) -> "WeightStash":
-        """The stash of a record."""
-        return cls(boundary_steps=record.boundary_steps)
 
     def check(self, strategy: "Strategy", graph: "OpGraph", cluster: "Cluster") -> None:
         """Refuse a strategy that is no pipeline of stages with replicas of whole parameters.

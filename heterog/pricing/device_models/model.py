@@ -28,6 +28,7 @@ from heterog.pricing.device_models.kernels import (
     products_of,
     streams_of,
 )
+from heterog.pricing.device_models.laws import ProductModel, StreamModel
 from heterog.pricing.device_models.parameters import (
     ANY_TYPE,
     PRODUCTS,
@@ -40,8 +41,6 @@ from heterog.pricing.device_models.parameters import (
     in_training_of,
     multiplies_large,
 )
-from heterog.pricing.device_models.products import ProductModel
-from heterog.pricing.device_models.streams import StreamModel
 from heterog.pricing.device_models.torch_kernels import (
     TF32,
     UNALIGNED,

@@ -15,11 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from heterog.cluster.catalog import ListedType, listed_name, listed_type
 from heterog.cluster.hardware import DeviceType
-from heterog.pricing.device_models.chip import Chip
-from heterog.pricing.device_models.collectives import CollectiveModel
-from heterog.pricing.device_models.products import ProductModel
-from heterog.pricing.device_models.streams import StreamModel
-from heterog.pricing.peak_errors import PeakErrors
+from heterog.pricing.device_models.laws import Chip, CollectiveModel, ProductModel, StreamModel
+from heterog.pricing.intervals import PeakErrors
 from heterog.yaml_files import load_shipped
 
 _T = TypeVar("_T")

@@ -8,22 +8,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
 
 from heterog.errors import InputFileError
 from heterog.files import read_json
+from heterog.grouped import grouped
 from heterog.names import shown
 from heterog.records import (
+    VALUE,
     Identifier,
     Int32,
     Json,
     Name,
     NumBytes,
-    Record,
     Text,
+    Word,
     parse_record,
 )
 from heterog.runtime.checkpoint.held import (
@@ -40,7 +42,7 @@ SCHEMA_VERSION = 4
 """Since 4, parts of tensors are boxes. 3 had runs of elements, 2 no checksums, 1 no parts."""
 _FIRST_WITH_CHECKSUMS = 3
 DATA_FOLDER = re.compile(r"data-(\d+)")
-_Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
+_Digest = Annotated[Word, Field(pattern=r"^([0-9a-f]{64})?$")]
 _FILE = re.compile(r"__\d+_\d+\.distcp")
 
 
@@ -55,16 +57,18 @@ class SavedTensor:
     as flat tensors: without ``offsets``, with ``begin``, the first element.
     """
 
-    shape: tuple[int, ...]
-    dtype: str
-    file: str
-    offset: int
-    num_bytes: int
-    sha256: str = ""
-    whole: str = ""
-    whole_shape: tuple[int, ...] = ()
-    offsets: tuple[int, ...] = ()
-    begin: int = 0
+    __pydantic_config__: ClassVar = VALUE
+
+    shape: tuple[Int32, ...]
+    dtype: Word
+    file: Word
+    offset: NumBytes
+    num_bytes: NumBytes
+    sha256: _Digest = ""
+    whole: Text = ""
+    whole_shape: tuple[Int32, ...] = ()
+    offsets: tuple[Int32, ...] = ()
+    begin: NumBytes = 0
 
     @property
     def pieces(self) -> list[Piece]:
@@ -88,10 +92,12 @@ class SavedOptimizer:
         group: Number of its parameter group.
     """
 
-    options: Mapping[str, Any]
-    tensors: tuple[str, ...]
-    values: Mapping[str, Any]
-    group: int = 0
+    __pydantic_config__: ClassVar = VALUE
+
+    options: dict[Text, Json]
+    tensors: tuple[Text, ...]
+    values: dict[Text, Json]
+    group: Int32 = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,27 +115,29 @@ class Contents:
         tensors: Saved tensors by name: ``model.`` or ``optimizer.`` and the parameter's name.
         states: State of the optimizer, by parameter.
         extra: Values that the caller wanted to keep.
+        sha256: Checksum of the file; see ``checksum_of``.
     """
 
-    heterog: str
-    torch: str
-    model: str
-    graph: str
-    optimizer: str
-    num_steps: int
-    data: str
-    tensors: Mapping[str, SavedTensor]
-    states: Mapping[str, SavedOptimizer]
-    extra: Mapping[str, Any]
+    __pydantic_config__: ClassVar = VALUE
+
+    heterog: Text
+    torch: Text
+    model: Name
+    graph: Text
+    optimizer: Identifier
+    num_steps: Int32
+    data: Text
+    tensors: dict[Text, SavedTensor]
+    states: dict[Text, SavedOptimizer]
+    extra: dict[Word, Json]
+    sha256: _Digest = ""
 
     @cached_property
     def parts(self) -> Mapping[str, Sequence[str]]:
         """Names of the parts of each tensor that was saved in parts."""
-        found: dict[str, list[str]] = {}
-        for name, tensor in self.tensors.items():
-            if tensor.whole:
-                found.setdefault(tensor.whole, []).append(name)
-        return found
+        return grouped(
+            (tensor.whole, name) for name, tensor in self.tensors.items() if tensor.whole
+        )
 
     @property
     def names(self) -> list[str]:
@@ -160,24 +168,12 @@ def read_contents(folder: str | Path) -> Contents:
     index = Path(folder) / CHECKPOINT_INDEX
     where = f"checkpoint {index}"
     value = read_json(index, "checkpoint")
-    record = parse_record(value, _IndexRecord, where, versions=(1, 2, 3, SCHEMA_VERSION))
-    summed = record.schema_version >= _FIRST_WITH_CHECKSUMS or bool(record.sha256)
-    if summed and record.sha256 != checksum_of(value):
+    contents = parse_record(value, Contents, where, versions=(1, 2, 3, SCHEMA_VERSION))
+    summed = value["schema_version"] >= _FIRST_WITH_CHECKSUMS or bool(contents.sha256)
+    if summed and contents.sha256 != checksum_of(value):
         raise InputFileError(
             f"{where} is damaged: its checksum is wrong. Resume from another checkpoint."
         )
-    contents = Contents(
-        heterog=record.heterog,
-        torch=record.torch,
-        model=record.model,
-        graph=record.graph,
-        optimizer=record.optimizer,
-        num_steps=record.num_steps,
-        data=record.data,
-        tensors=tensors_from_json(value["tensors"]),
-        states=states_from_json(value["states"]),
-        extra=record.extra,
-    )
     try:
         _check_contents(contents, summed=summed)
     except ValueError as error:
@@ -190,41 +186,6 @@ def checksum_of(record: Mapping[str, Any]) -> str:
     """SHA-256 of an index, without the field that stores it."""
     rest = {key: value for key, value in record.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-class _TensorRecord(Record):
-    shape: list[Int32]
-    dtype: str
-    file: str
-    offset: NumBytes
-    num_bytes: NumBytes
-    sha256: _Digest = ""
-    whole: Text = ""
-    whole_shape: list[Int32] = Field(default_factory=list)
-    offsets: list[Int32] = Field(default_factory=list)
-    begin: NumBytes = 0
-
-
-class _StateRecord(Record):
-    options: dict[Text, Json]
-    tensors: list[Text]
-    values: dict[Text, Json]
-    group: Int32 = 0
-
-
-class _IndexRecord(Record):
-    schema_version: int
-    heterog: Text
-    torch: Text
-    model: Name
-    graph: Text
-    optimizer: Identifier
-    num_steps: Int32
-    data: Text
-    tensors: dict[Text, _TensorRecord]
-    states: dict[Text, _StateRecord]
-    extra: dict[str, Json]
-    sha256: _Digest = ""
 
 
 def _check_contents(contents: Contents, *, summed: bool) -> None:

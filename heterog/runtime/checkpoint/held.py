@@ -273,10 +273,9 @@ def is_elementwise(key: str, shape: tuple[int, ...], parameter_shape: tuple[int,
 
 def stepped_values(step: DeployedStep) -> list[Stepped]:
     """Tensors of this rank's optimizer, in its order."""
-    graph = step.captured.graph
     row_of = {
         id(step.part.parameters[tensor]): row
-        for row, (_, tensor, _) in enumerate(graph.updates)
+        for row, (_, tensor, _) in enumerate(step.captured.graph.updates)
         if tensor in step.part.parameters
     }
     found = []

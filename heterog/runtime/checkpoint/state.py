@@ -109,11 +109,10 @@ def fixed_tensors(step: DeployedStep, model: nn.Module) -> dict[str, Tensor]:
 
 def held_rows(step: DeployedStep) -> list[tuple[int, Tensor]]:
     """Parameters that this rank has outside of slices, by row of ``graph.updates``."""
-    graph = step.captured.graph
     in_slices = rows_in_slices(step)
     return [
         (row, step.part.parameters[tensor].detach())
-        for row, (_, tensor, _) in enumerate(graph.updates)
+        for row, (_, tensor, _) in enumerate(step.captured.graph.updates)
         if tensor in step.part.parameters and row not in in_slices
     ]
 
@@ -274,9 +273,8 @@ class NewState:
             name, _ = name_and_shape(step, row)
             self._want(value, [(f"model.{name}", held_pieces(step, row))])
         everything = stepped_values(step)
-        groups = step.optimizer.param_groups
         names = [[each.name for each in stepped.members] for stepped in everything]
-        self._options = new_options(groups, names, contents)
+        self._options = new_options(step.optimizer.param_groups, names, contents)
         for number, stepped in enumerate(everything):
             named = [(f"model.{each.name}", each.pieces) for each in stepped.members]
             if stepped.bucket is not None and stepped.bucket.stage == 3:
@@ -313,8 +311,7 @@ class NewState:
 
     def _masters_of(self, stepped: Stepped) -> list[tuple[str, list[Piece]]]:
         """The saved master weights; empty if the model was trained without."""
-        states = self._contents.states
-        if any(MASTER not in states[each.name].tensors for each in stepped.members):
+        if any(MASTER not in self._contents.states[each.name].tensors for each in stepped.members):
             return []
         return [(f"optimizer.{each.name}.{MASTER}", each.pieces) for each in stepped.members]
 

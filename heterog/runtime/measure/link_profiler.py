@@ -263,17 +263,6 @@ def _while_computing(
             used = (time.process_time() - cpu - computed) / (_NUM_BURSTS * _NUM_OPERATIONS)
     dist.barrier()
     all_ranks = gathered([statistics.median(bursts or [0.0]), max(used, 0.0) * stretch])
-    return _measured_while_computing(cluster, kind, devices, payload, all_ranks)
-
-
-def _measured_while_computing(
-    cluster: Cluster,
-    kind: ChannelKind,
-    devices: tuple[int, ...],
-    payload: int,
-    all_ranks: Sequence[Sequence[float]],
-) -> LinkMeasurement:
-    """Combine the ranks' (seconds of an operation, own seconds of computing) into one row."""
     return LinkMeasurement(
         kind=kind.name.lower(),
         devices=tuple(cluster.devices[device].name for device in devices),

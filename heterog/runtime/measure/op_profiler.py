@@ -270,7 +270,7 @@ def profile_ops(
         ``step``.
     """
     graph = captured.graph
-    device = _device_of(device_type)
+    device = CPU if is_cpu(device_type) else own_device()
     program = _data_parallel(graph, samples)
     model = workload.make_model().to(device)
     named = dict(model.named_parameters())
@@ -329,11 +329,6 @@ def profile_ops(
     )
     rows += _update_rows(graph, parameters, optimizer, clock.stretch, samples, device_type, device)
     return rows
-
-
-def _device_of(device_type: str) -> torch.device:
-    """This process's device of a type: its GPU, if it has one and the type is not the CPU's."""
-    return CPU if is_cpu(device_type) else own_device()
 
 
 def _data_parallel(graph: OpGraph, samples: int) -> Program:

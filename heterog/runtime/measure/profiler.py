@@ -31,12 +31,10 @@ from heterog.errors import HeterogError, InputFileError
 from heterog.files import MAX_JSON_BYTES, parse_json, read_bytes, write_atomically
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.workload import Workload
-from heterog.pricing.calibration_files import LinkRecord, OpRecord
 from heterog.pricing.measurements import (
     LinkMeasurement,
     Measurements,
     OpMeasurement,
-    link_measurement,
 )
 from heterog.records import Record, Text, parse_record
 from heterog.runtime.accelerators import (
@@ -99,7 +97,7 @@ class Journal:
             parse_record(line, _JournalLine, f"journal {path}, line {number}")
             for number, line in enumerate(lines[1:], 2)
         ]
-        self._rows = {each.key: [dict(row) for row in each.rows] for each in found}
+        self._rows = {each.key: each.rows for each in found}
         # Whole again: what follows a line that was cut off would be lost with it.
         records = [{"journal_of": of}, *lines[1:]]
         write_atomically(path, "".join(f"{json.dumps(each)}\n" for each in records).encode())
@@ -107,15 +105,15 @@ class Journal:
     def __contains__(self, key: str) -> bool:
         return key in self._rows
 
-    def rows(self, key: str) -> list[dict[str, Any]]:
+    def rows(self, key: str) -> list[Any]:
         """The rows of a measurement that is done."""
         return self._rows[key]
 
-    def add(self, key: str, rows: Sequence[OpMeasurement] | Sequence[LinkMeasurement]) -> None:
+    def add(self, key: str, rows: list[OpMeasurement] | list[LinkMeasurement]) -> None:
         """Add the rows of a measurement."""
-        self._rows[key] = [asdict(row) for row in rows]
+        self._rows[key] = rows
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"key": key, "rows": self._rows[key]}) + "\n")
+            file.write(json.dumps({"key": key, "rows": list(map(asdict, rows))}) + "\n")
 
 
 class _JournalHead(Record):
@@ -124,7 +122,7 @@ class _JournalHead(Record):
 
 class _JournalLine(Record):
     key: Text
-    rows: list[OpRecord] | list[LinkRecord]
+    rows: list[OpMeasurement] | list[LinkMeasurement]
 
 
 def _whole_lines(path: Path) -> list[Any]:
@@ -207,7 +205,7 @@ def profile_local(
                         if is_new
                         else [],
                     )
-                rows += [OpMeasurement(**row) for row in done.rows(key)]
+                rows += done.rows(key)
     return rows
 
 
@@ -404,7 +402,7 @@ def _journalled_links(
     keys = [f"link {case}" for case in link_cases(dist.get_world_size(), PAYLOADS)]
     known = list(itertools.takewhile(lambda key: key in journal, keys))
     num_done = int(gathered([len(known)])[0][0])
-    rows = [link_measurement(LinkRecord(**journal.rows(key)[0])) for key in known]
+    rows = [journal.rows(key)[0] for key in known]
     measured = profile_links(cluster, num_done=num_done, quota=quota, tell=tell)
     for key, row in zip(keys[num_done:], measured, strict=True):
         if dist.get_rank() == 0:

@@ -33,7 +33,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Literal
 
-from heterog.cluster.hardware import Host
 from heterog.cluster.spec import parse_cluster
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogWarning, UnknownNameError
@@ -457,16 +456,12 @@ def _warn_about_intra(cluster: Cluster) -> None:
         if len(cluster.host_devices(index)) > 1:
             warnings.warn(
                 f"host '{host.name}' has {len(cluster.host_devices(index))} ranks: what they send "
-                f"to each other goes over loopback, not at the {_gigabytes(host)} GB/s of its "
-                "inner link.",
+                "to each other goes over loopback, not at the "
+                f"{host.intra.bandwidth_bytes_per_s / 1e9:g} GB/s of its inner link.",
                 HeterogWarning,
                 stacklevel=3,
             )
             return
-
-
-def _gigabytes(host: Host) -> str:
-    return f"{host.intra.bandwidth_bytes_per_s / 1e9:g}"
 
 
 def _start_ticks(pid: int) -> int | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError, UnknownNameError
 from heterog.graph.op_graph import OpGraph
+from heterog.grouped import grouped
 from heterog.methods.planner import Budget
 from heterog.search.arrivals.queueing import JobFeatures, Place
 from heterog.search.arrivals.ramp import devices_of
@@ -182,12 +183,10 @@ class EvaluatedCluster:
         cluster = self.cluster
         if cluster.pairs:  # the lines between hosts are individual
             return devices
-        hosts: dict[int, list[object]] = {}
-        for device in devices:
-            each = cluster.devices[device]
-            hosts.setdefault(each.host_index, []).append(
-                (each.type.name, each.usable_memory_bytes)
-            )
+        members = [cluster.devices[device] for device in devices]
+        hosts = grouped(
+            (each.host_index, (each.type.name, each.usable_memory_bytes)) for each in members
+        )
         return tuple(sorted((cluster.host_kind[host], *kinds) for host, kinds in hosts.items()))
 
     def _planned(self, graph: OpGraph, devices: tuple[int, ...]) -> _Step:

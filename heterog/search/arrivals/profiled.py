@@ -17,6 +17,7 @@ import numpy.typing as npt
 from scipy.stats import skewnorm
 
 from heterog.errors import HeterogError, UnknownNameError
+from heterog.grouped import grouped
 from heterog.search.arrivals.queueing import JobCluster, JobFeatures, JobRequest, Place
 from heterog.search.arrivals.ramp import MOST_PARTS, RampNetwork
 
@@ -127,17 +128,19 @@ def profiled_jobs() -> dict[str, ProfiledJob]:
     """The paper's five jobs by name: AlexNet, ResNet-18, SqueezeNet, VGG-16 and GNMT."""
     table = resources.files("heterog.search.arrivals") / "pipedream_jobs.csv"
     lines = table.read_text(encoding="utf-8").splitlines()
-    ops: dict[str, list[ProfiledOp]] = {}
-    for row in csv.DictReader(io.StringIO("\n".join(lines[1:]))):
-        ops.setdefault(row["job"], []).append(
+    ops = grouped(
+        (
+            row["job"],
             ProfiledOp(
                 forward=float(row["forward_ms"]),
                 backward=float(row["backward_ms"]),
                 activation_bytes=int(row["activation_bytes"]),
                 parameter_bytes=int(row["parameter_bytes"]),
                 inputs=tuple(map(int, row["inputs"].split())),
-            )
+            ),
         )
+        for row in csv.DictReader(io.StringIO("\n".join(lines[1:])))
+    )
     return {name: ProfiledJob(name=name, ops=tuple(found)) for name, found in ops.items()}
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from heterog.errors import HeterogError
+from heterog.memo import kept
 
 _MEMORY_BYTES_PER_S = 2e12
 _PEAK_ADDITIONS_PER_S = 130e12
@@ -110,13 +111,11 @@ class RampNetwork:
 
     def first_fit(self, num_parts: int, occupied: int) -> int:
         """The first block of workers that are all free; 0 if there is none."""
-        if num_parts not in self._blocks:
-            self._blocks[num_parts] = tuple(dict.fromkeys(self._all_blocks(num_parts)))
-        return next((block for block in self._blocks[num_parts] if not block & occupied), 0)
+        return next((block for block in self._blocks(num_parts) if not block & occupied), 0)
 
-    @cached_property
-    def _blocks(self) -> dict[int, tuple[int, ...]]:
-        return {}
+    @kept
+    def _blocks(self, num_parts: int) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self._all_blocks(num_parts)))
 
     def extent(self, block: int) -> Shape:
         """How many servers in racks, racks, and groups a block uses, in the costs' order."""

@@ -169,7 +169,11 @@ def team_rules(
             split[ops[run.groups[offset]][position]] = rule
     if not split:
         raise LayoutError(_nothing_to_split(graph, runs))
-    least_units = min(rule.units for rule in split.values() if _has_split(rule))
+    least_units = min(
+        rule.units
+        for rule in split.values()
+        if any(place.kind == "S" for place in (*rule.inputs, *rule.outputs))
+    )
     remarks = tuple(_gathered(graph, split))
     split |= _added_in_parts(graph, groups, split)
     if sequence_parallel:
@@ -338,10 +342,6 @@ def _placed(
         for op in ops[group]
         if op in rules
     )
-
-
-def _has_split(rule: OpRule) -> bool:
-    return any(place.kind == "S" for place in (*rule.inputs, *rule.outputs))
 
 
 def _added_in_parts(

@@ -15,14 +15,63 @@ would need more power than it may draw lowers its clock: what it does in the lon
 the energy of a FLOP (``parameters.energy_of``). Wave and tile quantisation are those of NVIDIA's
 "Matrix Multiplication Background User's Guide"; that the work of one tile is the unit, scaled by
 features of the data sheet, is the idea of NeuSight (Lee et al., ASPLOS 2025, section 4).
+
+The numbers of a GPU's data sheet that its kernels' seconds follow from.
+
+Seconds of kernels that the memory bandwidth bounds: elementwise ops, norms, softmax.
+
+    seconds = launch + bytes / (bandwidth x efficiency)
+
+A softmax or norm reads its rows again. As long as the rows that all multiprocessors work on lie in
+the last cache that costs little; beyond that, all comes from memory again. Its efficiency counts
+the bytes of one reading, and falls from that of short rows to that of long ones between
+
+    first = cached_share x cache / (multiprocessors x bytes of an element)
+
+elements and twice as many.
+
+Seconds of collectives inside a host: latency, a pipeline that fills, and a plateau.
+
+    T(S, n) = latency + hop (n - 1) + min(fill + fill_hop (n - 1), W fill_s_per_byte) + W / rate
+    W = rounds S (n - 1) / n
+    rate = bandwidth of a link x efficiency x (n / 8)^growth
+
+S is the payload in bytes (of an all-to-all, what each member has), n the members, rounds 2 for an
+all-reduce and 1 for others. NCCL has
+protocols of low latency and low bandwidth for small payloads and the reverse for large ones, and
+takes the faster: the lesser of two lines, which is what the third term makes of the sum (NCCL's
+tuning model, ``ncclTopoTuneModel``). Rates grow with members because a switch adds up (NVLS) and
+more channels run.
 """
 
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
 from heterog.graph.op_graph import FloatArray
-from heterog.pricing.device_models.chip import Chip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """Numbers of a data sheet that matter to a kernel.
+
+    Attributes:
+        peak_flops_per_s: Peak of the dtype at hand.
+        bandwidth_bytes_per_s: Bandwidth of the memory.
+        multiprocessors: Number of units that work on tiles of their own.
+        cache_bytes: Size of the last cache before the memory.
+        board_w: Most power that the board may draw, in watts.
+        energy: Energy of a FLOP over that of one at 16 nm.
+    """
+
+    peak_flops_per_s: float
+    bandwidth_bytes_per_s: float
+    multiprocessors: int
+    cache_bytes: float
+    board_w: float = inf
+    energy: float = 1.0
+
 
 TILES = (
     (256, 128), (128, 256), (256, 64), (64, 256), (128, 128), (128, 64), (64, 128), (64, 64),
@@ -141,3 +190,90 @@ def product_bytes(sizes: FloatArray, input_bytes: float, output_bytes: float) ->
     batch, rows, columns, depth = sizes.T
     factors = rows * depth + depth * columns
     return np.asarray(batch * (input_bytes * factors + output_bytes * rows * columns))
+
+
+_BYTES = 4.0
+"""Of an element: all kernels that were measured have float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamModel:
+    """Parameters of one family of kernels on one GPU type.
+
+    Attributes:
+        launch_s: Seconds of a kernel that does nothing.
+        efficiency: Share of the bandwidth that a large kernel reaches.
+        long_row_efficiency: Share where rows no longer lie in the cache.
+        cached_share: Share of a multiprocessor's part of the cache that one row may take until
+            rows begin to fall out of it: rows are many, one for each block.
+    """
+
+    launch_s: float
+    efficiency: float
+    long_row_efficiency: float
+    cached_share: float
+
+    def seconds_per_byte(self, chip: Chip, row: FloatArray) -> FloatArray:
+        """Seconds per byte of kernels.
+
+        Args:
+            chip: Chip where they run.
+            row: Number of elements that are reduced together; 0 if none are.  # [num_kernels]
+        """
+        first = self.cached_share * chip.cache_bytes / (chip.multiprocessors * _BYTES)
+        missed = np.clip(row / max(first, 1.0) - 1.0, 0.0, 1.0)
+        passes = (1.0 - missed) / self.efficiency + missed / self.long_row_efficiency
+        return np.asarray(passes / chip.bandwidth_bytes_per_s, np.float64)
+
+    def seconds(self, chip: Chip, num_bytes: FloatArray, row: FloatArray) -> FloatArray:
+        """Seconds of kernels that read and write ``num_bytes`` [num_kernels] each."""
+        return self.launch_s + num_bytes * self.seconds_per_byte(chip, row)
+
+
+_MEMBERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveModel:
+    """Parameters of one operation among GPUs of one type, as in the formula of the module."""
+
+    rounds: float
+    latency_s: float
+    hop_s: float
+    fill_s: float
+    fill_hop_s: float
+    fill_s_per_byte: float
+    efficiency: float
+    growth: float
+
+    def alone_s(self, members: FloatArray) -> FloatArray:
+        """Seconds of an empty payload.  # [...]"""
+        return np.asarray(self.latency_s + self.hop_s * (members - 1.0))
+
+    def most_fill_s(self, members: FloatArray) -> FloatArray:
+        """Longest time that filling takes, in seconds.  # [...]"""
+        return np.asarray(self.fill_s + self.fill_hop_s * (members - 1.0))
+
+    def rate(self, members: FloatArray, bandwidth_bytes_per_s: float) -> FloatArray:
+        """Bytes per second over a link on the plateau.  # [...]"""
+        grown = (np.asarray(members) / _MEMBERS) ** self.growth
+        return np.asarray(bandwidth_bytes_per_s * self.efficiency * grown)
+
+    def sent_per_byte(self, members: FloatArray) -> FloatArray:
+        """Bytes sent over each link per byte of payload.  # [...]"""
+        return np.asarray(self.rounds * (members - 1.0) / members)
+
+    def seconds(
+        self, payload: FloatArray, members: FloatArray, bandwidth_bytes_per_s: float
+    ) -> FloatArray:
+        """Seconds of operations.
+
+        Args:
+            payload: Bytes of each operation.  # [num_operations]
+            members: Number of members of each operation.  # [num_operations]
+            bandwidth_bytes_per_s: Bandwidth of a link, one way.
+        """
+        sent = payload * self.sent_per_byte(members)
+        fill = np.minimum(self.most_fill_s(members), sent * self.fill_s_per_byte)
+        plateau = sent / self.rate(members, bandwidth_bytes_per_s)
+        return np.asarray(self.alone_s(members) + fill + plateau)
