@@ -5,14 +5,16 @@ line and below sections of their own in YAML; so both become one flat list of na
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from posixpath import normpath
 from typing import Any
 
 from heterog.errors import InputFileError
+from heterog.files import parse_json
 from heterog.names import shown
 from heterog.strategy.layouts.fields import Fields, LayoutFile, Twice, leaves
 from heterog.strategy.layouts.layout import LayoutError, layout_of_words
-from heterog.strategy.layouts.shell import OR, options_of
+from heterog.strategy.layouts.shell import OR, Script, read_script
 
 _NAME = re.compile(
     r"(tensor|pipeline|virtual_pipeline|expert)_model_parallel_size|.+\.context_parallel_size"
@@ -83,8 +85,15 @@ def _add(found: dict[str, Any], name: str, value: object, where: str) -> None:
         )
 
 
-def command_line_document(text: str, where: str) -> tuple[dict[str, Any], list[str]]:
+def command_line_document(
+    text: str, where: str, beside: Callable[[str], str | None]
+) -> tuple[dict[str, Any], list[str]]:
     """The options in a command line or in the shell script around it, as fields.
+
+    Args:
+        text: The command line or script.
+        where: Start of every message.
+        beside: Text of the file of a name, relative to the script; ``None`` if there is none.
 
     Returns:
         The fields, and sentences about what is not sure of them.
@@ -94,7 +103,8 @@ def command_line_document(text: str, where: str) -> tuple[dict[str, Any], list[s
     """
     found: dict[str, Any] = {}
     unsure, unknown = dict[str, None](), dict[str, None]()
-    for option in options_of(text, where):
+    script = read_script(text, where, beside)
+    for option in script.options:
         name = _own_name(option.name)
         if not name:
             unknown[option.value] = None
@@ -107,6 +117,9 @@ def command_line_document(text: str, where: str) -> tuple[dict[str, Any], list[s
             _add(found, name, _typed(value), f"--{name.replace('_', '-')} {how}")
     if not found:
         raise InputFileError(f"{where} has no options, such as --tensor-model-parallel-size 2.")
+    missing = [*script.missing, *_add_deepspeed(found, script, where, beside)]
+    for name, value in script.directives.items():
+        found.setdefault(_own_name(name), int(value))
     if "expert_model_parallel_size" in found:
         found.setdefault("moe_token_dispatcher_type", "allgather")  # what arguments.py has
     remarks = [
@@ -114,10 +127,31 @@ def command_line_document(text: str, where: str) -> tuple[dict[str, Any], list[s
         for sentence, names in (
             ("Stands under a condition of the script, which is taken to hold", unsure),
             ("Only a shell can say what stands for", unknown),
+            ("Settings in these files are not read, as they are not beside the script", missing),
         )
         if names
     ]
     return found, remarks
+
+
+def _add_deepspeed(
+    found: dict[str, Any], script: Script, where: str, beside: Callable[[str], str | None]
+) -> list[str]:
+    """Add the fields of the DeepSpeed configuration that a command names; its name if unknown."""
+    name = found.get("deepspeed_config")
+    if not isinstance(name, str):
+        return []
+    text = script.written.get(normpath(name)) or beside(name)
+    if text is None:
+        return [name]
+    document = parse_json(text.encode(), f"{where}: {shown(name)[1:-1]}")
+    for path, value in leaves(document):
+        own = _OF_DEEPSPEED.get(path, path)
+        if own == path:
+            found.setdefault(f"deepspeed_config.{path}", value)
+        elif value != "auto":
+            _add(found, own, value, f"the command and {shown(name)} say {own}")
+    return []
 
 
 def _typed(value: str) -> object:
@@ -318,11 +352,17 @@ _DISTRIBUTED_OPTIMIZERS = ("distributed_fused_adam", "mcore_distributed_optim")
 """NeMo's names of optimizers that slice their state over replicas."""
 _FSDP_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _NEMO_STAGES = {"full": 3, "grad": 2, "hybrid": 3}
-_PER_HOST = ("devices", "nproc_per_node", "gpus_per_node", "num_gpus")
-_HOSTS = ("num_nodes", "nnodes")
+_PER_HOST = ("devices", "nproc_per_node", "gpus_per_node", "num_gpus", "ntasks_per_node")
+_HOSTS = ("num_nodes", "nnodes", "nodes")
 _MEETING = ("node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id")
 LAUNCHER = (*_PER_HOST, *_HOSTS, "fsdp")
 """Fields that other programs' files have, too."""
+_OF_DEEPSPEED = {
+    "zero_optimization.stage": "zero_stage",
+    "train_batch_size": "global_batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+}
+"""Megatron-DeepSpeed's names of what both its command and DeepSpeed's file say."""
 _CANNOT_BE_SAID: Mapping[str, object] = {
     "pipeline_model_parallel_layout": None,
     "pipeline_model_parallel_split_rank": None,

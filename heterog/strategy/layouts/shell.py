@@ -1,14 +1,16 @@
 """The options in a shell script, as far as they can be known without running it.
 
-Variables stand for their values, defaults (``${TP:-4}``) and sums (``$((2 * TP))``); what only a
-shell can say, as the output of a command, is left as it is written.
+Variables stand for their values, defaults (``${TP:-4}``) and sums (``$((2 * TP))``), also those of
+scripts beside it that it reads, and of Slurm's directives; what only a shell can say, as the
+output of a command, is left as it is written. Functions are followed where they are called.
 """
 
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from posixpath import normpath
 from types import MappingProxyType
 
 from heterog.errors import InputFileError
@@ -31,6 +33,26 @@ _OVERRIDE = re.compile(r"(?:\+{0,2}[A-Za-z_]\w*\.)[\w.]+=.*", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?([-=?])([^{}]*))?\})", re.DOTALL)
 _SUM = re.compile(r"\$\(\(([^$`]*?)\)\)|\$\[([^$`\]]*)\]", re.DOTALL)
 _ALL_OF = re.compile(r"\$(?:[@*]|\{\w+\[[@*]\][^}]*\})")
+_HERE = re.compile(r"(?:^|[\s\d])<<-?[ \t]*(['\"]?)([A-Za-z_]\w*)\1")
+_WRITTEN = re.compile(r"(?:>|\btee\s)\s*([^\s<>|&;]+)")
+_DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(.*)", re.MULTILINE)
+_OF_SLURM = re.compile(
+    r"(?:--(nodes|ntasks-per-node|gpus-per-node|gres)|-(N))[= \t]*(?:[\w-]+:)*(\d{1,9})(?:\s|$)"
+)
+_SLURM_NAMES = {"N": "nodes", "gres": "gpus-per-node"}
+_SLURM_VARIABLES = {
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+    "gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+}
+_UNKNOWN_FOLDER = re.compile(r"^(?:.*[)}`]|\$\w+)/")
+_FUNCTION = re.compile(
+    r"[ \t]*(?:function[ \t]+([\w-]+)[^{]*|([\w-]+)[ \t]*\([ \t]*\)[ \t]*)\{[ \t]*"
+)
+_ELSEWHERE = re.compile(r"\d?(?:&?[<>]{1,2}|\|{1,2}|&&|;).*", re.DOTALL)
+"""What ends the options of a command in quotes: a redirection, another command."""
+_BRACE_BELOW = re.compile(r"\)[ \t]*\n[ \t]*\{[ \t]*\n")
+_MOST_INSIDE = 64  # scripts that are read and functions that are called
 _BEGINS = ("if", "case", "for", "while", "until", "select")
 _ENDS = ("fi", "esac", "done")
 _MOST_WORDS = 50_000
@@ -57,19 +79,70 @@ class Option:
     is_sure: bool
 
 
-def options_of(text: str, where: str) -> list[Option]:
-    """The options of all commands and lists of options in a script, in order.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What is known of a script without running it.
+
+    Attributes:
+        options: The options of all commands and lists of options, in order.
+        directives: Slurm's ``nodes``, ``ntasks-per-node`` and ``gpus-per-node``.
+        written: Texts that it writes (here documents), by the names of their files.
+        missing: Scripts that it reads and that are not there.
+    """
+
+    options: list[Option]
+    directives: Mapping[str, str]
+    written: Mapping[str, str]
+    missing: tuple[str, ...]
+
+
+def read_script(text: str, where: str, beside: Callable[[str], str | None]) -> Script:
+    """Read a script.
 
     >>> script = 'TP=${TP:-4}; torchrun train.py --tp $TP --sp'
-    >>> [(each.name, each.value) for each in options_of(script, "here")]
+    >>> found = read_script(script, "here", lambda name: None)
+    >>> [(each.name, each.value) for each in found.options]
     [('tp', '4'), ('sp', 'true')]
+
+    Args:
+        text: The script.
+        where: Start of every message.
+        beside: Text of the file of a name, relative to the script; ``None`` if there is none.
 
     Raises:
         InputFileError: a quote is left open, or there are too many words.
     """
+    text = text.replace("\r\n", "\n")
+    directives = _directives(text)
+    script = _Script(where, beside)
+    for name, value in directives.items():
+        script.variables.update(dict.fromkeys(_SLURM_VARIABLES[name], value))
+    options = _options(script.all_words(text))
+    written = {
+        normpath(script.value(name)): script.expanded(body)
+        for name, body in script.written.items()
+    }
+    return Script(
+        options=options,
+        directives=directives,
+        written=written,
+        missing=tuple(script.missing),
+    )
+
+
+def _directives(text: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for line in _DIRECTIVE.findall(text):
+        for long, short, value in _OF_SLURM.findall(line):
+            name = long or short
+            found.setdefault(_SLURM_NAMES.get(name, name), value)
+    return found
+
+
+def _options(words: Iterator[tuple[str, bool]]) -> list[Option]:
     found: list[Option] = []
     is_open = is_among = False
-    for word, is_sure in _Script(where).words(text.replace("\r\n", "\n")):
+    for word, is_sure in words:
         is_option = word.startswith("--") and len(word) > 2
         if is_option or _OVERRIDE.fullmatch(word):
             name, has_value, value = word.lstrip("-+").partition("=")
@@ -86,16 +159,38 @@ def options_of(text: str, where: str) -> list[Option]:
 @dataclass(slots=True)
 class _Script:
     where: str
+    beside: Callable[[str], str | None]
     variables: dict[str, str] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    functions: dict[str, str] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
     depth: int = 0
     is_after_test: bool = False
+    num_words: int = 0
+    num_inside: int = 0
+
+    def all_words(self, text: str) -> Iterator[tuple[str, bool]]:
+        """The words of a script, and of functions that it never calls by name."""
+        yield from self.words(text)
+        while left := [name for name in self.functions if name not in self.called]:
+            yield from self._called(left[:1])
 
     def words(self, text: str) -> Iterator[tuple[str, bool]]:
         """Words with their variables, and whether each stands under no condition."""
-        begins_command, is_loop, in_list = True, False, 0
-        for number, (kind, token) in enumerate(self._tokens(text)):
-            if number > _MOST_WORDS:
+        begins_command, is_loop, is_sourced, in_list = True, False, False, 0
+        call: list[str] = []
+        for kind, token in self._tokens(self._without_texts(text)):
+            self.num_words += 1
+            if call and kind != "word":
+                yield from self._called(call)
+                call = []
+            if self.num_words > _MOST_WORDS:
                 raise InputFileError(f"{self.where} holds more than {_MOST_WORDS:,} words.")
+            if is_sourced and kind == "word":
+                yield from self._sourced(self.value(token))
+                is_sourced = False
+                continue
             if kind == "to":
                 yield _STOP, True
                 continue
@@ -111,12 +206,69 @@ class _Script:
                 self.depth = max(self.depth + (1 if token in _BEGINS else -1), 0)
                 begins_command, is_loop = False, token == "for"
                 continue
+            if begins_command and token in ("source", "."):
+                begins_command, is_sourced = False, True
+                continue
             if is_loop:  # its variable has many values
                 self.variables.pop(token, None)
             is_loop = False
+            if call or (begins_command and token in self.functions):
+                call.append(self.value(token))
             begins_command = begins_command and token in ("then", "else", "do", "{", "!")
             is_sure = not (self.depth or (self.is_after_test and _ASSIGNMENT.fullmatch(token)))
             yield from ((each, is_sure) for each in self._spread(token))
+
+    def _without_texts(self, text: str) -> str:
+        """The text without functions, and without what it hands to commands; both are kept."""
+        kept, body, end, name = [], list[str](), "", ""
+        for line in _BRACE_BELOW.sub(") {\n", text).split("\n"):
+            if end:
+                if line.strip() == end:
+                    (self.functions if end == "}" else self.written)[name] = "\n".join(body)
+                    end = ""
+                else:
+                    body.append(line)
+                continue
+            if found := _FUNCTION.fullmatch(line):
+                end, body, name = "}", [], found[1] or found[2]
+                continue
+            kept.append(line)
+            found = _HERE.search(line)
+            if found and "((" not in line and not line.lstrip().startswith("#"):
+                target = _WRITTEN.search(line)
+                end, body, name = found[2], [], target[1] if target else ""
+        if end == "}":
+            kept += body
+        elif end:
+            self.written[name] = "\n".join(body)
+        return "\n".join([*kept, ""])
+
+    def _sourced(self, name: str) -> Iterator[tuple[str, bool]]:
+        """The words of a script that this one reads."""
+        name = _UNKNOWN_FOLDER.sub("", name)
+        self.num_inside += 1
+        text = self.beside(name) if self.num_inside <= _MOST_INSIDE else None
+        if text is None:
+            self.missing.append(name)
+        else:
+            yield from self.words(text.replace("\r\n", "\n"))
+            yield _STOP, True
+
+    def _called(self, call: Sequence[str]) -> Iterator[tuple[str, bool]]:
+        """The words of a function with the values of a call."""
+        self.num_inside += 1
+        self.called.add(call[0])
+        if self.num_inside > _MOST_INSIDE:
+            return
+        given = {str(place): word for place, word in enumerate(call) if place}
+        outside = {name: self.variables[name] for name in given if name in self.variables}
+        self.variables |= given
+        yield _STOP, True
+        yield from self.words(self.functions[call[0]])
+        yield _STOP, True
+        for name in given:
+            self.variables.pop(name, None)
+        self.variables |= outside
 
     def _tokens(self, text: str) -> Iterator[tuple[str, str]]:
         place = 0
@@ -137,16 +289,20 @@ class _Script:
             return []
         is_set = _ASSIGNMENT.fullmatch(token)
         if is_set:
-            value = self._value(is_set[3])
+            value = self.value(is_set[3])
             if is_set[2]:
                 value = self.variables.get(is_set[1], "") + value
             self._assign(is_set[1], value)
         else:
-            value = self._value(token)
+            value = self.value(token)
         alternatives = value.split(OR)
         if not all(each.startswith("--") for each in alternatives):
             alternatives = [value]
-        parts = [part for each in alternatives for part in _bare(each).split()]
+        parts = [
+            "" if _ELSEWHERE.fullmatch(part) else part
+            for each in alternatives
+            for part in _bare(each).split()
+        ]
         if len(parts) > 1 and any(part.startswith("--") for part in parts):
             return [*parts, ""]
         return [] if is_set and not value.startswith("--") else [value]
@@ -158,17 +314,20 @@ class _Script:
             value = before if not value or value in kept else f"{before}{OR}{value}"
         self.variables[name] = value[:_LONGEST]
 
-    def _value(self, token: str) -> str:
+    def value(self, token: str) -> str:
         """A word as the command would get it."""
         if token.startswith("'") and token.endswith("'"):
             return token[1:-1]
-        text = token
+        return _bare(self.expanded(token))
+
+    def expanded(self, text: str) -> str:
+        """A text with the values of its variables."""
         for _ in range(_MOST_NESTED):
             changed = _SUM.sub(self._sum, _VARIABLE.sub(self._variable, text))
             if changed == text or len(changed) > _LONGEST:
                 break
             text = changed
-        return _bare(text)
+        return text
 
     def _variable(self, found: re.Match[str]) -> str:
         name, how, default = found[1] or found[2], found[3], found[4]
