@@ -79,8 +79,8 @@ def _candidates(plan: Plan) -> Iterator[Layout]:
     width = len(stages[0])
     if len({len(devices) for devices in stages}) > 1:
         return
-    sizes = [max(map(len, each.division.all_teams)) for each in strategy.decisions]
-    team, most = (min(sizes), max(sizes)) if strategy.op_rules else (1, 1)
+    sizes = [max(map(len, each.teams), default=1) for each in strategy.decisions]
+    team, most = min(sizes), max(sizes)
     dp, rest = divmod(width, team)
     ep, uneven = divmod(most, team)
     micro, odd = divmod(graph.batch_size, dp * strategy.num_micro_batches)

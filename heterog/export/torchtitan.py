@@ -46,7 +46,7 @@ def export_torchtitan(plan: Plan, sources: Sequence[str] = ()) -> Export:
         plan, ranks, layout, remarks = _of_layout(plan)
     else:
         ranks, layout, remarks = _of_replicas(plan)
-    degrees = layout.tp * layout.cp * layout.pp
+    degrees = layout.tp * layout.cp * layout.pp * layout.ep
     is_sliced = bool(layout.zero) or (degrees > 1 and layout.dp > 1)
     if is_sliced and not layout.zero:
         remarks.append(

@@ -8,12 +8,13 @@ import pytest
 from heterog.export import ExportError, make_export
 from heterog.search.plan import Plan
 from heterog.strategy.layouts.files import read_layout
-from heterog.strategy.layouts.layout import Layout
+from heterog.strategy.layouts.layout import Layout, parse_layout
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.schedules import AS_IT_COMES
+from tests.runtime.strategies import graph_of
 from tests.simulator.builders import plan_by_hand
 from tests.strategy.test_layouts import CLUSTER, GRAPH, placed
-from tests.thorough import few_of
+from tests.thorough import THOROUGH, few_of
 
 
 def plan_of(text: str) -> Plan:
@@ -51,6 +52,26 @@ def test_a_layout_is_read_back_as_the_same_strategy(tmp_path: Path, text: str) -
     layout, remarks, not_expressed = exported(plan, tmp_path)
     assert place_layout(layout, GRAPH, CLUSTER).strategy == plan.strategy
     assert (remarks, not_expressed) == ((), ())
+
+
+@THOROUGH
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gpt", "cp=2,pp=2,zero=2"),
+        ("moe", "ep=2,zero=2"),
+        ("moe", "ep=2,tp=2,zero=3,sp=true"),
+        ("moe", "ep=2,zero=3,dp_replicate=2"),
+    ],
+)
+def test_sequences_and_experts_are_read_back(tmp_path: Path, name: str, text: str) -> None:
+    graph = graph_of(name)
+    strategy = place_layout(parse_layout(text), graph, CLUSTER).strategy
+    made = make_export(plan_by_hand(graph, CLUSTER, strategy), "torchtitan")
+    (tmp_path / "a.toml").write_bytes(made.files["torchtitan.toml"])
+    layout = read_layout(tmp_path / "a.toml").layout
+    assert place_layout(layout, graph, CLUSTER).strategy == strategy
+    assert not made.not_expressed
 
 
 def test_what_torchtitan_does_otherwise_is_named(tmp_path: Path) -> None:
