@@ -1,9 +1,11 @@
 """Errors that users see, each one clear line: what is wrong, how much, what to do next."""
 
+import sys
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import wraps
+from importlib import import_module
 from typing import Any, TypeVar
 
 
@@ -76,6 +78,16 @@ class HeterogWarning(UserWarning):
 
 class ExperimentalWarning(FutureWarning):
     """Something is used that may change in any release; see the page "What is stable"."""
+
+
+def moved(old: str, new: str) -> None:
+    """Let a module's old name be the module of its new one, with a warning that says so."""
+    warnings.warn(
+        f"{old} is {new} now; the old name goes with the next release.",
+        FutureWarning,
+        stacklevel=3,
+    )
+    sys.modules[old] = import_module(new)
 
 
 _Class = TypeVar("_Class", bound=type)

@@ -8,6 +8,7 @@ Every random draw comes from one generator whose state is in the checkpoint, so 
 stopped and resumed ends with the same weights as one that was not.
 """
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -109,6 +110,13 @@ def learner_of(algorithm: str) -> MakeLearner:
         from heterog.agents.learner import GradientLearner
 
         return GradientLearner
+    if algorithm == "ppo":
+        warnings.warn(
+            "algorithm ppo is sb3:PPO now; the old name goes with the next release.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        algorithm = "sb3:PPO"
     library, _, name = algorithm.partition(":")
     if library in ("sb3", "sb3_contrib") and name:
         from heterog.agents.sb3 import sb3_learner

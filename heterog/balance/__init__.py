@@ -5,7 +5,7 @@
 - ``balancer`` is for loops of PyTorch; ``for_trainer``, ``for_accelerate`` and ``for_lightning``
   are for frameworks, ``elastic`` lets ranks train alone and merges them.
 - ``shares`` says how much of a batch each rank gets, in which parts, ``start`` what it begins
-  with; ``dealing``, ``sampler``, ``tokens`` and ``streams`` deal the samples.
+  with; ``dealing``, ``sampler`` (once ``loader``), ``tokens`` and ``streams`` deal the samples.
 - ``weights`` and ``gradients`` make the update that of one process. ``updates`` and ``open_steps``
   notice where updates and steps end, ``replicas`` ranks whose weights differ, ``same_deals`` those
   that deal other samples, ``batch_norms`` ranks with few samples.

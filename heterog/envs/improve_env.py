@@ -69,20 +69,22 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
 
     ## Arguments
     ``pairs``: models and clusters to draw from; a toy by default. ``num_moves``: K. ``num_steps``:
-    length of an episode.
+    length of an episode. ``render_mode="ansi"``: ``render`` gives a line.
 
     ## Version
     v0.
     """
 
-    metadata = {"render_modes": []}  # noqa: RUF012  (as Gymnasium declares it)
+    metadata = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012  (Gymnasium's way)
 
     def __init__(
         self,
         pairs: Sequence[tuple[OpGraph, Cluster]] | None = None,
         num_moves: int = 32,
         num_steps: int = 32,
+        render_mode: str | None = None,
     ) -> None:
+        self.render_mode = render_mode
         self._num_moves, self._num_steps = num_moves, num_steps
         self._pairs = list(pairs or [(chain_graph(), toy_cluster())])
         self._searches: dict[int, tuple[Search, MoveFeatures, PlanMoves]] = {}
@@ -151,6 +153,15 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
     def action_masks(self) -> npt.NDArray[np.bool_]:
         """Moves that lead elsewhere, as ``MaskablePPO`` reads them.  # [num_moves]"""
         return self._masks.copy()
+
+    def render(self) -> str | None:
+        """Seconds of the plan and of the best one so far, in a line; ``None`` if not asked."""
+        if self.render_mode is None:
+            return None
+        return (
+            f"{self._taken} moves: {self._view.step_s:.6f} s a step, cost {self._cost:.6f}, best "
+            f"{self._best:.6f}"
+        )
 
     def _enter(self, state: State) -> None:
         """Go to a point, if it can be simulated."""

@@ -73,12 +73,13 @@ memory, edge bytes, steps, mean and median of compute, memory and edges |
     ``cluster``: where jobs run, the paper's if none is given. ``deadlines``: ``A`` to ``D``, even,
     tight, medium, loose. ``spacing_s`` and ``episode_s``: of arrivals. ``counts_unfinished``:
     whether jobs that run at the end count as blocked in ``blocking_rate``, as in the paper.
+    ``render_mode="ansi"``: ``render`` gives a line.
 
     ## Version
     v0
     """
 
-    metadata = {"render_modes": []}  # noqa: RUF012  (as Gymnasium declares it)
+    metadata = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012  (Gymnasium's way)
 
     def __init__(
         self,
@@ -88,7 +89,9 @@ memory, edge bytes, steps, mean and median of compute, memory and edges |
         spacing_s: float = SPACING_S,
         episode_s: float = EPISODE_S,
         counts_unfinished: bool = True,
+        render_mode: str | None = None,
     ) -> None:
+        self.render_mode = render_mode
         self.cluster: JobCluster = cluster or RampCluster()
         self.deadlines = deadlines
         self._spacing_s, self._episode_s = spacing_s, episode_s
@@ -149,6 +152,14 @@ memory, edge bytes, steps, mean and median of compute, memory and edges |
     def action_masks(self) -> npt.NDArray[np.bool_]:
         """Legal degrees of the job at hand, as ``MaskablePPO`` reads them.  # [A + 1]"""
         return self._observe()["action_mask"].astype(bool)
+
+    def render(self) -> str | None:
+        """The job at hand and the devices that are free, in a line; ``None`` if not asked."""
+        if self.render_mode is None:
+            return None
+        state = self.queueing
+        job = "all jobs are decided" if state.request is None else f"job {state.request.name}"
+        return f"{job}: {state.num_free} of {state.cluster.num_devices} devices are free"
 
     def _scale(self, requests: list[JobRequest]) -> None:
         """Set the least and the most of each feature in the episode."""

@@ -45,7 +45,7 @@ def export_accelerate(plan: Plan, sources: Sequence[str] = ()) -> Export:
         return folder
     has_gpus = ranks[0].has_gpu
     config = fill(
-        "accelerate.yaml.tmpl",
+        "accelerate.yaml.jinja",
         kind="MULTI_GPU" if has_gpus else "MULTI_CPU",
         num_hosts=len(hosts),
         num_ranks=len(ranks),

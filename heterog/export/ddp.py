@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from heterog.export.folder import RANKS_FILE, USER_FILE, Export, digest, fill, log_code
+from heterog.export.folder import RANKS_FILE, USER_FILE, Export, digest, fill
 from heterog.export.ranks import (
     launch_script,
     ranks_document,
@@ -32,7 +32,7 @@ def export_ddp(plan: Plan, sources: Sequence[str] = ()) -> Export:
     user = stock_user(plan, sources)
     remarks += user.remarks
     files = {
-        "train.py": fill("ddp_train.py.tmpl", log=log_code()),
+        "train.py": fill("ddp_train.py.jinja"),
         USER_FILE: user.user,
         **user.files,
         RANKS_FILE: ranks_document(plan, TARGET, ranks, digest(user.user)),

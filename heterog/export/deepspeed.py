@@ -49,13 +49,13 @@ def export_deepspeed(plan: Plan, sources: Sequence[str] = ()) -> Export:
     user = stock_user(plan, sources)
     remarks += user.remarks
     files = {
-        "train.py": fill("deepspeed_train.py.tmpl"),
+        "train.py": fill("deepspeed_train.py.jinja"),
         USER_FILE: user.user,
         **user.files,
         RANKS_FILE: ranks_document(plan, TARGET, ranks, digest(user.user)),
         "ds_config.json": _config(plan, ranks, int(sync.sharded) if sync is not None else 0),
         "hostfile": _hostfile(plan, ranks),
-        "launch.sh": fill("launch_deepspeed.sh.tmpl", include=_include(ranks)),
+        "launch.sh": fill("launch_deepspeed.sh.jinja", include=_include(ranks)),
         "README.md": readme(
             plan,
             TARGET,

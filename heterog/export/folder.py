@@ -7,17 +7,26 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
-from string import Template
 from typing import Any
+
+import jinja2
 
 from heterog.errors import HeterogError
 from heterog.files import cannot_write, read_json, write_atomically
 
 RANKS_FILE = "ranks.json"
 USER_FILE = "user.py"
-_TEMPLATES = resources.files("heterog.export") / "templates"
+# A shell's ${#list[@]} begins no comment.
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("heterog.export"),
+    undefined=jinja2.StrictUndefined,
+    keep_trailing_newline=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    comment_start_string="<#",
+    comment_end_string="#>",
+)
 
 
 class ExportError(HeterogError):
@@ -39,16 +48,9 @@ class Export:
     not_expressed: tuple[str, ...] = ()
 
 
-class _Text(Template):
-    """A template whose placeholders cannot be mistaken for the shell's: ``%%{name}``."""
-
-    delimiter = "%%"
-
-
 def fill(template: str, **values: object) -> bytes:
-    """A file of ``templates/`` with its ``%%{name}`` placeholders replaced."""
-    text = (_TEMPLATES / template).read_text(encoding="utf-8")
-    return _Text(text).substitute(values).encode()
+    """A file made of a template of ``templates/`` by jinja2, as all its words are given."""
+    return _TEMPLATES.get_template(template).render(values).encode()
 
 
 def in_docstring(text: str) -> str:
@@ -74,11 +76,6 @@ def in_markdown(text: str) -> str:
 def digest(content: bytes) -> str:
     """A hash that tells an edited file from the exported one."""
     return hashlib.sha256(content).hexdigest()[:16]
-
-
-def log_code() -> str:
-    """The class that tells of each step, in scripts of several targets."""
-    return fill("log.py.tmpl").decode()
 
 
 def check_folder(folder: Path, target: str, *, overwrite: bool) -> None:

@@ -108,27 +108,22 @@ def launch_script(ranks: Sequence[RankEntry], train: str = "train.py") -> bytes:
     hosts = by_host(ranks)
     # After "--" torchrun takes no option of the script for a short form of its own.
     script = train if train.startswith("-") else f"-- {train}"
-    equal = len({len(entries) for entries in hosts.values()}) == 1
-    cases = []
-    for node, (host, entries) in enumerate(hosts.items()):
-        if equal:
-            action = (
-                f'exec "$python" -m torch.distributed.run --nnodes {len(hosts)} '
-                f"--nproc-per-node {len(entries)} --node-rank {node} "
-                '--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" '
-                f'{script} "$@"'
-            )
-        else:
-            action = f"ranks=({' '.join(str(entry.rank) for entry in entries)})"
-        devices = ", ".join(f"{entry.rank} on {entry.device}" for entry in entries)
-        cases.append(f"  # ranks: {_one_line(devices)}\n  {shlex.quote(host)}) {action} ;;")
     return fill(
-        "launch_torchrun.sh.tmpl" if equal else "launch_ranks.sh.tmpl",
-        cases="\n".join(cases),
-        hosts=shlex.quote(f"unknown host; the plan has: {', '.join(hosts)}"),
+        "launch.sh.jinja",
+        is_equal=len({len(entries) for entries in hosts.values()}) == 1,
+        hosts=[
+            {
+                "name": shlex.quote(host),
+                "ranks": [entry.rank for entry in entries],
+                "devices": _one_line(", ".join(f"{e.rank} on {e.device}" for e in entries)),
+            }
+            for host, entries in hosts.items()
+        ],
+        unknown=shlex.quote(f"unknown host; the plan has: {', '.join(hosts)}"),
         first_host=shlex.quote(ranks[0].host),
         world_size=len(ranks),
         train=train,
+        script=script,
     )
 
 

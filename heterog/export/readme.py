@@ -43,15 +43,14 @@ def readme(
     if idle:
         expect += f" Not started: {idle} devices without samples."
     return fill(
-        "readme.md.tmpl",
+        "readme.md.jinja",
         model=in_markdown(plan.graph.name),
         cluster=in_markdown(plan.cluster.name),
         target=target,
         what=_wrap(what),
         start=start,
         expect=_wrap(expect),
-        not_expressed="\n".join(f"- {in_markdown(remark)}" for remark in not_expressed)
-        or "- nothing",
+        not_expressed=[in_markdown(remark) for remark in not_expressed],
     )
 
 

@@ -52,7 +52,7 @@ def export_skypilot(plan: Plan, sources: Sequence[str] = ()) -> Export:
     kind = types[first][0]
     resources = f"accelerators: {_NAMES.get(kind, kind)}:{len(types[first])}"
     task = fill(
-        "sky.yaml.tmpl",
+        "sky.yaml.jinja",
         name=dns_label(f"heterog-{plan.graph.name}", 40),
         num_nodes=len(hosts),
         resources=resources if ranks[0].has_gpu else f"cpus: {len(types[first])}+",

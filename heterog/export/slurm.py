@@ -35,7 +35,7 @@ def export_slurm(plan: Plan, sources: Sequence[str] = ()) -> Export:
     files = {
         **folder.files,
         "job.sbatch": job_script(ranks),
-        "slurm_rank.sh": fill("slurm_rank.sh.tmpl"),
+        "slurm_rank.sh": fill("slurm_rank.sh.jinja"),
     }
     return Export(target=TARGET, files=files, not_expressed=folder.not_expressed)
 
@@ -86,7 +86,7 @@ def job_script(ranks: Sequence[RankEntry]) -> bytes:
     het_group = f" --het-group={','.join(map(str, range(len(groups))))}" if len(groups) > 1 else ""
     gpu_bind = " --gpu-bind=none" if any(entry.has_gpu for entry in ranks) else ""
     return fill(
-        "job.sbatch.tmpl",
+        "job.sbatch.jinja",
         components="\n#SBATCH hetjob\n".join(components),
         node_lists="\n".join(lists),
         first_ranks=" ".join(nodes[host] for host in hosts),

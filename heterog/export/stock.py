@@ -70,10 +70,10 @@ def stock_user(plan: Plan, sources: Sequence[str]) -> StockUser:
     elif source and not colon:
         body, origin = _FROM_ZOO.format(source=source), "heterog's zoo"
     else:
-        user = fill("ddp_user.py.tmpl", **words)
+        user = fill("ddp_user.py.jinja", **words)
         return StockUser(user=user, to_do="`build()`: model, optimizer, loss and data")
     return StockUser(
-        user=fill("stock_workload.py.tmpl", workload=body, origin=origin, **words),
+        user=fill("stock_workload.py.jinja", workload=body, origin=origin, **words),
         to_do=code.to_do.replace("batches()", "build()"),
         model_file=code.model_file,
         remarks=code.remarks,

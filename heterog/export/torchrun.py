@@ -16,7 +16,6 @@ from heterog.export.folder import (
     fill,
     in_docstring,
     in_markdown,
-    log_code,
 )
 from heterog.export.ranks import RankEntry, launch_script, ranks_document, ranks_of
 from heterog.export.readme import launch_command, readme
@@ -109,7 +108,7 @@ def runtime_folder(
     code = workload_code(trusted_source(plan.graph.source, sources, "the plan"))
     not_expressed = (*code.remarks, *remarks)
     user = fill(
-        f"{templates}_user.py.tmpl",
+        f"{templates}_user.py.jinja",
         model=in_docstring(plan.graph.name),
         source=in_docstring(plan.graph.source) or "not named in the plan",
         optimizer=plan.graph.optimizer,
@@ -118,9 +117,7 @@ def runtime_folder(
     )
     files = {
         plan_file: plan_content(plan, compressed=plan_file.endswith(".gz")),
-        "train.py": fill(
-            f"{templates}_train.py.tmpl", plan_file=plan_file, log=log_code(), **words
-        ),
+        "train.py": fill(f"{templates}_train.py.jinja", plan_file=plan_file, **words),
         USER_FILE: user,
         RANKS_FILE: ranks_document(plan, target.name, ranks, digest(user)),
         "launch.sh": launch_script(ranks),

@@ -1,58 +1,77 @@
-"""Target ``torchtitan``: the TOML of a plan of even replicas, plain or sliced, without heterog."""
+"""Target ``torchtitan``: the TOML of a plan that is a uniform layout, without heterog."""
 
+import json
 from collections.abc import Sequence
 
+from heterog.export.as_layout import ORDER, layout_of
 from heterog.export.deepspeed import check_even, stage_of
 from heterog.export.folder import RANKS_FILE, Export, ExportError, digest, fill
-from heterog.export.ranks import launch_script, ranks_document, ranks_of
+from heterog.export.ranks import RankEntry, launch_script, ranks_document, ranks_of
 from heterog.export.readme import launch_command, readme
-from heterog.export.uniform import uniform_micro_batches, uniform_remarks
+from heterog.export.uniform import refuse_modes, uniform_micro_batches, uniform_remarks
+from heterog.export.used import on_used_devices
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
 from heterog.search.plan import Plan
-from heterog.strategy.layouts.layout import Recompute
+from heterog.strategy.layouts.layout import Dispatch, Layout, Recompute
+from heterog.strategy.layouts.stages import layer_path, stage_of_groups
 
 TARGET = "torchtitan"
 _CONFIG = "torchtitan.toml"
 _WHAT = (
-    "A configuration of torchtitan with the plan's batches, replicas, slices and recomputation. "
-    f"The model is one of torchtitan's own: name it, and the data, in {_CONFIG}."
+    "A configuration of torchtitan with the plan's batches, degrees of parallelism, slices and "
+    f"recomputation. The model is one of torchtitan's own: name it, and the data, in {_CONFIG}."
 )
+_SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "interleaved_zero_bubble": "InterleavedZeroBubble",
+    "breadth_first": "LoopedBFS",
+    "zero_bubble_v": "ZBVZeroBubble",
+    "dual_pipe_v": "DualPipeV",
+}
+"""Our names of schedules, and those of ``torch.distributed.pipelining``."""
 
 
 def export_torchtitan(plan: Plan, sources: Sequence[str] = ()) -> Export:
-    """The folder of a uniform plan whose shares and micro-batches are all equal.
+    """The folder of a plan of even replicas, or of a layout with teams and stages.
 
     Raises:
-        ExportError: shares differ, or some groups recompute or are sliced and others not.
+        ExportError: shares differ, some groups recompute or are sliced and others not, or the
+            plan is no layout that torchtitan has; says what of it.
     """
-    ranks = ranks_of(plan.cluster, uniform_micro_batches(plan, TARGET))
-    check_even(ranks, TARGET)
-    decisions = plan.strategy.decisions
-    sync = stage_of(plan)
-    stage = 0 if sync is None else int(sync.sharded)
-    if len({each.sync.is_sharded for each in decisions}) > 1:
-        raise ExportError("torchtitan slices all parameters or none, and the plan some groups'.")
-    again = {each.recompute for each in decisions}
-    remarks = [
-        each
-        for each in uniform_remarks(plan, TARGET, expressed=sync)
-        if "Recomputation" not in each
-    ]
-    if len(again) > 1:
-        remarks.append("Recomputation of some groups: torchtitan recomputes every layer.")
-    if stage == 1:
+    refuse_modes(plan, TARGET)
+    if plan.strategy.op_rules or len({each.devices for each in plan.strategy.decisions}) > 1:
+        plan, ranks, layout, remarks = _of_layout(plan)
+    else:
+        ranks, layout, remarks = _of_replicas(plan)
+    degrees = layout.tp * layout.cp * layout.pp * layout.ep
+    is_sliced = bool(layout.zero) or (degrees > 1 and layout.dp > 1)
+    if is_sliced and not layout.zero:
+        remarks.append(
+            "Whole copies of what replicas train: beside teams and stages torchtitan has slices; "
+            "same numbers, less memory, other messages."
+        )
+    if layout.zero == 1:
         remarks.append("ZeRO-1: torchtitan also slices gradients; same numbers.")
-    groups = {len(each.slice_groups) or 1 for each in decisions} if stage else {len(ranks)}
-    replicas = groups.pop()
-    if groups or len(ranks) % replicas:
+    replicas = layout.dp_replicate if is_sliced else layout.dp
+    if layout.dp % replicas:
         raise ExportError("torchtitan has one number of replicas, and groups of the plan several.")
+    is_every = layout.recompute == Recompute.FULL and layout.recompute_every > 1
+    num_micro = plan.strategy.num_micro_batches if layout.pp > 1 else 1
     config = fill(
-        "torchtitan.toml.tmpl",
-        local=ranks[0].micro_batches[0],
+        "torchtitan.toml.jinja",
+        layout=layout,
+        local=layout.micro_batch * num_micro,
         whole=plan.graph.batch_size,
         replicas=replicas,
-        shards=len(ranks) // replicas,
-        reshard="default" if stage in (0, 3) else "never",
-        recompute=Recompute.FULL if True in again else Recompute.NONE,
+        shards=layout.dp // replicas,
+        reshard="always" if layout.zero == 3 else ("never" if is_sliced else "default"),
+        schedule=_SCHEDULES[layout.schedule_name],
+        parts=_parts(plan.graph, layout),
+        mode="selective" if is_every or layout.recompute == Recompute.OP else layout.recompute,
+        option=layout.recompute_every if is_every else "op" * (layout.recompute == Recompute.OP),
     )
     files = {
         _CONFIG: config,
@@ -69,3 +88,83 @@ def export_torchtitan(plan: Plan, sources: Sequence[str] = ()) -> Export:
         ),
     }
     return Export(target=TARGET, files=files, not_expressed=tuple(remarks))
+
+
+def _of_replicas(plan: Plan) -> tuple[tuple[RankEntry, ...], Layout, list[str]]:
+    """Ranks, layout and remarks of a plan whose devices all have the whole model."""
+    ranks = ranks_of(plan.cluster, uniform_micro_batches(plan, TARGET))
+    check_even(ranks, TARGET)
+    decisions = plan.strategy.decisions
+    sync = stage_of(plan)
+    stage = 0 if sync is None else int(sync.sharded)
+    if len({each.sync.is_sharded for each in decisions}) > 1:
+        raise ExportError("torchtitan slices all parameters or none, and the plan some groups'.")
+    again = {each.recompute for each in decisions}
+    remarks = [
+        each
+        for each in uniform_remarks(plan, TARGET, expressed=sync)
+        if "Recomputation" not in each
+    ]
+    if plan.strategy.gathers_once:
+        remarks.append(
+            "Slices gathered and reduced once a step: torchtitan does for every micro-batch; same "
+            "numbers, more traffic."
+        )
+    if len(again) > 1:
+        remarks.append("Recomputation of some groups: torchtitan recomputes every layer.")
+    groups = {len(each.slice_groups) or 1 for each in decisions} if stage else {1}
+    if len(groups) > 1 or len(ranks) % max(groups):
+        raise ExportError("torchtitan has one number of replicas, and groups of the plan several.")
+    layout = Layout(
+        dp=len(ranks),
+        micro_batch=ranks[0].micro_batches[0],
+        zero=stage,
+        dp_replicate=groups.pop(),
+        recompute=Recompute.FULL if True in again else Recompute.NONE,
+    )
+    return ranks, layout, remarks
+
+
+def _of_layout(plan: Plan) -> tuple[Plan, tuple[RankEntry, ...], Layout, list[str]]:
+    """The plan on the devices that it uses, with their ranks, its layout and remarks."""
+    plan, unused = on_used_devices(plan)
+    given, is_ordered = layout_of(plan, TARGET)
+    layout = given.layout
+    ranks = ranks_of(plan.cluster)
+    if given.sizes.num_devices < len(ranks):
+        raise ExportError(
+            f"torchtitan starts a rank on every device of a host, and the plan leaves "
+            f"{len(ranks) - given.sizes.num_devices} idle beside others of another type."
+        )
+    for is_wrong, what in (
+        (layout.recompute == Recompute.SELECTIVE, "recompute=selective (attention's scores)"),
+        (layout.dispatch == Dispatch.ALL_GATHER, "dispatch=allgather"),
+    ):
+        if is_wrong:
+            raise ExportError(f"torchtitan has no {what}. Export to torchrun.")
+    remarks = [*unused]
+    if not is_ordered:
+        remarks.append(
+            f"The plan's {ORDER}: torchtitan follows {_SCHEDULES[layout.schedule_name]}; same "
+            "numbers, other times and memory."
+        )
+    if layout.tp > 1 and not layout.sequence_parallel:
+        remarks.append(
+            "Whole activations between the products of a team: torchtitan splits them along the "
+            "sequence; same numbers, less memory."
+        )
+    if not plan.strategy.step_barrier:
+        remarks.append("No step barrier: torchtitan ends all updates before the next step.")
+    return plan, ranks, layout, remarks
+
+
+def _parts(graph: OpGraph, layout: Layout) -> list[str]:
+    """The modules of each stage, where degrees alone do not say them; by the plan's names."""
+    usual = 1 if layout.schedule_name in ("1f1b", "gpipe") else 2
+    if layout.pp == 1 or (not layout.layers and layout.num_chunks == usual):
+        return []
+    parts: list[dict[str, None]] = [{} for _ in range(layout.num_stages)]
+    for name, stage in zip(group_ops(graph).names, stage_of_groups(graph, layout), strict=True):
+        if name:
+            parts[stage][layer_path(name) or name] = None
+    return [json.dumps(list(part)) for part in parts]

@@ -12,6 +12,19 @@ from heterog.strategy.strategy import Decision
 from heterog.strategy.sync import Aggregation, Sync
 
 
+def refuse_modes(plan: Plan, target: str) -> None:
+    """Refuse a plan that does not train exactly.
+
+    Raises:
+        ExportError: says how it trains.
+    """
+    if plan.strategy.modes:
+        raise ExportError(
+            f"{target} sums whole gradients in every step, but this plan has "
+            f"{plan.strategy.modes[0].words}; export to torchrun, or plan exact training."
+        )
+
+
 def uniform_micro_batches(plan: Plan, target: str) -> dict[int, tuple[int, ...]]:
     """Micro-batches of each device with samples, if every group has the same ones.
 
@@ -19,12 +32,8 @@ def uniform_micro_batches(plan: Plan, target: str) -> dict[int, tuple[int, ...]]
         ExportError: names the first group that differs, or the op that needs the whole batch; or
             the plan does not train exactly.
     """
+    refuse_modes(plan, target)
     strategy, graph = plan.strategy, plan.graph
-    if strategy.modes:
-        raise ExportError(
-            f"{target} sums whole gradients in every step, but this plan has "
-            f"{strategy.modes[0].words}; export to torchrun, or plan exact training."
-        )
     names = group_ops(graph).names
     first = _samples(strategy.decisions[0])
     for name, decision in zip(names, strategy.decisions, strict=True):

@@ -6,9 +6,12 @@ What was documented can be imported from here still, with a warning that names t
 import sys
 import warnings
 from importlib import import_module
+from types import ModuleType
+from typing import TypeVar
+
+from heterog.methods.planner import Planner
 
 _MOVED = {
-    "planner": "heterog.methods.planner",
     "registry": "heterog.methods.registry",
     "conformance": "heterog.search.conformance",
     "objective": "heterog.search.objective",
@@ -22,5 +25,22 @@ warnings.warn(
     FutureWarning,
     stacklevel=2,
 )
+_Method = TypeVar("_Method", bound=Planner)
+
+
+def _register(method: _Method) -> _Method:
+    """What ``register`` was; methods are named by their files now."""
+    warnings.warn(
+        "register does nothing any more: name a method as FILE.py:NAME on the command line, or "
+        "give it to heterog.methods.registry.Methods.having.",
+        FutureWarning,
+        stacklevel=2,
+    )
+    return method
+
+
 for _old, _new in _MOVED.items():
     sys.modules[f"{__name__}.{_old}"] = import_module(_new)
+_planner = ModuleType(f"{__name__}.planner")
+vars(_planner).update(vars(import_module("heterog.methods.planner")), register=_register)
+sys.modules[f"{__name__}.planner"] = _planner

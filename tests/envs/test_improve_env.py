@@ -33,7 +33,9 @@ def walk(env: ImproveEnv, seed: int) -> tuple[list[float], list[dict[str, object
 
 
 def test_keeps_the_rules_of_gymnasium() -> None:
-    check_env(gym.make("heterog/Improve-v0", num_moves=4).unwrapped, skip_render_check=True)
+    env = gym.make("heterog/Improve-v0", num_moves=4, render_mode="ansi")
+    check_env(env.unwrapped)
+    assert " s a step, " in str(env.unwrapped.render())
 
 
 def test_rewards_add_up_to_the_whole_gain(env: ImproveEnv) -> None:

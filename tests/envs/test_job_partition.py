@@ -18,7 +18,9 @@ from heterog.search.arrivals.queueing import blocking_rate, most_devices, run_ru
 
 
 def test_gymnasium_accepts_it() -> None:
-    check_env(gym.make(JOB_PARTITION).unwrapped)
+    env = gym.make(JOB_PARTITION, render_mode="ansi")
+    check_env(env.unwrapped)
+    assert "of 32 devices are free" in str(env.unwrapped.render())
 
 
 def test_the_mask_of_an_empty_cluster_is_the_papers() -> None:

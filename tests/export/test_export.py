@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jsonschema  # type: ignore[import-untyped]
 import pytest
 import torch
 import torch.distributed as dist
@@ -70,6 +69,9 @@ def build(rank):
 
 def loss_weight(batch):
     return float((batch[1] != -100).sum())
+
+def evaluate(model, step):
+    return {"weights": len(model.state_dict())}
 """
 KILLED_ONCE = """
 def killed(rank):
@@ -258,11 +260,12 @@ def test_ddp_weighs_uneven_batches_and_ignored_labels(
     fill_in(folder, BUILD)
     # More steps than the data has: all ranks end together.
     options = ["--steps", "9", "--save", "weights.pt", "--checkpoint", "ckpt", "--every", "1"]
-    options += ["--log", "log.jsonl"]
+    options += ["--log", "log.jsonl", "--evaluate-every", "3"]
     printed = launch(folder, ["a", "b"], python.command, *options, ranks=PYTHON)
     assert_trained_like_one_device(folder, printed)
     told = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert [each["step"] for each in told] == [1, 2, 3]
+    assert [each["step"] for each in told] == [1, 2, 3, 3]
+    assert told[3] == {"step": 3, "weights": 8}
     steps = {file.name for file in (folder / "ckpt").glob("rank_1*")}
     assert steps == {"rank_1.step_2.pt", "rank_1.step_3.pt"}
 
@@ -405,6 +408,9 @@ class Stream(IterableDataset):
 
 def dataset(workload):
     return Stream()
+
+def evaluate(accelerator, model, step):
+    return {"ranks": accelerator.num_processes}
 """
 
 
@@ -422,18 +428,21 @@ def test_accelerate_deals_a_stream_and_goes_on(
     fill_in(folder, STREAM)
     hosts = list(json.loads((folder / "ranks.json").read_text())["ranks"])
     names = list(dict.fromkeys(each["host"] for each in hosts))
-    options = ["--steps", str(NUM_STEPS), "--save", "weights.pt", "--every", "1"]
+    options = ["--steps", str(NUM_STEPS), "--save", "weights.pt", "--every-minutes", "1e-9"]
+    options += ["--evaluate-every", "3"]
     with pytest.raises(AssertionError, match="== 0"):
         launch(folder, names, python.command, *options, without="")
     assert json.loads((folder / "checkpoints" / "latest.json").read_text()) == {"step": 1}
     printed = launch(folder, names, python.command, *options, without="")
     losses, _ = tiny.reference(NUM_STEPS)
     assert_trained_like_one_device(folder, f"step 1 loss {losses[0]}\n{printed}")
+    assert "step 3 ranks 3\n" in printed
     config = yaml.safe_load((folder / "accelerate.yaml").read_text())
     assert (config["num_machines"], config["num_processes"], config["use_cpu"]) == (3, 3, True)
 
 
 STUB_DEEPSPEED = """
+import os
 import torch
 import torch.distributed as dist
 
@@ -452,8 +461,15 @@ class Engine:
         if self.micro_steps % 2 == 0:
             self.optimizer.step()
             self.optimizer.zero_grad()
-    def save_checkpoint(self, path):
-        torch.save(self.model.state_dict(), path)
+    def save_checkpoint(self, path, client_state=None):
+        torch.save([self.model.state_dict(), self.optimizer.state_dict(), client_state], path)
+    def load_checkpoint(self, path):
+        if not os.path.exists(path):
+            return None, None
+        model, optimizer, client_state = torch.load(path)
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+        return path, client_state
 
 def initialize(model, optimizer, config):
     return Engine(model, optimizer), optimizer, None, None
@@ -473,16 +489,22 @@ def test_deepspeed_script_scales_losses(
     fill_in(folder, BUILD)
     (folder / "deepspeed.py").write_text(STUB_DEEPSPEED)
     environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", WITHOUT: "heterog"}
-    done = subprocess.run(
-        [python.command, "train.py", "--save", "weights.pt"],
-        cwd=folder,
-        env=os.environ | environment | {"MASTER_PORT": str(free_port())},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert_trained_like_one_device(folder, done.stdout)
+    printed = ""
+    for steps in (1, 9):
+        done = subprocess.run(
+            [python.command, "train.py", "--steps", str(steps), "--checkpoint", "ckpt"],
+            cwd=folder,
+            env=os.environ | environment | {"MASTER_PORT": str(free_port())},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        printed += done.stdout
+    weights, _, client_state = torch.load(folder / "ckpt")
+    assert client_state == {"step": NUM_STEPS}
+    torch.save(weights, folder / "weights.pt")
+    assert_trained_like_one_device(folder, printed)
 
 
 # --- what is in the folders ---------------------------------------------------------------------
@@ -509,7 +531,7 @@ def test_scripts_are_well_formed(even: Plan, tmp_path: Path, target: str) -> Non
             ast.parse(path.read_text())
         if path.suffix in (".sh", ".sbatch"):
             subprocess.run(["bash", "-n", str(path)], check=True)
-        assert "%%" not in path.read_bytes().decode(errors="ignore") or path.suffix == ".gz"
+        assert "{% " not in path.read_bytes().decode(errors="ignore") or path.suffix == ".gz"
     assert 5 <= len((folder / "README.md").read_text().splitlines()) <= 25
     assert not list(tmp_path.glob(".job*"))
 
@@ -667,15 +689,21 @@ def test_slurm_on_hosts_of_one_kind_is_a_plain_job(graph: OpGraph, tmp_path: Pat
 
 
 def manifests(files: Mapping[str, bytes]) -> list[Any]:
-    """All resources, which the published schemas take."""
+    """All resources, of which the published types of Kubernetes take every field."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    types = {
+        "TrainJob": models.TrainerV1alpha1TrainJob,
+        "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+        "JobSet": models.JobsetV1alpha2JobSet,
+    }
     found = [
         document
         for name in ("trainjob.yaml", "jobset.yaml")
         for document in yaml.safe_load_all(files[name])
     ]
-    schema = yaml.safe_load((Path(__file__).parent / "kubernetes_schemas.yaml").read_text())
     for document in found:
-        jsonschema.validate(document, schema)
+        assert types[document["kind"]].from_dict(document).to_dict() == document
+        assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", document["metadata"]["name"])
     return found
 
 

@@ -86,12 +86,20 @@ def test_torchtitan(tmp_path: Path) -> None:
         tp=8,
         pp=4,
         micro_batch=2,
-        zero=3,
+        zero=2,  # its default does not gather again beside a pipeline
         recompute=Recompute.FULL,
         schedule="interleaved",
         sequence_parallel=True,
     )
     assert found.batch_size == 256
+    assert found.remarks[0].startswith("pipeline_parallel_first_ and last_stage_less_layers are 1")
+    assert found.remarks[1:] == ("Not used from the file: training.seq_len.",)
+    less = "".join(f"pipeline_parallel_{end}_stage_less_layers = 0\n" for end in ("first", "last"))
+    again = TORCHTITAN.replace('"default"', '"always"').replace(
+        "[activation", f"{less}[activation"
+    )
+    found = read(tmp_path, "llama3.toml", again)
+    assert found.layout.zero == 3
     assert found.remarks == ("Not used from the file: training.seq_len.",)
 
 
@@ -107,6 +115,7 @@ pipeline_parallel_split_points = ["layers.2", "layers.4", "layers.6"]
 pipeline_parallel_schedule = "interleaved1f1b"
 [activation_checkpoint]
 mode = "selective"
+selective_ac_option = "op"
 """
     found = read(tmp_path, "a.toml", text)
     assert found.layout.chunks == 2
@@ -127,14 +136,11 @@ def test_torchtitan_checkpoints_every_so_many_layers(
 
 def test_copies_in_slices(tmp_path: Path) -> None:
     """What torchtitan, Accelerate and FSDP call replicas of shards, or hybrid sharding."""
-    mesh = "[parallelism]\ndata_parallel_replicate_degree = 2\n"
-    assert read(tmp_path, "rest.toml", mesh).layout == Layout(
-        zero=3, dp_replicate=2, recompute=Recompute.OP
-    )
+    mesh = "[activation_checkpoint]\nmode = 'none'\n"
+    mesh += "[parallelism]\ndata_parallel_replicate_degree = 2\n"
+    assert read(tmp_path, "rest.toml", mesh).layout == Layout(zero=3, dp_replicate=2)
     both = mesh + "data_parallel_shard_degree = 4\n"
-    assert read(tmp_path, "both.toml", both).layout == Layout(
-        dp=8, zero=3, dp_replicate=2, recompute=Recompute.OP
-    )
+    assert read(tmp_path, "both.toml", both).layout == Layout(dp=8, zero=3, dp_replicate=2)
     sizes = "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"
     sizes += "  parallelism_config_dp_shard_size: 4\n"
     found = read(tmp_path, "mesh.yaml", FSDP + sizes).layout
@@ -410,7 +416,7 @@ MODEL_PARALLEL_ARGS=(
             0,
         ),
         ("a.toml", "[experimental]\npipeline_parallel_degree = 4", "tp=1,pp=4,micro_batch=1,"
-         "zero=3,recompute=op,schedule=1f1b", 0),
+         "zero=2,recompute=full,recompute_every=2,schedule=1f1b", 0),
     ],
 )  # fmt: skip
 def test_the_family_of_megatron(
@@ -448,6 +454,32 @@ ulimit -n 4; torchrun --nnodes ${NNODES} --nproc_per_node 8 a.py \\
     )
     again = read(tmp_path, "b.sh", script.replace("\n", "\r\n"))
     assert again.layout == found.layout
+
+
+SOURCED = """#!/bin/bash
+#SBATCH --nodes=4 --ntasks-per-node=8
+source "$(dirname "$0")/env.sh"
+. ./missing.sh
+cat <<EOF > $CONFIG
+{"train_micro_batch_size_per_gpu": $MBS, "zero_optimization": {"stage": 2, "allgather_partitions":
+ true}, "it's": "no quote"}
+EOF
+srun python pretrain_gpt.py --tensor-model-parallel-size $TP --deepspeed_config ./ds.json \\
+    --micro-batch-size 2
+"""
+
+
+def test_files_that_a_script_reads_and_writes_are_read_with_it(tmp_path: Path) -> None:
+    (tmp_path / "env.sh").write_text("TP=4; MBS=2\nCONFIG=ds.json\nsource env.sh\n")
+    found = read(tmp_path, "a.sh", SOURCED)
+    assert found.layout == parse_layout("tp=4,dp=8,zero=2,micro_batch=2")
+    missing, unused = found.remarks
+    assert "beside the script: env.sh, ./missing.sh." in missing
+    assert unused.startswith(
+        "Not used from the file: deepspeed_config.zero_optimization.allgather"
+    )
+    with pytest.raises(LayoutError, match="say micro_batch_size as 3 and as 2"):
+        read(tmp_path, "a.sh", SOURCED.replace("size 2", "size 3"))
 
 
 OVERRIDES = """torchrun --nproc_per_node=8 megatron_gpt_pretraining.py trainer.num_nodes=2 \
@@ -496,13 +528,13 @@ model:
             "a.toml",
             '[parallelism]\npipeline_parallel_degree = 2\nmodule_fqns_per_model_part = [["emb", '
             '"a.0"], ["a.1"]]\n[comm]\nspeed = 1',
-            "pp=2,micro_batch=1,zero=3,recompute=op,schedule=1f1b,split=a.1",
+            "pp=2,micro_batch=1,zero=2,recompute=full,recompute_every=2,schedule=1f1b,split=a.1",
             "comm.speed",
         ),
         (
             "a.toml",
             "[training]\ntensor_parallel_degree = 2\nbatch_size = 3",
-            "tp=2,micro_batch=3,zero=3,recompute=op,sequence_parallel=true",
+            "tp=2,micro_batch=3,zero=3,recompute=full,recompute_every=2,sequence_parallel=true",
             "",
         ),
         (

@@ -85,7 +85,7 @@ def _parsed(content: bytes, path: Path, kind: str, ending: str) -> tuple[object,
         return parse_json(content, where), []
     text = decoded(content, where)
     if ending in _COMMAND_LINE:
-        return command_line_document(text, where)
+        return command_line_document(text, where, lambda name: _beside(path, name))
     if ending == ".toml":
         # Each level of a nested table or array is a call of the parser.
         if text.count("[") > _MOST_SECTIONS or text.count("{") > _MOST_SECTIONS:
@@ -99,6 +99,18 @@ def _parsed(content: bytes, path: Path, kind: str, ending: str) -> tuple[object,
     return parse_yaml(text, path, what=what, if_empty="run 'accelerate config'")[1], []
 
 
+def _beside(path: Path, name: str) -> str | None:
+    """The text of a file that a script names; ``None`` if it is not beside it."""
+    file = path.parent / name
+    try:
+        if Path(name).is_absolute() or not file.is_file():
+            return None
+    except (OSError, ValueError):  # no name that a file can have
+        return None
+    what = f"file that {path.name} reads"
+    return decoded(read_bytes(file, what, MAX_FILE_BYTES), f"{what} {file}")
+
+
 def _torchtitan(fields: Fields) -> LayoutFile:
     """The sections ``parallelism``, ``training`` and ``activation_checkpoint`` of torchtitan."""
     at = "parallelism"
@@ -107,16 +119,22 @@ def _torchtitan(fields: Fields) -> LayoutFile:
     fields.merge(at, older="training", having="_parallel_")
     replicas = fields.number(at, "data_parallel_replicate_degree", 1)
     shards = fields.number(at, "data_parallel_shard_degree", -1, least=-1)
-    keeps = fields.word(at, "fsdp_reshard_after_forward", "default") == "never"
     tp = fields.number(at, "tensor_parallel_degree", 1)
     cp = fields.number(at, "context_parallel_degree", 1)
     pp = fields.number(at, "pipeline_parallel_degree", 1)
+    # Its default gathers again only where there is no pipeline, whose micro-batches would each.
+    keeping = ("never", "default") if pp > 1 else ("never",)
+    keeps = fields.word(at, "fsdp_reshard_after_forward", "default") in keeping
     split = fields.words(at, "pipeline_parallel_split_points") or _torchtitan_parts(fields)
+    _about_torchtitans_stages(fields, are_split=bool(split) or pp == 1)
+    if fields.flag("training", "enable_cpu_offload"):
+        fields.remark("enable_cpu_offload is not modelled: everything stays on the devices.")
     fields.skip(
         at,
         "disable_loss_parallel",
         "enable_async_tensor_parallel",
         "context_parallel_rotate_method",
+        "context_parallel_load_balancer",
         "enable_compiled_autograd",
     )
     local = fields.number("training", "local_batch_size", 0, least=0)
@@ -156,6 +174,26 @@ _TORCHTITAN_WORKLOAD = (
 """Sections about the workload, and about what is written."""
 
 
+def _about_torchtitans_stages(fields: Fields, *, are_split: bool) -> None:
+    """Read what decides how many layers a stage has where no module says where it begins."""
+    at, start = "parallelism", "pipeline_parallel_"
+    if (file := fields.word(at, f"{start}schedule_csv")) and not are_split:
+        raise LayoutError(f"{start}schedule_csv is {shown(file)}; only schedules by name can be.")
+    less = [fields.number(at, f"{start}{end}_stage_less_layers", 1, least=0)
+            for end in ("first", "last")]  # fmt: skip
+    each = fields.take(f"{start}layers_per_stage", at=at)
+    if any(less) and not are_split:
+        fields.remark(
+            f"{start}first_ and last_stage_less_layers are {less[0]} and {less[1]}: all stages "
+            "have equally many layers here; say layers=... in a text."
+        )
+    if each is not None and not are_split:
+        fields.remark(
+            f"{start}layers_per_stage is {shown(each)}: the number of stages is that which the "
+            "schedule needs; say chunks=... in a text."
+        )
+
+
 def _torchtitan_parts(fields: Fields) -> tuple[str, ...]:
     """Modules at which stages begin, where a file lists the modules of each."""
     parts = fields.take("module_fqns_per_model_part", at="parallelism") or []
@@ -187,7 +225,7 @@ def _torchtitan_experts(fields: Fields, tp: int, cp: int) -> int:
 def _torchtitan_checkpoints(fields: Fields) -> dict[str, str]:
     at = "activation_checkpoint"
     mode = fields.word(at, "mode", "selective")  # torchtitan's own default
-    every = fields.word(at, "selective_ac_option", "op")
+    every = fields.word(at, "selective_ac_option", "2")
     fields.skip(
         at,
         "per_op_sac_force_recompute_mm_shapes_by_fqns",
@@ -232,7 +270,13 @@ def _deepspeed(fields: Fields) -> LayoutFile:
     tp = fields.number("tensor_parallel", "autotp_size", 1, least=0)
     tp = max(tp, fields.number("tensor_parallel", "tp_size", 1), 1)
     pp = fields.number("pipeline", "stages", 1, auto=True)
-    fields.skip("pipeline", "partition", "seed_layers", "activation_checkpoint_interval")
+    fields.skip("pipeline", "partition", "seed_layers")
+    again = fields.number("pipeline", "activation_checkpoint_interval", 0, least=0)
+    if again > 1:
+        fields.remark(
+            f"activation_checkpoint_interval {again}: the inputs of every layer are kept, not of "
+            "each such run."
+        )
     micro = fields.number("", "train_micro_batch_size_per_gpu", 0, auto=True)
     num_micro = fields.number("", "gradient_accumulation_steps", 0, auto=True)
     batch = fields.number("", "train_batch_size", 0, auto=True)
@@ -247,7 +291,14 @@ def _deepspeed(fields: Fields) -> LayoutFile:
             "recompute=full in a text if the model recomputes its layers."
         )
     return LayoutFile(
-        layout=Layout(tp=tp, pp=pp, micro_batch=micro, num_micro=num_micro, zero=stage),
+        layout=Layout(
+            tp=tp,
+            pp=pp,
+            micro_batch=micro,
+            num_micro=num_micro,
+            zero=stage,
+            recompute=Recompute.FULL if again else Recompute.NONE,
+        ),
         batch_size=batch,
     )
 

@@ -310,6 +310,7 @@ _SCHEDULE_WORDS: Mapping[str, str] = MappingProxyType({
     "scheduleinterleavedzerobubble": "interleaved_zero_bubble", "zbv": "zero_bubble_v",
     "zb_v": "zero_bubble_v", "zbvzerobubble": "zero_bubble_v",
     "schedulezbvzerobubble": "zero_bubble_v", "dualpipev": "dual_pipe_v",
+    "loopedbfs": "breadth_first", "scheduleloopedbfs": "breadth_first",
     "scheduledualpipev": "dual_pipe_v", "dual_pipev": "dual_pipe_v",
 })  # fmt: skip
 """Names of schedules in Megatron and ``torch.distributed.pipelining``."""

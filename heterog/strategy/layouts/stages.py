@@ -47,7 +47,7 @@ def layers_of(graph: OpGraph) -> Layers:
         if op.phase != Phase.FORWARD or group == CONSTANT_GROUP or group in layer_of_group:
             continue
         # Not the ops that only follow a neighbour, such as a residual sum after the layer.
-        if (name := _layer_path(op.module)) and _layer_path(grouping.names[group]) == name:
+        if (name := layer_path(op.module)) and layer_path(grouping.names[group]) == name:
             layer_of_group[group] = name
     names = tuple(dict.fromkeys(layer_of_group[group] for group in sorted(layer_of_group)))
     number = {name: position for position, name in enumerate(names)}
@@ -71,10 +71,10 @@ def layer_blocks(graph: OpGraph) -> tuple[int, ...]:
     )
 
 
-def _layer_path(module: str) -> str:
+def layer_path(module: str) -> str:
     """The outermost numbered module around a path; empty if there is none.
 
-    >>> _layer_path("transformer.h.11.mlp.c_fc"), _layer_path("transformer.wte")
+    >>> layer_path("transformer.h.11.mlp.c_fc"), layer_path("transformer.wte")
     ('transformer.h.11', '')
     """
     parts = module.split(".")
