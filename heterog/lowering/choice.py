@@ -176,6 +176,7 @@ class Choice(NamedTuple):
     teams: Teams
     sharded: IntArray  # how replicas of each group slice; see ``Sharded``
     sync_class: IntArray  # groups whose gradients may share buckets have the same number
+    run: IntArray  # groups of a layer, or between two, that are in one chunk, likewise
     recompute: IntArray  # 0: a group keeps what its forward pass makes; 1 + its ``Keeps``
     rings: Rings
     reduce_channel: IntArray  # utility all-reduce of each division
@@ -309,6 +310,7 @@ class Encoder:
             teams=self._teams(rows),
             sharded=np.array([int(each.sync.sharded) for each in decisions], np.int32)[of_group],
             sync_class=_sync_classes(decisions)[of_group],
+            run=self._runs(schedule.chunk_starts),
             recompute=_recomputation(decisions)[of_group],
             rings=self._all_rings(decisions, of_group, within_teams),
             reduce_channel=np.array([row.reduce_channel for row in rows], np.int32),
@@ -319,6 +321,14 @@ class Encoder:
             sparse_rows=self._sparse_rows.of(rows),
             num_slice_lanes=_num_slice_lanes(decisions),
         )
+
+    def _runs(self, chunk_starts: Sequence[int]) -> IntArray:
+        """See ``Choice.run``."""
+        run = self._tables.group_run
+        if not chunk_starts:
+            return run
+        chunk = np.searchsorted(sorted(chunk_starts), np.arange(len(run)), side="right")
+        return (run + len(run) * chunk).astype(np.int32)
 
     def _teams(self, rows: Sequence[DivisionRows]) -> Teams:
         units = [np.zeros(self._num_devices, np.int32) for _ in rows]

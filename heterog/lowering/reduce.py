@@ -129,10 +129,19 @@ _PARAMETERS = int(Sharded.PARAMETERS)
 
 @helper
 def number_buckets(choice: Choice, scratch: Scratch) -> None:
-    """Give groups whose gradients may share a bucket the same key: their first group's number."""
+    """Give groups whose gradients may share a bucket the same key: their first group's number.
+
+    ZeRO's stage 3 gathers a bucket for the ops that read it: those of neighbours in a layer.
+    """
     for group in range(len(choice.sharded)):
         scratch.bucket_key[group] = group
-        if choice.sharded[group] == _PARAMETERS:  # gathers a bucket for the ops of one group
+        if choice.sharded[group] == _PARAMETERS:
+            before = max(group - 1, 0)
+            if (
+                choice.run[group] == choice.run[before]
+                and choice.sync_class[group] == choice.sync_class[before]
+            ):
+                scratch.bucket_key[group] = scratch.bucket_key[before]
             continue
         for other in range(group):
             if choice.sync_class[group] == choice.sync_class[other]:

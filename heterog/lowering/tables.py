@@ -41,6 +41,7 @@ from heterog.strategy.keeping import (
     recomputations,
     scores_again,
 )
+from heterog.strategy.layouts.stages import layer_runs
 from heterog.strategy.remaking import Remake, Remakes
 
 FloatArray = npt.NDArray[np.float64]
@@ -70,6 +71,7 @@ class GraphTables(NamedTuple):
 
     batch_size: int
     num_groups: int
+    group_run: IntArray  # groups of a layer, or between two layers, have the same number
     axis_units: IntArray  # the batch first; EVERYWHERE for ops that split nothing
     # Compute ops: neither views nor updates, in program order.
     op_id: IntArray  # graph op of each compute op
@@ -218,6 +220,7 @@ class _Builder:
         tables: dict[str, Any] = {
             "batch_size": self.graph.batch_size,
             "num_groups": self.grouping.num_groups,
+            "group_run": list(layer_runs(self.graph)),
             "axis_units": list(self.plan.axes),
             "sparse": self.sparse,
             **self._op_tables(),

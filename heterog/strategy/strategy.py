@@ -171,7 +171,7 @@ class Strategy:
             splits its own shares in the same proportions. Replicas that are unlike have columns
             of their own, padded with zeros.
         bucket_bytes: gradients are synchronised in buckets of up to this size; 0 means tensor by
-            tensor.
+            tensor. Those of ZeRO-3, which are also gathered, end with a layer of the model.
         step_barrier: a step is done when every update is done; otherwise the next step's forward
             ops start as soon as their own parameters have arrived.
         op_rules: (graph op index, rule) of the ops that do not follow the batch, ascending; see

@@ -222,9 +222,11 @@ def random_graph(rng: Random, batch_size: int | None = None) -> OpGraph:
     wholes: list[int] = []
     products: list[tuple[str, int, int, int]] = []
     rule: Rule
-    modules = "abcd"
+    modules = "abcd" if width != 512 else ("h.0.a", "h.0.b", "h.1", "c")  # with layers, or without
     if rng.random() < 0.5:
-        wholes.append(builder.op("table", (table,), (width,), module="a", rule=((R,), (R,))))
+        wholes.append(
+            builder.op("table", (table,), (width,), module=modules[0], rule=((R,), (R,)))
+        )
     full = (batch_size, width)
     for step in range(rng.randint(3, 8)):
         module = rng.choice(modules)
@@ -295,7 +297,7 @@ def random_graph(rng: Random, batch_size: int | None = None) -> OpGraph:
             rule=((S(0), R, S(0)), (S(0),)), phase=Phase.BACKWARD,
         )  # fmt: skip
     for weight, gradient in gradients.items():
-        builder.update(weight, gradient, module="a")
+        builder.update(weight, gradient, module=modules[0])
     return builder.build(above)
 
 

@@ -18,6 +18,7 @@ from heterog.graph.op_costs import REORDERS_WEIGHTS
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.lowering.channels import ChannelKind
 from heterog.lowering.program import FIRST_FREE_KIND, TaskKind
+from heterog.strategy.layouts.stages import layers_of
 from heterog.strategy.schedules import Pass, device_chunks
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.strategy.reading import (
@@ -1074,7 +1075,7 @@ class Walk:
 
         def alike(group: int) -> tuple[object, ...]:
             decision = self.strategy.decisions[group]
-            own = group if decision.sync == Sync.ZERO3 else None  # gathered for one group's ops
+            own = self.first_of_layer(group) if decision.sync == Sync.ZERO3 else None
             slices = decision.slices, decision.slice_groups
             return self.shares.layouts[group], decision.sync, slices, own
 
@@ -1084,6 +1085,24 @@ class Walk:
         order = ("device", "team", "in team")
         alike_in = order.index(self.shares.held_alike(parameter))
         return first, axis or BATCH, alike_in, self.reading.dtypes(parameter)
+
+    def first_of_layer(self, group: int) -> int:
+        """The first of the groups that are gathered together: neighbours in a layer, or outside of
+        all of them in a model that has any, that are decided alike and in one chunk."""
+        layers, decisions = layers_of(self.reading.graph), self.strategy.decisions
+        while group > 0:
+            one, other = decisions[group - 1], decisions[group]
+            if (
+                not layers.names
+                or layers.of_group[group - 1] != layers.of_group[group]
+                or self.shares.layouts[group - 1] != self.shares.layouts[group]
+                or (one.sync, one.slices) != (other.sync, other.slices)
+                or one.slice_groups != other.slice_groups
+                or group in self.strategy.schedule.chunk_starts
+            ):
+                break
+            group -= 1
+        return group
 
     def is_full(self, bucket: list[int]) -> bool:
         """Whether a bucket is synchronised without waiting for more."""

@@ -13,6 +13,7 @@ from heterog.lowering.program import Program, TaskKind
 from heterog.lowering.space import StrategySpace
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator.builders import cluster_of, linear_chain, strategy_of
@@ -148,7 +149,48 @@ def test_stage_3_of_the_next_step_gathers_what_has_been_stepped() -> None:
     assert not set(updates[2:]) & needs(program, gathers[3].number)
 
 
-def test_buckets_of_stage_3_stay_in_their_group() -> None:
+LAYERS = linear_chain(("table", "h.0.a", "h.0.b", "h.1.a", "h.1.b", "norm", "head"))
+
+
+def gathered(
+    schedule: PipelineSchedule = AS_IT_COMES, **options: object
+) -> list[tuple[int, float]]:
+    """The first parameter and the size in weights of each gather of stage 3, in order."""
+    strategy = strategy_of(LAYERS, THREE, zero(Sync.ZERO3), **options)  # type: ignore[arg-type]
+    strategy = replace(strategy, schedule=schedule)
+    program = lower(LAYERS, THREE, strategy)
+    gathers = tasks_of(program, TaskKind.GATHER_PARAMETERS)
+    for each in gathers:
+        assert made(program, each.number) == dict.fromkeys((0, 1, 2), each.num_bytes)
+    scatters = [
+        (t.subject, t.num_bytes / WEIGHT) for t in tasks_of(program, TaskKind.REDUCE_SCATTER)
+    ]
+    once_a_pass = list(dict.fromkeys((t.subject, t.num_bytes / WEIGHT) for t in gathers))
+    num_scatters = 1 if strategy.gathers_once else strategy.num_micro_batches
+    assert scatters == num_scatters * once_a_pass[::-1]
+    return [(t.subject, t.num_bytes / WEIGHT) for t in gathers]
+
+
+def test_buckets_of_stage_3_are_layers() -> None:
+    """Of neighbours in a layer, or between layers, up to the size of a bucket."""
+    forward, backward = [(0, 1.0), (2, 2.0), (4, 2.0), (6, 2.0)], [(6, 2.0), (4, 2.0), (2, 2.0)]
+    assert gathered(bucket_bytes=10**9) == forward + backward
+    assert gathered(bucket_bytes=10**9, micro_batches=MICRO) == 2 * (forward + backward)
+    once = PipelineSchedule(gathers_once=True)
+    assert gathered(once, bucket_bytes=10**9, micro_batches=MICRO) == forward + backward
+    alone = [(row, 1.0) for row in range(7)]
+    assert gathered(bucket_bytes=1) == alone + alone[:0:-1]
+    chunks = PipelineSchedule(chunk_starts=(2,))
+    cut = [(0, 1.0), (1, 1.0), (2, 1.0), *forward[2:], *backward[:2], (2, 1.0), (1, 1.0)]
+    assert gathered(chunks, bucket_bytes=10**9) == cut
+
+
+def test_buckets_of_stage_3_end_where_decisions_do() -> None:
+    one, other = zero(Sync.ZERO3), zero(Sync.ZERO3, slices=(1, 1, 1))
+    decisions = (one, one, other, other, other, other, one)
+    strategy = replace(strategy_of(LAYERS, THREE, one, bucket_bytes=10**9), decisions=decisions)
+    assert lower(LAYERS, THREE, strategy).bucket.tolist() == [0, 1, 2, 4, 4, 5, 6]
+    # Without layers a group is gathered for its own ops; stage 2 gathers nothing for ops.
     for stage, buckets in ((Sync.ZERO2, [1, 1]), (Sync.ZERO3, [0, 1])):
         program = program_of(stage, bucket_bytes=10**9)
         assert program.bucket.tolist() == buckets

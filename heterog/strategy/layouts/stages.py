@@ -71,6 +71,19 @@ def layer_blocks(graph: OpGraph) -> tuple[int, ...]:
     )
 
 
+def layer_runs(graph: OpGraph) -> tuple[int, ...]:
+    """First group of the run of each group: groups of a layer, or between two layers.
+
+    In a model without repeated layers each group is a run of its own.  # [num_groups]
+    """
+    layers = layers_of(graph)
+    first = list(range(len(layers.of_group)))
+    for group in first[1:] if layers.names else ():
+        if layers.of_group[group] == layers.of_group[group - 1]:
+            first[group] = first[group - 1]
+    return tuple(first)
+
+
 def layer_path(module: str) -> str:
     """The outermost numbered module around a path; empty if there is none.
 
