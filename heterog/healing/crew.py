@@ -99,6 +99,9 @@ class Crew(Protocol):
     def is_here(self, device: int) -> bool:
         """Whether a rank could be started for a device."""
 
+    def is_leaving(self, device: int) -> bool:
+        """Whether the host of a device has announced its end."""
+
     def close(self, why: str) -> None:
         """End everything; ``why`` is the reason if the job has failed, else empty."""
 
@@ -162,7 +165,9 @@ class LocalCrew:
         for host in hosts:
             process = self._keepers.get(host, (None, None))[0]
             if process is None or process.poll() is not None:
-                self._keepers[host] = start_keeper(host, pid=os.getpid())
+                self._leaving(host).unlink(missing_ok=True)
+                leaving = str(self._leaving(host))
+                self._keepers[host] = start_keeper(host, pid=os.getpid(), leaving=leaving)
         return all_alive
 
     def places(self) -> list[KeeperPlace]:
@@ -176,13 +181,21 @@ class LocalCrew:
 
     def is_here(self, device: int) -> bool:
         """See ``Crew``."""
-        return True
+        return not self.is_leaving(device)
+
+    def is_leaving(self, device: int) -> bool:
+        """See ``Crew``; its keeper was told."""
+        return self._leaving(self._cluster.host_of[device]).exists()
 
     def close(self, why: str) -> None:
         """See ``Crew``."""
         for process, _ in self._keepers.values():
             process.kill()
             process.wait()
+
+    def _leaving(self, host: int) -> Path:
+        """File that exists when a host has announced its end."""
+        return self._folder / f"leaving{host}"
 
 
 @dataclass(frozen=True, slots=True)

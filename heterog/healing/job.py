@@ -181,6 +181,7 @@ class HealingJob:
                 self._say,
                 Service("heterog.healing.planning"),
                 is_here=self._crew.is_here,
+                is_leaving=self._crew.is_leaving,
             )
             stack.callback(self._steering.close)
             self._steering.begin(str(self._path), self._source)

@@ -21,7 +21,7 @@ from heterog.healing.job import HealingJob, check_can_heal
 from heterog.healing.options import HealOptions
 from heterog.healing.ray_crew import RayCrew, end_job
 from heterog.runtime.launch import temporary_folder
-from heterog.runtime.ranks.on_ray import SILENT_S, connected, for_nodes
+from heterog.runtime.ranks.on_ray import QUICK_NEWS, SILENT_S, connected, for_nodes
 from heterog.runtime.request import RunRequest
 from heterog.workers import connect_to_ray
 
@@ -134,6 +134,7 @@ def heal_on_ray(
                     max_restarts=-1,
                     num_cpus=0,
                     resources=_ON_HEAD,
+                    runtime_env=QUICK_NEWS,
                 )
                 .remote(name, asked, content, options)
             )

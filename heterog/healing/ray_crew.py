@@ -139,7 +139,12 @@ class RayCrew:
         """See ``Crew``."""
         host = self._hosts[self._cluster.host_of[device]]
         host.look()
-        return host.is_here
+        return host.is_here and not self.is_leaving(device)
+
+    def is_leaving(self, device: int) -> bool:
+        """See ``Crew``."""
+        told = self._hosts[self._cluster.host_of[device]].told
+        return told is not None and told.is_leaving
 
     def close(self, why: str) -> None:
         """See ``Crew``."""

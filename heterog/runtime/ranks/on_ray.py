@@ -57,6 +57,10 @@ _THREADS = 8
 _AGAIN_S = 0.5
 """Seconds until a lost node is asked again."""
 END_S = 10.0
+QUICK_NEWS = {"env_vars": {"RAY_timeout_ms_task_wait_for_death_info": "100"}}
+"""Runtime environment of actors that have to know at once that another one is lost: when the
+connection to an actor breaks, Ray waits so long for the reason before it says so, by default 1 s
+(``ray_config_def.h``), and a node that died with its raylet cannot tell one."""
 
 Resources = Mapping[str, float]
 """Amounts by Ray's name of a resource."""
@@ -288,6 +292,7 @@ class HostStatus(NamedTuple):
         begin: Position in the journal of a healing job of the first of the events.
         end: Position after the last.
         events: Those of the journal, with their age in ``at_s``: clocks of nodes differ.
+        is_leaving: Whether the node has announced its end.
     """
 
     actor: str
@@ -296,6 +301,7 @@ class HostStatus(NamedTuple):
     begin: int = 0
     end: int = 0
     events: Sequence[dict[str, Any]] = ()
+    is_leaving: bool = False
 
 
 class Host:
@@ -532,6 +538,12 @@ def offers(ray: Any) -> list[Resources]:
     return [_offered(node) for node in ray.nodes()]
 
 
+def is_draining(ray: Any) -> bool:
+    """Whether the node of this actor is to be drained: its end was announced to Ray."""
+    node = ray.get_runtime_context().get_node_id()
+    return node in ray._private.state.state.get_draining_nodes()  # as Ray Train asks
+
+
 def actor_of(
     ray: Any,
     group: Any,
@@ -552,7 +564,7 @@ def actor_of(
         scheduling_strategy=PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=number
         ),
-        **{"max_restarts": 0, "max_concurrency": _THREADS, **options},
+        **{"max_restarts": 0, "max_concurrency": _THREADS, "runtime_env": QUICK_NEWS, **options},
     )
     return made.remote(*arguments)
 
