@@ -28,12 +28,11 @@ from heterog.runtime.ranks.on_ray import (
     NodeHost,
     RankOnRay,
     actor_of,
-    asked_of_nodes,
     end_hosts,
-    offers,
     placed,
     variables_of_ranks,
 )
+from heterog.runtime.ranks.ray_nodes import asked_of_nodes, offers
 from heterog.runtime.ranks.watching import wait_for_ranks
 from heterog.runtime.request import RunRequest
 

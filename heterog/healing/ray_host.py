@@ -22,7 +22,8 @@ from heterog.healing.keeper import Shelf, listen
 from heterog.healing.keepers import KeeperPlace
 from heterog.healing.snapshots import Moment, Part
 from heterog.healing.wire import WireError, new_token
-from heterog.runtime.ranks.on_ray import Host, HostStatus, is_draining
+from heterog.runtime.ranks.on_ray import Host, HostStatus
+from heterog.runtime.ranks.ray_nodes import is_draining
 from heterog.runtime.request import RunRequest
 from heterog.workers import connect_to_ray
 
