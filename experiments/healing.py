@@ -61,6 +61,10 @@ FAULTS = (
     *("rank", "node", "first", "two", "leader", "both"),
     *("frozen", "cut", "command", "leaving"),
 )
+_MARK = "HETEROG_HEALING_TRIALS"
+"""Variable of all processes that trials start, with the id of this one."""
+_GONE_S = 20.0
+"""Longest wait until what was killed is gone: who removes its files waits, too."""
 STAYS = ("leader", "command")
 """Faults after which the same ranks train on."""
 TIMES = ("detect_s", "plan_s", "move_s", "first_step_s")
@@ -165,11 +169,14 @@ class Nodes:
             left += children.get(left.pop(), [])
 
     def replace(self, numbers: tuple[int, ...]) -> None:
-        """Start nodes with the same devices, and wait until the old ones count as lost."""
+        """Start nodes with the same devices."""
         for number in numbers:
             if self._places[1 + number][0]:
                 set_link(self._places[1 + number][0], "up")
             self._nodes[number] = self._add(number)
+
+    def wait(self) -> None:
+        """Wait until those that were replaced count as lost."""
         while sum(each["Alive"] for each in self._ray.nodes()) != 1 + len(KINDS):
             time.sleep(0.2)
 
@@ -209,7 +216,10 @@ def things_of_jobs() -> set[str]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_text().replace("\0", " ")
+            is_mine = f"{_MARK}={os.getpid()}\0".encode() in (folder / "environ").read_bytes()
         except OSError:
+            continue
+        if not is_mine:
             continue
         if words.startswith(("ray::_Leader", "ray::HealingHost")) or "heterog.healing." in words:
             found.add(f"{folder.name} {words[:80].strip()}")
@@ -317,8 +327,12 @@ def run_trial(
         measured = heal_on_ray(request, options, progress=killer, say=killer.say)
         for each in victims:
             nodes.kill(each)  # what is frozen or cut off ends with its node
-    time.sleep(2.0)  # what was killed needs a moment to be gone
+    gone_s = time.monotonic() + _GONE_S
+    while things_of_jobs() - before and time.monotonic() < gone_s:
+        time.sleep(0.5)
     left_behind = tuple(sorted(things_of_jobs() - before))
+    if nodes is not None:
+        nodes.replace(victims)
     moves, last = measured["moves"], measured["steps"][-1]
     move = moves[-1] if moves else {}
     if move:
@@ -330,7 +344,7 @@ def run_trial(
     else:
         expected = run_ranks(RunRequest(plan=plan, num_steps=last - 1))["losses"]
     if nodes is not None:
-        nodes.replace(victims)
+        nodes.wait()
     pairs = zip(measured["losses"], expected, strict=True)
     return Trial(
         victims=victims,
@@ -354,6 +368,7 @@ def main() -> None:
         option("--wait", action="store_true", help="kill after plans were prepared"),
     )
     fault, kept = arguments.fault, arguments.results and arguments.results.resolve()
+    os.environ[_MARK] = str(os.getpid())
     of = {"fault": fault, "seed": arguments.seed, "wait": arguments.wait}
     trials = [row["trial"] for row in read_rows(kept) if row["of"] == of]
     with ExitStack() as stack:
