@@ -89,9 +89,6 @@ class Answering(Protocol):
     def next_reply(self, timeout_s: float) -> Message | None:
         """The next reply, if it comes in time."""
 
-    def close(self) -> None:
-        """End the process."""
-
 
 class Steering:
     """Asks the planning process for plans and decides which to change to.
@@ -160,10 +157,6 @@ class Steering:
     def lost(self) -> frozenset[int]:
         """Devices that do not take part."""
         return frozenset(self.absent)
-
-    def close(self) -> None:
-        """End the process that plans."""
-        self._service.close()
 
     # --- a loss ----------------------------------------------------------------------------------
 

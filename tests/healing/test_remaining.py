@@ -132,9 +132,6 @@ class Prompt:
     def next_reply(self, timeout_s: float) -> dict[str, Any] | None:
         return self._said.popleft() if self._said else None
 
-    def close(self) -> None:
-        pass
-
 
 def steered(prompt: Prompt, said: list[str], **options: Any) -> Steering:
     whole = cluster_of((1.0, ["T4"]), (1.0, ["T4"]), (1.0, ["T4"]))
