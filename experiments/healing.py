@@ -119,16 +119,16 @@ class Nodes:
     """Raylets of this machine, one for each host, beside the head.
 
     Args:
-        places: network namespace and address of the head and of each host; none for loopback.
+        places: network namespace and address of the head and of each host, if they have some.
     """
 
     def __init__(self, places: list[tuple[str, str]] | None = None) -> None:
         from ray.cluster_utils import Cluster as Raylets
 
-        self._places = places or [("", "127.0.0.1")] * (1 + len(KINDS))
+        self._places = places or [("", "")] * (1 + len(KINDS))
         self._memory = {"object_store_memory": 100_000_000}
         head = {"num_cpus": 1, "include_dashboard": False, **self._memory}
-        head["node_ip_address"] = self._places[0][1]
+        head |= self._address(0)
         self._made: Any = Raylets(initialize_head=True, head_node_args=head)
         self._nodes = [self._add(number) for number in range(len(KINDS))]
         os.environ["RAY_ADDRESS"] = self._made.address
@@ -189,10 +189,12 @@ class Nodes:
         return int(self._nodes[number].all_processes["raylet"][0].process.pid)
 
     def _add(self, number: int) -> Any:
-        namespace, address = self._places[1 + number]
         given = {"num_cpus": 1, "resources": {KINDS[number]: 1}, **self._memory}
-        with inside(namespace):
-            return self._made.add_node(node_ip_address=address, **given)
+        with inside(self._places[1 + number][0]):
+            return self._made.add_node(**given, **self._address(1 + number))
+
+    def _address(self, place: int) -> dict[str, str]:
+        return {"node_ip_address": self._places[place][1]} if self._places[place][1] else {}
 
 
 @contextmanager
