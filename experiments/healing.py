@@ -126,6 +126,7 @@ class Nodes:
         from ray.cluster_utils import Cluster as Raylets
 
         self._places = places or [("", "")] * (1 + len(KINDS))
+        os.environ["RAY_worker_niceness"] = "0"  # or ranks would yield to all else, by 15
         self._memory = {"object_store_memory": 100_000_000}
         head = {"num_cpus": 1, "include_dashboard": False, **self._memory}
         head |= self._address(0)
