@@ -9,10 +9,10 @@ the raylet, its actor with snapshots, and its rank, by SIGKILL at once), ``first
 0), ``two`` (at once, with redundancy 2), ``leader`` (the actor that leads; its ranks train on),
 ``both`` of a node and the leader, ``frozen`` (a node by SIGSTOP), ``cut`` (a node's link: each is
 in a network namespace, which takes root), ``command`` (that which started the job; the next one
-watches it) and ``leaving`` (SIGTERM to a node's actor, which is killed once training goes on
-elsewhere). Then the same is done without healing: four local ranks train up to the step that was
-gone on from and save a checkpoint, and ranks of the new plan resume it. Losses have to be equal
-step by step. Processes and temporary files that stay are looked for.
+watches it) and ``leaving`` (SIGTERM to a node's actor, or Ray drains it; it is killed once
+training goes on elsewhere). Then the same is done without healing: four local ranks train up to
+the step that was gone on from and save a checkpoint, and ranks of the new plan resume it. Losses
+have to be equal step by step. Processes and temporary files that stay are looked for.
 """
 
 import json
@@ -148,7 +148,15 @@ class Nodes:
         set_link(self._places[1 + number][0], "down")
 
     def announce(self, number: int) -> None:
-        """Tell the actor of a node that it will end."""
+        """Announce the end of a node: to its actor, or to Ray, which drains every second one."""
+        if number % 2:
+            from ray._raylet import GcsClient
+            from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+            reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+            client = GcsClient(address=self._made.address)
+            client.drain_node(self._nodes[number].node_id, reason, "spot", 0)
+            return
         for each in things_of_jobs():
             pid = int(each.split()[0]) if "ray::HealingHost" in each else 0
             if pid and parent_of(pid) == self._raylet(number):
