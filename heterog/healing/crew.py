@@ -15,6 +15,7 @@ from heterog.healing.keepers import KeeperPlace, start_keeper
 from heterog.healing.options import Trained
 from heterog.healing.steering import Running
 from heterog.runtime.launch import run_commands
+from heterog.runtime.ranks.forks import open_forks
 from heterog.runtime.ranks.place import HERE, Place
 from heterog.runtime.request import RunRequest
 
@@ -41,6 +42,13 @@ class JobState:
 def rank_command(run_file: Path, assignment: Path, journal: Path, stop: Path) -> list[str]:
     """Arguments of Python for a rank; see ``heterog.healing.rank``."""
     return ["-m", RANK_MODULE, *map(str, (run_file, assignment, journal, stop))]
+
+
+def warm_ranks(plan: Path) -> None:
+    """Let ranks of later generations begin quicker, with a plan like theirs."""
+    forks = open_forks()
+    if forks is not None:
+        forks.warm(RANK_MODULE, str(plan))
 
 
 class Crew(Protocol):
@@ -138,7 +146,13 @@ class LocalCrew:
         journal = self._folder / f"journal{generation}.jsonl"
         self._reader = JournalReader(journal)
         self._stop = self._folder / f"stop{generation}"
-        deciding = threading.Thread(target=lambda: decide().write(assignment), daemon=True)
+
+        def assign() -> None:
+            decided = decide()
+            decided.write(assignment)
+            warm_ranks(Path(decided.plan))
+
+        deciding = threading.Thread(target=assign, daemon=True)
         deciding.start()
         try:
             run_commands(

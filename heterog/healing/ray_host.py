@@ -16,7 +16,7 @@ import numpy as np
 
 from heterog.files import write_atomically
 from heterog.healing.assignment import Assignment
-from heterog.healing.crew import RANK_MODULE, JobState, rank_command
+from heterog.healing.crew import RANK_MODULE, JobState, rank_command, warm_ranks
 from heterog.healing.journal import JournalReader
 from heterog.healing.keeper import Shelf, listen
 from heterog.healing.keepers import KeeperPlace
@@ -92,6 +92,7 @@ class HealingHost(Host):
             writers=tuple(writers.values()),
         ).write(self._path(assignment.generation, "assignment"))
         self._kept = state, plan
+        warm_ranks(path)
 
     def look(self, generation: int, at: int) -> HostStatus:
         """See ``Host``."""
