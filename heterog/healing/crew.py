@@ -100,10 +100,6 @@ class Crew(Protocol):
     def places(self) -> list[KeeperPlace]:
         """Addresses of the keepers that are alive."""
 
-    @property
-    def keeper_pids(self) -> dict[int, int]:
-        """Process id of each host's keeper, by host."""
-
     def is_here(self, device: int) -> bool:
         """Whether a rank could be started for a device."""
 
@@ -187,11 +183,6 @@ class LocalCrew:
     def places(self) -> list[KeeperPlace]:
         """See ``Crew``."""
         return [place for process, place in self._keepers.values() if process.poll() is None]
-
-    @property
-    def keeper_pids(self) -> dict[int, int]:
-        """See ``Crew``."""
-        return {host: process.pid for host, (process, _) in self._keepers.items()}
 
     def is_here(self, device: int) -> bool:
         """See ``Crew``."""

@@ -150,11 +150,6 @@ class HealingJob:
         """The plan that the ranks run now, and on which devices."""
         return self._steering.running
 
-    @property
-    def keeper_pids(self) -> dict[int, int]:
-        """Process id of each host's keeper, by host."""
-        return self._crew.keeper_pids
-
     def run(self) -> dict[str, Any]:
         """Train to the end and return what was measured and what happened.
 

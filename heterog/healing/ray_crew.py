@@ -129,11 +129,6 @@ class RayCrew:
         """See ``Crew``: doors of this node."""
         return [self._doors[number] for number, host in enumerate(self._hosts) if host.is_here]
 
-    @property
-    def keeper_pids(self) -> dict[int, int]:
-        """See ``Crew``; they are Ray's."""
-        return {}
-
     def is_here(self, device: int) -> bool:
         """See ``Crew``."""
         host = self._hosts[self._cluster.host_of[device]]
