@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,8 @@ class HealingHost(Host):
         ray = connect_to_ray()[0]
         while time.monotonic() - self._asked_s < _ALONE_S:
             time.sleep(_LOOK_S)
-            self._is_leaving = self._is_leaving or is_draining(ray)
+            with suppress(Exception):  # Ray's head may be away for a while
+                self._is_leaving = self._is_leaving or is_draining(ray)
         self.close()
         ray.util.remove_placement_group(ray.util.get_current_placement_group())
         ray.kill(ray.get_runtime_context().current_actor)

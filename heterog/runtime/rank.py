@@ -451,9 +451,13 @@ def _published_port(path: Path, timeout_s: float) -> int:
 def _wait_for_store(address: str, port: int, timeout_s: float) -> None:
     """Wait until rank 0 listens; after a refusal ``TCPStore`` itself sleeps for 0.25 to 0.75 s."""
     deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:  # then it is the store that says what is wrong
+    while True:
         with suppress(OSError), socket.create_connection((address, port), _CONNECT_S):
             return
+        if time.monotonic() > deadline_s:
+            raise HeterogError(
+                f"rank 0 did not listen on port {port} of {address} within {timeout_s:g} s."
+            )
         time.sleep(_POLL_S)
 
 
