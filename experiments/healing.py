@@ -6,13 +6,18 @@
 Each trial trains on four hosts of one device (gloo), kills at a random step and lets the job go
 on. Faults: ``rank`` (one of four local ranks); on four raylets of this machine, ``node`` (any:
 the raylet, its actor with snapshots, and its rank, by SIGKILL at once), ``first`` (that of rank
-0), ``two`` (at once, with redundancy 2), ``leader`` (the actor that leads; its ranks train on) and
-``both`` of a node and the leader. Then the same is done without healing: four local ranks train up
-to the step that was gone on from and save a checkpoint, and ranks of the new plan resume it.
-Losses have to be equal step by step. Processes and temporary files that stay are looked for.
+0), ``two`` (at once, with redundancy 2), ``leader`` (the actor that leads; its ranks train on),
+``both`` of a node and the leader, ``frozen`` (a node by SIGSTOP), ``cut`` (a node's link: each is
+in a network namespace, which takes root), ``command`` (that which started the job; the next one
+watches it) and ``leaving`` (SIGTERM to a node's actor, or Ray drains it; it is killed once
+training goes on elsewhere). Then the same is done without healing: four local ranks train up to
+the step that was gone on from and save a checkpoint, and ranks of the new plan resume it. Losses
+have to be equal step by step. Processes and temporary files that stay are looked for.
 """
 
 import json
+import math
+import multiprocessing
 import os
 import random
 import shutil
@@ -20,21 +25,30 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rows import asked_of, finish, option, progress
+from namespaces import inside, namespaces, set_link
+from rows import asked_of, finish, keep_row, option, progress, read_rows
 
 from heterog.cluster import Cluster, Device, Host, Link, device_type
+from heterog.errors import HeterogError
 from heterog.graph.capture import capture
 from heterog.healing.job import HealingJob
 from heterog.healing.on_ray import heal_on_ray
 from heterog.healing.options import HealOptions
 from heterog.methods.planner import Budget
-from heterog.runtime.launch import parent_of, ranks_of_this_process, run_ranks, signals_as_exit
+from heterog.runtime.launch import (
+    RANKS_OWN,
+    parent_of,
+    ranks_of_this_process,
+    run_ranks,
+    signals_as_exit,
+)
+from heterog.runtime.ranks.forks import rank_forks
 from heterog.runtime.request import RunRequest
 from heterog.search.plan import make_plan
 from heterog.search.request import Request
@@ -43,7 +57,16 @@ from heterog.zoo import load_workload
 
 MODEL = Path(__file__).with_name("healing_model.py")
 KINDS = ("V100-16GB", "V100-16GB", "T4", "T4")
-FAULTS = ("rank", "node", "first", "two", "leader", "both")
+FAULTS = (
+    *("rank", "node", "first", "two", "leader", "both"),
+    *("frozen", "cut", "command", "leaving"),
+)
+_MARK = "HETEROG_HEALING_TRIALS"
+"""Variable of all processes that trials start, with the id of this one."""
+_GONE_S = 20.0
+"""Longest wait until what was killed is gone: who removes its files waits, too."""
+STAYS = ("leader", "command")
+"""Faults after which the same ranks train on."""
 TIMES = ("detect_s", "plan_s", "move_s", "first_step_s")
 
 
@@ -60,15 +83,17 @@ class Trial:
         most_difference: of a loss, from the runs without healing, relative.
         is_complete: every step counts once, and the plan was changed once at most.
         left_behind: processes and files that are still there.
+        why: the reason if it failed.
     """
 
-    victims: tuple[int, ...]
-    killed_in_step: int
-    move: dict[str, Any]
-    total_s: float
-    most_difference: float
-    is_complete: bool
-    left_behind: tuple[str, ...]
+    victims: tuple[int, ...] = ()
+    killed_in_step: int = 0
+    move: dict[str, Any] = field(default_factory=dict)
+    total_s: float = math.inf
+    most_difference: float = math.inf
+    is_complete: bool = False
+    left_behind: tuple[str, ...] = ()
+    why: str = ""
 
 
 def cluster() -> Cluster:
@@ -91,20 +116,54 @@ def cluster() -> Cluster:
 
 
 class Nodes:
-    """Raylets of this machine, one for each host, beside the head."""
+    """Raylets of this machine, one for each host, beside the head.
 
-    def __init__(self) -> None:
+    Args:
+        places: network namespace and address of the head and of each host, if they have some.
+    """
+
+    def __init__(self, places: list[tuple[str, str]] | None = None) -> None:
         from ray.cluster_utils import Cluster as Raylets
 
+        self._places = places or [("", "")] * (1 + len(KINDS))
+        os.environ["RAY_worker_niceness"] = "0"  # or ranks would yield to all else, by 15
         self._memory = {"object_store_memory": 100_000_000}
         head = {"num_cpus": 1, "include_dashboard": False, **self._memory}
+        head |= self._address(0)
         self._made: Any = Raylets(initialize_head=True, head_node_args=head)
-        self._nodes = [self._add(kind) for kind in KINDS]
+        self._nodes = [self._add(number) for number in range(len(KINDS))]
         os.environ["RAY_ADDRESS"] = self._made.address
         self._ray = connect_to_ray()[0]
 
     def kill(self, number: int) -> None:
-        """End a node with all that runs there, at once; not who removes their files."""
+        """End a node with all that runs there, at once."""
+        self.signal(number, signal.SIGKILL)
+
+    def freeze(self, number: int) -> None:
+        """Stop all that runs on a node."""
+        self.signal(number, signal.SIGSTOP)
+
+    def cut(self, number: int) -> None:
+        """Cut the link of a node."""
+        set_link(self._places[1 + number][0], "down")
+
+    def announce(self, number: int) -> None:
+        """Announce the end of a node: to its actor, or to Ray, which drains every second one."""
+        if number % 2:
+            from ray._raylet import GcsClient
+            from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+            reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+            client = GcsClient(address=self._made.address)
+            client.drain_node(self._nodes[number].node_id, reason, "spot", 0)
+            return
+        for each in things_of_jobs():
+            pid = int(each.split()[0]) if "ray::HealingHost" in each else 0
+            if pid and parent_of(pid) == self._raylet(number):
+                os.kill(pid, signal.SIGTERM)
+
+    def signal(self, number: int, what: signal.Signals) -> None:
+        """Send a signal to all that runs on a node, at once; not to who removes their files."""
         children: dict[int, list[int]] = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -112,15 +171,21 @@ class Nodes:
                     children.setdefault(parent_of(int(folder.name)), []).append(int(folder.name))
             except OSError:  # it has ended
                 continue
-        left = [self._nodes[number].all_processes["raylet"][0].process.pid]
+        left = [self._raylet(number)]
         while left:
-            os.kill(left[-1], signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(left[-1], what)
             left += children.get(left.pop(), [])
 
     def replace(self, numbers: tuple[int, ...]) -> None:
-        """Start nodes with the same devices, and wait until the old ones count as lost."""
+        """Start nodes with the same devices."""
         for number in numbers:
-            self._nodes[number] = self._add(KINDS[number])
+            if self._places[1 + number][0]:
+                set_link(self._places[1 + number][0], "up")
+            self._nodes[number] = self._add(number)
+
+    def wait(self) -> None:
+        """Wait until those that were replaced count as lost."""
         while sum(each["Alive"] for each in self._ray.nodes()) != 1 + len(KINDS):
             time.sleep(0.2)
 
@@ -129,19 +194,29 @@ class Nodes:
         self._ray.shutdown()
         self._made.shutdown()
 
-    def _add(self, kind: str) -> Any:
-        return self._made.add_node(num_cpus=1, resources={kind: 1}, **self._memory)
+    def _raylet(self, number: int) -> int:
+        return int(self._nodes[number].all_processes["raylet"][0].process.pid)
+
+    def _add(self, number: int) -> Any:
+        given = {"num_cpus": 1, "resources": {KINDS[number]: 1}, **self._memory}
+        with inside(self._places[1 + number][0]):
+            return self._made.add_node(**given, **self._address(1 + number))
+
+    def _address(self, place: int) -> dict[str, str]:
+        return {"node_ip_address": self._places[place][1]} if self._places[place][1] else {}
 
 
 @contextmanager
 def nodes_for(fault: str) -> Iterator[Nodes | None]:
     """Nodes, if a fault needs them."""
-    nodes = None if fault == "rank" else Nodes()
-    try:
+    with ExitStack() as stack:
+        if fault == "rank":
+            yield None
+            return
+        places = stack.enter_context(namespaces(len(KINDS))) if fault == "cut" else None
+        nodes = Nodes(places)
+        stack.callback(nodes.close)
         yield nodes
-    finally:
-        if nodes is not None:
-            nodes.close()
 
 
 def things_of_jobs() -> set[str]:
@@ -152,7 +227,10 @@ def things_of_jobs() -> set[str]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_text().replace("\0", " ")
+            is_mine = f"{_MARK}={os.getpid()}\0".encode() in (folder / "environ").read_bytes()
         except OSError:
+            continue
+        if not is_mine:
             continue
         if words.startswith(("ray::_Leader", "ray::HealingHost")) or "heterog.healing." in words:
             found.add(f"{folder.name} {words[:80].strip()}")
@@ -190,6 +268,8 @@ class Fault:
             for told in Path(tempfile.gettempdir()).glob("heterog-*/assignment[1-9].json"):
                 if told.stat().st_ctime > self._begun_s:
                     shutil.copy(json.loads(told.read_text())["plan"], self._copy_to)
+            if self._fault == "leaving" and self._nodes is not None and self._copy_to.exists():
+                self._nodes.kill(self._victims[0])
 
     def say(self, line: str) -> None:
         """Called with what the job says."""
@@ -201,12 +281,34 @@ class Fault:
         for number in self._victims:
             if self._nodes is None:
                 os.kill(ranks_of_this_process()[number], signal.SIGKILL)
-            else:
-                self._nodes.kill(number)
+                continue
+            ways: dict[str, Callable[[int], None]] = {
+                "frozen": self._nodes.freeze,
+                "cut": self._nodes.cut,
+                "leaving": self._nodes.announce,
+            }
+            ways.get(self._fault, self._nodes.kill)(number)
         for each in things_of_jobs() if self._fault in ("leader", "both") else ():
             pid = int(each.split()[0]) if "ray::_Leader" in each else 0
             if pid and parent_of(parent_of(pid)) == os.getpid():  # a raylet of this process
                 os.kill(pid, signal.SIGKILL)
+
+
+def lose_command(request: RunRequest, options: HealOptions, step: int) -> None:
+    """Start the job by another process, and kill that in a step."""
+    begun_s = time.time()
+    command = multiprocessing.get_context("spawn").Process(
+        target=heal_on_ray, args=(request, options)
+    )
+    command.start()
+    while command.is_alive():
+        time.sleep(0.05)
+        for told in Path(tempfile.gettempdir()).glob("heterog-*/journal0.json"):
+            if told.stat().st_ctime > begun_s and f'"step": {step},' in told.read_text():
+                command.kill()
+                command.join()
+                return
+    raise RuntimeError("the command ended before the step in which it was to be killed")
 
 
 def run_trial(
@@ -215,13 +317,13 @@ def run_trial(
     """Kill once."""
     before = things_of_jobs()
     step = chance.randint(3, 300) + 1000 * wait
-    number = {"leader": 0, "two": 2}.get(fault, 1)
+    number = {"two": 2}.get(fault, int(fault not in STAYS))
     victims = (0,) if fault == "first" else tuple(chance.sample(range(len(KINDS)), number))
     plan, left, saved = folder / "plan.json", folder / "left.json", folder / "saved"
     killer = Fault(fault, nodes, step, victims, left)
     request = RunRequest(
         plan=plan,
-        num_steps=step + (400 if fault == "leader" else 50),
+        num_steps=step + (400 if fault in STAYS else 50),
         sources=(str(folder / "model.py"),),
     )
     options = HealOptions(
@@ -230,9 +332,18 @@ def run_trial(
     if nodes is None:
         measured = HealingJob(request, options=options, progress=killer, say=killer.say).run()
     else:
+        if fault == "command":
+            lose_command(request, options, step)
+            killer.killed_s = killer.again_s = time.monotonic()
         measured = heal_on_ray(request, options, progress=killer, say=killer.say)
-    time.sleep(2.0)  # what was killed needs a moment to be gone
+        for each in victims:
+            nodes.kill(each)  # what is frozen or cut off ends with its node
+    gone_s = time.monotonic() + _GONE_S
+    while things_of_jobs() - before and time.monotonic() < gone_s:
+        time.sleep(0.5)
     left_behind = tuple(sorted(things_of_jobs() - before))
+    if nodes is not None:
+        nodes.replace(victims)
     moves, last = measured["moves"], measured["steps"][-1]
     move = moves[-1] if moves else {}
     if move:
@@ -244,7 +355,7 @@ def run_trial(
     else:
         expected = run_ranks(RunRequest(plan=plan, num_steps=last - 1))["losses"]
     if nodes is not None:
-        nodes.replace(victims)
+        nodes.wait()
     pairs = zip(measured["losses"], expected, strict=True)
     return Trial(
         victims=victims,
@@ -264,12 +375,17 @@ def main() -> None:
         option("--fault", choices=FAULTS, default="rank"),
         option("--kills", type=int, default=20),
         option("--seed", type=int, default=0),
+        option("--results", type=Path, help="JSON lines of trials, which is gone on with"),
         option("--wait", action="store_true", help="kill after plans were prepared"),
     )
-    fault, chance = arguments.fault, random.Random(arguments.seed)
-    trials = []
-    with signals_as_exit(), tempfile.TemporaryDirectory(prefix="healing-") as name:
-        folder = Path(name)
+    fault, kept = arguments.fault, arguments.results and arguments.results.resolve()
+    os.environ[_MARK] = str(os.getpid())
+    of = {"fault": fault, "seed": arguments.seed, "wait": arguments.wait}
+    trials = [row["trial"] for row in read_rows(kept) if row["of"] == of]
+    with ExitStack() as stack:
+        stack.enter_context(signals_as_exit())
+        stack.enter_context(rank_forks(RANKS_OWN))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="healing-")))
         os.chdir(folder)  # a plan's own file is run if it lies under the folder one works in
         shutil.copy(MODEL, folder / "model.py")
         graph = capture(load_workload(f"{folder}/model.py:workload", None))
@@ -277,20 +393,35 @@ def main() -> None:
             Request(graph=graph, cluster=cluster(), methods=("cp_ar",), budget=Budget.parse("1e"))
         ).save(folder / "plan.json")
         with nodes_for(fault) as nodes:
-            for number in range(arguments.kills):
-                trials.append(run_trial(folder, nodes, fault, chance, arguments.wait))
+            for number in range(len(trials), arguments.kills):
+                chance = random.Random(f"{arguments.seed} {fault} {number}")
+                try:
+                    trial = run_trial(folder, nodes, fault, chance, arguments.wait)
+                except Exception as error:
+                    trial = Trial(why=repr(error))
+                trials.append(asdict(trial))
+                keep_row(kept, {"of": of, "trial": trials[-1]})
                 progress(f"{number:2} {trials[-1]}")
-    totals = [each.total_s for each in trials]
+                if trial.why:  # nodes may be in any state
+                    raise HeterogError(trial.why)
+    totals = [each["total_s"] for each in trials]
+    moves = [each["move"] for each in trials if each["move"]]
     summary = {
         "fault": fault,
         "kills": len(trials),
         "median_s": statistics.median(totals),
         "most_s": max(totals),
-        "most_difference": max(each.most_difference for each in trials),
-        "all_complete": all(each.is_complete for each in trials),
-        "nothing_left": not any(each.left_behind for each in trials),
+        "medians_s": {
+            part: round(statistics.median(move[part] for move in moves), 3)
+            for part in TIMES
+            if moves
+        },
+        "most_steps_again": max((move["steps_done_again"] for move in moves), default=0),
+        "most_difference": max(each["most_difference"] for each in trials),
+        "all_complete": all(each["is_complete"] for each in trials),
+        "nothing_left": not any(each["left_behind"] for each in trials),
     }
-    finish(arguments, summary | {"trials": [asdict(each) for each in trials]}, [summary])
+    finish(arguments, summary | {"trials": trials}, [summary])
 
 
 if __name__ == "__main__":

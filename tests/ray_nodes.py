@@ -17,6 +17,7 @@ def ray_nodes(
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed; pip install heterog[ray]")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # by default workers yield to all else
     ray: Any = importlib.import_module("ray")
     made: Any = importlib.import_module("ray.cluster_utils").Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}

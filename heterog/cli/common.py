@@ -56,7 +56,7 @@ ClusterOption = Annotated[
     str,
     typer.Option(
         "--cluster",
-        help="a name of 'heterog clusters', or a YAML file",
+        help="a name of 'heterog clusters', a YAML file, or ray (nodes of RAY_ADDRESS)",
         autocompletion=completion.clusters,
     ),
 ]
@@ -209,12 +209,18 @@ def model_graphs(models: str, quiet: bool) -> Iterator["OpGraph"]:
 
 
 def load_cluster(source: str) -> "Cluster":
-    """A preset, a YAML file, or a shipped testbed."""
+    """A preset, a YAML file, a shipped testbed, or the nodes of Ray (``ray``)."""
     from heterog.cluster import Cluster, preset_names
     from heterog.runtime.ranks.testbed import load_testbed, shipped_testbeds
 
     if source in shipped_testbeds():
         return load_testbed(source)
+    if source == "ray":
+        from heterog.cluster.spec import parse_cluster
+        from heterog.runtime.measure.detect import cluster_yaml
+        from heterog.runtime.measure.detect_hosts import detect_on
+
+        return parse_cluster(cluster_yaml(*detect_on(source)), Path(source))
     try:
         return Cluster.load(source)
     except UnknownNameError:  # raised for testbeds, too

@@ -6,7 +6,7 @@ from pathlib import Path
 
 TARGETS = (
     *("ddp", "torchrun", "slurm", "kubernetes", "deepspeed"),
-    *("accelerate", "torchtitan", "skypilot"),
+    *("accelerate", "torchtitan", "skypilot", "ray"),
 )
 """Targets of ``heterog export``, which cannot be imported fast enough for a shell."""
 ORDERS = ("best", "fifo", "rank", "program")

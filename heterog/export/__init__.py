@@ -3,7 +3,7 @@
     export_plan(load_plan("plan.json"), "ddp", Path("job"))
 
 Each target names the parts of the plan that it cannot express, or refuses. Any plan goes to
-``torchrun``, ``slurm`` and ``kubernetes``, where heterog runs it, and on alike hosts to
+``torchrun``, ``slurm``, ``kubernetes`` and ``ray``, where heterog runs it, and on alike hosts to
 ``skypilot``; what is ``uniform`` also to ``accelerate``, whose data heterog deals, and to ``ddp``,
 ``deepspeed`` and ``torchtitan``, which do without; ``torchtitan`` also takes what is a layout
 (``as_layout``). ``folder`` writes the files, ``stock`` the one
@@ -20,6 +20,7 @@ from heterog.export.ddp import export_ddp
 from heterog.export.deepspeed import export_deepspeed
 from heterog.export.folder import Export, ExportError, check_folder, write_folder
 from heterog.export.kubernetes import export_kubernetes
+from heterog.export.ray import export_ray
 from heterog.export.skypilot import export_skypilot
 from heterog.export.slurm import export_slurm
 from heterog.export.torchrun import export_torchrun
@@ -35,6 +36,7 @@ TARGETS: Mapping[str, Callable[[Plan, Sequence[str]], Export]] = {
     "accelerate": export_accelerate,
     "torchtitan": export_torchtitan,
     "skypilot": export_skypilot,
+    "ray": export_ray,
 }
 """Functions that make each target's folder from a plan and the files that the person named."""
 

@@ -15,6 +15,7 @@ from heterog.healing.keepers import KeeperPlace, start_keeper
 from heterog.healing.options import Trained
 from heterog.healing.steering import Running
 from heterog.runtime.launch import run_commands
+from heterog.runtime.ranks.forks import open_forks
 from heterog.runtime.ranks.place import HERE, Place
 from heterog.runtime.request import RunRequest
 
@@ -41,6 +42,13 @@ class JobState:
 def rank_command(run_file: Path, assignment: Path, journal: Path, stop: Path) -> list[str]:
     """Arguments of Python for a rank; see ``heterog.healing.rank``."""
     return ["-m", RANK_MODULE, *map(str, (run_file, assignment, journal, stop))]
+
+
+def warm_ranks(plan: Path) -> None:
+    """Let ranks of later generations begin quicker, with a plan like theirs."""
+    forks = open_forks()
+    if forks is not None:
+        forks.warm(RANK_MODULE, str(plan))
 
 
 class Crew(Protocol):
@@ -92,12 +100,11 @@ class Crew(Protocol):
     def places(self) -> list[KeeperPlace]:
         """Addresses of the keepers that are alive."""
 
-    @property
-    def keeper_pids(self) -> dict[int, int]:
-        """Process id of each host's keeper, by host."""
-
     def is_here(self, device: int) -> bool:
         """Whether a rank could be started for a device."""
+
+    def is_leaving(self, device: int) -> bool:
+        """Whether the host of a device has announced its end."""
 
     def close(self, why: str) -> None:
         """End everything; ``why`` is the reason if the job has failed, else empty."""
@@ -135,7 +142,13 @@ class LocalCrew:
         journal = self._folder / f"journal{generation}.jsonl"
         self._reader = JournalReader(journal)
         self._stop = self._folder / f"stop{generation}"
-        deciding = threading.Thread(target=lambda: decide().write(assignment), daemon=True)
+
+        def assign() -> None:
+            decided = decide()
+            decided.write(assignment)
+            warm_ranks(Path(decided.plan))
+
+        deciding = threading.Thread(target=assign, daemon=True)
         deciding.start()
         try:
             run_commands(
@@ -162,27 +175,32 @@ class LocalCrew:
         for host in hosts:
             process = self._keepers.get(host, (None, None))[0]
             if process is None or process.poll() is not None:
-                self._keepers[host] = start_keeper(host, pid=os.getpid())
+                self._leaving(host).unlink(missing_ok=True)
+                leaving = str(self._leaving(host))
+                self._keepers[host] = start_keeper(host, pid=os.getpid(), leaving=leaving)
         return all_alive
 
     def places(self) -> list[KeeperPlace]:
         """See ``Crew``."""
         return [place for process, place in self._keepers.values() if process.poll() is None]
 
-    @property
-    def keeper_pids(self) -> dict[int, int]:
-        """See ``Crew``."""
-        return {host: process.pid for host, (process, _) in self._keepers.items()}
-
     def is_here(self, device: int) -> bool:
         """See ``Crew``."""
-        return True
+        return not self.is_leaving(device)
+
+    def is_leaving(self, device: int) -> bool:
+        """See ``Crew``; its keeper was told."""
+        return self._leaving(self._cluster.host_of[device]).exists()
 
     def close(self, why: str) -> None:
         """See ``Crew``."""
         for process, _ in self._keepers.values():
             process.kill()
             process.wait()
+
+    def _leaving(self, host: int) -> Path:
+        """File that exists when a host has announced its end."""
+        return self._folder / f"leaving{host}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,11 +150,6 @@ class HealingJob:
         """The plan that the ranks run now, and on which devices."""
         return self._steering.running
 
-    @property
-    def keeper_pids(self) -> dict[int, int]:
-        """Process id of each host's keeper, by host."""
-        return self._crew.keeper_pids
-
     def run(self) -> dict[str, Any]:
         """Train to the end and return what was measured and what happened.
 
@@ -167,6 +162,8 @@ class HealingJob:
             self._folder = stack.enter_context(temporary_folder())
             stack.enter_context(rank_forks(RANKS_OWN))  # one for all generations
             stack.push(lambda kind, error, trace: self._crew.close(str(error or "")))
+            planning = Service("heterog.healing.planning")  # which imports while others start
+            stack.callback(planning.close)
             state = self._crew.open(self._folder, self._state)
             running = Running(
                 path=str(self._path),
@@ -179,10 +176,10 @@ class HealingJob:
                 self._folder,
                 self.options,
                 self._say,
-                Service("heterog.healing.planning"),
+                planning,
                 is_here=self._crew.is_here,
+                is_leaving=self._crew.is_leaving,
             )
-            stack.callback(self._steering.close)
             self._steering.begin(str(self._path), self._source)
             if state is not None:
                 self._go_on(state)

@@ -1,9 +1,10 @@
 """A keeper: a process beside the ranks that holds what they would lose if they died.
 
-    python -m heterog.healing.keeper PID ADDRESS FOLDER < token
+    python -m heterog.healing.keeper PID ADDRESS FOLDER LEAVING < token
 
 It listens on one address, takes connections from who knows the token, prints the port that it
-listens on as one line, and ends when the process with the given id does. It knows nothing of
+listens on as one line, and ends when the process with the given id does. SIGTERM announces the end
+of its host: it makes the file LEAVING, and goes on. It knows nothing of
 tensors: a part of a snapshot is an index (JSON) and bytes. A part can be read once all of it has
 arrived, so a rank that dies while it sends leaves what was there before.
 
@@ -21,12 +22,14 @@ import contextlib
 import os
 import select
 import shutil
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from heterog.healing.snapshots import Moment, Part
@@ -180,7 +183,9 @@ def wait_for_end(pid: int) -> None:
 
 def main() -> None:
     """Run as a keeper: ends with a process, and then removes a folder if it is given one."""
-    pid, address, folder = sys.argv[1:]
+    pid, address, folder, leaving = sys.argv[1:]
+    if leaving:
+        signal.signal(signal.SIGTERM, lambda number, frame: Path(leaving).touch())
     token = sys.stdin.readline().strip()
     print(listen(address, token, Shelf()), flush=True)
     # The starting process may read this one's output to its end.

@@ -160,6 +160,7 @@ def start_keeper(
     pid: int,
     address: str = "127.0.0.1",
     folder: str = "",
+    leaving: str = "",
 ) -> tuple["subprocess.Popen[bytes]", KeeperPlace]:
     """Start a keeper that ends together with a given process.
 
@@ -168,6 +169,7 @@ def start_keeper(
         pid: Id of the process to end with.
         address: Address to listen on.
         folder: Folder that it removes when it ends; empty for none.
+        leaving: File that it makes when SIGTERM tells it that its host will end.
 
     Raises:
         HeterogError: the keeper does not start.
@@ -175,7 +177,7 @@ def start_keeper(
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "heterog.healing.keeper"),
-            *(str(pid), address, folder),
+            *(str(pid), address, folder, leaving),
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

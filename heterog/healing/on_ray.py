@@ -5,6 +5,7 @@ that started it is lost, and the same command watches it again. Ctrl-C ends the 
 """
 
 import hashlib
+import os
 import shutil
 import threading
 import time
@@ -21,13 +22,17 @@ from heterog.healing.job import HealingJob, check_can_heal
 from heterog.healing.options import HealOptions
 from heterog.healing.ray_crew import RayCrew, end_job
 from heterog.runtime.launch import temporary_folder
-from heterog.runtime.ranks.on_ray import SILENT_S, connected, for_nodes
+from heterog.runtime.ranks.on_ray import QUICK_NEWS, SILENT_S, connected, for_nodes
 from heterog.runtime.request import RunRequest
 from heterog.workers import connect_to_ray
 
 _POLL_S = 0.1
 _ON_HEAD = {"node:__internal_head__": 0.001}
 """Where the leader is: a job does not survive Ray's head, so no further node can stop it."""
+_HEAD_IS_NEEDED = (
+    "the job ends if Ray's head is lost, which keeps its state in memory only (started with "
+    "RAY_REDIS_ADDRESS, it keeps it there)"
+)
 _KEPT_S = 600.0
 """Seconds for which what came of a job is kept for who asks for it."""
 
@@ -71,6 +76,8 @@ class _Leader:
 
     def _lead(self, name: str, request: RunRequest, plan: bytes, options: HealOptions) -> None:
         ray = connect_to_ray()[0]
+        if not os.environ.get("RAY_REDIS_ADDRESS"):  # of the head, where this actor is
+            self._say(lines=(*self._said.lines, _HEAD_IS_NEEDED))
         try:
             with temporary_folder() as folder:
                 self._folder = folder
@@ -134,6 +141,7 @@ def heal_on_ray(
                     max_restarts=-1,
                     num_cpus=0,
                     resources=_ON_HEAD,
+                    runtime_env=QUICK_NEWS,
                 )
                 .remote(name, asked, content, options)
             )

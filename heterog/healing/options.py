@@ -53,7 +53,7 @@ class Move:
 
     Attributes:
         why: The reason in one line.
-        kind: ``"lost"``, ``"back"``, ``"slow"``, ``"quick"`` or ``"better"``.
+        kind: ``"lost"``, ``"leaving"``, ``"back"``, ``"slow"``, ``"quick"`` or ``"better"``.
         step: Number of the last step before the new plan.
         num_ranks: Number of ranks of the new plan.
         method: Name of the method that found the plan.

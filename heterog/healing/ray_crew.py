@@ -28,12 +28,11 @@ from heterog.runtime.ranks.on_ray import (
     NodeHost,
     RankOnRay,
     actor_of,
-    asked_of_nodes,
     end_hosts,
-    offers,
     placed,
     variables_of_ranks,
 )
+from heterog.runtime.ranks.ray_nodes import asked_of_nodes, offers
 from heterog.runtime.ranks.watching import wait_for_ranks
 from heterog.runtime.request import RunRequest
 
@@ -130,16 +129,16 @@ class RayCrew:
         """See ``Crew``: doors of this node."""
         return [self._doors[number] for number, host in enumerate(self._hosts) if host.is_here]
 
-    @property
-    def keeper_pids(self) -> dict[int, int]:
-        """See ``Crew``; they are Ray's."""
-        return {}
-
     def is_here(self, device: int) -> bool:
         """See ``Crew``."""
         host = self._hosts[self._cluster.host_of[device]]
         host.look()
-        return host.is_here
+        return host.is_here and not self.is_leaving(device)
+
+    def is_leaving(self, device: int) -> bool:
+        """See ``Crew``."""
+        told = self._hosts[self._cluster.host_of[device]].told
+        return told is not None and told.is_leaving
 
     def close(self, why: str) -> None:
         """See ``Crew``."""

@@ -4,9 +4,11 @@ Snapshots lie in the actor. Ranks reach them, and those of other hosts, through 
 loopback interface; from node to node they go by calls of actors, in Ray's object store.
 """
 
+import signal
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +17,20 @@ import numpy as np
 
 from heterog.files import write_atomically
 from heterog.healing.assignment import Assignment
-from heterog.healing.crew import RANK_MODULE, JobState, rank_command
+from heterog.healing.crew import RANK_MODULE, JobState, rank_command, warm_ranks
 from heterog.healing.journal import JournalReader
 from heterog.healing.keeper import Shelf, listen
 from heterog.healing.keepers import KeeperPlace
 from heterog.healing.snapshots import Moment, Part
 from heterog.healing.wire import WireError, new_token
 from heterog.runtime.ranks.on_ray import Host, HostStatus
+from heterog.runtime.ranks.ray_nodes import is_draining
 from heterog.runtime.request import RunRequest
 from heterog.workers import connect_to_ray
 
 _LOOPBACK = "127.0.0.1"
 _REPLY_S = 60.0
+_LOOK_S = 1.0
 _ALONE_S = 300.0
 """Seconds without a question after which nobody leads the job any more, and the host ends."""
 
@@ -45,9 +49,12 @@ class HealingHost(Host):
         self._journal: tuple[int, Path] | None = None
         self._kept: tuple[JobState, bytes] | None = None
         self._asked_s = time.monotonic()
+        self._is_leaving = False
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._leave)
         # Until all that ranks import is imported, which others would wait for, it does not answer.
         self._start(-1, ["-m", RANK_MODULE], {0: {}})
-        threading.Thread(target=self._end_alone, daemon=True).start()
+        threading.Thread(target=self._watch_over, daemon=True).start()
 
     # --- ranks -----------------------------------------------------------------------------------
 
@@ -86,11 +93,13 @@ class HealingHost(Host):
             writers=tuple(writers.values()),
         ).write(self._path(assignment.generation, "assignment"))
         self._kept = state, plan
+        warm_ranks(path)
 
     def look(self, generation: int, at: int) -> HostStatus:
         """See ``Host``."""
         self._asked_s = now_s = time.monotonic()
         told = super().look(generation, at)  # before the journal: who has ended has written all
+        told = told._replace(is_leaving=self._is_leaving)
         if self._journal is None or self._journal[0] != generation:
             return told
         reader = JournalReader(self._journal[1], at)
@@ -137,12 +146,18 @@ class HealingHost(Host):
     def _path(self, generation: int, what: str) -> Path:
         return self._folder / f"{what}{generation}.json"
 
-    def _end_alone(self) -> None:
-        """End this host when nobody leads the job any more."""
-        while time.monotonic() - self._asked_s < _ALONE_S:
-            time.sleep(1.0)
-        self.close()
+    def _leave(self, number: int, frame: Any) -> None:
+        """A signal announces the end of this host."""
+        self._is_leaving = True
+
+    def _watch_over(self) -> None:
+        """See whether Ray drains this node, and end it when nobody leads the job any more."""
         ray = connect_to_ray()[0]
+        while time.monotonic() - self._asked_s < _ALONE_S:
+            time.sleep(_LOOK_S)
+            with suppress(Exception):  # Ray's head may be away for a while
+                self._is_leaving = self._is_leaving or is_draining(ray)
+        self.close()
         ray.util.remove_placement_group(ray.util.get_current_placement_group())
         ray.kill(ray.get_runtime_context().current_actor)
 

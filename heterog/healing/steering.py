@@ -58,7 +58,8 @@ class Going:
 
     Attributes:
         answer: The plan.
-        kind: Kind of the change: ``"back"``, ``"slow"``, ``"quick"`` or ``"better"``.
+        kind: Kind of the change: ``"leaving"``, ``"back"``, ``"slow"``, ``"quick"`` or
+            ``"better"``.
         why: The reason in one line.
     """
 
@@ -88,9 +89,6 @@ class Answering(Protocol):
     def next_reply(self, timeout_s: float) -> Message | None:
         """The next reply, if it comes in time."""
 
-    def close(self) -> None:
-        """End the process."""
-
 
 class Steering:
     """Asks the planning process for plans and decides which to change to.
@@ -103,6 +101,7 @@ class Steering:
         say: Called with one line about each plan that was considered and not taken.
         service: Answers the questions, as the process of ``heterog.healing.planning`` does.
         is_here: Whether a rank could be started for a device.
+        is_leaving: Whether the host of a device has announced its end.
 
     Attributes:
         running: The plan that the current generation runs.
@@ -121,6 +120,7 @@ class Steering:
         say: Callable[[str], None],
         service: Answering,
         is_here: Callable[[int], bool] = lambda device: True,
+        is_leaving: Callable[[int], bool] = lambda device: False,
     ) -> None:
         self.running = running
         self.absent: dict[int, _Absence] = {}
@@ -128,7 +128,7 @@ class Steering:
         self.step_s = 0.0
         self.restart_s = 0.0
         self._whole, self._folder, self._options, self._say = whole, folder, options, say
-        self._is_here = is_here
+        self._is_here, self._is_leaving = is_here, is_leaving
         self._prepared: dict[frozenset[int], Answer] = {}
         self._wishes: list[tuple[str, Question]] = []
         self._asked: tuple[int, str, Question] | None = None
@@ -138,6 +138,7 @@ class Steering:
         self._weighed: dict[int, float] = {}
         self._looks_needed: dict[int, int] = {}
         self._rebalanced: Answer | None = None
+        self._no_plan: frozenset[int] = frozenset()
         self._trial: Trial | None = None
         self._tried_s: list[float] = []
         self._service = service
@@ -156,10 +157,6 @@ class Steering:
     def lost(self) -> frozenset[int]:
         """Devices that do not take part."""
         return frozenset(self.absent)
-
-    def close(self) -> None:
-        """End the process that plans."""
-        self._service.close()
 
     # --- a loss ----------------------------------------------------------------------------------
 
@@ -235,14 +232,14 @@ class Steering:
             if len(self.running.device_of) > 1 and lost_too not in self._prepared:
                 question = self._question(lost_too, FIRST_METHODS, self._options.first_budget)
                 self._wishes.append(("prepared", question))
-        if kind == "lost" and self._options.search_budget:
+        if kind in ("lost", "leaving") and self._options.search_budget:
             question = self._question(self.lost, _AUTO, self._options.search_budget)
             self._wishes.append(("better", question))
 
     def look(self) -> Going | None:
         """Decide whether to change to another plan now; called again and again."""
         self._wish_for_who_is_back()
-        going = self._after_trial()
+        going = self._before_end() or self._after_trial()
         for reply in self._service.replies():
             if not reply:
                 continue  # it has ended; the next loss will show that
@@ -314,11 +311,35 @@ class Steering:
             if factor < self._options.slow_factor:
                 del slow[device]
             wishes = [("quick", self._question(self.lost, methods, budget, slow))]
+        self._ask_first(*wishes)
+
+    def _ask_first(self, *wishes: tuple[str, Question]) -> None:
+        """Ask before all else; a search that nobody waits for ends, and comes later."""
         if self._asked is not None and self._asked[1] in _NICENESS:
-            # Every step is slow meanwhile: the search that nobody waits for ends, and comes later.
             self._wishes.append(self._asked[1:])
             self._asked = None
         self._wishes[:0] = wishes
+
+    def _before_end(self) -> Going | None:
+        """Change to a plan without the hosts that have announced their end, or ask for one."""
+        leaving = frozenset(filter(self._is_leaving, self.running.device_of))
+        lost = self.lost | leaving
+        if not leaving or lost == self._no_plan or len(lost) == self._whole.num_devices:
+            return None
+        if lost in self._prepared:
+            return self._leave(self._prepared[lost])
+        wishes = [*self._wishes, *([self._asked[1:]] if self._asked is not None else [])]
+        if ("leaving", lost) not in ((kind, frozenset(wish.lost)) for kind, wish in wishes):
+            self._ask_first(
+                ("leaving", self._question(lost, FIRST_METHODS, self._options.first_budget))
+            )
+        return None
+
+    def _leave(self, answer: Answer) -> Going:
+        leaving = sorted(set(answer.question.lost) - self.lost)
+        names = ", ".join(self._name(device) for device in leaving)
+        why = f"{names} {'leaves' if len(leaving) == 1 else 'leave'}: its host announced its end"
+        return Going(answer=answer, kind="leaving", why=why)
 
     def _wish_for_who_is_back(self) -> None:
         if not self._options.back_after_s or self._asked is not None:
@@ -365,12 +386,17 @@ class Steering:
         """Decide whether an answer is worth changing to."""
         if "error" in reply:
             self._rebalanced = None if kind == "left out" else self._rebalanced
+            if kind == "leaving":
+                self._no_plan = frozenset(question.lost)
+                self._say(f"a host announced its end, and training stays: {reply['error']}")
             return None
         answer = Answer.from_reply(question, reply)
         match kind:
             case "prepared":
                 self._prepared[frozenset(question.lost)] = answer
                 return None
+            case "leaving":
+                return self._leave(answer)
             case "better":
                 return self._if_it_pays(answer, kind, f"{answer.method} found a better plan")
             case "back":

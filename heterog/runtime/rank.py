@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,6 +57,7 @@ from heterog.zoo import load_workload
 
 WARM_UP_STEPS = 1
 _POLL_S = 0.02
+_CONNECT_S = 5.0
 
 
 def join(timeout_s: float, *, backend: str = "", cluster: Cluster | None = None) -> None:
@@ -105,6 +106,7 @@ def join(timeout_s: float, *, backend: str = "", cluster: Cluster | None = None)
             write_atomically(publish, str(port).encode())
     else:
         port = _published_port(Path(publish), timeout_s) if publish else _number("MASTER_PORT")
+        _wait_for_store(address, port, timeout_s)
         store = TCPStore(address, port, world_size, is_master=False, timeout=limit)
     dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=limit)
 
@@ -444,6 +446,19 @@ def _published_port(path: Path, timeout_s: float) -> int:
             raise HeterogError(f"rank 0 did not say where to meet within {timeout_s:g} s.")
         time.sleep(_POLL_S)
     return int(path.read_text())
+
+
+def _wait_for_store(address: str, port: int, timeout_s: float) -> None:
+    """Wait until rank 0 listens; after a refusal ``TCPStore`` itself sleeps for 0.25 to 0.75 s."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        with suppress(OSError), socket.create_connection((address, port), _CONNECT_S):
+            return
+        if time.monotonic() > deadline_s:
+            raise HeterogError(
+                f"rank 0 did not listen on port {port} of {address} within {timeout_s:g} s."
+            )
+        time.sleep(_POLL_S)
 
 
 def _variable(name: str) -> str:

@@ -785,6 +785,21 @@ def test_skypilot_rents_alike_nodes(graph: OpGraph, tmp_path: Path) -> None:
         make_export(other, "skypilot")
 
 
+def test_ray_gets_a_node_for_each_host_by_its_devices(graph: OpGraph, tmp_path: Path) -> None:
+    hosts = ("a", "V100-16GB", 1), ("b", "T4", 2), ("c", "V100-16GB", 1)
+    plan = plan_of(graph, cluster_of(tmp_path, *hosts), EVEN)
+    files = make_export(plan, "ray").files
+    job = yaml.safe_load(files["rayjob.yaml"])
+    groups = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert [(group["replicas"], group["rayStartParams"]["resources"]) for group in groups] == [
+        (2, "'{\"V100-16GB\": 1}'"),
+        (1, "'{\"T4\": 2}'"),
+    ]
+    assert "heterog run plan.json.gz" in job["spec"]["entrypoint"]
+    assert "-- heterog run plan.json.gz" in files["submit.sh"].decode()
+    assert not {"launch.sh", "train.py"} & set(files)
+
+
 @pytest.mark.parametrize(
     ("sync", "recompute", "layout"),
     [

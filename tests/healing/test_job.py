@@ -87,24 +87,20 @@ def losses_of_one_process(folder: Path, num_steps: int) -> list[float]:
     return losses
 
 
-def processes_of(pid: int) -> list[str]:
-    """Keepers and others that were started for a process."""
-    found = subprocess.run(
-        ["pgrep", "-af", "heterog.healing"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return [line for line in found.stdout.splitlines() if f"healing.keeper {pid} " in line]
+def keepers() -> list[int]:
+    """Keepers of this process's job, in the order in which they were started."""
+    of = ["pgrep", "-f", rf"healing\.keeper {os.getpid()} "]
+    found = subprocess.run(of, capture_output=True, text=True, check=False)
+    return [int(line) for line in found.stdout.split()]
 
 
 @THOROUGH
 def test_a_host_is_lost_with_its_keeper_and_comes_back(folder: Path) -> None:
-    """Killed with 9, rank and keeper; on with two ranks; then with three again, to the end."""
+    """Rank and keeper are killed; on with two ranks; then with three; then one host announces."""
     killed: list[int] = []
 
     class Enough(Exception):
-        """Some steps were done after the device was back."""
+        """Some steps were done after the last change."""
 
     def watch(stage: str) -> None:
         words = stage.split()
@@ -112,16 +108,13 @@ def test_a_host_is_lost_with_its_keeper_and_comes_back(folder: Path) -> None:
             return
         number, moves = int(words[1]), job.trained.moves
         if number >= 20 and not killed:
-            (keeper,) = [
-                int(line.split()[0])
-                for line in processes_of(os.getpid())
-                if int(line.split()[0]) == job.keeper_pids[1]
-            ]
-            killed.extend([ranks_of_this_process()[1], keeper])
+            killed.extend([ranks_of_this_process()[1], keepers()[1]])
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
-        if moves and moves[-1].kind == "back" and job.generation == 2:
-            if number > moves[-1].step + 5 > 5:
+        if len(moves) == job.generation and moves and number > moves[-1].step + 5 > 5:
+            if moves[-1].kind == "back":
+                os.kill(keepers()[0], signal.SIGTERM)
+            elif moves[-1].kind == "leaving":
                 raise Enough
 
     job = HealingJob(
@@ -136,15 +129,17 @@ def test_a_host_is_lost_with_its_keeper_and_comes_back(folder: Path) -> None:
     )
     with pytest.raises(Enough):
         job.run()
-    lost, back = job.trained.moves
+    lost, back, left = job.trained.moves
     assert (lost.kind, lost.num_ranks, lost.why[:13]) == ("lost", 2, "B:0 was lost ")
     assert lost.step >= 10, "some steps were in memory elsewhere"
     assert (back.kind, back.num_ranks, back.steps_done_again) == ("back", 3, 0)
+    assert (left.why, left.num_ranks) == ("A:0 leaves: its host announced its end", 2)
+    assert left.steps_done_again == 0
     steps = sorted(job.trained.losses)
     assert steps == list(range(1, steps[-1] + 1)), "none twice, none missing"
     expected = losses_of_one_process(folder, steps[-1])
     assert [job.trained.losses[step] for step in steps] == pytest.approx(expected, rel=1e-3)
-    assert processes_of(os.getpid()) == []
+    assert keepers() == []
     assert not ranks_of_this_process()
 
 

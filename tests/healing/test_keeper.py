@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import struct
+import time
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
@@ -131,16 +132,22 @@ def test_only_complete_snapshots_count_and_later_generations_come_first() -> Non
     assert newest_complete([[part(9, 0, 1)], [later]]) == Moment(1, 3)
 
 
-def test_redundancy_survives_a_keeper_that_is_killed() -> None:
-    one, two = (start_keeper(host, pid=os.getpid()) for host in range(2))
+def test_redundancy_survives_a_keeper_that_is_killed(tmp_path: Path) -> None:
+    """And one that is told of the end of its host says so, and goes on."""
+    leaving = tmp_path / "leaving"
+    one, two = (start_keeper(host, pid=os.getpid(), leaving=str(leaving)) for host in range(2))
     try:
         with Keepers([one[1], two[1]]) as keepers:
             for host, number in ((0, 0), (1, 0), (1, 1)):
                 keepers.reached[host].put(part(1, number, 2), {}, content(1))
             assert holders(keepers.parts(), Moment(0, 1)) == {0: [0, 1], 1: [1]}
+            assert not leaving.exists()
+            two[0].terminate()
             one[0].kill()
             one[0].wait()
             assert keepers.newest() == Moment(0, 1)
+            while not leaving.exists():
+                time.sleep(0.01)
             two[0].kill()
             two[0].wait()
             assert keepers.newest() is None

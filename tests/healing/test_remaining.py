@@ -132,9 +132,6 @@ class Prompt:
     def next_reply(self, timeout_s: float) -> dict[str, Any] | None:
         return self._said.popleft() if self._said else None
 
-    def close(self) -> None:
-        pass
-
 
 def steered(prompt: Prompt, said: list[str], **options: Any) -> Steering:
     whole = cluster_of((1.0, ["T4"]), (1.0, ["T4"]), (1.0, ["T4"]))
@@ -364,3 +361,26 @@ def test_an_answer_saves_what_steps_save_less_the_move() -> None:
         busy_s=(),
     )  # fmt: skip
     assert answer.saved_s(10, 3.0) == 10 * 1.0 * 3.0 - 5.0
+
+
+def test_a_host_that_announces_its_end_is_left_before_it_goes() -> None:
+    """Whatever it saves; with the plan that was prepared, or with one that is asked for first."""
+    for is_prepared in (True, False):
+        steering = steered(Prompt({}, stay_step_s=1.0), [], search_budget="", back_after_s=1e-9)
+        if is_prepared:
+            steering.begin_generation(None, "first")
+            assert not any(steering.look() for _ in range(6))
+        steering._is_leaving = lambda device: device == 1
+        steering._is_here = lambda device: device != 1
+        going = steering.look() or steering.look()
+        assert going is not None
+        assert (going.kind, going.why) == ("leaving", "B:0 leaves: its host announced its end")
+        steering.begin_generation(going.answer, going.kind)
+        assert steering.running.device_of == (0, 2)
+        assert not any(steering.look() for _ in range(4)), "nor is it taken in again"
+
+
+def test_the_last_host_cannot_be_left() -> None:
+    steering = steered(Prompt({}, stay_step_s=1.0), [], search_budget="")
+    steering._is_leaving = lambda device: True
+    assert not any(steering.look() for _ in range(4))

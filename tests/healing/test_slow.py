@@ -1,6 +1,5 @@
 """A process that is really slow: noticed, decided about, and said."""
 
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from heterog.runtime.ranks.testbed import Testbed, is_supported
 from heterog.runtime.request import RunRequest
 from heterog.search.plan import load_plan
 from heterog.zoo import load_workload
+from tests.healing.test_job import keepers
 from tests.search.asking import make_plan
 from tests.thorough import THOROUGH
 
@@ -163,7 +163,5 @@ def run_until_said(bed: Testbed, at_step: Callable[[int], None]) -> tuple[list[s
     )
     with pytest.raises(Said):
         job.run()
-    assert job.keeper_pids
-    for pid in job.keeper_pids.values():
-        assert not os.path.exists(f"/proc/{pid}")
+    assert keepers() == []
     return lines, chosen

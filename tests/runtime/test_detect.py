@@ -1,5 +1,6 @@
 """Cluster files of machines: of those that are described by hand, and of this one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from heterog.cluster import Cluster, DeviceType, device_type
 from heterog.cluster.spec import parse_cluster
+from heterog.errors import HeterogError
 from heterog.runtime.measure.detect import (
     FoundDevice,
     FoundLink,
@@ -18,6 +20,7 @@ from heterog.runtime.measure.detect import (
     line_rate_bytes_per_s,
     local_type_name,
 )
+from heterog.runtime.measure.detect_hosts import in_slurm, named_devices, with_rates
 from heterog.units import GIB
 
 
@@ -100,6 +103,50 @@ def test_a_rate_that_nobody_tells_is_marked_as_a_guess(tmp_path: Path) -> None:
     assert "a guess, the system does not tell the rate of eth7" in line
     known = next(line for line in cluster_yaml(machine(UNKNOWN)).splitlines() if "nic:" in line)
     assert "guess" not in known
+
+
+def test_nodes_of_ray_are_what_their_resources_name() -> None:
+    def named(**has: float) -> list[tuple[str, int]]:
+        found = [each.type.name for each in named_devices({"CPU": 8.0, **has})]
+        return [(name, found.count(name)) for name in dict.fromkeys(found)]
+
+    assert named() == named(GPU=2.0) == []
+    assert named(T4=2.0, P100=1.0) == [("T4", 2), ("P100-12GB", 1)]
+    by_driver = {"GPU": 4.0, "accelerator_type:V100": 1.0}
+    assert named(**by_driver) == [("V100-16GB", 4)]
+    assert named(**by_driver, **{"V100-32GB": 4.0}) == [("V100-32GB", 4)]
+
+
+def test_a_slow_neighbour_does_not_slow_the_others(tmp_path: Path) -> None:
+    """In the ring a, b, c the NIC of c lets 1 GB/s through, and those of a and b 10."""
+    three = [replace(machine(*listed("T4", 2)), host=name) for name in "abc"]
+    found = with_rates(three, [10e9, 1e9, 1e9], "measured")
+    assert [each.nic_bytes_per_s for each in found] == [10e9, 10e9, 1e9]
+    path = tmp_path / "cluster.yaml"
+    path.write_text(cluster_yaml(*found))
+    cluster = Cluster.load(path)
+    rates = [cluster.nic_bandwidth_bytes_per_s(host) for host in range(3)]
+    assert rates == pytest.approx([10e9, 10e9, 1e9])
+    assert [len(cluster.host_devices(host)) for host in range(3)] == [2, 2, 2]
+
+
+def test_slurm_says_which_nodes_a_job_has() -> None:
+    found = in_slurm(
+        {
+            "SLURM_HET_SIZE": "2",
+            "SLURM_JOB_NODELIST_HET_GROUP_0": "a[1-2]",
+            "SLURM_GPUS_PER_NODE_HET_GROUP_0": "v100:2",
+            "SLURM_JOB_NODELIST_HET_GROUP_1": "b",
+            "SLURM_GPUS_PER_NODE_HET_GROUP_1": "t4:4",
+        }
+    )
+    assert [(each.host, each.devices[0].type.name, len(each.devices)) for each in found] == [
+        ("a1", "V100-16GB", 2),
+        ("a2", "V100-16GB", 2),
+        ("b", "T4", 4),
+    ]
+    with pytest.raises(HeterogError, match="run this within a Slurm job"):
+        in_slurm({})
 
 
 @pytest.mark.parametrize(

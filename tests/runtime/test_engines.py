@@ -14,7 +14,8 @@ from heterog.errors import HeterogError
 from heterog.graph.capture import capture
 from heterog.runtime.launch import free_port, run_ranks
 from heterog.runtime.ranks.host_places import DEVICE_TYPES, RankHas, ranks_in_plan
-from heterog.runtime.ranks.on_ray import asked_of_nodes, run_on_ray
+from heterog.runtime.ranks.on_ray import run_on_ray
+from heterog.runtime.ranks.ray_nodes import asked_of_nodes
 from heterog.runtime.request import RunRequest
 from heterog.zoo import load_workload
 from tests.ray_nodes import ray_nodes

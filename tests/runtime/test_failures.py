@@ -254,6 +254,10 @@ def test_a_port_in_use_is_named(plan: Path) -> None:
             },
             r"rank 0 did not say where to meet within 0.1 s",
         ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            r"rank 0 did not listen on port 1 of 127.0.0.1 within 0.1 s",
+        ),
     ],
 )
 def test_joining_needs_to_know_where(

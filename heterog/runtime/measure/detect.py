@@ -79,6 +79,7 @@ class FoundMachine:
         link: Link between the devices; ``None`` if there is only one.
         interface: Network interface of the default route; empty if unknown.
         nic_bytes_per_s: Line rate of that interface; ``None`` if the system does not report it.
+        nic_said: How that rate was found, if not by asking the system.
     """
 
     host: str
@@ -86,6 +87,7 @@ class FoundMachine:
     link: FoundLink | None
     interface: str
     nic_bytes_per_s: float | None
+    nic_said: str = ""
 
 
 def detect() -> FoundMachine:
@@ -150,20 +152,29 @@ def line_rate_bytes_per_s(
     return mbit_per_s * 1e6 / 8 if interface and mbit_per_s > 0 else None
 
 
-def cluster_yaml(found: FoundMachine) -> str:
+def cluster_yaml(*machines: FoundMachine) -> str:
     """The text of a cluster file; comments name the lines to check."""
+    is_measured = all(each.nic_said for each in machines)
+    part = "1" if is_measured else "0.7  # check: part of the NIC's line rate that transfers reach"
     lines = [
-        "# Written by 'heterog cluster detect'. Check the lines marked 'check', and add the other",
-        "# machines of the cluster below 'hosts'.",
+        "# Written by 'heterog cluster detect'. Check the lines marked 'check', and add machines",
+        "# that are missing below 'hosts'.",
         "schema_version: 1",
-        f"name: {json.dumps(found.host)}",
-        "efficiency: 0.7  # check: part of the NIC's line rate that transfers reach",
+        f"name: {json.dumps(machines[0].host)}",
+        f"efficiency: {part}",
         "hosts:",
-        f"  - name: {json.dumps(found.host)}",
-        "    devices:",
     ]
+    for each in machines:
+        lines += _host_lines(each)
+    return "\n".join(lines) + "\n"
+
+
+def _host_lines(found: FoundMachine) -> list[str]:
+    lines = [f"  - name: {json.dumps(found.host)}", "    devices:"]
     for device, members in groupby(found.devices):
         lines += _device_lines(device, len(list(members)))
+    if found.link is None and len(found.devices) > 1:
+        lines.append("    intra: pcie3  # check: a guess")
     if found.link is not None:
         rate = found.link.bandwidth_bytes_per_s / 1e9
         lines += [
@@ -175,9 +186,10 @@ def cluster_yaml(found: FoundMachine) -> str:
         if found.interface:
             said += f" of {found.interface}"
     else:
-        rate, said = found.nic_bytes_per_s, f"check: what {found.interface} says it is linked at"
-    lines.append(f"    nic: {{line_rate: {rate * 8e-9:g} Gbit/s}}  # {said}")
-    return "\n".join(lines) + "\n"
+        said = found.nic_said or f"what {found.interface} says it is linked at"
+        rate, said = found.nic_bytes_per_s, f"check: {said}"
+    lines.append(f"    nic: {{line_rate: {rate * 8e-9:.4g} Gbit/s}}  # {said}")
+    return lines
 
 
 def _device_lines(device: FoundDevice, count: int) -> list[str]:
@@ -234,7 +246,7 @@ def _cpu(host: str) -> FoundDevice:
         label="the processor; one device is one core",
         type=of_type,
         is_listed=False,
-        usable_memory_bytes=_usable_bytes(memory),
+        usable_memory_bytes=usable_bytes(memory),
     )
 
 
@@ -251,7 +263,7 @@ def _gpus(host: str) -> list[FoundDevice]:
             key = (label, memory)
             of_type = measured.get(key) or _measured_gpu(host, index, number=len(measured))
             measured[key] = of_type
-        usable = _usable_bytes(min(memory, of_type.memory_bytes))
+        usable = usable_bytes(min(memory, of_type.memory_bytes))
         found.append(
             FoundDevice(
                 label=label, type=of_type, is_listed=name is not None, usable_memory_bytes=usable
@@ -274,7 +286,8 @@ def _measured_gpu(host: str, index: int, *, number: int) -> DeviceType:
     return _measured_type(name, host, label, peaks, bandwidth, memory)
 
 
-def _usable_bytes(memory_bytes: int) -> int:
+def usable_bytes(memory_bytes: int) -> int:
+    """What a plan may use of a device's memory."""
     return max(memory_bytes - _RESERVED_BYTES, memory_bytes // 2)
 
 

@@ -3,8 +3,8 @@
 ``import torch`` and the rest take four to five seconds of a core in each rank, and again in each
 generation of a job that heals. So a launcher starts one process that imports them and then forks
 a rank whenever it is asked to (like the forkserver of ``multiprocessing``, but ranks are ended,
-told apart and timed like any others). It runs no thread, computes nothing and touches no
-accelerator, so a rank begins as if it had imported all that itself.
+told apart and timed like any others). It runs no thread and touches no accelerator, so a rank
+begins as if it had imported all that itself. It computes nothing but what ``warm`` asks for.
 
 The launcher writes a line of JSON for each rank to the process's input, and reads lines from its
 output: the id of the new process, and the exit code of each that ends. An ended rank stays a
@@ -13,6 +13,7 @@ its id. All ranks end with that process, and it ends with the launcher.
 """
 
 import ctypes
+import gc
 import json
 import os
 import random
@@ -186,6 +187,14 @@ class Forks:
             self._running.add(pid)
             return _Forked(self, pid)
 
+    def warm(self, module: str, *arguments: str) -> None:
+        """Have the process do what every later rank would: ``warm`` of a module.
+
+        It may start no thread and touch no accelerator. Nothing waits for it but the next rank.
+        """
+        with self._lock:
+            self._tell({"warm": module, "arguments": arguments})
+
     def code_of(self, pid: int, timeout_s: float | None) -> int | None:
         """Exit code of a rank; ``None`` if it still runs after these seconds."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -321,6 +330,9 @@ class _Server:
                     what = json.loads(line)
                     if "let_go" in what:
                         os.waitpid(what["let_go"], 0)
+                    elif "warm" in what:
+                        with suppress(Exception):  # the rank meets the same error
+                            import_module(what["warm"]).warm(*what["arguments"])
                     elif self._is_rank(what):
                         return dict(what)
 
@@ -330,6 +342,7 @@ class _Server:
             # The rank meets the same error, and has a place to say it.
             with suppress(Exception):
                 import_module(name)
+        gc.freeze()  # or a rank's collector would copy all that was imported, for 0.3 s each time
         pid = os.fork()
         if pid == 0:
             for descriptor in self._pids:

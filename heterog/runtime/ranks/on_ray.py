@@ -1,9 +1,7 @@
 """Ranks on the nodes of a Ray cluster: an actor on each starts those of a host.
 
 A host of the plan is a bundle of a placement group, so that its ranks share a node, and no two
-hosts do. Ray knows a node's devices by a custom resource with the name of their type (``ray start
---resources '{"T4": 2}'``), or by its GPUs and their ``accelerator_type``; processors that nothing
-names are its CPUs. Files that ranks read or write, but for the plan, have the same path on all
+hosts do. Files that ranks read or write, but for the plan, have the same path on all
 nodes, as what ``ray job submit`` brings in its working directory.
 """
 
@@ -14,16 +12,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from scipy.optimize import linear_sum_assignment
-
 from heterog.cluster import Cluster
-from heterog.cluster.catalog import may_mean
-from heterog.cluster.overrides import is_cpu
 from heterog.errors import HeterogError
 from heterog.files import read_json, write_atomically
 from heterog.runtime.launch import (
@@ -39,15 +32,12 @@ from heterog.runtime.launch import (
     with_package,
 )
 from heterog.runtime.ranks.forks import rank_forks
+from heterog.runtime.ranks.ray_nodes import CPU, GPU, AskedOfNode, asked_of_nodes, in_words, offers
 from heterog.runtime.ranks.watching import wait_for_ranks
 from heterog.runtime.request import RunRequest
 from heterog.user_code import is_from_file, trusted_source
 from heterog.workers import connect_to_ray
 
-_ACCELERATOR = "accelerator_type:"
-_GPU, _CPU = "GPU", "CPU"
-_SLIVER = 0.001
-"""Of a node's ``accelerator_type``: enough to be on a node that has it."""
 PLACED_S = 60.0
 _GONE = -9
 """Exit code of a rank whose node or actor is lost: as if it had been killed."""
@@ -57,9 +47,10 @@ _THREADS = 8
 _AGAIN_S = 0.5
 """Seconds until a lost node is asked again."""
 END_S = 10.0
-
-Resources = Mapping[str, float]
-"""Amounts by Ray's name of a resource."""
+QUICK_NEWS = {"env_vars": {"RAY_timeout_ms_task_wait_for_death_info": "100"}}
+"""Runtime environment of actors that have to know at once that another one is lost: when the
+connection to an actor breaks, Ray waits so long for the reason before it says so, by default 1 s
+(``ray_config_def.h``), and a node that died with its raylet cannot tell one."""
 
 
 def run_on_ray(
@@ -162,109 +153,6 @@ def variables_of_ranks(
     return found
 
 
-# --- devices and nodes ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskedOfNode:
-    """What a host of the plan asks of one node.
-
-    Attributes:
-        host: The host's name.
-        bundle: All that its ranks need.
-    """
-
-    host: str
-    bundle: Resources
-
-
-def asked_of_nodes(cluster: Cluster, nodes: Sequence[Resources]) -> list[AskedOfNode]:
-    """What each host of a cluster asks of a node, in Ray's names.
-
-    Args:
-        cluster: The plan's cluster.
-        nodes: Resources of each node that is alive.
-
-    Raises:
-        HeterogError: there are not enough nodes with the devices of the hosts.
-    """
-    names = {kind.name: _names_of(kind.name, nodes) for kind in cluster.device_types}
-    asked = []
-    for number, host in enumerate(cluster.hosts):
-        types = [
-            device.type.name
-            for device, of in zip(cluster.devices, cluster.host_of, strict=True)
-            if of == number
-        ]
-        bundle: dict[str, float] = {}
-        for name in types:
-            for key, amount in names[name].items():
-                bundle[key] = bundle.get(key, 0.0) + amount
-        asked.append(AskedOfNode(host=host.name, bundle=bundle))
-    _check_enough(cluster, asked, nodes)
-    return asked
-
-
-def _names_of(device_type: str, nodes: Sequence[Resources]) -> Resources:
-    """What a rank on a device of a type needs, in the names that the nodes use; empty if none."""
-    keys = sorted({key for node in nodes for key in node})
-    for key in keys:
-        if may_mean(key, device_type):
-            has_gpus = any(node.get(_GPU) for node in nodes if key in node)
-            return {key: 1.0, **({_GPU: 1.0} if has_gpus else {})}
-    for key in keys:
-        if key.startswith(_ACCELERATOR) and may_mean(key.removeprefix(_ACCELERATOR), device_type):
-            return {key: _SLIVER, _GPU: 1.0}
-    return {_CPU: 1.0} if is_cpu(device_type) else {device_type: 1.0}
-
-
-def _check_enough(
-    cluster: Cluster, asked: Sequence[AskedOfNode], nodes: Sequence[Resources]
-) -> None:
-    """Check that each host can have a node of its own.
-
-    Raises:
-        HeterogError: one is left without; says what it needs and what there is.
-    """
-    fits = np.array(
-        [
-            [all(node.get(key, 0.0) >= n for key, n in host.bundle.items()) for node in nodes]
-            for host in asked
-        ]
-    ).reshape(len(asked), len(nodes))
-    rows, columns = linear_sum_assignment(~fits)
-    of_host: dict[int, int] = dict(zip(rows.tolist(), columns.tolist(), strict=True))
-    for number, host in enumerate(asked):
-        if number not in of_host or not fits[number, of_host[number]]:
-            there = "; ".join(_in_words(node) for node in nodes) or "none"
-            raise HeterogError(
-                f"no node of the Ray cluster is left for host {host.host}, which needs "
-                f"{_in_words(host.bundle)}; nodes have {there}. Start one with ray start "
-                "--resources and the names of its device types, or plan for what there is "
-                f"({len(cluster.hosts)} hosts are asked for)."
-            )
-
-
-def _in_words(resources: Resources) -> str:
-    """Resources for people: ``2 T4, 4 CPU``."""
-    return ", ".join(
-        key.removeprefix(_ACCELERATOR) if amount < 1.0 else f"{amount:g} {key}"
-        for key, amount in sorted(resources.items())
-    )
-
-
-def _offered(node: Mapping[str, Any]) -> Resources:
-    """The resources of a node in Ray's list that may be devices; nothing if it is gone."""
-    if not node.get("Alive"):
-        return {}
-    other = ("memory", "object_store_memory")
-    return {
-        key: float(amount)
-        for key, amount in node["Resources"].items()
-        if key not in other and not key.startswith("node:")
-    }
-
-
 # --- ranks ---------------------------------------------------------------------------------------
 
 
@@ -288,6 +176,7 @@ class HostStatus(NamedTuple):
         begin: Position in the journal of a healing job of the first of the events.
         end: Position after the last.
         events: Those of the journal, with their age in ``at_s``: clocks of nodes differ.
+        is_leaving: Whether the node has announced its end.
     """
 
     actor: str
@@ -296,6 +185,7 @@ class HostStatus(NamedTuple):
     begin: int = 0
     end: int = 0
     events: Sequence[dict[str, Any]] = ()
+    is_leaving: bool = False
 
 
 class Host:
@@ -527,11 +417,6 @@ def connected() -> Iterator[Any]:
             ray.shutdown()
 
 
-def offers(ray: Any) -> list[Resources]:
-    """What each node of the cluster has."""
-    return [_offered(node) for node in ray.nodes()]
-
-
 def actor_of(
     ray: Any,
     group: Any,
@@ -546,13 +431,13 @@ def actor_of(
 
     needs = dict(asked.bundle)
     made = ray.remote(kind).options(
-        num_cpus=needs.pop(_CPU, 0),
-        num_gpus=needs.pop(_GPU, 0),
+        num_cpus=needs.pop(CPU, 0),
+        num_gpus=needs.pop(GPU, 0),
         resources=needs,
         scheduling_strategy=PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=number
         ),
-        **{"max_restarts": 0, "max_concurrency": _THREADS, **options},
+        **{"max_restarts": 0, "max_concurrency": _THREADS, "runtime_env": QUICK_NEWS, **options},
     )
     return made.remote(*arguments)
 
@@ -571,7 +456,7 @@ def placed(ray: Any, cluster: Cluster, **options: Any) -> Any:
     )
     if not group.wait(PLACED_S):
         ray.util.remove_placement_group(group)
-        wanted = "; ".join(f"{host.host}: {_in_words(host.bundle)}" for host in asked)
+        wanted = "; ".join(f"{host.host}: {in_words(host.bundle)}" for host in asked)
         raise HeterogError(
             f"the Ray cluster has the devices ({wanted}) but did not give them within "
             f"{PLACED_S:g} s: other jobs hold them. See ray status, and run again when they are "
