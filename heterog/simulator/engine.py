@@ -267,8 +267,8 @@ def _simulate_kernel(
     num_turns = len(position) // num_devices
     is_in_turn = tape.counts[IN_TURN] == 1
     # Whether events elsewhere may change the time at which a device's next op begins.
-    steps_alone = prices.has_drag or prices.blocks_sends
     channels = prices.channels
+    steps_alone = channels.has_drag or prices.blocks_sends
     words = channels.gate.shape[1]
     rank = timings.rank
     if order == 1 or limit_s < np.inf:
@@ -361,7 +361,7 @@ def _simulate_kernel(
                 timings.sequence[ran[device]] = task
                 ran[device] += 1
                 timings.start[task] = time
-                if prices.has_drag:
+                if channels.has_drag:
                     timings.seconds[task] = dragged(
                         timings.seconds[task] + debt[device],
                         drag_until[device] - time,
@@ -391,7 +391,7 @@ def _simulate_kernel(
                     return now + rank[task], GIVEN_UP
                 left[device] -= timings.seconds[task]
                 timings.start[task] = now
-                if prices.has_drag:
+                if channels.has_drag:
                     timings.seconds[task] = dragged(
                         timings.seconds[task] + debt[device],
                         drag_until[device] - now,
@@ -466,7 +466,7 @@ def _simulate_kernel(
                         until += latency
                     free_at[resource] = until
                     busy[resource // 64] |= bit
-            if prices.has_drag:
+            if channels.has_drag:
                 # Moving the bytes takes it, at whatever moments they move; waiting does not.
                 spread = 0.0
                 if end > now:
