@@ -16,9 +16,10 @@ from typing import TypeVar
 import numpy as np
 
 from heterog.lowering.program import FloatArray, IntArray
+from heterog.memo import kept
 from heterog.methods.changes import without_devices
 from heterog.methods.local_search.move_features import View
-from heterog.methods.local_search.neighbours import Move, MoveKind, Neighbours, State
+from heterog.methods.local_search.neighbours import Move, MoveKind, Neighbours, State, used
 from heterog.methods.model_parallel import activation_bytes, balanced_chain, parameter_bytes
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.tuned_uniform import tuned_decision
@@ -110,12 +111,12 @@ class PlanMoves:
 
     def _is_small(self, state: State) -> bool:
         """Whether a simulation does not take too long, as far as the ops tell."""
-        candidates = self._space.candidates
+        if not state.micro_batches:
+            return True
         numbers, of_group = np.unique(state.row, return_inverse=True)
         ops = np.bincount(of_group, self._num_ops)
-        sizes = [len(candidates[number].devices) for number in numbers.tolist()]
-        micro = len(state.micro_batches[0]) if state.micro_batches else 1
-        return micro == 1 or micro * float(ops @ np.array(sizes)) <= _MOST_TASKS
+        sizes = [len(self._space.candidates[number].devices) for number in numbers.tolist()]
+        return len(state.micro_batches[0]) * float(ops @ np.array(sizes)) <= _MOST_TASKS
 
     # --- stages ----------------------------------------------------------------------------------
 
@@ -163,15 +164,16 @@ class PlanMoves:
         recompute = self.rng.random() < 0.3
         keeps = self._recomputations[int(self.rng.integers(len(self._recomputations)))]
 
-        def decide(devices: Devices) -> Decision:
-            made = tuned_decision(self._evaluator, devices, self._near.space.speeds)
-            if sync is not None and len(devices) > 1:
-                made = _synchronised(made, sync)
-            if recompute:
-                made = replace(made, recompute=True, keeps=keeps)
-            return made
+        return lambda devices: self._decision(devices, sync, recompute, keeps)
 
-        return decide
+    @kept
+    def _decision(
+        self, devices: Devices, sync: Sync | None, recompute: bool, keeps: Keeps
+    ) -> Decision:
+        made = tuned_decision(self._evaluator, devices, self._space.speeds)
+        if sync is not None and len(devices) > 1:
+            made = _synchronised(made, sync)
+        return replace(made, recompute=True, keeps=keeps) if recompute else made
 
     def _num_micro(self, least: int) -> int:
         batch = self._graph.batch_size
@@ -221,17 +223,8 @@ class PlanMoves:
 
     def _balanced(self, decisions: Sequence[Decision]) -> list[int]:
         """First group of each stage, each with at least one."""
-        seconds, memory, room = [], [], []
-        for decision in decisions:
-            part = np.array(decision.shares) / max(sum(decision.shares), 1)
-            devices = list(decision.devices)
-            each = part[:, None] * self._seconds[self._types[devices]]
-            seconds.append(each.max(axis=0) * (4 / 3 if decision.recompute else 1.0))
-            kept = 0.2 if decision.recompute else 1.0
-            state = 1.0 / len(devices) if decision.sync.is_sharded else 1.0
-            share = self._activations * kept / len(devices)
-            memory.append(self._parameters * state + share)
-            room.append(float(self._usable[devices].min()))
+        costs = [self._costs(self._space.add(decision)) for decision in decisions]
+        seconds, memory, room = zip(*costs, strict=True)
         noise = 0.0 if self.rng.random() < 0.5 else _SPREAD
         spread = np.exp(noise * self.rng.normal(size=len(decisions)))
         limit = np.array(room) if self.rng.random() < 0.5 else np.full(len(room), np.inf)
@@ -241,6 +234,19 @@ class PlanMoves:
         cuts = np.maximum.accumulate(np.maximum(cuts, lowest))
         cuts = np.minimum(cuts, self._num_groups - lowest[::-1])
         return [0, *cuts.tolist()]
+
+    @kept
+    def _costs(self, number: int) -> tuple[FloatArray, FloatArray, float]:
+        """Seconds and bytes of each group under a candidate, and bytes of its least device."""
+        decision = self._space.candidates[number]
+        part = np.array(decision.shares) / max(sum(decision.shares), 1)
+        devices = list(decision.devices)
+        each = part[:, None] * self._seconds[self._types[devices]]
+        seconds = each.max(axis=0) * (4 / 3 if decision.recompute else 1.0)
+        stays = 0.2 if decision.recompute else 1.0
+        state = 1.0 / len(devices) if decision.sync.is_sharded else 1.0
+        share = self._activations * stays / len(devices)
+        return seconds, self._parameters * state + share, float(self._usable[devices].min())
 
     def _runs(self, state: State) -> list[tuple[int, int]]:
         """First group and end of each run."""
@@ -317,7 +323,7 @@ class PlanMoves:
 
     def _everywhere(self, state: State) -> State | None:
         """The same change to all decisions, or to all on the same devices."""
-        numbers = np.unique(state.row).tolist()
+        numbers = used(state.row)
         if len(numbers) > 1 and self.rng.random() < 0.4:
             anchor = self._space.candidates[numbers[int(self.rng.integers(len(numbers)))]]
             numbers = [n for n in numbers if self._space.candidates[n].devices == anchor.devices]
@@ -438,4 +444,5 @@ def drawn_moves(near: Neighbours, plans: PlanMoves, view: View, count: int) -> l
     whole = int(PLAN_PART * count)
     moves = [near.move(view.state) for _ in range(count - whole)]
     moves += [plans.move(view.state, view.load_s) for _ in range(whole)]
-    return [move for move in moves if move.state.key != view.state.key] or moves[:1]
+    own = view.state.key
+    return [move for move in moves if move.state.key != own] or moves[:1]
