@@ -42,7 +42,7 @@ _KINDS = (
 )  # fmt: skip
 _SPREAD = 0.2  # of the logarithm of a stage's seconds where cuts are balanced
 Devices = tuple[int, ...]
-Change = Callable[[Decision], Decision]
+Change = Callable[[int], int]  # of a candidate's number
 _Item = TypeVar("_Item")
 
 
@@ -336,18 +336,27 @@ class PlanMoves:
             change = self._other_devices(joins=kind >= 0.8)
         row = state.row.copy()
         for number in numbers:
-            row[state.row == number] = self._space.add(change(self._space.candidates[number]))
+            row[state.row == number] = change(number)
         return replace(state, row=row, blocks=blocks)
 
     def _other_synchronisation(self) -> Change:
         ways = [sync for sync in Sync if not sync.is_sharded or self._graph.updates_elementwise]
         sync = ways[int(self.rng.integers(len(ways)))]
-        return lambda old: _synchronised(old, sync)
+        return lambda number: self._synchronised(number, sync)
+
+    @kept
+    def _synchronised(self, number: int, sync: Sync) -> int:
+        return self._space.add(_synchronised(self._space.candidates[number], sync))
 
     def _other_recomputation(self) -> Change:
         ways = [(False, Keeps.NOTHING), *((True, keeps) for keeps in self._recomputations)]
         again, keeps = ways[int(self.rng.integers(len(ways)))]
-        return lambda old: replace(old, recompute=again, keeps=keeps)
+        return lambda number: self._recomputed(number, again, keeps)
+
+    @kept
+    def _recomputed(self, number: int, again: bool, keeps: Keeps) -> int:
+        old = self._space.candidates[number]
+        return self._space.add(replace(old, recompute=again, keeps=keeps))
 
     def _other_devices(self, *, joins: bool) -> Change:
         """A host, or all of a kind, joins or leaves."""
@@ -357,16 +366,18 @@ class PlanMoves:
         chosen = {device for host in hosts for device in self._cluster.host_devices(host)}
         roomiest = int(self._usable.argmax())
 
-        def joined(old: Decision) -> Decision:
+        def changed(number: int) -> int:
+            old = self._space.candidates[number]
+            if not joins:
+                return self._space.add(without_devices(old, chosen, roomiest))
             devices = tuple(sorted({*old.devices, *chosen}))
             if devices == old.devices or old.teams:
-                return old
-            made = tuned_decision(self._evaluator, devices, self._space.speeds)
-            if not old.sync.takes_slices:
-                made = _synchronised(made, old.sync)
-            return replace(made, recompute=old.recompute, keeps=old.keeps)
+                return number
+            sync = None if old.sync.takes_slices else old.sync
+            made = self._decision(devices, sync, old.recompute, old.keeps)
+            return self._space.add(made)
 
-        return joined if joins else lambda old: without_devices(old, chosen, roomiest)
+        return changed
 
     def _sharded(self, state: State) -> State | None:
         """Layers of a kind, or one of them, sharded on devices of their own, or no longer."""
