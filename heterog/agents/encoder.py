@@ -7,7 +7,7 @@ candidates attend to themselves and to each other. ``PaperEncoder`` follows Hete
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch_geometric.nn import GATConv, HeteroConv, TransformerConv
 from torch_geometric.utils import scatter, to_dense_batch
 
 from heterog.agents.config import PolicyConfig
-from heterog.agents.graph_data import FED_BY, FEEDS, IN, LINK, ON, RUNS
+from heterog.agents.graph_data import FED_BY, FEEDS, IN, LINK, ON, RUNS, num_told
 from heterog.envs.observation import (
     NUM_BLOCK_DEVICE_FEATURES,
     NUM_BLOCK_FEATURES,
@@ -76,6 +76,83 @@ class _Attention(nn.Module):
         return out
 
 
+class AllJoined(NamedTuple):
+    """Nodes that all exchange messages, and the features of all their edges, padded.
+
+    Attributes:
+        seconds: Of each block on each device.  # [B, G, D, NUM_BLOCK_DEVICE_FEATURES]
+        links: From devices whose links the others are told of.  # [B, S, D, NUM_LINK_FEATURES]
+        told: Numbers of these in the batch.  # [B, S]
+        is_told: Which of them are real.  # [B, S]
+    """
+
+    seconds: Tensor
+    links: Tensor
+    told: Tensor
+    is_told: Tensor
+
+
+def all_joined(graphs: Any) -> AllJoined:
+    """The edges of a batch between all of its pairs' blocks and devices."""
+    num_blocks, num_devices = (graphs[kind].ptr.diff().tolist() for kind in ("block", "device"))
+    told = [num_told(count) for count in num_devices]
+    size, blocks, devices, most = len(told), max(num_blocks), max(num_devices), max(told)
+    seconds = torch.zeros(size, blocks, devices, NUM_BLOCK_DEVICE_FEATURES)
+    links = torch.zeros(size, most, devices, NUM_LINK_FEATURES)
+    numbers, is_told = torch.zeros(size, most, dtype=torch.long), torch.zeros(size, most) > 0
+    sizes = zip(num_blocks, told, num_devices, strict=True)
+    per_grid, per_pair = zip(*((own * d, each * d) for own, each, d in sizes), strict=True)
+    of_blocks = graphs[ON].edge_attr.split(per_grid)
+    of_links, sources = graphs[LINK].edge_attr.split(per_pair), graphs[LINK].edge_index[0]
+    for pair, (own, first, count) in enumerate(
+        zip(num_devices, sources.split(per_pair), told, strict=True)
+    ):
+        seconds[pair, : num_blocks[pair], :own] = of_blocks[pair].view(-1, own, seconds.shape[3])
+        links[pair, :count, :own] = of_links[pair].view(-1, own, links.shape[3])
+        numbers[pair, :count], is_told[pair, :count] = first[::own], True
+    return AllJoined(seconds, links, numbers, is_told)
+
+
+def attend(
+    conv: TransformerConv, sources: Tensor, is_real: Tensor, targets: Tensor, features: Tensor
+) -> Tensor:
+    """Messages of a ``TransformerConv`` where each source has an edge to each target.
+
+    With queries q, keys k, values v and an edge's features W x,
+
+        a(t, s) = softmax over s of (q(t) . k(s) + (q(t) W) . x(s, t)) / sqrt(size)
+        out(t) = sum over s of a(t, s) v(s) + W (sum over s of a(t, s) x(s, t))
+
+    so that nothing as wide as an embedding is made for each of the edges.
+
+    Args:
+        conv: The layer.
+        sources: Embeddings of sources.  # [B, S, width]
+        is_real: Whether a source is none of the padding.  # [B, S] bool
+        targets: Embeddings of targets.  # [B, T, width]
+        features: Features of edges.  # [B, S, T, F]
+
+    Returns:
+        # [B, T, heads * size]
+    """
+    heads, size = conv.heads, conv.out_channels
+    query, key, value = (
+        layer(nodes).unflatten(2, (heads, size)).transpose(1, 2)
+        for layer, nodes in (
+            (conv.lin_query, targets), (conv.lin_key, sources), (conv.lin_value, sources)
+        )
+    )  # each [B, heads, S or T, size]  # fmt: skip
+    edge = conv.lin_edge.weight.view(heads, size, -1)
+    by_feature = features.permute(3, 0, 2, 1)[:, :, None]  # [F, B, 1, T, S]
+    asked = (query @ edge).permute(3, 0, 1, 2)[..., None]  # [F, B, heads, T, 1]
+    scores = query @ key.mT + (asked * by_feature).sum(dim=0)
+    scores = scores.masked_fill(~is_real[:, None, None], -torch.inf)
+    weight = (scores / size**0.5).softmax(dim=3)
+    seen = (weight * by_feature).sum(dim=4).permute(1, 2, 3, 0)  # [B, heads, T, F]
+    out = weight @ value + seen @ edge.mT
+    return out.transpose(1, 2).flatten(2)
+
+
 class _Round(nn.Module):
     """One round of message passing over all edge types."""
 
@@ -95,12 +172,22 @@ class _Round(nn.Module):
         self.out_norms = nn.ModuleDict({kind: nn.LayerNorm(width) for kind in self.norms})
         self.feed_forward = nn.ModuleDict({kind: mlp(width, width, width) for kind in self.norms})
 
-    def forward(self, x: dict[str, Tensor], graphs: Any) -> dict[str, Tensor]:
+    def forward(self, x: dict[str, Tensor], graphs: Any, joined: AllJoined) -> dict[str, Tensor]:
         normed = {kind: self.norms[kind](value) for kind, value in x.items()}
-        edges = {edge: graphs[edge].edge_index for edge in _EDGE_FEATURES}
-        features = {edge: graphs[edge].edge_attr for edge in _EDGE_FEATURES}
-        messages = self.convolve(normed, edges, features)
-        summed = {kind: value + messages[kind] for kind, value in x.items()}
+        convs, summed = self.convolve.convs, dict(x)
+        for edge in (FEEDS, FED_BY):
+            own = graphs[edge]
+            summed["block"] = summed["block"] + convs[edge](
+                normed["block"], own.edge_index, own.edge_attr
+            )
+        blocks, is_block = to_dense_batch(normed["block"], graphs["block"].batch)
+        devices, is_device = to_dense_batch(normed["device"], graphs["device"].batch)
+        told, seconds = normed["device"][joined.told], joined.seconds
+        to_blocks = attend(convs[RUNS], devices, is_device, blocks, seconds.transpose(1, 2))
+        to_devices = attend(convs[ON], blocks, is_block, devices, seconds)
+        to_devices = to_devices + attend(convs[LINK], told, joined.is_told, devices, joined.links)
+        summed["block"] = summed["block"] + to_blocks[is_block]
+        summed["device"] = summed["device"] + to_devices[is_device]
         return {
             kind: value + self.feed_forward[kind](self.out_norms[kind](value))
             for kind, value in summed.items()
@@ -128,8 +215,9 @@ class HeteroEncoder(nn.Module):
             "block": self.blocks(graphs["block"].x),
             "device": self.devices(graphs["device"].x),
         }
+        joined = all_joined(graphs)
         for each in self.rounds:
-            x = each(x, graphs)
+            x = each(x, graphs, joined)
         device, candidate = graphs[IN].edge_index
         count = graphs["candidate"].num_nodes
         members = x["device"][device]

@@ -85,6 +85,11 @@ class PairBatch:
             self.candidate_mask[index, :c] = True
 
 
+def num_told(num_devices: int) -> int:
+    """Number of devices whose links the others are told of."""
+    return num_devices if num_devices <= MOST_LINKED else NUM_TOLD
+
+
 def _tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
     return torch.from_numpy(array.copy())
 

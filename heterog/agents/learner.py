@@ -200,8 +200,9 @@ class GradientLearner(Learner):
         super().__init__(task)
         config = task.config
         self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(), config.learning_rate, betas=(0.9, 0.98), weight_decay=0.02
-        )
+            self.policy.parameters(), config.learning_rate, betas=(0.9, 0.98), weight_decay=0.02,
+            foreach=True,
+        )  # fmt: skip
         # The average over the last few hundred steps is validated and kept: it is steadier.
         averaging = get_ema_multi_avg_fn(config.average_decay)  # type: ignore[no-untyped-call]
         self.averaged = AveragedModel(self.policy, multi_avg_fn=averaging)
@@ -279,7 +280,7 @@ class GradientLearner(Learner):
                 part = len(keys[half]) / len(keys)
                 for name, value in self._accumulate(chosen[half], keys[half], part, step).items():
                     terms[name] = terms.get(name, 0.0) + part * value
-        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0, foreach=True)
         self.optimizer.step()
         self.averaged.update_parameters(self.policy)
         return terms

@@ -255,14 +255,16 @@ class AgentSearch(Planner):
 
 def _prepare(policy: "str | Policy", evaluator: Evaluator) -> None:
     """Run on the smallest graph: libraries take about a second to set up at first use."""
-    from heterog.agents.ways import draw_in, make_ways
+    from heterog.agents.improver import load_improver
+    from heterog.agents.ways import FEWEST_FOR_WAYS, draw_in, make_ways
     from heterog.envs.pair import Pair
 
     if evaluator.cluster.num_devices > MOST_DEVICES:
         return
     network = _policies.get(policy).policy if isinstance(policy, str) else policy
-    pair = Pair(smallest_graph(), evaluator.cluster)
-    draw_in(make_ways(network, [pair], 1), 2, np.random.default_rng(0))
+    pair, count = Pair(smallest_graph(), evaluator.cluster), FEWEST_FOR_WAYS
+    draw_in(make_ways(network, [pair], count), count, np.random.default_rng(0))
+    load_improver()
 
 
 def _left(budget: Budget, evaluations: int, seconds: float) -> Budget:

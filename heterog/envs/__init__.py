@@ -5,8 +5,8 @@ Importing this package registers them, as Gymnasium asks of packages: after
 HeteroG that does something.
 
 - ``pair`` is a model on a cluster as a policy meets it: ``candidates`` to choose from, an
-  ``observation``, a ``reward``, and scores by the ``coarse`` evaluator on tables that ``merging``
-  has made shorter.
+  ``observation``, a ``reward``, what fits while rows are filled (``filling``), and scores by the
+  ``coarse`` evaluator on tables that ``merging`` has made shorter.
 - ``strategy_env`` has the two environments of strategies, ``improve_env`` that of plans
   improved by moves, ``job_partition`` that of arriving jobs,
   ``spaces`` their padded arrays; ``registration`` tells Gymnasium.

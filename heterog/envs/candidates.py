@@ -16,6 +16,7 @@ parameters and optimizer state fill most devices alone, the devices of a set div
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from heterog.envs.coarse import CoarseEvaluator
 from heterog.lowering.channels import balanced_slices
@@ -63,8 +64,9 @@ def candidate_table(
             0.02 * batch, 1
         ):
             shares.setdefault(solved)
+        ways = _syncs(evaluator, devices, divide=divide)
         for part in shares:
-            for sync, slices in _syncs(evaluator, devices, divide=divide):
+            for sync, slices in ways:
                 decision = Decision(devices=devices, shares=part, sync=sync, slices=slices)
                 rows.append(decision)
                 if part == even != proportional and number > 0 and devices not in hosts:
@@ -189,7 +191,7 @@ class _ShareSolver:
     def __init__(self, evaluator: CoarseEvaluator, memory: ModelMemory) -> None:
         batch = evaluator.graph.batch_size
         self.batch = batch
-        self.type_of = evaluator.cluster.type_index
+        self.type_of = np.array(evaluator.cluster.type_index)
         self.samples = np.unique(np.geomspace(1, batch, _GRID).round().astype(int))
         self.seconds = [
             np.maximum.accumulate(
@@ -197,29 +199,27 @@ class _ShareSolver:
             )
             for k in range(len(evaluator.cluster.device_types))
         ]
-        self.limit = [memory.most_samples(d) for d in range(evaluator.cluster.num_devices)]
+        every = range(evaluator.cluster.num_devices)
+        self.limit = np.array([memory.most_samples(device) for device in every])
 
     def solve(self, devices: Sequence[int]) -> tuple[int, ...]:
         """Whole samples for each device."""
-        limits = np.array([self.limit[device] for device in devices])
+        types, limits = self.type_of[list(devices)], self.limit[list(devices)]
         if limits.sum() < self.batch:  # does not fit in any case: share out by speed
             limits[:] = self.batch
-        low, high = 0.0, max(float(self.seconds[self.type_of[d]][-1]) for d in devices)
+        low, high = 0.0, max(float(self.seconds[kind][-1]) for kind in set(types.tolist()))
         for _ in range(40):
             middle = 0.5 * (low + high)
-            if self._within(devices, limits, middle).sum() >= self.batch:
+            if self._within(types, limits, middle).sum() >= self.batch:
                 high = middle
             else:
                 low = middle
-        exact = np.maximum(self._within(devices, limits, high), 1e-9)
+        exact = np.maximum(self._within(types, limits, high), 1e-9)
         return split_in_proportion(self.batch, tuple(exact.tolist()))
 
-    def _within(self, devices: Sequence[int], limits: FloatArray, seconds: float) -> FloatArray:
+    def _within(
+        self, types: npt.NDArray[np.intp], limits: FloatArray, seconds: float
+    ) -> FloatArray:
         """Number of samples that each device can process in some seconds."""
-        done = np.array(
-            [
-                np.interp(seconds, self.seconds[self.type_of[d]], self.samples, left=0.0)
-                for d in devices
-            ]
-        )
-        return np.asarray(np.minimum(done, limits), np.float64)
+        done = [np.interp(seconds, curve, self.samples, left=0.0) for curve in self.seconds]
+        return np.asarray(np.minimum(np.array(done)[types], limits), np.float64)

@@ -6,6 +6,8 @@ memory is divided by memory. Logarithms are halved and clipped. There are no ids
 sizes, so weights trained on one zoo and some clusters can be used for any others.
 """
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -121,6 +123,11 @@ class Observer:
             served = decision.sync.is_served
             part = 1.0 if served else memory.state_part(decision)
             self.state_of[number, list(decision.devices)] = part
+        # No candidate tells a device from the first one with the same column.
+        kinds = [self.type_of, memory.usable_bytes]
+        columns = np.ascontiguousarray(np.concatenate([self.counts, self.state_of, kinds]).T)
+        first = {column.tobytes(): len(columns) - 1 - n for n, column in enumerate(columns[::-1])}
+        self._different = np.array(sorted(first.values()))
         self.whole = np.stack(
             [
                 self._block_seconds(type_number, self.batch)
@@ -312,11 +319,12 @@ class Observer:
         num, table, memory = self.num_blocks, self.table, self.memory
         compute, sync = self.compute_seconds, self.sync_seconds
         ideal = 1.0 / (1.0 / np.maximum(self.whole, 1e-15)).sum(axis=0)
-        usable, member = memory.usable_bytes, self.member
-        held = memory.state_bytes[:, None, None] * self.state_of + (
-            memory.saved_bytes_per_sample[:, None, None] * self.counts
-        )
-        worst = (held / usable).max(axis=2)  # [G, C]
+        usable, member = memory.usable_bytes[self._different], self.member
+        worst = np.empty((num, len(table)))
+        filled = np.zeros((len(table), len(usable)))
+        for block, held in enumerate(self._held(memory.saved_bytes_per_sample)):
+            worst[block] = (held / usable).max(axis=1)
+            filled += held
         scale = num / self.bound_s
         pairs = np.stack(
             [
@@ -332,7 +340,7 @@ class Observer:
         hosts = np.array([len({self.cluster.host_of[d] for d in c.devices}) for c in table])
         speed = self.bound_s / self.whole.sum(axis=1)
         total, total_sync = compute.sum(axis=0), sync.sum(axis=0)
-        peak = (held.sum(axis=0) / usable).max(axis=1)
+        peak = (filled / usable).max(axis=1)
         slowest = np.array(
             [min(self.nic[self.cluster.host_of[d]] for d in c.devices) for c in table]
         )
@@ -362,6 +370,12 @@ class Observer:
         ])  # fmt: skip
         return pairs, candidates
 
+    def _held(self, per_sample: npt.NDArray[np.float64]) -> Iterator[npt.NDArray[np.float64]]:
+        """Bytes of each block on different devices under each candidate.  # each [C, T]"""
+        state, counts = self.state_of[:, self._different], self.counts[:, self._different]
+        for of_state, of_sample in zip(self.memory.state_bytes, per_sample, strict=True):
+            yield of_state * state + of_sample * counts
+
     @cached_property
     def compute_seconds(self) -> npt.NDArray[np.float64]:
         """Seconds of each block on its slowest device under each candidate.  # [G, C]"""
@@ -374,7 +388,7 @@ class Observer:
                 rows[number] = self._block_seconds(kind, samples)
         inverse = inverse.reshape(self.counts.shape)
         slowest = rows[inverse[:, 0]]
-        for device in range(1, self.num_devices):
+        for device in self._different[1:]:
             np.maximum(slowest, rows[inverse[:, device]], out=slowest)
         return slowest.T
 
@@ -415,7 +429,7 @@ class Observer:
                 # Servers balanced over the members: 2 m (n - m) / n payloads per NIC and way.
                 n = len(decision.devices)
                 hosts = [cluster.host_of[device] for device in decision.devices]
-                counts = {host: hosts.count(host) for host in hosts}
+                counts = Counter(hosts)
                 rate[number] = max(
                     2.0 * m * (n - m) / n / self.nic[host] if len(counts) > 1
                     else 2.0 * (n - 1) / n / cluster.hosts[host].intra.bandwidth_bytes_per_s
@@ -439,20 +453,17 @@ class Observer:
         begin = end - self.counts
         total = np.zeros((len(self.table), len(self.table)))
         for device in range(self.num_devices):
-            common = np.minimum(end[:, None, device], end[None, :, device]) - np.maximum(
-                begin[:, None, device], begin[None, :, device]
-            )
-            total += np.maximum(common, 0)
+            own = np.flatnonzero(self.counts[:, device])
+            first, last = begin[own, device], end[own, device]
+            common = np.minimum.outer(last, last) - np.maximum.outer(first, first)
+            total[np.ix_(own, own)] += np.maximum(common, 0)
         return total / self.batch
 
     def _fits(self, num_micro: int) -> npt.NDArray[np.bool_]:
         memory = self.memory
         # Saved values may be those of all micro-batches; temporary ones are of one.
         per_sample = memory.saved_bytes_per_sample + memory.inner_bytes_per_sample / num_micro
-        held = (
-            memory.state_bytes[:, None, None] * self.state_of
-            + per_sample[:, None, None] * self.counts
-        )
-        fits = np.asarray((held <= memory.usable_bytes).all(axis=2), np.bool_)
+        usable = memory.usable_bytes[self._different]
+        fits = np.array([(held <= usable).all(axis=1) for held in self._held(per_sample)])
         # A block that fits nowhere may go anywhere: the outcome then tells.
         return np.asarray(fits | ~fits.any(axis=1, keepdims=True))

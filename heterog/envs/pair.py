@@ -13,6 +13,7 @@ import numpy.typing as npt
 from heterog.cluster.topology import Cluster
 from heterog.envs.candidates import ModelMemory, candidate_table
 from heterog.envs.coarse import CoarseEvaluator
+from heterog.envs.filling import Filled, PartLoads, fill, find_fits, find_stage_fits
 from heterog.envs.observation import Observation, Observer
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.program import FloatArray, IntArray
@@ -31,6 +32,8 @@ CUT_WEIGHTS = 0.0, 1.0 / (PIPELINED - 1), 0.5
 """Weights of a stage's transfers to the next one beside its compute time: none; their part in
 filling and draining the pipeline; one direction of a link that is a stage of its own. Which is
 right depends on links and overlap, so pipelines are drawn with each."""
+MARGIN = 0.95
+"""Part of the memory that rows may fill, because their estimate leaves out small things."""
 MOST_APART = 64
 """Most devices of which each is looked at alone; see ``Loads``."""
 BASELINES = ("ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp")
@@ -220,6 +223,20 @@ class Pair:
         )
 
     @cached_property
+    def part_loads(self) -> PartLoads:
+        """The loads over the memory that may be filled."""
+        loads = self.loads
+        scale = 1.0 / (MARGIN * loads.usable_bytes)
+        member = [np.flatnonzero(each) for each in loads.holds]
+        return PartLoads(
+            counts=np.array(loads.counts * scale, np.float32, order="C"),
+            state=np.array(loads.state * scale, np.float32, order="C"),
+            holds=np.array(loads.holds * scale, np.float32, order="C"),
+            member_start=np.cumsum([0, *map(len, member)], dtype=np.int32),
+            member=np.concatenate(member).astype(np.int32),
+        )
+
+    @cached_property
     def observer(self) -> Observer:
         """Maker of the observation, with the analytic times behind it."""
         return Observer(self.evaluator, self.memory, self.table)
@@ -296,94 +313,55 @@ class RunningMemory:
         recompute: Whether every block frees the values that only its own backward pass reads.
     """
 
-    MARGIN = 0.95
-    """Part of the memory that may be filled, because this estimate leaves out small things."""
-
     def __init__(self, pair: Pair, num_rows: int, *, recompute: bool = False) -> None:
         memory = pair.memory
         # A block that recomputes keeps what others read, and recreates the rest temporarily.
-        self._kept = memory.passed_bytes_per_sample if recompute else memory.saved_bytes_per_sample
-        self._passing = (
-            memory.inner_bytes_per_sample + memory.saved_bytes_per_sample - self._kept
-        ) / pair.num_micro
-        self._is_alone = None if recompute else pair.observation.fits
+        kept = memory.passed_bytes_per_sample if recompute else memory.saved_bytes_per_sample
+        passing = memory.inner_bytes_per_sample + memory.saved_bytes_per_sample - kept
+        blocks = memory.state_bytes, kept, memory.gradient_bytes, passing / pair.num_micro
+        self._blocks = np.stack(blocks, axis=1).astype(np.float32)  # [G, 4]
+        every = np.ones((pair.num_blocks, pair.num_candidates), np.bool_)
+        self._is_alone = every if recompute else pair.observation.fits.copy()
         # The first micro-batch's gradients exist while the others' activations still do.
-        self._both = np.maximum if pair.num_micro == 1 else np.add
+        self._adds_up = pair.num_micro > 1
         loads = pair.loads
-        usable, batch = loads.usable_bytes, pair.graph.batch_size
-        devices = len(usable)  # one of each class of twins
-        # Devices come first, because sums and maxima over them take most of the time.
-        self._state = np.zeros((devices, num_rows), np.float32)
-        self._saved = np.zeros((devices, num_rows), np.float32)
-        self._gradient = np.zeros((devices, num_rows), np.float32)
-        self._inner = np.zeros((devices, num_rows), np.float32)
-        self._block = 0
-        scale = 1.0 / (self.MARGIN * usable)[:, None]
-        self._load_of = loads.of  # [C]
-        self._counts = (loads.counts.T * scale).astype(np.float32)  # [T, L]
-        self._state_of = (loads.state.T * scale).astype(np.float32)
-        self._holds = (loads.holds.T * scale).astype(np.float32)
+        devices = len(loads.usable_bytes)  # one of each class of twins
         self.num_rows = num_rows
-        self._memory = memory
-        self._room = (self.MARGIN * usable * loads.num_twins).astype(np.float32)
+        held = np.zeros((4, devices, num_rows), np.float32)
+        start = (memory.common_bytes / loads.usable_bytes).astype(np.float32)
+        self._filled = Filled(start, *held)
+        self._loads = pair.part_loads
+        self._load_of = loads.of.astype(np.int32)  # [C]
+        self._room = (MARGIN * loads.usable_bytes * loads.num_twins).astype(np.float32)
         self._twin = loads.twin
-        rest = memory.state_bytes + batch * self._kept
+        rest = memory.state_bytes + pair.graph.batch_size * kept
         self._rest = np.append(np.cumsum(rest[::-1])[::-1][1:], 0.0)  # after each block
-        self._start = (memory.common_bytes / usable).astype(np.float32)[:, None]
+        self._work = np.empty((3, max(len(loads.counts), devices)))
+        self._block = 0
 
     @property
     def used(self) -> npt.NDArray[np.float32]:
         """Part of each device's memory that is used so far.  # [num_rows, D]"""
-        used = self._start + self._state + self._both(self._saved, self._gradient) + self._inner
+        start, state, saved, gradient, inner = self._filled
+        both = saved + gradient if self._adds_up else np.maximum(saved, gradient)
+        used = start[:, None] + state + both + inner
         return np.asarray(used[self._twin].T, np.float32)
 
     def fits(self) -> npt.NDArray[np.bool_]:
         """Whether the next block may take each candidate; all if none fits.  # [num_rows, C]"""
-        memory, block = self._memory, self._block
-        gradient = np.float32(memory.gradient_bytes[block]) * self._holds
-        state = np.float32(memory.state_bytes[block]) * self._state_of
-        saved = np.float32(self._kept[block]) * self._counts
-        passing = np.float32(self._passing[block]) * self._counts + gradient
-        held = self._start + self._state
-        if self._both is np.add:
-            total = _outer(held + self._saved + self._gradient, state + saved + gradient)
-        else:
-            total = _outer(held + self._saved, state + saved)
-            np.maximum(total, _outer(held + self._gradient, state + gradient), out=total)
-        total += np.maximum(self._inner[:, :, None], passing[:, None])  # [T, num_rows, L]
-        worst = total.max(axis=0)
-        np.subtract(1.0, total, out=total)
-        np.maximum(total, 0.0, out=total)
-        free = (self._room @ total.reshape(len(total), -1)).reshape(worst.shape)
-        worst, free = worst[:, self._load_of], free[:, self._load_of]
-        fits = worst <= 1.0
-        if self._is_alone is not None:
-            fits &= self._is_alone[block]
-        roomy = fits & (free >= self._rest[block])
-        # Too little room for the rest is better than a device that is surely too small.
-        fits = np.where(roomy.any(axis=1, keepdims=True), roomy, fits)
-        least = worst <= worst.min(axis=1, keepdims=True) + 1e-6
-        return np.asarray(np.where(fits.any(axis=1, keepdims=True), fits, least), np.bool_)
+        block = self._block
+        fits = np.empty((self.num_rows, len(self._load_of)), np.bool_)
+        find_fits(
+            self._filled, self._loads, self._blocks[block], self._adds_up, self._room,
+            float(self._rest[block]), self._is_alone[block], self._load_of, self._work, fits,
+        )  # fmt: skip
+        return fits
 
     def add(self, candidates: Sequence[int] | IntArray) -> None:
         """Record the next block of every row."""
-        memory, block = self._memory, self._block
-        chosen = self._load_of[np.asarray(candidates)]
-        gradient = np.float32(memory.gradient_bytes[block]) * self._holds[:, chosen]
-        counts = self._counts[:, chosen]
-        self._state += np.float32(memory.state_bytes[block]) * self._state_of[:, chosen]
-        self._saved += np.float32(self._kept[block]) * counts
-        self._gradient += gradient
-        inner = np.float32(self._passing[block]) * counts + gradient
-        np.maximum(self._inner, inner, out=self._inner)
+        chosen = np.asarray(candidates, np.int32)
+        fill(self._filled, self._loads, self._blocks[self._block], self._load_of, chosen)
         self._block += 1
-
-
-def _outer(
-    rows: npt.NDArray[np.float32], loads: npt.NDArray[np.float32]
-) -> npt.NDArray[np.float32]:
-    """Sums of every row's and every load's bytes on each device.  # [T, num_rows, L]"""
-    return np.asarray(rows[:, :, None] + loads[:, None], np.float32)
 
 
 class RunningStages:
@@ -418,13 +396,16 @@ class RunningStages:
         self.num_rows = memory.num_rows
         sets = dict.fromkeys(decision.devices for decision in pair.table)
         number = {devices: index for index, devices in enumerate(sets)}
-        self._set_of = np.array([number[decision.devices] for decision in pair.table])  # [C]
+        self._set_of = np.array(
+            [number[decision.devices] for decision in pair.table], np.int32
+        )  # [C]
         member = np.zeros((len(sets), pair.cluster.num_devices), np.bool_)
         for devices, index in number.items():
             member[index, list(devices)] = True
         self._shares_device = member.astype(np.int32) @ member.T.astype(np.int32) > 0  # [S, S]
         self._seconds = pair.observer.compute_seconds  # [G, C]
         weights, self._weight_of = np.unique(cut_weights, return_inverse=True)
+        self._weight_of = self._weight_of.astype(np.int32)
         self._cuts = weights[:, None] * pair.observer.cut_seconds  # [W, G]
         # From each block on, the least time until a stage may end, including its transfers.
         fastest = np.full((len(sets), pair.num_blocks), np.inf)
@@ -432,26 +413,24 @@ class RunningStages:
         through = np.cumsum(fastest, axis=1)
         ends = (through + self._cuts[:, None])[:, :, ::-1]  # [W, S, G]
         least = np.minimum.accumulate(ends, axis=2)[:, :, ::-1] - through
-        self._until_end = least[:, self._set_of].swapaxes(1, 2) + self._seconds  # [W, G, C]
-        self._limit = (np.asarray(limits) * pair.observer.bound_s)[:, None]
+        until_end = least[:, self._set_of].transpose(2, 0, 1) + self._seconds[:, None]
+        self._until_end = np.ascontiguousarray(until_end)  # [G, W, C]
+        self._limit = np.asarray(limits) * pair.observer.bound_s
         self._is_taken = np.zeros((len(limits), len(sets)), np.bool_)  # by this or another stage
-        self._current = np.full(len(limits), -1)
+        self._current = np.full(len(limits), -1, np.int32)
+        self._found = np.empty(len(pair.table), np.bool_)
         self._load = np.zeros(len(limits))
         self._block = 0
         self.is_late = np.zeros(len(limits), np.bool_)
 
     def fits(self) -> npt.NDArray[np.bool_]:
         """Whether the next block may take each candidate; all if none may.  # [num_rows, C]"""
-        in_memory = self._memory.fits()
-        stays = self._set_of[None, :] == self._current[:, None]
-        is_free = ~self._is_taken[:, self._set_of]
-        load = self._load[:, None] * stays + self._until_end[self._weight_of, self._block]
-        fits = (load <= self._limit) & in_memory
-        # Staying, else going on, else going on without the memory; unless it is too late.
-        allowed = np.where((stays & fits).any(axis=1, keepdims=True), stays & fits, is_free & fits)
-        for otherwise in (is_free & (load <= self._limit), stays):
-            allowed = np.where(allowed.any(axis=1, keepdims=True), allowed, otherwise)
-        return np.where(allowed.any(axis=1, keepdims=True), allowed, True)
+        fits = self._memory.fits()
+        find_stage_fits(
+            self._set_of, self._current, self._is_taken, self._load,
+            self._until_end[self._block], self._weight_of, self._limit, self._found, fits,
+        )  # fmt: skip
+        return fits
 
     def add(self, candidates: IntArray) -> None:
         """Record the next block of every row."""
@@ -468,4 +447,4 @@ class RunningStages:
         self._block += 1
 
     def _check(self, stage_s: FloatArray) -> None:
-        self.is_late |= stage_s > self._limit[:, 0] * (1.0 + 1e-9)
+        self.is_late |= stage_s > self._limit * (1.0 + 1e-9)

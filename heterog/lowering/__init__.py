@@ -49,7 +49,6 @@ from heterog.lowering.tape import (
     Scratch,
     Tape,
     make_tape,
-    spans,
     with_lanes,
 )
 from heterog.lowering.tape import make_scratch as make_scratch
@@ -113,7 +112,6 @@ def _lower(graph: OpGraph, cluster: Cluster, strategy: Strategy, steps: int) -> 
 
 def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape) -> Tape:
     """Run the kernel, on a larger tape if the given one is too short; returns the one used."""
-    scratch = scratch._replace(span=spans(choice.member))
     num_devices, num_chunks = choice.turns.cap.shape
     if num_devices:  # the number of tokens depends on the choice
         scratch = scratch._replace(
@@ -123,7 +121,9 @@ def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: T
         )
     if choice.turns.rule == AS_STATED:
         scratch = with_lanes(scratch, choice.turns.turn.shape[2], choice.member.shape[1])
-    modes, choice = choice.modes, choice._replace(modes=())
+    modes = choice.modes
+    if modes:
+        choice = choice._replace(modes=())
     while not lower_kernel(tables, choice, scratch, tape):
         tape = make_tape(2 * len(tape.tasks), len(tape.bucket), len(tape.turn))
     for mode in modes:

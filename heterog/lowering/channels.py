@@ -22,6 +22,7 @@ between two hosts beside their NICs (``Cluster.pairs``) carries what goes from o
 rings send to the next host alone, in a reduce-scatter each host sends every other its slice.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -422,7 +423,11 @@ def proportional_slices(cluster: Cluster, devices: tuple[int, ...]) -> tuple[int
     Integers of about a thousand per host of average rate; devices on one host get equal ones.
     """
     hosts = [cluster.host_of[device] for device in devices]
-    rates = [cluster.nic_bandwidth_bytes_per_s(host) / hosts.count(host) for host in hosts]
+    of_host = {
+        host: cluster.nic_bandwidth_bytes_per_s(host) / count
+        for host, count in Counter(hosts).items()
+    }
+    rates = [of_host[host] for host in hosts]
     scale = 1000.0 / (sum(rates) / len(rates))
     return tuple(max(round(rate * scale), 1) for rate in rates)
 
@@ -448,5 +453,6 @@ def balanced_slices(cluster: Cluster, devices: tuple[int, ...]) -> tuple[int, ..
             active &= weights > 0.0
     per_host = {host: float(weight) for host, weight in zip(hosts, weights, strict=True)}
     members = [cluster.host_of[device] for device in devices]
-    parts = [1000.0 * len(hosts) * max(per_host[h], 0.0) / members.count(h) for h in members]
+    count = Counter(members)
+    parts = [1000.0 * len(hosts) * max(per_host[h], 0.0) / count[h] for h in members]
     return tuple(round(part) for part in parts)

@@ -7,7 +7,7 @@ those before it are read. What it reads of any other range of rows is then a dif
 
 from collections.abc import Sequence
 from math import gcd
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,6 @@ from heterog.lowering.tape import NO_SCHEDULE, Turns, encode_turns
 from heterog.modes.mode import EncodedMode
 from heterog.strategy.division import (
     Division,
-    DivisionCut,
     Ring,
     batch_shares,
     cut_division,
@@ -34,18 +33,6 @@ from heterog.strategy.strategy import Decision, Strategy
 
 _MOST_REMEMBERED = 2**25
 """Most counts that are kept, 8 bytes each: a search needs the same ranges of rows again."""
-
-
-class HasUnits(Protocol):
-    """A division, with the units of each device along every axis but the batch."""
-
-    @property
-    def units(self) -> IntArray:
-        """Number of units.  # [num_axes - 1, num_devices]"""
-
-    @property
-    def unit_begin(self) -> IntArray:
-        """First unit.  # [num_axes - 1, num_devices]"""
 
 
 class SparseRows:
@@ -60,31 +47,29 @@ class SparseRows:
         self._before: dict[tuple[int, int, int], npt.NDArray[np.int64]] = {}
         self._num_remembered = 0
 
-    def of(self, divisions: Sequence[HasUnits]) -> IntArray:
-        """Number of rows of each owner that each reader reads; see ``Choice.sparse_rows``."""
-        unit_begin = [each.unit_begin for each in divisions]
-        units = [each.units for each in divisions]
-        sparse, num_divisions = self._tables.sparse, len(units)
-        num_devices = units[0].shape[1]
+    def of(self, units: IntArray, unit_begin: IntArray) -> IntArray:
+        """Number of rows of each owner that each reader reads; see ``Choice.sparse_rows``.
+
+        Args:
+            units: Units of each device.  # [num_axes - 1, num_divisions, num_devices]
+            unit_begin: First unit of each device.  # [num_axes - 1, num_divisions, num_devices]
+        """
+        sparse, (num_divisions, num_devices) = self._tables.sparse, units.shape[1:]
         shape = (len(sparse.axis), num_divisions, num_divisions, num_devices, num_devices)
         found = np.zeros(shape, np.int32)
         for matrix, axis in enumerate(sparse.axis.tolist()):
-            starts, ends = self._row_bounds(matrix, axis, unit_begin, units, is_made=True)
-            own_starts, own_ends = self._row_bounds(matrix, axis, unit_begin, units, is_made=False)
+            begin, count = unit_begin[axis - 1], units[axis - 1]
+            starts, ends = self._row_bounds(matrix, axis, begin, count, is_made=True)
+            own_starts, own_ends = self._row_bounds(matrix, axis, begin, count, is_made=False)
             for reading, device in np.argwhere(ends > starts).tolist():
-                begin, end = int(starts[reading, device]), int(ends[reading, device])
-                before = self._read_before(matrix, begin, end)
+                before = self._read_before(
+                    matrix, int(starts[reading, device]), int(ends[reading, device])
+                )
                 found[matrix, reading, :, device, :] = before[own_ends] - before[own_starts]
         return found
 
     def _row_bounds(
-        self,
-        matrix: int,
-        axis: int,
-        unit_begin: Sequence[IntArray],
-        units: Sequence[IntArray],
-        *,
-        is_made: bool,
+        self, matrix: int, axis: int, unit_begin: IntArray, units: IntArray, *, is_made: bool
     ) -> tuple[IntArray, IntArray]:
         """First and last row of each device of each division, of the result or of the input."""
         sparse = self._tables.sparse
@@ -92,8 +77,8 @@ class SparseRows:
         if is_made:
             size = int(sparse.first_row[matrix + 1] - sparse.first_row[matrix]) - 1
         inner = size // int(self._tables.axis_units[axis])
-        begin = np.stack([each[axis - 1] for each in unit_begin]) * inner
-        return begin, begin + np.stack([each[axis - 1] for each in units]) * inner
+        begin = unit_begin * inner
+        return begin, begin + units * inner
 
     def _read_before(self, matrix: int, begin: int, end: int) -> npt.NDArray[np.int64]:
         """For each column, the number of columns before it that some rows of a matrix read."""
@@ -116,7 +101,7 @@ class SparseRows:
 BoolArray = npt.NDArray[np.bool_]
 MicroBatches = tuple[tuple[int, ...], ...]
 _MOST_TABLES = 256  # of micro-batches that an encoder remembers
-_MOST_RINGS = 4096  # of decisions whose rings it remembers
+_MOST_KNOWN = 4096  # decisions that it remembers
 
 
 @by_reference
@@ -193,41 +178,36 @@ class Choice(NamedTuple):
 
 
 class DivisionRows(NamedTuple):
-    """One division in flat arrays, before it enters a ``Choice``."""
+    """One division in flat arrays; those of a ``Choice`` are joined from them."""
 
-    cut: DivisionCut
-    units: IntArray  # along every axis but the batch  # [num_axes - 1, num_devices]
-    unit_begin: IntArray  # [num_axes - 1, num_devices]
-    member: BoolArray  # [num_devices]
-    size: IntArray  # of each device's team  # [num_devices]
-    reduce_channel: int
-    gather_channel: int
-    of_team: IntArray  # the four of each device's team; see ``Teams``  # [4, num_devices]
+    micro: IntArray  # own samples, their first, the team's, their first  # [4, 1, micro, devices]
+    # Team, position, size of the team, membership, then the four channels of each device's team.
+    places: IntArray  # [8, 1, num_devices]
+    units: IntArray  # units, and the first one  # [2, num_axes - 1, 1, num_devices]
+    whole: IntArray  # number of teams, utility all-reduce and all-gather  # [3, 1]
 
 
 class RingRows(NamedTuple):
     """The rings of one decision in flat arrays, before they enter a ``Choice``."""
 
-    counts: tuple[int, ...]  # rings of each domain
-    counts_between: tuple[int, ...]  # those that follow them and add up slices between groups
-    first_channel: list[int]
-    second_channel: list[int]
-    part: list[float]
+    # Rings of each domain, and those that follow them and add up slices between slice groups.
+    counts: IntArray  # [2, 1, num_domains]
+    channels: IntArray  # first and second  # [2, num_rings]
+    part: FloatArray
     member: IntArray  # [num_rings, num_devices]
-    is_once: list[bool]
+    is_once: BoolArray
     is_whole: BoolArray
     slice_part: FloatArray
 
 
-def _recomputation(decisions: Sequence[Decision]) -> IntArray:
-    return np.array([each.recompute * (1 + each.keeps) for each in decisions], np.int32)
+class _Known(NamedTuple):
+    """What an encoder has found of a decision; it holds it, so that no other gets its id."""
 
-
-def _sync_classes(decisions: Sequence[Decision]) -> IntArray:
-    """A number for each way to synchronise; groups with the same one may share buckets."""
-    numbers: dict[tuple[object, ...], int] = {}
-    keys = [(each.division, each.sync, each.slices, each.slice_groups) for each in decisions]
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int32)
+    decision: Decision
+    division: int  # its number; equal divisions have the same
+    rings: RingRows
+    sharded: int
+    recompute: int
 
 
 class Decided(NamedTuple):
@@ -257,8 +237,11 @@ class Encoder:
         self._has_scatters = bool((tables.op_recut == Recut.SUMMED).any())
         self._has_exchanges = bool((tables.op_recut == Recut.EXCHANGED).any())
         self._axes = tuple(int(units) for units in tables.axis_units[1:])
+        self._known: dict[tuple[int, bool], _Known] = {}
         self._rings: dict[tuple[object, ...], RingRows] = {}
-        self._rows: dict[MicroBatches, dict[Division, DivisionRows]] = {}
+        self._divisions: list[Division] = []
+        self._division_numbers: dict[Division, int] = {}
+        self._rows: dict[MicroBatches, dict[int, DivisionRows]] = {}
         self._sparse_rows = SparseRows(tables)
 
     def encode(
@@ -284,41 +267,62 @@ class Encoder:
             within_teams: Whether gradients are summed inside teams only.
         """
         decisions, of_group = decided
-        divisions: dict[Division, int] = {}
-        of_decision = [divisions.setdefault(each.division, len(divisions)) for each in decisions]
-        sizes = micro_sizes(micro_batches, divisions, self._tables.batch_size)
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+            self._rings.clear()
         if len(self._rows) > _MOST_TABLES:
             self._rows.clear()
-        known = self._rows.setdefault(micro_batches, {})
-        for division in divisions.keys() - known.keys():
-            known[division] = self._division(division, micro_batches, sizes)
-        rows = [known[division] for division in divisions]
-        rows += [self._constants(rows)]
-        shares = [row.cut.own for row in rows]
-        for axis in range(len(self._axes)):
-            shares += [row.units[axis] * (row.cut.team_samples > 0) for row in rows]
-        row_of_group = np.append(np.array(of_decision)[of_group], len(divisions)).astype(np.int32)
-        all_shares = np.stack(shares).astype(np.int32)
-        devices = [decisions[number].devices for number in of_group]
+        known = [self._of_decision(each, within_teams) for each in decisions]
+        numbers: dict[int, int] = {}  # of divisions: place in the choice
+        of_decision = [numbers.setdefault(each.division, len(numbers)) for each in known]
+        divisions = [self._divisions[number] for number in numbers]
+        sizes = micro_sizes(micro_batches, divisions, self._tables.batch_size)
+        rows = self._rows.setdefault(micro_batches, {})
+        for number, each in zip(numbers, divisions, strict=True):
+            if number not in rows:
+                rows[number] = self._division(each, micro_batches, sizes)
+        micro, places, units, whole = self._joined([rows[number] for number in numbers])
+        division = np.append(np.array(of_decision)[of_group], len(numbers)).astype(np.int32)
+        own, own_begin, team_samples, team_begin = micro
+        shares = own
+        if self._axes:
+            has_samples = team_samples > 0
+            shares = np.concatenate([own, *(each[:, None] * has_samples for each in units[0])])
+        team, position, size, member, *channels = places
+        rings = [each.rings for each in known]
         return Choice(
             num_micro=len(sizes) or 1,
             num_steps=num_steps,
             bucket_bytes=float(bucket_bytes),
-            division=row_of_group,
-            shares=all_shares,
-            member=np.stack([row.member for row in rows]),
-            teams=self._teams(rows),
-            sharded=np.array([int(each.sync.sharded) for each in decisions], np.int32)[of_group],
-            sync_class=_sync_classes(decisions)[of_group],
+            division=division,
+            shares=shares,
+            member=member > 0,
+            teams=Teams(
+                num_teams=whole[0],
+                number=team,
+                position=position,
+                size=size,
+                own_begin=own_begin,
+                samples=team_samples,
+                begin=team_begin,
+                units=self._by_row(units[0]),
+                unit_begin=self._by_row(units[1]),
+                reduce_channel=channels[0],
+                gather_channel=channels[1],
+                scatter_channel=channels[2],
+                exchange_channel=channels[3],
+            ),
+            sharded=np.array([each.sharded for each in known], np.int32)[of_group],
+            sync_class=_sync_classes(rings)[of_group],
+            recompute=np.array([each.recompute for each in known], np.int32)[of_group],
             run=self._runs(schedule.chunk_starts),
-            recompute=_recomputation(decisions)[of_group],
-            rings=self._all_rings(decisions, of_group, within_teams),
-            reduce_channel=np.array([row.reduce_channel for row in rows], np.int32),
-            gather_channel=np.array([row.gather_channel for row in rows], np.int32),
+            rings=_joined_rings(rings, of_group),
+            reduce_channel=whole[1],
+            gather_channel=whole[2],
             home=home,
             stands_for=np.ones(self._num_devices, np.int32),
-            turns=encode_turns(schedule, self._tables, devices, row_of_group, all_shares),
-            sparse_rows=self._sparse_rows.of(rows),
+            turns=self._turns(schedule, decided, division, shares),
+            sparse_rows=self._sparse_rows.of(*units),
             num_slice_lanes=_num_slice_lanes(decisions),
         )
 
@@ -330,28 +334,65 @@ class Encoder:
         chunk = np.searchsorted(sorted(chunk_starts), np.arange(len(run)), side="right")
         return (run + len(run) * chunk).astype(np.int32)
 
-    def _teams(self, rows: Sequence[DivisionRows]) -> Teams:
-        units = [np.zeros(self._num_devices, np.int32) for _ in rows]
-        unit_begin = list(units)
-        for axis in range(len(self._axes)):
-            units += [row.units[axis] for row in rows]
-            unit_begin += [row.unit_begin[axis] for row in rows]
-        channels = np.stack([row.of_team for row in rows], axis=1)
-        return Teams(
-            num_teams=np.array([row.cut.team.max() + 1 for row in rows], np.int32),
-            number=np.stack([row.cut.team for row in rows]),
-            position=np.stack([row.cut.position for row in rows]),
-            size=np.stack([row.size for row in rows]),
-            own_begin=np.stack([row.cut.own_begin for row in rows]),
-            samples=np.stack([row.cut.team_samples for row in rows]),
-            begin=np.stack([row.cut.team_begin for row in rows]),
-            units=np.stack(units),
-            unit_begin=np.stack(unit_begin),
-            reduce_channel=channels[0],
-            gather_channel=channels[1],
-            scatter_channel=channels[2],
-            exchange_channel=channels[3],
+    def _of_decision(self, decision: Decision, within_teams: bool) -> _Known:
+        """What is known of a decision, by its identity: to compare decisions takes long."""
+        key = id(decision), within_teams
+        if key not in self._known:
+            division, sync = decision.division, decision.sync
+            of_rings = division, sync, decision.slices, decision.slice_groups, within_teams
+            if of_rings not in self._rings:
+                self._rings[of_rings] = self._new_rings(decision, within_teams)
+            if division not in self._division_numbers:
+                self._division_numbers[division] = len(self._divisions)
+                self._divisions.append(division)
+            self._known[key] = _Known(
+                decision=decision,
+                division=self._division_numbers[division],
+                rings=self._rings[of_rings],
+                sharded=int(sync.sharded),
+                recompute=int(decision.recompute * (1 + decision.keeps)),
+            )
+        return self._known[key]
+
+    def _joined(self, rows: list[DivisionRows]) -> DivisionRows:
+        """Some divisions, and that of constants: every device that computes makes them."""
+        nothing = DivisionRows(
+            micro=np.zeros_like(rows[0].micro),
+            places=np.array([-1, -1, 0, 0, -1, -1, -1, -1], np.int32)[:, None, None].repeat(
+                self._num_devices, axis=2
+            ),
+            units=np.zeros_like(rows[0].units),
+            whole=np.array([[0], [-1], [-1]], np.int32),
         )
+        each = [*rows, nothing]
+        micro = np.concatenate([row.micro for row in each], axis=1)
+        places = np.concatenate([row.places for row in each], axis=1)
+        units = np.concatenate([row.units for row in each], axis=2)
+        own = (micro[0] > 0).any(axis=0)  # [num_micro, num_devices]
+        if self._axes:  # a device without samples may own units of another axis
+            own |= ((micro[2] > 0) & units[0].any(axis=0)[:, None]).any(axis=0)
+        micro[0, -1] = micro[2, -1] = own
+        places[3, -1] = units[0, :, -1] = own.any(axis=0)
+        whole = np.concatenate([row.whole for row in each], axis=1)
+        return DivisionRows(micro, places, units, whole)
+
+    def _by_row(self, units: IntArray) -> IntArray:
+        """Units of every axis, the batch first, of which there are none, by row.
+
+        Args:
+            units: Units of the other axes.  # [num_axes - 1, num_divisions, num_devices]
+        """
+        padded = np.zeros((len(units) + 1, *units.shape[1:]), np.int32)
+        padded[1:] = units
+        return padded.reshape(-1, self._num_devices)
+
+    def _turns(
+        self, schedule: PipelineSchedule, decided: Decided, division: IntArray, shares: IntArray
+    ) -> Turns:
+        if schedule.is_default:
+            return NO_SCHEDULE
+        devices = [decided.decisions[number].devices for number in decided.of_group]
+        return encode_turns(schedule, self._tables, devices, division, shares)
 
     def _division(
         self, division: Division, micro_batches: MicroBatches, sizes: tuple[int, ...]
@@ -378,78 +419,13 @@ class Encoder:
                 begin[axis, list(team)] = np.cumsum(counts) - counts
         several = len(division.devices) > 1
         everyone = channels.of_values(division.devices) if several else (-1, -1)
+        places = np.stack([cut.team, cut.position, size, cut.team >= 0, *of_team])
         return DivisionRows(
-            cut=cut,
-            units=units,
-            unit_begin=begin,
-            member=np.isin(np.arange(num_devices), division.devices),
-            size=size,
-            reduce_channel=everyone[0],
-            gather_channel=everyone[1],
-            of_team=of_team,
+            micro=np.stack([cut.own, cut.own_begin, cut.team_samples, cut.team_begin])[:, None],
+            places=places.astype(np.int32)[:, None],
+            units=np.stack([units, begin])[:, :, None],
+            whole=np.array([[cut.team.max() + 1], [everyone[0]], [everyone[1]]], np.int32),
         )
-
-    def _constants(self, rows: Sequence[DivisionRows]) -> DivisionRows:
-        """The division of constants, which every device that computes anything computes."""
-        own = np.zeros_like(rows[0].cut.own)
-        for row in rows:
-            own |= row.cut.own > 0
-            if len(self._axes):  # a device without samples may own units of another axis
-                own |= (row.cut.team_samples > 0) & row.units.any(axis=0)
-        nothing = np.zeros(self._num_devices, np.int32)
-        units = np.tile(own.any(axis=0).astype(np.int32), (len(self._axes), 1))
-        none = np.full(self._num_devices, -1, np.int32)
-        return DivisionRows(
-            cut=DivisionCut(own, np.zeros_like(own), own, np.zeros_like(own), none, none),
-            units=units,
-            unit_begin=np.zeros_like(units),
-            member=np.asarray(own.any(axis=0)),
-            size=nothing,
-            reduce_channel=-1,
-            gather_channel=-1,
-            of_team=np.tile(none, (4, 1)),
-        )
-
-    def _all_rings(
-        self, decisions: Sequence[Decision], of_group: IntArray, within_teams: bool
-    ) -> Rings:
-        num_domains = Domain.SLICES + len(self._axes)
-        first = np.zeros((len(decisions), num_domains), np.int32)
-        end, end_between = np.zeros_like(first), np.zeros_like(first)
-        found = [self._rings_of(decision, within_teams) for decision in decisions]
-        begin = 0
-        for number, rows in enumerate(found):
-            ends = begin + np.cumsum(np.add(rows.counts, rows.counts_between))
-            end_between[number] = ends
-            end[number] = ends - rows.counts_between
-            first[number] = end[number] - rows.counts
-            begin = int(ends[-1])
-        return Rings(
-            first=first[of_group],
-            end=end[of_group],
-            end_between=end_between[of_group],
-            first_channel=np.array([c for rows in found for c in rows.first_channel], np.int32),
-            second_channel=np.array([c for rows in found for c in rows.second_channel], np.int32),
-            part=np.array([part for rows in found for part in rows.part], np.float64),
-            member=np.concatenate([rows.member for rows in found]),
-            is_once=np.array([once for rows in found for once in rows.is_once], np.bool_),
-            is_whole=np.concatenate([rows.is_whole for rows in found]),
-            slice_part=np.concatenate([rows.slice_part for rows in found]),
-        )
-
-    def _rings_of(self, decision: Decision, within_teams: bool) -> RingRows:
-        key = (
-            decision.division,
-            decision.sync,
-            decision.slices,
-            decision.slice_groups,
-            within_teams,
-        )
-        if key not in self._rings:
-            if len(self._rings) >= _MOST_RINGS:
-                self._rings.clear()
-            self._rings[key] = self._new_rings(decision, within_teams)
-        return self._rings[key]
 
     def _new_rings(self, decision: Decision, within_teams: bool) -> RingRows:
         domains = gradient_rings(decision.division, self._axes, within_teams)
@@ -478,17 +454,41 @@ class Encoder:
             channels.append(self._channels.of_sync(ring.devices, decision.sync, ring.slices))
             if decision.sync.is_sharded:
                 slice_part[number, list(ring.devices)] = ring.slice_parts
+        counts = [list(map(len, of)) for of in (inside, between)]
         return RingRows(
-            counts=tuple(map(len, inside)),
-            counts_between=tuple(map(len, between)),
-            first_channel=[first for first, _ in channels],
-            second_channel=[second for _, second in channels],
-            part=[ring.part for ring in rings],
+            counts=np.array(counts, np.int32)[:, None],
+            channels=np.ascontiguousarray(np.array(channels, np.int32).reshape(-1, 2).T),
+            part=np.array([ring.part for ring in rings], np.float64),
             member=member,
-            is_once=[ring.is_once for ring in rings],
+            is_once=np.array([ring.is_once for ring in rings], np.bool_),
             is_whole=is_whole,
             slice_part=slice_part,
         )
+
+
+def _sync_classes(rings: Sequence[RingRows]) -> IntArray:
+    """A number for each way to synchronise; groups with the same one may share buckets."""
+    numbers: dict[int, int] = {}
+    return np.array([numbers.setdefault(id(each), len(numbers)) for each in rings], np.int32)
+
+
+def _joined_rings(found: Sequence[RingRows], of_group: IntArray) -> Rings:
+    """The rings of all decisions, those of a domain one after another."""
+    counts, between = np.concatenate([rows.counts for rows in found], axis=1)
+    ends = np.cumsum(counts + between, dtype=np.int32).reshape(counts.shape)
+    channels = np.concatenate([rows.channels for rows in found], axis=1)
+    return Rings(
+        first=(ends - between - counts)[of_group],
+        end=(ends - between)[of_group],
+        end_between=ends[of_group],
+        first_channel=channels[0],
+        second_channel=channels[1],
+        part=np.concatenate([rows.part for rows in found]),
+        member=np.concatenate([rows.member for rows in found]),
+        is_once=np.concatenate([rows.is_once for rows in found]),
+        is_whole=np.concatenate([rows.is_whole for rows in found]),
+        slice_part=np.concatenate([rows.slice_part for rows in found]),
+    )
 
 
 def _rings_between(copies: Sequence[Ring]) -> list[Ring]:

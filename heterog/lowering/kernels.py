@@ -38,11 +38,12 @@ Report = Callable[[str, float], None]
 """Called with the name of the kernel being compiled, and the fraction of kernels compiled."""
 
 SOURCES = (
-    "strategy/division.py",
+    "envs/filling.py",
     "strategy/division.py",
     "strategy/strategy.py",
     "strategy/sync.py",
     "lowering/*.py",
+    "methods/model_parallel.py",
     "pricing/cost_model.py",
     "simulator/engine.py",
     "simulator/heaps.py",

@@ -22,7 +22,8 @@ def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
     """
     resident: FloatArray = np.zeros(choice.member.shape[1])
     workspace = np.zeros_like(resident)
-    _resident_kernel(tables, choice._replace(modes=()), resident, workspace)
+    plain = choice._replace(modes=()) if choice.modes else choice
+    _resident_kernel(tables, plain, resident, workspace)
     for mode in choice.modes:
         resident += mode.resident_bytes(tables, choice)
     return resident + workspace

@@ -130,6 +130,7 @@ class StrategySpace:
         self.candidates: list[Decision] = []
         self._numbers: dict[Decision, int] = {}
         self._homes: dict[tuple[int, ...], IntArray] = {}
+        self._no_homes = np.full(len(tables.parameter_bytes), REPLICATED, np.int32)
         self._encoders: dict[int, tuple[GraphTables, Encoder]] = {}
         if decisions is None:
             decisions = [d for devices in device_sets(cluster) for d in self.decisions_on(devices)]
@@ -197,14 +198,13 @@ class StrategySpace:
         """
         tables = tables or self._tables
         # Only for the few candidates in use: a search adds thousands of others.
-        numbers, of_group = np.unique(row, return_inverse=True)
+        numbers = sorted(set(row.tolist()))
         decisions = [self.candidates[number] for number in numbers]
-
         return self._encoder(tables).encode(
-            Decided(decisions, of_group.astype(np.int32)),
+            Decided(decisions, np.searchsorted(numbers, row).astype(np.int32)),
             micro_batches=micro_batches,
             schedule=schedule,
-            home=self.homes(row, tables),
+            home=self._homes_of(row, numbers, tables),
             bucket_bytes=bucket_bytes,
             num_steps=num_steps,
         )
@@ -219,20 +219,25 @@ class StrategySpace:
             known = self._encoders[id(tables)] = tables, Encoder(tables, self._channels)
         return known[1]
 
-    def homes(self, row: IntArray, tables: GraphTables | None = None) -> IntArray:
+    def _homes_of(self, row: IntArray, numbers: Sequence[int], tables: GraphTables) -> IntArray:
         """Homes of the parameters: served ones balanced over their own group's devices.
 
-        Parameters that op rules cut into slices (by ``tables``) have none.
+        Args:
+            row: Candidate of each group.
+            numbers: The different ones.
+            tables: Tables with op rules; parameters that these cut into slices have none.
         """
-        homes = np.full(len(self._tables.parameter_bytes), REPLICATED, np.int32)
-        group = self._tables.parameter_group
-        for number in np.unique(row):
-            decision = self.candidates[number]
-            if decision.sync.is_served and len(decision.devices) > 1:
-                served = np.flatnonzero(row[group] == number)
-                homes[served] = self._balanced(decision.devices)[served]
-        if tables is not None:
-            homes[tables.parameter_axis >= 0] = REPLICATED
+        served = [number for number in numbers if self.candidates[number].sync.is_served]
+        if not served:
+            return self._no_homes
+        homes = self._no_homes.copy()
+        of_parameter = row[self._tables.parameter_group]
+        for number in served:
+            devices = self.candidates[number].devices
+            if len(devices) > 1:
+                own = np.flatnonzero(of_parameter == number)
+                homes[own] = self._balanced(devices)[own]
+        homes[tables.parameter_axis >= 0] = REPLICATED
         return homes
 
     def _balanced(self, devices: tuple[int, ...]) -> IntArray:
@@ -260,7 +265,8 @@ class StrategySpace:
         blocks: tuple[int, ...] = (),
     ) -> Strategy:
         """Decode a row to its strategy."""
-        homes = self.homes(row, graph_tables(self.graph, op_rules))
+        tables = graph_tables(self.graph, op_rules)
+        homes = self._homes_of(row, np.unique(row).tolist(), tables)
         return Strategy(
             graph=self.graph.fingerprint,
             cluster=self.cluster.fingerprint(),

@@ -206,22 +206,6 @@ class Scratch(NamedTuple):
     permit: IntArray  # tokens that the next op waits for  # [2, num_devices]
 
 
-def spans(member: npt.NDArray[np.bool_]) -> IntArray:
-    """First member of each division, and one after its last; 0 and 0 if there is none.
-
-    >>> spans(np.array([[False, True, True, False], [False] * 4])).tolist()
-    [[1, 3], [0, 0]]
-
-    Args:
-        member: Devices of each division.  # [num_divisions, num_devices]
-    """
-    num_devices = member.shape[1]
-    begin, behind = member.argmax(axis=1), member[:, ::-1].argmax(axis=1)
-    found = np.stack([begin, num_devices - behind], axis=1).astype(np.int32)
-    found[member.sum(axis=1) == 0] = 0
-    return found
-
-
 def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
     """Working memory for one graph and cluster."""
     num_parameters = len(tables.parameter_bytes)
@@ -232,7 +216,7 @@ def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
         return np.empty((rows, num_devices), np.int32)
 
     return Scratch(
-        span=np.empty((0, 2), np.int32),  # it depends on the choice
+        span=np.empty((tables.num_groups + 1, 2), np.int32),
         value_buffer=per_device(len(tables.value_op)),
         remade_buffer=per_device(len(tables.value_op)),
         slot_buffer=per_device(len(tables.slot_value)),

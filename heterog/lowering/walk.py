@@ -291,6 +291,7 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
     # Only members of a division are looked at from here on; the others have made nothing.
     scratch.value_buffer[:] = -1
     scratch.slot_buffer[:] = -1
+    _find_spans(choice, scratch)
     number_buckets(choice, scratch)
     has_slices, has_gathers = False, False
     for group in range(tables.num_groups):
@@ -334,6 +335,19 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
     end.read_start = tape.counts[NUM_READS]
     end.buffer_start = tape.counts[NUM_BUFFERS]
     return bool(tape.counts[OVERFLOW] == 0)
+
+
+@helper
+def _find_spans(choice: Choice, scratch: Scratch) -> None:
+    """Find the first member of each division, and one after its last; 0 and 0 if it has none."""
+    for division in range(len(choice.member)):
+        begin, end = 0, 0
+        for device in range(choice.member.shape[1]):
+            if choice.member[division, device]:
+                begin = device if end == 0 else begin
+                end = device + 1
+        scratch.span[division, 0] = begin
+        scratch.span[division, 1] = end
 
 
 @helper

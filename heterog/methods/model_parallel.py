@@ -4,6 +4,8 @@ import numpy as np
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray
+from heterog.lowering.kernels import kernel
+from heterog.lowering.program import IntArray
 from heterog.methods.data_parallel import device_speeds
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
 from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
@@ -40,6 +42,10 @@ class ModelParallel(Planner):
 
     name = "model_parallel"
     stage = "baseline"
+
+    def prepare(self, evaluator: Evaluator) -> None:
+        """Compile what cuts chains; other methods use it, too."""
+        balanced_chain(np.ones((1, 1)), np.ones((1, 1)), np.ones(1))
 
     def plan(self, problem: Problem) -> PlanResult:
         """Cut the chain for every number of devices, and try micro-batches."""
@@ -79,23 +85,14 @@ def balanced_chain(seconds: FloatArray, memory: FloatArray, room: FloatArray) ->
         infeasible chain comes out as even as it can.
     """
     num_groups, num_stages = seconds.shape
-    time_before = np.concatenate([np.zeros((1, num_stages)), np.cumsum(seconds, axis=0)])
-    memory_before = np.concatenate([np.zeros((1, num_stages)), np.cumsum(memory, axis=0)])
+    before = np.zeros((2, num_stages, num_groups + 1))  # seconds and bytes of all earlier groups
+    np.cumsum(seconds.T, axis=1, out=before[0, :, 1:])
+    np.cumsum(memory.T, axis=1, out=before[1, :, 1:])
     penalty = 10.0 * float(seconds.sum(axis=0).max())
     best = np.full((num_stages + 1, num_groups + 1), np.inf)
     best[0, 0] = 0.0
-    cut = np.zeros((num_stages + 1, num_groups + 1), np.int64)
-    ends = np.arange(num_groups + 1)
-    is_backward = ends[:, None] > ends
-    for stage in range(num_stages):
-        # [begin, end] of the groups on this stage
-        cost = time_before[None, :, stage] - time_before[:, None, stage]
-        over = memory_before[None, :, stage] - memory_before[:, None, stage] - room[stage]
-        cost += penalty * np.maximum(over, 0.0) / room[stage]
-        total = np.maximum(best[stage][:, None], cost)
-        total[is_backward] = np.inf
-        cut[stage + 1] = total.argmin(axis=0)
-        best[stage + 1] = total[cut[stage + 1], ends]
+    cut = np.zeros((num_stages + 1, num_groups + 1), np.int32)
+    _cut_chain(before[0], before[1], np.asarray(room, np.float64), penalty, best, cut)
     placement = [0] * num_groups
     end = num_groups
     for stage in range(num_stages, 0, -1):
@@ -115,6 +112,33 @@ def stage_starts(seconds: FloatArray, memory: FloatArray, room: FloatArray) -> t
     cuts = np.maximum(np.searchsorted(placement, lowest), lowest)
     cuts = np.minimum(np.maximum.accumulate(cuts), len(seconds) - lowest[::-1])
     return (0, *cuts.tolist())
+
+
+@kernel
+def _cut_chain(
+    time_before: FloatArray, memory_before: FloatArray, room: FloatArray, penalty: float,
+    best: FloatArray, cut: IntArray,
+) -> None:  # fmt: skip
+    """Find the best begin of each stage for each end, given those before it.
+
+    Args:
+        time_before: Seconds of all groups before each, on each stage.  # [stages, groups + 1]
+        memory_before: Bytes of them.
+        room: Bytes of each stage's device.
+        penalty: Seconds for an overflow as large as a device's memory.
+        best: Output: seconds of the slowest of the first stages.  # [stages + 1, groups + 1]
+        cut: Output: where the last of them begins.  # [stages + 1, groups + 1]
+    """
+    for stage in range(len(room)):
+        for end in range(best.shape[1]):
+            for begin in range(end + 1):
+                over = memory_before[stage, end] - memory_before[stage, begin] - room[stage]
+                cost = time_before[stage, end] - time_before[stage, begin]
+                cost += penalty * max(over, 0.0) / room[stage]
+                total = max(best[stage, begin], cost)
+                if total < best[stage + 1, end]:
+                    best[stage + 1, end] = total
+                    cut[stage + 1, end] = begin
 
 
 def _group_costs(evaluator: Evaluator) -> tuple[FloatArray, FloatArray]:

@@ -125,6 +125,7 @@ class ChannelPrices(NamedTuple):
     gated_start: IntArray  # queues whose gate holds each resource  # [num_resources + 1]
     gated_queue: IntArray
     num_queues: int
+    has_drag: bool  # whether ``drag`` or ``overhead_s`` is ever above 0
 
 
 @by_reference
@@ -142,6 +143,5 @@ class Prices(NamedTuple):
     copy_fixed_s: FloatArray  # [num_types]
     copy_s_per_byte: FloatArray  # [num_types]
     channels: ChannelPrices
-    has_drag: bool
     blocks_sends: bool  # devices compute nothing while a value that they send is under way
     num_resources: int

@@ -120,6 +120,8 @@ class RuleSet:
         self._scratch: Scratch | None = None
         ruled = {op for op, _ in op_rules}
         self.has_rule = np.array([int(op) in ruled for op in self.tables.op_id], np.bool_)
+        self.has_rules = bool(self.has_rule.any())
+        self.remakes = bool(self.has_rule[self.tables.remake_op].any())
         self._plan = axis_plan(graph, op_rules)
         self._graph = graph
         self._sparse = SparseWork(graph, self._plan)
@@ -160,7 +162,7 @@ class RuleSet:
             number of what a row says of a device and micro-batch; and by these numbers seconds.
             # [num_compute_ops], [num_rows, num_micro, num_devices], [numbers, num_compute_ops]
         """
-        if not self.has_rule.any():
+        if not self.has_rules:
             return _NO_ROWS, _NO_NUMBERS, _NO_SECONDS
         tables, num_divisions = self.tables, len(choice.member)
         row_of = choice.division[tables.op_group] + num_divisions * tables.op_axis
@@ -302,6 +304,8 @@ class ChannelPricer:
         np.bitwise_or.at(gate, (of, bits // 64), np.uint64(1) << (bits % 64).astype(np.uint64))
         starts = starts_of([len(cost.seconds.held) for cost in costs])
         by_type = len(costs), len(self._names)  # also where there is no channel
+        drag = np.array([cost.drag for cost in costs], np.float64).reshape(by_type)
+        overhead_s = np.array([cost.overhead_s for cost in costs], np.float64).reshape(by_type)
         return ChannelPrices(
             latency_s=np.array([cost.seconds.latency_s for cost in costs], np.float64),
             fill_s=np.array([cost.seconds.fill_s for cost in costs], np.float64),
@@ -309,8 +313,8 @@ class ChannelPricer:
             s_per_byte=np.array([cost.seconds.seconds_per_byte for cost in costs], np.float64),
             weight=np.array([cost.seconds.weight for cost in costs], np.float64),
             is_collective=np.array([cost.queue[0] for cost in costs], np.bool_),
-            drag=np.array([cost.drag for cost in costs], np.float64).reshape(by_type),
-            overhead_s=np.array([cost.overhead_s for cost in costs], np.float64).reshape(by_type),
+            drag=drag,
+            overhead_s=overhead_s,
             loaded_s=np.array([cost.loaded_s for cost in costs], np.float64),
             member_start=starts_of([len(channel.devices) for channel in channels]),
             member=np.array([d for channel in channels for d in channel.devices], np.int32),
@@ -325,6 +329,7 @@ class ChannelPricer:
             gated_start=starts_of([len(numbers) for numbers in gated]),
             gated_queue=np.array([number for numbers in gated for number in numbers], np.int32),
             num_queues=len(queues),
+            has_drag=bool(drag.any() or overhead_s.any()),
         )
 
     def _cost(self, channel: Channel) -> "_Cost":
@@ -444,7 +449,7 @@ class PriceTable:
         copies = [cost_model.copy_seconds(kind) for kind in kinds]
         self._copy_fixed_s = np.array([fixed for fixed, _ in copies])
         self._copy_s_per_byte = np.array([per_byte for _, per_byte in copies])
-        self._channel_prices: dict[bytes, ChannelPrices] = {}
+        self._channel_prices: dict[int | bytes, ChannelPrices] = {}
         self._held: dict[int, FloatArray] = {}  # see ``held_by``
         shape = len(kinds), graph.batch_size + 1
         # Rows are filled when a share is first seen: a row of zeros is never read.
@@ -474,7 +479,7 @@ class PriceTable:
             members: Devices of a team if stages lie on several hosts; else 0.
         """
         shares = choice.shares[: len(choice.member)]  # along the batch
-        if rules.has_rule[rules.tables.remake_op].any():  # made again for the samples of teams
+        if rules.remakes:  # for the samples of teams
             shares = np.concatenate([shares, choice.teams.samples])
         self.price_shares(shares, types)
         ruled_row, ruled_number, ruled_seconds = rules.seconds(
@@ -492,7 +497,6 @@ class PriceTable:
             copy_fixed_s=self._copy_fixed_s,
             copy_s_per_byte=self._copy_s_per_byte,
             channels=channels,
-            has_drag=bool(channels.drag.any() or channels.overhead_s.any()),
             blocks_sends=self._cluster.sends == Sends.BLOCKING,
             num_resources=len(self._cluster.resources),
         )
@@ -502,14 +506,15 @@ class PriceTable:
 
         In the latter case its tasks are given the numbers of their channels in these prices.
         """
-        used = np.arange(len(self._channels), dtype=np.int32)
-        if len(used) > MOST_PRICED:
+        count, used = len(self._channels), None
+        key: int | bytes = count
+        if count > MOST_PRICED:
             tasks = tape.tasks[: tape.counts[NUM_TASKS]]
-            used, tasks["channel"] = used_channels(tasks["channel"], len(used))
-        key = used.tobytes()
+            used, tasks["channel"] = used_channels(tasks["channel"], count)
+            key = used.tobytes()
         found = self._channel_prices.pop(key, None)
         if found is None:
-            found = self._prices_of(used)
+            found = self._prices_of(np.arange(count, dtype=np.int32) if used is None else used)
             if len(self._channel_prices) >= _MOST_PRICE_LISTS:
                 del self._channel_prices[next(iter(self._channel_prices))]
         self._channel_prices[key] = found

@@ -219,6 +219,18 @@ def sender(channels: ChannelPrices, channel: int) -> int:
 
 
 @helper
+def _is_blocked(channels: ChannelPrices, channel: int, busy: npt.NDArray[np.uint64]) -> bool:
+    """Whether a link of a channel's gate, which are of those that it loads, is in use."""
+    first, last = channels.resource_start[channel], channels.resource_start[channel + 1]
+    by_word = last - first > len(busy)
+    for entry in range(len(busy) if by_word else last - first):
+        word = entry if by_word else channels.resource[first + entry] // 64
+        if channels.gate[channel, word] & busy[word]:
+            return True
+    return False
+
+
+@helper
 def dragged(seconds: float, window: float, share: float) -> float:
     """Seconds that work takes when a fraction of the speed is lost for a window from now on."""
     if window <= 0.0 or share == 0.0:
@@ -267,9 +279,8 @@ def _simulate_kernel(
     num_turns = len(position) // num_devices
     is_in_turn = tape.counts[IN_TURN] == 1
     # Whether events elsewhere may change the time at which a device's next op begins.
-    steps_alone = prices.has_drag or prices.blocks_sends
     channels = prices.channels
-    words = channels.gate.shape[1]
+    steps_alone = channels.has_drag or prices.blocks_sends
     rank = timings.rank
     if order == 1 or limit_s < np.inf:
         _rank_tasks(tape, timings.seconds, rank)
@@ -361,7 +372,7 @@ def _simulate_kernel(
                 timings.sequence[ran[device]] = task
                 ran[device] += 1
                 timings.start[task] = time
-                if prices.has_drag:
+                if channels.has_drag:
                     timings.seconds[task] = dragged(
                         timings.seconds[task] + debt[device],
                         drag_until[device] - time,
@@ -391,7 +402,7 @@ def _simulate_kernel(
                     return now + rank[task], GIVEN_UP
                 left[device] -= timings.seconds[task]
                 timings.start[task] = now
-                if prices.has_drag:
+                if channels.has_drag:
                     timings.seconds[task] = dragged(
                         timings.seconds[task] + debt[device],
                         drag_until[device] - now,
@@ -420,10 +431,7 @@ def _simulate_kernel(
                 task = -1
                 if not blocked:
                     task = timings.queue_item[timings.queue_start[queue]]
-                    channel = tape.tasks[task].channel
-                    for word in range(words):
-                        if channels.gate[channel, word] & busy[word]:
-                            blocked = True
+                    blocked = _is_blocked(channels, tape.tasks[task].channel, busy)
                 if blocked:
                     is_candidate[queue] = False
                     num_candidates -= 1
@@ -466,7 +474,7 @@ def _simulate_kernel(
                         until += latency
                     free_at[resource] = until
                     busy[resource // 64] |= bit
-            if prices.has_drag:
+            if channels.has_drag:
                 # Moving the bytes takes it, at whatever moments they move; waiting does not.
                 spread = 0.0
                 if end > now:

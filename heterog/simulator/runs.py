@@ -246,7 +246,7 @@ class Runner:
         rules = self.rules.of(choice.rule_set)
         self._tape = lower_to_tape(rules.tables, choice, rules.scratch, self._tape)
         channels = self.prices.of_channels(self._tape)
-        types, members = self.prices.types, self._members_that_wait(choice)
+        types, members = self.prices.types, self._members_that_wait(choice, rules)
         prices = self.prices.prices(choice, rules, types, channels, members)
         return Lowered(choice, rules, self._tape, prices)
 
@@ -264,13 +264,16 @@ class Runner:
         folded = self._folding.lower(choice, rules.tables, minds_position=rules.minds_position)
         if folded is None:
             return None
-        members = self._members_that_wait(choice)
+        members = self._members_that_wait(choice, rules)
         prices = self.prices.prices(folded.choice, rules, folded.types, folded.channels, members)
         return Lowered(folded.choice, rules, folded.tape, prices, folded.fold)
 
-    def _members_that_wait(self, choice: Choice) -> int:
-        """Devices of the largest team if stages lie on different hosts; else 0."""
-        members = int(choice.teams.size.max(initial=0))
+    def _members_that_wait(self, choice: Choice, rules: RuleSet) -> int:
+        """Devices of the largest team if stages lie on different hosts; else 0.
+
+        Only ops with rules are priced by it.
+        """
+        members = int(choice.teams.size.max(initial=0)) if rules.has_rules else 0
         if members < 2 or len(choice.member) < 2:
             return 0
         on_hosts = {

@@ -147,6 +147,7 @@ def micro_sizes(
     return sizes
 
 
+@lru_cache(maxsize=256)
 def micro_batch_table(
     sizes: tuple[int, ...], num_devices: int, first: int = 0
 ) -> tuple[tuple[int, ...], ...]:

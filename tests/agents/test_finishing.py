@@ -15,7 +15,7 @@ from heterog.agents.planners import default_methods
 from heterog.agents.policy import draw, rule_of_thumb
 from heterog.agents.stages import balanced, estimated_s, kind_of, sequences_near
 from heterog.agents.ways import BACKWARD, Way, rows_in_segments, seconds_of_cuts
-from heterog.envs.pair import Loads, Pair, RunningMemory
+from heterog.envs.pair import MARGIN, Loads, Pair, RunningMemory
 from heterog.envs.strategy_env import StrategyEnv
 from heterog.envs.toy import chain_graph
 from heterog.lowering.program import IntArray
@@ -319,7 +319,7 @@ def test_devices_of_a_host_count_as_its_fullest_on_large_clusters(num_hosts: int
     sample = memory.saved_bytes_per_sample.sum() + memory.inner_bytes_per_sample.max()
     more = fast_memory.used - slow_memory.used
     assert more.min() >= -1e-6
-    most = 0.0 if num_hosts == 2 else sample / memory.usable_bytes.min() / RunningMemory.MARGIN
+    most = 0.0 if num_hosts == 2 else sample / memory.usable_bytes.min() / MARGIN
     assert more.max() <= most + 1e-6
 
 

@@ -11,6 +11,7 @@ import torch
 from heterog.agents import checkpoint as checkpoints
 from heterog.agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from heterog.agents.config import PolicyConfig
+from heterog.agents.encoder import all_joined
 from heterog.agents.graph_data import PairBatch, hetero_data
 from heterog.agents.policy import (
     Policy,
@@ -48,6 +49,25 @@ def test_probabilities_of_all_rows_sum_to_one(config: PolicyConfig) -> None:
     # The chain rule: the expected sum of conditional entropies is the entropy of the whole.
     whole = -(p * log_p.detach()).sum()
     assert float((p * entropy.detach()).sum()) == pytest.approx(float(whole), rel=1e-4)
+
+
+def test_messages_between_all_nodes_are_those_along_each_edge() -> None:
+    """Of two pairs of different sizes, so that one is padded."""
+    observations = [language_pair().observation, toy_pair().observation]
+    encoder = make_policy(SMALL).encoder
+    graphs, seen = PairBatch(observations).graphs, []
+    along = encoder.rounds[0].convolve
+    x = {kind: torch.randn(graphs[kind].num_nodes, SMALL.width) for kind in ("block", "device")}
+    normed = {kind: encoder.rounds[0].norms[kind](value) for kind, value in x.items()}
+    edges = {edge: graphs[edge].edge_index for edge in along.convs.keys()}
+    features = {edge: graphs[edge].edge_attr for edge in edges}
+    for kind, message in along(normed, edges, features).items():
+        summed = x[kind] + message
+        fed = encoder.rounds[0].feed_forward[kind](encoder.rounds[0].out_norms[kind](summed))
+        seen.append((kind, summed + fed))
+    found = encoder.rounds[0](x, graphs, all_joined(graphs))
+    for kind, expected in seen:
+        assert torch.allclose(found[kind], expected, atol=1e-5)
 
 
 def test_draws_follow_the_probabilities() -> None:

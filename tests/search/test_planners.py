@@ -1,7 +1,9 @@
 """One conformance suite for every registered method, and what each method promises."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import combinations_with_replacement
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
+from heterog.lowering.program import FloatArray
 from heterog.lowering.space import StrategySpace, device_sets
 from heterog.methods.data_parallel import (
     balanced_homes,
@@ -275,6 +278,26 @@ def test_balanced_chain_by_hand() -> None:
     assert balanced_chain(seconds, np.zeros((3, 2)), np.full(2, 1.0)) == [0, 0, 1]
     # Without room for two groups on the first device, the second takes more than is fast.
     assert balanced_chain(seconds, np.ones((3, 2)), np.array([1.0, 9.0])) == [0, 1, 1]
+
+
+def slowest_s(
+    stages: Sequence[int], seconds: FloatArray, memory: FloatArray, room: FloatArray
+) -> float:
+    """Seconds of the slowest stage of a chain, an overflow charged in proportion."""
+    each = np.array(stages)[:, None] == np.arange(len(room))
+    over = np.maximum((memory * each).sum(axis=0) - room, 0.0) / room
+    penalty = 10.0 * seconds.sum(axis=0).max()
+    return float(((seconds * each).sum(axis=0) + penalty * over).max())
+
+
+def test_a_balanced_chain_is_the_best_of_all_chains() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        seconds, memory = rng.random((2, 6, 3))
+        costs = seconds, memory, rng.choice([0.5, 2.0, np.inf], 3)
+        chains = combinations_with_replacement(range(3), 6)
+        least = min(slowest_s(each, *costs) for each in chains)
+        assert slowest_s(balanced_chain(*costs), *costs) == pytest.approx(least)
 
 
 def test_local_search_is_not_worse_than_its_seeds_and_improves_with_budget() -> None:

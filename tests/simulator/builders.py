@@ -771,7 +771,6 @@ class Tasks:
             copy_fixed_s=np.zeros(1),
             copy_s_per_byte=np.zeros(1),
             channels=channels,
-            has_drag=bool(channels.drag.any() or channels.overhead_s.any()),
             blocks_sends=self.cluster.sends == Sends.BLOCKING,
             num_resources=len(self.cluster.resources),
         )

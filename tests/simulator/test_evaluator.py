@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from heterog.cluster import Cluster
-from heterog.methods.data_parallel import even_shares, uniform_strategy
+from heterog.envs.coarse import CoarseEvaluator
+from heterog.methods.data_parallel import even_shares, space_of, uniform_strategy
 from heterog.pricing.price_table import distinct
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order, _simulate_kernel, price_kernel
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.referee import _replay_kernel
 from heterog.strategy.strategy import Decision, Sync
+from tests.envs.cases import language_pair
 
 
 @pytest.mark.parametrize("most", [(3, 5, 2, 4), (2**20, 2**20, 2**20, 2**20)])
@@ -33,6 +35,23 @@ def test_nothing_has_no_rows() -> None:
     rows, number = distinct(np.zeros((0, 2), np.int32), np.zeros((0, 2), np.int32))
     assert rows == []
     assert len(number) == 0
+
+
+def test_what_an_evaluator_remembers_changes_nothing() -> None:
+    """Rows one after another are as each on its own, with and without micro-batches."""
+    pair, rng = language_pair(), np.random.default_rng(0)
+    evaluator, space = pair.evaluator, pair.space
+    for number in range(12):
+        row = rng.integers(pair.num_candidates, size=pair.num_blocks).astype(np.int32)
+        row[number:] = row[0]
+        of_row: dict[str, Any] = {
+            "bucket_bytes": 2**20, "num_steps": 1,
+            "micro_batches": space.micro_batches(1 + number % 3),
+        }  # fmt: skip
+        found = evaluator.evaluate(space.encode(row, **of_row), Order.FIFO)
+        fresh = CoarseEvaluator(pair.graph, pair.cluster)
+        alone = space_of(fresh, pair.table).encode(row, **of_row)
+        assert fresh.evaluate(alone, Order.FIFO) == found
 
 
 def test_programs_with_and_without_channels_run_the_same_compiled_kernels() -> None:

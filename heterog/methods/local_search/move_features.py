@@ -7,6 +7,7 @@ a move (``View``); ``MoveFeatures.of`` then describes many moves from there at o
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,7 @@ class _Decisions:
         self.shares = np.zeros((0, devices))
         self.member = np.zeros((0, devices), np.bool_)
         self.scalars = np.zeros((0, _SCALARS))
+        self.described = np.zeros((0, 6 + len(_SYNCS)))  # what groups are told of their decision
         self._host = np.array(evaluator.cluster.host_of)
         self._priced: dict[tuple[object, ...], tuple[float, float]] = {}
         self._size = 0
@@ -94,6 +96,7 @@ class _Decisions:
             self.shares = np.pad(self.shares, ((0, more), (0, 0)))
             self.member = np.pad(self.member, ((0, more), (0, 0)))
             self.scalars = np.pad(self.scalars, ((0, more), (0, 0)))
+            self.described = np.pad(self.described, ((0, more), (0, 0)))
         for number in range(self._size, count):
             self._fill(number, self._space.candidates[number])
         self._size = count
@@ -118,6 +121,9 @@ class _Decisions:
             state / team, rate, latency,
         )  # fmt: skip
         row[8 + _SYNCS.index(sync)] = size > 1
+        cluster = self._evaluator.cluster
+        whole = max(np.log2(cluster.num_devices), 1.0), cluster.num_hosts, 3.0, 1.0, 1.0, 1.0
+        self.described[number] = (*(row[:6] / whole), *row[8:])
 
     def _sync(self, decision: Decision) -> tuple[float, float]:
         """Seconds per byte of gradients and of latency of a decision's synchronisation."""
@@ -223,8 +229,8 @@ class MoveFeatures:
         memory = peak / self._usable
         groups = np.column_stack([
             _log(1e2 * facts.groups + 1e-2),
-            self._static(),
-            self._described(row),
+            self._static,
+            self._decisions.described[row],
             _ruled(state),
         ])  # fmt: skip
         return View(
@@ -237,6 +243,7 @@ class MoveFeatures:
             memory=memory,
         )
 
+    @cached_property
     def _static(self) -> FloatArray:
         num = len(self._compute)
         saved, gradient = self._saved, self._gradient
@@ -247,20 +254,6 @@ class MoveFeatures:
             _log(gradient / self._nic * num / self._bound_s),
             np.arange(num) / max(num - 1, 1),
             np.full(num, np.log(num) / 4.0),
-        ])  # fmt: skip
-
-    def _described(self, row: Numbers) -> FloatArray:
-        """What the decision of each group is.  # [len(row), 6 + syncs]"""
-        found = self._decisions.scalars[row]
-        devices, hosts = self._evaluator.cluster.num_devices, self._evaluator.cluster.num_hosts
-        return np.column_stack([
-            found[:, _SIZE] / max(np.log2(devices), 1.0),
-            found[:, _HOSTS] / hosts,
-            found[:, _TEAM] / 3.0,
-            found[:, _RECOMPUTES],
-            found[:, _KEEPS],
-            found[:, _STATE],
-            found[:, 8:],
         ])  # fmt: skip
 
     def _load(self, row: Numbers, groups: Numbers) -> FloatArray:
@@ -308,7 +301,7 @@ class MoveFeatures:
         part, pair = np.divmod(unique, most * most)
         source, target = np.divmod(pair, most)
         features = [
-            np.eye(len(MoveKind))[[_SEEN_AS.get(move.kind, move.kind) for move in moves]],
+            _KINDS[[_SEEN_AS.get(move.kind, move.kind) for move in moves]],
             self._changed_facts(view, which, group, count),
             self._changed_load(view, (which, group, of), (part, source, target), count),
             self._changed_cuts(view, rows, count),
@@ -423,7 +416,7 @@ class MoveFeatures:
         described = []
         for numbers in (source, target):
             mean = np.zeros((count, 6 + len(_SYNCS)))
-            np.add.at(mean, part, self._described(numbers) * weight[:, None])
+            np.add.at(mean, part, self._decisions.described[numbers] * weight[:, None])
             described.append(mean / total)
         known, size = self._decisions.scalars, np.bincount(of, self._gradient[group], len(part))
         has = np.bincount(of, self._gradient[group] > 0.0, len(part))
@@ -489,6 +482,9 @@ _SETTINGS = (
     MoveKind.STAGES, MoveKind.STRUCTURE, MoveKind.EVERYWHERE, MoveKind.PIPELINING,
     MoveKind.SHARDED,
 )  # fmt: skip
+
+
+_KINDS = np.eye(len(MoveKind))
 
 
 def _ruled(state: State) -> FloatArray:

@@ -17,9 +17,10 @@ import numpy as np
 
 from heterog.grouped import grouped
 from heterog.lowering.program import FloatArray, IntArray
+from heterog.memo import kept
 from heterog.methods.changes import without_devices
 from heterog.methods.local_search.move_features import View
-from heterog.methods.local_search.neighbours import Move, MoveKind, Neighbours, State
+from heterog.methods.local_search.neighbours import Move, MoveKind, Neighbours, State, used
 from heterog.methods.model_parallel import activation_bytes, parameter_bytes, stage_starts
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.tuned_uniform import tuned_decision
@@ -42,7 +43,7 @@ _KINDS = (
 )  # fmt: skip
 _SPREAD = 0.2  # of the logarithm of a stage's seconds where cuts are balanced
 Devices = tuple[int, ...]
-Change = Callable[[Decision], Decision]
+Change = Callable[[int], int]  # of a candidate's number
 _Item = TypeVar("_Item")
 
 
@@ -112,11 +113,12 @@ class PlanMoves:
 
     def _is_small(self, state: State) -> bool:
         """Whether a simulation does not take too long, as far as the ops tell."""
+        if not state.micro_batches:
+            return True
         numbers, of_group = np.unique(state.row, return_inverse=True)
         ops = np.bincount(of_group, self._num_ops)
         sizes = [len(self._space.candidates[number].devices) for number in numbers.tolist()]
-        micro = len(state.micro_batches[0]) if state.micro_batches else 1
-        return micro == 1 or micro * float(ops @ np.array(sizes)) <= _MOST_TASKS
+        return len(state.micro_batches[0]) * float(ops @ np.array(sizes)) <= _MOST_TASKS
 
     # --- stages ----------------------------------------------------------------------------------
 
@@ -158,15 +160,16 @@ class PlanMoves:
         recompute = self.rng.random() < 0.3
         keeps = self._recomputations[int(self.rng.integers(len(self._recomputations)))]
 
-        def decide(devices: Devices) -> Decision:
-            made = tuned_decision(self._evaluator, devices, self._near.space.speeds)
-            if sync is not None and len(devices) > 1:
-                made = _synchronised(made, sync)
-            if recompute:
-                made = replace(made, recompute=True, keeps=keeps)
-            return made
+        return lambda devices: self._decision(devices, sync, recompute, keeps)
 
-        return decide
+    @kept
+    def _decision(
+        self, devices: Devices, sync: Sync | None, recompute: bool, keeps: Keeps
+    ) -> Decision:
+        made = tuned_decision(self._evaluator, devices, self._space.speeds)
+        if sync is not None and len(devices) > 1:
+            made = _synchronised(made, sync)
+        return replace(made, recompute=True, keeps=keeps) if recompute else made
 
     def _num_micro(self, least: int) -> int:
         counts = [count for count in _MICRO if least <= count <= self._graph.batch_size] or [1]
@@ -214,21 +217,25 @@ class PlanMoves:
 
     def _balanced(self, decisions: Sequence[Decision]) -> Sequence[int]:
         """First group of each stage, each with at least one."""
-        seconds, memory, room = [], [], []
-        for decision in decisions:
-            part = np.array(decision.shares) / max(sum(decision.shares), 1)
-            devices = list(decision.devices)
-            each = part[:, None] * self._seconds[self._types[devices]]
-            seconds.append(each.max(axis=0) * (4 / 3 if decision.recompute else 1.0))
-            kept = 0.2 if decision.recompute else 1.0
-            state = 1.0 / len(devices) if decision.sync.is_sharded else 1.0
-            share = self._activations * kept / len(devices)
-            memory.append(self._parameters * state + share)
-            room.append(float(self._usable[devices].min()))
+        costs = [self._costs(self._space.add(decision)) for decision in decisions]
+        seconds, memory, room = zip(*costs, strict=True)
         noise = 0.0 if self.rng.random() < 0.5 else _SPREAD
         spread = np.exp(noise * self.rng.normal(size=len(decisions)))
         limit = np.array(room) if self.rng.random() < 0.5 else np.full(len(room), np.inf)
         return stage_starts(np.stack(seconds, 1) * spread, np.stack(memory, 1), limit)
+
+    @kept
+    def _costs(self, number: int) -> tuple[FloatArray, FloatArray, float]:
+        """Seconds and bytes of each group under a candidate, and bytes of its least device."""
+        decision = self._space.candidates[number]
+        part = np.array(decision.shares) / max(sum(decision.shares), 1)
+        devices = list(decision.devices)
+        each = part[:, None] * self._seconds[self._types[devices]]
+        seconds = each.max(axis=0) * (4 / 3 if decision.recompute else 1.0)
+        stays = 0.2 if decision.recompute else 1.0
+        state = 1.0 / len(devices) if decision.sync.is_sharded else 1.0
+        share = self._activations * stays / len(devices)
+        return seconds, self._parameters * state + share, float(self._usable[devices].min())
 
     def _runs(self, state: State) -> list[tuple[int, int]]:
         """First group and end of each run."""
@@ -305,7 +312,7 @@ class PlanMoves:
 
     def _everywhere(self, state: State) -> State | None:
         """The same change to all decisions, or to all on the same devices."""
-        numbers = np.unique(state.row).tolist()
+        numbers = used(state.row)
         if len(numbers) > 1 and self.rng.random() < 0.4:
             anchor = self._space.candidates[numbers[int(self.rng.integers(len(numbers)))]]
             numbers = [n for n in numbers if self._space.candidates[n].devices == anchor.devices]
@@ -318,18 +325,27 @@ class PlanMoves:
             change = self._other_devices(joins=kind >= 0.8)
         row = state.row.copy()
         for number in numbers:
-            row[state.row == number] = self._space.add(change(self._space.candidates[number]))
+            row[state.row == number] = change(number)
         return replace(state, row=row, blocks=blocks)
 
     def _other_synchronisation(self) -> Change:
         ways = [sync for sync in Sync if not sync.is_sharded or self._graph.updates_elementwise]
         sync = ways[int(self.rng.integers(len(ways)))]
-        return lambda old: _synchronised(old, sync)
+        return lambda number: self._synchronised(number, sync)
+
+    @kept
+    def _synchronised(self, number: int, sync: Sync) -> int:
+        return self._space.add(_synchronised(self._space.candidates[number], sync))
 
     def _other_recomputation(self) -> Change:
         ways = [(False, Keeps.NOTHING), *((True, keeps) for keeps in self._recomputations)]
         again, keeps = ways[int(self.rng.integers(len(ways)))]
-        return lambda old: replace(old, recompute=again, keeps=keeps)
+        return lambda number: self._recomputed(number, again, keeps)
+
+    @kept
+    def _recomputed(self, number: int, again: bool, keeps: Keeps) -> int:
+        old = self._space.candidates[number]
+        return self._space.add(replace(old, recompute=again, keeps=keeps))
 
     def _other_devices(self, *, joins: bool) -> Change:
         """A host, or all of a kind, joins or leaves."""
@@ -339,16 +355,18 @@ class PlanMoves:
         chosen = {device for host in hosts for device in self._cluster.host_devices(host)}
         roomiest = int(self._usable.argmax())
 
-        def joined(old: Decision) -> Decision:
+        def changed(number: int) -> int:
+            old = self._space.candidates[number]
+            if not joins:
+                return self._space.add(without_devices(old, chosen, roomiest))
             devices = tuple(sorted({*old.devices, *chosen}))
             if devices == old.devices or old.teams:
-                return old
-            made = tuned_decision(self._evaluator, devices, self._space.speeds)
-            if not old.sync.takes_slices:
-                made = _synchronised(made, old.sync)
-            return replace(made, recompute=old.recompute, keeps=old.keeps)
+                return number
+            sync = None if old.sync.takes_slices else old.sync
+            made = self._decision(devices, sync, old.recompute, old.keeps)
+            return self._space.add(made)
 
-        return joined if joins else lambda old: without_devices(old, chosen, roomiest)
+        return changed
 
     def _sharded(self, state: State) -> State | None:
         """Layers of a kind, or one of them, sharded on devices of their own, or no longer."""
@@ -426,4 +444,5 @@ def drawn_moves(near: Neighbours, plans: PlanMoves, view: View, count: int) -> l
     whole = int(PLAN_PART * count)
     moves = [near.move(view.state) for _ in range(count - whole)]
     moves += [plans.move(view.state, view.load_s) for _ in range(whole)]
-    return [move for move in moves if move.state.key != view.state.key] or moves[:1]
+    own = view.state.key
+    return [move for move in moves if move.state.key != own] or moves[:1]

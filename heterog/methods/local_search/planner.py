@@ -393,9 +393,10 @@ class Search:
     ) -> Evaluation:
         choice = self._choice(state)
         self._simulated = None
-        least_s = floor_s(self.evaluator.prices, choice)
-        if least_s > limit_s:
-            return given_up(least_s, state.order)
+        if limit_s < math.inf:
+            least_s = floor_s(self.evaluator.prices, choice)
+            if least_s > limit_s:
+                return given_up(least_s, state.order)
         found = evaluate(choice, state.order, limit_s)
         is_whole = found.outcome in (Outcome.OK, Outcome.OUT_OF_MEMORY)
         self._simulated = (state.key, found) if is_whole else None

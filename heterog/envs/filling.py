@@ -1,0 +1,209 @@
+"""Kernels of rows that are filled block by block: what a block may take, and what it then holds.
+
+A candidate loads few devices of many. So each row's devices are looked at once as they are, and
+for each load only its own devices with what it adds, which never is less.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.lowering.kernel_arguments import by_reference
+from heterog.lowering.kernels import helper, kernel
+from heterog.lowering.program import FloatArray, IntArray
+
+Parts = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+_ONE, _NONE = np.float32(1.0), np.float32(0.0)
+_NEARLY = np.float32(1e-6)
+STATE, SAVED, GRADIENT, PASSING = range(4)
+"""Columns of what a block holds."""
+
+
+@by_reference
+class Filled(NamedTuple):
+    """What each row holds on each device so far, as parts of its memory.  # [T, num_rows]"""
+
+    start: Parts  # before the first block  # [T]
+    state: Parts
+    saved: Parts
+    gradient: Parts
+    inner: Parts  # temporary values of the largest op
+
+
+@by_reference
+class PartLoads(NamedTuple):
+    """Loads, over the memory of each device.  # [L, T]"""
+
+    counts: Parts
+    state: Parts
+    holds: Parts
+    member_start: IntArray  # of each load: its devices in the next  # [L + 1]
+    member: IntArray
+
+
+@helper
+def _most(filled: Filled, device: int, row: int, adds_up: bool) -> float:
+    """What a device holds at the peak, with nothing added."""
+    held = filled.start[device] + filled.state[device, row]
+    saved, gradient = filled.saved[device, row], filled.gradient[device, row]
+    peak = held + saved + gradient if adds_up else max(held + saved, held + gradient)
+    return peak + filled.inner[device, row]  # type: ignore[no-any-return]
+
+
+@helper
+def _most_with(
+    filled: Filled,
+    loads: PartLoads,
+    block: Parts,
+    device: int,
+    row: int,
+    load: int,
+    adds_up: bool,
+) -> float:
+    """What a device holds at the peak with another block under a load."""
+    gradient = block[GRADIENT] * loads.holds[load, device]
+    state = block[STATE] * loads.state[load, device]
+    saved = block[SAVED] * loads.counts[load, device]
+    passing = block[PASSING] * loads.counts[load, device] + gradient
+    held = filled.start[device] + filled.state[device, row]
+    kept, summed = filled.saved[device, row], filled.gradient[device, row]
+    if adds_up:
+        peak = (held + kept + summed) + (state + saved + gradient)
+    else:
+        peak = max((held + kept) + (state + saved), (held + summed) + (state + gradient))
+    return peak + max(filled.inner[device, row], passing)  # type: ignore[no-any-return]
+
+
+@kernel
+def find_fits(
+    filled: Filled, loads: PartLoads, block: Parts, adds_up: bool, room: Parts, rest: float,
+    is_alone: BoolArray, load_of: IntArray, work: FloatArray, fits: BoolArray,
+) -> None:  # fmt: skip
+    """Find which candidates a block may take: those that leave room for the rest if there are any.
+
+    Args:
+        filled: What rows hold.
+        loads: Loads of the candidates.
+        block: What the block holds: bytes of ``STATE``, ``GRADIENT``, others per sample.  # [4]
+        adds_up: Whether gradients are there while saved values still are.
+        room: Bytes of all devices that are alike.  # [T]
+        rest: Bytes of the blocks that follow.
+        is_alone: Whether the block would fit alone under each candidate.  # [C]
+        load_of: Load of each candidate.  # [C]
+        work: Working memory.  # [3, L or T, whichever is more]
+        fits: Output; what is least too large, if nothing fits.  # [num_rows, C]
+    """
+    worst, free, slack = work[0], work[1], work[2]
+    num_loads = len(loads.counts)
+    for row in range(filled.state.shape[1]):
+        fullest, left = _NONE, 0.0
+        for device in range(filled.state.shape[0]):
+            most = _most(filled, device, row, adds_up)
+            fullest = max(fullest, most)
+            slack[device] = room[device] * max(_ONE - most, _NONE)
+            left += slack[device]
+        least = np.float32(np.inf)
+        for load in range(num_loads):
+            most_of_all, left_then = fullest, left
+            for entry in range(loads.member_start[load], loads.member_start[load + 1]):
+                device = loads.member[entry]
+                most = _most_with(filled, loads, block, device, row, load, adds_up)
+                most_of_all = max(most_of_all, most)
+                left_then += room[device] * max(_ONE - most, _NONE) - slack[device]
+            worst[load], free[load] = most_of_all, left_then
+            least = min(least, most_of_all)
+        some_fit, some_roomy = False, False
+        for candidate in range(len(load_of)):
+            load = load_of[candidate]
+            is_fit = worst[load] <= 1.0 and is_alone[candidate]
+            some_fit |= is_fit
+            some_roomy |= is_fit and free[load] >= rest
+        for candidate in range(len(load_of)):
+            load = load_of[candidate]
+            is_fit = worst[load] <= 1.0 and is_alone[candidate]
+            if (
+                some_roomy
+            ):  # too little room for the rest is better than a device that is too small
+                is_fit = is_fit and free[load] >= rest
+            if not some_fit:
+                is_fit = worst[load] <= least + _NEARLY
+            fits[row, candidate] = is_fit
+
+
+@kernel
+def fill(
+    filled: Filled, loads: PartLoads, block: Parts, load_of: IntArray, chosen: IntArray
+) -> None:
+    """Add a block of every row.
+
+    Args:
+        filled: What rows hold; changed.
+        loads: Loads of the candidates.
+        block: What the block holds; see ``find_fits``.
+        load_of: Load of each candidate.  # [C]
+        chosen: Candidate of each row.  # [num_rows]
+    """
+    for row in range(len(chosen)):
+        load = load_of[chosen[row]]
+        for entry in range(loads.member_start[load], loads.member_start[load + 1]):
+            device = loads.member[entry]
+            gradient = block[GRADIENT] * loads.holds[load, device]
+            filled.state[device, row] += block[STATE] * loads.state[load, device]
+            filled.saved[device, row] += block[SAVED] * loads.counts[load, device]
+            filled.gradient[device, row] += gradient
+            passing = block[PASSING] * loads.counts[load, device] + gradient
+            filled.inner[device, row] = max(filled.inner[device, row], passing)
+
+
+_STAYS, _GOES, _GOES_WITHOUT_MEMORY, _STAYS_TOO_LONG, _ANY = range(5)
+
+
+@helper
+def _is_allowed(way: int, stays: bool, is_free: bool, in_time: bool, in_memory: bool) -> bool:
+    """Whether a candidate is one of those that a way allows."""
+    if way == _STAYS:
+        return stays and in_time and in_memory
+    if way == _GOES:
+        return is_free and in_time and in_memory
+    if way == _GOES_WITHOUT_MEMORY:
+        return is_free and in_time
+    return stays or way == _ANY
+
+
+@kernel
+def find_stage_fits(
+    set_of: IntArray, current: IntArray, is_taken: BoolArray, load_s: FloatArray,
+    until_end: FloatArray, weight_of: IntArray, limit_s: FloatArray, found: BoolArray,
+    fits: BoolArray,
+) -> None:  # fmt: skip
+    """Find which candidates a pipeline's next block may take.
+
+    Staying, else going on, else going on without the memory; unless it is too late.
+
+    Args:
+        set_of: Device set of each candidate.  # [C]
+        current: Set of each row's stage.  # [num_rows]
+        is_taken: Whether a set shares a device with a stage.  # [num_rows, S]
+        load_s: Seconds of each row's stage so far.  # [num_rows]
+        until_end: Seconds until a stage with the block may end.  # [W, C]
+        weight_of: Row of ``until_end`` that counts.  # [num_rows]
+        limit_s: Seconds of a stage.  # [num_rows]
+        found: Working memory.  # [C]
+        fits: Whether memory suffices; replaced by the result.  # [num_rows, C]
+    """
+    for row in range(len(current)):
+        for way in range(_ANY + 1):
+            is_found = False
+            for candidate in range(len(set_of)):
+                stays = set_of[candidate] == current[row]
+                seconds = until_end[weight_of[row], candidate]
+                in_time = seconds + (load_s[row] if stays else 0.0) <= limit_s[row]
+                is_free = not is_taken[row, set_of[candidate]]
+                found[candidate] = _is_allowed(way, stays, is_free, in_time, fits[row, candidate])
+                is_found |= found[candidate]
+            if is_found:
+                break
+        for candidate in range(len(set_of)):
+            fits[row, candidate] = found[candidate]
