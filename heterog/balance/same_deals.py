@@ -17,7 +17,7 @@ from heterog.balance.streams import fingerprint
 from heterog.runtime.step.replicas import compared_after
 
 _MOST_INDICES = 4096
-_FACTS = ("the data set", "the order of the samples", "the shares")
+_FACTS = ("the data sets", "the orders of the samples", "the shares")
 
 
 def samples_of(dataset: Dataset[Any]) -> int:
@@ -67,7 +67,7 @@ class SameDeals:
             for what, mine, others in zip(_FACTS, told[0], each, strict=True):
                 if mine != others:
                     raise BalanceError(
-                        f"{what} on rank {rank} is another than on rank 0. Every rank makes the "
+                        f"{what} of rank {rank} and rank 0 differ. Every rank makes the "
                         "loader of all samples with the same arguments (seed, shuffle, lengths, "
                         "shares, speeds, global_batch_size), and the balancer deals them: do not "
                         "cut data by ranks (DistributedSampler, shard), and draw splits and "

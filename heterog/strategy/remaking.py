@@ -114,7 +114,6 @@ class Remakes:
             return False
         specials = self._plan.batch.specials
         return any(
-            self._graph.ops[reader].kind == "copy_.default"
-            or specials[reader] == Special.LOCAL_STATISTICS
+            self._graph.ops[reader].is_write or specials[reader] == Special.LOCAL_STATISTICS
             for reader in self._graph.readers(tensor)
         )

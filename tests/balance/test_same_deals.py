@@ -45,12 +45,12 @@ def drawn(seed: int) -> Dataset[Any]:
 
 
 CASES: tuple[tuple[Callable[[int], ShareSampler], str], ...] = (
-    (lambda rank: sampler(data(), seed=rank), "the order of the samples"),
+    (lambda rank: sampler(data(), seed=rank), "the orders of the samples"),
     (lambda rank: sampler(data(), shares=(3 - rank, 1 + rank)), "the shares"),
-    (lambda rank: sampler(data(rank)), "the data set"),
-    (lambda rank: sampler(drawn(rank)), "the data set"),
-    (lambda rank: sampler(Subset(data(), range(rank, 20, 2))), "the data set"),
-    (lambda rank: sampler(Subset(data(), range(15 + rank))), "the data set"),
+    (lambda rank: sampler(data(rank)), "the data sets"),
+    (lambda rank: sampler(drawn(rank)), "the data sets"),
+    (lambda rank: sampler(Subset(data(), range(rank, 20, 2))), "the data sets"),
+    (lambda rank: sampler(Subset(data(), range(15 + rank))), "the data sets"),
 )
 
 
@@ -60,5 +60,5 @@ def test_what_ranks_deal_is_compared(made: Callable[[int], ShareSampler], what: 
     group = Other()
     SameDeals(group).check(other, other.deal(0))
     SameDeals(group).check(other, other.deal(0))  # alike
-    with pytest.raises(BalanceError, match=rf"^{what} on rank 1 is another than on rank 0.*seed"):
+    with pytest.raises(BalanceError, match=rf"^{what} of rank 1 and rank 0 differ.*seed"):
         SameDeals(group).check(one, one.deal(0))
