@@ -12,6 +12,7 @@ from heterog.balance.group import RankGroup
 from heterog.balance.same_deals import SameDeals
 from heterog.balance.sampler import ShareSampler
 from heterog.balance.shares import BalanceError
+from heterog.errors import HeterogWarning
 
 
 class Other(RankGroup):
@@ -61,4 +62,18 @@ def test_what_ranks_deal_is_compared(made: Callable[[int], ShareSampler], what: 
     SameDeals(group).check(other, other.deal(0))
     SameDeals(group).check(other, other.deal(0))  # alike
     with pytest.raises(BalanceError, match=rf"^{what} of rank 1 and rank 0 differ.*seed"):
+        SameDeals(group).check(one, one.deal(0))
+
+
+class Hashed(TensorDataset):
+    def __init__(self, told: str) -> None:
+        super().__init__(torch.arange(20.0))
+        self._fingerprint = told
+
+
+def test_fingerprints_that_differ_are_warned_of() -> None:
+    """They are drawn where a transform cannot be hashed."""
+    group, (one, other) = Other(), (sampler(Hashed(told)) for told in ("a", "b"))
+    SameDeals(group).check(other, other.deal(0))
+    with pytest.warns(HeterogWarning, match=r"fingerprints of ranks' data sets differ"):
         SameDeals(group).check(one, one.deal(0))
