@@ -287,3 +287,23 @@ def masked_convolutions() -> Workload:
         return numbers(1, 6, 6), torch.randint(0, CLASSES, (BATCH, 6, 6))
 
     return sgd(lambda: MaskedConvolutions().double(), batch, loss=functional.cross_entropy)
+
+
+@trained(
+    "weights_by_columns",
+    lambda: {
+        "mix": nn.Parameter(torch.linalg.qr(torch.randn(4, 4))[0]),
+        "scale": nn.Parameter(torch.zeros(4)),
+        "couple": network(2, 8, 4),
+    },
+    lambda: (numbers(4),),
+)
+def weights_by_columns(net: Any, x: Tensor) -> Tensor:
+    """Glow: a matrix that runs through memory column by column, and its determinant."""
+    kept, changed = (x * net.scale.exp() @ net.mix).chunk(2, 1)
+    scale, shift = net.couple(kept).chunk(2, 1)
+    scale = torch.tanh(scale)
+    made = torch.cat([kept, changed * scale.exp() + shift], 1)
+    likely = (0.5 * made.pow(2).sum(1) - scale.sum(1)).mean() - net.scale.sum()
+    out: Tensor = likely - torch.linalg.slogdet(net.mix)[1]
+    return out

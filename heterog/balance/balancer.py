@@ -374,15 +374,14 @@ class Balancer:
             if step is not inner and step.outer_weights is not None:
                 self.weights.restore(step.outer_weights)
             self._open.check_alone(self.group.rank)
+        own, counted = None, None
         if count is not None:
             own = count if step.deal.samples[self.group.rank] else 0
             with self.clock.waiting():
-                self.weights.set(*self.weights.exchange([own]))
-        else:
-            own = None
+                counted = self.weights.exchange([own])
         if self.group.num_ranks > 1 and loss.requires_grad:
             self._check_mean(loss, own)
-        weighed = self.weights.weigh(loss)
+        weighed = self.weights.weigh(loss, counted)
         self.time_backward(weighed)
         return weighed
 

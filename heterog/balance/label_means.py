@@ -98,7 +98,7 @@ def check_mean_over_samples(loss: Tensor, samples: float) -> None:
 def _hides_its_mean(loss: Tensor) -> bool:
     """Whether a term of a loss is what a function of somebody's own returns."""
     return any(
-        isinstance(node, BackwardCFunction) and node.name() != "_DDPSinkBackward"
+        node.name() != "_DDPSinkBackward" and isinstance(node, BackwardCFunction)
         for node, _ in _nodes(loss, None, _below_divided)
     )
 

@@ -4,6 +4,7 @@ Each rank deals for itself, from arguments that all of them have to give alike. 
 split, or shares that differ by rank would train with some samples twice and leave others out.
 """
 
+import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,16 +15,18 @@ from heterog.balance.group import RankGroup
 from heterog.balance.sampler import ShareSampler
 from heterog.balance.shares import BalanceError
 from heterog.balance.streams import fingerprint
+from heterog.errors import HeterogWarning
 from heterog.runtime.step.replicas import compared_after
 
 _MOST_INDICES = 4096
-_FACTS = ("the data set", "the order of the samples", "the shares")
+_FACTS = ("the data sets", "the orders of the samples", "the shares")
 
 
-def samples_of(dataset: Dataset[Any]) -> int:
-    """A number that tells which samples a data set has, as far as it says so unread.
+def samples_of(dataset: Dataset[Any] | None) -> tuple[int, int]:
+    """Numbers that tell which samples a data set has, as far as it says so unread.
 
-    A ``Subset`` has indices, a data set of Hugging Face a fingerprint, one of tensors its rows.
+    The first is of its length, the indices of a ``Subset``, and the rows of one of tensors. The
+    second is the fingerprint of one of Hugging Face, which is drawn for what cannot be hashed.
     """
     told: list[Any] = []
     while isinstance(dataset, Subset):
@@ -33,8 +36,8 @@ def samples_of(dataset: Dataset[Any]) -> int:
         dataset = dataset.dataset
     if isinstance(dataset, TensorDataset):
         told += [each[:1] for each in dataset.tensors]
-    told += [str(getattr(dataset, "_fingerprint", "")), getattr(dataset, "__len__", int)()]
-    return fingerprint(told)
+    told.append(getattr(dataset, "__len__", int)())
+    return fingerprint(told), fingerprint(str(getattr(dataset, "_fingerprint", "")))
 
 
 class SameDeals:
@@ -57,20 +60,28 @@ class SameDeals:
         number = self._num_steps[sampler] = self._num_steps.get(sampler, 0) + 1
         if not compared_after(number):
             return
-        which, order = 0, [deal.epoch, deal.step]
+        (which, maybe), order = (0, 0), [deal.epoch, deal.step]
         if sampler.stream is None:  # whose first samples are compared when they are read
-            which = 0 if sampler.dataset is None else samples_of(sampler.dataset)
+            which, maybe = samples_of(sampler.dataset)
             order += sampler.first_samples(*order)
-        own = [which, fingerprint(order), fingerprint(list(map(int, deal.samples)))]
+        own = [which, fingerprint(order), fingerprint(list(map(int, deal.samples))), maybe]
         told = self._group.gather(own)
         for rank, each in enumerate(told):
-            for what, mine, others in zip(_FACTS, told[0], each, strict=True):
+            for what, mine, others in zip(_FACTS, told[0], each, strict=False):
                 if mine != others:
                     raise BalanceError(
-                        f"{what} on rank {rank} is another than on rank 0. Every rank makes the "
+                        f"{what} of rank {rank} and rank 0 differ. Every rank makes the "
                         "loader of all samples with the same arguments (seed, shuffle, lengths, "
                         "shares, speeds, global_batch_size), and the balancer deals them: do not "
                         "cut data by ranks (DistributedSampler, shard), and draw splits and "
                         "subsets with one seed (random_split(..., generator=torch.Generator()"
                         ".manual_seed(0)))."
                     )
+        if len({each[-1] for each in told}) > 1 and number == 1:
+            warnings.warn(
+                "the fingerprints of ranks' data sets differ: unless a transform could not be "
+                "hashed, their samples do. Give train_test_split, shuffle and select the same "
+                "arguments and a seed on all ranks, and leave out shard.",
+                HeterogWarning,
+                stacklevel=5,
+            )

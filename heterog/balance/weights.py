@@ -94,7 +94,7 @@ class StepWeights:
         return is_weighed or not self.is_unlike or not self.checks_updates
 
     def set(self, count: float | Tensor, total: float | Tensor) -> None:
-        """Set the weight of the next loss: a mean over ``count`` of ``total`` on all ranks."""
+        """Set the weight of the next losses: means over ``count`` of ``total`` on all ranks."""
         self._count, self._total = count, total
 
     def exchange(self, counts: list[float | Tensor]) -> list[Tensor]:
@@ -105,19 +105,26 @@ class StepWeights:
         own = [torch.as_tensor(count).detach().to(torch.float64) for count in counts]
         return [*own, self._group.add_up(torch.stack(own).sum())]
 
-    def weigh(self, loss: Tensor) -> Tensor:
-        """Weigh a loss, to begin the backward pass with."""
+    def weigh(self, loss: Tensor, counted: Sequence[Tensor] | None = None) -> Tensor:
+        """Weigh a loss, to begin the backward pass with.
+
+        Args:
+            loss: The loss.
+            counted: What it is a mean over, on this rank and on all, if that is not what the
+                other losses of the step are means over.
+        """
         if self._is_complete:
             self.begin_step()
         self.num_weighed += 1
+        own, total = (self._count, self._total) if counted is None else counted
         weight: float | Tensor
-        if isinstance(self._total, Tensor):
-            count = torch.as_tensor(self._count, dtype=torch.float64, device=self._total.device)
-            part = torch.where(self._total > 0, count / self._total, torch.zeros_like(count))
+        if isinstance(total, Tensor):
+            count = torch.as_tensor(own, dtype=torch.float64, device=total.device)
+            part = torch.where(total > 0, count / total, torch.zeros_like(count))
             weight = (part * self._group.num_ranks).to(loss.device, loss.dtype)
             seen = torch.where(part > 0, loss.detach().double() * part.to(loss.device), 0.0)
         else:
-            part_known = float(self._count) / self._total if self._total else 0.0
+            part_known = float(own) / total if total else 0.0
             weight = part_known * self._group.num_ranks
             seen = (
                 loss.detach().double() * part_known

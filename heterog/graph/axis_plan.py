@@ -320,7 +320,7 @@ class _Propagation:
         whole = self.graph.written - sharded.keys()
         for op, (rule, _) in self.rules.items():
             written = self.graph.ops[op].inputs[:1]
-            is_write = self.graph.ops[op].kind == "copy_.default" and whole.issuperset(written)
+            is_write = self.graph.ops[op].is_write and whole.issuperset(written)
             if is_write and any(place.kind == "S" for place in rule.outputs):
                 raise StrategyError(
                     f"{op_name(self.graph, op)} would write a slice of "

@@ -270,7 +270,7 @@ def ops_of_the_whole_batch(graph: OpGraph) -> list[int]:
             if plan.placements[op.inputs[1]] == R and graph.producer[op.inputs[1]] >= 0:
                 found.append(int(graph.producer[op.inputs[1]]))
             continue
-        steps_buffer = op.kind == "copy_.default" and not graph.is_constant[index]
+        steps_buffer = op.is_write and not graph.is_constant[index]
         if steps_buffer and L not in plan.needed[index]:
             found.append(index)
     found += [

@@ -159,7 +159,7 @@ def _labels_of_ops(graph: OpGraph, leaf_of: dict[str, str], opened: set[str]) ->
         labels.append(label)
     for index, op in enumerate(graph.ops):
         # Tracing puts what updates a buffer of the model at the end of the step, in no module.
-        if op.kind == "copy_.default" and graph.producer[op.inputs[-1]] >= 0:
+        if op.is_write and graph.producer[op.inputs[-1]] >= 0:
             labels[index] = labels[int(graph.producer[op.inputs[-1]])]
     for index in range(graph.num_ops - 1, -1, -1):
         if labels[index] in opened:  # first ops of an opened module: follow their first reader
@@ -190,7 +190,7 @@ def _join(graph: OpGraph, plan: BatchPlan, labels: list[str]) -> dict[str, str]:
         if made >= 0:
             join([update, made])
     for index, op in enumerate(graph.ops):
-        if op.kind == "copy_.default" and op.phase != Phase.UPDATE:
+        if op.is_write and op.phase != Phase.UPDATE:
             # A buffer of the model is updated where it is read; otherwise readers would miss it.
             join([index, *_readers_through_constants(graph, readers, int(storage[op.inputs[0]]))])
     for tensor, place in enumerate(plan.placements):

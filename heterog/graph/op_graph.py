@@ -153,6 +153,11 @@ class GraphOp:
     measured_s: tuple[tuple[str, float | Curve], ...] = ()
     name: str = ""
 
+    @property
+    def is_write(self) -> bool:
+        """Whether it writes a value to its first input, a parameter or a buffer."""
+        return self.kind == "copy_.default"
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OpGraph:
@@ -354,7 +359,7 @@ class OpGraph:
     def written(self) -> frozenset[int]:
         """Trained parameters that ops write to (``weight.data *= mask``), beside their updates."""
         trained = {parameter for _, parameter, _ in self.updates}
-        writes = (op.inputs[0] for op in self.ops if op.kind == "copy_.default")
+        writes = (op.inputs[0] for op in self.ops if op.is_write)
         return frozenset(trained.intersection(writes))
 
     @cached_property

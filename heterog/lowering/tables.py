@@ -271,8 +271,7 @@ class _Builder:
         graph, (into, value) = self.graph, inputs
         maker = int(graph.producer[graph.storage[value]])
         is_write = (
-            graph.ops[self.ops[row]].kind == "copy_.default"
-            and graph.tensors[into].kind == TensorKind.BUFFER
+            graph.ops[self.ops[row]].is_write and graph.tensors[into].kind == TensorKind.BUFFER
         )
         return not (is_write and (maker < 0 or graph.ops[maker].phase == Phase.FORWARD))
 

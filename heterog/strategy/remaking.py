@@ -113,7 +113,7 @@ class Remakes:
         if self._graph.tensors[tensor].kind != TensorKind.BUFFER:
             return False
         return any(
-            self._graph.ops[reader].kind == "copy_.default"
+            self._graph.ops[reader].is_write
             or self._plan.batch.specials[reader] == Special.LOCAL_STATISTICS
             for reader in self._graph.readers(tensor)
         )

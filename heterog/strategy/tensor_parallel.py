@@ -216,7 +216,7 @@ class _Follower:
                 continue
             result = self.pulled.get(op)
             if result is None:
-                written = graph.ops[op].kind == "copy_.default"
+                written = graph.ops[op].is_write
                 if all(place.kind != "S" for place in given[int(written) :]):
                     continue  # what writes the whole of a parameter keeps it whole
                 given = tuple(map(self._with_statistics_summed, inputs, given))

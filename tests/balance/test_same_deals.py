@@ -12,6 +12,7 @@ from heterog.balance.group import RankGroup
 from heterog.balance.same_deals import SameDeals
 from heterog.balance.sampler import ShareSampler
 from heterog.balance.shares import BalanceError
+from heterog.errors import HeterogWarning
 
 
 class Other(RankGroup):
@@ -45,12 +46,12 @@ def drawn(seed: int) -> Dataset[Any]:
 
 
 CASES: tuple[tuple[Callable[[int], ShareSampler], str], ...] = (
-    (lambda rank: sampler(data(), seed=rank), "the order of the samples"),
+    (lambda rank: sampler(data(), seed=rank), "the orders of the samples"),
     (lambda rank: sampler(data(), shares=(3 - rank, 1 + rank)), "the shares"),
-    (lambda rank: sampler(data(rank)), "the data set"),
-    (lambda rank: sampler(drawn(rank)), "the data set"),
-    (lambda rank: sampler(Subset(data(), range(rank, 20, 2))), "the data set"),
-    (lambda rank: sampler(Subset(data(), range(15 + rank))), "the data set"),
+    (lambda rank: sampler(data(rank)), "the data sets"),
+    (lambda rank: sampler(drawn(rank)), "the data sets"),
+    (lambda rank: sampler(Subset(data(), range(rank, 20, 2))), "the data sets"),
+    (lambda rank: sampler(Subset(data(), range(15 + rank))), "the data sets"),
 )
 
 
@@ -60,5 +61,19 @@ def test_what_ranks_deal_is_compared(made: Callable[[int], ShareSampler], what: 
     group = Other()
     SameDeals(group).check(other, other.deal(0))
     SameDeals(group).check(other, other.deal(0))  # alike
-    with pytest.raises(BalanceError, match=rf"^{what} on rank 1 is another than on rank 0.*seed"):
+    with pytest.raises(BalanceError, match=rf"^{what} of rank 1 and rank 0 differ.*seed"):
+        SameDeals(group).check(one, one.deal(0))
+
+
+class Hashed(TensorDataset):
+    def __init__(self, told: str) -> None:
+        super().__init__(torch.arange(20.0))
+        self._fingerprint = told
+
+
+def test_fingerprints_that_differ_are_warned_of() -> None:
+    """They are drawn where a transform cannot be hashed."""
+    group, (one, other) = Other(), (sampler(Hashed(told)) for told in ("a", "b"))
+    SameDeals(group).check(other, other.deal(0))
+    with pytest.warns(HeterogWarning, match=r"fingerprints of ranks' data sets differ"):
         SameDeals(group).check(one, one.deal(0))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from heterog.balance.group import RankGroup
 from heterog.balance.weights import StepWeights
@@ -89,3 +90,12 @@ def test_each_update_needs_a_loss_that_was_weighed() -> None:
     update()
     weights.begin_batch((3, 3))  # what is not weighed counts alike, and ranks have as much
     update()
+
+
+def test_a_count_is_that_of_its_loss_alone() -> None:
+    weights = StepWeights(RankGroup())
+    weights.begin_batch((6, 2))  # of one process, whose rank is 0
+    loss = torch.ones(())
+    counted = torch.tensor(1.0), torch.tensor(4.0)
+    found = [float(weights.weigh(loss, each)) for each in (counted, None)]
+    assert found == [1 / 4, 6 / 8]

@@ -117,7 +117,26 @@ class Narrow(nn.Module):
         return out
 
 
+class Turned(nn.Module):
+    """Weights that run through memory column by column, and channels last, and a buffer."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.linalg.qr(torch.randn(8, 8))[0])
+        self.layer = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.register_buffer("table", torch.randn(4, 8).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = (x @ self.turn).view(-1, 2, 2, 2)
+        bent = torch.linalg.slogdet(self.turn)[1]
+        out: Tensor = self.layer(turned).flatten(1) + x @ self.table * bent
+        return out + self.turn.t().flatten().view(2, 32).sum()
+
+
 MODELS = {
+    "turned": Turned,
     "target": WithTarget,
     "conjugates": Conjugates,
     "float8": Float8,
@@ -139,7 +158,7 @@ def workload_of(name: str) -> Workload:
         if name == "float8":
             fixed = model.get_parameter("fixed").data
             model.double().get_parameter("fixed").data = fixed
-        return model.double() if name in ("target", "masked", "narrow") else model
+        return model.double() if name in ("target", "masked", "narrow", "turned") else model
 
     return Workload(
         seeded, batch_of(0), nn.functional.mse_loss, torch.optim.SGD, {"lr": 0.1}, name=name

@@ -125,7 +125,9 @@ def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: boo
                 (parameters if is_trained else frozen)[name] = _fake_parameter(
                     mode, value, is_trained=is_trained
                 )
-            buffers = frozen | {name: _fake(mode, value) for name, value in model.named_buffers()}
+            buffers = frozen | {
+                name: _fake(mode, value, by_rows=True) for name, value in model.named_buffers()
+            }
             batch = pytree.tree_map_only(
                 Tensor, lambda value: _fake(mode, value), workload.make_batch()
             )
@@ -245,7 +247,7 @@ class _Unable(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _fake_parameter(mode: FakeTensorMode, value: Tensor, *, is_trained: bool) -> Tensor:
-    fake = _fake(mode, value)
+    fake = _fake(mode, value, by_rows=True)
     if not is_trained and value.requires_grad:
         fake = fake.detach()
     fake._is_param = True  # what isinstance asks for
@@ -254,8 +256,12 @@ def _fake_parameter(mode: FakeTensorMode, value: Tensor, *, is_trained: bool) ->
     return fake
 
 
-def _fake(mode: FakeTensorMode, value: Tensor) -> Tensor:
-    if value.is_meta:
+def _fake(mode: FakeTensorMode, value: Tensor, *, by_rows: bool = False) -> Tensor:
+    """A fake tensor like another; one of rows in memory if asked, as ranks have their weights."""
+    if by_rows and value.layout == torch.strided and not value.is_contiguous():
+        fake = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+        fake.requires_grad_(value.requires_grad)
+    elif value.is_meta:
         fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
         fake.requires_grad_(value.requires_grad)
     elif isinstance(value, FakeTensor):

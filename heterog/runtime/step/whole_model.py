@@ -287,11 +287,17 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def one_model(workload: Workload, device: torch.device) -> nn.Module:
-    """The model on a device, with rank 0's weights everywhere."""
+    """The model on a device, with rank 0's weights everywhere.
+
+    All of them run through memory row by row, as in a capture, whatever the model made of them.
+    """
     model = workload.make_model().to(device)
     with torch.no_grad():
         for value in (*model.parameters(), *model.buffers()):
             sent = value.detach().contiguous().reshape(-1).view(torch.uint8)  # of any dtype
             dist.broadcast(sent, 0)
-            value.copy_(sent.view(value.dtype).view(value.shape))
+            if value.is_contiguous():
+                value.copy_(sent.view(value.dtype).view(value.shape))
+            else:
+                value.data = sent.view(value.dtype).view(value.shape)
     return model
