@@ -94,9 +94,9 @@ class SavedOptimizer:
 
     __pydantic_config__: ClassVar = VALUE
 
-    options: dict[Text, Json]
+    options: Mapping[Text, Json]
     tensors: tuple[Text, ...]
-    values: dict[Text, Json]
+    values: Mapping[Text, Json]
     group: Int32 = 0
 
 
@@ -127,9 +127,9 @@ class Contents:
     optimizer: Identifier
     num_steps: Int32
     data: Text
-    tensors: dict[Text, SavedTensor]
-    states: dict[Text, SavedOptimizer]
-    extra: dict[Word, Json]
+    tensors: Mapping[Text, SavedTensor]
+    states: Mapping[Text, SavedOptimizer]
+    extra: Mapping[Word, Json]
     sha256: _Digest = ""
 
     @cached_property
