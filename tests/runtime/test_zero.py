@@ -156,7 +156,7 @@ def test_slices_save_what_they_promise(ranks: Ranks, tmp_path: Path) -> None:
             assert predicted <= peak + 3.5 * size, (sync, peak / WEIGHT, predicted / WEIGHT)
     for rank, part in enumerate(parts):
         ring, first, second, third, by_layer = (peak[rank] for peak in peaks.values())
-        assert third <= by_layer <= third + 6 * WEIGHT
+        assert third + 3 * WEIGHT <= by_layer  # three gathered buckets have a weight more each
         saved = DEPTH * WEIGHT * (1 - part)
         assert ring - first == pytest.approx(saved, abs=2.5 * WEIGHT)
         assert first - second >= (DEPTH * (1 - part) - 4.5) * WEIGHT
