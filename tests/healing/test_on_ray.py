@@ -4,6 +4,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from heterog.graph.capture import capture
 from heterog.healing.on_ray import heal_on_ray
 from heterog.healing.options import HealOptions
 from heterog.healing.ray_crew import RayCrew
+from heterog.healing.ray_host import HealingHost
 from heterog.runtime.launch import parent_of
 from heterog.runtime.ranks.on_ray import variables_of_ranks
 from heterog.runtime.request import RunRequest
@@ -51,6 +53,36 @@ def test_steps_that_rank_0_did_not_live_to_tell_come_from_others(tmp_path: Path)
     crew._hosts[0].is_here = False
     assert [each["step"] for each in crew.new_events()] == [6]
     assert not crew.new_events()
+
+
+def test_a_node_announces_its_end_by_a_signal_or_is_drained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = mock.MagicMock()
+    ray.get_runtime_context().get_node_id.return_value = "mine"
+    ray._private.state.state.get_draining_nodes.return_value = {"other": 0}
+    monkeypatch.setattr("heterog.runtime.ranks.on_ray.connect_to_ray", lambda: (ray, False))
+    monkeypatch.setattr("heterog.healing.ray_host.connect_to_ray", lambda: (ray, False))
+    monkeypatch.setattr("heterog.healing.ray_host._LOOK_S", 0.01)
+    monkeypatch.setattr(HealingHost, "_start", lambda *_: None)
+    before = signal.getsignal(signal.SIGTERM)
+    hosts = []
+    try:
+        for drained in (False, True):
+            hosts.append(HealingHost(0))
+            assert not hosts[-1].look(0, 0).is_leaving
+            if drained:
+                ray._private.state.state.get_draining_nodes.return_value["mine"] = 0
+            else:
+                os.kill(os.getpid(), signal.SIGTERM)
+            deadline_s = time.monotonic() + 20
+            while not hosts[-1].look(0, 0).is_leaving:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for host in hosts:
+            host.close()
 
 
 @pytest.fixture

@@ -21,6 +21,11 @@ JOB = """
 import json, os, random, sys, time
 import numpy as np
 IMPORTED_BY = os.getpid()
+WARMED = []
+
+def warm(what):
+    WARMED.append((what, os.getpid()))
+    raise ValueError("it is a rank that says so")
 
 def main():
     about = {
@@ -28,6 +33,7 @@ def main():
         "rank": os.environ["RANK"], "group": os.getpgid(0), "imported_by": IMPORTED_BY,
         "draws": [random.random(), np.random.random()], "input": sys.stdin.read(),
         "descriptors": sorted(int(each) for each in os.listdir("/proc/self/fd")),
+        "warmed": WARMED,
     }
     print(json.dumps(about), flush=True)
     if sys.argv[1] == "wait":
@@ -76,10 +82,12 @@ def test_ranks_are_processes_with_their_own_everything(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = [Path(f"{rank}.words") for rank in range(3)]
-    ranks = [
-        start(forks, {**variables, "RANK": str(rank)}, words[rank], str(rank), "a b")
-        for rank in range(3)
-    ]
+    ranks = []
+    for rank in range(3):
+        own = {**variables, "RANK": str(rank)}
+        ranks.append(start(forks, own, words[rank], str(rank), "a b"))
+        if rank == 1:
+            forks.warm("job_of_forks", "a")
     assert [rank.wait(WAIT_S) for rank in ranks] == [0, 1, 2]
     assert [rank.poll() for rank in ranks] == [0, 1, 2], "told as often as it is asked for"
     told = [json.loads(each.read_text()) for each in words]
@@ -91,7 +99,8 @@ def test_ranks_are_processes_with_their_own_everything(
         assert about["input"] == ""
         assert about["descriptors"] == [0, 1, 2, 3], "and the one that lists them"
         wait_until_gone(rank)
-    assert len({about["imported_by"] for about in told}) == 1, "once for all"
+    (parent,) = {about["imported_by"] for about in told}  # once for all
+    assert [about["warmed"] for about in told] == [[], [], [["a", parent]]], "the later ones"
     draws = [draw for about in told for draw in about["draws"]]
     assert len(set(draws)) == len(draws), "no rank draws what another one draws"
 
