@@ -1,10 +1,8 @@
 """Lowering of ZeRO: parameters, gradients, optimizer state in slices (Rajbhandari et al. 2020).
 
 Parameters whose gradients are summed over devices lie in *buckets*, as for other synchronisations;
-a bucket is named by its first parameter. In stage 3 none reaches beyond a layer of the model, or
-what is between two (``layer_runs``): FSDP2 gathers a transformer block at once. Each device owns
-the slice of a bucket that its decision says, steps it alone and keeps the optimizer's state of it
-alone. With n devices, payload S:
+a bucket is named by its first parameter, and in stage 3 ends with its layer (``layer_runs``), as
+in FSDP2. Each device alone steps the slice that its decision says. With n devices, payload S:
 
 - stage 1: once per step, reduce-scatter of the gradients that micro-batches have added up, update
   of the slices, all-gather of the parameters.

@@ -90,7 +90,7 @@ def test_a_batch_that_nothing_divides_is_no_error() -> None:
 
 def test_copies_on_hosts_are_tried_and_pay_on_a_slow_network() -> None:
     """ZeRO 3 gathers parameters over the network; copies on hosts send slices of gradients."""
-    cluster = by_sheets(cluster_of((5.0, ["T4", "T4"]), (5.0, ["T4", "T4"])))
+    cluster = by_sheets(cluster_of((0.5, ["T4", "T4"]), (0.5, ["T4", "T4"])))
     evaluator = Evaluator(GRAPH, cluster)
     seconds = {
         text: evaluator.referee(

@@ -80,7 +80,9 @@ def _on_ray() -> list[FoundMachine]:
             box = [_there(ray, source, _probe_bytes).remote()]
             ray.wait(box, fetch_local=False)
             rates.append(ray.get(_there(ray, target, _fetch_bytes_per_s).remote(box)))
-        return with_rates(found, rates, "as Ray moved 64 MiB; over NCCL it may be more")
+        return with_rates(
+            found, rates, "as Ray moved 64 MiB through hosts' memory; GPUs may reach more"
+        )
 
 
 def named_devices(has: Resources) -> list[FoundDevice]:
