@@ -33,10 +33,10 @@ $(STAMP): pyproject.toml
 	$(COMPILE_KERNELS) & kernels=$$!; $(INSTALL) -e ".[zoo,dev,docs]" && wait $$kernels
 	touch $@ $(KERNELS)
 
-# The other packages; what is rare is compiled when it is imported. Some packages carry templates
-# that are no Python; those stay as they are.
+# The other packages and ours; what is rare is compiled when it is imported. Some packages carry
+# templates that are no Python; those stay as they are.
 bytecode: $(STAMP)
-	$(COMPILE) --workers 2 $(VENV)/lib || true
+	$(COMPILE) --workers 2 $(VENV)/lib heterog || true
 
 # Compiled on time, if not already beside the installation; otherwise the first plan would do it
 # (heterog/lowering/kernels.py).

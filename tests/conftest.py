@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 # Tests of what experiments share; theirs come last, as some are called like packages.
 sys.path.append(str(Path(__file__).parents[1] / "experiments"))
 
-# Captures make millions of objects that are no garbage; looking for some took a fifteenth.
-gc.set_threshold(20_000, 20, 50)
+# Captures make millions of objects that are no garbage; looking for some took a fifteenth, and
+# still a thirtieth after each 20,000.
+gc.set_threshold(200_000, 10, 10)
 
 # Whoever started the tests may ignore these (nohup, a shell's background); tests send them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,27 +38,36 @@ settings.load_profile("heterog")
 
 # Two processes take one file after another: long files come first, so that both end together.
 LONG = (
-    *("runtime", "test_interrupt.py", "balance", "healing", "export", "test_fuzz_inputs.py"),
-    *("website", "test_architecture.py", "test_published_runs.py", "test_workers.py", "zoo"),
+    *("runtime", "balance", "healing", "export", "test_fuzz_inputs.py", "test_architecture.py"),
+    *("website", "test_interrupt.py", "test_published_runs.py", "test_workers.py", "zoo"),
     *("test_cli.py", "test_docs.py", "agents", "graph", "methods", "search", "report"),
 )
-FORKING = (
-    *("tests/runtime/", "tests/balance/", "tests/healing/", "tests/export/"),
-    *("tests/test_fuzz_inputs.py", "tests/test_architecture.py", "tests/website/test_first_steps"),
-)
+FORKING = {
+    "ranks": ("tests/runtime/",),
+    "scripts": (
+        *("tests/balance/", "tests/healing/", "tests/export/", "tests/test_fuzz_inputs.py"),
+        *("tests/test_architecture.py", "tests/website/test_first_steps"),
+    ),
+}
 """Tests whose processes are forked off one that has imported torch and captured models."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One process takes all tests that fork, as each would import and capture the same again."""
+    """One process takes all ranks, one all scripts, as each would import and capture them again.
+
+    No more than that is kept together: what waits, as healing jobs do, waits beside the ranks.
+    """
     if IS_THOROUGH or config.getoption("dist") != "loadfile":  # they would take most of the time
         return None
     scheduling: Any = import_module("xdist.scheduler").LoadFileScheduling(config, log)
     file_of = scheduling._split_scope
-    scheduling._split_scope = lambda nodeid: (
-        "forking" if nodeid.startswith(FORKING) else file_of(nodeid)
-    )
+
+    def scope_of(nodeid: str) -> str:
+        found = (name for name, begins in FORKING.items() if nodeid.startswith(begins))
+        return next(found, None) or file_of(nodeid)
+
+    scheduling._split_scope = scope_of
     return scheduling
 
 

@@ -72,6 +72,8 @@ class _FunctionCaches:
         caches = [each() for each in self._found]
         num_references = _num_references()  # before looking: another thread may make a cache
         if self._num_references != num_references or None in caches:
+            if gc.get_freeze_count():
+                gc.unfreeze()  # what is frozen is not looked at, so its caches would keep fakes
             # Objects refer to their type: half the time of looking at what all of them are.
             caches = [each for each in gc.get_referrers(_KIND) if type(each) is _KIND]
             self._found = [weakref.ref(each) for each in caches]

@@ -242,14 +242,16 @@ def everywhere(instead: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iter
 
     Libraries have each under its own name, files of the user may have any other.
     """
-    replaced = {id(function): function for function in instead}
+    replaced = {id(function) for function in instead}
     own = [(function.__name__, function) for function in instead]
     users: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
-    for module in list(sys.modules.values()):
+    for module in list(sys.modules.values()):  # thousands, in each capture
         names: dict[str, Any] = getattr(module, "__dict__", {})
-        if is_of_library(getattr(module, "__file__", None) or ""):
-            users += [(names, name, each) for name, each in own if names.get(name) is each]
-        else:
+        if is_of_library(names.get("__file__") or ""):
+            for name, each in own:
+                if names.get(name) is each:
+                    users.append((names, name, each))
+        elif not replaced.isdisjoint(map(id, names.values())):
             users += [(names, name, each) for name, each in names.items() if id(each) in replaced]
     for names, name, function in users:
         names[name] = instead[function]

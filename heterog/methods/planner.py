@@ -400,6 +400,11 @@ class Planner(Protocol):
         """Find strategies for the problem's graph and cluster."""
         ...
 
+    @property
+    def written_in(self) -> str:
+        """Module of its code; workers have those of this package, and no user's file."""
+        return type(self).__module__
+
     def prepare(self, evaluator: Evaluator) -> None:
         """Do the work that no budget counts: imports, reading a policy."""
         return

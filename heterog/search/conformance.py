@@ -172,6 +172,11 @@ class _Adapted(Planner):
             if hasattr(made, hook):
                 setattr(self, hook, getattr(made, hook))
 
+    @property
+    def written_in(self) -> str:
+        """The user's file: workers do not have it."""
+        return type(self._made).__module__
+
     def plan(self, problem: Problem) -> PlanResult:
         """Find strategies as the method does."""
         return self._made.plan(problem)

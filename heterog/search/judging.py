@@ -472,7 +472,7 @@ def deal(planners: Sequence[Planner], num_seats: int) -> list[list[Planner]]:
 
 def can_be_sent(planner: Planner) -> bool:
     """Whether a seat has the code of a method: it has this package, but no user's file."""
-    return type(planner).__module__.partition(".")[0] == __name__.partition(".")[0]
+    return planner.written_in.partition(".")[0] == __name__.partition(".")[0]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,13 +1,18 @@
 """The rank processes of ``tests/runtime``, and ranks for whole scripts."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.forked_python import ForkedPython
-from tests.runtime.conftest import ranks, two_ranks
+from tests.runtime.conftest import end_ranks_behind, ranks, two_ranks
 
 __all__ = ["ranks", "two_ranks"]
+
+
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    end_ranks_behind(Path(__file__).parent, nextitem)
 
 
 @pytest.fixture(scope="session")

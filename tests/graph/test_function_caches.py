@@ -40,6 +40,18 @@ def test_caches_are_found_that_are_made_later(monkeypatch: pytest.MonkeyPatch) -
     assert in_its_place.cache_info().currsize == 0
 
 
+def test_caches_are_found_though_somebody_has_frozen_all_objects() -> None:
+    """Python then looks at none of them, and training scripts may do so before they deploy."""
+    frozen = functools.cache(doubled)
+    gc.freeze()
+    try:
+        with caches_without_fakes():
+            frozen(1)
+    finally:
+        gc.unfreeze()
+    assert frozen.cache_info().currsize == 0
+
+
 def test_all_objects_are_looked_at_only_where_there_may_be_a_new_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

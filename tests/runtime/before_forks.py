@@ -8,7 +8,7 @@ from heterog.search.plan import load_plan
 from heterog.simulator.compile_kernels import smallest_graph
 from tests.search.asking import make_plan
 
-gc.set_threshold(20_000, 20, 50)  # see tests/conftest.py
+gc.set_threshold(200_000, 10, 10)  # see tests/conftest.py
 _plan = make_plan(smallest_graph(), Cluster.load("paper_8gpu"), methods=["cp_ar"], budget="1e")
 with tempfile.TemporaryDirectory() as _folder:
     _plan.save(f"{_folder}/plan.json")

@@ -17,11 +17,15 @@ def _shared(num_ranks: int) -> Iterator[Ranks]:
     pool.close()
 
 
-def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+def end_ranks_behind(folder: Path, nextitem: pytest.Item | None) -> None:
     """Idle ranks wake a hundred times a second, so they end when another folder's tests begin."""
-    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+    if nextitem is None or folder not in nextitem.path.parents:
         for pool in _POOLS:
             pool.close()
+
+
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    end_ranks_behind(Path(__file__).parent, nextitem)
 
 
 @pytest.fixture(scope="session")

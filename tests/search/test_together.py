@@ -12,6 +12,7 @@ from heterog.cluster import Cluster
 from heterog.graph.serialize import save_graph
 from heterog.methods.planner import Budget, MethodRow
 from heterog.methods.registry import built_in_methods
+from heterog.search.conformance import load_planner
 from heterog.search.judging import can_be_sent, deal
 from heterog.simulator.evaluator import Evaluator
 from heterog.workers import Seats, open_seats
@@ -63,16 +64,30 @@ def test_two_seats_search_as_much_as_one_and_always_the_same() -> None:
     assert any(row.step_time_s for row in quick)
 
 
+OWN = """
+from heterog.methods.planner import Planner, PlanResult
+
+class Own:
+    name, stage = "own_here", "search"
+
+    def plan(self, problem):
+        return PlanResult(candidates=problem.seeds[:1], num_evaluations=0, search_seconds=0.0)
+
+class Derived(Own, Planner):
+    pass
+"""
+
+
+@pytest.mark.parametrize("name", ["Own", "Derived"])
+def test_a_method_of_ones_own_is_not_sent_to_workers(name: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    assert not can_be_sent(load_planner(f"{tmp_path / 'own.py'}:{name}", built_in_methods()))
+
+
 @THOROUGH
 @pytest.mark.distributed
 def test_a_method_of_ones_own_runs_here_beside_workers(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "from heterog.methods.planner import PlanResult\n"
-        "class Own:\n    name, stage = 'own_here', 'search'\n"
-        "    def plan(self, problem):\n"
-        "        return PlanResult(candidates=problem.seeds[:1], num_evaluations=0,"
-        " search_seconds=0.0)\n"
-    )
+    (tmp_path / "own.py").write_text(OWN)
     save_graph(mlp(), tmp_path / "graph.json")
     said = CliRunner().invoke(
         app,
