@@ -111,7 +111,9 @@ def change_op(rng: random.Random, document: Any) -> Any:
     ops: Any = graph.get("ops") if isinstance(graph, dict) else None
     if not isinstance(ops, dict) or not ops.get("args"):
         return change_value(rng, document)
-    with contextlib.suppress(KeyError, IndexError, TypeError, ValueError):  # changed before
+    with contextlib.suppress(
+        AttributeError, KeyError, IndexError, TypeError, ValueError
+    ):  # changed before
         index = rng.randrange(len(ops["args"]))
         args, inputs = ops["args"][index], ops["inputs"][index]
         match rng.randrange(6):
