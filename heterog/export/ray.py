@@ -41,16 +41,16 @@ def export_ray(plan: Plan, sources: Sequence[str] = ()) -> Export:
     )
     function = plan.graph.source.rpartition(":")[2]
     has_file = MODEL_FILE in folder.files and function.isidentifier()
-    model = f" --model {MODEL_FILE}:{function}" if has_file else ""
-    command = f"heterog run {_PLAN_FILE}{model} --on ray --heal"
+    model = f"{MODEL_FILE}:{function}" if has_file else ""  # empty: the plan says which
     name = dns_label(f"heterog-{plan.graph.name}", 40)
     files = {key: content for key, content in folder.files.items() if key not in _NOT_HERE}
     added = {
-        "submit.sh": fill("ray_submit.sh.tmpl", command=command),
+        "submit.sh": fill("ray_submit.sh.tmpl", plan_file=_PLAN_FILE, model=model),
         "rayjob.yaml": fill(
             "rayjob.yaml.tmpl",
             name=name,
-            command=command,
+            plan_file=_PLAN_FILE,
+            model=model,
             groups="\n".join(f"      - {json.dumps(each)}" for each in _groups(ranks, name)),
         ),
     }
