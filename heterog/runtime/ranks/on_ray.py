@@ -50,7 +50,7 @@ END_S = 10.0
 QUICK_NEWS = {"env_vars": {"RAY_timeout_ms_task_wait_for_death_info": "100"}}
 """Runtime environment of actors that have to know at once that another one is lost: when the
 connection to an actor breaks, Ray waits so long for the reason before it says so, by default 1 s
-(``ray_config_def.h``), and a node that died with its raylet cannot tell one."""
+(Ray's ray_config_def.h), and a node that died with its raylet cannot tell one."""
 
 
 def run_on_ray(
