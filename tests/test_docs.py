@@ -188,7 +188,7 @@ def named_values(words: list[str]) -> Iterator[tuple[str, str]]:
 
 @cache
 def known_values() -> dict[str, set[str]]:
-    clusters = {*preset_names(), *shipped_testbeds(), "generated"}
+    clusters = {*preset_names(), *shipped_testbeds(), "generated", "ray"}
     methods = {"auto", *(planner.name for planner in known_rows())}
     return {
         "--cluster": clusters, "--clusters": clusters, "--testbed": set(shipped_testbeds()),
