@@ -128,7 +128,7 @@ class Nodes:
         self._places = places or [("", "")] * (1 + len(KINDS))
         os.environ["RAY_worker_niceness"] = "0"  # or ranks would yield to all else, by 15
         self._memory = {"object_store_memory": 100_000_000}
-        head = {"num_cpus": 1, "include_dashboard": False, **self._memory}
+        head: dict[str, Any] = {"num_cpus": 1, "include_dashboard": False, **self._memory}
         head |= self._address(0)
         self._made: Any = Raylets(initialize_head=True, head_node_args=head)
         self._nodes = [self._add(number) for number in range(len(KINDS))]
@@ -198,7 +198,7 @@ class Nodes:
         return int(self._nodes[number].all_processes["raylet"][0].process.pid)
 
     def _add(self, number: int) -> Any:
-        given = {"num_cpus": 1, "resources": {KINDS[number]: 1}, **self._memory}
+        given: dict[str, Any] = {"num_cpus": 1, "resources": {KINDS[number]: 1}, **self._memory}
         with inside(self._places[1 + number][0]):
             return self._made.add_node(**given, **self._address(1 + number))
 

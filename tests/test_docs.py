@@ -50,7 +50,8 @@ from heterog.runtime.launch import ALONE_STEPS
 from heterog.runtime.measure.profiler import SHARES
 from heterog.runtime.ranks.testbed import shipped_testbeds
 from heterog.search.judging import EQUALLY_GOOD, NUM_COMPARED, NUM_DRAWS
-from heterog.simulator.evaluator import MEMORY_MARGIN, UNROLLED_STEPS
+from heterog.simulator.evaluation import MEMORY_MARGIN
+from heterog.simulator.evaluator import UNROLLED_STEPS
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 from heterog.units import GIB, MIB
 from heterog.zoo import names as zoo_names
@@ -187,7 +188,7 @@ def named_values(words: list[str]) -> Iterator[tuple[str, str]]:
 
 @cache
 def known_values() -> dict[str, set[str]]:
-    clusters = {*preset_names(), *shipped_testbeds(), "generated", "ray", "torchrun", "slurm"}
+    clusters = {*preset_names(), *shipped_testbeds(), "generated", "ray"}
     methods = {"auto", *(planner.name for planner in known_rows())}
     return {
         "--cluster": clusters, "--clusters": clusters, "--testbed": set(shipped_testbeds()),

@@ -134,4 +134,4 @@ def offers(ray: Any) -> list[Resources]:
 def is_draining(ray: Any) -> bool:
     """Whether the node of this actor is to be drained: its end was announced to Ray."""
     node = ray.get_runtime_context().get_node_id()
-    return node in ray._private.state.state.get_draining_nodes()  # as Ray Train asks
+    return bool(node in ray._private.state.state.get_draining_nodes())  # as Ray Train asks
