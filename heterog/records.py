@@ -262,6 +262,8 @@ def _in_words(details: ErrorDetails) -> str:
         return f"unknown field '{field}'"
     if kind == "value_error":
         return f"field '{field}' {details['ctx']['error']}"
+    if kind == "dataclass_type":  # whose message names a class
+        return f"field '{field}' should be a valid dictionary, got {shown(details['input'])}"
     message = details["msg"].removeprefix("Input ")
     return f"field '{field}' {message[:1].lower()}{message[1:]}, got {shown(details['input'])}"
 

@@ -50,8 +50,7 @@ from heterog.runtime.launch import ALONE_STEPS
 from heterog.runtime.measure.profiler import SHARES
 from heterog.runtime.ranks.testbed import shipped_testbeds
 from heterog.search.judging import EQUALLY_GOOD, NUM_COMPARED, NUM_DRAWS
-from heterog.simulator.evaluation import MEMORY_MARGIN
-from heterog.simulator.evaluator import UNROLLED_STEPS
+from heterog.simulator.evaluator import MEMORY_MARGIN, UNROLLED_STEPS
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 from heterog.units import GIB, MIB
 from heterog.zoo import names as zoo_names

@@ -362,7 +362,7 @@ def test_maskable_ppo_finds_the_optimum_of_the_toy() -> None:
         ("sb3:SAC", "sb3:SAC cannot learn here.*only supports"),
         ("sb3_contrib:RecurrentPPO", "RecurrentPPO cannot learn here"),
         ("sb3:Nobody", "unknown algorithm 'sb3:Nobody'"),
-        ("ppo", "unknown algorithm 'ppo'"),
+        ("pro", "unknown algorithm 'pro'"),
         ("nowhere.py:Mine", "no file 'nowhere.py'"),
     ],
 )

@@ -25,14 +25,7 @@ WHERE = {
     "on the machine with lab.yaml": (FIRST,),  # they share a folder
 }
 
-pytestmark = [
-    THOROUGH,
-    pytest.mark.distributed,
-    pytest.mark.skipif(
-        sys.platform != "linux" or os.geteuid() != 0 or shutil.which("unshare") is None,
-        reason="makes namespaces, which takes root",
-    ),
-]
+HAS_NAMESPACES = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("unshare")
 
 
 class Machine:
@@ -107,7 +100,21 @@ def blocks(heading: str) -> list[tuple[tuple[int, ...], str]]:
     return [(WHERE[where], text) for where, text in found]
 
 
-@pytest.mark.parametrize("engine", ["By torchrun", "By Ray"])
+ENGINES = ("By torchrun", "By Ray")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_both_machines_have_something_to_do(engine: str) -> None:
+    found = blocks(engine)
+    assert {number for where, _ in found for number in where} == {FIRST, SECOND}
+    assert any("heterog" in script for _, script in found)
+    assert not any(written in script for _, script in found for written in ADDRESSES)
+
+
+@THOROUGH
+@pytest.mark.distributed
+@pytest.mark.skipif(not HAS_NAMESPACES, reason="makes namespaces, which takes root")
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_stranger_trains_on_two_machines(
     machines: list[Machine], tmp_path: Path, engine: str
 ) -> None:
