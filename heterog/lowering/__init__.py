@@ -18,11 +18,11 @@ What the kernel does, in program order, for each micro-batch (``walk``):
    that hold parts of one sum. Every replica holds a full-size gradient, whatever its share
    (``gradients``), but for ZeRO (``slices``).
 
-``choice`` is a strategy in the kernel's flat arrays, and the rows that neighbours own, ``tape``
-the kernel's working memory, its output and the order of a device's tasks, ``resident`` the bytes
-that stay on a device for the whole step. Modes rewrite the tape at the end. Each file calls only
-files further down in this list: ``resident``, ``walk``, ``reduce``, ``slices``, ``gradients``,
-``convert``, ``value_collectives``, ``sends``, ``tape``, ``choice``.
+``choice`` is a strategy in the kernel's flat arrays, ``sparse_rows`` those that neighbours own,
+``tape`` the kernel's working memory, its output and the order of a device's tasks, ``resident``
+the bytes that stay on a device for the whole step. Modes rewrite the tape at the end. Each file
+calls only files further down in this list: ``resident``, ``walk``, ``reduce``, ``slices``,
+``gradients``, ``convert``, ``value_collectives``, ``sends``, ``tape``, ``choice``.
 
 A ``program`` is made on the graph's ``tables`` (``value_reads``, ``recuts``, ``sparse_tables``)
 and the traffic of ``channels``; ``folding`` finds devices that do the same, ``space`` has

@@ -1,13 +1,8 @@
-"""A strategy in flat arrays, the input of the lowering kernel.
+"""A strategy in flat arrays, the input of the lowering kernel."""
 
-Where the rows of a sparse matrix are cut, it says how many devices read of each other. Every
-reader's rows are counted once from the entries of the matrix, exactly: for each column how many of
-those before it are read. What it reads of any other range of rows is then a difference.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +12,7 @@ from heterog.lowering.kernel_arguments import by_reference
 from heterog.lowering.kernels import helper
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.recuts import Recut
+from heterog.lowering.sparse_rows import SparseRows
 from heterog.lowering.tables import Domain, GraphTables
 from heterog.lowering.tape import NO_SCHEDULE, Turns, encode_turns
 from heterog.modes.mode import EncodedMode
@@ -30,73 +26,6 @@ from heterog.strategy.division import (
 )
 from heterog.strategy.schedules import PipelineSchedule
 from heterog.strategy.strategy import Decision, Strategy
-
-_MOST_REMEMBERED = 2**25
-"""Most counts that are kept, 8 bytes each: a search needs the same ranges of rows again."""
-
-
-class SparseRows:
-    """Counts rows by divisions, and remembers earlier counts.
-
-    Args:
-        tables: Tables of the graph and its op rules.
-    """
-
-    def __init__(self, tables: GraphTables) -> None:
-        self._tables = tables
-        self._before: dict[tuple[int, int, int], npt.NDArray[np.int64]] = {}
-        self._num_remembered = 0
-
-    def of(self, units: IntArray, unit_begin: IntArray) -> IntArray:
-        """Number of rows of each owner that each reader reads; see ``Choice.sparse_rows``.
-
-        Args:
-            units: Units of each device.  # [num_axes - 1, num_divisions, num_devices]
-            unit_begin: First unit of each device.  # [num_axes - 1, num_divisions, num_devices]
-        """
-        sparse, (num_divisions, num_devices) = self._tables.sparse, units.shape[1:]
-        shape = (len(sparse.axis), num_divisions, num_divisions, num_devices, num_devices)
-        found = np.zeros(shape, np.int32)
-        for matrix, axis in enumerate(sparse.axis.tolist()):
-            begin, count = unit_begin[axis - 1], units[axis - 1]
-            starts, ends = self._row_bounds(matrix, axis, begin, count, is_made=True)
-            own_starts, own_ends = self._row_bounds(matrix, axis, begin, count, is_made=False)
-            for reading, device in np.argwhere(ends > starts).tolist():
-                before = self._read_before(
-                    matrix, int(starts[reading, device]), int(ends[reading, device])
-                )
-                found[matrix, reading, :, device, :] = before[own_ends] - before[own_starts]
-        return found
-
-    def _row_bounds(
-        self, matrix: int, axis: int, unit_begin: IntArray, units: IntArray, *, is_made: bool
-    ) -> tuple[IntArray, IntArray]:
-        """First and last row of each device of each division, of the result or of the input."""
-        sparse = self._tables.sparse
-        size = int(sparse.num_columns[matrix])
-        if is_made:
-            size = int(sparse.first_row[matrix + 1] - sparse.first_row[matrix]) - 1
-        inner = size // int(self._tables.axis_units[axis])
-        begin = unit_begin * inner
-        return begin, begin + units * inner
-
-    def _read_before(self, matrix: int, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """For each column, the number of columns before it that some rows of a matrix read."""
-        key = matrix, begin, end
-        if key not in self._before:
-            sparse = self._tables.sparse
-            size = int(sparse.num_columns[matrix])
-            first, row = int(sparse.first_entry[matrix]), int(sparse.first_row[matrix])
-            entries = first + sparse.row_starts[[row + begin, row + end]]
-            is_read = np.zeros(size, np.bool_)
-            is_read[sparse.columns[entries[0] : entries[1]]] = True
-            if self._num_remembered + size > _MOST_REMEMBERED:
-                self._before.clear()
-                self._num_remembered = 0
-            self._num_remembered += size
-            self._before[key] = np.concatenate([[0], np.cumsum(is_read, dtype=np.int64)])
-        return self._before[key]
-
 
 BoolArray = npt.NDArray[np.bool_]
 MicroBatches = tuple[tuple[int, ...], ...]
@@ -205,9 +134,73 @@ class _Known(NamedTuple):
 
     decision: Decision
     division: int  # its number; equal divisions have the same
-    rings: RingRows
+    sync: int  # number of its way to synchronise
+    rings: IntArray  # numbers
     sharded: int
     recompute: int
+
+
+class _Stack:
+    """Arrays that are alike but for the length of an axis, in room that doubles.
+
+    Args:
+        axis: Axis along which they are stacked.
+    """
+
+    def __init__(self, axis: int) -> None:
+        self._axis, self._size = axis, 0
+        self._room: npt.NDArray[Any] | None = None
+
+    def add(self, array: npt.NDArray[Any]) -> int:
+        """Add an array; returns its first place."""
+        first, axis = self._size, self._axis
+        self._size += array.shape[axis]
+        if self._room is None or self._size > self._room.shape[axis]:
+            shape = (*array.shape[:axis], max(2 * self._size, 16), *array.shape[axis + 1 :])
+            old, self._room = self._room, np.zeros(shape, array.dtype)
+            if old is not None:
+                np.moveaxis(self._room, axis, 0)[:first] = np.moveaxis(old, axis, 0)[:first]
+        np.moveaxis(self._room, axis, 0)[first : self._size] = np.moveaxis(array, axis, 0)
+        return first
+
+    def take(self, places: Sequence[int] | IntArray) -> npt.NDArray[Any]:
+        """What lies at some places, joined."""
+        assert self._room is not None
+        return np.take(self._room, places, axis=self._axis)
+
+
+class _Cuts:
+    """Divisions cut into the same micro-batches; the first one is of constants, still empty."""
+
+    def __init__(self) -> None:
+        self.place: dict[int, int] = {}  # of each division's number
+        self._stacks = _Stack(1), _Stack(1), _Stack(2), _Stack(1)
+
+    def add(self, number: int, rows: DivisionRows) -> None:
+        """Add a division."""
+        if not self.place:
+            none = np.array([-1, -1, 0, 0, -1, -1, -1, -1], np.int32)[:, None, None]
+            self._add(DivisionRows(
+                micro=np.zeros_like(rows.micro),
+                places=np.zeros_like(rows.places) + none,
+                units=np.zeros_like(rows.units),
+                whole=np.array([[0], [-1], [-1]], np.int32),
+            ))  # fmt: skip
+        self.place[number] = self._add(rows)
+
+    def _add(self, rows: DivisionRows) -> int:
+        return max(stack.add(array) for stack, array in zip(self._stacks, rows, strict=True))
+
+    def joined(self, numbers: Iterable[int]) -> DivisionRows:
+        """Some divisions, and that of constants: every device that computes makes them."""
+        places = [*map(self.place.__getitem__, numbers), 0]
+        micro, of_device, units, whole = (stack.take(places) for stack in self._stacks)
+        own = (micro[0] > 0).any(axis=0)  # [num_micro, num_devices]
+        if len(units[0]):  # a device without samples may own units of another axis
+            own |= ((micro[2] > 0) & units[0].any(axis=0)[:, None]).any(axis=0)
+        micro[0, -1] = micro[2, -1] = own
+        of_device[3, -1] = units[0, :, -1] = own.any(axis=0)
+        return DivisionRows(micro, of_device, units, whole)
 
 
 class Decided(NamedTuple):
@@ -237,12 +230,17 @@ class Encoder:
         self._has_scatters = bool((tables.op_recut == Recut.SUMMED).any())
         self._has_exchanges = bool((tables.op_recut == Recut.EXCHANGED).any())
         self._axes = tuple(int(units) for units in tables.axis_units[1:])
-        self._known: dict[tuple[int, bool], _Known] = {}
-        self._rings: dict[tuple[object, ...], RingRows] = {}
         self._divisions: list[Division] = []
         self._division_numbers: dict[Division, int] = {}
-        self._rows: dict[MicroBatches, dict[int, DivisionRows]] = {}
+        self._cuts: dict[MicroBatches, _Cuts] = {}
         self._sparse_rows = SparseRows(tables)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._known: dict[tuple[int, bool], _Known] = {}
+        self._syncs: dict[tuple[object, ...], tuple[int, IntArray]] = {}
+        self._counts, self._channels_of_rings = _Stack(1), _Stack(1)
+        self._rings = tuple(_Stack(0) for _ in range(5))  # the other fields of ``RingRows``
 
     def encode(
         self,
@@ -268,62 +266,63 @@ class Encoder:
         """
         decisions, of_group = decided
         if len(self._known) >= _MOST_KNOWN:
-            self._known.clear()
-            self._rings.clear()
-        if len(self._rows) > _MOST_TABLES:
-            self._rows.clear()
+            self._forget()
+        if len(self._cuts) > _MOST_TABLES:
+            self._cuts.clear()
         known = [self._of_decision(each, within_teams) for each in decisions]
         numbers: dict[int, int] = {}  # of divisions: place in the choice
         of_decision = [numbers.setdefault(each.division, len(numbers)) for each in known]
         divisions = [self._divisions[number] for number in numbers]
         sizes = micro_sizes(micro_batches, divisions, self._tables.batch_size)
-        rows = self._rows.setdefault(micro_batches, {})
-        for number, each in zip(numbers, divisions, strict=True):
-            if number not in rows:
-                rows[number] = self._division(each, micro_batches, sizes)
-        micro, places, units, whole = self._joined([rows[number] for number in numbers])
+        cuts = self._cuts.setdefault(micro_batches, _Cuts())
+        for number, own in zip(numbers, divisions, strict=True):
+            if number not in cuts.place:
+                cuts.add(number, self._division(own, micro_batches, sizes))
+        rows = cuts.joined(numbers)
         division = np.append(np.array(of_decision)[of_group], len(numbers)).astype(np.int32)
-        own, own_begin, team_samples, team_begin = micro
-        shares = own
+        shares, _, team_samples, _ = rows.micro
         if self._axes:
-            has_samples = team_samples > 0
-            shares = np.concatenate([own, *(each[:, None] * has_samples for each in units[0])])
-        team, position, size, member, *channels = places
-        rings = [each.rings for each in known]
+            units = (each[:, None] * (team_samples > 0) for each in rows.units[0])
+            shares = np.concatenate([shares, *units])
         return Choice(
             num_micro=len(sizes) or 1,
             num_steps=num_steps,
             bucket_bytes=float(bucket_bytes),
             division=division,
             shares=shares,
-            member=member > 0,
-            teams=Teams(
-                num_teams=whole[0],
-                number=team,
-                position=position,
-                size=size,
-                own_begin=own_begin,
-                samples=team_samples,
-                begin=team_begin,
-                units=self._by_row(units[0]),
-                unit_begin=self._by_row(units[1]),
-                reduce_channel=channels[0],
-                gather_channel=channels[1],
-                scatter_channel=channels[2],
-                exchange_channel=channels[3],
-            ),
+            member=rows.places[3] > 0,
+            teams=self._teams(rows),
             sharded=np.array([each.sharded for each in known], np.int32)[of_group],
-            sync_class=_sync_classes(rings)[of_group],
+            sync_class=_sync_classes(known)[of_group],
             recompute=np.array([each.recompute for each in known], np.int32)[of_group],
             run=self._runs(schedule.chunk_starts),
-            rings=_joined_rings(rings, of_group),
-            reduce_channel=whole[1],
-            gather_channel=whole[2],
+            rings=self._joined_rings(known, of_group),
+            reduce_channel=rows.whole[1],
+            gather_channel=rows.whole[2],
             home=home,
             stands_for=np.ones(self._num_devices, np.int32),
             turns=self._turns(schedule, decided, division, shares),
-            sparse_rows=self._sparse_rows.of(*units),
+            sparse_rows=self._sparse_rows.of(*rows.units),
             num_slice_lanes=_num_slice_lanes(decisions),
+        )
+
+    def _teams(self, rows: DivisionRows) -> Teams:
+        _, own_begin, samples, begin = rows.micro
+        number, position, size, _, *channels = rows.places
+        return Teams(
+            num_teams=rows.whole[0],
+            number=number,
+            position=position,
+            size=size,
+            own_begin=own_begin,
+            samples=samples,
+            begin=begin,
+            units=self._by_row(rows.units[0]),
+            unit_begin=self._by_row(rows.units[1]),
+            reduce_channel=channels[0],
+            gather_channel=channels[1],
+            scatter_channel=channels[2],
+            exchange_channel=channels[3],
         )
 
     def _runs(self, chunk_starts: Sequence[int]) -> IntArray:
@@ -340,41 +339,49 @@ class Encoder:
         if key not in self._known:
             division, sync = decision.division, decision.sync
             of_rings = division, sync, decision.slices, decision.slice_groups, within_teams
-            if of_rings not in self._rings:
-                self._rings[of_rings] = self._new_rings(decision, within_teams)
+            if of_rings not in self._syncs:
+                self._syncs[of_rings] = self._add_rings(self._new_rings(decision, within_teams))
+            number, rings = self._syncs[of_rings]
             if division not in self._division_numbers:
                 self._division_numbers[division] = len(self._divisions)
                 self._divisions.append(division)
             self._known[key] = _Known(
                 decision=decision,
                 division=self._division_numbers[division],
-                rings=self._rings[of_rings],
+                sync=number,
+                rings=rings,
                 sharded=int(sync.sharded),
                 recompute=int(decision.recompute * (1 + decision.keeps)),
             )
         return self._known[key]
 
-    def _joined(self, rows: list[DivisionRows]) -> DivisionRows:
-        """Some divisions, and that of constants: every device that computes makes them."""
-        nothing = DivisionRows(
-            micro=np.zeros_like(rows[0].micro),
-            places=np.array([-1, -1, 0, 0, -1, -1, -1, -1], np.int32)[:, None, None].repeat(
-                self._num_devices, axis=2
-            ),
-            units=np.zeros_like(rows[0].units),
-            whole=np.array([[0], [-1], [-1]], np.int32),
+    def _add_rings(self, rows: RingRows) -> tuple[int, IntArray]:
+        """Number of a way to synchronise, and those of its rings."""
+        counts, channels, *others = rows
+        first = self._channels_of_rings.add(channels)
+        for stack, array in zip(self._rings, others, strict=True):
+            stack.add(array)
+        return self._counts.add(counts), np.arange(first, first + channels.shape[1])
+
+    def _joined_rings(self, known: Sequence[_Known], of_group: IntArray) -> Rings:
+        """The rings of all decisions, those of a domain one after another."""
+        counts, between = self._counts.take([each.sync for each in known])
+        ends = np.cumsum(counts + between, dtype=np.int32).reshape(counts.shape)
+        numbers = np.concatenate([each.rings for each in known])
+        first_channel, second_channel = self._channels_of_rings.take(numbers)
+        part, member, is_once, is_whole, slice_part = (each.take(numbers) for each in self._rings)
+        return Rings(
+            first=(ends - between - counts)[of_group],
+            end=(ends - between)[of_group],
+            end_between=ends[of_group],
+            first_channel=first_channel,
+            second_channel=second_channel,
+            part=part,
+            member=member,
+            is_once=is_once,
+            is_whole=is_whole,
+            slice_part=slice_part,
         )
-        each = [*rows, nothing]
-        micro = np.concatenate([row.micro for row in each], axis=1)
-        places = np.concatenate([row.places for row in each], axis=1)
-        units = np.concatenate([row.units for row in each], axis=2)
-        own = (micro[0] > 0).any(axis=0)  # [num_micro, num_devices]
-        if self._axes:  # a device without samples may own units of another axis
-            own |= ((micro[2] > 0) & units[0].any(axis=0)[:, None]).any(axis=0)
-        micro[0, -1] = micro[2, -1] = own
-        places[3, -1] = units[0, :, -1] = own.any(axis=0)
-        whole = np.concatenate([row.whole for row in each], axis=1)
-        return DivisionRows(micro, places, units, whole)
 
     def _by_row(self, units: IntArray) -> IntArray:
         """Units of every axis, the batch first, of which there are none, by row.
@@ -466,29 +473,10 @@ class Encoder:
         )
 
 
-def _sync_classes(rings: Sequence[RingRows]) -> IntArray:
+def _sync_classes(known: Sequence[_Known]) -> IntArray:
     """A number for each way to synchronise; groups with the same one may share buckets."""
     numbers: dict[int, int] = {}
-    return np.array([numbers.setdefault(id(each), len(numbers)) for each in rings], np.int32)
-
-
-def _joined_rings(found: Sequence[RingRows], of_group: IntArray) -> Rings:
-    """The rings of all decisions, those of a domain one after another."""
-    counts, between = np.concatenate([rows.counts for rows in found], axis=1)
-    ends = np.cumsum(counts + between, dtype=np.int32).reshape(counts.shape)
-    channels = np.concatenate([rows.channels for rows in found], axis=1)
-    return Rings(
-        first=(ends - between - counts)[of_group],
-        end=(ends - between)[of_group],
-        end_between=ends[of_group],
-        first_channel=channels[0],
-        second_channel=channels[1],
-        part=np.concatenate([rows.part for rows in found]),
-        member=np.concatenate([rows.member for rows in found]),
-        is_once=np.concatenate([rows.is_once for rows in found]),
-        is_whole=np.concatenate([rows.is_whole for rows in found]),
-        slice_part=np.concatenate([rows.slice_part for rows in found]),
-    )
+    return np.array([numbers.setdefault(each.sync, len(numbers)) for each in known], np.int32)
 
 
 def _rings_between(copies: Sequence[Ring]) -> list[Ring]:

@@ -227,16 +227,15 @@ class StrategySpace:
             numbers: The different ones.
             tables: Tables with op rules; parameters that these cut into slices have none.
         """
-        served = [number for number in numbers if self.candidates[number].sync.is_served]
-        if not served:
+        decisions = [self.candidates[number] for number in numbers]
+        if not any(each.sync.is_served for each in decisions):
             return self._no_homes
-        homes = self._no_homes.copy()
-        of_parameter = row[self._tables.parameter_group]
-        for number in served:
-            devices = self.candidates[number].devices
-            if len(devices) > 1:
-                own = np.flatnonzero(of_parameter == number)
-                homes[own] = self._balanced(devices)[own]
+        of_decision = np.stack([
+            self._balanced(each.devices) if each.sync.is_served and len(each.devices) > 1
+            else self._no_homes for each in decisions
+        ])  # fmt: skip
+        group = np.searchsorted(numbers, row)[self._tables.parameter_group]
+        homes: IntArray = of_decision[group, np.arange(len(group))]
         homes[tables.parameter_axis >= 0] = REPLICATED
         return homes
 

@@ -514,16 +514,17 @@ class PriceTable:
             key = used.tobytes()
         found = self._channel_prices.pop(key, None)
         if found is None:
-            found = self._prices_of(np.arange(count, dtype=np.int32) if used is None else used)
+            found = self._every_price() if used is None else self._prices_of(used)
             if len(self._channel_prices) >= _MOST_PRICE_LISTS:
                 del self._channel_prices[next(iter(self._channel_prices))]
         self._channel_prices[key] = found
         return found
 
+    def _every_price(self) -> ChannelPrices:
+        return self.pricer.prices([self._channels[n] for n in range(len(self._channels))])
+
     def _prices_of(self, used: IntArray) -> ChannelPrices:
-        """Prices of channels; where they are many, transfers over the same links only once."""
-        if len(used) <= MOST_PRICED:
-            return self.pricer.prices([self._channels[number] for number in used.tolist()])
+        """Prices of channels, transfers over the same links only once."""
         first, number = self._channels.over_same_links(used)
         firsts = [self._channels[each] for each in used[first].tolist()]
         return _of_all(self.pricer.prices(firsts), first, number, used, self._channels)
