@@ -149,8 +149,8 @@ def attend(
     scores = scores.masked_fill(~is_real[:, None, None], -torch.inf)
     weight = (scores / size**0.5).softmax(dim=3)
     seen = (weight * by_feature).sum(dim=4).permute(1, 2, 3, 0)  # [B, heads, T, F]
-    out = weight @ value + seen @ edge.mT
-    return out.transpose(1, 2).flatten(2)
+    out: Tensor = (weight @ value + seen @ edge.mT).transpose(1, 2).flatten(2)
+    return out
 
 
 class _Round(nn.Module):

@@ -44,7 +44,7 @@ class PartLoads(NamedTuple):
 
 
 @helper
-def _most(filled: Filled, device: int, row: int, adds_up: bool) -> float:
+def _most(filled: Filled, device: int, row: int, adds_up: bool) -> np.float32:
     """What a device holds at the peak, with nothing added."""
     held = filled.start[device] + filled.state[device, row]
     saved, gradient = filled.saved[device, row], filled.gradient[device, row]
@@ -61,7 +61,7 @@ def _most_with(
     row: int,
     load: int,
     adds_up: bool,
-) -> float:
+) -> np.float32:
     """What a device holds at the peak with another block under a load."""
     gradient = block[GRADIENT] * loads.holds[load, device]
     state = block[STATE] * loads.state[load, device]

@@ -320,9 +320,10 @@ class Observer:
         compute, sync = self.compute_seconds, self.sync_seconds
         ideal = 1.0 / (1.0 / np.maximum(self.whole, 1e-15)).sum(axis=0)
         usable, member = memory.usable_bytes[self._different], self.member
+        per_sample = np.asarray(memory.saved_bytes_per_sample, np.float64)
         worst = np.empty((num, len(table)))
         filled = np.zeros((len(table), len(usable)))
-        for block, held in enumerate(self._held(memory.saved_bytes_per_sample)):
+        for block, held in enumerate(self._held(per_sample)):
             worst[block] = (held / usable).max(axis=1)
             filled += held
         scale = num / self.bound_s

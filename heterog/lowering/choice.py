@@ -357,11 +357,11 @@ class Encoder:
 
     def _add_rings(self, rows: RingRows) -> tuple[int, IntArray]:
         """Number of a way to synchronise, and those of its rings."""
-        counts, channels, *others = rows
-        first = self._channels_of_rings.add(channels)
+        others: Sequence[npt.NDArray[Any]] = rows[2:]
+        first, count = self._channels_of_rings.add(rows.channels), rows.channels.shape[1]
         for stack, array in zip(self._rings, others, strict=True):
             stack.add(array)
-        return self._counts.add(counts), np.arange(first, first + channels.shape[1])
+        return self._counts.add(rows.counts), np.arange(first, first + count, dtype=np.int32)
 
     def _joined_rings(self, known: Sequence[_Known], of_group: IntArray) -> Rings:
         """The rings of all decisions, those of a domain one after another."""

@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ def test_probabilities_of_all_rows_sum_to_one(config: PolicyConfig) -> None:
 def test_messages_between_all_nodes_are_those_along_each_edge() -> None:
     """Of two pairs of different sizes, so that one is padded."""
     observations = [language_pair().observation, toy_pair().observation]
-    encoder = make_policy(SMALL).encoder
+    encoder: Any = make_policy(SMALL).encoder
     graphs, seen = PairBatch(observations).graphs, []
     along = encoder.rounds[0].convolve
     x = {kind: torch.randn(graphs[kind].num_nodes, SMALL.width) for kind in ("block", "device")}
