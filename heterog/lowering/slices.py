@@ -1,10 +1,8 @@
 """Lowering of ZeRO: parameters, gradients, optimizer state in slices (Rajbhandari et al. 2020).
 
-Parameters whose gradients are summed over devices lie in *buckets*, as for other synchronisations;
-a bucket is named by its first parameter. In stage 3 none reaches beyond a layer of the model, or
-what is between two (``layer_runs``): FSDP2 gathers a transformer block at once. Each device owns
-the slice of a bucket that its decision says, steps it alone and keeps the optimizer's state of it
-alone. With n devices, payload S:
+Parameters whose gradients are summed over devices lie in *buckets*, named by the first of them;
+those of stage 3 end with a layer of the model (``layer_runs``). Each device owns a slice of a
+bucket, as decided, and steps and keeps the state of it alone. With n devices, payload S:
 
 - stage 1: once per step, reduce-scatter of the gradients that micro-batches have added up, update
   of the slices, all-gather of the parameters.
