@@ -209,6 +209,12 @@ def _issuer(
     return issue
 
 
+def _wait(communicator: Communicator, pending: Sequence[Pending]) -> None:
+    for each in pending:
+        each.wait()
+    communicator.flush()
+
+
 def _while_computing(
     cluster: Cluster,
     communicator: Communicator,
@@ -238,11 +244,6 @@ def _while_computing(
         while not waiting.done():
             compute_for(1)
 
-    def wait(pending: Sequence[Pending]) -> None:
-        for each in pending:
-            each.wait()
-        communicator.flush()
-
     dist.barrier()
     if communicator.rank in devices:
         with ThreadPoolExecutor(1) as waiter:
@@ -250,7 +251,8 @@ def _while_computing(
             compute_until(waiter.submit(time.sleep, _BUSY_S))
             for _ in range(_NUM_BURSTS):
                 begin = time.perf_counter()
-                compute_until(waiter.submit(wait, [issue() for _ in range(_NUM_OPERATIONS)]))
+                pending = [issue() for _ in range(_NUM_OPERATIONS)]
+                compute_until(waiter.submit(_wait, communicator, pending))
                 bursts.append((time.perf_counter() - begin) / _NUM_OPERATIONS)
         # One after another, as gradients become ready: each wakes its own threads. None is waited
         # for, as ranks do not wait either.
@@ -258,7 +260,7 @@ def _while_computing(
         for _ in range(_NUM_BURSTS * _NUM_OPERATIONS):
             pending.append(issue())
             computed += compute_for(_NUM_PRODUCTS)
-        wait(pending)
+        _wait(communicator, pending)
         if not is_accelerated(square):
             used = (time.process_time() - cpu - computed) / (_NUM_BURSTS * _NUM_OPERATIONS)
     dist.barrier()
