@@ -21,6 +21,7 @@ from heterog.graph.sharding_rules import RuleResult, Special, claims_checked, pr
 from heterog.graph.sharding_rules.creation import FILLS
 from heterog.graph.sharding_rules.indexing import INDEXED, split_by_own_rows
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES, MEAN, NO_REDUCTION
+from heterog.graph.sharding_rules.table import INSIDE_TEAMS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -339,8 +340,8 @@ def built_in_rule(
         found = propagate(call, given, batch_size)
     except GraphError as error:
         raise GraphError(f"{name}: {error}") from error
-    if found is None or found.special == Special.NUMBERS_OF_ROWS:
-        return None  # numbers of rows are gathered inside of teams
+    if found is None or found.special in INSIDE_TEAMS:
+        return None
     claimed = len(call.inputs), len(call.outputs)
     wanted = len(found.inputs), len(found.outputs)
     if claimed != wanted:

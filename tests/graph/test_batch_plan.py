@@ -13,6 +13,7 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.sharding_rules import Special
+from heterog.graph.sharding_rules.table import INSIDE_TEAMS
 from heterog.graph.workload import Workload
 
 
@@ -138,6 +139,34 @@ class Penalised(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.linear(x), 0.1 * self.linear.weight.square().sum()
+
+
+def test_rows_that_edges_name_are_taken_of_the_whole_batch() -> None:
+    """Nodes are the samples, edges are not: a message may come from another rank's node."""
+
+    class Neighbours(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            for layer in self.layers:
+                rows = edges[1].unsqueeze(-1).expand(-1, 3)
+                x = layer(x.new_zeros(x.shape).scatter_add(0, rows, x[edges[0]]))
+            return x
+
+    batch = torch.zeros(6, 3), torch.zeros(2, 9, dtype=torch.int64), torch.zeros(6, 3)
+    graph = capture(
+        Workload(
+            Neighbours, batch, functional.mse_loss, torch.optim.SGD, {"lr": 0.1},
+            batch_dims={0: 0, 1: None, 2: 0},
+        )
+    )  # fmt: skip
+    plan = batch_plan(graph)
+    kinds = [op.kind for op in graph.ops]
+    backward = kinds.index("gather.default")
+    assert {place.kind for place in plan.needed[backward]} == {"R"}
+    assert INSIDE_TEAMS.isdisjoint(plan.specials)
 
 
 def test_a_penalty_on_the_weights_leaves_the_loss_and_its_gradients_sums() -> None:

@@ -68,6 +68,11 @@ class Special(StrEnum):
     SHARED_RANDOM_STREAM = "shared_random_stream"
 
 
+INSIDE_TEAMS = frozenset({Special.CAUSAL_ROWS, Special.OWN_WORDS, Special.NUMBERS_OF_ROWS})
+"""What a device does that knows where its units begin, or those that have the others: members of a
+team do, devices with samples of the batch do not."""
+
+
 @dataclass(frozen=True, slots=True)
 class RuleResult:
     """One legal way to run an op along one mesh axis.

@@ -25,7 +25,7 @@ from heterog.graph.sharding_rules import (
     local_shape,
 )
 from heterog.graph.sharding_rules.legal import halo_dim
-from heterog.graph.sharding_rules.table import positions
+from heterog.graph.sharding_rules.table import INSIDE_TEAMS, positions
 from heterog.runtime.step.attention import ATTENTION
 from heterog.runtime.step.causal_rows import on_causal_rows, on_masked_rows
 from heterog.runtime.step.own_words import numbers_of_rows, on_own_words
@@ -38,7 +38,6 @@ _RESHAPES = frozenset({"view.default", "_unsafe_view.default"})
 _SUM_REDUCTION = 2
 _RANDOM = frozenset({Special.OWN_RANDOM_STREAM, Special.SHARED_RANDOM_STREAM})
 _OF_POSITION = frozenset({Special.CAUSAL_ROWS, Special.OWN_WORDS})
-_OF_PARTS = _OF_POSITION | {Special.NUMBERS_OF_ROWS}
 _AROUND = frozenset({Special.OWN_ROWS, Special.MEAN_TO_SUM})
 """What is done before or after a kernel, on any share."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -275,7 +274,7 @@ class LocalOp:
         leaves_out = any(
             rule.special == Special.BIAS_ON_ONE_RANK and not enters for rule, enters in rules
         )
-        is_part = extent.units < self.whole.units and self.specials & _OF_PARTS
+        is_part = extent.units < self.whole.units and self.specials & INSIDE_TEAMS
         if self.has_windows or leaves_out or is_part or self.specials & _AROUND:
             run = partial(
                 self,
