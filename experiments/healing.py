@@ -150,7 +150,7 @@ class Nodes:
     def announce(self, number: int) -> None:
         """Announce the end of a node: to its actor, or to Ray, which drains every second one."""
         if number % 2:
-            from ray._raylet import GcsClient
+            from ray._raylet import GcsClient  # type: ignore[attr-defined]
             from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
             reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")

@@ -108,7 +108,7 @@ def _candidates(plan: Plan) -> Iterator[Layout]:
         try:
             yield replace(
                 usual,
-                **teams,
+                **teams,  # type: ignore[arg-type]
                 schedule=name,
                 chunks=chunks if chunks > 1 else 0,
                 layers=counts if len(counts) == len(stages) * chunks else (),

@@ -83,10 +83,10 @@ def test_ranks_are_processes_with_their_own_everything(
     monkeypatch.chdir(tmp_path)
     words = [Path(f"{rank}.words") for rank in range(3)]
     ranks = []
-    for rank in range(3):
-        own = {**variables, "RANK": str(rank)}
-        ranks.append(start(forks, own, words[rank], str(rank), "a b"))
-        if rank == 1:
+    for number in range(3):
+        own = {**variables, "RANK": str(number)}
+        ranks.append(start(forks, own, words[number], str(number), "a b"))
+        if number == 1:
             forks.warm("job_of_forks", "a")
     assert [rank.wait(WAIT_S) for rank in ranks] == [0, 1, 2]
     assert [rank.poll() for rank in ranks] == [0, 1, 2], "told as often as it is asked for"
