@@ -4,7 +4,8 @@
 of the best draws, refines the best rows for a bounded number of simulated tasks and hands over
 four (``proposals``, ``op_level``). No baseline is among them and none is improved. Beside other
 methods an answer is whole or not begun: ``auto`` gives it the seconds that it takes
-(``whole_s``), or none. Asked again, ``agent`` makes further draws.
+(``whole_s``), or none. Asked again, ``agent`` makes further draws. Beside the draws, whole plans
+are drafted, and the best of these finished by a few moves (``beginnings``).
 ``agent+search`` gives the same proposals to local search as seeds, lets its moves use parts of
 further draws, so that the policy's probabilities order them, and has them led by the policy that
 improves plans (``improver``).
@@ -12,12 +13,15 @@ improves plans (``improver``).
 torch is imported when one is asked to plan.
 """
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from heterog.agents.beginnings import DraftAgent, Score, by_closed_form
+from heterog.agents.op_level import NUM_RETURNED
 from heterog.agents.proposals import (
     MANY_DEVICES,
     NUM_SAMPLES,
@@ -26,7 +30,7 @@ from heterog.agents.proposals import (
     answer_s,
 )
 from heterog.methods.local_search.planner import LocalSearch
-from heterog.methods.planner import Budget, Planner, PlanResult, Problem
+from heterog.methods.planner import Budget, Candidate, Planner, PlanResult, Problem
 from heterog.methods.registry import Methods, built_in_methods
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.evaluator import Evaluator
@@ -41,7 +45,9 @@ LEARNED = ("agent", "agent+search")
 NUM_PROPOSALS = 256
 MOST_DEVICES = 1024
 """An answer for 836 takes about ten seconds."""
-_LAST_S, _HAS_ASKED = "last_s", "has_asked"  # in a method's memory
+LEAST_FOR_DRAFTS = 64
+"""Fewest evaluations that are left of a budget for which drafts are tried, too."""
+_LAST_S, _HAS_ASKED, _HAS_DRAFTED = "last_s", "has_asked", "has_drafted"  # in a method's memory
 _TOO_MANY = PlanResult(
     candidates=(),
     num_evaluations=0,
@@ -130,6 +136,7 @@ class Agent(Planner):
         policy: Name of a shipped policy, a file, or the network itself.
         name: Name of the method.
         num_samples: Number of draws, the greedy one included.
+        score: What chooses the drafts that are tried beside the draws; ``None`` for no drafts.
     """
 
     stage = "zero_shot"
@@ -142,10 +149,11 @@ class Agent(Planner):
         *,
         name: str = "agent",
         num_samples: int = NUM_SAMPLES,
+        score: Score | None = None,
     ) -> None:
         self.name = name
         self.policy = policy
-        self._num_samples = num_samples
+        self._num_samples, self._score = num_samples, score
 
     def prepare(self, evaluator: Evaluator) -> None:
         """Import what a policy needs, and load it."""
@@ -166,9 +174,18 @@ class Agent(Planner):
         proposals = problem.resumed(lambda asked: _make(self.policy, asked, self._num_samples))
         found = _more(proposals, self.policy, problem, self._num_samples)
         problem.memory[_LAST_S] = spending.seconds * (1.0 if found.is_whole else 2.0)
+        drafted = _NO_DRAFTS
+        rest = replace(
+            problem, budget=_left(problem.budget, found.num_evaluations, spending.seconds)
+        )
+        is_due = not problem.memory.get(_HAS_DRAFTED)
+        # Drafts take about as long; beside other methods they wait for when there is time.
+        if self._score and is_due and not _is_too_short(answer_s(problem.evaluator), rest):
+            drafted = _drafted(rest, self._score)
+            problem.memory[_HAS_DRAFTED] = True
         return PlanResult(
-            candidates=found.candidates,
-            num_evaluations=found.num_evaluations,
+            candidates=_best((*found.candidates, *drafted.candidates)),
+            num_evaluations=found.num_evaluations + drafted.num_evaluations,
         )
 
 
@@ -179,6 +196,7 @@ class AgentSearch(Planner):
         policy: Name of a shipped policy, a file, or the network itself.
         name: Name of the method.
         is_led: Whether the shipped ``improver`` leads its moves.
+        score: As for ``Agent``; where other methods have searched before, it begins from theirs.
     """
 
     stage = "search"
@@ -193,10 +211,11 @@ class AgentSearch(Planner):
         *,
         name: str = "agent+search",
         is_led: bool = True,
+        score: Score | None = None,
     ) -> None:
         self.name = name
         self.policy = policy
-        self._is_led = is_led
+        self._is_led, self._score = is_led, score
 
     def prepare(self, evaluator: Evaluator) -> None:
         """Import what a policy needs, and load it."""
@@ -227,6 +246,10 @@ class AgentSearch(Planner):
         )
         found = ask(self.policy, asked)
         problem.memory[_HAS_ASKED] = found.is_whole
+        drafted = _NO_DRAFTS
+        if self._score is not None and not problem.seeds:
+            rest = _left(problem.budget, found.num_evaluations, spending.seconds)
+            drafted = _drafted(replace(problem, budget=rest.part(0.5)), self._score)
         rng = np.random.default_rng([problem.seed, NUM_PROPOSALS])
         rows = draw(found.scores, found.pair, NUM_PROPOSALS, rng).rows
         table = found.pair.table
@@ -236,13 +259,19 @@ class AgentSearch(Planner):
         seeds = tuple(
             replace(candidate, orders=(problem.first_order,)) for candidate in found.candidates
         )
-        rest = _left(problem.budget, found.num_evaluations, spending.seconds)
+        num_evaluations = found.num_evaluations + drafted.num_evaluations
+        rest = _left(problem.budget, num_evaluations, spending.seconds)
         searched = self._search().plan(
-            replace(problem, budget=rest, seeds=(*seeds, *problem.seeds), proposals=proposals)
+            replace(
+                problem,
+                budget=rest,
+                seeds=(*seeds, *drafted.candidates, *problem.seeds),
+                proposals=proposals,
+            )
         )
         return PlanResult(
-            candidates=(*searched.candidates, *found.candidates[:1]),
-            num_evaluations=found.num_evaluations + searched.num_evaluations,
+            candidates=(*searched.candidates, *found.candidates[:1], *drafted.candidates[:1]),
+            num_evaluations=num_evaluations + searched.num_evaluations,
         )
 
     def _search(self) -> LocalSearch:
@@ -251,6 +280,28 @@ class AgentSearch(Planner):
         from heterog.agents.improver import led_by, load_improver
 
         return LocalSearch(led_by(load_improver()))
+
+
+_NO_DRAFTS = PlanResult(candidates=(), num_evaluations=0)
+
+
+def _best(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """The best few by the referee; those that it has not judged come last."""
+    unknown = math.inf, math.inf
+    ranked = sorted(
+        candidates, key=lambda each: unknown if each.judged is None else each.judged.preference
+    )
+    return tuple(ranked[:NUM_RETURNED])
+
+
+def _drafted(problem: Problem, score: Score) -> PlanResult:
+    """The best drafts, finished by led moves; none if hardly an evaluation is left for them."""
+    from heterog.agents.improver import led_by, load_improver
+
+    evaluations = problem.budget.evaluations
+    if evaluations is not None and evaluations < LEAST_FOR_DRAFTS:
+        return _NO_DRAFTS
+    return DraftAgent(score, lead=led_by(load_improver())).plan(problem)
 
 
 def _prepare(policy: "str | Policy", evaluator: Evaluator) -> None:
@@ -284,7 +335,7 @@ def policy_methods(policy: str = DEFAULT_POLICY) -> tuple[Agent, AgentSearch]:
     """
     if policy != DEFAULT_POLICY:
         _policies.get(policy)
-    return Agent(policy), AgentSearch(policy)
+    return Agent(policy, score=by_closed_form), AgentSearch(policy, score=by_closed_form)
 
 
 def default_methods(policy: str = DEFAULT_POLICY) -> Methods:

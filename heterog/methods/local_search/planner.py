@@ -173,10 +173,18 @@ class Search:
 
     def run(self, problem: Problem) -> PlanResult:
         """Search with a problem's budget, which may be a later problem than the first."""
+        self.advance(problem)
+        return self.result()
+
+    def advance(self, problem: Problem) -> None:
+        """Search with a problem's budget, without handing anything over."""
         if problem is not self.problem:  # making the search counts for the first one
             self.problem, self.spending = problem, problem.spend()
         with self.spending.limits():
             self._search()
+
+    def result(self) -> PlanResult:
+        """The best few different strategies so far, made simpler while there is budget."""
         # Without time for the referee, the engine's results go to whoever judges later.
         best = [state for _, state in (self.referee.best or self.engine.best)[:NUM_RETURNED]]
         with self.spending.limits():

@@ -1,0 +1,255 @@
+"""Tries drafts of a problem: the most promising of many, then variants of the best of these.
+
+A closed form scores drafts, or a policy (``beginner``); what is drawn, varied and tried is the
+same. The referee judges, and a local search goes on from what it has judged. Drafts are tried as
+Plackett and Luce draw them, one after another without being put back, by the softmax of the scores
+of those that are left: the first K of the scores with Gumbel noise are such a draw. So a few
+hundred whole plans are scored in one batch, as Ansor chooses programs (Zheng et al. 2020, section
+5), and nothing is decided before what follows from it is known.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from heterog.agents.draft_views import DraftTable, DraftViews
+from heterog.agents.drafts import Draft, Drafter
+from heterog.lowering.program import FloatArray
+from heterog.methods.local_search.neighbours import State
+from heterog.methods.local_search.planner import NUM_RETURNED, Lead, Search
+from heterog.methods.planner import Budget, Candidate, Planner, PlanResult, Problem
+
+SHARPNESS = 8.0
+"""Weight of a logarithm of seconds in a score: a tenth longer is half as likely."""
+NUM_DRAWN, NUM_TRIED = 384, 24
+"""Drafts that are drawn and scored, and those that are simulated."""
+NUM_VARIED, NUM_VARIANTS, ROUNDS = 160, 12, 3
+"""Variants that are scored and that are simulated, in each of some rounds."""
+NUM_PARENTS = 6
+"""Drafts, the best ones, whose variants are tried."""
+LEAST_TRIED = 6
+MOST_TASKS = 1_500_000
+"""Simulated tasks after which no more drafts are tried, but so many at least."""
+LARGEST = 250_000
+"""Most tasks of a draft that is simulated, if few of its devices do alike: half a second."""
+NUM_MOVES, LEAST_MOVES = 64, 4
+"""Moves of a local search that finishes the best drafts: fewer where a simulation takes longer."""
+LIMIT = 1.5
+"""Times the best step so far above which nobody asks how slow a draft is."""
+
+
+Score = Callable[[DraftTable], FloatArray]
+"""Scores of the drafts of a table."""
+
+
+def by_closed_form(table: DraftTable) -> FloatArray:
+    """Scores by the closed form alone."""
+    return -SHARPNESS * table.estimates.astype(np.float64)
+
+
+def chosen(
+    scores: FloatArray,
+    count: int,
+    rng: np.random.Generator,
+    shapes: Sequence[Hashable] = (),
+    most: int = 2,
+) -> list[int]:
+    """Numbers of drafts to try: a half the best, the others drawn; see the module docstring.
+
+    Args:
+        scores: Score of each draft.
+        count: Most numbers.
+        rng: Generator of the draws.
+        shapes: What some drafts have in common; by default nothing.
+        most: Most drafts of a shape, until there are no others.
+    """
+    noisy = scores + rng.gumbel(size=len(scores))
+    found: dict[int, None] = {}
+    left: list[int] = []
+    seen: Counter[Hashable] = Counter()
+    for order, until in ((scores, (count + 1) // 2), (noisy, count)):
+        for number in np.argsort(-order, kind="stable").tolist():
+            if len(found) >= until:
+                break
+            shape = shapes[number] if shapes else number
+            if number not in found and seen[shape] < most:
+                seen[shape] += 1
+                found[number] = None
+            elif number not in found:
+                left.append(number)
+    return [*found, *dict.fromkeys(n for n in left if n not in found)][:count]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A draft that was tried.
+
+    Attributes:
+        draft: The draft.
+        state: The point of the search that it describes.
+        cost: Seconds of its step, more where memory is missing; perhaps only a lower bound.
+    """
+
+    draft: Draft
+    state: State
+    cost: float
+
+
+class Beginnings:
+    """Drafts of a problem that were tried, by the referee.
+
+    Args:
+        search: Search whose judges are asked, so that it goes on from what was tried.
+        score: Scores drafts.
+        seed: Seed of all draws.
+        limit: Times the best step so far above which a draft may be given up.
+
+    Attributes:
+        drafter: Where drafts come from.
+        views: What is seen of them.
+        found: What was tried.
+        most_tasks: Simulated tasks after which no more drafts are tried.
+        is_over: Function that says whether no more may be tried for another reason.
+    """
+
+    def __init__(self, search: Search, score: Score, seed: int, *, limit: float = LIMIT) -> None:
+        self._search, self._score, self._limit = search, score, limit
+        self._rng = np.random.default_rng([seed, 21])
+        self.drafter = Drafter(search, self._rng)
+        self.views = DraftViews(self.drafter)
+        self.found: dict[Draft, Begun] = {}
+        self.most_tasks = math.inf
+        self.is_over: Callable[[], bool] = lambda: False
+        self._num_tasks, self._best = 0, math.inf
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether enough was simulated."""
+        return len(self.found) >= LEAST_TRIED and self._num_tasks >= self.most_tasks
+
+    def best(self) -> list[Begun]:
+        """What was tried, the best first."""
+        return sorted(self.found.values(), key=lambda each: each.cost)
+
+    def tried(self, draft: Draft) -> Begun:
+        """A draft with its cost by the referee."""
+        if draft not in self.found:
+            state = self.drafter.state(draft)
+            cost = self._search.referee.cost(state, self._limit * self._best)
+            self._num_tasks += self._search.evaluator.num_tasks
+            self.found[draft] = Begun(draft=draft, state=state, cost=cost)
+            self._best = min(self._best, cost)
+        return self.found[draft]
+
+    def begin(self, num_drawn: int = NUM_DRAWN, count: int = NUM_TRIED) -> None:
+        """Draw drafts, and try the most promising."""
+        self.try_best(self.drafter.drawn(num_drawn), count)
+
+    def try_best(self, drafts: list[Draft], count: int) -> None:
+        """Try the most promising of some drafts."""
+        new = [each for each in drafts if each not in self.found]
+        if new:
+            scores = self._score(self.views.table(new))
+            shapes = [draft.shape for draft in new]
+            self._try([new[n] for n in chosen(scores, count, self._rng, shapes)])
+
+    def go_on(self, num_drawn: int = NUM_VARIED, count: int = NUM_VARIANTS) -> None:
+        """Vary the best, and try the most promising variants.
+
+        What is known of a draft is known of its variants: a variant's score is how much better it
+        scores than the draft, less what that is behind the best.
+        """
+        parents = self._parents()
+        of: dict[Draft, int] = {}
+        for number, parent in enumerate(parents):
+            for each in self.drafter.near(parent.draft, num_drawn // len(parents)):
+                if each not in self.found:
+                    of.setdefault(each, number)
+        if not of:
+            return
+        own, new = [parent.draft for parent in parents], list(of)
+        scores = self._score(self.views.table([*own, *new]))
+        behind = np.log([parent.cost / parents[0].cost for parent in parents])
+        numbers = np.array(list(of.values()))
+        relative = scores[len(own) :] - scores[numbers] - SHARPNESS * behind[numbers]
+        self._try([new[n] for n in chosen(relative, count, self._rng)])
+
+    def _parents(self) -> list[Begun]:
+        """The best, at most two of a shape, each step time once: some words have no effect."""
+        seen: Counter[object] = Counter()
+        found: dict[float, Begun] = {}
+        for each in self.best():
+            if seen[each.draft.shape] < 2 and each.cost not in found:
+                found[each.cost] = each
+                seen[each.draft.shape] += 1
+        return list(found.values())[:NUM_PARENTS]
+
+    def _try(self, drafts: list[Draft]) -> None:
+        for draft in drafts:
+            if self.is_spent or (self.found and self.is_over()):
+                return
+            self.tried(draft)
+
+
+class DraftAgent(Planner):
+    """Answers with the best of some drafts, finished by a few moves of a local search.
+
+    Args:
+        score: Scores drafts.
+        name: Name of the method.
+        lead: Leads the moves of the local search.
+    """
+
+    stage = "zero_shot"
+    is_random = True
+
+    def __init__(
+        self, score: Score = by_closed_form, *, name: str = "drafts", lead: Lead | None = None
+    ) -> None:
+        self.name, self._score, self._lead = name, score, lead
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Try drafts, then finish the best."""
+        evaluator = problem.evaluator
+        allowed, evaluator.most_tasks = evaluator.most_tasks, min(evaluator.most_tasks, LARGEST)
+        try:
+            return self._answer(problem)
+        finally:
+            evaluator.most_tasks = allowed
+
+    def _answer(self, problem: Problem) -> PlanResult:
+        if problem.budget.evaluations is not None:  # some are for the parents and the judgement
+            rest = problem.budget.evaluations - NUM_PARENTS - NUM_RETURNED
+            problem = replace(problem, budget=Budget(evaluations=max(rest, 1)))
+        spending = problem.spend()
+        search = Search(problem, self._lead)
+        with spending.limits():
+            beginnings = Beginnings(search, self._score, problem.seed)
+            beginnings.most_tasks = MOST_TASKS
+            beginnings.is_over = lambda: spending.is_over
+            beginnings.begin()
+            for _ in range(ROUNDS):
+                beginnings.go_on()
+            for each in beginnings.best()[:NUM_PARENTS]:
+                search.engine.cost(each.state)
+            left = MOST_TASKS // max(problem.evaluator.num_tasks, 1)
+            if problem.budget.evaluations is not None:
+                left = min(left, problem.budget.evaluations - spending.evaluations)
+            if left >= LEAST_MOVES:
+                search.is_seeded = True
+                budget = Budget(evaluations=min(NUM_MOVES, left))
+                search.advance(replace(problem, budget=budget, seeds=()))
+        found = search.result().candidates
+        candidates = tuple(_judged(each, problem) for each in found)
+        return PlanResult(candidates=candidates, num_evaluations=spending.evaluations)
+
+
+def _judged(candidate: Candidate, problem: Problem) -> Candidate:
+    """A candidate in all orders, with the referee's result for its own, which comes first."""
+    order = candidate.orders[0]
+    judged = problem.evaluator.referee(candidate.strategy, order)
+    orders = tuple(dict.fromkeys((order, *problem.orders)))
+    return replace(candidate, orders=orders, judged=judged)
