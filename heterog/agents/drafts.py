@@ -16,10 +16,11 @@ from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from heterog.agents.finishing import Finisher
 from heterog.graph.batch_plan import micro_batches_refused
-from heterog.lowering.program import FloatArray, IntArray
+from heterog.lowering.program import FloatArray
 from heterog.memo import kept
 from heterog.methods.local_search.neighbours import State
 from heterog.methods.local_search.planner import Search
@@ -160,10 +161,11 @@ class Drafter:
             for kind in range(len(self.cluster.device_types))
         ])  # fmt: skip
 
-    def _before(self, kind: int, samples: int, real: IntArray) -> FloatArray:
+    def _before(self, kind: int, samples: int, real: npt.NDArray[np.bool_]) -> FloatArray:
         seconds = self.evaluator.prices.op_seconds(kind, samples)
         groups = self.evaluator.tables.op_group[real]
-        return before(np.bincount(groups, seconds[real], self.num_groups) + 1e-9)
+        of_group = np.bincount(groups, seconds[real], self.num_groups)
+        return before(of_group.astype(np.float64) + 1e-9)
 
     def _hosts_by_kind(self) -> list[list[int]]:
         kinds: dict[int, list[int]] = {}
@@ -436,7 +438,9 @@ class Drafter:
             weight = np.diff(self.seconds[0, -1])
         elif kind == 2:
             tables = self.evaluator.tables
-            weight = np.bincount(tables.parameter_group, tables.parameter_bytes, self.num_groups)
+            weight = np.bincount(
+                tables.parameter_group, tables.parameter_bytes, self.num_groups
+            ).astype(np.float64)
         upto = np.cumsum(weight + 1e-6 * weight.sum() + 1e-12)
         places = np.searchsorted(upto, np.sort(self.rng.random(count - 1)) * upto[-1])
         return spread_starts(places, self.num_groups)
@@ -542,9 +546,9 @@ def canonical(draft: Draft) -> Draft:
     return replace(made, shards=() if made.has_teams else tuple(dict.fromkeys(made.shards)))
 
 
-def before(values: FloatArray) -> FloatArray:
+def before(values: npt.NDArray[np.number]) -> FloatArray:
     """Sums of the values before each, and of all.  # [n + 1]"""
-    return np.concatenate([[0.0], np.cumsum(values)])
+    return np.concatenate([[0.0], np.cumsum(values)]).astype(np.float64)
 
 
 def cut(items: Sequence[_Item], count: int) -> list[list[_Item]]:
@@ -584,7 +588,7 @@ def balanced_starts(seconds: FloatArray) -> tuple[int, ...]:
     return spread_starts(places, num_groups)
 
 
-def spread_starts(places: IntArray, num_groups: int) -> tuple[int, ...]:
+def spread_starts(places: npt.NDArray[np.integer], num_groups: int) -> tuple[int, ...]:
     """Starts of stages near some places, so that every stage has a group.
 
     >>> spread_starts(np.array([0, 0, 4]), 4)
