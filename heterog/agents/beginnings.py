@@ -1,7 +1,7 @@
 """Tries drafts of a problem: the most promising of many, then variants of the best of these.
 
-A closed form scores drafts, or a policy (``beginner``); what is drawn, varied and tried is the
-same. The referee judges, and a local search goes on from what it has judged. Drafts are tried as
+A closed form scores drafts, or another ``Score``; what is drawn, varied and tried is the same. The
+referee judges, and a local search goes on from what it has judged. Drafts are tried as
 Plackett and Luce draw them, one after another without being put back, by the softmax of the scores
 of those that are left: the first K of the scores with Gumbel noise are such a draw. So a few
 hundred whole plans are scored in one batch, as Ansor chooses programs (Zheng et al. 2020, section
