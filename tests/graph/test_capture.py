@@ -111,17 +111,6 @@ def test_a_gradient_belongs_to_the_op_that_made_the_value_not_to_one_after_it() 
     assert op.module == "embedding"
 
 
-def test_a_gradient_is_converted_where_it_is_made() -> None:
-    """At the end of the pass all of them would be alive in both types."""
-    batch = (torch.zeros(8, 6, dtype=torch.bfloat16), torch.zeros(8, 4, dtype=torch.bfloat16))
-    wide = {"master_dtype": torch.float32, "reduce_dtype": torch.float32}
-    graph = capture(workload(lambda: mlp().bfloat16(), *batch, **wide))
-    kinds = [op.kind for op in graph.ops if op.phase == Phase.BACKWARD]
-    between = kinds.index("threshold_backward.default")  # the last layer is behind it
-    assert kinds[:between].count("_to_copy.default") == 2
-    assert kinds[between:].count("_to_copy.default") == 2
-
-
 def test_the_generated_module_gives_the_gradients_of_autograd() -> None:
     torch.manual_seed(0)
     model = mlp()

@@ -461,22 +461,7 @@ def trace(
     spread_checks(traced)
     merge_equal_constants(traced.graph)
     traced.graph.eliminate_dead_code()
-    if workload.reduce_dtype is not None:
-        _convert_at_once(traced.graph)
     return traced
-
-
-def _convert_at_once(graph: fx.Graph) -> None:
-    """Move the conversions of gradients from the end of the step to where these are made.
-
-    Else a pass keeps every gradient in two types until its end.
-    """
-    (output,) = graph.find_nodes(op="output")
-    for node in output.all_input_nodes:
-        if node.target == torch.ops.aten._to_copy.default:
-            (made,) = node.all_input_nodes
-            if made.op == "call_function":
-                made.append(node)
 
 
 def _mutates(graph: fx.Graph) -> bool:
