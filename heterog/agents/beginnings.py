@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from heterog.agents.draft_views import DraftTable, DraftViews
+from heterog.agents.draft_views import DraftViews
 from heterog.agents.drafts import Draft, Drafter
 from heterog.lowering.program import FloatArray
 from heterog.methods.local_search.neighbours import State
@@ -41,13 +41,13 @@ LIMIT = 1.5
 """Times the best step so far above which nobody asks how slow a draft is."""
 
 
-Score = Callable[[DraftTable], FloatArray]
-"""Scores of the drafts of a table."""
+Score = Callable[[DraftViews, Sequence[Draft]], FloatArray]
+"""Scores of some drafts."""
 
 
-def by_closed_form(table: DraftTable) -> FloatArray:
+def by_closed_form(views: DraftViews, drafts: Sequence[Draft]) -> FloatArray:
     """Scores by the closed form alone."""
-    return -SHARPNESS * table.estimates.astype(np.float64)
+    return -SHARPNESS * views.estimates(drafts)
 
 
 def chosen(
@@ -152,7 +152,7 @@ class Beginnings:
         """Try the most promising of some drafts."""
         new = [each for each in drafts if each not in self.found]
         if new:
-            scores = self._score(self.views.table(new))
+            scores = self._score(self.views, new)
             shapes = [draft.shape for draft in new]
             self._try([new[n] for n in chosen(scores, count, self._rng, shapes)])
 
@@ -171,7 +171,7 @@ class Beginnings:
         if not of:
             return
         own, new = [parent.draft for parent in parents], list(of)
-        scores = self._score(self.views.table([*own, *new]))
+        scores = self._score(self.views, [*own, *new])
         behind = np.log([parent.cost / parents[0].cost for parent in parents])
         numbers = np.array(list(of.values()))
         relative = scores[len(own) :] - scores[numbers] - SHARPNESS * behind[numbers]

@@ -1,4 +1,4 @@
-"""What is seen of drafts before anything is simulated: a closed form, and features of each stage.
+"""What a draft is worth before anything is simulated, by a closed form.
 
 With C_s the seconds in which stage s computes the whole batch, R_s those of its gradients and M_s
 those of the values that cross the cut behind it, m micro-batches on stages of their own take
@@ -9,30 +9,21 @@ and segments of one pass T = max(sum_s C_s + sum_s M_s, f_1), where f_s is the t
 gradients of all from stage s on are summed, the last stage first: f_s = max(f_(s+1), b_s) + R_s,
 but not before b_s + 2 C_s / 3, with b_s the time at which the backward pass of stage s begins.
 Memory that is missing makes a step as many times longer, ten times over.
-
-All features are ratios, so that one policy serves models and clusters of any size.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from heterog.agents.drafts import Draft, Drafter, Shard, Stage, before
-from heterog.lowering.program import FloatArray, IntArray
+from heterog.lowering.program import FloatArray
 from heterog.memo import kept
 from heterog.methods.model_parallel import activation_bytes, parameter_bytes
 from heterog.simulator.engine import Order
 from heterog.strategy.strategy import Keeps, Sync
 from heterog.strategy.sync import Sharded
 
-Array = npt.NDArray[np.float32]
-_SYNCS = tuple(Sync)
-NUM_GROUP_FEATURES = 8
-NUM_STAGE_FEATURES = 24 + len(_SYNCS)
-NUM_WHOLE_FEATURES = 32
 BACKWARD = 2 / 3
 """Part of a stage's seconds that is its backward pass."""
 _AGAIN = {Keeps.NOTHING: 1 / 3, Keeps.PRODUCTS: 0.15, Keeps.ALL_BUT_SCORES: 0.05}
@@ -40,34 +31,6 @@ _HELD = {Keeps.NOTHING: 0.15, Keeps.PRODUCTS: 0.4, Keeps.ALL_BUT_SCORES: 0.6}
 """Parts of the seconds of a pass, and of the activations, with recomputation of each kind."""
 MISSING = 10.0
 """Times by which a step counts as longer for each memory of a device that is missing."""
-
-
-def log_of(ratio: npt.ArrayLike) -> FloatArray:
-    """Half the logarithm of a ratio, clipped at 1/20,000 and 20,000."""
-    return np.asarray(0.5 * np.log(np.clip(np.asarray(ratio, np.float64), 5e-5, 2e4)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DraftTable:
-    """Drafts of a pair as a policy sees them.
-
-    Attributes:
-        groups: Features of groups of ops.  # [num_groups, NUM_GROUP_FEATURES]
-        edges: Groups of which one feeds the other.  # [2, num_edges]
-        stages: Features of all stages of all drafts.  # [num_stages, NUM_STAGE_FEATURES]
-        bounds: First group of each stage and its end.  # [num_stages, 2]
-        of: Draft of each stage, ascending.  # [num_stages]
-        whole: Features of each draft.  # [num_drafts, NUM_WHOLE_FEATURES]
-        estimates: Logarithm of the closed form over the bound of compute.  # [num_drafts]
-    """
-
-    groups: Array
-    edges: IntArray
-    stages: Array
-    bounds: IntArray
-    of: IntArray
-    whole: Array
-    estimates: Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +44,7 @@ class _Costs:
 
 
 class DraftViews:
-    """Describes drafts.
+    """Estimates drafts.
 
     Args:
         drafter: Where they come from.
@@ -101,17 +64,13 @@ class DraftViews:
         self._ratio = float(tables.state_ratio)
         own = np.bincount(tables.parameter_group, tables.gradient_bytes, self._num)
         self._gradient, self._state = before(own), before(parameter_bytes(evaluator))
-        self._count = before(np.bincount(tables.parameter_group, minlength=self._num))
         self._saved = before(activation_bytes(evaluator))
-        self._ops = before(drafter.num_ops)
-        self.edges, self._crossing = self._edges()
+        self._crossing = self._crossed_bytes()
         whole = drafter.seconds[:, -1, -1][drafter.types]
         self.bound_s = float(1.0 / (1.0 / whole).sum())
-        self._mean_nic = float(np.exp(np.log(self._nic).mean()))
-        self._in_bytes = float(own.sum()) or 1.0
 
-    def _edges(self) -> tuple[IntArray, FloatArray]:
-        """Pairs of groups of which one feeds the other, and the bytes that cross each place."""
+    def _crossed_bytes(self) -> FloatArray:
+        """Bytes that cross the place before each group.  # [num_groups + 1]"""
         tables, count = self._drafter.evaluator.tables, self._num
         maker = tables.op_group[tables.value_op[tables.slot_value]]
         size = tables.value_bytes + self._batch * tables.value_bytes_per_unit
@@ -121,11 +80,7 @@ class DraftViews:
         change = np.zeros(count + 1)
         np.add.at(change, np.minimum(maker, reader) + 1, moved)
         np.add.at(change, np.maximum(maker, reader) + 1, -moved)
-        key = np.unique(maker.astype(np.int64) * count + reader)
-        pairs = np.stack([key // count, key % count]).astype(np.int32)
-        return pairs, np.maximum(np.cumsum(change), 0.0)
-
-    # --- closed form -----------------------------------------------------------------------------
+        return np.maximum(np.cumsum(change), 0.0)
 
     @kept
     def _of_devices(self, devices: tuple[int, ...]) -> tuple[int, int, float, float, float]:
@@ -245,90 +200,11 @@ class DraftViews:
         """Seconds of a step by the closed form."""
         return self._seconds(draft, self._costs(draft))
 
-    # --- features --------------------------------------------------------------------------------
-
-    def table(self, drafts: Sequence[Draft]) -> DraftTable:
-        """What is seen of some drafts."""
-        stages, bounds, of, whole, estimates = [], [], [], [], []
-        for number, draft in enumerate(drafts):
-            costs = self._costs(draft)
-            seconds = self._seconds(draft, costs)
-            stages.append(self._stages(draft, costs))
-            bounds += list(pairwise((*draft.starts, self._num)))
-            of += [number] * len(draft.stages)
-            whole.append(self._whole(draft, costs, seconds))
-            estimates.append(np.log(seconds / self.bound_s))
-        return DraftTable(
-            groups=self.groups(),
-            edges=self.edges,
-            stages=np.concatenate(stages).astype(np.float32),
-            bounds=np.array(bounds, np.int32),
-            of=np.array(of, np.int32),
-            whole=np.stack(whole).astype(np.float32),
-            estimates=np.array(estimates, np.float32),
-        )
-
-    def groups(self) -> Array:
-        """Features of groups.  # [num_groups, NUM_GROUP_FEATURES]"""
-        num = self._num
-        seconds = np.diff(self._drafter.seconds[:, -1].mean(axis=0))
-        issued = np.diff(self._drafter.seconds[:, 0].mean(axis=0))
-        gradient, saved = np.diff(self._gradient), np.diff(self._saved)
-        return np.column_stack([
-            log_of(seconds / seconds.sum() * num),
-            log_of(issued / seconds),
-            log_of(gradient / max(gradient.sum(), 1.0) * num),
-            log_of(saved / max(saved.sum(), 1.0) * num),
-            log_of(gradient / self._mean_nic * num / self.bound_s),
-            log_of(self._crossing[1:] / self._mean_nic / self.bound_s),
-            np.arange(num) / max(num - 1, 1),
-            np.full(num, np.log(num) / 4.0),
-        ]).astype(np.float32)  # fmt: skip
-
-    def _stages(self, draft: Draft, costs: _Costs) -> FloatArray:
-        """Features of a draft's stages.  # [num_stages, NUM_STAGE_FEATURES]"""
-        drafter, bound = self._drafter, self.bound_s
-        count, num = len(draft.stages), self._num
-        whole = np.zeros((count, NUM_STAGE_FEATURES))
-        ends = (*draft.starts[1:], num)
-        for place, stage in enumerate(draft.stages):
-            hosts, on_host, nic, inner, room = self._of_devices(stage.devices)
-            first, last = draft.starts[place], ends[place]
-            own = list(stage.devices)
-            samples = [each for _, each in drafter.samples_by_type(stage)]
-            state = self._state[last] - self._state[first]
-            whole[place, :24] = (
-                np.log2(len(own)) / 5.0, np.log2(hosts) / 5.0, np.log2(on_host) / 3.0,
-                np.log2(min(stage.team, on_host)) / 3.0, stage.is_even, len(samples) / 3.0,
-                drafter.speeds[own].sum() / drafter.speeds.sum(),
-                log_of(drafter.speeds[own].min() / drafter.speeds.mean()),
-                log_of(nic / self._mean_nic), log_of(inner / nic),
-                log_of(costs.compute[place] / bound), log_of(costs.gradients[place] / bound),
-                log_of(costs.messages[place] / bound), min(costs.fills[place], 4.0),
-                costs.compute[place] / costs.compute.max(),
-                log_of(costs.gradients[place] / max(costs.compute[place], 1e-12)),
-                log_of(max(samples) / draft.num_micro),
-                (last - first) / num, first / num, place / count,
-                (self._gradient[last] - self._gradient[first]) / self._in_bytes,
-                log_of(state / room),
-                log_of((self._saved[last] - self._saved[first]) / len(own) / room),
-                (self._ops[last] - self._ops[first]) / max(self._ops[-1], 1.0),
-            )  # fmt: skip
-            whole[place, 24 + _SYNCS.index(stage.sync)] = len(own) > 1
-        return whole
-
-    def _shards(self, draft: Draft) -> tuple[float, float, float, float]:
-        """(number, part of the gradients, part of the ops, part of the devices) of shards."""
-        if not draft.shards:
-            return 0.0, 0.0, 0.0, 0.0
-        groups = [g for shard in draft.shards for g in self._drafter.groups_of(shard.way)]
-        devices = {device for shard in draft.shards for device in shard.devices}
-        return (
-            len(draft.shards) / 2.0,
-            float(np.diff(self._gradient)[groups].sum()) / self._in_bytes,
-            float(np.diff(self._ops)[groups].sum() / self._ops[-1]),
-            len(devices) / self._drafter.cluster.num_devices,
-        )
+    def estimates(self, drafts: Sequence[Draft]) -> FloatArray:
+        """Logarithm of the closed form over the bound of compute.  # [num_drafts]"""
+        seconds = map(self.estimate_s, drafts)
+        found = np.array([np.log(each / self.bound_s) for each in seconds], np.float32)
+        return found.astype(np.float64)
 
     @kept
     def _summed(self, shards: tuple[Shard, ...]) -> FloatArray:
@@ -337,26 +213,3 @@ class DraftViews:
         for shard in shards:
             own[list(self._drafter.groups_of(shard.way))] = 0.0
         return before(own)
-
-    def _whole(self, draft: Draft, costs: _Costs, seconds: float) -> FloatArray:
-        drafter = self._drafter
-        used = {device for stage in draft.stages for device in stage.devices}
-        fullest, micro = self.fullest(draft, costs), draft.num_micro
-        issued = drafter.seconds[:, 0, -1][drafter.types[list(used)]].max() * micro
-        found = (
-            log_of(seconds / self.bound_s),
-            np.log2(micro) / 4.0, float(micro > 1), micro == self._batch,
-            *(float(draft.order == order) for order in Order),
-            *(float(draft.keeps == keeps) for keeps in (None, *Keeps)),
-            *(float(draft.caps == caps) for caps in range(3)),
-            draft.splits_backward, np.log2(1.0 + draft.bucket_bytes / 2**20) / 5.0,
-            np.log2(len(draft.stages)) / 4.0, draft.is_disjoint,
-            min(fullest, 4.0), fullest > 1.0,
-            len(used) / drafter.cluster.num_devices, np.log2(drafter.cluster.num_devices) / 5.0,
-            np.log2(self._batch) / 8.0, np.log2(len(drafter.kinds)) / 2.0,
-            log_of(issued / self.bound_s),
-            log_of(self._in_bytes / self._mean_nic / self.bound_s),
-            float(costs.compute.sum() / costs.compute.max()) / 8.0,
-            float(drafter.cluster.num_hosts == 1), *self._shards(draft),
-        )  # fmt: skip
-        return np.array(found, np.float64)
