@@ -232,7 +232,7 @@ def gather_again(
     """Gather an op's inputs again before it reruns for a backward op, the ``reader``."""
     for entry in range(tables.read_start[op], tables.read_start[op + 1]):
         slot = tables.read_slot[entry]
-        if slot < 0 or tables.slot_pass[slot] != FORWARD_PASS or scratch.slot_done[slot] != 1:
+        if slot < 0 or tables.slot_pass[slot] != FORWARD_PASS or scratch.slot_done[slot] == 2:
             continue
         value = tables.slot_value[slot]
         source = choice.division[tables.op_group[tables.value_op[value]]]

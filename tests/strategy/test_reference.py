@@ -28,6 +28,7 @@ from heterog.lowering.program import (
     Program,
     TaskKind,
 )
+from heterog.lowering.sparse_tables import matrix_of
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.strategy import remaking
 from heterog.strategy.division import micro_shares
@@ -121,9 +122,11 @@ def subject_of(tables: GraphTables, kind: TaskKind, subject: int) -> Subject:
     )
 
 
-def window_of(tables: GraphTables, slot: int) -> Window | None:
+def window_of(tables: GraphTables, slot: int) -> Window | str | None:
     """The rows that a slot brings, if it brings any that others own."""
     step, before, after, rows = map(int, tables.slot_window[slot])
+    if step < 0:  # those that the entries of a sparse matrix name
+        return matrix_of(tables.sparse, -1 - step).key
     return Window(step, before, after) if rows else None
 
 
@@ -415,6 +418,18 @@ def test_along_positions(number: int) -> None:
     groups = tuple(range(group_ops(graph).num_groups))
     rules = team_rules(graph, groups, sequence_parallel=True).op_rules
     assert_lowered_alike(random_strategy_of(rng, graph, rules, in_teams=number % 3 > 0))
+
+
+def test_two_forms_of_a_value_are_gathered_again() -> None:
+    """One of two needs of a value is gathered for a rerun, and the other takes what that brought.
+
+    It read the first pass's gather, which would have been held until then.
+    """
+    graph = model_of("encoder and decoder")
+    groups = tuple(range(group_ops(graph).num_groups))
+    rules = team_rules(graph, groups, sequence_parallel=True).op_rules
+    rng = Random("11 positions 49")
+    assert_lowered_alike(random_strategy_of(rng, graph, rules, in_teams=True))
 
 
 @pytest.mark.parametrize("number", range(NUM_RANDOM // 4))
