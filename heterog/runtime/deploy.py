@@ -15,7 +15,7 @@ from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.op_graph import TensorKind
-from heterog.graph.parameter_groups import group_numbers, parameter_groups
+from heterog.graph.optimizer_probe import group_numbers, parameter_groups
 from heterog.graph.workload import Workload
 from heterog.lowering import lower
 from heterog.lowering.program import FloatArray, Program, TaskKind

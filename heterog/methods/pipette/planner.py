@@ -30,13 +30,14 @@ from heterog.graph.op_graph import OpGraph
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.methods.host_order import HostTraffic, annealed_order, hosts_by_kind
 from heterog.methods.model_parallel import activation_bytes, parameter_bytes
-from heterog.methods.pipette.annealing import COOLED, anneal
 from heterog.methods.pipette.communication import (
+    COOLED,
     HostRates,
     Pricing,
     Traffic,
     UniformCosts,
     Variant,
+    anneal,
     latency_s,
     ring_payloads,
 )

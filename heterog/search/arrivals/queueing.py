@@ -18,7 +18,9 @@ from typing import Protocol
 import numpy as np
 
 from heterog.errors import HeterogError, UnknownNameError
-from heterog.search.arrivals.ramp import devices_of
+from heterog.search.arrivals.ramp import (
+    devices_of,
+)
 
 _ROUNDING = 1e-12
 """Part of a job's seconds that rounding may add: a job alone takes what it takes alone."""
