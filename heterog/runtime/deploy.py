@@ -178,7 +178,7 @@ class DeployedStep:
         if compared_at(self.num_steps) or compared_after(self.num_steps):
             compare(of_step(self.optimizer, batch), when)
         self._shapes.begin_step(signature(batch), when)
-        # Codecs leave replicas apart by what messages lack.
+        # Lossy messages leave replicas apart by what messages lack.
         if not self.modes:
             self._compare_replicas()
 
