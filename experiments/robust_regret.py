@@ -20,7 +20,7 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.methods.planner import Budget, MethodRow, by_time
-from heterog.pricing.noise import draw_noise
+from heterog.pricing.intervals import draw_noise
 from heterog.search.judging import NUM_DRAWS
 from heterog.search.portfolio import best_row, run_methods, with_noise
 from heterog.search.request import Request

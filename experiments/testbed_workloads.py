@@ -14,9 +14,6 @@ from torch.nn import functional
 
 import heterog
 
-JUDGED = ("mlp", "vgg", "gpt", "encoder")
-CALIBRATED_ON = ("mlp_small", "mlp_wide", "vgg_narrow", "vgg_wide", "text_small", "text_wide")
-
 
 def mlp(batch_size: int = 4096) -> heterog.Workload:
     """A multi-layer perceptron of 3.8 M parameters: much communication, little compute."""

@@ -24,7 +24,7 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture_step
 from heterog.methods.planner import Candidate, MethodRow
 from heterog.pricing.calibration import calibrate
-from heterog.pricing.measurements import Measurements
+from heterog.pricing.op_fits import Measurements
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import run_commands
 from heterog.runtime.measure.op_profiler import peak_bytes

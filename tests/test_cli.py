@@ -524,7 +524,7 @@ def test_an_interrupted_profile_goes_on(
 
 def linked(folder: Path, *, cluster: bool) -> Path:
     """A file of measurements between the devices of a testbed."""
-    from heterog.pricing.measurements import LinkMeasurement, Measurements, OpMeasurement
+    from heterog.pricing.op_fits import LinkMeasurement, Measurements, OpMeasurement
     from heterog.runtime.ranks.testbed import load_testbed
 
     lab = load_testbed("skew_both")

@@ -45,7 +45,7 @@ from heterog.explain.explanation import SUFFICES
 from heterog.export import TARGETS
 from heterog.graph import serialize
 from heterog.modes.averaging.value import Averaging, passes_after, passes_before, times_moved
-from heterog.pricing.noise import SPREAD
+from heterog.pricing.intervals import SPREAD
 from heterog.runtime.launch import ALONE_STEPS
 from heterog.runtime.measure.profiler import SHARES
 from heterog.runtime.ranks.testbed import shipped_testbeds

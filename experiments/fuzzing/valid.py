@@ -23,7 +23,7 @@ from heterog.cluster import Cluster
 from heterog.cluster.hardware import MAX_DEVICES
 from heterog.errors import HeterogError
 from heterog.export import TARGETS, ExportError, make_export
-from heterog.fidelity.recorded import RecordedRun, read_runs
+from heterog.fidelity.comparison import RecordedRun, read_runs
 from heterog.files import MAX_JSON_BYTES, read_json
 from heterog.graph import serialize
 from heterog.graph.capture import capture
@@ -36,8 +36,11 @@ from heterog.methods.planner import Budget
 from heterog.pricing.calibration import Calibration, calibrate
 from heterog.pricing.device_models.model import DeviceModels
 from heterog.pricing.device_models.parameters import InTraining
-from heterog.pricing.device_models.run_file import read_run_models, save_run_models
-from heterog.pricing.measurements import (
+from heterog.pricing.device_models.run_file import (
+    read_run_models,
+    save_run_models,
+)
+from heterog.pricing.op_fits import (
     LinkMeasurement,
     Measurements,
     OpMeasurement,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from heterog.cluster import Cluster
-    from heterog.pricing.measurements import Measurements
+    from heterog.pricing.op_fits import Measurements
 
 _SLACK = 0.01
 """Mean error by which a fit may be worse on runs left out, which are known to first order."""
@@ -55,7 +55,7 @@ def calibrate(
     assert measurements
     from heterog.pricing.calibration import calibrate as fit
     from heterog.pricing.calibration import link_error
-    from heterog.pricing.measurements import Measurements, merge
+    from heterog.pricing.op_fits import Measurements, merge
 
     measured = merge([Measurements.load(path) for path in measurements])
     target = load_cluster(cluster) if cluster else _measured_cluster(measured)
@@ -104,11 +104,13 @@ def _calibrate_on_runs(
     import numpy as np
 
     from heterog.cli.common import load_model_graph
-    from heterog.fidelity.recorded import read_runs
+    from heterog.fidelity.comparison import read_runs
     from heterog.fidelity.run_fit import cases_of, fit_runs
     from heterog.pricing.calibration import cost_model_of
     from heterog.pricing.device_models.model import DeviceModels
-    from heterog.pricing.device_models.run_file import save_run_models
+    from heterog.pricing.device_models.run_file import (
+        save_run_models,
+    )
 
     rows = read_runs(runs, model=model, cluster=cluster)
     for path in {name for row in rows for name in (row.model, row.cluster)}:

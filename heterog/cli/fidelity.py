@@ -36,8 +36,7 @@ def fidelity(
     """
     from functools import lru_cache
 
-    from heterog.fidelity.comparison import family_errors, in_words
-    from heterog.fidelity.recorded import read_runs
+    from heterog.fidelity.comparison import family_errors, in_words, read_runs
     from heterog.fidelity.run_fit import cases_of, compared
 
     rows = read_runs(runs, model=model, cluster=cluster)

@@ -152,7 +152,9 @@ def plan(
     """
     from heterog.cli.found import Found
     from heterog.methods.planner import Budget
-    from heterog.search.allotment import Allotment
+    from heterog.search.allotment import (
+        Allotment,
+    )
     from heterog.search.objective import Objective
     from heterog.search.plan import make_plan, parse_orders
     from heterog.search.request import Request, Session
@@ -280,7 +282,9 @@ def _check_beside_codec(background: str, asynchronous: "Planner | None") -> None
     """Refuse what is not planned together with codecs."""
     if background:
         raise HeterogError("--lossy with --background is not planned yet; ask for one of them.")
-    if asynchronous is not None and asynchronous.name not in _beside_codecs():
+    from heterog.modes.built_in import method_names
+
+    if asynchronous is not None and asynchronous.name not in method_names(beside="codecs"):
         raise HeterogError(
             "--lossy goes with --asynchronous average=H; with a server or a stash it is not "
             "planned: ask for one of them."
@@ -301,14 +305,6 @@ def _codec(text: str, target_s: float | None) -> "Codec | None":
     if target_s is not None and not target_s > 0.0:
         raise HeterogError(f"--lossy-target is {target_s:g}; it must be more than 0 s.")
     return codec
-
-
-def _beside_codecs() -> list[str]:
-    """Names of the rows of modes that go with codecs."""
-    from heterog.modes.built_in import built_in_modes
-    from heterog.modes.codecs.value import Codecs
-
-    return [mode.word for mode in built_in_modes() if Codecs.key in mode.goes_with]
 
 
 def _write(plan: "Plan", output: Path | None, trace: Path | None) -> None:

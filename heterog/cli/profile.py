@@ -21,7 +21,7 @@ from heterog.errors import HeterogError
 from heterog.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from heterog.pricing.measurements import Measurements
+    from heterog.pricing.op_fits import Measurements
 
 
 SINGLE_OPS = (
@@ -165,7 +165,7 @@ def _local_type_name() -> str:
 
 
 def _print_measured(measured: "Measurements", output: Path, *, as_json: bool) -> None:
-    from heterog.pricing.measurements import STEP
+    from heterog.pricing.op_fits import STEP
 
     types = sorted({row.device_type for row in measured.ops})
     models = sorted({row.model for row in measured.ops})

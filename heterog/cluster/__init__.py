@@ -4,8 +4,8 @@
 that runs steps on it; ``hardware`` is what it is made of and what hosts cost, and checks it.
 ``fingerprint`` says which are equal. ``catalog`` finds entries of ``data``.
 
-A file goes from ``spec`` through ``document`` (text with lines), ``schema`` and
-``building`` (with ``overrides``) into a cluster, and back.
+A file goes from ``spec`` through ``schema`` (text with lines, and fields) and ``building`` into a
+cluster, and back.
 ``json_record`` reads what ``Cluster.to_dict`` makes.
 """
 

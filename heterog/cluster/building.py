@@ -21,7 +21,6 @@ from heterog.cluster.catalog import (
     listed_type,
     network_kind,
 )
-from heterog.cluster.document import Document
 from heterog.cluster.hardware import (
     DTYPES,
     MAX_DEVICES,
@@ -33,16 +32,20 @@ from heterog.cluster.hardware import (
     PairLimit,
     SlowedCollectives,
 )
-from heterog.cluster.overrides import CPU, base_type, overridden, throttled
 from heterog.cluster.schema import (
+    CPU,
     ClusterSpec,
     DeviceSpec,
+    Document,
     HostSpec,
     LinkSpec,
     NicSpec,
     PairsError,
+    base_type,
+    overridden,
     pair_limits,
     pairs_record,
+    throttled,
 )
 from heterog.cluster.topology import SHIPPED_MODELS, Cluster, Execution, Sends, Tf32
 from heterog.errors import ClusterError, HeterogError, UnknownNameError

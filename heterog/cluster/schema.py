@@ -13,12 +13,20 @@ between sites, and measured rates:
 A line is shared by all transfers from the hosts of one side to those of the other; each direction
 has its own. The matrix has a measured rate for every single pair of hosts, to which the file's
 efficiency does not apply. The name of a host entry with a count means all of its hosts.
+
+The YAML text of a cluster file, and errors that name its line and field.
+
+Device types that a cluster file writes out or changes, and CPUs with a testbed's quota.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, TypeAlias
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 
+import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -28,14 +36,22 @@ from pydantic import (
     Tag,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
-from heterog.cluster.hardware import MAX_PRICE_PER_HOUR, MOST_BYTES, PairLimit
+from heterog.cluster.catalog import device_type
+from heterog.cluster.hardware import (
+    MAX_PRICE_PER_HOUR,
+    MOST_BYTES,
+    DeviceType,
+    FrozenFlops,
+    PairLimit,
+)
 from heterog.cluster.topology import Cluster
-from heterog.errors import HeterogError
+from heterog.errors import HeterogError, InputFileError
 from heterog.names import shown
-from heterog.records import Name, Text
+from heterog.records import Name, Text, field_name
 from heterog.units import GIB, parse_bandwidth, parse_bytes, parse_flops_per_s, parse_seconds
+from heterog.yaml_files import parse_yaml
 
 
 def reading(parse: Callable[[Any], Any]) -> BeforeValidator:
@@ -408,3 +424,160 @@ class ClusterSpec(Spec):
     hosts: Annotated[list[HostSpec], Field(min_length=1)]
     pairs: PairsSpec = PairsSpec()
     prices: PricesSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A YAML text with the places of its fields."""
+
+    path: Path
+    root: yaml.Node
+    value: object
+
+    @staticmethod
+    def parse(text: str, path: Path) -> "Document":
+        """Read the text of a file.
+
+        Raises:
+            InputFileError: It is no YAML.
+        """
+        root, value = parse_yaml(
+            text, path, what="a cluster file", if_empty="see 'heterog clusters'"
+        )
+        return Document(path=path, root=root, value=value)
+
+    def line_and_field(self, location: Sequence[int | str]) -> tuple[int, str]:
+        """Line of the field (or of its missing parent) and its name, as in hosts[0].nic."""
+        node, line, shown = self.root, self.root.start_mark.line, ""
+        for position, step in enumerate(location):
+            last = position == len(location) - 1
+            if isinstance(node, yaml.SequenceNode) and isinstance(step, int):
+                if step < len(node.value):
+                    node = node.value[step]
+                    line, shown = node.start_mark.line, f"{shown}[{step}]"
+            elif isinstance(node, yaml.MappingNode):
+                found = _pair(node, str(step))
+                if found is not None:
+                    line, node = found[0].start_mark.line, found[1]
+                # Elsewhere a step is pydantic's own (which branch of a union): not in the file.
+                if found is not None or last:
+                    shown = f"{shown}.{step}" if shown else str(step)
+        return line + 1, shown
+
+    def refuse(self, location: Sequence[int | str], fault: str) -> NoReturn:
+        """Raises InputFileError with file, line and field."""
+        line, field = self.line_and_field(location)
+        where = f"{self.path}, line {line}" + (f", {field_name([field])}" if field else "")
+        raise InputFileError(f"{where}: {fault}")
+
+    def refuse_all(self, errors: Sequence[ErrorDetails]) -> NoReturn:
+        """Raises InputFileError about the first error and counts the others."""
+        location = errors[0]["loc"]
+        if errors[0]["type"] == "unknown_field":
+            location = (*location, str(errors[0]["ctx"]["field"]))
+        if location and location[-1] == "mapping":  # pydantic's own: which branch of a union
+            location = location[:-1]
+        more = f" ({len(errors) - 1} more after this one)" if len(errors) > 1 else ""
+        self.refuse(location, _fault(errors[0]) + more)
+
+
+def _pair(node: yaml.MappingNode, key: str) -> tuple[yaml.Node, yaml.Node] | None:
+    # The last one, because what a merge key brings in comes before the node's own fields.
+    return next((pair for pair in reversed(node.value) if pair[0].value == key), None)
+
+
+def _fault(error: ErrorDetails) -> str:
+    """A sentence with the error and what to write instead."""
+    kind, got, context = error["type"], shown(error["input"]), error.get("ctx", {})
+    if kind in ("model_type", "dict_type"):
+        return f"got {got}; write a mapping of fields."
+    if kind == "list_type":
+        return f"got {got}; write a list."
+    if kind == "missing":
+        return "this field is required."
+    if kind == "string_type":
+        return f"got {got}; write a text, in quotes if YAML reads it as something else."
+    if kind in ("value", "unknown_field"):
+        return f"{error['msg']}."
+    if kind == "value_error":
+        return f"{got} {context['error']}."
+    limits = {
+        "greater_than": "above {gt:g}",
+        "greater_than_equal": "at least {ge:g}",
+        "less_than_equal": "at most {le:g}",
+        "finite_number": "a finite number",
+    }
+    if isinstance(error["input"], float) and math.isinf(error["input"]):
+        return f"{got} is not a finite number."
+    if kind in limits:
+        return f"{got} is not {limits[kind].format(**context)}."
+    return f"got {got}; {error['msg'][0].lower()}{error['msg'][1:]}."
+
+
+CPU = "CPU"
+
+
+def base_type(entry: DeviceSpec) -> DeviceType:
+    """The type that an entry names or writes out.
+
+    Raises:
+        UnknownNameError: The catalogue has no such type.
+        ClusterError: Its numbers make no sense.
+    """
+    spec = entry.type
+    if isinstance(spec, str):
+        return device_type(spec)
+    return DeviceType(
+        name=spec.name,
+        peak_flops_per_s={dtype: peak for dtype, peak in spec.peak_flops.items()},
+        memory_bandwidth_bytes_per_s=spec.memory_bandwidth,
+        memory_bytes=spec.memory,
+        source=spec.source,
+        compute_efficiency=spec.compute_efficiency,
+        memory_efficiency=spec.memory_efficiency,
+        launch_overhead_s=spec.launch_overhead,
+    )
+
+
+def _merged(peaks: Mapping[str, float], given: Mapping[Dtype, float] | None) -> FrozenFlops:
+    merged = dict(peaks)
+    for dtype, peak in (given or {}).items():
+        merged[dtype] = peak
+    return FrozenFlops(merged)
+
+
+def overridden(base: DeviceType, entry: DeviceSpec) -> DeviceType:
+    """The type with the entry's numbers; ``base`` itself where these change nothing."""
+    given = {
+        "peak_flops_per_s": _merged(base.peak_flops_per_s, entry.peak_flops),
+        "memory_bandwidth_bytes_per_s": entry.memory_bandwidth,
+        "compute_efficiency": entry.compute_efficiency,
+        "memory_efficiency": entry.memory_efficiency,
+        "launch_overhead_s": entry.launch_overhead,
+    }
+    changed = {k: v for k, v in given.items() if v is not None and v != getattr(base, k)}
+    if not changed:
+        return base
+    return replace(base, **changed, source=f"{base.source}; cluster file")  # type: ignore[arg-type]
+
+
+def throttled(kind: DeviceType, quota: float) -> DeviceType:
+    """A core that runs only ``quota`` of the time, so that everything takes 1 / quota as long."""
+    if quota == 1:
+        return kind
+    return replace(
+        kind,
+        name=f"{kind.name}@{quota:g}",
+        peak_flops_per_s={d: p * quota for d, p in kind.peak_flops_per_s.items()},
+        memory_bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s * quota,
+        launch_overhead_s=kind.launch_overhead_s / quota,
+    )
+
+
+def is_cpu(type_name: str) -> bool:
+    """Whether a type of device is a core, or the share of one that ``throttled`` leaves.
+
+    >>> is_cpu("CPU@0.4")
+    True
+    """
+    return type_name.partition("@")[0] == CPU

@@ -31,8 +31,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from heterog.cluster.building import build_cluster
-from heterog.cluster.document import Document
-from heterog.cluster.schema import ClusterSpec
+from heterog.cluster.schema import ClusterSpec, Document
 from heterog.cluster.topology import Cluster
 from heterog.errors import InputFileError, UnknownNameError
 from heterog.files import read_bytes

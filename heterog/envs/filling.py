@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from heterog.lowering.kernel_arguments import by_reference
-from heterog.lowering.kernels import helper, kernel
+from heterog.lowering.kernels import by_reference, helper, kernel
 from heterog.lowering.program import FloatArray, IntArray
 
 Parts = npt.NDArray[np.float32]

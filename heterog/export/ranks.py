@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from heterog.cluster import Cluster
-from heterog.cluster.overrides import is_cpu
+from heterog.cluster.schema import is_cpu
 from heterog.export.folder import fill
 from heterog.search.plan import Plan
 

@@ -6,7 +6,7 @@ from heterog.explain.decided import Lowered
 from heterog.explain.wording import types_in_words
 from heterog.lowering import lower
 from heterog.methods.planner import Candidate
-from heterog.search.host_subset import on_part
+from heterog.search.cheapest import on_part
 from heterog.search.issue_order import IssuedSteps
 from heterog.search.plan import Plan
 from heterog.simulator.engine import Order

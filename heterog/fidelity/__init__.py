@@ -1,5 +1,5 @@
 """Accuracy of predictions: recorded runs beside the simulator's predictions of them.
 
-``recorded`` reads a table of runs, ``run_fit`` simulates each, and fits a few parameters of the
-device models to them; ``comparison`` has the statistics of the differences.
+``run_fit`` simulates recorded runs and fits a few parameters of the device models to them;
+``comparison`` reads their table and has the statistics of the differences.
 """

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from heterog.cluster.topology import DEVICE_MODELS, Cluster, Execution
 from heterog.errors import HeterogError, InputFileError
-from heterog.fidelity.comparison import Compared
-from heterog.fidelity.recorded import RecordedRun
+from heterog.fidelity.comparison import Compared, RecordedRun
 from heterog.graph.op_graph import FloatArray, OpGraph
 from heterog.pricing.device_models.model import DeviceModels
 from heterog.pricing.device_models.parameters import InTraining, shipped_peak_errors

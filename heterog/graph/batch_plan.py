@@ -18,9 +18,9 @@ from heterog.errors import GraphError
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase, TensorKind
 from heterog.graph.placement import L, OpCall, P, Placement, R, S
 from heterog.graph.sharding_rules import RuleResult, Special, claims_checked, propagate
-from heterog.graph.sharding_rules.creation import FILLS
 from heterog.graph.sharding_rules.indexing import INDEXED, split_by_own_rows
-from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES, MEAN, NO_REDUCTION
+from heterog.graph.sharding_rules.pointwise import FILLS
+from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES, MEAN, NO_REDUCTION
 from heterog.graph.sharding_rules.table import INSIDE_TEAMS
 
 

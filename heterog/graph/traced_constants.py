@@ -20,7 +20,7 @@ from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import Arg, OpCall, Placement, R, S
 from heterog.graph.sharding_rules import RuleResult, claims_checked, legal_rules, local_args
-from heterog.graph.sharding_rules.creation import FILLS
+from heterog.graph.sharding_rules.pointwise import FILLS
 
 
 def insert_before(

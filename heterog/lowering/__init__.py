@@ -26,7 +26,7 @@ calls only files further down in this list: ``resident``, ``walk``, ``reduce``, 
 
 A ``program`` is made on the graph's ``tables`` (``value_reads``, ``recuts``, ``sparse_tables``)
 and the traffic of ``channels``; ``folding`` finds devices that do the same, ``space`` has
-strategies as rows of integers. ``kernels`` compiles (``kernel_compiler``, ``kernel_arguments``).
+strategies as rows of integers. ``kernels`` compiles.
 """
 
 import numpy as np

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.lowering.channels import ChannelTable
-from heterog.lowering.kernel_arguments import by_reference
-from heterog.lowering.kernels import helper
+from heterog.lowering.kernels import by_reference, helper
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.recuts import Recut
 from heterog.lowering.sparse_rows import SparseRows

@@ -14,8 +14,24 @@ Five things keep compilation short, and the first also made kernels faster:
 - Helpers have no wrapper that Python could call, no cache of their own (whatever calls them has
   it), and one version for all integers: numba would compile another one for each constant and each
   width that they are called with.
-- Helpers are optimised in the kernels that call them, and only there (``kernel_compiler``).
-- Tuples of many arrays are passed by reference (``kernel_arguments``).
+- Helpers are optimised in the kernels that call them, and only there (``KernelCompiler``).
+- Tuples of many arrays are passed by reference (``by_reference``).
+
+Left to itself, numba optimises a helper, links it into each function that calls it, and optimises
+all of it again there, at every level of a chain of calls; and it makes machine code of each, which
+nobody runs. For our kernels, whose helpers call helpers six deep, that was a third of the time.
+Here a helper is only simplified, function by function, and copied into its callers; the kernel at
+the top is optimised as a whole, once, at LLVM's first level. Those above take longer, and our
+kernels, which are branches and lists of integers, get no faster by them.
+
+``Compiler`` is how numba is meant to be extended. Its libraries of code are not; what is changed
+here of ``JITCodeLibrary`` are the three places where code is optimised, given to the machine and
+asked for its address.
+
+Left to itself, numba also passes each field of a tuple on its own, and of an array seven numbers.
+Our kernels get a hundred arrays, so each call between helpers, and there are thousands, moved
+hundreds of numbers, of which most were not used. Compiling these moves took longer than all the
+rest.
 """
 
 import hashlib
@@ -23,15 +39,148 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numba as nb
 import numpy as np
 import numpy.typing as npt
-from numba.core import event
+from numba.core import cgutils, event, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
+from numba.core.typing.templates import AttributeTemplate
+from numba.extending import (
+    NativeValue,
+    infer_getattr,
+    lower_getattr_generic,
+    models,
+    register_model,
+    typeof_impl,
+    unbox,
+)
 
-from heterog.lowering.kernel_compiler import HelperCompiler, KernelCompiler
+Fields = TypeVar("Fields", bound=type[NamedTuple])
+
+
+def by_reference(fields: Fields) -> Fields:
+    """Make kernels get such named tuples by reference; they read fields by name, nothing else.
+
+    The tuple lies in the frame of the call from Python, and helpers get its address. They cannot
+    make such a tuple themselves, nor take it apart by position.
+    """
+
+    @typeof_impl.register(fields)
+    def type_of(value: Any, context: Any) -> _Reference:
+        each = [typeof_impl(field, context) for field in value]
+        return _Reference(types.NamedTuple(each, fields))  # type: ignore[no-untyped-call]
+
+    return fields
+
+
+class _Reference(types.Type):
+    """Type of the address of a named tuple."""
+
+    def __init__(self, whole: Any) -> None:
+        self.whole = whole
+        super().__init__(f"reference to {whole}")  # the name decides which types are equal
+
+
+@register_model(_Reference)
+class _ReferenceModel(models.PrimitiveModel):
+    """How a reference is held: as a pointer to the values of the fields."""
+
+    def __init__(self, manager: Any, reference: _Reference) -> None:
+        values = manager.lookup(reference.whole).get_value_type()
+        super().__init__(manager, reference, values.as_pointer())  # type: ignore[no-untyped-call]
+
+
+@infer_getattr
+class _ReferenceFields(AttributeTemplate):
+    key = _Reference
+
+    def generic_resolve(self, reference: _Reference, name: str) -> Any:  # type: ignore[override]
+        whole = reference.whole
+        return whole.types[whole.fields.index(name)] if name in whole.fields else None
+
+
+@lower_getattr_generic(_Reference)  # type: ignore[no-untyped-call, untyped-decorator]
+def _read_field(context: Any, builder: Any, reference: _Reference, value: Any, name: str) -> Any:
+    place = reference.whole.fields.index(name)
+    address = cgutils.gep_inbounds(builder, value, 0, place)  # type: ignore[no-untyped-call]
+    return builder.load(address)
+
+
+@unbox(_Reference)  # type: ignore[no-untyped-call, untyped-decorator]
+def _from_python(reference: _Reference, argument: Any, context: Any) -> NativeValue:
+    values = context.unbox(reference.whole, argument)
+    address = cgutils.alloca_once_value(context.builder, values.value)  # type: ignore[no-untyped-call]
+    return NativeValue(address, values.is_error, values.cleanup)  # type: ignore[no-untyped-call]
+
+
+_LEVEL = 1
+"""Of LLVM's optimisations."""
+
+
+class _KernelCode(JITCodeLibrary):
+    """Code of a kernel, with that of its helpers."""
+
+    def _optimize_functions(self, ll_module: Any) -> None:
+        ll_module.data_layout = self._codegen._data_layout
+        for function in ll_module.functions:
+            passes, builder = self._codegen._function_pass_manager(opt=_LEVEL)  # type: ignore[no-untyped-call]
+            passes.run(function, builder)
+
+    def _optimize_final_module(self) -> None:
+        passes, builder = self._codegen._module_pass_manager(opt=_LEVEL)  # type: ignore[no-untyped-call]
+        passes.run(self._final_module, builder)
+
+
+class _HelperCode(_KernelCode):
+    """Code to be copied into kernels. It is in no execution engine, so it has no address."""
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()  # type: ignore[no-untyped-call]
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        """The null pointer, after all that is linked has been copied here."""
+        self._ensure_finalized()  # type: ignore[no-untyped-call]
+        return 0
+
+    @property
+    def codegen(self) -> Any:
+        """The object that numba hands a function's environment to once it is in the engine."""
+        return _NoEngine()
+
+
+class _NoEngine:
+    def set_env(self, env_name: str, env: object) -> None:
+        """Nothing to set; kernels that come from the cache have no environments of helpers."""
+
+
+class KernelCompiler(Compiler):
+    """Compiles functions that Python calls."""
+
+    _library: type[JITCodeLibrary] = _KernelCode
+
+    def define_pipelines(self) -> list[Any]:
+        """Do as numba does, with ``_library`` for the code."""
+        state = self.state
+        codegen = state.targetctx.codegen()
+        library = self._library(codegen, state.func_id.func_qualname)
+        library.enable_object_caching()  # type: ignore[no-untyped-call]
+        state.library = library
+        return super().define_pipelines()  # type: ignore[no-untyped-call, no-any-return]
+
+
+class HelperCompiler(KernelCompiler):
+    """Compiles functions that only kernels call."""
+
+    _library = _HelperCode
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Report = Callable[[str, float], None]

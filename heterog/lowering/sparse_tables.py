@@ -9,7 +9,7 @@ import numpy.typing as npt
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.sparse_pattern import SparsePattern
-from heterog.lowering.kernel_arguments import by_reference
+from heterog.lowering.kernels import by_reference
 
 IntArray = npt.NDArray[np.int32]
 

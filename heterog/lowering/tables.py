@@ -19,8 +19,8 @@ from heterog.graph.grouping import CONSTANT_GROUP, Grouping, group_ops
 from heterog.graph.op_costs import REORDERS_WEIGHTS
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.placement import OpRules, Placement, TensorMeta
-from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
-from heterog.lowering.kernel_arguments import by_reference
+from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES
+from heterog.lowering.kernels import by_reference
 from heterog.lowering.recuts import item_bytes, recut_of, row_bytes
 from heterog.lowering.sparse_tables import (
     IntArray,

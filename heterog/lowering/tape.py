@@ -9,6 +9,9 @@ gradients have turns after all others, or every pass of a chunk has the turn tha
 turns are taken strictly one after the other. A cap needs no turn: the first op of a micro-batch
 that runs on a chunk reads a token of no bytes that the last op makes there that runs of the
 micro-batch ``cap`` before it. Micro-batches without samples there are not counted.
+
+``TapeWriter`` writes tapes of a few tasks that no strategy lowers to: an averaging, an exchange
+with a server.
 """
 
 from collections.abc import Sequence
@@ -17,9 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from heterog.lowering.kernel_arguments import by_reference
-from heterog.lowering.kernels import helper, kernel, records
-from heterog.lowering.program import FIRST_FREE_KIND, FloatArray, IntArray
+from heterog.lowering.kernels import by_reference, helper, kernel, records
+from heterog.lowering.program import FIRST_FREE_KIND, FloatArray, IntArray, TaskKind
 from heterog.lowering.tables import Domain, GraphTables
 from heterog.strategy.schedules import Pass, PipelineSchedule, device_chunks
 
@@ -486,3 +488,53 @@ def ask_permits(
                 token = scratch.token[device, chunk, (begun - cap) % num_micro, part]
                 scratch.permit[part, device] = token
             scratch.token[device, chunk, begun % num_micro, part] = -1
+
+
+class TapeWriter:
+    """Writes tasks without the compiled helpers, whose compilation these few do not repay.
+
+    Args:
+        num_tasks: Largest number of tasks that will be written.
+        num_parameters: Number of parameters of the graph.
+        num_devices: Number of devices of the cluster.
+
+    Attributes:
+        tape: Tape with all tasks written so far; complete after ``end``.
+    """
+
+    def __init__(self, num_tasks: int, num_parameters: int, num_devices: int) -> None:
+        # Room as ``make_tape`` shares it out: a few buffers and reads for each task.
+        self.tape: Tape = make_tape(num_tasks + num_devices + 64, num_parameters, num_devices)
+
+    def write(
+        self,
+        kind: TaskKind,
+        subject: int,
+        device: int,
+        num_bytes: float,
+        *,
+        channel: int = -1,
+        reads: Sequence[int] = (),
+    ) -> int:
+        """Write a task that makes one token; returns the token's buffer."""
+        tape, counts = self.tape, self.tape.counts
+        number, buffer, read = (int(counts[each]) for each in (NUM_TASKS, NUM_BUFFERS, NUM_READS))
+        values = {"kind": int(kind), "subject": subject, "device": device, "channel": channel}
+        values |= dict.fromkeys(("micro", "samples", "turn", "units"), 0)
+        values |= {"read_start": read, "buffer_start": buffer}
+        for name, value in values.items():
+            tape.tasks[name][number] = value
+        tape.tasks["num_bytes"][number] = num_bytes
+        tape.reads[read : read + len(reads)] = reads
+        for name, value in (("maker", number), ("device", device)):
+            tape.buffers[name][buffer] = value
+        tape.buffers["num_bytes"][buffer] = 0.0
+        for place, more in ((NUM_TASKS, 1), (NUM_BUFFERS, 1), (NUM_READS, len(reads))):
+            counts[place] += more
+        return buffer
+
+    def end(self) -> None:
+        """Write where the lists of one more task would begin, which ends those of the last."""
+        number = int(self.tape.counts[NUM_TASKS])
+        self.tape.tasks["read_start"][number] = self.tape.counts[NUM_READS]
+        self.tape.tasks["buffer_start"][number] = self.tape.counts[NUM_BUFFERS]

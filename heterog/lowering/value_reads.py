@@ -10,7 +10,7 @@ from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, IN_TEAM, AxisPlan
 from heterog.graph.grouping import CONSTANT_GROUP, Grouping
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import Placement
-from heterog.graph.sharding_rules.attention import ATTENTION_KINDS
+from heterog.graph.sharding_rules.matmul import ATTENTION_KINDS
 
 ANY_PASS, FORWARD_PASS, BACKWARD_PASS = 0, 1, 2
 """Readers that a slot serves: all; or those of one pass, where a team gathers slices of sums or

@@ -16,8 +16,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.lowering.program import IntArray
 from heterog.methods.data_parallel import even_shares, uniform_strategy
 from heterog.methods.host_order import HostTraffic, annealed_order, hosts_by_kind, on_hosts
-from heterog.methods.pipette.annealing import moved
-from heterog.methods.pipette.communication import HostRates
+from heterog.methods.pipette.communication import HostRates, moved
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation

@@ -19,8 +19,7 @@ from heterog.cluster.topology import Cluster
 from heterog.lowering.channels import ChannelKind
 from heterog.lowering.program import FloatArray, IntArray, Program
 from heterog.methods.changes import renumbered
-from heterog.methods.pipette.annealing import COOLED, anneal
-from heterog.methods.pipette.communication import HostRates, ring_payloads
+from heterog.methods.pipette.communication import COOLED, HostRates, anneal, ring_payloads
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Strategy
 

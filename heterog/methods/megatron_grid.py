@@ -24,7 +24,7 @@ from heterog.methods.islands.slices import boundary_bytes, layer_of_op, layers_o
 from heterog.methods.model_parallel import activation_bytes, parameter_bytes
 from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
 from heterog.methods.recomputing import cheaper_layouts, surely_kept, words_worth_trying
-from heterog.simulator.evaluator import Evaluation
+from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.division import split_evenly
 from heterog.strategy.keeping import attention_scores
 from heterog.strategy.layouts.experts import expert_weights
@@ -83,7 +83,6 @@ class _Grid(PointSearch[_Point]):
         self.graph, self.cluster = evaluator.graph, evaluator.cluster
         self.speeds = device_speeds(evaluator)
         self.num_layers = len(layers_of(self.graph).names)
-        self.num_ops = len(evaluator.tables.op_id)
         self.parameters = float(parameter_bytes(evaluator).sum())
         self.activations = float(activation_bytes(evaluator).sum()) / self.graph.batch_size
         experts = expert_weights(self.graph, range(self.graph.num_ops))
@@ -181,23 +180,11 @@ class _Grid(PointSearch[_Point]):
 
     def _shapes(self) -> Iterator[_Point]:
         """Every division of some machines, with every micro-batch that divides a share."""
-        batch = self.graph.batch_size
         for devices in dict.fromkeys(self._machines()):
             for tp, pp in self._divisions(devices):
-                dp = len(devices) // (tp * pp)
-                share = batch // dp
-                if batch % dp or not share:
-                    continue
-                layers = split_evenly(self.num_layers, pp) if self.num_layers % pp else ()
-                for micro in _micro_batches(share):
-                    num_micro = share // micro
-                    num_tasks = num_micro * self.num_ops * tp * dp
-                    if num_micro < pp > 1 or (num_micro > 1 and num_tasks > MOST_TASKS):
-                        continue
-                    if micro_batches_refused(self.graph, num_micro):
-                        continue
-                    layout = Layout(tp=tp, pp=pp, dp=dp, micro_batch=micro, layers=layers)
-                    yield _Point(layout=layout, devices=devices, num_micro=num_micro)
+                for layout, num_micro in uniform_layouts(self.evaluator, len(devices), tp, pp):
+                    if pp == 1 or num_micro >= pp:
+                        yield _Point(layout=layout, devices=devices, num_micro=num_micro)
 
     def _divisions(self, devices: Sequence[int]) -> Iterator[tuple[int, int]]:
         """(tp, pp) for a number of devices; teams stay inside hosts."""
@@ -205,10 +192,9 @@ class _Grid(PointSearch[_Point]):
             sum(self.cluster.host_of[device] == host for device in devices)
             for host in {self.cluster.host_of[device] for device in devices}
         ]
-        for tp in _divisors(gcd(*sizes)):
-            for pp in _divisors(len(devices) // tp):
-                if pp == 1 or pp <= self.num_layers:
-                    yield tp, pp
+        for tp in divisors(gcd(*sizes)):
+            for pp in divisors(len(devices) // tp):
+                yield tp, pp
 
     def _order(self, point: _Point) -> tuple[int, float, int]:
         """Shapes that may fit on all their devices first, those that fit on none last."""
@@ -278,7 +264,7 @@ class _Grid(PointSearch[_Point]):
         """How many replicas may share the experts, if any: each device has at least one."""
         if not self.num_experts:
             return [1]
-        return [ep for ep in _divisors(layout.dp) if ep == 1 or ep * layout.tp <= self.num_experts]
+        return [ep for ep in divisors(layout.dp) if ep == 1 or ep * layout.tp <= self.num_experts]
 
     def _expert_manners(self, layout: Layout) -> list[tuple[int, Dispatch]]:
         """Degrees of expert parallelism, with the ways in which tokens may come to experts."""
@@ -370,17 +356,9 @@ class _Grid(PointSearch[_Point]):
         return slowest_s
 
     def _least_bytes(self, point: _Point) -> float:
-        """Least bytes that a device holds, on average over the stages."""
-        layout = point.layout
-        parts = layout.tp * layout.pp
+        here = 1.0 - self.in_experts * (1.0 - 1.0 / point.layout.ep)
         ratio = self.graph.optimizer_state_ratio
-        here = 1.0 - self.in_experts * (1.0 - 1.0 / layout.ep)
-        own = self.parameters * here / (2.0 + ratio) / parts
-        sliced = {0: 0.0, 1: ratio, 2: ratio + 1.0, 3: ratio + 2.0}[layout.zero]
-        static = own * (2.0 + ratio - sliced * (1.0 - 1.0 / layout.dp))
-        return (
-            static + surely_kept(layout.recompute) * self.activations * layout.micro_batch / parts
-        )
+        return least_bytes(point.layout, self.parameters * here, self.activations, ratio)
 
     def _room(self, point: _Point) -> float:
         """Bytes of the roomiest device; a layout that does not fit there fits nowhere."""
@@ -421,15 +399,47 @@ def _schedules(layout: Layout, num_micro: int, num_layers: int) -> Iterator[tupl
         yield "zero_bubble_v", 2
 
 
-def _micro_batches(share: int) -> Iterator[int]:
-    """Powers of two that divide a share, and the share itself."""
-    micro = 1
-    while micro < share:
-        if share % micro == 0:
-            yield micro
-        micro *= 2
-    yield share
+def least_bytes(
+    layout: Layout, parameters: float, activations: float, state_ratio: float
+) -> float:
+    """Least bytes that a device holds, on average over the stages.
+
+    Args:
+        layout: The layout.
+        parameters: Bytes of all parameters with their gradients and optimizer state.
+        activations: Bytes of a sample's activations.
+        state_ratio: Bytes of optimizer state for each byte of a parameter.
+    """
+    parts = layout.tp * layout.pp
+    own = parameters / (2.0 + state_ratio) / parts
+    sliced = {0: 0.0, 1: state_ratio, 2: state_ratio + 1.0, 3: state_ratio + 2.0}[layout.zero]
+    static = own * (2.0 + state_ratio - sliced * (1.0 - 1.0 / layout.dp))
+    return static + surely_kept(layout.recompute) * activations * layout.micro_batch / parts
 
 
-def _divisors(number: int) -> list[int]:
+def uniform_layouts(
+    evaluator: Evaluator, num_devices: int, tp: int, pp: int
+) -> Iterator[tuple[Layout, int]]:
+    """Layouts of one division with each micro-batch that divides a share, and how many there are.
+
+    Micro-batches are the powers of two that divide it, and the share itself.
+    """
+    graph, dp = evaluator.graph, num_devices // (tp * pp)
+    num_layers, num_ops = len(layers_of(graph).names), len(evaluator.tables.op_id)
+    share = graph.batch_size // dp
+    if graph.batch_size % dp or not share or (pp > 1 and pp > num_layers):
+        return
+    layers = split_evenly(num_layers, pp) if num_layers % pp else ()
+    powers = [1 << power for power in range(share.bit_length()) if share % (1 << power) == 0]
+    for micro in dict.fromkeys((*powers, share)):
+        num_micro = share // micro
+        if num_micro > 1 and num_micro * num_ops * tp * dp > MOST_TASKS:
+            continue
+        if not micro_batches_refused(graph, num_micro):
+            layout = Layout(tp=tp, pp=pp, dp=dp, micro_batch=micro, layers=layers)
+            yield layout, num_micro
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors of a small number, ascending."""
     return [each for each in range(1, number + 1) if number % each == 0]

@@ -325,7 +325,7 @@ class MethodRow:
         overflow_bytes: Bytes missing on the worst device: 0 if it fits, infinite if it cannot run.
         candidate: The strategy; ``None`` if the method does not apply.
         noisy_step_times_s: Seconds per step when devices and links are not as fast as predicted,
-            one for each draw of ``pricing.noise``; the same draws for every method. Empty for
+            one for each draw of ``pricing.intervals``; the same draws for every method. Empty for
             rows between which no gain is quoted.
         is_rehearsed: Whether the strategy was played through on all ranks without data; otherwise
             ``ok`` is only the simulator's judgement.

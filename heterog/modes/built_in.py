@@ -38,6 +38,10 @@ def method_of(text: str) -> "Planner":
     raise UnknownNameError("mode of `asynchronous`", words[0], known)
 
 
-def method_names() -> tuple[str, ...]:
-    """Names of the rows of modes' methods."""
-    return tuple(mode.word for mode in built_in_modes() if mode.word)
+def method_names(*, beside: str = "") -> tuple[str, ...]:
+    """Names of the rows of modes' methods, if wanted of those only that go with a mode's key."""
+    return tuple(
+        mode.word
+        for mode in built_in_modes()
+        if mode.word and (not beside or beside in mode.goes_with)
+    )

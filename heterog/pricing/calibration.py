@@ -41,18 +41,25 @@ from heterog.lowering.channels import Channel, ChannelKind, ChannelTable
 from heterog.pricing.collectives import alpha_beta
 from heterog.pricing.cost_model import ChannelSeconds, CostModel
 from heterog.pricing.device_models.model import DeviceModels
-from heterog.pricing.device_models.run_file import RUNS, read_run_models
+from heterog.pricing.device_models.run_file import (
+    RUNS,
+    read_run_models,
+)
 from heterog.pricing.intervals import MEDIAN_OF_NORMAL
-from heterog.pricing.measurements import (
+from heterog.pricing.op_fits import (
     LEAST_SECONDS,
     SCHEMA_VERSION,
     STEP,
+    Factor,
     LinkKind,
     LinkMeasurement,
     Measurements,
+    TypeFit,
+    fit_type,
+    held_out_error,
     op_kind,
+    signatures,
 )
-from heterog.pricing.op_fits import Factor, TypeFit, fit_type, held_out_error, signatures
 from heterog.pricing.roofline import Roofline
 from heterog.records import VALUE, Name, Text, finite, parse_record
 from heterog.strategy.strategy import REPLICATED, Strategy

@@ -11,7 +11,7 @@ from heterog.cluster.hardware import DeviceType
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.channels import Channel
-from heterog.lowering.kernel_arguments import by_reference
+from heterog.lowering.kernels import by_reference
 from heterog.lowering.program import FloatArray, IntArray
 
 

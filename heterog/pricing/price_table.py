@@ -20,7 +20,7 @@ from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan, axis_plan
 from heterog.graph.op_costs import SPARSE_PRODUCT
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import OpRules
-from heterog.graph.sharding_rules.sparse import pattern_key
+from heterog.graph.sharding_rules.matmul import pattern_key
 from heterog.lowering import Choice, make_scratch, used_channels
 from heterog.lowering.channels import Channel, ChannelKind, ChannelTable, communicators
 from heterog.lowering.choice import Encoder

@@ -10,7 +10,7 @@ from html import escape
 from heterog.explain.decided import Range
 from heterog.explain.explanation import Explanation
 from heterog.explain.what_if import RemedyKind
-from heterog.explain.wording import near_limit, provenance
+from heterog.explain.wording import near_limit, percent, provenance
 from heterog.pricing.intervals import PeakErrors
 from heterog.report.modules import amounts, range_names, split_name
 from heterog.simulator.critical_path import Limit, Purpose
@@ -106,15 +106,6 @@ def stacked(parts: Iterable[tuple[float, str, str]], label: str) -> str:
     return (
         f'<div class="stacked" role="img" aria-label="{escape(label, quote=True)}">{drawn}</div>'
     )
-
-
-def percent(part: float) -> str:
-    """Whole percent; with a decimal for small parts.
-
-    >>> percent(0.416), percent(0.0163)
-    ('42 %', '1.6 %')
-    """
-    return f"{100.0 * part:.1f} %" if part < 0.0995 else f"{100.0 * part:.0f} %"
 
 
 def range_colour(index: int) -> str:

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.explain.explanation import Explanation
+from heterog.explain.wording import percent
 from heterog.lowering.program import IntArray
-from heterog.report.facts import chip, coloured, percent, range_colour
+from heterog.report.facts import chip, coloured, range_colour
 from heterog.report.lanes import CATEGORIES, task_categories, view_lanes
 from heterog.report.modules import amounts, range_names, sync_name
 from heterog.search.history import MethodHistory

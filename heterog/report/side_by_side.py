@@ -7,9 +7,9 @@ from pathlib import Path
 
 from heterog.errors import HeterogError
 from heterog.explain.explanation import Explanation, explain
-from heterog.explain.wording import chance_to_fit, size_with_interval
+from heterog.explain.wording import chance_to_fit, percent, size_with_interval
 from heterog.files import write_atomically
-from heterog.report.facts import chip, element, limits_bar, meter, percent, ranges_table, section
+from heterog.report.facts import chip, element, limits_bar, meter, ranges_table, section
 from heterog.report.html import fill_page, notes_html, outdated, page_style
 from heterog.report.lanes import CATEGORIES
 from heterog.report.pictures import cluster_picture, small_timeline, stages_picture

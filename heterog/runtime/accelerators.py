@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from heterog.cluster import Cluster
-from heterog.cluster.overrides import is_cpu
+from heterog.cluster.schema import is_cpu
 from heterog.errors import HeterogError
 
 CPU = torch.device("cpu")

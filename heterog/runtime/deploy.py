@@ -15,7 +15,7 @@ from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.op_graph import TensorKind
-from heterog.graph.parameter_groups import group_numbers, parameter_groups
+from heterog.graph.optimizer_probe import group_numbers, parameter_groups
 from heterog.graph.workload import Workload
 from heterog.lowering import lower
 from heterog.lowering.program import FloatArray, Program, TaskKind
@@ -178,7 +178,7 @@ class DeployedStep:
         if compared_at(self.num_steps) or compared_after(self.num_steps):
             compare(of_step(self.optimizer, batch), when)
         self._shapes.begin_step(signature(batch), when)
-        # Codecs leave replicas apart by what messages lack.
+        # Lossy messages leave replicas apart by what messages lack.
         if not self.modes:
             self._compare_replicas()
 

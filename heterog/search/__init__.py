@@ -9,6 +9,6 @@
 - ``dataset`` keeps solved pairs for others to learn from.
 - ``plan`` is the result, ``plan_file`` its file, ``issue_order`` the order of its tasks.
 - ``objective`` says which outcome is better, and what a plan costs; ``cheapest`` looks for cheap
-  sets of hosts (``host_subset`` carries plans over).
+  sets of hosts, and carries plans over.
 - Beside a plan: ``background`` jobs, ``arrivals`` of jobs.
 """

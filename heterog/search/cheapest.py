@@ -4,7 +4,7 @@ Methods know seconds, not money. On a fixed set of hosts the two are the same, s
 asked for the fastest plan on the whole cluster, and again on the sets that a rough guess puts
 first. A set is left out if not even its lower bound could be cheaper than the best plan so far, or
 in time for the deadline. What is found on some hosts is a plan for the whole cluster
-(``host_subset``) and is judged by its referee.
+(``on_part``) and is judged by its referee.
 
 Under a budget in evaluations the whole cluster is searched exactly as for the shortest step, with
 all of the budget, and all other sets together get as much again. So the cheapest plan never costs
@@ -19,27 +19,98 @@ the cheapest of the fastest plans of every set of hosts. There are too many sets
 16 hosts of four kinds have 624 that differ. So seconds are guessed from speeds and links, sets are
 put in order by how few others are both faster and cheaper, and searches look into the first ones.
 The order does not depend on a deadline, so that a later deadline never finds a dearer plan.
+
+Some hosts of a cluster as a cluster of their own, and their plans as ones for the whole.
+
+A strategy that leaves hosts out takes the same time whether they are there or not: nothing runs on
+them and nothing crosses their links. So a method that knows nothing of prices can be asked about
+the hosts that are to be rented, and its strategy holds for the whole cluster with other numbers of
+devices.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import ClassVar
 
 from heterog.cluster.topology import Cluster
 from heterog.grouped import grouped
+from heterog.methods.changes import renumbered
 from heterog.methods.data_parallel import device_speeds
 from heterog.methods.planner import Budget, Candidate, MethodRow
 from heterog.methods.registry import AUTO
 from heterog.records import VALUE, Amount, Name, PositiveSeconds, Series
-from heterog.search.allotment import Allotment
-from heterog.search.host_subset import HostSubset
+from heterog.search.allotment import (
+    Allotment,
+)
 from heterog.search.objective import hosts_used, rent_per_s
 from heterog.search.portfolio import prepare, run_methods
 from heterog.search.request import Request, SeedPlanner, Session
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
+from heterog.strategy.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSubset:
+    """Some hosts of a cluster.
+
+    Attributes:
+        whole: The whole cluster.
+        hosts: Positions of the hosts that may be used, ascending.
+    """
+
+    whole: Cluster
+    hosts: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Names of the hosts, or of the first few and how many more there are."""
+        names = [self.whole.hosts[host].name for host in self.hosts]
+        return (
+            ", ".join(names)
+            if len(names) <= 4
+            else f"{', '.join(names[:3])} and " + (f"{len(names) - 3} more")
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all hosts."""
+        return len(self.hosts) == self.whole.num_hosts
+
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """Device of the whole cluster for each device of the part."""
+        return tuple(d for host in self.hosts for d in self.whole.host_devices(host))
+
+    @cached_property
+    def part(self) -> Cluster:
+        """The cluster of these hosts alone, with the lines that still have hosts on both sides."""
+        return self.whole.part(self.devices)
+
+    def lifted(self, strategy: Strategy) -> Strategy:
+        """A strategy for the part as one for the whole cluster, where other hosts do nothing."""
+        if self.is_whole:
+            return strategy
+        return renumbered(strategy, self.devices, self.whole)
+
+
+def on_part(strategy: Strategy, whole: Cluster, devices: Sequence[int], part: Cluster) -> Strategy:
+    """A strategy that uses some devices alone, on the cluster of these.
+
+    Args:
+        strategy: Strategy for the whole cluster, whose modes name no devices.
+        whole: The whole cluster.
+        devices: Device of the whole cluster for each device of the part.
+        part: The part.
+    """
+    place = [-1] * whole.num_devices
+    for number, device in enumerate(devices):
+        place[device] = number
+    return renumbered(strategy, place, part)
+
 
 MOST_SETS = 4096
 """Most sets that are guessed about; beyond, counts of a kind are thinned to 1, 2, 4, ... all."""

@@ -9,7 +9,9 @@ from heterog.graph.op_graph import OpGraph
 from heterog.methods.planner import Budget, MethodRow, Spending, Stop
 from heterog.methods.registry import AUTO
 from heterog.pricing.cost_model import CostModel
-from heterog.search.allotment import NOISE_PART
+from heterog.search.allotment import (
+    NOISE_PART,
+)
 from heterog.search.issue_order import IssuedSteps, Rehearse
 from heterog.search.objective import cost_per_step
 from heterog.search.plan_file import row_to_dict

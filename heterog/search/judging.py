@@ -36,7 +36,7 @@ from heterog.methods.planner import (
     Spending,
     Stop,
 )
-from heterog.pricing.noise import draw_noise
+from heterog.pricing.intervals import draw_noise
 from heterog.search.request import Request
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome

@@ -13,7 +13,9 @@ from heterog.methods.planner import (
     Progress,
     Stop,
 )
-from heterog.search.allotment import Allotment
+from heterog.search.allotment import (
+    Allotment,
+)
 from heterog.search.judging import (
     JUDGED_PART,
     STARVED,

@@ -6,7 +6,7 @@
   reported. ``memory`` and ``memory_breakdown`` say what fills a device, ``timeline`` and
   ``critical_path`` what takes time (``place_facts``: where, in one pass), ``lower_bound`` what
   nothing can beat.
-- For modes: ``small_tape`` writes messages that are no step, ``unequal_updates`` has closed forms.
+- For modes: ``unequal_updates`` has closed forms.
   ``multiplex`` runs a second job in the gaps.
 - ``compile_kernels`` compiles the kernels before they are needed.
 """

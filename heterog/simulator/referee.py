@@ -29,8 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from heterog.lowering.kernel_arguments import by_reference
-from heterog.lowering.kernels import helper, kernel
+from heterog.lowering.kernels import by_reference, helper, kernel
 from heterog.lowering.program import FIRST_FREE_KIND, FIRST_LINK_KIND, FloatArray, IntArray
 from heterog.lowering.tape import NUM_TASKS, Tape
 from heterog.pricing.cost_model import Prices

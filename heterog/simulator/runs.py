@@ -24,7 +24,7 @@ from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.lowering.tape import APART, NUM_TASKS, Scratch, Tape, make_tape, mark_channels
 from heterog.pricing.calibration import cost_model_of
 from heterog.pricing.cost_model import ChannelPrices, ChannelSeconds, CostModel, Prices
-from heterog.pricing.noise import Noise, noisy_prices, noisy_seconds
+from heterog.pricing.intervals import Noise, noisy_prices, noisy_seconds
 from heterog.pricing.price_table import ChannelPricer, PriceTable, RuleSet, RuleSets
 from heterog.simulator.engine import GIVEN_UP, Order, run_program
 from heterog.simulator.memory import peak_memory

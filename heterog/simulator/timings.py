@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from heterog.lowering.kernel_arguments import by_reference
+from heterog.lowering.kernels import by_reference
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
 from heterog.pricing.cost_model import Prices

@@ -274,8 +274,8 @@ def gradient_rings(
     Args:
         division: Devices, shares and teams.
         axes: Number of units of every axis but the batch.
-        within_teams: Whether no gradient is summed between teams (``Averaging``); only without op
-            rules, which cannot be combined with it.
+        within_teams: Whether no gradient is summed between teams (a mode that ``trains_apart``);
+            only without op rules, which cannot be combined with it.
 
     Returns:
         Rings for ``ALL``, ``PEERS``, ``TEAM``, then for slices along each axis; without rings of

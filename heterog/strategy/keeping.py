@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
-from heterog.graph.sharding_rules.attention import ATTENTION_KINDS
+from heterog.graph.sharding_rules.matmul import ATTENTION_KINDS
 
 
 class Recomputation(NamedTuple):

@@ -26,7 +26,7 @@ from math import gcd
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.placement import OpCall, OpRule, OpRules, P, Placement, R, S, Scatter
 from heterog.graph.sharding_rules import RuleResult, propagate
-from heterog.graph.sharding_rules.attention import ATTENTION_KINDS
+from heterog.graph.sharding_rules.matmul import ATTENTION_KINDS
 
 MOST_UNITS = 128
 """Most runs of positions: a share is then off by less than one per cent of all."""

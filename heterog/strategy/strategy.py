@@ -16,7 +16,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import ELEMENTWISE_OPTIMIZERS, OpGraph
 from heterog.graph.placement import OpRule as OpRule
 from heterog.graph.placement import OpRules
-from heterog.graph.resized_rules import resized_rules
+from heterog.graph.rule_checks import resized_rules
 from heterog.modes.mode import Mode
 from heterog.records import VALUE, Flag, Int32, Series, member_of
 from heterog.strategy.division import (

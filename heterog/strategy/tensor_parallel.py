@@ -18,7 +18,7 @@ from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import OpCall, OpRule, OpRules, P, Placement, R, S, needs_no_transfer
 from heterog.graph.sharding_rules import RuleResult, legal_rules, propagate
-from heterog.graph.sharding_rules.creation import FILLS
+from heterog.graph.sharding_rules.pointwise import FILLS
 from heterog.grouped import grouped
 
 _MOST_ROUNDS = 8

@@ -31,7 +31,9 @@ from heterog.graph.op_graph import OpGraph
 from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.planner import Budget, Problem
 from heterog.methods.registry import built_in_methods
-from heterog.search.allotment import Allotment
+from heterog.search.allotment import (
+    Allotment,
+)
 from heterog.search.judging import run_method
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome

@@ -11,7 +11,7 @@ from torch.nn import functional
 from heterog.cluster.spec import load_cluster
 from heterog.cluster.topology import ROOFLINE
 from heterog.errors import InputFileError
-from heterog.fidelity.recorded import RecordedRun, read_runs
+from heterog.fidelity.comparison import RecordedRun, read_runs
 from heterog.fidelity.run_fit import cases_of, compared
 from heterog.graph.capture import capture
 from heterog.graph.workload import Workload

@@ -11,7 +11,7 @@ from torch.nn import functional
 from heterog.errors import CaptureError
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph, TensorKind
-from heterog.graph.parameter_groups import parameter_groups
+from heterog.graph.optimizer_probe import parameter_groups
 from heterog.graph.workload import Workload
 
 Groups = Callable[[Any], Any]

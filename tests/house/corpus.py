@@ -1,11 +1,13 @@
 """Answers that a move of code may not change.
 
-    python -m tests.house.corpus record corpus.json
-    python -m tests.house.corpus compare corpus.json
+    python -m tests.house.corpus record corpus.jsonl
+    python -m tests.house.corpus record now.jsonl --kinds strategies plans
+    python -m tests.house.corpus compare corpus.jsonl now.jsonl
 
 200 random strategies (program hash, step time, peaks, by engine and referee), 20 plans with
 budgets in evaluations, 10 runs of five steps on three ranks. Everything is compared bit by bit,
-so record and compare on the same machine with the same packages.
+so record both files on the same machine with the same packages. An answer is a line of the file
+as soon as it is known, and a recording that was stopped goes on from there.
 """
 
 import argparse
@@ -14,8 +16,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 
@@ -34,7 +36,8 @@ from tests.simulator.builders import (
     with_random_teams,
 )
 
-Answers = dict[str, object]
+Question = tuple[str, Callable[[], object]]
+"""A name, and what answers it."""
 
 STRATEGIES = (
     ("mobilenet_v2", "paper_8gpu"),
@@ -78,6 +81,12 @@ def graph_of(model: str) -> OpGraph:
     return capture(load_workload(model, None))
 
 
+@cache
+def evaluator_of(model: str, cluster: Cluster) -> Evaluator:
+    """One evaluator for all strategies of a pair, as a search has it."""
+    return Evaluator(graph_of(model), cluster)
+
+
 def digest(value: object) -> str:
     """A short name of a value's text."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
@@ -94,35 +103,35 @@ def legal_strategy(rng: Random, graph: OpGraph, cluster: Cluster) -> Strategy:
     return refined
 
 
-def strategies() -> Iterator[tuple[str, object]]:
+def strategies() -> Iterator[Question]:
     """Program, seconds and peaks of random strategies."""
+
+    def answer(model: str, cluster: Cluster, seed: int) -> object:
+        graph = graph_of(model)
+        evaluator = evaluator_of(model, cluster)
+        strategy = legal_strategy(Random(f"{model} {seed}"), graph, cluster)
+        choice = evaluator.encode(strategy)
+        found = evaluator.evaluate(strategy), evaluator.referee(choice)
+        told = [(each.step_time_s, digest(list(each.peak_memory_bytes))) for each in found]
+        return [evaluator.program(choice).hash, *told]
+
     for model, preset in STRATEGIES:
-        graph, cluster = graph_of(model), Cluster.load(preset)
-        evaluator = Evaluator(graph, cluster)
+        cluster = Cluster.load(preset)
         for seed in range(NUM_STRATEGIES):
-            strategy = legal_strategy(Random(f"{model} {seed}"), graph, cluster)
-            choice = evaluator.encode(strategy)
-            found = evaluator.evaluate(strategy), evaluator.referee(choice)
-            told = [(each.step_time_s, digest(list(each.peak_memory_bytes))) for each in found]
-            yield f"{model} {preset} {seed}", [evaluator.program(choice).hash, *told]
+            yield f"{model} {preset} {seed}", partial(answer, model, cluster, seed)
 
 
-def plans() -> Iterator[tuple[str, object]]:
+def plans() -> Iterator[Question]:
     """Strategies and step times that methods find."""
+
+    def answer(model: str, preset: str, method: str) -> object:
+        plan = api.plan(graph_of(model), Cluster.load(preset), method=method, budget=BUDGET)
+        written = strategy_to_dict(plan.strategy)
+        return [digest(written), plan.step_time_s, plan.program_hash, plan.method]
+
     for model, preset in PLANNED:
-        graph, cluster = graph_of(model), Cluster.load(preset)
         for method in METHODS:
-            plan = api.plan(graph, cluster, method=method, budget=BUDGET)
-            written = strategy_to_dict(plan.strategy)
-            yield (
-                f"{model} {preset} {method}",
-                [
-                    digest(written),
-                    plan.step_time_s,
-                    plan.program_hash,
-                    plan.method,
-                ],
-            )
+            yield f"{model} {preset} {method}", partial(answer, model, preset, method)
 
 
 def heterog(*arguments: str) -> None:
@@ -136,52 +145,74 @@ def trained(saved: Path) -> list[str]:
     return [digest(path.read_bytes()) for path in sorted(saved.glob("data-*/*.distcp"))]
 
 
-def runs() -> Iterator[tuple[str, object]]:
+def runs() -> Iterator[Question]:
     """Weights of plans that ranks run."""
-    with tempfile.TemporaryDirectory() as folder:
-        model, cluster = Path(folder) / "model.py", Path(folder) / "cluster.yaml"
+
+    def answer(folder: Path, method: str) -> object:
+        model, cluster = folder / "model.py", folder / "cluster.yaml"
         model.write_text(MODEL)
         cluster.write_text(CLUSTER)
+        plan, saved = folder / f"{method}.json", folder / method
+        heterog(
+            *("plan", f"{model}:workload", "--cluster", str(cluster), "--method", method),
+            *("--budget", BUDGET, "-o", str(plan)),
+        )
+        heterog(
+            *("run", str(plan), "--source", f"{model}:workload"),
+            *("--steps", "5", "--save", str(saved)),
+        )
+        return trained(saved)
+
+    with tempfile.TemporaryDirectory() as folder:
         for method in (*RUNS, *RUNS_OF_AGENT):
-            plan, saved = Path(folder) / f"{method}.json", Path(folder) / method
-            heterog(
-                *("plan", f"{model}:workload", "--cluster", str(cluster), "--method", method),
-                *("--budget", BUDGET, "-o", str(plan)),
-            )
-            heterog(
-                *("run", str(plan), "--source", f"{model}:workload"),
-                *("--steps", "5", "--save", str(saved)),
-            )
-            yield method, trained(saved)
+            yield method, partial(answer, Path(folder), method)
 
 
-def answers() -> Answers:
-    """All answers; long work, so each kind says when it is done."""
-    found: Answers = {}
-    for kind in (strategies, plans, runs):
-        part = {f"{kind.__name__} {name}": value for name, value in kind()}
-        print(f"{kind.__name__}: {len(part)}", file=sys.stderr, flush=True)
-        found |= part
-    return found
+KINDS = {each.__name__: each for each in (strategies, plans, runs)}
+
+
+def read(file: Path) -> dict[str, object]:
+    """The answers of a file, by name."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return dict(json.loads(line) for line in lines)
+
+
+def record(file: Path, kinds: Sequence[str]) -> None:
+    """Add the answers that a file lacks."""
+    known = read(file)
+    with file.open("a") as written:
+        for kind in kinds:
+            for name, answer in KINDS[kind]():
+                if f"{kind} {name}" not in known:
+                    written.write(json.dumps([f"{kind} {name}", answer()]) + "\n")
+                    written.flush()
+
+
+def differences(before: Path, now: Path) -> int:
+    """Print which answers are not the same, and return their number."""
+    known, found = read(before), read(now)
+    other = [name for name in known if found.get(name) != known[name]]
+    for name in other:
+        print(f"{name}: {known[name]} before, {found.get(name)} now")
+    print(f"{len(known)} answers, {len(other)} differ")
+    return len(other)
 
 
 def main() -> int:
     """Record or compare."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("record", "compare"))
-    parser.add_argument("file", type=Path)
+    commands = parser.add_subparsers(dest="what", required=True)
+    recording = commands.add_parser("record")
+    recording.add_argument("file", type=Path)
+    recording.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    comparing = commands.add_parser("compare")
+    comparing.add_argument("before", type=Path)
+    comparing.add_argument("now", type=Path)
     asked = parser.parse_args()
-    found: Answers = json.loads(json.dumps(answers()))
     if asked.what == "record":
-        asked.file.write_text(json.dumps(found, indent=0))
-        print(f"{len(found)} answers")
+        record(asked.file, asked.kinds)
         return 0
-    known: Answers = json.loads(asked.file.read_text())
-    other = [name for name in known if found.get(name) != known[name]]
-    for name in other:
-        print(f"{name}: {known[name]} before, {found.get(name)} now")
-    print(f"{len(known)} answers, {len(other)} differ")
-    return int(bool(other))
+    return int(bool(differences(asked.before, asked.now)))
 
 
 if __name__ == "__main__":

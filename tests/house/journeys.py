@@ -1,4 +1,4 @@
-"""Follows the code as it runs: ``python -m tests.house.journeys [--json] [--stays]``.
+"""Follows the code as it runs: ``python -m tests.house.journeys [--json] [--stays] [--pairs]``.
 
 A journey is one run of the package: a strategy to its step time, a graph to a plan, a plan to a
 step on a rank, a policy through a step of its training. Every call is written down in the order in
@@ -12,10 +12,11 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(__file__).parents[2] / "heterog"
 CLUSTER = "paper_8gpu"
+MOST_PAIRS = 40
 ALONE = """
 schema_version: 1
 name: alone
@@ -80,6 +82,16 @@ def returns_of(places: Sequence[str]) -> int:
     """Number of stays in a place that was left before."""
     stays = stays_of(places)
     return len(stays) - len(set(stays))
+
+
+def pairs_of(places: Sequence[str]) -> Counter[tuple[str, str]]:
+    """How many returns go from one place to another, in either direction."""
+    found, seen = Counter[tuple[str, str]](), set[str]()
+    for left, entered in pairwise(stays_of(places)):
+        seen.add(left)
+        if entered in seen:
+            found[min(left, entered), max(left, entered)] += 1
+    return found
 
 
 def folder_of(file: str) -> str:
@@ -190,6 +202,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.add_argument("--stays", action="store_true", help="also every stay, in order")
+    parser.add_argument(
+        "--pairs", action="store_true", help="also the files between which one goes"
+    )
     asked = parser.parse_args()
     rows = []
     for name, journey in JOURNEYS.items():
@@ -207,6 +222,8 @@ def main() -> None:
             print(*(f"{key}={value}" for key, value in row.items()))
             if asked.stays:
                 print("  " + " ".join(stays_of(files)))
+            for pair, count in pairs_of(files).most_common(MOST_PAIRS) if asked.pairs else ():
+                print(f"  {count}", *pair)
     if asked.json:
         print(json.dumps({"rows": rows}))
 

@@ -24,7 +24,9 @@ from heterog.methods.data_parallel import (
     uniform_strategy,
 )
 from heterog.methods.planner import Budget, Problem
-from heterog.search.allotment import Allotment
+from heterog.search.allotment import (
+    Allotment,
+)
 from heterog.search.judging import run_method
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator

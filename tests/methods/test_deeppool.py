@@ -2,7 +2,6 @@
 
 import math
 from functools import lru_cache
-from typing import Any
 
 import pytest
 import torch
@@ -152,18 +151,3 @@ def test_it_is_not_worse_than_uniform_plans_by_the_referee() -> None:
         costs().strategy([(0, width)] * costs().num_groups, 0, True) for width in costs().widths
     ]
     assert reached <= min(evaluator.evaluate(each, Order.RANK).step_time_s for each in uniform)
-
-
-def test_a_fixed_limit_is_the_only_one_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: set[float] = set()
-
-    def planned(costs: GroupCosts, limit: float, exposed: float, **rest: Any) -> object:
-        tried.add(limit)
-        return plan_places(costs, limit, exposed, **rest)
-
-    monkeypatch.setattr("heterog.methods.deeppool.planner.plan_places", planned)
-    problem = Problem(evaluator=costs().evaluator, budget=Budget(evaluations=500))
-    DeepPool(limit=1.0).plan(problem)
-    assert tried == {1.0}
-    DeepPool().plan(problem)
-    assert len(tried) > 2

@@ -10,7 +10,9 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.space import StrategySpace
 from heterog.methods.data_parallel import device_speeds
-from heterog.methods.local_search.group_rules import GroupRules
+from heterog.methods.local_search.group_rules import (
+    GroupRules,
+)
 from heterog.methods.local_search.neighbours import Neighbours, State
 from heterog.methods.local_search.planner import LocalSearch, Search
 from heterog.methods.planner import Budget, Candidate, Problem

@@ -10,15 +10,18 @@ import numpy as np
 import pytest
 
 from heterog.lowering.program import IntArray
-from heterog.methods.pipette.annealing import COOLED, anneal, moved, scaled
 from heterog.methods.pipette.communication import (
+    COOLED,
     Communication,
     HostRates,
     Pricing,
     Traffic,
     UniformCosts,
     Variant,
+    anneal,
     latency_s,
+    moved,
+    scaled,
 )
 from tests.simulator.builders import random_cluster
 from tests.thorough import one_in

@@ -15,7 +15,7 @@ from heterog.errors import HeterogError, InputFileError
 from heterog.graph.capture import CapturedStep, capture, capture_step
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.workload import Workload
-from heterog.pricing.measurements import LinkMeasurement, OpMeasurement, op_signature
+from heterog.pricing.op_fits import LinkMeasurement, OpMeasurement, op_signature
 from heterog.runtime.deploy import deploy
 from heterog.runtime.measure import op_profiler, profiler
 from heterog.runtime.measure.link_profiler import profile_links

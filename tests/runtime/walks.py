@@ -8,7 +8,9 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.space import StrategySpace
 from heterog.methods.data_parallel import device_speeds
-from heterog.methods.local_search.group_rules import GroupRules
+from heterog.methods.local_search.group_rules import (
+    GroupRules,
+)
 from heterog.methods.local_search.neighbours import Neighbours, State
 from heterog.methods.planner import Budget, Problem
 from heterog.simulator.engine import Order

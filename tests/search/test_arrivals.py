@@ -30,7 +30,10 @@ from heterog.search.arrivals.queueing import (
     rule_named,
     run_rule,
 )
-from heterog.search.arrivals.ramp import RampNetwork, devices_of
+from heterog.search.arrivals.ramp import (
+    RampNetwork,
+    devices_of,
+)
 
 # What the authors recorded: mean of three seeds, deadlines A, B, C, D.
 RECORDED = {

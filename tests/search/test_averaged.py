@@ -16,8 +16,13 @@ from heterog.lowering.program import TaskKind
 from heterog.lowering.tape import NUM_TASKS
 from heterog.methods.planner import Budget, Problem
 from heterog.modes.averaging.method import AveragedReplicas, parse_averaging
-from heterog.modes.averaging.pricing import averaging_seconds, averaging_tape
-from heterog.modes.averaging.value import AverageWeights, Averaging, averaged_buckets
+from heterog.modes.averaging.value import (
+    AverageWeights,
+    Averaging,
+    averaged_buckets,
+    averaging_seconds,
+    averaging_tape,
+)
 from heterog.modes.codecs.method import with_codec
 from heterog.modes.codecs.value import CodecRule, Traffic, codec_rules, parse_codec, with_rules
 from heterog.runtime.request import RunRequest

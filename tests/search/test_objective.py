@@ -23,12 +23,13 @@ from heterog.graph.workload import Workload
 from heterog.methods.planner import Budget
 from heterog.search.cheapest import (
     MOST_SETS,
+    HostSubset,
     Offer,
     best_trades,
     differing_sets,
+    on_part,
     ranked_host_sets,
 )
-from heterog.search.host_subset import HostSubset, on_part
 from heterog.search.objective import (
     FASTEST,
     Aim,

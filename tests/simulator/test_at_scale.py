@@ -15,7 +15,7 @@ from heterog.lowering import resident_bytes
 from heterog.lowering.channels import ChannelTable
 from heterog.lowering.program import TaskKind
 from heterog.pricing import price_table
-from heterog.pricing.noise import Noise, draw_noise
+from heterog.pricing.intervals import Noise, draw_noise
 from heterog.simulator import runs
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome

@@ -24,15 +24,16 @@ from heterog.pricing.calibration import (
     link_error,
 )
 from heterog.pricing.collectives import alpha_beta
-from heterog.pricing.measurements import (
+from heterog.pricing.op_fits import (
     LinkMeasurement,
     Measurements,
     OpMeasurement,
+    fit_kind,
+    held_out_error,
     merge,
     op_kind,
     op_signature,
 )
-from heterog.pricing.op_fits import fit_kind, held_out_error
 from heterog.pricing.roofline import Roofline
 from heterog.runtime.ranks.testbed import load_testbed
 from heterog.simulator.evaluator import Evaluator

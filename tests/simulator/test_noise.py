@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterog.cluster import Cluster
-from heterog.pricing.noise import Noise, draw_noise
+from heterog.pricing.intervals import Noise, draw_noise
 from heterog.simulator.engine import Order
 from tests.simulator.builders import cluster_of, random_case
 

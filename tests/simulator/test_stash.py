@@ -13,9 +13,8 @@ from heterog.graph.op_graph import TensorKind
 from heterog.lowering import lower_to_tape, make_scratch
 from heterog.lowering.tape import make_tape
 from heterog.modes.stash.paces import StagePace, stage_pace
-from heterog.modes.stash.phases import is_of_backward
-from heterog.modes.stash.value import WeightStash, one_at_a_time
-from heterog.pricing.noise import Noise
+from heterog.modes.stash.value import WeightStash, is_of_backward, one_at_a_time
+from heterog.pricing.intervals import Noise
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly

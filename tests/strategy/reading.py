@@ -14,7 +14,7 @@ from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.placement import OpRules, Placement, Window
 from heterog.graph.sharding_rules import Special
-from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
+from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES
 from heterog.strategy import remaking
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.keeping import Keeps, attention_scores, kept_products, recomputations

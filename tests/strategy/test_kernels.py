@@ -198,7 +198,7 @@ def test_helpers_are_machine_code_in_kernels_only(tmp_path: Path) -> None:
 PACKED = """
 from typing import NamedTuple
 import numpy as np
-from heterog.lowering.kernel_arguments import by_reference
+from heterog.lowering.kernels import by_reference
 from heterog.lowering.kernels import helper, kernel
 
 @by_reference

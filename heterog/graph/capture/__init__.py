@@ -38,8 +38,8 @@ from heterog.graph.capture.tracing import clear_errors, trace
 from heterog.graph.changed_state import caches_without_fakes, without_collector
 from heterog.graph.one_sample import add_ops_of_more_samples
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.parameter_groups import group_numbers, parameter_groups
-from heterog.graph.sharding_rules.sparse import pattern_key
+from heterog.graph.optimizer_probe import group_numbers, parameter_groups
+from heterog.graph.sharding_rules.matmul import pattern_key
 from heterog.graph.sparse_pattern import SparsePattern
 from heterog.graph.sparse_product import SparseProduct
 from heterog.graph.static_shapes import statistics_of_unread_norms

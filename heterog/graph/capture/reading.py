@@ -23,8 +23,14 @@ from heterog.graph.op_costs import (
     sparse_flops,
 )
 from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind, UpdateScope
-from heterog.graph.optimizer_probe import Kind, ProbedGroup, probe_options, update_scope
-from heterog.graph.parameter_groups import ParameterGroup, group_numbers
+from heterog.graph.optimizer_probe import (
+    Kind,
+    ParameterGroup,
+    ProbedGroup,
+    group_numbers,
+    probe_options,
+    update_scope,
+)
 from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, R, S, TensorRef
 from heterog.graph.workload import Workload, named_leaves
 

@@ -6,21 +6,16 @@ and arguments, and no torch.
 
 - ``table`` has the table ``RULES`` and picks rules from it; ``legal`` and ``local`` as above,
   halos in ``legal``.
-- One module per family of ops fills the table: ``attention``, ``creation``, ``indexing``,
-  ``loss``, ``matmul``, ``norm``, ``pointwise``, ``reduction``, ``sparse``,
-  ``spatial``, ``view``.
+- One module per family of ops fills the table: ``indexing``, ``matmul`` (attention and
+  sparse products, too), ``pointwise`` (and what creates tensors), ``reduction`` (norms and losses,
+  too), ``spatial``, ``view``.
 """
 
 from heterog.graph.sharding_rules import (  # noqa: F401 - importing fills the table
-    attention,
-    creation,
     indexing,
-    loss,
     matmul,
-    norm,
     pointwise,
     reduction,
-    sparse,
     spatial,
     view,
 )

@@ -20,7 +20,7 @@ from heterog.errors import GraphError
 from heterog.graph.halo import Stencil
 from heterog.graph.op_costs import SPARSE_PRODUCT
 from heterog.graph.placement import H, L, OpCall, P, Placement, R, S, TensorMeta, Window
-from heterog.graph.sharding_rules.sparse import product_of_rows
+from heterog.graph.sharding_rules.matmul import product_of_rows
 from heterog.graph.sharding_rules.table import (
     RULES,
     Rule,

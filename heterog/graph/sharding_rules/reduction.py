@@ -1,16 +1,34 @@
-"""Reductions, scans, orderings, softmax: reduced dimensions are P or blocked, the rest splits."""
+"""Reductions, scans, orderings, softmax: reduced dimensions are P or blocked, the rest splits.
+
+Normalisation layers: the normalised dimensions cannot be split, all others can.
+
+BatchNorm is the exception: a split batch is normalised part by part
+(``Special.LOCAL_STATISTICS``), and the statistics are L.
+
+Losses: a sum or mean over the batch becomes a partial sum.
+
+The divisors that autograd puts into backward nodes are global already; only ops that count
+their own elements need a ``Special``.
+"""
 
 from heterog.graph.op_costs import CHECK
-from heterog.graph.placement import OpCall, P, Placement
+from heterog.graph.placement import L, OpCall, P, Placement, R
 from heterog.graph.sharding_rules.table import (
     Axis,
     Entry,
     RuleResult,
     Special,
+    aligned,
+    axis,
+    broadcast_axes,
     choose,
     dimension,
     dimensions,
+    integer,
+    integers,
+    positions,
     rule,
+    shape_of,
 )
 
 
@@ -94,3 +112,165 @@ def _check(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> R
     """What holds for every element holds for those of each part."""
     axes = [Axis((dim,), ()) for dim in range(len(call.inputs[0].shape))]
     return choose(call, placements, axis_size, axes)
+
+
+@rule("native_layer_norm.default", "_fused_rms_norm.default")
+def _layer_norm(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    batch = len(shape_of(call, "input")) - len(integers(call, "normalized_shape"))
+    axes = [axis(call, (d,) * len(call.outputs), input=d) for d in range(batch)]
+    return choose(call, placements, axis_size, axes)
+
+
+@rule("native_layer_norm_backward.default", "_fused_rms_norm_backward.default")
+def _layer_norm_backward(
+    call: OpCall, placements: tuple[Placement, ...], axis_size: int
+) -> RuleResult:
+    batch = len(shape_of(call, "input")) - len(integers(call, "normalized_shape"))
+    parameters = (P, P) if "layer_norm" in call.kind else (P,)
+    axes = [
+        axis(call, (d, *parameters), grad_out=d, input=d, mean=d, rstd=d) for d in range(batch)
+    ]
+    return choose(call, placements, axis_size, axes, [positions(call, "grad_out")])
+
+
+@rule("native_group_norm.default")
+def _group_norm(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    axes = [
+        axis(call, (0, 0, 0), input=0),
+        axis(call, (1, 1, 1), input=1, weight=0, bias=0),
+    ]
+    return choose(call, placements, axis_size, axes)
+
+
+@rule("native_group_norm_backward.default")
+def _group_norm_backward(
+    call: OpCall, placements: tuple[Placement, ...], axis_size: int
+) -> RuleResult:
+    axes = [
+        axis(call, (0, P, P), grad_out=0, input=0, mean=0, rstd=0),
+        axis(call, (1, 0, 0), grad_out=1, input=1, mean=1, rstd=1, weight=0),
+    ]
+    return choose(call, placements, axis_size, axes, [positions(call, "grad_out")])
+
+
+_STATISTICS = ("weight", "bias", "running_mean", "running_var")
+
+
+@rule(
+    *("native_batch_norm.default", "_native_batch_norm_legit.default"),
+    *("_native_batch_norm_legit.no_stats", "_native_batch_norm_legit_functional.default"),
+    "_native_batch_norm_legit_no_training.default",
+)
+def _batch_norm(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    others = len(call.outputs) - 1
+    training = call.args.get("training") is True
+    special = Special.LOCAL_STATISTICS if training else None
+    # Without training the statistics are empty, or the running ones, unchanged.
+    outputs = [0 if meta.shape != (0,) else R for meta in call.outputs[1:]]
+    axes = [
+        axis(call, (0, *[L if training else R] * others), special, input=0),
+        axis(call, (1, *outputs), input=1, **dict.fromkeys(_STATISTICS, 0)),
+    ]
+    return choose(call, placements, axis_size, axes)
+
+
+@rule("native_batch_norm_backward.default")
+def _batch_norm_backward(
+    call: OpCall, placements: tuple[Placement, ...], axis_size: int
+) -> RuleResult:
+    channel: dict[str, Entry] = dict.fromkeys(_STATISTICS, 0)
+    if call.args["train"] is True:
+        statistics = {"save_mean": L, "save_invstd": L}
+        batch = axis(call, (0, P, P), Special.LOCAL_STATISTICS, grad_out=0, input=0, **statistics)
+        channel.update(save_mean=0, save_invstd=0)
+    else:
+        batch = axis(call, (0, P, P), grad_out=0, input=0)
+    axes = [batch, axis(call, (1, 0, 0), grad_out=1, input=1, **channel)]
+    return choose(call, placements, axis_size, axes, [positions(call, "grad_out")])
+
+
+@rule("_weight_norm_interface.default", "_weight_norm_interface_backward.default")
+def _weight_norm(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    """``torch.nn.utils.weight_norm``: each slice along ``dim`` has a length of its own."""
+    dim = dimension(call, "dim", len(call.inputs[0].shape))
+    axes = [Axis((dim,) * len(call.inputs), (dim,) * len(call.outputs))]
+    linear = [positions(call, "grad_w")] if "grad_w" in call.args else []
+    return choose(call, placements, axis_size, axes, linear)
+
+
+NO_REDUCTION, MEAN, SUM = 0, 1, 2
+"""Values of ATen's ``reduction`` argument."""
+
+
+@rule(
+    *("mse_loss.default", "smooth_l1_loss.default", "huber_loss.default"),
+    *("binary_cross_entropy.default", "binary_cross_entropy_with_logits.default"),
+    *("soft_margin_loss.default",),
+)
+def _elementwise(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    reduction, whole = integer(call, "reduction", MEAN), shape_of(call, "self")
+    special = Special.MEAN_TO_SUM if reduction == MEAN else None
+    axes = [
+        Axis(
+            tuple(aligned(meta.shape, whole, dim) for meta in call.inputs),
+            (P if reduction else dim,),
+            special,
+        )
+        for dim in range(len(whole))
+    ]
+    return choose(call, placements, axis_size, axes)
+
+
+@rule(
+    *("mse_loss_backward.default", "smooth_l1_loss_backward.default"),
+    *("huber_loss_backward.default", "binary_cross_entropy_backward.default"),
+    *("soft_margin_loss_backward.default",),
+)
+def _elementwise_backward(
+    call: OpCall, placements: tuple[Placement, ...], axis_size: int
+) -> RuleResult:
+    special = Special.MEAN_TO_SUM if integer(call, "reduction", MEAN) == MEAN else None
+    gradient = [positions(call, "grad_output")]
+    return choose(call, placements, axis_size, broadcast_axes(call, special), gradient)
+
+
+LABEL_COUNTING_LOSSES = frozenset({"nll_loss_forward.default", "nll_loss2d_forward.default"})
+"""Losses whose second output is the total weight of the labels that count."""
+
+
+@rule(*LABEL_COUNTING_LOSSES)
+def _nll(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    reduction = integer(call, "reduction", MEAN)
+    special = Special.NLL_GLOBAL_WEIGHT if reduction == MEAN else None
+    axes = [
+        # Without reduction there is no total weight: it is zero everywhere.
+        axis(call, (P, P) if reduction else (own, R), special, self=dim, target=own)
+        for dim, own in _label_dims(call)
+    ]
+    if _has_runs_of_classes(call, placements):
+        axes.append(axis(call, (P, R), Special.OWN_WORDS, self=1))
+    return choose(call, placements, axis_size, axes)
+
+
+@rule("nll_loss_backward.default", "nll_loss2d_backward.default")
+def _nll_backward(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    reduced = integer(call, "reduction", MEAN) != 0
+    axes = [
+        axis(call, (dim,), grad_output=R if reduced else own, self=dim, target=own)
+        for dim, own in _label_dims(call)
+    ]
+    if _has_runs_of_classes(call, placements):
+        axes.append(axis(call, (1,), Special.OWN_WORDS, self=1))
+    return choose(call, placements, axis_size, axes, [positions(call, "grad_output")])
+
+
+def _has_runs_of_classes(call: OpCall, placements: tuple[Placement, ...]) -> bool:
+    """Whether each part has classes that follow one another, if it has some of them."""
+    is_run = all(placements[place].outer == 1 for place in positions(call, "self"))
+    return is_run and len(shape_of(call, "self")) > 1
+
+
+def _label_dims(call: OpCall) -> list[tuple[int, int]]:
+    """Pairs of a dimension of the log-probabilities [N, C, ...] and of the labels [N, ...]."""
+    rank = len(shape_of(call, "self"))
+    return [(0, 0), *((d, d - 1) for d in range(2, rank))] if rank > 1 else []

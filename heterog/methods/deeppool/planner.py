@@ -42,7 +42,7 @@ from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision
 NUM_RETURNED = 6
 """Number of strategies handed to the referee."""
 LIMITS = (math.inf, 8.0, 4.0, 2.5, 2.0, 1.5, 1.2)
-"""Amplification limits that are tried when none is given (the authors' examples: 1.5 to 5)."""
+"""Amplification limits that are tried (the authors' examples: 1.5 to 5)."""
 EXPOSED = (0.0, 0.5, 1.0)
 """Parts of the gradients' time that the dynamic program counts (the paper: all of it)."""
 NEGLIGIBLE_S = 300e-6
@@ -51,17 +51,10 @@ _MOST_DEVICES_FOR_BRANCHES = 8  # beyond, branches take turns: the program would
 
 
 class DeepPool(Planner):
-    """Devices per group by dynamic programming; see the module docstring.
-
-    Args:
-        limit: Amplification limit; several are tried by default.
-    """
+    """Devices per group by dynamic programming; see the module docstring."""
 
     name = "deeppool"
     stage = "search"
-
-    def __init__(self, limit: float | None = None) -> None:
-        self._limits = LIMITS if limit is None else (limit,)
 
     def plan(self, problem: Problem) -> PlanResult:
         """Simulate the program's plans until all are tried or the budget is over."""
@@ -102,7 +95,7 @@ class DeepPool(Planner):
         for fork in (False, True) if has_branches else (False,):
             if fork and len(costs.order) > _MOST_DEVICES_FOR_BRANCHES:
                 return
-            for limit in self._limits:
+            for limit in LIMITS:
                 for exposed in EXPOSED:
                     plan = plan_places(costs, limit, exposed, fork=fork, check=check)
                     for bucket_bytes in (DEFAULT_BUCKET_BYTES, 0):
@@ -164,9 +157,11 @@ class GroupCosts:
 
     negligible = NEGLIGIBLE_S
 
-    def __init__(self, evaluator: Evaluator, exposed: float = 1.0) -> None:
+    exposed = 1.0
+    """Part of the gradients' time that counts."""
+
+    def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator = evaluator
-        self.exposed = exposed
         self.speeds = device_speeds(evaluator)
         self.order = device_order(evaluator)
         self.num_groups = evaluator.tables.num_groups

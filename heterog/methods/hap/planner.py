@@ -31,7 +31,7 @@ from heterog.methods.hap.programs import (
 )
 from heterog.methods.hap.ratios import best_ratios, device_classes
 from heterog.methods.hap.segments import Segments, TooWideError, fold
-from heterog.methods.hap.theory import Theory, build_theory
+from heterog.methods.hap.theory import build_theory
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem, Spending
 from heterog.methods.teams import host_sizes, host_teams, in_teams
 from heterog.methods.tuned_uniform import machine_subsets
@@ -55,30 +55,14 @@ _MOST_EXTENSIONS = 2_500_000
 """Most steps of all full searches of a plan, some ten seconds; each for BERT-large on 8 devices
 takes 17,000, for an unrolled RWKV on two 2.2 million. It bounds budgets in evaluations, which no
 time cuts. Once they are spent, the plan's other searches are narrow."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ingredients:
-    """A switch for each part of the method.
-
-    Attributes:
-        solve_ratios: Whether ratios come from a linear program; otherwise shares are even.
-        sufficient_factors: Whether gradients of replicated weights may be computed whole on every
-            device from gathered factors.
-        collectives: Sets of algorithms that the search may price a conversion by, one search for
-            each set. A program runs all-reduces (by hosts where several devices of a host take
-            part) and gathers; the other algorithms are the paper's.
-        exposed: Parts of the synchronisation that are counted, one search each; the paper's is 1.
-        width: Number of states kept by the beam.
-        num_programs: Number of programs kept of each search.
-    """
-
-    solve_ratios: bool = True
-    sufficient_factors: bool = True
-    collectives: tuple[tuple[str, ...], ...] = (PADDED_ONLY, COLLECTIVES)
-    exposed: tuple[float, ...] = (0.3, 1.0)
-    width: int = 32
-    num_programs: int = 2
+_PRICED_BY = tuple(product((PADDED_ONLY, COLLECTIVES), (0.3, 1.0)))
+"""Algorithms that a conversion may be priced by, and the part of the synchronisation that counts,
+of each search. The paper's are all algorithms and 1; a program runs all-reduces (by hosts where
+several devices of a host take part) and gathers."""
+_WIDTH = 32
+"""States that the beam keeps."""
+_NUM_PROGRAMS = 2
+"""Programs that are kept of each search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +85,6 @@ class Synthesis:
 
     Args:
         evaluator: Evaluator of the graph and cluster.
-        ingredients: Parts of the method that may be used.
         check: Called in every loop; an exception from it ends the synthesis.
 
     Attributes:
@@ -109,21 +92,13 @@ class Synthesis:
         is_given_up: Whether a search was given up because it took too many steps.
     """
 
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        ingredients: Ingredients | None = None,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, evaluator: Evaluator, check: Callable[[], None] = lambda: None) -> None:
         self.evaluator = evaluator
-        self.ingredients = ingredients or Ingredients()
         self.is_exact = True
         self.is_given_up = False
         self._extensions_left: float = _MOST_EXTENSIONS
         self._check = check
         self.theory = build_theory(evaluator.graph, check)
-        if not self.ingredients.sufficient_factors:
-            self.theory = without_sufficient_factors(self.theory)
         self.segments = Segments(self.theory, fold(self.theory), check)
         self.work = Work(self.theory, evaluator.cluster)
         self.start = data_parallel(self.theory)
@@ -138,7 +113,7 @@ class Synthesis:
             )
         if self.is_exact:
             return "every program is the optimum at its prices"
-        return f"a beam of {self.ingredients.width} states cut the search: no proof of optimality"
+        return f"a beam of {_WIDTH} states cut the search: no proof of optimality"
 
     def search(self, prices: SpmdPrices) -> tuple[SpmdProgram, ...]:
         """The best programs at some prices."""
@@ -147,11 +122,11 @@ class Synthesis:
         search = Search(
             self.segments,
             prices,
-            self.ingredients.width,
+            _WIDTH,
             check=self._check,
             most_extensions=self._extensions_left,
         )
-        result = search.run(self.ingredients.num_programs)
+        result = search.run(_NUM_PROGRAMS)
         self._extensions_left = search.extensions_left
         self.is_exact = self.is_exact and result.is_exact
         self.is_given_up = result.is_given_up
@@ -175,7 +150,7 @@ class Synthesis:
     def solve(self, prices: SpmdPrices, triples: Sequence[int]) -> tuple[int, ...]:
         """Best shares of the batch for a program; the given ones if none are found."""
         alike = len(device_classes(self.evaluator, prices.devices)) == 1
-        if not self.ingredients.solve_ratios or alike:
+        if alike:
             return prices.shares
         ratios = best_ratios(self.work, prices, triples)
         if ratios is None or sum(ratios) <= 0.0:
@@ -184,8 +159,7 @@ class Synthesis:
 
     def starts(self, devices: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Shares to begin with: in proportion to speed, and even."""
-        found = starts_of(self.evaluator.graph.batch_size, self._speeds, devices)
-        return found if self.ingredients.solve_ratios else found[-1:]
+        return starts_of(self.evaluator.graph.batch_size, self._speeds, devices)
 
     def data_parallel(self, devices: tuple[int, ...]) -> Placed:
         """Data parallelism at the first shares."""
@@ -193,7 +167,7 @@ class Synthesis:
 
     def solved_data_parallel(self, devices: tuple[int, ...]) -> Placed:
         """Data parallelism at the shares that the linear program finds for it."""
-        prices = self._prices(devices, self.starts(devices)[0], *self._first)
+        prices = self._prices(devices, self.starts(devices)[0], *_PRICED_BY[0])
         return Placed(self.start, devices, self.solve(prices, self.start))
 
     def programs(self, devices: tuple[int, ...], *, thorough: bool) -> Iterator[Placed]:
@@ -204,19 +178,13 @@ class Synthesis:
             thorough: Whether to search from all starts and under all prices, not only the first.
         """
         starts = self.starts(devices)
-        yield from self._alternate(devices, starts[0], *self._first)
+        yield from self._alternate(devices, starts[0], *_PRICED_BY[0])
         if not thorough:
             return
         for shares in starts[1:]:
-            yield from self._alternate(devices, shares, *self._first)
-        for collectives in self.ingredients.collectives:
-            for exposed in self.ingredients.exposed:
-                if (collectives, exposed) != self._first:
-                    yield from self._alternate(devices, starts[0], collectives, exposed)
-
-    @property
-    def _first(self) -> tuple[tuple[str, ...], float]:
-        return self.ingredients.collectives[0], self.ingredients.exposed[0]
+            yield from self._alternate(devices, shares, *_PRICED_BY[0])
+        for collectives, exposed in _PRICED_BY[1:]:
+            yield from self._alternate(devices, starts[0], collectives, exposed)
 
     def _prices(
         self,
@@ -266,31 +234,11 @@ def starts_of(
     return list(dict.fromkeys([by_speed, split_evenly(batch, len(devices))]))
 
 
-def without_sufficient_factors(theory: Theory) -> Theory:
-    """The theory without rows that make a matrix's gradient whole on every device."""
-    gradients = {row.reads[1].value for row in theory.rows if row.is_update}
-    rows = []
-    for row in theory.rows:
-        makes_gradient = any(write in gradients for write in row.writes)
-        kept = tuple(
-            triple
-            for triple in row.triples
-            if not makes_gradient
-            or triple.units
-            or not any(value in gradients and form == 0 for value, form in triple.makes)
-        )
-        rows.append(replace(row, triples=kept or row.triples))
-    return replace(theory, rows=tuple(rows))
-
-
 class Hap(Planner):
     """SPMD program synthesis with solved ratios; see the module docstring."""
 
+    name = "hap"
     stage = "search"
-
-    def __init__(self, name: str = "hap", ingredients: Ingredients | None = None) -> None:
-        self.name = name
-        self._ingredients = ingredients or Ingredients()
 
     def plan(self, problem: Problem) -> PlanResult:
         """Synthesise, then rank by simulation until the budget is over."""
@@ -307,9 +255,9 @@ class Hap(Planner):
         spending = ranking.spending
         whole = tuple(range(problem.evaluator.cluster.num_devices))
         ranking.note = "out of time before it had any program but data parallelism"
-        ranking.add_plain(whole, even=not self._ingredients.solve_ratios)
+        ranking.add_plain(whole)
         try:
-            synthesis = Synthesis(problem.evaluator, self._ingredients, spending.check)
+            synthesis = Synthesis(problem.evaluator, spending.check)
         except TooWideError as error:
             ranking.note = f"data parallelism only: {error}"
             ranking.tune()
@@ -350,11 +298,10 @@ class _Ranking:
         self.scored: list[tuple[tuple[float, float], int, Strategy, Order]] = []
         self.note = ""
 
-    def add_plain(self, devices: tuple[int, ...], *, even: bool) -> None:
+    def add_plain(self, devices: tuple[int, ...]) -> None:
         """Score data parallelism, to have a result however little time is left."""
         evaluator = self.problem.evaluator
-        starts = starts_of(evaluator.graph.batch_size, device_speeds(evaluator), devices)
-        shares = starts[-1 if even else 0]
+        shares, *_ = starts_of(evaluator.graph.batch_size, device_speeds(evaluator), devices)
         self._seen.add(((), devices, shares))
         decision = self._decision(devices, shares, Sync.HIERARCHICAL)
         self._score(self._strategy((), decision, DEFAULT_BUCKET_BYTES), self.order)

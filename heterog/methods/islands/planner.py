@@ -22,7 +22,6 @@ import numpy as np
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.memo import kept
 from heterog.methods.data_parallel import device_speeds
-from heterog.methods.islands.building import strategy_of
 from heterog.methods.islands.composing import (
     OVERFLOWS,
     Composition,
@@ -36,6 +35,7 @@ from heterog.methods.islands.composing import (
     islands_of,
     num_copies,
     places,
+    strategy_of,
     structures,
     with_moved_layer,
 )

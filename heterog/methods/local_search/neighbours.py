@@ -21,7 +21,11 @@ import numpy as np
 from heterog.graph.grouping import alike_groups
 from heterog.lowering.program import IntArray
 from heterog.lowering.space import MicroBatches, StrategySpace
-from heterog.methods.local_search.group_rules import GroupRules, Place, RuleRow
+from heterog.methods.local_search.group_rules import (
+    GroupRules,
+    Place,
+    RuleRow,
+)
 from heterog.methods.planner import Problem
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.teams import (

@@ -23,7 +23,9 @@ import numpy as np
 from heterog.lowering import Choice
 from heterog.lowering.space import StrategySpace
 from heterog.methods.data_parallel import device_speeds
-from heterog.methods.local_search.group_rules import GroupRules
+from heterog.methods.local_search.group_rules import (
+    GroupRules,
+)
 from heterog.methods.local_search.neighbours import Neighbours, State, StateKey
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
 from heterog.methods.repair import repair

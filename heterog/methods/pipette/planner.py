@@ -12,7 +12,8 @@ The uniform layouts that Pipette enumerates, and their costs in the terms of its
 
 On S hosts of g devices each: tp divides g (teams stay inside hosts), pp divides S, replicas take
 the rest; a stage has whole hosts. Micro-batches are the powers of two that divide a replica's
-share. Unlike the paper, whose seconds come from a network that was fitted to profiled runs and
+share, also above 8, where the paper stops: samples of other models are smaller than sequences.
+Unlike the paper, whose seconds come from a network that was fitted to profiled runs and
 whose gradients from a formula for GPT, all of this is counted in the captured graph: forward and
 backward seconds of ops, bytes of gradients of the largest stage, bytes between stages.
 """
@@ -25,33 +26,31 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.cluster.topology import Cluster
-from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.methods.host_order import HostTraffic, annealed_order, hosts_by_kind
+from heterog.methods.megatron_grid import divisors, least_bytes, uniform_layouts
 from heterog.methods.model_parallel import activation_bytes, parameter_bytes
-from heterog.methods.pipette.annealing import COOLED, anneal
 from heterog.methods.pipette.communication import (
+    COOLED,
     HostRates,
     Pricing,
     Traffic,
     UniformCosts,
     Variant,
+    anneal,
     latency_s,
     ring_payloads,
 )
 from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
-from heterog.methods.recomputing import cheaper_layouts, surely_kept
+from heterog.methods.recomputing import cheaper_layouts
 from heterog.simulator import engine
 from heterog.simulator.evaluator import Evaluation, Evaluator
-from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.layout import Layout, Recompute
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.layouts.stages import layers_of, stage_of_groups
 from heterog.strategy.strategy import Strategy
 
-MOST_TASKS = 2_000_000
-"""Most tasks of a program, about a second's work; more and smaller micro-batches are left out."""
 _SUMS_PER_LAYER = 2
 """All-reduces of a team in each pass through a layer: behind attention and behind the rest."""
 
@@ -81,41 +80,12 @@ def host_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
 
 def points(evaluator: Evaluator) -> Iterator[Point]:
     """Every layout on every set of hosts, with every micro-batch that divides a share."""
-    graph, cluster = evaluator.graph, evaluator.cluster
-    num_layers, num_ops = len(layers_of(graph).names), len(evaluator.tables.op_id)
-    for hosts in host_sets(cluster):
-        per_host = len(cluster.host_devices(hosts[0]))
-        for tp in _divisors(per_host):
-            for pp in _divisors(len(hosts)):
-                dp = len(hosts) * per_host // (tp * pp)
-                share = graph.batch_size // dp
-                if graph.batch_size % dp or not share or (pp > 1 and pp > num_layers):
-                    continue
-                layers = split_evenly(num_layers, pp) if num_layers % pp else ()
-                for micro in _micro_batches(share):
-                    num_micro = share // micro
-                    if num_micro > 1 and num_micro * num_ops * tp * dp > MOST_TASKS:
-                        continue
-                    if micro_batches_refused(graph, num_micro):
-                        continue
-                    yield Point(
-                        layout=Layout(tp=tp, pp=pp, dp=dp, micro_batch=micro, layers=layers),
-                        hosts=hosts,
-                        num_micro=num_micro,
-                    )
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
-
-
-def _micro_batches(share: int) -> list[int]:
-    """Powers of two that divide a share, and the share itself.
-
-    Unlike the paper, which stops at 8: samples of other models are smaller than sequences.
-    """
-    powers = [1 << power for power in range(share.bit_length()) if share % (1 << power) == 0]
-    return powers if powers[-1] == share else [*powers, share]
+    for hosts in host_sets(evaluator.cluster):
+        per_host = len(evaluator.cluster.host_devices(hosts[0]))
+        for tp in divisors(per_host):
+            for pp in divisors(len(hosts)):
+                for layout, num_micro in uniform_layouts(evaluator, len(hosts) * per_host, tp, pp):
+                    yield Point(layout=layout, hosts=hosts, num_micro=num_micro)
 
 
 def ranks(cluster: Cluster, order: IntArray, num_stages: int) -> tuple[int, ...]:
@@ -475,16 +445,8 @@ class _Search(PointSearch[_Trial]):
         return [each for each in made if self._least_bytes(each) <= self._room(each)]
 
     def _least_bytes(self, point: Point) -> float:
-        """Least bytes that a device holds, on average over the stages."""
-        layout = point.layout
-        parts = layout.tp * layout.pp
         ratio = self.graph.optimizer_state_ratio
-        own = self._parameters / (2.0 + ratio) / parts
-        sliced = ratio if layout.zero else 0.0
-        static = own * (2.0 + ratio - sliced * (1.0 - 1.0 / layout.dp))
-        return (
-            static + surely_kept(layout.recompute) * self._activations * layout.micro_batch / parts
-        )
+        return least_bytes(point.layout, self._parameters, self._activations, ratio)
 
     def _room(self, point: Point) -> float:
         """Bytes of the roomiest device; a layout that does not fit there fits nowhere."""

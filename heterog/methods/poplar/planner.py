@@ -229,15 +229,14 @@ class Poplar(Planner):
 
     Args:
         zero_stage: Stage 0 to 3; by default the planner chooses it.
-        name: Name in the registry and in tables.
     """
 
+    name = "poplar"
     stage = "search"
 
-    def __init__(self, zero_stage: int | None = None, name: str = "poplar") -> None:
+    def __init__(self, zero_stage: int | None = None) -> None:
         if zero_stage is not None and zero_stage not in STAGES:
             raise StrategyError(f"ZeRO has stages 0 to 3, not {zero_stage}.")
-        self.name = name
         self._stages = STAGES if zero_stage is None else (zero_stage,)
 
     def plan(self, problem: Problem) -> PlanResult:
@@ -452,13 +451,12 @@ class EvenZero(Planner):
     Args:
         zero_stage: Stage 0 to 3.
         num_micro: Number of micro-steps; by default the fewest that fit.
-        name: Name in tables.
     """
 
     stage = "baseline"
 
-    def __init__(self, zero_stage: int, num_micro: int | None = None, name: str = "") -> None:
-        self.name = name or f"even_zero{zero_stage}"
+    def __init__(self, zero_stage: int, num_micro: int | None = None) -> None:
+        self.name = f"even_zero{zero_stage}"
         self._stage = zero_stage
         self._num_micro = num_micro
 

@@ -37,7 +37,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.lowering import Choice
 from heterog.lowering.channels import ChannelTable
 from heterog.lowering.program import FloatArray, TaskKind
-from heterog.lowering.tape import NUM_TASKS, Tape
+from heterog.lowering.tape import NUM_TASKS, Tape, TapeWriter
 from heterog.modes.asynchronous.value import (
     MOST_TICKS,
     AsynchronousServer,
@@ -48,7 +48,6 @@ from heterog.modes.asynchronous.value import (
 )
 from heterog.modes.islands import islands
 from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.small_tape import TapeWriter
 from heterog.strategy.strategy import Strategy
 
 SLOWEST_TICKS = 1000

@@ -1,5 +1,5 @@
 """Averaging (local SGD, DiLoCo).
 
-``value``, the mode, its buckets and passes over memory; its ``pricing``; ``method``, the search;
+``value``, the mode, its buckets, passes over memory and prices; ``method``, the search;
 ``ranks``, in rehearsals too.
 """

@@ -16,7 +16,7 @@ island has changed, in a message that all replicas gather instead.
 
 Passes over memory of a replica in one averaging; encoding and decoding not counted.
 
-``ranks`` makes these passes, ``pricing`` prices them as stated here.
+``ranks`` makes these passes, and they are priced as stated here.
 
     x  parameters, in the optimizer's dtype    s  copy of them when they were sent
     a  parameters after the averaging before   w  weight of the replica, or of its island's message
@@ -26,9 +26,15 @@ Passes over memory of a replica in one averaging; encoding and decoding not coun
 Every tensor has one element for each of the bucket, so that bytes moved for each byte of the
 bucket are the tensors read and written. What error feedback moves belongs to
 ``codec.encode_bytes``, and masters are rounded into the model's values afterwards.
+
+Cost of one averaging: its tasks, written to a tape as lowering writes a step's.
+
+A step costs its own seconds and the H-th part of one averaging, because the averaging begins when
+the step before it has ended: T = T_local + T_average / H. Passes over memory are those of
+``Pass``.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -37,7 +43,9 @@ from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import ITEM_BYTES
-from heterog.modes.codecs.value import Codec, CodecRule, codec_rules
+from heterog.lowering.program import TaskKind
+from heterog.lowering.tape import Tape, TapeWriter
+from heterog.modes.codecs.value import DECODE_BYTES, Codec, CodecRule, codec_rules, encode_bytes
 from heterog.modes.islands import MOST_STEPS, check_islands, crossing_fault, island_samples
 from heterog.modes.mode import EncodedMode, Mode
 from heterog.records import Count, Int32, Number
@@ -209,8 +217,6 @@ class Averaging(Mode):
         self, encoded: EncodedMode, evaluator: "Evaluator", strategy: "Strategy", choice: "Choice"
     ) -> EncodedMode:
         """The part of an averaging that a step has; see ``step_s``."""
-        from heterog.modes.averaging.pricing import averaging_seconds
-
         seconds = averaging_seconds(evaluator, strategy, choice)
         # What a delay hides follows from the step alone, which is simulated once for it.
         local_s = evaluator.local_s(choice) if self.delay else 0.0
@@ -438,3 +444,110 @@ def times_moved(passes: Iterable[Pass]) -> int:
     2
     """
     return sum(each.reads + each.writes for each in passes)
+
+
+def averaging_tape(
+    averaging: Averaging,
+    buckets: Sequence[AveragedBucket],
+    channels: "ChannelTable",
+    *,
+    num_parameters: int,
+    num_devices: int,
+) -> Tape:
+    """The tasks of one averaging: copies into buckets, their all-reduces, copies back.
+
+    Of a bucket with a codec the senders' differences are encoded, the messages gathered, and
+    decoded and added up everywhere.
+
+    Args:
+        averaging: The averaging.
+        buckets: Buckets in the order in which ranks take them up.
+        channels: Table in which the channels of the all-reduces are registered.
+        num_parameters: Number of parameters of the graph.
+        num_devices: Number of devices of the cluster.
+    """
+    num_tasks = sum(4 * len(bucket.devices) + 1 for bucket in buckets)
+    writer = TapeWriter(num_tasks, num_parameters, num_devices)
+    made = [
+        _written_messages(writer, averaging, number, bucket)
+        for number, bucket in enumerate(buckets)
+    ]
+    tokens = [
+        _written_sum(writer, channels, number, bucket, reads)
+        for number, (bucket, reads) in enumerate(zip(buckets, made, strict=True))
+    ]
+    for number, (bucket, token) in enumerate(zip(buckets, tokens, strict=True)):
+        _write_end(writer, averaging, number, bucket, token)
+    writer.end()
+    return writer.tape
+
+
+def _written_messages(
+    writer: TapeWriter, averaging: Averaging, number: int, bucket: AveragedBucket
+) -> list[int]:
+    """Passes that fill a bucket, encoded where it has a codec; returns what they make."""
+    size, made = bucket.num_bytes, []
+    for device in bucket.devices:
+        sends = bucket.rule is None or device in bucket.senders
+        passes = passes_before(averaging, has_codec=bucket.rule is not None, sends=sends)
+        if passes:
+            made.append(writer.write(TaskKind.FLATTEN, number, device, size * times_moved(passes)))
+        if sends and bucket.rule is not None:
+            cost = size * encode_bytes(bucket.rule)
+            made[-1] = writer.write(TaskKind.ENCODE, number, device, cost, reads=[made[-1]])
+    return made
+
+
+def _written_sum(
+    writer: TapeWriter,
+    channels: "ChannelTable",
+    number: int,
+    bucket: AveragedBucket,
+    reads: Sequence[int],
+) -> int:
+    """The all-reduce of a bucket, or the all-gather of its messages; returns what it makes."""
+    kind, channel, size = TaskKind.ALL_REDUCE, -1, bucket.num_bytes
+    if bucket.rule is None:
+        channel = channels.value_reduce(bucket.devices)
+    else:
+        kind, size = TaskKind.ALL_GATHER, bucket.message_bytes * len(bucket.senders)
+        sends = tuple(int(device in bucket.senders) for device in bucket.devices)
+        channel = channels.all_gather(bucket.devices, sends)
+    return writer.write(kind, number, -1, size, channel=channel, reads=reads)
+
+
+def _write_end(
+    writer: TapeWriter, averaging: Averaging, number: int, bucket: AveragedBucket, token: int
+) -> None:
+    """What all replicas do with what has come: decode it, and take over the result."""
+    size = bucket.num_bytes
+    passes = passes_after(averaging, has_codec=bucket.rule is not None)
+    cost = size * times_moved(passes)
+    if bucket.rounded_bytes:
+        cost += size + bucket.rounded_bytes  # masters are read, the model's values written
+    for device in bucket.devices:
+        read = token
+        if bucket.rule is not None:
+            decoded = size * len(bucket.senders) * DECODE_BYTES[bucket.rule.codec.kind]
+            read = writer.write(TaskKind.DECODE_SUM, number, device, decoded, reads=[token])
+        writer.write(TaskKind.FLATTEN, number, device, cost, reads=[read])
+
+
+def averaging_seconds(evaluator: "Evaluator", strategy: Strategy, choice: "Choice") -> float:
+    """Seconds of one averaging of a strategy's parameters, by the referee.
+
+    Args:
+        evaluator: "Evaluator" of the graph on the cluster.
+        strategy: Strategy with an averaging.
+        choice: The same strategy, encoded.
+    """
+    averaging = strategy.mode(Averaging)
+    assert averaging is not None
+    tape = averaging_tape(
+        averaging,
+        averaged_buckets(evaluator.graph, strategy),
+        evaluator.channels,
+        num_parameters=len(evaluator.tables.parameter_bytes),
+        num_devices=evaluator.cluster.num_devices,
+    )
+    return evaluator.tape_s(tape, choice)

@@ -1,5 +1,5 @@
 """Weight stashes (PipeDream).
 
-``value``, the mode; ``phases`` of a step and their memory; ``paces`` and prices; ``method``, the
+``value``, the mode, phases of a step and their memory; ``paces`` and prices; ``method``, the
 search; ``ranks``, in rehearsals too.
 """

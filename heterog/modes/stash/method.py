@@ -25,8 +25,7 @@ from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.tuned_uniform import tuned_decision
 from heterog.modes.search import best_of, by_preference, is_count, nothing
-from heterog.modes.stash.phases import stage_fault
-from heterog.modes.stash.value import WeightStash, stages_of
+from heterog.modes.stash.value import WeightStash, stage_fault, stages_of
 from heterog.names import shown
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator

@@ -49,8 +49,9 @@ from heterog.lowering import Choice
 from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import NUM_READS, NUM_TASKS, Tape
-from heterog.modes.stash.phases import (
+from heterog.modes.stash.value import (
     BoolArray,
+    WeightStash,
     encoded_stash,
     ends_batch,
     is_of_backward,
@@ -58,7 +59,6 @@ from heterog.modes.stash.phases import (
     micro_batch_of,
     source_stages,
 )
-from heterog.modes.stash.value import WeightStash
 from heterog.pricing.cost_model import Prices
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.runs import Lowered

@@ -36,8 +36,14 @@ from torch import Tensor, nn
 
 from heterog.lowering.program import TaskKind
 from heterog.modes.on_ranks import MakeExecutor, RankMode
-from heterog.modes.stash.phases import is_of_backward, micro_batch_of
-from heterog.modes.stash.value import WeightStash, oldest_weights, stage_of, stages_of
+from heterog.modes.stash.value import (
+    WeightStash,
+    is_of_backward,
+    micro_batch_of,
+    oldest_weights,
+    stage_of,
+    stages_of,
+)
 from heterog.runtime.step.collectives import Pending
 from heterog.runtime.step.executor import StepExecutor
 from heterog.runtime.step.rank_program import RankProgram

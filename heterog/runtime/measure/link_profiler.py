@@ -11,7 +11,7 @@ from torch import Tensor
 
 from heterog.cluster.topology import Cluster
 from heterog.lowering.channels import ChannelKind
-from heterog.pricing.measurements import LinkMeasurement
+from heterog.pricing.op_fits import LinkMeasurement
 from heterog.runtime.accelerators import is_accelerated, synchronize, wire_device
 from heterog.runtime.step.collectives import Communicator, Pending
 

@@ -24,18 +24,18 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from heterog.cluster.hardware import Device, DeviceType, Host, Link
-from heterog.cluster.overrides import is_cpu
+from heterog.cluster.schema import is_cpu
 from heterog.cluster.topology import Cluster
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import OpGraph, TensorKind
-from heterog.graph.parameter_groups import group_numbers, parameter_groups
+from heterog.graph.optimizer_probe import group_numbers, parameter_groups
 from heterog.graph.workload import Workload
 from heterog.lowering import lower
 from heterog.lowering.program import Program, TaskKind
 from heterog.lowering.tables import graph_tables
-from heterog.pricing.measurements import STEP, OpMeasurement, op_kind, op_signature
+from heterog.pricing.op_fits import STEP, OpMeasurement, op_kind, op_signature
 from heterog.runtime.accelerators import (
     CPU,
     has_accelerator,

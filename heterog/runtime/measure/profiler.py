@@ -31,7 +31,7 @@ from heterog.errors import HeterogError, InputFileError
 from heterog.files import MAX_JSON_BYTES, parse_json, read_bytes, write_atomically
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.workload import Workload
-from heterog.pricing.measurements import (
+from heterog.pricing.op_fits import (
     LinkMeasurement,
     Measurements,
     OpMeasurement,

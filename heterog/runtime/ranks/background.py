@@ -25,7 +25,7 @@ import torch
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError
 from heterog.files import write_atomically
-from heterog.graph.parameter_groups import group_numbers, parameter_groups
+from heterog.graph.optimizer_probe import group_numbers, parameter_groups
 from heterog.graph.workload import Workload
 from heterog.runtime.accelerators import has_accelerator, is_on_cpus, stream_of_priority
 from heterog.runtime.launch import ALONE_STEPS, HEARTBEAT

@@ -14,7 +14,7 @@ from scipy.optimize import linear_sum_assignment
 
 from heterog.cluster import Cluster
 from heterog.cluster.catalog import may_mean
-from heterog.cluster.overrides import is_cpu
+from heterog.cluster.schema import is_cpu
 from heterog.errors import HeterogError
 
 ACCELERATOR = "accelerator_type:"

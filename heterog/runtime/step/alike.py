@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from heterog.errors import HeterogError, StrategyError
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.op_graph import OpGraph, TensorKind, same_ops
-from heterog.graph.parameter_groups import ParameterGroup
+from heterog.graph.optimizer_probe import ParameterGroup
 from heterog.graph.workload import Workload, named_leaves
 from heterog.lowering import lower_resized
 from heterog.lowering.program import Program

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from heterog.graph.parameter_groups import ParameterGroup
+from heterog.graph.optimizer_probe import ParameterGroup
 from heterog.graph.workload import Workload
 from heterog.runtime.step.kept_state import keep_state_in
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from heterog.graph.step_options import CountedOptions, StepOptions
+from heterog.graph.step import CountedOptions, StepOptions
 from heterog.runtime.step.collectives import Communicator, Pending
 from heterog.runtime.step.gradients import Gradients, decoded
 from heterog.runtime.step.kept_state import is_narrow

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from heterog.graph.placement import OpCall
-from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES, MEAN, SUM
+from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES, MEAN, SUM
 from heterog.graph.sharding_rules.table import dimension, positions
 
 _OF_NO_WORD = -100

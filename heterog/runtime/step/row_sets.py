@@ -12,7 +12,7 @@ from torch import Tensor
 from heterog.graph.halo import Rows
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import OpCall, Placement
-from heterog.graph.sharding_rules.sparse import pattern_key
+from heterog.graph.sharding_rules.matmul import pattern_key
 from heterog.graph.sparse_pattern import SparsePattern
 from heterog.graph.sparse_product import multiply
 from heterog.runtime.step.spans import Span, unit_rows

@@ -16,7 +16,9 @@ from heterog.graph.op_graph import OpGraph
 from heterog.grouped import grouped
 from heterog.methods.planner import Budget
 from heterog.search.arrivals.queueing import JobFeatures, Place
-from heterog.search.arrivals.ramp import devices_of
+from heterog.search.arrivals.ramp import (
+    devices_of,
+)
 from heterog.search.portfolio import run_methods
 from heterog.search.request import Request
 from heterog.simulator.evaluator import Evaluator

@@ -11,14 +11,16 @@ import heapq
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
 import numpy as np
 
 from heterog.errors import HeterogError, UnknownNameError
-from heterog.search.arrivals.ramp import devices_of
+from heterog.search.arrivals.ramp import (
+    devices_of,
+)
 
 _ROUNDING = 1e-12
 """Part of a job's seconds that rounding may add: a job alone takes what it takes alone."""
@@ -296,7 +298,7 @@ class JobQueueing:
     def final(self) -> list[Verdict]:
         """All verdicts; jobs that run at ``end_s`` are unfinished, and so blocked."""
         return [
-            _unfinished(verdict)
+            replace(verdict, outcome=Outcome.UNFINISHED)
             if verdict.is_accepted and verdict.ends_s > self.end_s
             else verdict
             for verdict in self.verdicts
@@ -321,18 +323,6 @@ class JobQueueing:
     def _release(self) -> None:
         while self._running and self._running[0][0] <= self.now_s:
             self.occupied &= ~heapq.heappop(self._running)[2]
-
-
-def _unfinished(verdict: Verdict) -> Verdict:
-    return Verdict(
-        request=verdict.request,
-        outcome=Outcome.UNFINISHED,
-        degree=verdict.degree,
-        devices=verdict.devices,
-        starts_s=verdict.starts_s,
-        ends_s=verdict.ends_s,
-        detail=verdict.detail,
-    )
 
 
 def blocking_rate(verdicts: Sequence[Verdict]) -> float:

@@ -60,7 +60,7 @@ def along_positions(
         if result is None or not needs_no_transfer(given, result.inputs):
             continue
         made = zip(graph.outputs[index], result.outputs, strict=True)
-        if any(place == P and _read_in_slices(graph, each, rules) for each, place in made):
+        if any(place == P and _is_read_as("S", graph, each, rules) for each, place in made):
             continue  # the gradient of a table in slices: a sum would make all of it
         if not graph.is_view[index]:
             found[index] = OpRule(inputs=result.inputs, outputs=result.outputs, units=size)
@@ -70,10 +70,10 @@ def along_positions(
     return found
 
 
-def _read_in_slices(graph: OpGraph, tensor: int, rules: dict[int, OpRule]) -> bool:
-    """Whether an op reads slices of a tensor."""
+def _is_read_as(kind: str, graph: OpGraph, tensor: int, rules: dict[int, OpRule]) -> bool:
+    """Whether an op with a rule reads slices (S) of a tensor, or its partial sums (P)."""
     return any(
-        read.kind == "S" and graph.storage[each] == graph.storage[tensor]
+        read.kind == kind and graph.storage[each] == graph.storage[tensor]
         for reader in graph.readers(tensor)
         if reader in rules
         for each, read in zip(graph.ops[reader].inputs, rules[reader].inputs, strict=True)
@@ -85,7 +85,7 @@ def _slices_of_sum(graph: OpGraph, op: int, rules: dict[int, OpRule]) -> Scatter
     if rules[op].outputs != (P,):
         return None
     (tensor,) = graph.outputs[op]
-    if _is_read_in_parts(graph, tensor, rules):
+    if _is_read_as("P", graph, tensor, rules):  # to add others to them
         return None
     shape, along = graph.tensors[tensor].shape, batch_plan(graph).placements[tensor]
     batch = graph.batch_size
@@ -100,16 +100,6 @@ def _slices_of_sum(graph: OpGraph, op: int, rules: dict[int, OpRule]) -> Scatter
     else:
         return None
     return Scatter(place=place, units=units) if units > 1 else None
-
-
-def _is_read_in_parts(graph: OpGraph, tensor: int, rules: dict[int, OpRule]) -> bool:
-    """Whether an op reads partial sums directly, to add others to them."""
-    return any(
-        read == P and graph.storage[each] == graph.storage[tensor]
-        for reader in graph.readers(tensor)
-        if reader in rules
-        for each, read in zip(graph.ops[reader].inputs, rules[reader].inputs, strict=True)
-    )
 
 
 _LEAST_OF_BEST = 16.0
