@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError, InputFileError
 from heterog.explain.explanation import Explanation, GivenFacts, explain
+from heterog.explain.wording import percent
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
-from heterog.report.facts import percent
 from heterog.report.html import page_style, report_html, write_report
 from heterog.report.lanes import CATEGORIES, MAX_PIECES, thinned, view_data, view_lanes
 from heterog.report.modules import ModuleNode, module_tree

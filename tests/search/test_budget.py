@@ -21,7 +21,7 @@ from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.methods.hap.a_star import Search
-from heterog.methods.hap.planner import Hap, Synthesis
+from heterog.methods.hap.planner import _PRICED_BY, Hap, Synthesis
 from heterog.methods.local_search.planner import LocalSearch
 from heterog.methods.planner import (
     Budget,
@@ -217,7 +217,7 @@ def test_the_a_star_search_asks_for_the_time_in_all_its_loops() -> None:
     limit = math.inf
     synthesis = Synthesis(evaluator, check=check)
     devices = tuple(range(8))
-    prices = synthesis._prices(devices, synthesis.starts(devices)[0], *synthesis._first)
+    prices = synthesis._prices(devices, synthesis.starts(devices)[0], *_PRICED_BY[0])
     limit = asked + 1000
     with pytest.raises(TimeUp):
         synthesis.search(prices)
@@ -253,7 +253,7 @@ def test_a_narrow_search_follows_few_states_and_says_that_it_is_no_proof() -> No
     evaluator = Evaluator(unrolled_lstm(), Cluster.load("paper_8gpu"))
     synthesis = Synthesis(evaluator)
     devices = tuple(range(8))
-    prices = synthesis._prices(devices, synthesis.starts(devices)[0], *synthesis._first)
+    prices = synthesis._prices(devices, synthesis.starts(devices)[0], *_PRICED_BY[0])
     result = Search(synthesis.segments, prices, 2, most_at_cut=2).run()
     assert len(result.programs) == 1
     assert not result.is_exact
