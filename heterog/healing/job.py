@@ -140,7 +140,7 @@ class HealingJob:
         self.generation = 0
         self._begun_s = 0.0
         self._why_not = ""
-        self._is_begun = self._is_restart_measured = False
+        self._is_restart_measured = False
         self._writing: Writing | None = None
         self._told_failure = ""
         self._going: Going | None = None
@@ -183,6 +183,8 @@ class HealingJob:
             self._steering.begin(str(self._path), self._source)
             if state is not None:
                 self._go_on(state)
+            self._steering.steps_left = self._steps_left()
+            self._steering.begin_generation(None, "first")  # a rank may be lost in the first step
             if self.options.checkpoint:
                 self._writing = Writing(Path(self.options.checkpoint), self.options.checkpoint_s)
                 stack.callback(self._writing.close)
@@ -304,7 +306,7 @@ class HealingJob:
 
     def _choose(self) -> None:
         """Take the plan that was decided for, or make one for what is left."""
-        going, self._going, self._is_begun = self._going, None, True
+        going, self._going = self._going, None
         if going is not None:
             self._steering.begin_generation(going.answer, going.kind)
             return
@@ -317,19 +319,17 @@ class HealingJob:
         """Read rank 0's events and check for a better plan; called when rank 0 changes stage."""
         self._progress(stage)
         self._hear()
-        if not stage.startswith("step ") or self._going is not None:
-            return
-        steering = self._steering
+        steering, is_training = self._steering, stage.startswith("step ")
+        if self._going is not None or (self.generation and not is_training):
+            return  # while ranks of a later plan start, another thread asks for it
         steering.steps_left = self._steps_left()
-        moves = self.trained.moves
-        steering.step_s = recent_step_s(self.trained.seconds, moves[-1].step if moves else 0)
-        if not self._is_begun:
-            self._is_begun = True
-            steering.begin_generation(None, "first")
+        if is_training:
+            moves = self.trained.moves
+            steering.step_s = recent_step_s(self.trained.seconds, moves[-1].step if moves else 0)
         self._going = steering.look()
         if self._going is not None:
             self._crew.ask_to_stop()
-        if self._writing is not None:
+        if self._writing is not None and is_training:
             self._resume = self._writing.look(self._crew.places()) or self._resume
             if self._writing.failed and self._writing.failed != self._told_failure:
                 self._say(f"no checkpoint was written: {self._writing.failed}")

@@ -7,6 +7,7 @@ they are alive; ``watching`` says when that ends the job.
 import fcntl
 import os
 import re
+import shutil
 import signal
 import socket
 import statistics
@@ -255,23 +256,24 @@ def temporary_folder() -> Iterator[Path]:
     A shell waits for the end of a pipe that only this process holds open, and then removes it. It
     is in a session of its own, so that what is sent to this process's group does not reach it.
     """
-    with tempfile.TemporaryDirectory(prefix="heterog-") as name:
-        # The ranks end with this process, but may need a moment to be gone.
-        script = 'read -r line; sleep 1; rm -rf -- "$1"'
-        cleaner = subprocess.Popen(
-            ["/bin/sh", "-c", script, "heterog-cleaner", name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            yield Path(name)
-        finally:
-            _signal_group(cleaner, signal.SIGKILL)
-            cleaner.wait()
-            assert cleaner.stdin is not None
-            cleaner.stdin.close()
+    name = tempfile.mkdtemp(prefix="heterog-")
+    # The ranks end with this process, but may need a moment to be gone.
+    script = 'read -r line; sleep 1; rm -rf -- "$1"'
+    cleaner = subprocess.Popen(
+        ["/bin/sh", "-c", script, "heterog-cleaner", name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield Path(name)
+    finally:
+        shutil.rmtree(name, ignore_errors=True)  # while the shell would do it, too
+        _signal_group(cleaner, signal.SIGKILL)
+        cleaner.wait()
+        assert cleaner.stdin is not None
+        cleaner.stdin.close()
 
 
 def _background_summary(
