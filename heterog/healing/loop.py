@@ -22,6 +22,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,6 +72,9 @@ class HealingLoop:
         others: Further objects with a state to keep, by name.
         checkpoint: Folder of a checkpoint written beside training; empty for none.
         checkpoint_s: Seconds between checkpoints.
+        silent_s: Seconds without an answer after which a rank gives up waiting for another one,
+            so that torchrun starts those that are left: a link that is cut says nothing. More
+            than any rank takes for a step; 0 leaves the timeout of the process group.
 
     Attributes:
         num_steps: Number of steps done, in all epochs and by all generations of ranks.
@@ -90,6 +94,7 @@ class HealingLoop:
         others: Mapping[str, Stateful] | None = None,
         checkpoint: str = "",
         checkpoint_s: float = 60.0,
+        silent_s: float = 0.0,
     ) -> None:
         if not dist.is_initialized():
             raise HeterogError("HealingLoop needs the process group; call init_process_group.")
@@ -107,6 +112,8 @@ class HealingLoop:
         self._checkpoint = checkpoint
         self._host = int(os.environ.get("GROUP_RANK", "0"))
         self._places = self._meet()
+        if silent_s:  # from here on: ranks may start at different times
+            set_silence(silent_s)
         self._who = gather_texts(f"{socket.gethostname()}:{os.environ.get('LOCAL_RANK', '0')}")
         self._sender: Sender | None = None
         self._generation = 0
@@ -271,6 +278,11 @@ class HealingLoop:
         speeds = [float(had[name].pop(0)) if had.get(name) else mean for name in self._who]
         sampler = self._balancer.share_sampler
         sampler.set_shares(shares_from_speeds([max(s, 1.0) for s in speeds], sum(shares)))
+
+
+def set_silence(seconds: float) -> None:
+    """Set the timeout of collectives; there is no public function for it."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
 
 def _entry(name: str, value: Tensor) -> Entry:
