@@ -1,7 +1,7 @@
 """A loop as people write it, for torchrun: ``python healing_loop.py LOG STEPS KIND``.
 
-It goes on after a loss from memory (``KIND`` is the redundancy), or, as without heterog's healing,
-from a checkpoint that rank 0 writes every hundred steps (``plain``). What happens is told in LOG.
+It goes on after a loss from ``memory`` (KIND), or, as without heterog's healing, from a checkpoint
+that rank 0 writes every hundred steps (``plain``). What happens is told in LOG.
 """
 
 import time
@@ -77,7 +77,7 @@ def train(tell: Tell, num_steps: int, kind: str, saved: Path) -> None:
             balancer.load_state_dict(state["balancer"])
             step, source = state["step"], "checkpoint"
     else:
-        healing = HealingLoop(model, optimizer, balancer, redundancy=int(kind), silent_s=SILENT_S)
+        healing = HealingLoop(model, optimizer, balancer, silent_s=SILENT_S)
         healing.restore()
         step, source = healing.num_steps, healing.resumed_from
     tell("restored", step=step, source=source, ranks=dist.get_world_size())

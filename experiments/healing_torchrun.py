@@ -5,8 +5,8 @@
 Four hosts are network namespaces of this machine, which takes root, each with one of torchrun's
 agents and a rank of ``healing_loop.py``. The rendezvous is a store that stands outside of them, or
 etcd (``--etcd ENDPOINT``). Faults, at a random step: ``node`` (all of a host, by SIGKILL at once),
-``first`` (that of rank 0), ``leader`` (only the agent of rank 0's host), ``two`` (hosts at once,
-with redundancy 2), ``cut`` (a host's link), ``frozen`` (a host by SIGSTOP), ``leaving`` (SIGTERM
+``first`` (that of rank 0), ``leader`` (only the agent of rank 0's host), ``two`` (hosts at once),
+``cut`` (a host's link), ``frozen`` (a host by SIGSTOP), ``leaving`` (SIGTERM
 to an agent), and ``plain``, as ``node`` but from a checkpoint instead of memory. Losses have to be
 those of one process that trains on the same batches, every sample of an epoch dealt once.
 """
@@ -174,12 +174,10 @@ class Hosts:
         raise TimeoutError(f"{what} was not told; last {self.events()[-1:]}")
 
     def signal(self, host: int, what: signal.Signals) -> None:
-        """Send a signal to all that runs on a host."""
-        agent, every = self.agents[host].pid, processes()
-        keeper = f"heterog.healing.keeper {agent} "
-        pids = [pid for pid, (parent, _) in every.items() if parent == agent]
-        pids += [pid for pid, (_, words) in every.items() if keeper in words]
-        for pid in (agent, *pids):
+        """Send a signal to all that runs on a host, but for who removes files."""
+        agent = self.agents[host].pid
+        ranks = [pid for pid, (parent, _) in processes().items() if parent == agent]
+        for pid in (agent, *ranks):
             with suppress(ProcessLookupError):
                 os.kill(pid or 0, what)
 
@@ -213,7 +211,7 @@ def run_trial(
 ) -> Trial:
     """Hit once."""
     step = chance.randint(3, 300)
-    kind = {"two": "2", "plain": "plain"}.get(fault, "1")
+    kind = "plain" if fault == "plain" else "memory"
     hosts = Hosts(places, folder, rendezvous, [str(step + _AFTER), kind])
     try:
         last = hosts.wait_for("step", lambda told: told["step"] >= step)
@@ -234,7 +232,7 @@ def run_trial(
     while time.monotonic() < gone_s:
         every = processes()
         left = [f"{pid} {words[:80]}" for pid, (_, words) in every.items() if pid not in servers]
-        left += [str(path) for path in folder.glob("heterog-*")]
+        left += [str(path) for path in Path("/dev/shm").glob("heterog-loop-*")]
         if not left:
             break
         time.sleep(0.2)
@@ -252,7 +250,7 @@ def measured(
     failed = [each["at_s"] for each in events if each["what"] == "failed"]
     failed = [at_s for at_s in failed if at_s > hit_s]
     later = [each for each in steps if each["at_s"] > hit_s]
-    split: dict[str, float] = {}
+    split: dict[str, Any] = {}
     most = old[-1]["step"]
     if begun:
         # The last generation: those that began after the last step of the one before.
@@ -302,7 +300,7 @@ def main() -> None:
         option("--etcd", default="", help="endpoint of an etcd server to meet at"),
         option("--results", type=Path, help="JSON lines of trials, which is gone on with"),
     )
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     os.environ[_MARK] = str(os.getpid())
     fault, kept = arguments.fault, arguments.results and arguments.results.resolve()
@@ -330,7 +328,7 @@ def main() -> None:
                     said = Path(name) / "said.txt"
                     progress(said.read_text()[-5000:] if said.exists() else "")
             trials.append(asdict(trial))
-            keep_row(kept, {"of": of, "trial": trials[-1]})
+            keep_row(kept, {"of": of, "trial": trials[-1], "nice": os.nice(0)})
             progress(f"{number:2} {trials[-1]}")
     good = [each for each in trials if not each["why"]]
     summary = {

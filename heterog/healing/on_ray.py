@@ -86,7 +86,7 @@ class _Leader:
                 job = HealingJob(
                     here,
                     options=options,
-                    crew=RayCrew(ray, name, here.load().cluster, here),
+                    crew=RayCrew(ray, name, here.load().cluster, here, options.redundancy),
                     progress=lambda stage: self._say(stage=stage),
                     say=lambda line: self._say(lines=(*self._said.lines, line)),
                 )
