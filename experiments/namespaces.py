@@ -31,6 +31,7 @@ def namespaces(
             stack.callback(ip, "netns", "delete", name)
             peer = ("peer", "name", "eth0", "netns", name)
             ip("link", "add", f"{name}-link", "type", "veth", *peer)
+            stack.callback(ip, "link", "delete", f"{name}-link")  # with its peer, at once
             ip("link", "set", f"{name}-link", "master", bridge, "up")
             within = ("-n", name)
             ip(*within, "addr", "add", f"{address}/24", "dev", "eth0")
