@@ -39,6 +39,7 @@ from heterog.healing.restoring import Snapshot
 from heterog.healing.sending import Taker
 from heterog.healing.shelf import Moment, Shelf, newest_complete, place_in_memory
 from heterog.runtime.checkpoint.boxes import Entry, whole_box
+from heterog.runtime.ranks.forks import end_with_parent
 from heterog.runtime.step.collectives import gather_texts
 
 
@@ -113,6 +114,9 @@ class HealingLoop:
         self._settled: Moment | None = None
         self._checkpoint, self._checkpoint_s = checkpoint, checkpoint_s
         self._writing: Any = None
+        end_at_once()
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # without its agent nobody could restart it
+            end_with_parent(os.getppid())
 
     def restore(self) -> bool:
         """Restore the state of the previous ranks; False if there is none. All ranks call it."""
@@ -262,6 +266,22 @@ class HealingLoop:
 def set_silence(seconds: float) -> None:
     """Set the timeout of collectives; there is no public function for it."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
+def end_at_once() -> None:
+    """Let an error that nobody catches end this rank as soon as it is told.
+
+    Taking Python down takes seconds with all that is imported, for which torchrun would wait.
+    """
+    before = sys.excepthook
+
+    def told(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        before(kind, error, trace)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
+
+    sys.excepthook = told
 
 
 def folder_of_host() -> Path:
