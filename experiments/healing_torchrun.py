@@ -40,7 +40,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch.distributed.run", "namespaces"])
 LOOP = Path(__file__).with_name("healing_loop.py").resolve()
 _MARK = "HETEROG_TORCHRUN_TRIALS"
-_LIMIT_S = 120.0
+_LIMIT_S = 600.0
 _GONE_S = 20.0
 _AFTER = 60
 """Steps that are trained after the fault."""
