@@ -20,8 +20,8 @@ from heterog.errors import HeterogError, InputFileError, StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.runtime import checkpoint
 from heterog.runtime.checkpoint import files, load_checkpoint, read_contents, save_checkpoint
+from heterog.runtime.checkpoint import steps as checkpoint
 from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
 from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, checksum_of
 from heterog.runtime.checkpoint.files import read_boxes, read_tensors
