@@ -18,6 +18,7 @@ import mmap
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -154,7 +155,9 @@ class Shelf:
         try:
             with begun.open("wb+") as file:
                 if size:
-                    os.posix_fallocate(file.fileno(), 0, size)  # or a full disk ends this process
+                    file.truncate(size)
+                    if sys.platform == "linux":  # or a full disk would end this process
+                        os.posix_fallocate(file.fileno(), 0, size)
                     room = mmap.mmap(file.fileno(), size)
             saved = {
                 entry.name: _copy(entry, room if size else None, begin, part.number)
