@@ -400,7 +400,7 @@ def main() -> None:
                 except Exception as error:
                     trial = Trial(why=repr(error))
                 trials.append(asdict(trial))
-                keep_row(kept, {"of": of, "trial": trials[-1]})
+                keep_row(kept, {"of": of, "trial": trials[-1], "nice": os.nice(0)})
                 progress(f"{number:2} {trials[-1]}")
                 if trial.why:  # nodes may be in any state
                     raise HeterogError(trial.why)

@@ -2,36 +2,44 @@
 
 import ctypes
 import os
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from heterog.runtime.ranks.emulated_network import ip
 
-BRIDGE, SUBNET = "hb0", "10.78.0"
 _CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 
 
 @contextmanager
-def namespaces(count: int) -> Iterator[list[tuple[str, str]]]:
+def namespaces(
+    count: int, prefix: str = "hb", subnet: str = "10.78.0"
+) -> Iterator[list[tuple[str, str]]]:
     """Names and addresses: of this machine, whose namespace has no name, and of new ones."""
+    bridge = f"{prefix}0"
+    servers = re.findall(r"^nameserver\s+([0-9.]+)$", Path("/etc/resolv.conf").read_text(), re.M)
     with ExitStack() as stack:
-        ip("link", "add", BRIDGE, "type", "bridge")
-        stack.callback(ip, "link", "delete", BRIDGE)
-        ip("addr", "add", f"{SUBNET}.1/24", "dev", BRIDGE)
-        ip("link", "set", BRIDGE, "up")
-        places = [("", f"{SUBNET}.1")]
+        ip("link", "add", bridge, "type", "bridge")
+        stack.callback(ip, "link", "delete", bridge)
+        ip("addr", "add", f"{subnet}.1/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        places = [("", f"{subnet}.1")]
         for number in range(count):
-            name, address = f"hb{number + 1}", f"{SUBNET}.{number + 2}"
+            name, address = f"{prefix}{number + 1}", f"{subnet}.{number + 2}"
             ip("netns", "add", name)
             stack.callback(ip, "netns", "delete", name)
             peer = ("peer", "name", "eth0", "netns", name)
             ip("link", "add", f"{name}-link", "type", "veth", *peer)
-            ip("link", "set", f"{name}-link", "master", BRIDGE, "up")
+            stack.callback(ip, "link", "delete", f"{name}-link")  # with its peer, at once
+            ip("link", "set", f"{name}-link", "master", bridge, "up")
             within = ("-n", name)
             ip(*within, "addr", "add", f"{address}/24", "dev", "eth0")
             ip(*within, "link", "set", "eth0", "up")
             ip(*within, "link", "set", "lo", "up")
-            ip(*within, "route", "add", "default", "via", f"{SUBNET}.1")
+            ip(*within, "route", "add", "default", "via", f"{subnet}.1")
+            for server in servers:  # or who asks for a name would wait for an answer
+                ip(*within, "route", "add", "unreachable", server)
             places.append((name, address))
         yield places
 
@@ -42,20 +50,27 @@ def inside(namespace: str) -> Iterator[None]:
     if not namespace:
         yield
         return
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def enter(path: str) -> int:
-        return os.open(path, os.O_RDONLY)
-
-    here, there = enter("/proc/thread-self/ns/net"), enter(f"/run/netns/{namespace}")
+    here = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
-        if libc.setns(there, _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
+        enter(namespace)
         yield
     finally:
-        libc.setns(here, _CLONE_NEWNET)
-        os.close(here)
-        os.close(there)
+        _set_namespace(here)
+
+
+def enter(namespace: str) -> None:
+    """Put this thread into a namespace for good."""
+    _set_namespace(os.open(f"/run/netns/{namespace}", os.O_RDONLY))
+
+
+def _set_namespace(opened: int) -> None:
+    """Change to a namespace that was opened, and close it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        if libc.setns(opened, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+    finally:
+        os.close(opened)
 
 
 def set_link(namespace: str, state: str) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 from heterog.errors import InputFileError
 from heterog.units import MIB, format_bytes
 
+CHECKPOINT_INDEX = "checkpoint.json"
+"""The index file in a checkpoint's folder."""
 MAX_JSON_BYTES = 128 * MIB
 """Most bytes of a JSON text, unpacked. The plan of the zoo's largest graph takes 2 MiB;
 measurements of the whole zoo at five shares 30 MiB."""
@@ -285,3 +287,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def check_save_folder(folder: Path) -> None:
+    """Refuse a folder in which no checkpoint can be saved, before there is one to save.
+
+    Raises:
+        InputFileError: it is a file, the folder above it is missing, or the system refuses.
+    """
+    if check_folder_writable(folder).is_dir():
+        check_writable(folder / CHECKPOINT_INDEX)

@@ -49,9 +49,9 @@ from heterog.pricing.op_fits import (
 )
 from heterog.pricing.roofline import Roofline
 from heterog.report.html import report_html
+from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
 from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, read_contents
-from heterog.runtime.checkpoint.files import Entry, publish, read_tensors, write_tensors
-from heterog.runtime.checkpoint.held import Box, whole_box
+from heterog.runtime.checkpoint.files import publish, read_tensors, write_tensors
 from heterog.runtime.measure.profiler import Journal
 from heterog.runtime.ranks.testbed import load_testbed
 from heterog.search.plan import Plan, load_plan, make_plan

@@ -186,7 +186,7 @@ def run(
         typer.Option(
             "--redundancy",
             min=0,
-            help="with --heal: other hosts that hold a copy of each rank's state; 1 by default",
+            help="with --heal --on ray: other hosts that hold each rank's state; 1 by default",
         ),
     ] = None,
     checkpoint: Annotated[

@@ -1,21 +1,20 @@
 """Jobs that go on when a rank is lost, comes back, or becomes slow.
 
-Ranks die with the state that they hold, so copies of it lie in *keepers*: small processes beside
-the ranks, one for each host, which hold the newest snapshots in memory. When a rank is lost, what
-is left gets a new plan, every new rank takes what it needs of the newest complete snapshot, and
-training goes on at the step after it.
+Ranks die with the state that they hold, so the newest snapshots of it lie in their hosts' memory,
+as files. When a rank is lost, what is left gets a new plan, every new rank takes what it needs of
+the newest complete snapshot, and training goes on at the step after it. No socket is opened for
+that: from node to node Ray carries parts, and under torchrun every host has all of the state.
 
-- ``wire`` and ``keeper`` are the process and its protocol, ``keepers`` talks to several of them,
-  ``near_keeper`` to that of this host.
-- ``snapshots`` says which snapshot is the newest complete one.
+- ``shelf`` is a host's snapshots and says which is the newest complete one; ``sending`` takes
+  them, ``restoring`` reads them.
 - ``job`` runs a plan and heals it (``heterog run`` if asked to). Its ``crew`` is this machine, or
   ``ray_crew``, the nodes of a Ray cluster, on each of which an actor of ``ray_host`` runs ranks
-  and holds snapshots; ``on_ray`` is the job that leads them. Ranks read what to run in an
+  and carries snapshots; ``on_ray`` is the job that leads them. Ranks read what to run in an
   ``assignment`` and write a ``journal``; ``options`` are the settings.
-- ``rank`` is what each rank does, ``sending`` and ``restoring`` move the state of a plan,
-  ``steering`` decides with the help of ``planning``, a process that plans for what is left
-  (a ``service`` that answers a ``question``); ``remaining`` and ``moving`` say what is left and
-  what it costs to go there, ``busy`` who is slow, ``trial`` whether a change kept its promise.
-  ``checkpoints`` are written beside training, by the process in ``writing``.
+- ``rank`` is what each rank does, ``steering`` decides with the help of ``planning``, a process
+  that plans for what is left (a ``service`` that answers a ``question``); ``remaining`` and
+  ``moving`` say what is left and what it costs to go there, ``busy`` who is slow, ``trial``
+  whether a change kept its promise. ``checkpoints`` are written beside training, by the process in
+  ``writing``.
 - ``loop`` is for loops with a ``Balancer`` under torchrun.
 """

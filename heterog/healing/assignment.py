@@ -5,14 +5,12 @@ is made, and then wait for this file.
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from heterog.errors import HeterogError
 from heterog.files import read_json, write_json
-from heterog.healing.keepers import KeeperPlace
-from heterog.healing.snapshots import Moment
+from heterog.healing.shelf import Moment
 from heterog.records import parse_dataclass
 
 _POLL_S = 0.02
@@ -28,9 +26,8 @@ class Assignment:
         last: Number of the last step to train.
         moment: Snapshot to begin with, if there is one.
         checkpoint: Folder of a checkpoint to begin with instead; empty for none.
-        keepers: Addresses of the keepers that snapshots are read from and sent to.
-        host_of: Host of each rank.
-        copies: Number of keepers that hold each part of a snapshot.
+        shelf: Folder of the snapshots that are read and written.
+        is_copied: Whether other hosts hold them, too.
         writers: Ranks that write the journal: rank 0, and on each other host one, whose journal
             has the steps that the host of rank 0 did not live to tell.
         why_not: Why there is nothing to run; the ranks end with this error. Empty if there is.
@@ -41,9 +38,8 @@ class Assignment:
     last: int
     moment: Moment | None
     checkpoint: str
-    keepers: tuple[KeeperPlace, ...]
-    host_of: tuple[int, ...]
-    copies: int
+    shelf: str
+    is_copied: bool = False
     writers: tuple[int, ...] = (0,)
     why_not: str = ""
 
@@ -67,14 +63,3 @@ def wait_for_assignment(path: Path, timeout_s: float) -> Assignment:
     if assignment.why_not:
         raise HeterogError(assignment.why_not)
     return assignment
-
-
-def in_turn(keepers: Sequence[KeeperPlace], host: int) -> list[KeeperPlace]:
-    """Keepers in the order in which a host uses them: its own, then the following ones.
-
-    >>> places = [KeeperPlace(host=host, address="", port=1, token="") for host in (0, 1, 3)]
-    >>> [place.host for place in in_turn(places, 1)]
-    [1, 3, 0]
-    """
-    behind = [place for place in keepers if place.host >= host]
-    return [*behind, *(place for place in keepers if place.host < host)]

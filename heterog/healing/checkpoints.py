@@ -1,18 +1,17 @@
-"""Checkpoints that are written beside training, from what keepers hold.
+"""Checkpoints that are written beside training, from snapshots.
 
 Ranks do not take part and wait for nothing: a process of low priority reads the newest complete
-snapshot from the keepers and writes it in the format of ``heterog.runtime.checkpoint``, by
+snapshot and writes it in the format of ``heterog.runtime.checkpoint``, by
 torch.distributed.checkpoint. Any plan resumes from it.
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 
-from heterog.healing.keepers import KeeperPlace
+from heterog.files import check_save_folder
 from heterog.healing.service import Service
-from heterog.runtime.launch import check_save_folder
+from heterog.healing.shelf import Moment
 
 
 class Writing:
@@ -36,8 +35,15 @@ class Writing:
         self._is_asked = False
         self._service = Service("heterog.healing.writing")
 
-    def look(self, places: Sequence[KeeperPlace]) -> str:
-        """Ask for a checkpoint if one is due; the folder of one just written, or ``""``."""
+    def look(self, lend: Callable[[], tuple[Path, Moment | None]]) -> str:
+        """Ask for a checkpoint if one is due.
+
+        Args:
+            lend: Says in which folder the newest snapshot can be read until the next call.
+
+        Returns:
+            The folder of a checkpoint that was just written, or ``""``.
+        """
         written = ""
         for reply in self._service.replies():
             self._is_asked = False
@@ -49,13 +55,9 @@ class Writing:
             self._since_s = time.monotonic()
             self._is_asked = self._service.is_alive
             if self._is_asked:
-                self._service.ask(
-                    {
-                        "folder": str(self._folder),
-                        "keepers": [asdict(each) for each in places],
-                    },
-                    niceness=10,
-                )
+                shelf, moment = lend()
+                asked = {"folder": str(self._folder), "shelf": str(shelf), "moment": moment}
+                self._service.ask(asked, niceness=10)
         return written
 
     def close(self) -> None:

@@ -1,20 +1,19 @@
-"""Who runs the ranks and the keepers of a job that heals: this machine, or nodes of Ray."""
+"""Who runs the ranks of a job that heals and keeps its snapshots: this machine, or Ray's nodes."""
 
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from subprocess import Popen
 from typing import Protocol
 
 from heterog.cluster.topology import Cluster
 from heterog.healing.assignment import Assignment
 from heterog.healing.journal import Event, JournalReader
-from heterog.healing.keepers import KeeperPlace, start_keeper
 from heterog.healing.options import Trained
+from heterog.healing.shelf import Moment, Part, Shelf, place_in_memory
 from heterog.healing.steering import Running
-from heterog.runtime.launch import run_commands
+from heterog.runtime.launch import run_commands, temporary_folder
 from heterog.runtime.ranks.forks import open_forks
 from heterog.runtime.ranks.place import HERE, Place
 from heterog.runtime.request import RunRequest
@@ -52,7 +51,7 @@ def warm_ranks(plan: Path) -> None:
 
 
 class Crew(Protocol):
-    """Runs the ranks of one generation after another, beside keepers that stay."""
+    """Runs the ranks of one generation after another, beside snapshots that stay."""
 
     def open(self, folder: Path, state: Callable[[], JobState]) -> JobState | None:
         """Begin.
@@ -90,15 +89,14 @@ class Crew(Protocol):
     def ask_to_stop(self) -> None:
         """Ask the ranks to stop after a step."""
 
-    def start_keepers(self, hosts: Sequence[int]) -> bool:
-        """Start a keeper on each of these hosts that has none.
+    def parts(self) -> list[list[Part]]:
+        """Parts of snapshots that each host holds."""
 
-        Returns:
-            Whether all keepers that were started before are still alive.
-        """
+    def has_forgotten(self) -> bool:
+        """Whether some host's snapshots were lost since the last call."""
 
-    def places(self) -> list[KeeperPlace]:
-        """Addresses of the keepers that are alive."""
+    def lend(self) -> tuple[Path, Moment | None]:
+        """A folder where the newest snapshot can be read until the next call; and which."""
 
     def is_here(self, device: int) -> bool:
         """Whether a rank could be started for a device."""
@@ -111,7 +109,7 @@ class Crew(Protocol):
 
 
 class LocalCrew:
-    """All ranks and keepers are processes of this machine; keepers stand for hosts.
+    """All ranks are processes of this machine, whose memory has the snapshots.
 
     Args:
         cluster: The whole cluster.
@@ -121,11 +119,12 @@ class LocalCrew:
 
     def __init__(self, cluster: Cluster, request: RunRequest, place: Place = HERE) -> None:
         self._cluster, self._request, self._place = cluster, request, place
-        self._keepers: dict[int, tuple[Popen[bytes], KeeperPlace]] = {}
+        self._stack = ExitStack()
 
     def open(self, folder: Path, state: Callable[[], JobState]) -> JobState | None:
         """See ``Crew``; the job ends with this process."""
         self._folder = folder
+        self._shelf = Shelf(self._stack.enter_context(temporary_folder(place_in_memory())))
         return None
 
     def run(
@@ -144,7 +143,7 @@ class LocalCrew:
         self._stop = self._folder / f"stop{generation}"
 
         def assign() -> None:
-            decided = decide()
+            decided = replace(decide(), shelf=str(self._shelf.folder))
             decided.write(assignment)
             warm_ranks(Path(decided.plan))
 
@@ -169,38 +168,29 @@ class LocalCrew:
         """See ``Crew``."""
         self._stop.touch()
 
-    def start_keepers(self, hosts: Sequence[int]) -> bool:
+    def parts(self) -> list[list[Part]]:
         """See ``Crew``."""
-        all_alive = all(process.poll() is None for process, _ in self._keepers.values())
-        for host in hosts:
-            process = self._keepers.get(host, (None, None))[0]
-            if process is None or process.poll() is not None:
-                self._leaving(host).unlink(missing_ok=True)
-                leaving = str(self._leaving(host))
-                self._keepers[host] = start_keeper(host, pid=os.getpid(), leaving=leaving)
-        return all_alive
+        return [self._shelf.parts()]
 
-    def places(self) -> list[KeeperPlace]:
+    def has_forgotten(self) -> bool:
         """See ``Crew``."""
-        return [place for process, place in self._keepers.values() if process.poll() is None]
+        return False
+
+    def lend(self) -> tuple[Path, Moment | None]:
+        """See ``Crew``."""
+        return self._shelf.lend()
 
     def is_here(self, device: int) -> bool:
         """See ``Crew``."""
-        return not self.is_leaving(device)
+        return True
 
     def is_leaving(self, device: int) -> bool:
-        """See ``Crew``; its keeper was told."""
-        return self._leaving(self._cluster.host_of[device]).exists()
+        """See ``Crew``; the job leaves with its machine."""
+        return False
 
     def close(self, why: str) -> None:
         """See ``Crew``."""
-        for process, _ in self._keepers.values():
-            process.kill()
-            process.wait()
-
-    def _leaving(self, host: int) -> Path:
-        """File that exists when a host has announced its end."""
-        return self._folder / f"leaving{host}"
+        self._stack.close()
 
 
 @dataclass(frozen=True, slots=True)

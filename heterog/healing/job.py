@@ -1,8 +1,8 @@
 """A job that runs a plan and goes on when one of its ranks is lost.
 
 Ranks live in *generations*: all ranks of a plan are started together, and when one is lost, or
-another plan is better, all end and the next generation begins. Beside them live a keeper for each
-host and a process that plans, which all end with this process, whatever happens to it.
+another plan is better, all end and the next generation begins. Beside them are their snapshots and
+a process that plans, which end with this process, whatever happens to it.
 """
 
 import statistics
@@ -15,22 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from heterog.errors import HeterogError, HeterogWarning
-from heterog.files import read_json
+from heterog.files import CHECKPOINT_INDEX, check_save_folder, read_json
 from heterog.healing.assignment import Assignment
 from heterog.healing.checkpoints import Writing
 from heterog.healing.crew import Crew, JobState, LocalCrew
-from heterog.healing.keepers import Keepers
 from heterog.healing.options import HealOptions, Move, Trained
 from heterog.healing.service import Service
-from heterog.healing.snapshots import Moment
+from heterog.healing.shelf import Moment, newest_complete
 from heterog.healing.steering import Going, Running, Steering
-from heterog.runtime.launch import (
-    CHECKPOINT_INDEX,
-    RANKS_OWN,
-    check_save_folder,
-    signals_as_exit,
-    temporary_folder,
-)
+from heterog.runtime.launch import RANKS_OWN, signals_as_exit, temporary_folder
 from heterog.runtime.ranks.forks import rank_forks
 from heterog.runtime.ranks.place import HERE, Place
 from heterog.runtime.ranks.watching import LaunchError
@@ -95,9 +88,9 @@ class HealingJob:
     Args:
         request: The first plan, and how to train. Its limit of the whole job is that of each
             generation.
-        options: Settings for keepers, checkpoints and changes of plan.
+        options: Settings for snapshots, checkpoints and changes of plan.
         place: Where the rank of each device runs.
-        crew: Runs ranks and keepers, instead of this machine.
+        crew: Runs ranks and keeps snapshots, instead of this machine.
         progress: Called with what rank 0 does, whenever that changes.
         say: Called with one line about each change of plan.
 
@@ -140,7 +133,7 @@ class HealingJob:
         self.generation = 0
         self._begun_s = 0.0
         self._why_not = ""
-        self._is_begun = self._is_restart_measured = False
+        self._is_restart_measured = False
         self._writing: Writing | None = None
         self._told_failure = ""
         self._going: Going | None = None
@@ -183,10 +176,11 @@ class HealingJob:
             self._steering.begin(str(self._path), self._source)
             if state is not None:
                 self._go_on(state)
+            self._steering.steps_left = self._steps_left()
+            self._steering.begin_generation(None, "first")  # a rank may be lost in the first step
             if self.options.checkpoint:
                 self._writing = Writing(Path(self.options.checkpoint), self.options.checkpoint_s)
                 stack.callback(self._writing.close)
-            self._start_keepers()
             while not self.trained.is_done:
                 self._run_generation()
                 self.generation += 1
@@ -270,9 +264,7 @@ class HealingJob:
             last=self.last,
             moment=moment,
             checkpoint=self._resume if moment is None else "",
-            keepers=tuple(self._crew.places()),
-            host_of=tuple(self._whole.host_of[each] for each in steering.running.device_of),
-            copies=1 + self.options.redundancy,
+            shelf="",
             why_not=self._why_not,
         )
         if self.trained.moves:
@@ -289,12 +281,11 @@ class HealingJob:
         Raises:
             HeterogError: there is neither a snapshot nor a checkpoint.
         """
-        all_alive = self._start_keepers()
-        with Keepers(self._crew.places()) as keepers:
-            moment = keepers.newest()
+        has_forgotten = self._crew.has_forgotten()
+        moment = newest_complete(self._crew.parts())
         if moment is not None or self._resume:
             return moment
-        if all_alive:  # too early for a snapshot: only a step or two is repeated
+        if not has_forgotten:  # too early for a snapshot: only a step or two is repeated
             return None
         raise HeterogError(
             "the state is lost: no complete snapshot is left in memory, and no checkpoint was "
@@ -304,7 +295,7 @@ class HealingJob:
 
     def _choose(self) -> None:
         """Take the plan that was decided for, or make one for what is left."""
-        going, self._going, self._is_begun = self._going, None, True
+        going, self._going = self._going, None
         if going is not None:
             self._steering.begin_generation(going.answer, going.kind)
             return
@@ -317,20 +308,18 @@ class HealingJob:
         """Read rank 0's events and check for a better plan; called when rank 0 changes stage."""
         self._progress(stage)
         self._hear()
-        if not stage.startswith("step ") or self._going is not None:
-            return
-        steering = self._steering
+        steering, is_training = self._steering, stage.startswith("step ")
+        if self._going is not None or (self.generation and not is_training):
+            return  # while ranks of a later plan start, another thread asks for it
         steering.steps_left = self._steps_left()
-        moves = self.trained.moves
-        steering.step_s = recent_step_s(self.trained.seconds, moves[-1].step if moves else 0)
-        if not self._is_begun:
-            self._is_begun = True
-            steering.begin_generation(None, "first")
+        if is_training:
+            moves = self.trained.moves
+            steering.step_s = recent_step_s(self.trained.seconds, moves[-1].step if moves else 0)
         self._going = steering.look()
         if self._going is not None:
             self._crew.ask_to_stop()
-        if self._writing is not None:
-            self._resume = self._writing.look(self._crew.places()) or self._resume
+        if self._writing is not None and is_training:
+            self._resume = self._writing.look(self._crew.lend) or self._resume
             if self._writing.failed and self._writing.failed != self._told_failure:
                 self._say(f"no checkpoint was written: {self._writing.failed}")
             self._told_failure = self._writing.failed
@@ -341,8 +330,8 @@ class HealingJob:
             match event["event"]:
                 case "busy":
                     self._steering.hear_busy(event["busy_s"])
-                case "keeper lost":
-                    self._say(f"a keeper was lost: {event['why']}")
+                case "no snapshot":
+                    self._say(f"no snapshot was taken: {event['why']}")
                 case "step" if not self._is_restart_measured:
                     self._is_restart_measured = True
                     self._steering.restart_s = float(event["at_s"]) - self._begun_s
@@ -350,17 +339,6 @@ class HealingJob:
 
     def _steps_left(self) -> int:
         return self.last - max(self.trained.losses, default=0)
-
-    def _start_keepers(self) -> bool:
-        """Start a keeper on every host in use; returns whether none was lost."""
-        lost = self._steering.lost
-        return self._crew.start_keepers(
-            [
-                host
-                for host in range(self._whole.num_hosts)
-                if not set(self._whole.host_devices(host)) <= lost
-            ]
-        )
 
     # --- the end ---------------------------------------------------------------------------------
 

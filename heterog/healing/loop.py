@@ -13,37 +13,33 @@
 
     torchrun --nnodes 2:4 --rdzv-backend c10d --max-restarts 100 -m examples.balance.elastic_ddp
 
-torchrun ends all ranks when one is lost and starts those that are left. They read the newest
-complete snapshot from the keepers of the hosts that are left and go on with the step after it.
+torchrun ends all ranks when one is lost and starts those that are left. A rank of a host that has
+the newest snapshot reads it to all, and they go on with the step after it.
 """
 
 import json
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from heterog.balance.balancer import Balancer
 from heterog.balance.shares import shares_from_speeds
 from heterog.errors import HeterogError
-from heterog.healing.assignment import in_turn
-from heterog.healing.checkpoints import Writing
-from heterog.healing.keepers import KeeperPlace, Keepers
-from heterog.healing.near_keeper import near_keeper
+from heterog.files import CHECKPOINT_INDEX
 from heterog.healing.restoring import Snapshot
-from heterog.healing.sending import Sender
-from heterog.healing.snapshots import Moment
-from heterog.runtime.checkpoint.contents import Contents, read_contents
-from heterog.runtime.checkpoint.files import Entry, read_tensors
-from heterog.runtime.checkpoint.held import whole_box
-from heterog.runtime.launch import CHECKPOINT_INDEX
+from heterog.healing.sending import Taker
+from heterog.healing.shelf import Moment, Shelf, newest_complete, place_in_memory
+from heterog.runtime.checkpoint.boxes import Entry, whole_box
+from heterog.runtime.ranks.forks import end_with_parent
 from heterog.runtime.step.collectives import gather_texts
 
 
@@ -58,19 +54,22 @@ class Stateful(Protocol):
 
 
 class HealingLoop:
-    """Keeps the state of a training loop outside of its ranks.
+    """Keeps the state of a training loop in the memory of every host, outside of its ranks.
 
-    Every rank has all parameters, as under ``DistributedDataParallel``; each sends a part of them,
-    so that together the ranks send the state once, and once more for each further copy.
+    Every rank has all parameters, as under ``DistributedDataParallel``, so every host keeps all of
+    the state, of which each of its ranks writes a part: nothing is sent, and any host that is left
+    has what the others need.
 
     Args:
         model: The model as wrapped; any wrapper will do.
         optimizer: The optimizer of its parameters.
         balancer: The balancer whose loader the loop uses.
-        redundancy: Number of keepers on other hosts that also hold each part.
         others: Further objects with a state to keep, by name.
         checkpoint: Folder of a checkpoint written beside training; empty for none.
         checkpoint_s: Seconds between checkpoints.
+        silent_s: Seconds without an answer after which a rank gives up waiting for another one,
+            so that torchrun starts those that are left: a link that is cut says nothing. More
+            than any rank takes for a step; 0 leaves the timeout of the process group.
 
     Attributes:
         num_steps: Number of steps done, in all epochs and by all generations of ranks.
@@ -86,14 +85,16 @@ class HealingLoop:
         optimizer: torch.optim.Optimizer,
         balancer: Balancer,
         *,
-        redundancy: int = 1,
         others: Mapping[str, Stateful] | None = None,
         checkpoint: str = "",
         checkpoint_s: float = 60.0,
+        silent_s: float = 0.0,
     ) -> None:
         if not dist.is_initialized():
             raise HeterogError("HealingLoop needs the process group; call init_process_group.")
-        if any(isinstance(value, DTensor) for value in model.parameters()):
+        # Where it is not imported, nothing is sharded; to import it takes each rank a second.
+        sharded = sys.modules.get("torch.distributed.tensor")
+        if sharded and any(isinstance(each, sharded.DTensor) for each in model.parameters()):
             raise HeterogError(
                 "HealingLoop takes parameters that every rank has whole, and these are sharded; "
                 "use DistributedDataParallel, or save them by torch.distributed.checkpoint."
@@ -103,87 +104,80 @@ class HealingLoop:
         self._model, self._optimizer, self._balancer = model, optimizer, balancer
         self._others = dict(others or {})
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._copies = 1 + redundancy
-        self._checkpoint = checkpoint
-        self._host = int(os.environ.get("GROUP_RANK", "0"))
-        self._places = self._meet()
         self._who = gather_texts(f"{socket.gethostname()}:{os.environ.get('LOCAL_RANK', '0')}")
-        self._sender: Sender | None = None
-        self._generation = 0
-        self._on_its_way: Moment | None = None
+        if silent_s:  # from here on: ranks may start at different times
+            set_silence(silent_s)
+        self._local = int(os.environ.get("LOCAL_RANK", self._rank))
+        self._num_local = int(os.environ.get("LOCAL_WORLD_SIZE", self._num_ranks))
+        self._shelf = Shelf(folder_of_host())
+        self._taker: Taker | None = None
         self._settled: Moment | None = None
-        self._writing: Writing | None = None
-        if checkpoint and self._rank == 0:
-            self._writing = Writing(Path(checkpoint), checkpoint_s)
+        self._checkpoint, self._checkpoint_s = checkpoint, checkpoint_s
+        self._writing: Any = None
+        end_at_once()
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # without its agent nobody could restart it
+            end_with_parent(os.getppid())
 
     def restore(self) -> bool:
         """Restore the state of the previous ranks; False if there is none. All ranks call it."""
-        with Keepers(self._places) as keepers:
-            parts = keepers.parts()
-            newest = keepers.newest()
-            # Not all ranks may reach all keepers: the first one decides.
-            seen = max(
-                (part.moment.generation for own in parts.values() for part in own), default=-1
-            )
-            told = torch.tensor([*(newest or (-1, -1)), seen])
-            dist.broadcast(told, 0)
-            generation, step, seen = told.tolist()
-            self._generation = seen + 1
-            if step >= 0:
-                self._settled = Moment(generation, step)
-                snapshot = Snapshot(keepers, self._settled, self._host)
-                names = list(snapshot.contents.tensors)
-                self._take_over(snapshot.contents, snapshot.read(names))
-                self.resumed_from = f"step {step} in memory"
-        if not self.resumed_from and self._checkpoint:
+        parts = self._shelf.parts()
+        newest = newest_complete([parts])
+        seen = max((part.moment.generation for part in parts), default=-1)
+        told = [json.loads(said) for said in gather_texts(json.dumps([newest, seen]))]
+        generation = 1 + max(seen for _, seen in told)
+        self._taker = Taker(self._shelf, self._local, self._num_local, generation)
+        steps = [tuple(moment[:2]) if moment else (-1, -1) for moment, _ in told]
+        if max(steps)[1] >= 0:
+            source = steps.index(max(steps))
+            snapshot = None
+            if self._rank == source and newest is not None:
+                snapshot = Snapshot(self._shelf, newest)
+            self._take_over(*_shared(snapshot, source))
+            own = Snapshot(self._shelf, newest) if newest and newest[:2] == max(steps) else None
+            random = f"random.{self._local}"
+            if own is not None and random in own.contents.tensors:
+                torch.set_rng_state(own.read([random])[random].clone())
+                self._settled = newest
+            self.resumed_from = f"step {self.num_steps} in memory"
+        elif self._checkpoint and (Path(self._checkpoint) / CHECKPOINT_INDEX).exists():
+            from heterog.runtime.checkpoint.contents import read_contents
+            from heterog.runtime.checkpoint.files import read_tensors  # a second on every rank
+
             folder = Path(self._checkpoint)
-            if (folder / CHECKPOINT_INDEX).exists():
-                contents = read_contents(folder)
-                self._take_over(contents, read_tensors(contents, folder, contents.names))
-                self.resumed_from = f"checkpoint {folder}"
+            contents = read_contents(folder)
+            names = [name for name in contents.names if not name.startswith("random.")]
+            about = {**contents.extra, "num_steps": contents.num_steps}
+            self._take_over(about, read_tensors(contents, folder, names))
+            self.resumed_from = f"checkpoint {folder}"
         return bool(self.resumed_from)
 
     def end_step(self) -> None:
-        """Call on all ranks after the optimizer's step; may begin a snapshot."""
+        """Call on all ranks after the optimizer's step; may take a snapshot."""
         self.num_steps += 1
-        if self._sender is None:
-            keepers = Keepers(in_turn(self._places, self._host))
-            self._sender = Sender(
-                list(keepers.reached.values()),
-                copies=self._copies,
-                rank=self._rank,
-                num_ranks=self._num_ranks,
-                generation=self._generation,
-            )
-        said = torch.tensor([int(self._sender.is_busy), int(self._sender.has_failed)])
+        if self._taker is None:
+            raise HeterogError("HealingLoop: call restore before the first step.")
+        said = torch.tensor([int(self._taker.is_busy), int(bool(self._taker.failed))])
         with self._balancer.clock.waiting():
             dist.all_reduce(said, op=dist.ReduceOp.MAX)
         is_busy, has_failed = (bool(each) for each in said.tolist())
         if is_busy:
             return
-        if self._on_its_way is not None and not has_failed:
-            self._settled = self._on_its_way
-        self._sender.send(self.num_steps, self._entries(), {}, self._about(), self._settled)
-        self._on_its_way = Moment(self._generation, self.num_steps)
-        if self._writing is not None:
-            self._writing.look(self._places)
+        if self._taker.newest is not None and not has_failed:
+            self._settled = self._taker.newest
+        self._taker.take(self.num_steps, self._entries(), {}, self._about(), self._settled)
+        if self._checkpoint and self._rank == 0:
+            if self._writing is None:
+                from heterog.healing.checkpoints import Writing  # half a second on every rank
+
+                self._writing = Writing(Path(self._checkpoint), self._checkpoint_s)
+            self._writing.look(self._shelf.lend)
 
     def close(self) -> None:
-        """Close the connections to the keepers, which end with torchrun."""
-        if self._sender is not None:
-            self._sender.close()
+        """End the writing of checkpoints; the snapshots go when torchrun ends."""
         if self._writing is not None:
             self._writing.close()
 
     # --- parts -----------------------------------------------------------------------------------
-
-    def _meet(self) -> list[KeeperPlace]:
-        """Exchange where the keepers of all hosts are."""
-        text = ""
-        if int(os.environ.get("LOCAL_RANK", self._rank)) == 0:
-            text = json.dumps(asdict(near_keeper(self._host)))
-        places = [KeeperPlace(**json.loads(said)) for said in gather_texts(text) if said]
-        return sorted(places, key=lambda place: place.host)
 
     def _tensors(self) -> dict[str, Tensor]:
         """All tensors with elements, by name; the same names on every rank."""
@@ -197,16 +191,16 @@ class HealingLoop:
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
     def _entries(self) -> list[Entry]:
-        """Tensors that this rank sends; ranks have about equally many bytes each."""
-        sizes = [0] * self._num_ranks
+        """Tensors that this rank writes; those of a host have about equally many bytes each."""
+        sizes = [0] * self._num_local
         own = []
         every = self._tensors()
         for name in sorted(every, key=lambda each: (-every[each].nbytes, each)):
             rank = sizes.index(min(sizes))
             sizes[rank] += every[name].nbytes
-            if rank == self._rank:
+            if rank == self._local:
                 own.append(_entry(name, every[name]))
-        own.append(_entry(f"random.{self._rank}", torch.get_rng_state()))
+        own.append(_entry(f"random.{self._local}", torch.get_rng_state()))
         return own
 
     def _about(self) -> dict[str, Any]:
@@ -230,9 +224,8 @@ class HealingLoop:
             },
         }
 
-    def _take_over(self, contents: Contents, tensors: Mapping[str, Tensor]) -> None:
+    def _take_over(self, extra: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Set the state of the loop from what was read."""
-        extra = contents.extra
         module = getattr(self._model, "module", self._model)
         prefix = "model."
         module.load_state_dict(
@@ -253,10 +246,7 @@ class HealingLoop:
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         for name, each in self._others.items():
             each.load_state_dict(extra["others"][name])
-        random = tensors.get(f"random.{self._rank}")
-        if random is not None:
-            torch.set_rng_state(random.clone())
-        self.num_steps = contents.num_steps
+        self.num_steps = int(extra["num_steps"])
         self._balancer.load_state_dict(extra["balancer"])
         self._share_out(extra["who"], extra["balancer"]["sampler"]["shares"])
 
@@ -271,6 +261,75 @@ class HealingLoop:
         speeds = [float(had[name].pop(0)) if had.get(name) else mean for name in self._who]
         sampler = self._balancer.share_sampler
         sampler.set_shares(shares_from_speeds([max(s, 1.0) for s in speeds], sum(shares)))
+
+
+def set_silence(seconds: float) -> None:
+    """Set the timeout of collectives; there is no public function for it."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
+def end_at_once() -> None:
+    """Let an error that nobody catches end this rank as soon as it is told.
+
+    Taking Python down takes seconds with all that is imported, for which torchrun would wait.
+    """
+    before = sys.excepthook
+
+    def told(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        before(kind, error, trace)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
+
+    sys.excepthook = told
+
+
+def folder_of_host() -> Path:
+    """The folder of this host's snapshots, which outlives its ranks and ends with their agent.
+
+    Raises:
+        HeterogError: somebody else made it.
+    """
+    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    folder = Path(place_in_memory()) / f"heterog-loop-{os.getuid()}-{pid}"
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    else:
+        script = 'while kill -0 "$1"; do sleep 1; done; rm -rf -- "$2"'
+        subprocess.Popen(
+            ["/bin/sh", "-c", script, "heterog-cleaner", str(pid), str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # so that what ends the ranks does not reach it
+        )
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise HeterogError(f"{folder} belongs to somebody else, or others may read it; remove it.")
+    return folder
+
+
+def _shared(snapshot: Snapshot | None, source: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a snapshot says beside its tensors, and these, on all ranks."""
+    text = ""
+    if snapshot is not None:
+        kept = {
+            name: each for name, each in snapshot.contents.tensors.items() if "random." not in name
+        }
+        about = {**snapshot.contents.extra, "num_steps": snapshot.contents.num_steps}
+        shapes = {name: (each.shape, each.dtype) for name, each in kept.items()}
+        text = json.dumps([about, shapes])
+    about, shapes = json.loads(gather_texts(text)[source])
+    tensors = {}
+    for name, (shape, dtype) in shapes.items():
+        value = torch.empty(shape, dtype=getattr(torch, dtype))
+        if snapshot is not None:
+            value = snapshot.read([name])[name]
+        dist.broadcast(value, source)
+        tensors[name] = value
+    return about, tensors
 
 
 def _entry(name: str, value: Tensor) -> Entry:

@@ -1,6 +1,6 @@
 """The cost of a change from one plan to another: bytes between hosts, and a restart.
 
-Every rank of the new plan reads what it holds. Of each parameter, what a keeper of the same host
+Every rank of the new plan reads what it holds. Of each parameter, what the same host
 has costs nothing; the rest comes over the network, all ranks at once:
 
     seconds = restart + max over hosts and directions (bytes / bandwidth of its NICs)
@@ -29,7 +29,7 @@ class Held:
     Attributes:
         value: Fraction of each parameter on each device.  # [num_parameters, num_devices]
         state: Fraction of its optimizer state on each device.  # [num_parameters, num_devices]
-        owned: Fraction that the device's keeper receives.  # [num_parameters, num_devices]
+        owned: Fraction that the device writes into snapshots.  # [num_parameters, num_devices]
     """
 
     value: FloatArray

@@ -86,11 +86,12 @@ class _Leader:
                 job = HealingJob(
                     here,
                     options=options,
-                    crew=RayCrew(ray, name, here.load().cluster, here),
+                    crew=RayCrew(ray, name, here.load().cluster, here, options.redundancy),
                     progress=lambda stage: self._say(stage=stage),
                     say=lambda line: self._say(lines=(*self._said.lines, line)),
                 )
-                self._say(measured=job.run())
+                measured = job.run()
+            self._say(measured=measured)  # then this actor may be killed at any time
         except HeterogError as error:
             self._say(error=str(error))
         except Exception as error:  # whoever watches has to be told

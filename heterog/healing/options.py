@@ -11,8 +11,8 @@ class HealOptions:
     """Settings that protect a job against lost and slow devices.
 
     Attributes:
-        redundancy: Number of keepers on other hosts that also hold each part of a snapshot. With
-            0, losing a host together with its keeper loses its part.
+        redundancy: Number of further hosts that also hold each part of a snapshot; with 0, losing
+            a host loses its part. Ranks of one machine have one memory.
         first_budget: Search budget for the plan that training goes on with after a loss.
         search_budget: Budget of the search for a better plan meanwhile; empty for none.
         back_after_s: Seconds after a loss before a device is tried again; doubles with each

@@ -1,14 +1,12 @@
-"""What one rank of a job that heals does: take the state up, train, send snapshots away.
+"""What one rank of a job that heals does: take the state up, train, take snapshots.
 
     python -m heterog.healing.rank run.json assignment.json journal.jsonl stop
 
 The run file says how to train, and the assignment, which comes later, with which plan.
 
 After each step the ranks agree on a few numbers (one all-reduce of 32 bytes, which is also the
-barrier): whether a snapshot is still on its way, whether the last one has reached its keepers
-everywhere, whether somebody wants the ranks to stop, and whether it is time to say how long each
-computes. A new snapshot is begun when no rank is busy with the one before, so training never waits
-for it.
+barrier): whether it is too early for a snapshot on some rank, whether the last one failed there,
+whether somebody wants the ranks to stop, and whether it is time to say how long each computes.
 """
 
 import math
@@ -20,17 +18,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from heterog.healing.assignment import Assignment, in_turn, wait_for_assignment
+from heterog.healing.assignment import Assignment, wait_for_assignment
 from heterog.healing.busy import BusyClock, device_seconds
 from heterog.healing.journal import Journal
-from heterog.healing.keepers import Keepers
-from heterog.healing.restoring import Snapshot, restore
-from heterog.healing.sending import Sender, about, entries_of
-from heterog.healing.snapshots import Moment
+from heterog.healing.restoring import Snapshot
+from heterog.healing.sending import Taker
+from heterog.healing.shelf import Shelf
 from heterog.lowering import lower
 from heterog.runtime.accelerators import is_accelerated
-from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
-from heterog.runtime.checkpoint.state import check_can_save
+from heterog.runtime.checkpoint.files import read_boxes
+from heterog.runtime.checkpoint.state import NewState, check_can_save, check_fits, own_entries
+from heterog.runtime.checkpoint.steps import load_checkpoint, save_checkpoint
 from heterog.runtime.rank import as_rank, check_loss, end_together, set_up, tell
 from heterog.runtime.request import RunRequest, read_request
 from heterog.search.plan import load_plan
@@ -64,17 +62,15 @@ class HealingRank:
         self._program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
         self._batch = workload.make_batch()
         tell("taking the state up")
+        self._shelf = Shelf(Path(assignment.shelf))
         self._take_up()
-        host = assignment.host_of[self._rank]
-        keepers = Keepers(in_turn(assignment.keepers, host))
-        self._sender = Sender(
-            list(keepers.reached.values()),
-            copies=assignment.copies,
-            rank=self._rank,
-            num_ranks=dist.get_world_size(),
-            generation=assignment.generation,
+        self._taker = Taker(
+            self._shelf,
+            self._rank,
+            dist.get_world_size(),
+            assignment.generation,
+            is_copied=assignment.is_copied,
         )
-        self._on_its_way: Moment | None = None
         self._settled = assignment.moment
         self._clock = None if is_accelerated(self._step.device) else BusyClock(self._program)
         self._step.notify(self._clock)
@@ -118,7 +114,6 @@ class HealingRank:
             save_checkpoint(self._step, self._request.save)
         self._step.flush()
         tell("leaving")
-        self._sender.close()
         dist.barrier()
         self._journal.write("done" if is_done else "stopped", step=self._step.num_steps)
 
@@ -127,11 +122,14 @@ class HealingRank:
         step, assignment = self._step, self._assignment
         num_bytes = far_bytes = 0
         if assignment.moment is not None:
-            near = assignment.host_of[self._rank]
-            with Keepers(assignment.keepers) as keepers:
-                snapshot = Snapshot(keepers, assignment.moment, near)
-                restore(step, snapshot)
-                num_bytes, far_bytes = snapshot.num_bytes, snapshot.far_bytes
+            snapshot = Snapshot(self._shelf, assignment.moment)
+            model, where = step.model, Path("in memory")
+            check_fits(step, model, snapshot.contents, where)
+            state = NewState(step, model, snapshot.contents)
+            read_boxes(snapshot.contents, where, state.wanted, read=snapshot.read)
+            state.check_counters()
+            state.take_over()
+            num_bytes, far_bytes = snapshot.num_bytes, snapshot.far_bytes
         elif assignment.checkpoint:
             load_checkpoint(step, assignment.checkpoint)
         moved = torch.tensor([num_bytes, far_bytes])
@@ -154,8 +152,8 @@ class HealingRank:
         is_due = number - looked_after >= LOOK_STEPS and time.perf_counter() - looked_s >= LOOK_S
         said = torch.tensor(
             [
-                self._sender.is_busy,
-                self._sender.has_failed,
+                self._taker.is_busy,
+                bool(self._taker.failed),
                 is_first and self._stop.exists(),
                 is_first and is_due and self._clock is not None,
             ],
@@ -164,9 +162,9 @@ class HealingRank:
         dist.all_reduce(said, op=dist.ReduceOp.MAX)
         is_busy, has_failed, is_wanted, is_due = (bool(each) for each in said.tolist())
         if not is_busy:
-            if self._on_its_way is not None and not has_failed:
-                self._settled = self._on_its_way
-            self._begin_snapshot(number)
+            if self._taker.newest is not None and not has_failed:
+                self._settled = self._taker.newest
+            self._take_snapshot(number)
         return is_wanted, is_due
 
     def _begin_look(self, number: int) -> None:
@@ -185,32 +183,34 @@ class HealingRank:
         self._begin_look(number)
         return every.tolist()
 
-    def _begin_snapshot(self, number: int) -> None:
-        if not self._assignment.keepers:
-            return
-        begin = time.perf_counter()
-        entries, states = entries_of(self._step)
-        self._sender.send(number, entries, states, about(self._step), self._settled)
-        self._on_its_way = Moment(self._assignment.generation, number)
-        for why in self._sender.failed:
-            self._journal.write("keeper lost", why=why)
-        self._sender.failed.clear()
+    def _take_snapshot(self, number: int) -> None:
+        step, graph = self._step, self._step.captured.graph
+        entries, states = own_entries(step, step.model)
+        about = {
+            "model": graph.name,
+            "graph": graph.fingerprint,
+            "optimizer": graph.optimizer,
+            "num_steps": step.num_steps,
+        }
+        self._taker.take(number, entries, states, about, self._settled)
+        if self._taker.failed:
+            self._journal.write("no snapshot", why=self._taker.failed)
         self._journal.write(
             "snapshot",
             step=number,
-            num_bytes=self._sender.num_bytes,
-            copy_s=time.perf_counter() - begin,
+            num_bytes=self._taker.num_bytes,
+            copy_s=self._taker.copy_s,
         )
 
     def _leave_all(self, number: int) -> None:
-        """Make sure that keepers hold the state after this step, on all ranks."""
-        self._sender.wait()
-        is_other = self._on_its_way != Moment(self._assignment.generation, number)
-        said = torch.tensor([int(is_other or self._sender.has_failed)])
+        """Take a snapshot of this step, if there is none, and wait until it is where it should."""
+        self._taker.wait()
+        newest = self._taker.newest
+        said = torch.tensor([int(newest is None or newest.step != number)])
         dist.all_reduce(said, op=dist.ReduceOp.MAX)
         if said.item():
-            self._begin_snapshot(number)
-            self._sender.wait()
+            self._take_snapshot(number)
+            self._taker.wait()
 
 
 def warm(plan: str) -> None:

@@ -8,7 +8,8 @@ ranks or snapshots: the host is back.
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from heterog.files import write_atomically
 from heterog.healing.assignment import Assignment
 from heterog.healing.crew import JobState
 from heterog.healing.journal import Event
-from heterog.healing.keepers import KeeperPlace
-from heterog.healing.ray_host import FarShelf, HealingHost, open_door
+from heterog.healing.ray_host import Carrier, HealingHost
+from heterog.healing.shelf import Moment, Part, Shelf, newest_complete, place_in_memory
+from heterog.runtime.launch import temporary_folder
 from heterog.runtime.ranks.on_ray import (
     END_S,
     SILENT_S,
@@ -48,13 +50,17 @@ class RayCrew:
         name: Name of the job in the cluster.
         cluster: The whole cluster of the plan.
         request: What every rank gets, but for the plan.
+        redundancy: Number of further hosts that hold each part of a snapshot.
     """
 
-    def __init__(self, ray: Any, name: str, cluster: Cluster, request: RunRequest) -> None:
+    def __init__(
+        self, ray: Any, name: str, cluster: Cluster, request: RunRequest, redundancy: int
+    ) -> None:
         self._ray, self._name, self._cluster, self._request = ray, name, cluster, request
         self._hosts: list[NodeHost] = []
-        self._doors: list[KeeperPlace] = []
-        self._keepers: dict[int, str] = {}
+        self._redundancy = redundancy
+        self._shelves: dict[int, str] = {}
+        self._stack = ExitStack()
         self._events: list[Event] = []
         self._untold: dict[int, Event] = {}
         self._first, self._last_step = 0, 0
@@ -67,12 +73,12 @@ class RayCrew:
         for number in range(self._cluster.num_hosts):
             actor = self._actor(group, number)
             self._hosts.append(NodeHost(self._ray, actor, partial(self.hear, number)))
-            self._doors.append(open_door(number, FarShelf(actor)))
         found = self._remembered(SILENT_S if was_there else _STARTED_S)
         if found is None and not all(host.is_here for host in self._hosts):
             raise HeterogError(
                 f"some node did not start its actor within {_STARTED_S:g} s; see ray status."
             )
+        self._shelves = self._shelves or self._actors()
         return found
 
     def run(
@@ -116,18 +122,26 @@ class RayCrew:
             if host.is_here:
                 host.actor.ask_to_stop.remote(self._generation)
 
-    def start_keepers(self, hosts: Sequence[int]) -> bool:
-        """See ``Crew``; they are the actors, which Ray starts."""
+    def parts(self) -> list[list[Part]]:
+        """See ``Crew``."""
+        return self._ask_all("parts")
+
+    def has_forgotten(self) -> bool:
+        """See ``Crew``; the snapshots of a host are its actor's."""
         for host in self._hosts:
             host.look()
-        now = self._actors()
-        all_alive = all(now.get(number) == known for number, known in self._keepers.items())
-        self._keepers = now
-        return all_alive
+        before, self._shelves = self._shelves, self._actors()
+        return any(self._shelves.get(number) != known for number, known in before.items())
 
-    def places(self) -> list[KeeperPlace]:
-        """See ``Crew``: doors of this node."""
-        return [self._doors[number] for number, host in enumerate(self._hosts) if host.is_here]
+    def lend(self) -> tuple[Path, Moment | None]:
+        """See ``Crew``; hosts keep it, and what is asked for is carried here."""
+        self._stack.close()
+        moment = newest_complete(self.parts())
+        folder = self._stack.enter_context(temporary_folder(place_in_memory()))
+        self._ask_all("lend", moment)
+        actors = [host.actor for host in self._hosts if host.is_here]
+        self._stack.enter_context(Carrier(Shelf(folder), actors, redundancy=0))
+        return folder, moment
 
     def is_here(self, device: int) -> bool:
         """See ``Crew``."""
@@ -142,6 +156,7 @@ class RayCrew:
 
     def close(self, why: str) -> None:
         """See ``Crew``."""
+        self._stack.close()
         lost = [number for number, host in enumerate(self._hosts) if not host.is_here]
         end_job(self._ray, self._name, self._cluster.num_hosts, lost)
 
@@ -189,7 +204,7 @@ class RayCrew:
                     found[number] = *remembered, host.told
         if not found:
             return None
-        self._keepers = dict.fromkeys(range(len(self._hosts)), "lost") | self._actors()
+        self._shelves = dict.fromkeys(range(len(self._hosts)), "lost") | self._actors()
         state, plan, _ = max(found.values(), key=lambda each: each[0].generation)
         devices = state.running.device_of
         self._generation = state.generation
@@ -216,6 +231,7 @@ class RayCrew:
     def _begin(self, generation: int, devices: Sequence[int], hosts: Sequence[int]) -> None:
         """Start the ranks of a generation."""
         self._generation, self._first = generation, self._cluster.host_of[devices[0]]
+        self._devices = devices
         self._events, self._untold, self._last_step = [], {}, 0
         for host in hosts:
             self._hosts[host].position = generation, 0
@@ -229,11 +245,29 @@ class RayCrew:
     def _assign(self, hosts: Sequence[int], decide: Callable[[], Assignment]) -> None:
         """Tell the ranks what they run once that is decided."""
         assignment = decide()
+        of_ranks = [self._cluster.host_of[device] for device in self._devices]
+        writers = {host: rank for rank, host in reversed([*enumerate(of_ranks)])}
+        assignment = replace(
+            assignment, is_copied=self._redundancy > 0, writers=tuple(writers.values())
+        )
         plan = b"" if assignment.why_not else Path(assignment.plan).read_bytes()
         actors = {number: host.actor for number, host in enumerate(self._hosts) if host.is_here}
         state = self._state()
         for host in hosts:
-            self._hosts[host].actor.assign.remote(assignment, plan, actors, state)
+            self._hosts[host].actor.assign.remote(
+                assignment, plan, actors, state, self._redundancy
+            )
+
+    def _ask_all(self, what: str, *about: Any) -> list[Any]:
+        """What the actors of the hosts answer that do."""
+        hosts = [host for host in self._hosts if host.is_here]
+        asked = [getattr(host.actor, what).remote(*about) for host in hosts]
+        self._ray.wait(asked, num_returns=len(asked), timeout=SILENT_S) if asked else None
+        answers: list[Any] = []
+        for answer in asked:
+            with suppress(self._ray.exceptions.RayError):
+                answers.append(self._ray.get(answer, timeout=0))
+        return answers
 
     def _actors(self) -> dict[int, str]:
         """Id of the actor of each host that is there."""

@@ -1,17 +1,17 @@
 """The actor of a host of a healing job on Ray: its ranks, its snapshots, its memory of the job.
 
-Snapshots lie in the actor. Ranks reach them, and those of other hosts, through sockets of the
-loopback interface; from node to node they go by calls of actors, in Ray's object store.
+Snapshots are files in memory, as everywhere; from node to node they go by calls of actors, in
+Ray's object store.
 """
 
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -19,16 +19,14 @@ from heterog.files import write_atomically
 from heterog.healing.assignment import Assignment
 from heterog.healing.crew import RANK_MODULE, JobState, rank_command, warm_ranks
 from heterog.healing.journal import JournalReader
-from heterog.healing.keeper import Shelf, listen
-from heterog.healing.keepers import KeeperPlace
-from heterog.healing.snapshots import Moment, Part
-from heterog.healing.wire import WireError, new_token
+from heterog.healing.shelf import GONE, INDEX, NEW, WANTED, Moment, Part, Shelf, place_in_memory
+from heterog.runtime.launch import temporary_folder
 from heterog.runtime.ranks.on_ray import Host, HostStatus
 from heterog.runtime.ranks.ray_nodes import is_draining
 from heterog.runtime.request import RunRequest
 from heterog.workers import connect_to_ray
 
-_LOOPBACK = "127.0.0.1"
+_CARRY_S = 0.01
 _REPLY_S = 60.0
 _LOOK_S = 1.0
 _ALONE_S = 300.0
@@ -44,8 +42,10 @@ class HealingHost(Host):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self._shelf = Shelf()
-        self._doors = {number: open_door(number, self._shelf)}
+        folder = self._open.enter_context(temporary_folder(place_in_memory()))
+        self._number, self._shelf = number, Shelf(folder)
+        self._carrier: Carrier | None = None
+        self._lent: dict[str, tuple[str, Any]] = {}
         self._journal: tuple[int, Path] | None = None
         self._kept: tuple[JobState, bytes] | None = None
         self._asked_s = time.monotonic()
@@ -70,28 +70,32 @@ class HealingHost(Host):
         self._start(generation, rank_command(run_file, *paths), variables)
 
     def assign(
-        self, assignment: Assignment, plan: bytes, hosts: Mapping[int, Any], state: JobState
+        self,
+        assignment: Assignment,
+        plan: bytes,
+        hosts: Mapping[int, Any],
+        state: JobState,
+        redundancy: int,
     ) -> None:
         """Tell the ranks what they run.
 
         Args:
-            assignment: What; its keepers are replaced by what can be reached from here.
+            assignment: What; its paths are replaced by those of here.
             plan: Content of the plan's file.
             hosts: Actors of all hosts with snapshots, by number.
             state: To be remembered.
+            redundancy: Number of further hosts that hold each part of a snapshot.
         """
         path = self._path(assignment.generation, "plan")
         write_atomically(path, plan)
-        for number, actor in hosts.items():
-            if number not in self._doors:
-                self._doors[number] = open_door(number, FarShelf(actor))
-        writers = {host: rank for rank, host in reversed([*enumerate(assignment.host_of)])}
-        replace(
-            assignment,
-            plan=str(path),
-            keepers=tuple(self._doors[number] for number in hosts),
-            writers=tuple(writers.values()),
-        ).write(self._path(assignment.generation, "assignment"))
+        if self._carrier is not None:
+            self._carrier.close()
+        # To the following ones, so that each holds about as much.
+        others = sorted(set(hosts) - {self._number}, key=lambda each: (each < self._number, each))
+        self._carrier = Carrier(self._shelf, [hosts[each] for each in others], redundancy)
+        replace(assignment, plan=str(path), shelf=str(self._shelf.folder)).write(
+            self._path(assignment.generation, "assignment")
+        )
         self._kept = state, plan
         warm_ranks(path)
 
@@ -126,20 +130,30 @@ class HealingHost(Host):
 
     # --- snapshots -------------------------------------------------------------------------------
 
-    def ask_shelf(self, what: str, *about: Any) -> Any:
-        """Call a method of the shelf."""
-        return getattr(self._shelf, what)(*about)
+    def parts(self) -> list[Part]:
+        """Parts that are here."""
+        return self._shelf.parts()
 
-    def take(self, part: Part, index: Any, content: Any, settled: Moment | None) -> None:
-        """See ``Shelf``."""
-        room = self._shelf.room_for(part, settled)
-        memoryview(room)[:] = memoryview(content)
-        self._shelf.take(part, index, room)
+    def lend(self, moment: Moment | None) -> None:
+        """Keep the parts of a moment, instead of those lent before, though they are let go."""
+        own = [part.name for part in self._shelf.parts() if part.moment == moment]
+        self._lent = {name: (self._shelf.index(name), self._shelf.content(name)) for name in own}
 
-    def find(self, moment: Moment, number: int) -> tuple[Any, Any]:
-        """See ``Shelf``."""
-        index, content = self._shelf.find(moment, number)
-        return index, _as_array(content)
+    def give(self, name: str) -> Any:
+        """The index or the tensors of a part that is here, as what Ray moves without pickling."""
+        part = name.removesuffix(INDEX)
+        try:
+            kept = self._lent.get(part)
+            index, content = kept or (self._shelf.index(part), self._shelf.content(part))
+        except FileNotFoundError:
+            return None
+        return np.frombuffer(content if part == name else index.encode(), np.uint8)
+
+    def take(self, name: str, index: str, content: Any) -> bool:
+        """Hold a part of another host, too."""
+        self._shelf.bring(f"{name}{INDEX}", index.encode())
+        self._shelf.bring(name, content)
+        return True
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -162,63 +176,65 @@ class HealingHost(Host):
         ray.kill(ray.get_runtime_context().current_actor)
 
 
-class FarShelf(Shelf):
-    """The shelf of another host's actor, for who asks here.
+class Carrier:
+    """Carries parts between a shelf and other hosts: what is new to them, what is wanted here.
 
     Args:
-        actor: The actor.
+        shelf: The shelf.
+        others: Actors of the other hosts, in the order in which they are asked.
+        redundancy: Number of them that hold each new part, too.
     """
 
-    def __init__(self, actor: Any) -> None:
-        super().__init__()
-        self._ray, self._actor = connect_to_ray()[0], actor
-        self._settled: dict[Part, Moment | None] = {}
-        self._fetched: dict[tuple[Moment, int], tuple[Any, Any]] = {}
+    def __init__(self, shelf: Shelf, others: Sequence[Any], redundancy: int) -> None:
+        self._shelf, self._others, self._redundancy = shelf, others, redundancy
+        self._ray = connect_to_ray()[0]
+        self._is_open = True
+        threading.Thread(target=self._carry, daemon=True).start()
 
-    def pin(self, reader: object, moment: Moment | None) -> None:
-        """See ``Shelf``."""
-        self._fetched.clear() if moment is None else None
-        self._ask(
-            "ask_shelf", "pin", (self._ray.get_runtime_context().get_worker_id(), reader), moment
-        )
+    def close(self) -> None:
+        """Carry no more."""
+        self._is_open = False
 
-    def room_for(self, part: Part, settled: Moment | None) -> bytearray:
-        """See ``Shelf``."""
-        self._settled[part] = settled
-        return bytearray(part.num_bytes)
+    def __enter__(self) -> Self:
+        return self
 
-    def take(self, part: Part, index: Any, content: bytearray) -> None:
-        """See ``Shelf``."""
-        self._ask("take", part, index, _as_array(content), self._settled.pop(part))
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
-    def parts(self) -> list[Part]:
-        """See ``Shelf``."""
-        found: list[Part] = self._ask("ask_shelf", "parts")
-        return found
+    def _carry(self) -> None:
+        while self._is_open:
+            time.sleep(_CARRY_S)
+            with suppress(OSError):  # the folder is gone, or a part was let go
+                for path in self._shelf.folder.iterdir():
+                    if path.suffix == NEW:
+                        self._send(path)
+                    elif path.suffix == WANTED:
+                        self._fetch(path)
 
-    def find(self, moment: Moment, number: int) -> tuple[Any, Any]:
-        """See ``Shelf``; a part comes whole, once, while somebody reads."""
-        found = self._fetched.get((moment, number))
-        if found is None:
-            found = self._fetched[moment, number] = self._ask("find", moment, number)
-        return found
+    def _send(self, path: Path) -> None:
+        name = path.stem
+        index, content = self._shelf.index(name), self._shelf.content(name)
+        held = 0
+        for actor in self._others:
+            if held == self._redundancy:
+                break
+            array = np.frombuffer(content, np.uint8)
+            held += self._asked(actor.take, name, index, array) is True
+        path.rename(path.with_suffix(""))
 
-    def _ask(self, what: str, *about: Any) -> Any:
+    def _fetch(self, path: Path) -> None:
+        name = path.stem
+        for actor in self._others:
+            found = self._asked(actor.give, name)
+            if found is not None:
+                self._shelf.bring(name, found)
+                break
+        else:
+            path.with_suffix(GONE).touch()
+        path.unlink()
+
+    def _asked(self, method: Any, *about: Any) -> Any:
         try:
-            return self._ray.get(getattr(self._actor, what).remote(*about), timeout=_REPLY_S)
-        except self._ray.exceptions.RayError as error:
-            raise WireError(
-                f"a node does not answer: {str(error).partition(chr(10))[0]}"
-            ) from error
-
-
-def open_door(number: int, shelf: Shelf) -> KeeperPlace:
-    """Where the snapshots of a host can be read and written on this node."""
-    token = new_token()
-    port = listen(_LOOPBACK, token, shelf)
-    return KeeperPlace(host=number, address=_LOOPBACK, port=port, token=token)
-
-
-def _as_array(content: bytearray) -> Any:
-    """The bytes as what Ray moves without pickling."""
-    return np.frombuffer(content, np.uint8)
+            return self._ray.get(method.remote(*about), timeout=_REPLY_S)
+        except self._ray.exceptions.RayError:
+            return None

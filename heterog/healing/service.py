@@ -53,7 +53,7 @@ class Service:
 
         Args:
             request: What ``answer_requests`` passes to its ``answer``.
-            niceness: Value of ``nice`` for its work, so that ranks come first.
+            niceness: By how much its work is nicer than this process, so that ranks come first.
 
         Raises:
             HeterogError: the process has ended.
@@ -140,7 +140,8 @@ def answer_requests(
 
 def _answer(answer: Callable[[Message], Message], request: Message) -> Message:
     if request["niceness"] and sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), int(request["niceness"]))
+        niceness = os.getpriority(os.PRIO_PROCESS, os.getpid()) + int(request["niceness"])
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     try:
         return answer(request)
     except (HeterogError, OSError, RuntimeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The process that writes checkpoints from what keepers hold; see ``checkpoints``.
+"""The process that writes checkpoints from snapshots; see ``checkpoints``.
 
 python -m heterog.healing.writing      requests on standard input
 """
@@ -10,18 +10,13 @@ from pathlib import Path
 from torch import Tensor
 
 from heterog.errors import HeterogError
-from heterog.healing.keepers import KeeperPlace, Keepers
+from heterog.files import CHECKPOINT_INDEX
 from heterog.healing.restoring import Snapshot, part_of
 from heterog.healing.service import Message, answer_requests
+from heterog.healing.shelf import Moment, Shelf
+from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
 from heterog.runtime.checkpoint.contents import SavedTensor
-from heterog.runtime.checkpoint.files import (
-    Entry,
-    make_data_folder,
-    publish,
-    write_tensors,
-)
-from heterog.runtime.checkpoint.held import Box, whole_box
-from heterog.runtime.launch import CHECKPOINT_INDEX
+from heterog.runtime.checkpoint.files import make_data_folder, publish, write_tensors
 
 
 def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
@@ -34,7 +29,7 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
     contents = snapshot.contents
     try:
         tensors: dict[str, SavedTensor] = {}
-        for number in snapshot.numbers:
+        for number in range(snapshot.moment.num_parts):
             names = [name for name, saved in contents.tensors.items() if part_of(saved) == number]
             entries = [
                 _entry(name, contents.tensors[name], value)
@@ -56,14 +51,12 @@ def _entry(name: str, saved: SavedTensor, value: Tensor) -> Entry:
 
 
 def answer(request: Message) -> Message:
-    """Write the newest complete snapshot."""
-    places = [KeeperPlace(**each) for each in request["keepers"]]
-    with Keepers(places) as keepers:
-        moment = keepers.newest()
-        if moment is None:
-            return {"error": "no snapshot is complete yet"}
-        write_snapshot(Snapshot(keepers, moment), Path(request["folder"]))
-    return {"step": moment.step}
+    """Write a snapshot."""
+    if request["moment"] is None:
+        return {"error": "no snapshot is complete yet"}
+    snapshot = Snapshot(Shelf(Path(request["shelf"])), Moment(*request["moment"]))
+    write_snapshot(snapshot, Path(request["folder"]))
+    return {"step": snapshot.contents.num_steps}
 
 
 def main() -> None:

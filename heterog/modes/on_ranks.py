@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from heterog.runtime.checkpoint.boxes import Entry
     from heterog.runtime.checkpoint.contents import Contents
-    from heterog.runtime.checkpoint.files import Entry
     from heterog.runtime.checkpoint.left_out import Kept
     from heterog.runtime.deploy import DeployedStep
     from heterog.runtime.step.collectives import Communicator

@@ -7,6 +7,7 @@ they are alive; ``watching`` says when that ends the job.
 import fcntl
 import os
 import re
+import shutil
 import signal
 import socket
 import statistics
@@ -24,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 from heterog.errors import HeterogError
-from heterog.files import check_folder_writable, check_writable, read_json
+from heterog.files import CHECKPOINT_INDEX, check_save_folder, read_json
 from heterog.runtime.ranks.forks import (
     RankProcess,
     end_with_parent,
@@ -39,8 +40,6 @@ from heterog.search.background import BackgroundPlan
 from heterog.search.plan import Plan
 from heterog.user_code import trusted_source
 
-CHECKPOINT_INDEX = "checkpoint.json"
-"""The index file in a checkpoint's folder."""
 ALONE_STEPS = 3
 """Number of measured steps before a background job begins, which give the time alone."""
 HEARTBEAT = "HETEROG_HEARTBEAT"
@@ -58,16 +57,6 @@ _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 Beside = Callable[[int], list[str]]
 """Gives the arguments of this Python for a process beside a rank, which ends with the ranks."""
-
-
-def check_save_folder(folder: Path) -> None:
-    """Refuse a folder in which no checkpoint can be saved, before there is one to save.
-
-    Raises:
-        InputFileError: it is a file, the folder above it is missing, or the system refuses.
-    """
-    if check_folder_writable(folder).is_dir():
-        check_writable(folder / CHECKPOINT_INDEX)
 
 
 @dataclass(slots=True)
@@ -249,29 +238,30 @@ def _beside_ranks(plan: Plan, num_steps: int) -> BackgroundPlan | None:
 
 
 @contextmanager
-def temporary_folder() -> Iterator[Path]:
+def temporary_folder(within: str | None = None) -> Iterator[Path]:
     """A folder that is gone when the body ends, even if this process is killed meanwhile.
 
     A shell waits for the end of a pipe that only this process holds open, and then removes it. It
     is in a session of its own, so that what is sent to this process's group does not reach it.
     """
-    with tempfile.TemporaryDirectory(prefix="heterog-") as name:
-        # The ranks end with this process, but may need a moment to be gone.
-        script = 'read -r line; sleep 1; rm -rf -- "$1"'
-        cleaner = subprocess.Popen(
-            ["/bin/sh", "-c", script, "heterog-cleaner", name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            yield Path(name)
-        finally:
-            _signal_group(cleaner, signal.SIGKILL)
-            cleaner.wait()
-            assert cleaner.stdin is not None
-            cleaner.stdin.close()
+    name = tempfile.mkdtemp(prefix="heterog-", dir=within)
+    # The ranks end with this process, but may need a moment to be gone.
+    script = 'read -r line; sleep 1; rm -rf -- "$1"'
+    cleaner = subprocess.Popen(
+        ["/bin/sh", "-c", script, "heterog-cleaner", name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield Path(name)
+    finally:
+        shutil.rmtree(name, ignore_errors=True)  # while the shell would do it, too
+        _signal_group(cleaner, signal.SIGKILL)
+        cleaner.wait()
+        assert cleaner.stdin is not None
+        cleaner.stdin.close()
 
 
 def _background_summary(

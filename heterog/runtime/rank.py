@@ -187,7 +187,9 @@ class Training:
         self._step, workload = set_up(plan, request)
         if request.resume is not None:
             tell("reading the checkpoint")
-            from heterog.runtime.checkpoint import load_checkpoint  # half a second on every rank
+            from heterog.runtime.checkpoint.steps import (
+                load_checkpoint,  # half a second on every rank
+            )
 
             load_checkpoint(self._step, request.resume)
         self._steps_before = self._step.num_steps
@@ -223,7 +225,7 @@ class Training:
         together_s = (time.perf_counter() - measured_from) / request.num_steps
         if request.save is not None:
             tell("saving the checkpoint")
-            from heterog.runtime.checkpoint import save_checkpoint
+            from heterog.runtime.checkpoint.steps import save_checkpoint
 
             save_checkpoint(step, request.save)
         step.flush()  # without a step barrier the last updates may still be open

@@ -39,7 +39,7 @@ def test_devices_keep_their_number_on_a_host_when_others_are_lost() -> None:
 
 
 def test_steps_that_rank_0_did_not_live_to_tell_come_from_others(tmp_path: Path) -> None:
-    crew = RayCrew(None, "job", three(), RunRequest(plan=tmp_path))
+    crew = RayCrew(None, "job", three(), RunRequest(plan=tmp_path), 1)
     crew._hosts = [mock.Mock(is_here=True)]
 
     def told(host: int, *events: tuple[str, int]) -> None:

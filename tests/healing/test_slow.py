@@ -22,7 +22,7 @@ from heterog.runtime.ranks.testbed import Testbed, is_supported
 from heterog.runtime.request import RunRequest
 from heterog.search.plan import load_plan
 from heterog.zoo import load_workload
-from tests.healing.test_job import keepers
+from tests.healing.test_job import is_cleared
 from tests.search.asking import make_plan
 from tests.thorough import THOROUGH
 
@@ -163,5 +163,5 @@ def run_until_said(bed: Testbed, at_step: Callable[[int], None]) -> tuple[list[s
     )
     with pytest.raises(Said):
         job.run()
-    assert keepers() == []
+    assert is_cleared(job)
     return lines, chosen

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import local_shape
-from heterog.runtime.checkpoint.held import (
+from heterog.runtime.checkpoint.boxes import (
     Box,
     Piece,
     check_tiling,
-    in_units,
     run_pieces,
     whole_box,
     whole_piece,
 )
+from heterog.runtime.checkpoint.held import in_units
 from heterog.runtime.step.placed import cut
 
 

@@ -20,11 +20,11 @@ from heterog.errors import HeterogError, InputFileError, StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.runtime import checkpoint
 from heterog.runtime.checkpoint import files, load_checkpoint, read_contents, save_checkpoint
+from heterog.runtime.checkpoint import steps as checkpoint
+from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
 from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, checksum_of
-from heterog.runtime.checkpoint.files import Entry, read_boxes, read_tensors
-from heterog.runtime.checkpoint.held import Box, whole_box
+from heterog.runtime.checkpoint.files import read_boxes, read_tensors
 from heterog.runtime.checkpoint.state import new_options
 from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.search.plan import load_plan

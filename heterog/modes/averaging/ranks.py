@@ -28,9 +28,9 @@ from heterog.modes.averaging.value import AveragedBucket, Averaging, averaged_bu
 from heterog.modes.codecs.value import Codec
 from heterog.modes.islands import island_of, island_samples, islands
 from heterog.modes.on_ranks import MakeExecutor, RankMode, Reading, Rehearsal
+from heterog.runtime.checkpoint.boxes import Entry, whole_box
 from heterog.runtime.checkpoint.contents import Contents, dtype_of
-from heterog.runtime.checkpoint.files import Entry
-from heterog.runtime.checkpoint.held import name_and_shape, stepped_values, whole_box
+from heterog.runtime.checkpoint.held import name_and_shape, stepped_values
 from heterog.runtime.checkpoint.left_out import Kept
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.measure.rehearsal import AFTER, Stage

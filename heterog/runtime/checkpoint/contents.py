@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 
 from heterog.errors import InputFileError
-from heterog.files import read_json
+from heterog.files import CHECKPOINT_INDEX, read_json
 from heterog.grouped import grouped
 from heterog.names import shown
 from heterog.records import (
@@ -28,7 +28,7 @@ from heterog.records import (
     Word,
     parse_record,
 )
-from heterog.runtime.checkpoint.held import (
+from heterog.runtime.checkpoint.boxes import (
     Box,
     Piece,
     check_tiling,
@@ -36,7 +36,6 @@ from heterog.runtime.checkpoint.held import (
     whole_box,
     whole_piece,
 )
-from heterog.runtime.launch import CHECKPOINT_INDEX
 
 SCHEMA_VERSION = 4
 """Since 4, parts of tensors are boxes. 3 had runs of elements, 2 no checksums, 1 no parts."""

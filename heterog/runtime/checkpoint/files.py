@@ -10,7 +10,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from heterog.errors import HeterogError, InputFileError, StrategyError
-from heterog.files import cannot_write, write_json
+from heterog.files import cannot_write, check_save_folder, write_json
+from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
 from heterog.runtime.checkpoint.contents import (
     DATA_FOLDER,
     SCHEMA_VERSION,
@@ -46,8 +47,6 @@ from heterog.runtime.checkpoint.contents import (
     dtype_of,
     to_json,
 )
-from heterog.runtime.checkpoint.held import Box, whole_box
-from heterog.runtime.launch import check_save_folder
 
 _BATCH_BYTES = 1 << 28
 """Most bytes read at once, besides what a rank holds: 256 MiB; each read reopens the files."""
@@ -96,31 +95,6 @@ def make_data_folder(target: Path) -> int:
     number = max(taken, default=-1) + 1
     (target / f"data-{number}").mkdir()
     return number
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A box of a tensor, which a rank saves.
-
-    Attributes:
-        whole: Name of the whole tensor.
-        shape: Shape of the whole tensor.
-        box: Box that is saved.
-        value: Its elements, in the shape of the box.
-    """
-
-    whole: str
-    shape: tuple[int, ...]
-    box: Box
-    value: Tensor
-
-    @property
-    def name(self) -> str:
-        """Name of the entry: ``model.weight``, or ``model.weight[10:20,0:8]`` for a part."""
-        if self.box.sizes == self.shape:
-            return self.whole
-        ranges = [f"{first}:{first + size}" for first, size in zip(*self.box, strict=True)]
-        return f"{self.whole}[{','.join(ranges)}]"
 
 
 def write_tensors(entries: Sequence[Entry], data: Path, rank: int) -> dict[str, SavedTensor]:

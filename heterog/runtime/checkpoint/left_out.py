@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from heterog.lowering.program import TaskKind
+from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
 from heterog.runtime.checkpoint.contents import Contents, dtype_of
-from heterog.runtime.checkpoint.files import Entry
-from heterog.runtime.checkpoint.held import Box, name_and_shape, whole_box
+from heterog.runtime.checkpoint.held import name_and_shape
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.step.feedback import ErrorFeedback, Key
 

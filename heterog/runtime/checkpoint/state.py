@@ -12,18 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from heterog.errors import StrategyError
+from heterog.runtime.checkpoint.boxes import Box, Entry, Piece, whole_box, whole_piece
 from heterog.runtime.checkpoint.contents import (
     Contents,
     SavedOptimizer,
     dtype_name,
     dtype_of,
 )
-from heterog.runtime.checkpoint.files import Entry
 from heterog.runtime.checkpoint.held import (
     MASTER,
-    Box,
     Member,
-    Piece,
     Stepped,
     held_pieces,
     is_elementwise,
@@ -31,8 +29,6 @@ from heterog.runtime.checkpoint.held import (
     name_and_shape,
     rows_in_slices,
     stepped_values,
-    whole_box,
-    whole_piece,
 )
 from heterog.runtime.deploy import DeployedStep
 

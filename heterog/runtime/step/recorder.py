@@ -5,13 +5,14 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from heterog.lowering.program import FloatArray
+if TYPE_CHECKING:
+    from heterog.lowering.program import FloatArray
 
 
 class Recorder(Protocol):
@@ -94,7 +95,7 @@ class TaskTimes:
         self.finish[task] = end - self.origin
 
 
-def gather_task_times(times: TaskTimes, num_tasks: int) -> tuple[FloatArray, FloatArray]:
+def gather_task_times(times: TaskTimes, num_tasks: int) -> "tuple[FloatArray, FloatArray]":
     """Start and finish of all tasks on all ranks, in seconds; NaN where none was recorded.
 
     Communication starts when its last member has issued it and ends when the last one has it.

@@ -1,0 +1,353 @@
+"""Kills hosts of a loop under torchrun again and again, and measures how it goes on.
+
+    python experiments/healing_torchrun.py --fault node --kills 20 --json
+
+Four hosts are network namespaces of this machine, which takes root, each with one of torchrun's
+agents and a rank of ``healing_loop.py``. The rendezvous is a store that stands outside of them, or
+etcd (``--etcd ENDPOINT``). Faults, at a random step: ``node`` (all of a host, by SIGKILL at once),
+``first`` (that of rank 0), ``leader`` (only the agent of rank 0's host), ``two`` (hosts at once),
+``cut`` (a host's link), ``frozen`` (a host by SIGSTOP), ``leaving`` (SIGTERM
+to an agent), and ``plain``, as ``node`` but from a checkpoint instead of memory. Losses have to be
+those of one process that trains on the same batches, every sample of an epoch dealt once.
+"""
+
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from healing_loop import NUM_SAMPLES, losses_over
+from namespaces import enter, namespaces, set_link
+from rows import asked_of, finish, keep_row, option, progress, read_rows
+
+from heterog.runtime.launch import free_port, parent_of, signals_as_exit
+
+HOSTS = 4
+FAULTS = ("node", "first", "leader", "two", "cut", "frozen", "leaving", "plain")
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch.distributed.run", "namespaces"])
+LOOP = Path(__file__).with_name("healing_loop.py").resolve()
+_MARK = "HETEROG_TORCHRUN_TRIALS"
+_LIMIT_S = 600.0
+_GONE_S = 20.0
+_AFTER = 60
+"""Steps that are trained after the fault."""
+PARTS = ("noticed_s", "planned_s", "moved_s", "first_step_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What one fault led to.
+
+    Attributes:
+        victims: hosts that were hit.
+        killed_in_step: the last step that was done before.
+        noticed_s: from the fault to the first rank that gives up.
+        planned_s: from there until torchrun has started all new ranks.
+        moved_s: from there until they have their state; with what they import.
+        first_step_s: from there to the end of their first step.
+        total_s: from the fault to the end of the first step; if ranks train on, of the next one.
+        caught_up_s: from the fault to the first step that had not been done before.
+        num_ranks: that go on.
+        steps_done_again: because no complete snapshot, or no checkpoint, had them.
+        most_difference: of a loss, from one process's, relative.
+        is_complete: every step counts once, every sample of an epoch was dealt once.
+        left_behind: processes and files that are still there.
+        source: what was gone on from.
+        why: the reason if it failed.
+    """
+
+    victims: tuple[int, ...] = ()
+    killed_in_step: int = 0
+    noticed_s: float = 0.0
+    planned_s: float = 0.0
+    moved_s: float = 0.0
+    first_step_s: float = 0.0
+    total_s: float = math.inf
+    caught_up_s: float = math.inf
+    num_ranks: int = 0
+    steps_done_again: int = 0
+    most_difference: float = math.inf
+    is_complete: bool = False
+    left_behind: tuple[str, ...] = ()
+    source: str = ""
+    why: str = ""
+
+
+def run_agent(place: tuple[str, str], host: int, arguments: list[str], said: Path) -> None:
+    """What the command torchrun does, on a host."""
+    from torch.distributed.run import main
+
+    os.setsid()
+    enter(place[0])
+    for stream in (1, 2):
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.environ |= {
+        "HOST": str(host),
+        "TMPDIR": str(said.parent),
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    tempfile.tempdir = None  # which was read from the environment before
+    main(["--local-addr", place[1], *arguments])
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """Parent and command of all processes that trials have started."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{_MARK}={os.getpid()}\0".encode() not in (folder / "environ").read_bytes():
+                continue
+            words = (folder / "cmdline").read_text().replace("\0", " ").strip()
+            found[int(folder.name)] = parent_of(int(folder.name)), words
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+class Hosts:
+    """Agents in namespaces, and the log of their ranks.
+
+    Args:
+        places: namespace and address of this machine and of each host.
+        folder: of files.
+        rendezvous: arguments of torchrun that say where hosts meet.
+        loop: arguments of the loop after its log.
+    """
+
+    def __init__(
+        self,
+        places: list[tuple[str, str]],
+        folder: Path,
+        rendezvous: list[str],
+        loop: list[str],
+    ) -> None:
+        self.log = folder / "log.jsonl"
+        self._places, self._read, self._events = places, 0, list[dict[str, Any]]()
+        # As the documentation has it; ranks are looked after ten times a second, as is default.
+        settings = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+        arguments = [
+            *("--nnodes", f"2:{HOSTS}", "--nproc-per-node", "1", "--max-restarts", "100"),
+            *(*rendezvous, "--rdzv-id", folder.name, "--rdzv-conf", settings),
+            *(str(LOOP), str(self.log), *loop),
+        ]
+        self.agents: list[BaseProcess] = []
+        for host in range(HOSTS):
+            given = places[1 + host], host, arguments, folder / "said.txt"
+            self.agents.append(FORKS.Process(target=run_agent, args=given))
+            self.agents[-1].start()
+
+    def events(self) -> list[dict[str, Any]]:
+        """All that ranks have told, in order of time."""
+        if self.log.exists():
+            with self.log.open() as file:
+                file.seek(self._read)
+                for line in file.read().splitlines(keepends=True):
+                    if line.endswith("\n"):
+                        self._events.append(json.loads(line))
+                        self._read += len(line)
+        return self._events
+
+    def wait_for(self, what: str, is_it: Any, begin: int = 0) -> dict[str, Any]:
+        """Wait for an event that a condition holds for, from the given one on."""
+        deadline_s = time.monotonic() + _LIMIT_S
+        while time.monotonic() < deadline_s:
+            events = self.events()
+            for number in range(begin, len(events)):
+                if events[number]["what"] == what and is_it(events[number]):
+                    return events[number]
+            begin = len(events)
+            time.sleep(0.005)
+        raise TimeoutError(f"{what} was not told; last {self.events()[-1:]}")
+
+    def signal(self, host: int, what: signal.Signals) -> None:
+        """Send a signal to all that runs on a host, but for who removes files."""
+        agent = self.agents[host].pid
+        ranks = [pid for pid, (parent, _) in processes().items() if parent == agent]
+        for pid in (agent, *ranks):
+            with suppress(ProcessLookupError):
+                os.kill(pid or 0, what)
+
+    def hit(self, fault: str, hosts: tuple[int, ...]) -> None:
+        """Do to hosts what a fault says."""
+        for host in hosts:
+            if fault in ("leader", "leaving"):
+                is_sudden = fault == "leader"
+                os.kill(
+                    self.agents[host].pid or 0, signal.SIGKILL if is_sudden else signal.SIGTERM
+                )
+            elif fault == "cut":
+                set_link(self._places[1 + host][0], "down")
+            else:
+                self.signal(host, signal.SIGSTOP if fault == "frozen" else signal.SIGKILL)
+
+    def end(self, hosts: tuple[int, ...]) -> None:
+        """End what is left of hosts that were hit, and mend them."""
+        for host in hosts:
+            self.signal(host, signal.SIGKILL)
+            self.agents[host].join()
+            set_link(self._places[1 + host][0], "up")
+
+
+def run_trial(
+    places: list[tuple[str, str]],
+    folder: Path,
+    fault: str,
+    rendezvous: list[str],
+    chance: random.Random,
+) -> Trial:
+    """Hit once."""
+    step = chance.randint(3, 300)
+    kind = "plain" if fault == "plain" else "memory"
+    hosts = Hosts(places, folder, rendezvous, [str(step + _AFTER), kind])
+    try:
+        last = hosts.wait_for("step", lambda told: told["step"] >= step)
+        victims = tuple(chance.sample(range(HOSTS), 2 if fault == "two" else 1))
+        if fault in ("first", "leader"):
+            victims = (last["host"],)
+        hit_s = time.monotonic()
+        hosts.hit(fault, victims)
+        hosts.wait_for("ended", lambda told: told["rank"] == 0)
+        for host in set(range(HOSTS)) - set(victims):
+            hosts.agents[host].join(_LIMIT_S)
+            if hosts.agents[host].exitcode != 0:
+                raise RuntimeError(f"agent {host} ended with {hosts.agents[host].exitcode}")
+    finally:
+        hosts.end(tuple(range(HOSTS)))
+    servers = {pid for pid, (_, words) in processes().items() if "multiprocessing" in words}
+    gone_s = time.monotonic() + _GONE_S
+    while time.monotonic() < gone_s:
+        every = processes()
+        left = [f"{pid} {words[:80]}" for pid, (_, words) in every.items() if pid not in servers]
+        left += [str(path) for path in Path("/dev/shm").glob("heterog-loop-*")]
+        if not left:
+            break
+        time.sleep(0.2)
+    return measured(hosts.events(), hit_s, victims, tuple(left))
+
+
+def measured(
+    events: list[dict[str, Any]], hit_s: float, victims: tuple[int, ...], left: tuple[str, ...]
+) -> Trial:
+    """What the log says of a trial."""
+    steps = [each for each in events if each["what"] == "step"]
+    old = [each for each in steps if each["at_s"] <= hit_s]
+    begun = [each for each in events if each["what"] == "began" and each["at_s"] > hit_s]
+    again = [each for each in events if each["what"] == "restored" and each["at_s"] > hit_s]
+    failed = [each["at_s"] for each in events if each["what"] == "failed"]
+    failed = [at_s for at_s in failed if at_s > hit_s]
+    later = [each for each in steps if each["at_s"] > hit_s]
+    split: dict[str, Any] = {}
+    most = old[-1]["step"]
+    if begun:
+        # The last generation: those that began after the last step of the one before.
+        restored = [each for each in again if each["rank"] == 0][-1]
+        own = [each["at_s"] for each in begun if each["at_s"] < restored["at_s"]]
+        began_s = max(own)
+        before = [each["step"] for each in steps if each["at_s"] < restored["at_s"]]
+        later = [each for each in steps if each["at_s"] > restored["at_s"]]
+        noticed_s = min(failed, default=began_s)
+        ends = (hit_s, noticed_s, began_s, restored["at_s"], later[0]["at_s"])
+        seconds = (b - a for a, b in itertools.pairwise(ends))
+        split = dict(zip(PARTS, seconds, strict=True))
+        most = max(before)
+    counted = {each["step"]: each for each in steps}
+    ordered = [counted[number] for number in sorted(counted)]
+    expected = losses_over([each["samples"] for each in ordered])
+    pairs = zip(ordered, expected, strict=True)
+    dealt: dict[int, list[int]] = {}
+    for each in ordered:
+        dealt.setdefault(each["epoch"], []).extend(each["samples"])
+    whole = [sorted(dealt[epoch]) == list(range(NUM_SAMPLES)) for epoch in sorted(dealt)[:-1]]
+    last = dealt[max(dealt)]
+    return Trial(
+        victims=victims,
+        killed_in_step=old[-1]["step"],
+        **split,
+        total_s=later[0]["at_s"] - hit_s,
+        caught_up_s=next(each["at_s"] for each in later if each["step"] > most) - hit_s,
+        num_ranks=again[-1]["ranks"] if again else HOSTS,
+        steps_done_again=most - again[-1]["step"] if again else 0,
+        most_difference=max(abs(told["loss"] / other - 1.0) for told, other in pairs),
+        is_complete=all(whole)
+        and len(last) == len(set(last))
+        and sorted(counted) == list(range(1, len(counted) + 1)),
+        left_behind=left,
+        source=again[-1]["source"] if again else "",
+    )
+
+
+def main() -> None:
+    """Run the trials and print a table, or JSON."""
+    arguments = asked_of(
+        __doc__,
+        option("--fault", choices=FAULTS, default="node"),
+        option("--kills", type=int, default=20),
+        option("--seed", type=int, default=0),
+        option("--etcd", default="", help="endpoint of an etcd server to meet at"),
+        option("--results", type=Path, help="JSON lines of trials, which is gone on with"),
+    )
+    from torch._C._distributed_c10d import TCPStore
+
+    os.environ[_MARK] = str(os.getpid())
+    fault, kept = arguments.fault, arguments.results and arguments.results.resolve()
+    of = {"fault": fault, "seed": arguments.seed, "etcd": bool(arguments.etcd)}
+    trials = [row["trial"] for row in read_rows(kept) if row["of"] == of]
+    with ExitStack() as stack:
+        stack.enter_context(signals_as_exit())
+        places = stack.enter_context(namespaces(HOSTS, "tr", "10.77.0"))
+        port = free_port()
+        rendezvous = ["--rdzv-backend", "etcd-v2", "--rdzv-endpoint", arguments.etcd]
+        if not arguments.etcd:
+            store = TCPStore(  # noqa: F841  # lives as long as its variable
+                *(places[0][1], port, None, True),
+                wait_for_workers=False,
+                timeout=timedelta(seconds=60),
+            )
+            rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{places[0][1]}:{port}"]
+        for number in range(len(trials), arguments.kills):
+            chance = random.Random(f"{arguments.seed} {fault} {number}")
+            with tempfile.TemporaryDirectory(prefix="healing-") as name:
+                try:
+                    trial = run_trial(places, Path(name), fault, rendezvous, chance)
+                except Exception as error:
+                    trial = Trial(why=repr(error))
+                    said = Path(name) / "said.txt"
+                    progress(said.read_text()[-5000:] if said.exists() else "")
+            trials.append(asdict(trial))
+            keep_row(kept, {"of": of, "trial": trials[-1], "nice": os.nice(0)})
+            progress(f"{number:2} {trials[-1]}")
+    good = [each for each in trials if not each["why"]]
+    summary = {
+        "fault": fault,
+        "kills": len(trials),
+        "failed": len(trials) - len(good),
+        "medians_s": {
+            part: round(statistics.median(each[part] for each in good), 3)
+            for part in (*PARTS, "total_s", "caught_up_s")
+            if good
+        },
+        "most_s": max((each["total_s"] for each in good), default=math.inf),
+        "most_steps_again": max((each["steps_done_again"] for each in good), default=0),
+        "most_difference": max((each["most_difference"] for each in good), default=math.inf),
+        "all_complete": all(each["is_complete"] for each in trials),
+        "nothing_left": not any(each["left_behind"] for each in trials),
+    }
+    finish(arguments, summary | {"trials": trials}, [summary])
+
+
+if __name__ == "__main__":
+    main()

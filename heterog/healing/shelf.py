@@ -1,0 +1,258 @@
+"""Snapshots in the memory of a host, where they outlive the ranks that write them.
+
+A snapshot has a part of each rank, and a part is a file in a folder in memory (``/dev/shm``): its
+tensors one after another, beside a file that says where each of them is. It has its name when all
+of it is there, so a rank that dies while it writes leaves what was there before. Who reads maps it
+into memory first, so that it may be let go meanwhile.
+
+    3.120.1-4           part 1 of 4 of step 120 of generation 3
+    3.120.1-4.index     where its tensors are
+    3.120.1-4.new       there, and other hosts should hold it, too, and do not yet
+    3.120.1-4.wanted    somebody here waits for it, and another host has it; so for an index
+
+Copies on other hosts are not made here: ``ray_host`` carries them from node to node.
+"""
+
+import json
+import mmap
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from heterog.errors import HeterogError
+from heterog.files import write_atomically
+from heterog.runtime.checkpoint.boxes import Entry
+from heterog.runtime.checkpoint.contents import SavedOptimizer, SavedTensor, dtype_name, to_json
+
+NEW, WANTED, GONE, INDEX = ".new", ".wanted", ".gone", ".index"
+_ALIGNMENT = 16
+"""Bytes to which tensors are aligned in a part: a multiple of every element's size."""
+_POLL_S = 0.005
+_FETCHED_S = 120.0
+_IN_MEMORY = Path("/dev/shm")
+_ENOUGH = 0.25
+"""Part of this machine's memory that has to be free there; containers often have 64 MB."""
+_NAME = re.compile(r"(\d+)\.(\d+)\.(\d+)-(\d+)")
+
+
+class LostError(HeterogError):
+    """A part of a snapshot is not there any more."""
+
+
+class Moment(NamedTuple):
+    """A step of a generation; a later one compares as larger.
+
+    Attributes:
+        generation: Number of times the job's ranks were started before.
+        step: Number of steps done.
+        num_parts: Number of parts of its snapshot.
+    """
+
+    generation: int
+    step: int
+    num_parts: int
+
+
+class Part(NamedTuple):
+    """What one rank held at a moment.
+
+    Attributes:
+        moment: When.
+        number: Number of the rank.
+    """
+
+    moment: Moment
+    number: int
+
+    @property
+    def name(self) -> str:
+        """Name of its file."""
+        return "{}.{}.{}-{}".format(*self.moment[:2], self.number, self.moment.num_parts)
+
+
+def parts_of(moment: Moment) -> list[Part]:
+    """All parts of a snapshot."""
+    return [Part(moment, number) for number in range(moment.num_parts)]
+
+
+def newest_complete(lists: Iterable[Iterable[Part]]) -> Moment | None:
+    """The newest moment of which all parts are in some list; ``None`` if there is none.
+
+    >>> def part(step, number):
+    ...     return Part(Moment(0, step, 2), number)
+    >>> newest_complete([[part(3, 0), part(4, 0)], [part(3, 1)]])
+    Moment(generation=0, step=3, num_parts=2)
+    """
+    there = {part for parts in lists for part in parts}
+    moments = {part.moment for part in there}
+    return max((each for each in moments if there.issuperset(parts_of(each))), default=None)
+
+
+def place_in_memory() -> str:
+    """The folder for folders of snapshots: in memory if there is room, else that for all files."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if _IN_MEMORY.is_dir() and os.access(_IN_MEMORY, os.W_OK):
+        if shutil.disk_usage(_IN_MEMORY).free >= _ENOUGH * memory:
+            return str(_IN_MEMORY)
+    return tempfile.gettempdir()
+
+
+class Shelf:
+    """The parts that a host holds.
+
+    Args:
+        folder: Folder of their files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def parts(self) -> list[Part]:
+        """All parts that are here."""
+        found = []
+        for name in os.listdir(self.folder):
+            match = _NAME.fullmatch(name.removesuffix(NEW))
+            if match:
+                generation, step, number, num_parts = map(int, match.groups())
+                found.append(Part(Moment(generation, step, num_parts), number))
+        return found
+
+    def put(
+        self,
+        part: Part,
+        entries: Sequence[Entry],
+        states: Mapping[str, SavedOptimizer],
+        about: Mapping[str, Any],
+        *,
+        is_new: bool = False,
+    ) -> int:
+        """Copy boxes of tensors into a part; returns its size in bytes.
+
+        Args:
+            part: Which.
+            entries: The boxes.
+            states: State of the optimizer, by parameter.
+            about: Further entries of the index.
+            is_new: Whether other hosts should hold it, too.
+
+        Raises:
+            OSError: for example, there is no room left.
+        """
+        begins, size = [], 0
+        for entry in entries:
+            begins.append(size)
+            num_bytes = entry.value.numel() * entry.value.element_size()
+            size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        begun = self.folder / f"{part.name}.begun"
+        try:
+            with begun.open("wb+") as file:
+                if size:
+                    file.truncate(size)
+                    if sys.platform == "linux":  # or a full disk would end this process
+                        os.posix_fallocate(file.fileno(), 0, size)
+                    room = mmap.mmap(file.fileno(), size)
+            saved = {
+                entry.name: _copy(entry, room if size else None, begin, part.number)
+                for entry, begin in zip(entries, begins, strict=True)
+            }
+            index = {"tensors": to_json(saved), "states": to_json(dict(states)), **about}
+            self._publish(part.name, json.dumps(index), begun, NEW if is_new else "")
+        except OSError:
+            begun.unlink(missing_ok=True)
+            raise
+        return size
+
+    def lend(self) -> tuple[Path, Moment | None]:
+        """Keep the newest complete snapshot, which is all here, in a folder until the next call.
+
+        Returns:
+            The folder, and which; nothing if there is none.
+        """
+        lent = self.folder / "lent"
+        while True:
+            shutil.rmtree(lent, ignore_errors=True)
+            lent.mkdir()
+            moment = newest_complete([self.parts()])
+            try:
+                for part in parts_of(moment) if moment is not None else ():
+                    for name in (part.name, f"{part.name}{INDEX}"):
+                        os.link(self.folder / name, lent / name)
+            except FileNotFoundError:  # it was let go meanwhile, for a newer one
+                continue
+            return lent, moment
+
+    def bring(self, name: str, content: Any) -> None:
+        """Store the tensors or the index of a part that another host holds."""
+        write_atomically(self.folder / name, content)
+
+    def is_new(self, part: Part) -> bool:
+        """Whether other hosts should hold a part and do not yet."""
+        return (self.folder / f"{part.name}{NEW}").exists()
+
+    def forget_before(self, moment: Moment) -> None:
+        """Let older parts go."""
+        for part in self.parts():
+            if part.moment < moment:
+                for suffix in ("", NEW, INDEX):
+                    (self.folder / f"{part.name}{suffix}").unlink(missing_ok=True)
+
+    def index(self, name: str) -> str:
+        """The index of a part that is here."""
+        return (self.folder / f"{name}{INDEX}").read_text()
+
+    def content(self, name: str) -> mmap.mmap | bytearray:
+        """The tensors of a part that is here, mapped into memory."""
+        try:
+            file = (self.folder / name).open("rb")
+        except FileNotFoundError:
+            file = (self.folder / f"{name}{NEW}").open("rb")
+        with file:
+            empty = not os.fstat(file.fileno()).st_size
+            return bytearray() if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def wait_for(self, name: str) -> None:
+        """Wait until a file is here: it is, or whoever carries parts brings it.
+
+        Raises:
+            LostError: no host has it.
+        """
+        path, gone = self.folder / name, self.folder / f"{name}{GONE}"
+        if path.exists() or (self.folder / f"{name}{NEW}").exists():
+            return
+        (self.folder / f"{name}{WANTED}").touch()
+        deadline_s = time.monotonic() + _FETCHED_S
+        while not path.exists():
+            if gone.exists() or time.monotonic() > deadline_s:
+                raise LostError(f"{name} of a snapshot was lost before it was read.")
+            time.sleep(_POLL_S)
+
+    def _publish(self, name: str, index: str, begun: Path, suffix: str) -> None:
+        write_atomically(self.folder / f"{name}{INDEX}", index.encode())
+        begun.rename(self.folder / f"{name}{suffix}")
+
+
+def _copy(entry: Entry, room: mmap.mmap | None, begin: int, number: int) -> SavedTensor:
+    value = entry.value.detach()
+    num_bytes = value.numel() * value.element_size()
+    if num_bytes and room is not None:
+        target = torch.frombuffer(room, dtype=value.dtype, count=value.numel(), offset=begin)
+        target.view(value.shape).copy_(value)
+    is_part = entry.name != entry.whole
+    return SavedTensor(
+        shape=tuple(value.shape),
+        dtype=dtype_name(value.dtype),
+        file=f"__{number}_0.distcp",
+        offset=begin,
+        num_bytes=num_bytes,
+        whole=entry.whole if is_part else "",
+        whole_shape=entry.shape if is_part else (),
+        offsets=entry.box.offsets if is_part else (),
+    )
