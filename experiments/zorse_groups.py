@@ -2,7 +2,7 @@
 
     python experiments/zorse_groups.py --json
 
-``zorse_2nodes.ipynb`` of benson-guo/zorse (MIT) plans a Llama of 3.5 billion parameters (128
+The notebook zorse_2nodes of benson-guo/zorse (MIT) plans a Llama of 3.5 billion parameters (128
 samples of 512 tokens) on 2 P100 and 4 V100: stages of 1, 12, 1 and 12 layers, breadth first,
 ZeRO-2, recomputation, 16 bits with sums in float32. Its planner says 10.724 s and prices messages
 between the sites at nothing ("Interpolated latency: 0.000000 ms"). So the links that it measured
@@ -31,7 +31,7 @@ from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pip
 from heterog.strategy.layouts.stages import layers_of, stages_by_counts
 
 ESTIMATE_S = 10.724252924266668
-"""``latency`` in the notebook's training_config.json, there in ms."""
+"""The latency in the notebook's training_config.json, there in ms."""
 _GIB = 1024**3
 
 
@@ -45,7 +45,7 @@ def causal(
 
 
 def make_model() -> nn.Module:
-    """Zorse's ``deepspeedllamav2_3b`` (models/hub.py) in 16 bits."""
+    """Zorse's deepspeedllamav2_3b (models/hub.py) in 16 bits."""
     transformers.AttentionInterface.register("causal", causal)
     make_config: Any = transformers.LlamaConfig
     config = make_config(
