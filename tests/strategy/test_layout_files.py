@@ -220,8 +220,13 @@ def test_accelerate(tmp_path: Path) -> None:
         ),
         (
             "a.yaml",
-            "{tensor_model_parallel_size: 2, pipeline_model_parallel_layout: Et|t}",
-            "pipeline_model_parallel_layout .* cannot be said",
+            "{pipeline_model_parallel_size: 2, pipeline_model_parallel_layout: Et|tm}",
+            "pipeline_model_parallel_layout .* only decoder layers on each of a multiple of 2",
+        ),
+        (
+            "a.json",
+            '{"train_batch_size": 8, "moe": {"ep_size": 8}, "x": {"inference_tp_size": 2}}',
+            "moe.ep_size is 8; only 1 can be said",
         ),
         (
             "a.txt",
@@ -413,6 +418,35 @@ MODEL_PARALLEL_ARGS=(
             "parallelism_config: {parallelism_config_dp_replicate_size: 2, "
             "parallelism_config_dp_shard_size: 4, parallelism_config_cp_size: 2}}",
             "cp=2,dp=8,zero=3,dp_replicate=2",
+            0,
+        ),
+        (
+            "a.sh",
+            "x.py --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout "
+            r"Et\|\(tt\|\)*2,tL",
+            "tp=1,pp=2,chunks=2,schedule=interleaved,layers=1-2-2-1",
+            0,
+        ),
+        (
+            "a.yaml",
+            "{pipeline_model_parallel_size: 2, pipeline_model_parallel_layout: "
+            "[[embedding, decoder], [decoder, decoder, loss]]}",
+            "pp=2,layers=1-2",
+            0,
+        ),
+        (
+            "a.json",
+            '{"zero_optimization": {"stage": 2}, "expert_parallel": {"enabled": true, '
+            '"autoep_size": 4, "preset_model": "mixtral"}}',
+            "ep=4,zero=2",
+            0,
+        ),
+        (
+            "a.yaml",
+            "{distributed_type: MEGATRON_LM, megatron_lm_config: {megatron_lm_tp_degree: 2, "
+            "megatron_lm_pp_degree: 2, megatron_lm_expert_model_parallel_size: 4, "
+            "megatron_lm_num_micro_batches: 4, megatron_lm_recompute_granularity: full}}",
+            "tp=2,pp=2,ep=4,num_micro=4,recompute=full",
             0,
         ),
         ("a.toml", "[experimental]\npipeline_parallel_degree = 4", "tp=1,pp=4,micro_batch=1,"
