@@ -370,7 +370,7 @@ class BalancedLoader(DataLoader[Any]):
         skipped = stream.begin_pass(epoch, step, is_here=is_here)
         samples = islice(super().__iter__(), skipped, None)
         places = iter(sampler)
-        for batch in stream.read(samples, epoch, step, is_here=is_here):
+        for batch in stream.read(samples, epoch, step, num_workers=self.num_workers):
             begin = int(stream.batch(epoch, step)[0])
             yield self._collate([batch[place - begin] for place in next(places)])
             step += 1

@@ -106,11 +106,14 @@ class StreamBatches(SampleBatches):
         return 0
 
     def read(
-        self, samples: Iterator[Any], epoch: int, step: int, *, is_here: bool
+        self, samples: Iterator[Any], epoch: int, step: int, *, num_workers: int
     ) -> Iterator[list[Any]]:
         """Whole global batches from a step on, read one ahead so that the last one is known."""
+        is_here = not num_workers
         batch = self._next(samples, epoch, step, is_here=is_here)
         self._check_alike(batch)
+        if not step:
+            self._check_workers(batch, num_workers)
         while batch and step < self.num_steps(epoch):
             step += 1
             ahead = self._next(samples, epoch, step, is_here=is_here)
@@ -165,6 +168,22 @@ class StreamBatches(SampleBatches):
                 "rank 0: every rank reads the whole stream, of which the balancer deals the "
                 "shares. Do not cut it by ranks (split_dataset_by_node, RANK), and shuffle it "
                 "with one seed on all ranks."
+            )
+
+    def _check_workers(self, batch: list[Any], num_workers: int) -> None:
+        """Check that each worker reads a part of its own; samples come from them in turn.
+
+        Raises:
+            BalanceError: the first two workers give the same samples.
+        """
+        if num_workers < 2:
+            return
+        marks = [[fingerprint(each) for each in batch[k::num_workers]] for k in (0, 1)]
+        if marks[0] == marks[1] and len(set(marks[0])) > 1:
+            raise BalanceError(
+                f"each of {num_workers} workers reads all of the {type(self._dataset).__name__}, "
+                f"which would give every sample {num_workers} times. Let its __iter__ take every "
+                "num_workers-th sample (torch.utils.data.get_worker_info), or give num_workers=1."
             )
 
 
