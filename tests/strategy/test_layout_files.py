@@ -449,6 +449,8 @@ MODEL_PARALLEL_ARGS=(
             "tp=2,pp=2,ep=4,num_micro=4,recompute=full",
             0,
         ),
+        ("a.toml", "[parallelism]\ntensor_parallel_degree = 2\nenable_sequence_parallel = false\n"
+         "[activation_checkpoint]\nmode = 'none'", "tp=2,zero=3", 0),
         ("a.toml", "[experimental]\npipeline_parallel_degree = 4", "tp=1,pp=4,micro_batch=1,"
          "zero=2,recompute=full,recompute_every=2,schedule=1f1b", 0),
     ],
@@ -600,9 +602,9 @@ def test_what_speaks_of_parallelism_is_named_before_the_rest(tmp_path: Path) -> 
     assert [each.split()[0] for each in read(tmp_path, "a.json", mics).remarks] == [
         "mics_shard_size", "zero_quantized_weights",
     ]  # fmt: skip
-    text = "[training]\nlocal_batch_size = 1\n[new]\nslice_parallel_degree = 4\n"
+    text = "[training]\nlocal_batch_size = 1\n[new]\nslice_parallel_thing = 4\n"
     (remark,) = read(tmp_path, "a.toml", text).remarks
-    assert "new.slice_parallel_degree" in remark
+    assert "new.slice_parallel_thing" in remark
 
 
 def test_a_field_that_nobody_knows_is_named(tmp_path: Path) -> None:

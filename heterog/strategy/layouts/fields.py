@@ -12,8 +12,7 @@ from heterog.strategy.layouts.layout import MOST, Layout, LayoutError
 _MOST_UNREAD = 40
 _DEGREE = re.compile(
     r"^(?!.*(infer|eval|valid|test)).*"
-    r"((tensor|pipeline|context|sequence|expert|model)_parallel_(world_)?(size|degree)"
-    r"|(^|[._])(tp|cp|ep|sp|pp)_(size|degree))$"
+    r"((?<!data)_parallel_(world_)?(size|degree)|(^|[._])(tp|cp|ep|sp|pp)_(size|degree))$"
 )
 """Names of numbers of devices, but for those of other programs than training."""
 _TELLING = re.compile(

@@ -155,8 +155,10 @@ def _torchtitan(fields: Fields) -> LayoutFile:
         "micro_batch": str(micro),
         "zero": "0" if shards == 1 else ("2" if keeps else "3"),
         **_torchtitan_checkpoints(fields),
-        # Its tensor parallelism always splits what lies between along the sequence.
-        "sequence_parallel": str(tp > 1),
+        # Its tensor parallelism splits what lies between along the sequence, unless told not to.
+        "sequence_parallel": str(
+            fields.flag(at, "enable_sequence_parallel", default=True) and tp > 1
+        ),
     }
     if schedule:
         said["schedule"] = schedule
