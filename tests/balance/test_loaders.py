@@ -236,6 +236,22 @@ def test_a_stream_goes_on_in_its_middle(stream: type[Stream], num_workers: int) 
         len(loader)
 
 
+class Forgetful(Stateful):
+    """A stream whose state is without a sample that it has read ahead."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place + 1}
+
+
+def test_a_stream_that_loses_samples_is_told_of() -> None:
+    first, second = balancer_of(), balancer_of()
+    one_pass(first.loader(Forgetful(27)), 1)
+    loader = second.loader(Forgetful(27))
+    second.load_state_dict(first.state_dict())
+    with pytest.warns(UserWarning, match="Forgetful goes on with another sample"):
+        assert one_pass(loader)[0][0] == 9
+
+
 class Divided(Stream):
     """Each worker reads a part of its own."""
 
