@@ -273,14 +273,6 @@ def _deepspeed(fields: Fields) -> LayoutFile:
     tp = fields.number("tensor_parallel", "autotp_size", 1, least=0)
     tp = max(tp, fields.number("tensor_parallel", "tp_size", 1), 1)
     tp = max(tp, fields.number("tensor_parallel.tp", "tp_size", 1))
-    experts = "expert_parallel"  # AutoEP
-    ep = fields.number(experts, "autoep_size", 1) if fields.flag(experts, "enabled") else 1
-    fields.skip(experts, "autoep_size", "preset_model", "grouped_mm_backend", "use_grouped_mm")
-    if ep > 1 and tp > 1:
-        raise LayoutError(
-            f"{experts}.autoep_size is {ep} beside teams of {tp}; say ep=... in a text, of "
-            "replicas that share experts."
-        )
     pp = fields.number("pipeline", "stages", 1, auto=True)
     fields.skip("pipeline", "partition", "seed_layers")
     again = fields.number("pipeline", "activation_checkpoint_interval", 0, least=0)
@@ -305,7 +297,7 @@ def _deepspeed(fields: Fields) -> LayoutFile:
     return LayoutFile(
         layout=Layout(
             tp=tp,
-            ep=ep,
+            ep=_deepspeed_experts(fields, tp),
             pp=pp,
             micro_batch=micro,
             num_micro=num_micro,
@@ -314,6 +306,19 @@ def _deepspeed(fields: Fields) -> LayoutFile:
         ),
         batch_size=batch,
     )
+
+
+def _deepspeed_experts(fields: Fields, tp: int) -> int:
+    """Replicas that share experts by AutoEP."""
+    experts = "expert_parallel"
+    ep = fields.number(experts, "autoep_size", 1) if fields.flag(experts, "enabled") else 1
+    fields.skip(experts, "autoep_size", "preset_model", "grouped_mm_backend", "use_grouped_mm")
+    if ep > 1 and tp > 1:
+        raise LayoutError(
+            f"{experts}.autoep_size is {ep} beside teams of {tp}; say ep=... in a text, of "
+            "replicas that share experts."
+        )
+    return ep
 
 
 _DEEPSPEED_WORKLOAD = (
