@@ -21,7 +21,7 @@ import torch
 from gymnasium.wrappers import FilterObservation
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.logger import KVWriter, Logger
+from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv
 from torch import Tensor, nn
@@ -106,25 +106,6 @@ class CandidateScores(BaseFeaturesExtractor):
         return scores
 
 
-class _Logged(KVWriter):
-    """What an algorithm has logged of its own last."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
-
-    def write(self, key_values: dict[str, Any], key_excluded: Any, step: int = 0) -> None:
-        """Keep what is logged."""
-        self._values = dict(key_values)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    def terms(self) -> dict[str, float]:
-        """The entropy of single decisions, in nats, where the algorithm has one."""
-        loss = self._values.get("train/entropy_loss")
-        return {} if loss is None else {"entropy": -float(loss)}
-
-
 class _Read(nn.Module):
     """A head that reads features off: scores, the value, or values of choices, with quantiles."""
 
@@ -202,8 +183,7 @@ class Sb3Learner(Learner):
             _POLICY, envs, policy_kwargs=kwargs, **_options(algorithm, self, padding.blocks)
         )
         self.policy = _read_off(self.model.policy).policy
-        self._logged = _Logged()
-        self.model.set_logger(Logger(folder=None, output_formats=[self._logged]))
+        self.model.set_logger(Logger(folder=None, output_formats=[]))
 
     def rate(self, left: float) -> float:
         """Learning rate: ours covers the whole run, theirs restarts at every step."""
@@ -217,7 +197,11 @@ class Sb3Learner(Learner):
         self.model.exploration_schedule = lambda left: max(1.0 - done / _EXPLORED, _LEAST_RANDOM)
         self.model.learn(self._per_step, callback=episodes, reset_num_timesteps=False)
         self.num_evaluations += len(episodes.ended)
-        return episodes.terms() | self._logged.terms()
+        terms = episodes.terms()
+        drawn = getattr(self.model, "rollout_buffer", None)
+        if drawn is not None:  # TRPO logs none, A2C each hundredth: the mean of -log p
+            terms["entropy"] = -float(np.mean(drawn.log_probs))
+        return terms
 
     def state(self) -> dict[str, Any]:
         """Weights of all networks, and the optimizer."""

@@ -223,6 +223,7 @@ class ShareSampler(Sampler[list[int]]):
             "shares": list(self.shares),
             "next": self.first_samples(epoch, done),
             **({} if stream is None else {"stream": stream.state_after(epoch, done)}),
+            **({} if stream is None else {"stream_next": stream.mark_after(epoch, done)}),
         }
 
     def first_samples(self, epoch: int, step: int) -> list[int]:
@@ -271,7 +272,8 @@ class ShareSampler(Sampler[list[int]]):
         self._epoch, self._begun = int(state["epoch"]), None
         self._start = self._drawn = int(state["num_done"])
         if self.stream is not None:
-            self.stream.load(state.get("stream"), self._epoch, self._start)
+            mark = state.get("stream_next")
+            self.stream.load(state.get("stream"), self._epoch, self._start, mark)
 
 
 _DEALT = {
@@ -370,7 +372,7 @@ class BalancedLoader(DataLoader[Any]):
         skipped = stream.begin_pass(epoch, step, is_here=is_here)
         samples = islice(super().__iter__(), skipped, None)
         places = iter(sampler)
-        for batch in stream.read(samples, epoch, step, is_here=is_here):
+        for batch in stream.read(samples, epoch, step, num_workers=self.num_workers):
             begin = int(stream.batch(epoch, step)[0])
             yield self._collate([batch[place - begin] for place in next(places)])
             step += 1

@@ -5,6 +5,7 @@ torchdata's ``Stateful`` protocol; other streams are read again up to where a pa
 """
 
 import sys
+import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -68,6 +69,8 @@ class StreamBatches(SampleBatches):
         self._dataset, self._group = dataset, group
         self._ends: dict[int, int] = {}  # samples of the last epoch that was read to its end
         self._states: dict[tuple[int, int], dict[str, Any]] = {}  # by epoch and number of steps
+        self._marks: dict[tuple[int, int], int] = {}  # of first samples of batches, alike
+        self._known: dict[tuple[int, int], int] = {}  # that which was loaded
 
     def num_steps(self, epoch: int) -> int:
         """Number of global batches of an epoch, once its last one is read; very many before."""
@@ -99,6 +102,7 @@ class StreamBatches(SampleBatches):
         state = self._states.get((epoch, step)) if step and is_here else None
         self._states = {} if state is None else {(epoch, step): state}
         self._ends = {}
+        self._marks, self._known = self._known, {}
         if state is None:
             return step * self._batch_size
         assert isinstance(self._dataset, Stateful)
@@ -106,11 +110,14 @@ class StreamBatches(SampleBatches):
         return 0
 
     def read(
-        self, samples: Iterator[Any], epoch: int, step: int, *, is_here: bool
+        self, samples: Iterator[Any], epoch: int, step: int, *, num_workers: int
     ) -> Iterator[list[Any]]:
         """Whole global batches from a step on, read one ahead so that the last one is known."""
+        is_here = not num_workers
         batch = self._next(samples, epoch, step, is_here=is_here)
         self._check_alike(batch)
+        if not step:
+            self._check_workers(batch, num_workers)
         while batch and step < self.num_steps(epoch):
             step += 1
             ahead = self._next(samples, epoch, step, is_here=is_here)
@@ -120,6 +127,16 @@ class StreamBatches(SampleBatches):
     def _next(self, samples: Iterator[Any], epoch: int, step: int, *, is_here: bool) -> list[Any]:
         """Read the batch of a step, which is short where the stream ends."""
         batch = list(islice(samples, self._batch_size))
+        mark = fingerprint(batch[0]) if batch else -1
+        if self._marks.setdefault((epoch, step), mark) != mark:
+            warnings.warn(
+                f"{type(self._dataset).__name__} goes on with another sample than the one that "
+                "came next when the state was saved. Unless samples are drawn anew each time, "
+                "some are lost or dealt twice: the stream's own state may lack a shuffle buffer; "
+                "num_workers=1 reads the stream again instead.",
+                stacklevel=2,
+            )
+        self._marks = {key: each for key, each in self._marks.items() if key[1] >= step - 2}
         if len(batch) < self._batch_size:
             self._ends.setdefault(epoch, step * self._batch_size + len(batch))
         elif is_here and isinstance(self._dataset, Stateful):
@@ -136,8 +153,12 @@ class StreamBatches(SampleBatches):
         """The stream's own state after so many steps, if it has one."""
         return self._states.get((epoch, done))
 
-    def load(self, state: dict[str, Any] | None, epoch: int, done: int) -> None:
-        """Take a stream's state after so many steps.
+    def mark_after(self, epoch: int, done: int) -> int | None:
+        """A number by which the sample that comes next is known, if it was read."""
+        return self._marks.get((epoch, done))
+
+    def load(self, state: dict[str, Any] | None, epoch: int, done: int, mark: int | None) -> None:
+        """Take a stream's state after so many steps, and the mark of what comes next.
 
         Raises:
             BalanceError: this stream takes no states.
@@ -149,6 +170,7 @@ class StreamBatches(SampleBatches):
                 "that it was saved with."
             )
         self._states = {} if state is None else {(epoch, done): state}
+        self._known = {} if mark is None else {(epoch, done): mark}
 
     def _check_alike(self, batch: list[Any]) -> None:
         """Check that all ranks read the same stream, by the first sample of a pass.
@@ -165,6 +187,22 @@ class StreamBatches(SampleBatches):
                 "rank 0: every rank reads the whole stream, of which the balancer deals the "
                 "shares. Do not cut it by ranks (split_dataset_by_node, RANK), and shuffle it "
                 "with one seed on all ranks."
+            )
+
+    def _check_workers(self, batch: list[Any], num_workers: int) -> None:
+        """Check that each worker reads a part of its own; samples come from them in turn.
+
+        Raises:
+            BalanceError: the first two workers give the same samples.
+        """
+        if num_workers < 2:
+            return
+        marks = [[fingerprint(each) for each in batch[k::num_workers]] for k in (0, 1)]
+        if marks[0] == marks[1] and len(set(marks[0])) > 1:
+            raise BalanceError(
+                f"each of {num_workers} workers reads all of the {type(self._dataset).__name__}, "
+                f"which would give every sample {num_workers} times. Let its __iter__ take every "
+                "num_workers-th sample (torch.utils.data.get_worker_info), or give num_workers=1."
             )
 
 

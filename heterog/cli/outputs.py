@@ -168,7 +168,9 @@ def _check(
                         "file; name two."
                     )
             for asked, value in inputs.items():
-                if asked != mark.renews and any(_is_same(each, read) for read in _paths(value)):
+                if asked == mark.renews or (mark.is_folder and isinstance(value, str)):
+                    continue  # `--to ddp -o ddp` is no input
+                if any(_is_same(each, read) for read in _paths(value)):
                     raise InputFileError(
                         f"cannot write {each} ({options[name]}): {options[asked]} reads it; name "
                         "another file."

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from heterog.balance import BalanceError, Balancer
 from heterog.balance.dealing import epoch_order, without_singles
@@ -234,6 +234,42 @@ def test_a_stream_goes_on_in_its_middle(stream: type[Stream], num_workers: int) 
     assert one_pass(loader, 1) == [list(range(8))]
     with pytest.raises(TypeError, match="has no length"):
         len(loader)
+
+
+class Forgetful(Stateful):
+    """A stream whose state is without a sample that it has read ahead."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place + 1}
+
+
+def test_a_stream_that_loses_samples_is_told_of() -> None:
+    first, second = balancer_of(), balancer_of()
+    one_pass(first.loader(Forgetful(27)), 1)
+    loader = second.loader(Forgetful(27))
+    second.load_state_dict(first.state_dict())
+    with pytest.warns(UserWarning, match="Forgetful goes on with another sample"):
+        assert one_pass(loader)[0][0] == 9
+
+
+class Divided(Stream):
+    """Each worker reads a part of its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        number, count = (info.id, info.num_workers) if info is not None else (0, 1)
+        return iter(range(number, self.size, count))
+
+
+def test_two_workers_read_every_sample_once_or_are_refused() -> None:
+    first, second = balancer_of(), balancer_of()
+    begun = one_pass(first.loader(Divided(21), num_workers=2), 1)
+    loader = second.loader(Divided(21), num_workers=2)
+    second.load_state_dict(first.state_dict())
+    dealt = [sample for batch in begun + one_pass(loader) for sample in batch]
+    assert sorted(dealt) == list(range(21))
+    with pytest.raises(BalanceError, match="each of 2 workers reads all of the Stream"):
+        next(iter(second.loader(Stream(21), num_workers=2)))
 
 
 @pytest.mark.parametrize("size", [23, 24])

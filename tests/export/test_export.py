@@ -1159,12 +1159,14 @@ def test_command(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    plan, folder = tmp_path / "plan.json", tmp_path / "job"
+    plan = tmp_path / "plan.json"
     uneven.save(plan)
 
     def call(*arguments: object) -> tuple[object, str, str]:
         return run_cli(monkeypatch, capsys, *arguments)
 
+    monkeypatch.chdir(tmp_path)
+    folder = Path("ddp")  # what --to says is no file that is read
     code, out, err = call(plan, "--to", "ddp", "-o", folder, "--json")
     assert (code, err) == (0, "")
     document = json.loads(out)

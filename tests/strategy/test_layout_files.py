@@ -220,8 +220,13 @@ def test_accelerate(tmp_path: Path) -> None:
         ),
         (
             "a.yaml",
-            "{tensor_model_parallel_size: 2, pipeline_model_parallel_layout: Et|t}",
-            "pipeline_model_parallel_layout .* cannot be said",
+            "{pipeline_model_parallel_size: 2, pipeline_model_parallel_layout: Et|tm}",
+            "pipeline_model_parallel_layout .* only decoder layers on each of a multiple of 2",
+        ),
+        (
+            "a.json",
+            '{"train_batch_size": 8, "moe": {"ep_size": 8}, "x": {"inference_tp_size": 2}}',
+            "moe.ep_size is 8; only 1 can be said",
         ),
         (
             "a.txt",
@@ -415,6 +420,37 @@ MODEL_PARALLEL_ARGS=(
             "cp=2,dp=8,zero=3,dp_replicate=2",
             0,
         ),
+        (
+            "a.sh",
+            "x.py --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout "
+            r"Et\|\(tt\|\)*2,tL",
+            "tp=1,pp=2,chunks=2,schedule=interleaved,layers=1-2-2-1",
+            0,
+        ),
+        (
+            "a.yaml",
+            "{pipeline_model_parallel_size: 2, pipeline_model_parallel_layout: "
+            "[[embedding, decoder], [decoder, decoder, loss]]}",
+            "pp=2,layers=1-2",
+            0,
+        ),
+        (
+            "a.json",
+            '{"zero_optimization": {"stage": 2}, "expert_parallel": {"enabled": true, '
+            '"autoep_size": 4, "preset_model": "mixtral"}}',
+            "ep=4,zero=2",
+            0,
+        ),
+        (
+            "a.yaml",
+            "{distributed_type: MEGATRON_LM, megatron_lm_config: {megatron_lm_tp_degree: 2, "
+            "megatron_lm_pp_degree: 2, megatron_lm_expert_model_parallel_size: 4, "
+            "megatron_lm_num_micro_batches: 4, megatron_lm_recompute_granularity: full}}",
+            "tp=2,pp=2,ep=4,num_micro=4,recompute=full",
+            0,
+        ),
+        ("a.toml", "[parallelism]\ntensor_parallel_degree = 2\nenable_sequence_parallel = false\n"
+         "[activation_checkpoint]\nmode = 'none'", "tp=2,zero=3", 0),
         ("a.toml", "[experimental]\npipeline_parallel_degree = 4", "tp=1,pp=4,micro_batch=1,"
          "zero=2,recompute=full,recompute_every=2,schedule=1f1b", 0),
     ],
@@ -566,9 +602,9 @@ def test_what_speaks_of_parallelism_is_named_before_the_rest(tmp_path: Path) -> 
     assert [each.split()[0] for each in read(tmp_path, "a.json", mics).remarks] == [
         "mics_shard_size", "zero_quantized_weights",
     ]  # fmt: skip
-    text = "[training]\nlocal_batch_size = 1\n[new]\nslice_parallel_degree = 4\n"
+    text = "[training]\nlocal_batch_size = 1\n[new]\nslice_parallel_thing = 4\n"
     (remark,) = read(tmp_path, "a.toml", text).remarks
-    assert "new.slice_parallel_degree" in remark
+    assert "new.slice_parallel_thing" in remark
 
 
 def test_a_field_that_nobody_knows_is_named(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The fields of another program's file: each is read once, and what was not read is named."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,11 @@ from heterog.names import shown
 from heterog.strategy.layouts.layout import MOST, Layout, LayoutError
 
 _MOST_UNREAD = 40
+_DEGREE = re.compile(
+    r"^(?!.*(infer|eval|valid|test)).*"
+    r"((?<!data)_parallel_(world_)?(size|degree)|(^|[._])(tp|cp|ep|sp|pp)_(size|degree))$"
+)
+"""Names of numbers of devices, but for those of other programs than training."""
 _TELLING = re.compile(
     "parallel|batch|recompute|checkpoint_|shard|zero|fsdp|pipeline|expert|moe|offload|overlap|stage"
     "|mapping|virtual|comm_|_comm|compress|quantiz|num_gpus|nproc|nodes|accumulat"
@@ -116,6 +121,14 @@ class Fields:
         self._document = {**self._document, path: {**moved, **self.section(path)}, older: rest}
         self._taken.pop(older, None)
 
+    def below(self, path: str, prefix: str, names: Mapping[str, str]) -> "Fields":
+        """The fields of a section as a document, without a prefix and by the names given."""
+        self.skip("", path)
+        short = {name.removeprefix(prefix): value for name, value in self.section(path).items()}
+        found = Fields({names.get(name, name): short[name] for name in short}, self._where)
+        found.remarks = self.remarks
+        return found
+
     def take(self, name: str, *, at: str = "") -> Any:
         """The value of a field of any type; ``None`` if it is not there."""
         return self._take(at, name)
@@ -196,6 +209,9 @@ class Fields:
         """A sentence that lists fields that were neither read nor skipped.
 
         Names that speak of parallelism or batches are listed to the last one.
+
+        Raises:
+            LayoutError: one says among how many devices something is divided.
         """
         left = [
             path
@@ -204,6 +220,9 @@ class Fields:
         ]
         if not left:
             return []
+        for path, value in leaves(self._document):
+            if path in left and type(value) is int and value > 1 and _DEGREE.search(path):
+                raise LayoutError(f"{path} is {value}; only 1 can be said.")
         left.sort(key=lambda name: not _TELLING.search(name))
         telling = sum(1 for name in left if _TELLING.search(name))
         most = max(telling, _MOST_UNREAD)

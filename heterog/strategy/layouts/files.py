@@ -73,9 +73,10 @@ def read_layout(path: str | Path) -> LayoutFile:
     try:
         found = read(fields)
         fields.check_that_some_are_known(LAUNCHER)
+        remarks = (*unsure, *fields.remarks, *fields.unread())
     except LayoutError as error:
         raise LayoutError(f"{kind} {path}: {error}") from error
-    return replace(found, remarks=(*unsure, *fields.remarks, *fields.unread()))
+    return replace(found, remarks=remarks)
 
 
 def _parsed(content: bytes, path: Path, kind: str, ending: str) -> tuple[object, list[str]]:
@@ -154,8 +155,10 @@ def _torchtitan(fields: Fields) -> LayoutFile:
         "micro_batch": str(micro),
         "zero": "0" if shards == 1 else ("2" if keeps else "3"),
         **_torchtitan_checkpoints(fields),
-        # Its tensor parallelism always splits what lies between along the sequence.
-        "sequence_parallel": str(tp > 1),
+        # Its tensor parallelism splits what lies between along the sequence, unless told not to.
+        "sequence_parallel": str(
+            fields.flag(at, "enable_sequence_parallel", default=True) and tp > 1
+        ),
     }
     if schedule:
         said["schedule"] = schedule
@@ -269,6 +272,7 @@ def _deepspeed(fields: Fields) -> LayoutFile:
     fields.skip(at, *_DEEPSPEED_TUNING)
     tp = fields.number("tensor_parallel", "autotp_size", 1, least=0)
     tp = max(tp, fields.number("tensor_parallel", "tp_size", 1), 1)
+    tp = max(tp, fields.number("tensor_parallel.tp", "tp_size", 1))
     pp = fields.number("pipeline", "stages", 1, auto=True)
     fields.skip("pipeline", "partition", "seed_layers")
     again = fields.number("pipeline", "activation_checkpoint_interval", 0, least=0)
@@ -293,6 +297,7 @@ def _deepspeed(fields: Fields) -> LayoutFile:
     return LayoutFile(
         layout=Layout(
             tp=tp,
+            ep=_deepspeed_experts(fields, tp),
             pp=pp,
             micro_batch=micro,
             num_micro=num_micro,
@@ -301,6 +306,19 @@ def _deepspeed(fields: Fields) -> LayoutFile:
         ),
         batch_size=batch,
     )
+
+
+def _deepspeed_experts(fields: Fields, tp: int) -> int:
+    """Replicas that share experts by AutoEP."""
+    experts = "expert_parallel"
+    ep = fields.number(experts, "autoep_size", 1) if fields.flag(experts, "enabled") else 1
+    fields.skip(experts, "autoep_size", "preset_model", "grouped_mm_backend", "use_grouped_mm")
+    if ep > 1 and tp > 1:
+        raise LayoutError(
+            f"{experts}.autoep_size is {ep} beside teams of {tp}; say ep=... in a text, of "
+            "replicas that share experts."
+        )
+    return ep
 
 
 _DEEPSPEED_WORKLOAD = (
@@ -378,7 +396,7 @@ def _with_mesh(fields: Fields, layout: Layout) -> Layout:
     if (degree := fields.number(at, f"{name}sp_size", 1)) > 1:
         raise LayoutError(f"{name}sp_size is {degree}; it cannot be said yet, only 1.")
     cp = fields.number(at, f"{name}cp_size", 1)
-    fields.skip(at, f"{name}cp_comm_strategy")
+    fields.skip(at, *(f"{name}{each}" for each in _MESH_TUNING))
     replicas = fields.number(at, f"{name}dp_replicate_size", 1)
     shards = fields.number(at, f"{name}dp_shard_size", 1)
     zero = layout.zero if shards > 1 else 0
@@ -391,6 +409,12 @@ def _with_mesh(fields: Fields, layout: Layout) -> Layout:
         zero=zero,
         dp_replicate=replicas if zero else 1,
     )
+
+
+_MESH_TUNING = (
+    "cp_comm_strategy", "cp_backend", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
+    "sp_attn_implementation",
+)  # fmt: skip
 
 
 def _accelerate_fsdp(fields: Fields) -> Layout:
@@ -452,18 +476,20 @@ def _accelerate_deepspeed(fields: Fields) -> Layout:
 
 
 def _accelerate_megatron(fields: Fields) -> Layout:
-    at, name = "megatron_lm_config", "megatron_lm_"
-    selective = fields.flag(at, f"{name}recompute_activations")
-    fields.skip(at, f"{name}gradient_clipping")
-    sliced = fields.flag(at, f"{name}use_distributed_optimizer")
-    return Layout(
-        tp=fields.number(at, f"{name}tp_degree", 1),
-        pp=fields.number(at, f"{name}pp_degree", 1),
-        num_micro=fields.number(at, f"{name}num_micro_batches", 0),
-        zero=1 if sliced else 0,
-        recompute=Recompute.SELECTIVE if selective else Recompute.NONE,
-        sequence_parallel=fields.flag(at, f"{name}sequence_parallelism"),
-    )
+    num_micro = fields.number("megatron_lm_config", "megatron_lm_num_micro_batches", 0)
+    of_megatron = fields.below("megatron_lm_config", "megatron_lm_", _OF_MEGATRON)
+    of_megatron.skip("", "gradient_clipping", "num_micro_batches")
+    layout = read_megatron(of_megatron).layout
+    fields.remarks += of_megatron.unread()
+    return replace(layout, num_micro=num_micro)
+
+
+_OF_MEGATRON = {
+    "tp_degree": "tensor_model_parallel_size",
+    "pp_degree": "pipeline_model_parallel_size",
+    "sequence_parallelism": "sequence_parallel",
+}
+"""Accelerate's names of Megatron's arguments; the others are the same."""
 
 
 _READERS: dict[str, tuple[str, Callable[[Fields], LayoutFile]]] = {

@@ -310,6 +310,9 @@ def _recomputation(fields: Fields) -> dict[str, str]:
 def _stages(fields: Fields, pp: int) -> dict[str, str]:
     """Chunks of a stage, and unequal first and last stages."""
     layers = fields.number("", "num_layers", 0)
+    if (stages := fields.take("pipeline_model_parallel_layout")) is not None:
+        fields.skip("", "virtual_pipeline_model_parallel_size")
+        return _written_out(stages, pp)
     chunks = 0
     for name in ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"):
         chunks = fields.number("", name, 0) or chunks
@@ -342,6 +345,28 @@ def _stages(fields: Fields, pp: int) -> dict[str, str]:
     return said
 
 
+def _written_out(stages: object, pp: int) -> dict[str, str]:
+    """Layers of each stage where a file writes stages out, ``Et*3|(tt|)*2L`` or in lists."""
+    name = "pipeline_model_parallel_layout"
+    text = stages if isinstance(stages, str) else ""
+    if isinstance(stages, list) and all(isinstance(each, list) for each in stages):
+        text = "|".join("".join(_PARTS.get(str(part), "?") for part in each) for each in stages)
+    text = "".join(text.replace(",", "").split())
+    for repeated in (r"\(([^()]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
+        text = re.sub(repeated, lambda found: found[1] * int(found[2]), text[:_LONGEST_STAGES])
+    counts = [each.count("t") for each in text.split("|")]
+    if not re.fullmatch(r"E?t+(\|t+)*L?", text) or len(counts) % pp:
+        raise LayoutError(
+            f"{name} is {shown(stages)}; only decoder layers on each of a multiple of {pp} stages "
+            "can be said, with the embedding (E) on the first and the loss (L) on the last."
+        )
+    said = {"layers": "-".join(map(str, counts))} if pp > 1 else {}
+    chunks = len(counts) // pp
+    return said | ({"chunks": str(chunks), "schedule": "interleaved"} if chunks > 1 else {})
+
+
+_PARTS = {"embedding": "E", "decoder": "t", "loss": "L"}
+_LONGEST_STAGES = 1000
 _DEGREES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -364,7 +389,6 @@ _OF_DEEPSPEED = {
 }
 """Megatron-DeepSpeed's names of what both its command and DeepSpeed's file say."""
 _CANNOT_BE_SAID: Mapping[str, object] = {
-    "pipeline_model_parallel_layout": None,
     "pipeline_model_parallel_split_rank": None,
     "encoder_tensor_model_parallel_size": 0,
     "encoder_pipeline_model_parallel_size": 0,

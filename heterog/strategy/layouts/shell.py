@@ -347,7 +347,7 @@ class _Script:
 
 def _bare(text: str) -> str:
     """A text without the quotes and line ends of the shell."""
-    return re.sub(r"\\\r?\n|[\"']|\\(?=[\"$`\\])", "", text)
+    return re.sub(r"\\\r?\n|[\"']|\\(?=[\"$`\\|()&;<>* ])", "", text)
 
 
 _SIGNS: Mapping[type[ast.operator], Callable[[int, int], int]] = MappingProxyType(
