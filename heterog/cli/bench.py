@@ -25,14 +25,15 @@ ROWS = "random,thumb,untrained,local_search,agent,agent+search"
 
 def agents(
     suite: Annotated[
-        str, typer.Option("--suite", help="paper, families, scale, or pairs.jsonl: a pair a line")
+        str,
+        typer.Option("--suite", help="paper, families, scale, layouts, placement, or pairs.jsonl"),
     ] = "families",
     methods: Annotated[
         str,
         typer.Option(
             "--methods",
-            help="random, annealing, tpe, cma_es, tree, ppo, maskable_ppo, thumb, untrained, "
-            "or as of compare",
+            help="random, annealing, tpe, cma_es, tree, heterog_agent, gdp, placeto, ppo, "
+            "maskable_ppo, thumb, untrained, or as of compare",
         ),
     ] = ROWS,
     budget: Annotated[
