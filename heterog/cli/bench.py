@@ -26,7 +26,9 @@ ROWS = "random,thumb,untrained,local_search,agent,agent+search"
 def agents(
     suite: Annotated[
         str,
-        typer.Option("--suite", help="paper, families, scale, layouts, placement, or pairs.jsonl"),
+        typer.Option(
+            "--suite", help="paper, families, scale, layouts, placement, or pairs.jsonl; several"
+        ),
     ] = "families",
     methods: Annotated[
         str,
@@ -57,30 +59,39 @@ def agents(
     from heterog.agents.benchmark.suites import pairs_of
     from heterog.methods.planner import Budget
 
-    board = Board(
-        pairs=pairs_of(suite),
-        entries=_entries(methods),
-        budget=Budget.parse(budget),
-        num_seeds=seeds,
-        results=results,
-        graphs=results.with_suffix(".graphs"),
-    )
-
-    def tell(line: dict[str, Any]) -> None:
-        took = line["step_time_s"]
-        said = "does not fit" if took is None else f"{1e3 * took:.1f} ms"
-        err.print(f"{line['pair']}, seed {line['seed']}: {line['arm']} {said}", markup=False)
-
+    entries, documents, words = _entries(methods), [], []
+    suites = suite.split(",")
+    if report is not None and len(suites) > 1:
+        raise HeterogError(f"--report is of one suite, not of {suite}; ask for one at a time.")
     with termination_as_interrupt():
-        board.run(tell)
-    scored = board.scored()
-    rows = scored.summary()
+        for name in suites:
+            board = Board(
+                pairs=pairs_of(name),
+                entries=entries,
+                budget=Budget.parse(budget),
+                num_seeds=seeds,
+                results=results,
+                graphs=results.with_suffix(".graphs"),
+            )
+            board.run(_tell)
+            scored = board.scored()
+            rows = scored.summary()
+            documents.append(
+                {"suite": name, "budget": budget, "results": str(results), "rows": rows}
+            )
+            words += [name, *_table(rows)] if len(suites) > 1 else _table(rows)
     if report is not None:
         from heterog.agents.benchmark.page import write_board_page
 
         write_board_page(report, f"{suite}, {budget} a run", scored)
-    document = {"suite": suite, "budget": budget, "results": str(results), "rows": rows}
-    print_result(as_json, document, *_table(rows))
+    document = documents[0] if len(documents) == 1 else {"suites": documents}
+    print_result(as_json, document, *words)
+
+
+def _tell(line: dict[str, Any]) -> None:
+    took = line["step_time_s"]
+    said = "does not fit" if took is None else f"{1e3 * took:.1f} ms"
+    err.print(f"{line['pair']}, seed {line['seed']}: {line['arm']} {said}", markup=False)
 
 
 def _entries(methods: str) -> "list[Entry]":

@@ -2,7 +2,8 @@
 
 A line says pair, arm (a method, or whatever else is compared), seed, the referee's step time
 (``null`` if nothing fits), CPU seconds and evaluations; then budget, the code that made it, and
-wall seconds, which a file of others may leave out. Nothing that is there is run again, so a board
+wall seconds, which a file of others may leave out, and ``other_s``, the answer's step time by
+another referee, if the suite has one. Nothing that is there is run again, so a board
 that was stopped goes on, and files of several people may be put together.
 """
 
@@ -27,6 +28,7 @@ from heterog.agents.benchmark.statistics import (
     ratios_of,
     scores_of,
 )
+from heterog.agents.benchmark.tiles import other_s
 from heterog.errors import InputFileError
 from heterog.files import write_atomically
 from heterog.methods.planner import Budget, Planner, Problem
@@ -60,7 +62,9 @@ def judged(planner: Planner, evaluator: Evaluator, seed: int, budget: Budget) ->
 
     def run() -> Line:
         row = run_method(planner, problem)
-        return {"step_time_s": row.step_time_s, "evaluations": row.num_evaluations}
+        made = {"step_time_s": row.step_time_s, "evaluations": row.num_evaluations}
+        other = other_s(evaluator.graph, row.candidate.strategy) if row.candidate else None
+        return made if other is None else made | {"other_s": other}
 
     return _timed(run)
 
@@ -205,9 +209,20 @@ class Scored:
             {"arm": name, "pairs": len(self.pairs), "seeds": self.num_seeds}
             | _compared(scores, first)
             | _spent([line for row in self.runs[name] for line in row])
+            | self._by_other(name)
             for name, scores in self.scores.items()
         ]
         return sorted(table, key=lambda row: -row["quality"]["value"])
+
+    def _by_other(self, name: str) -> Line:
+        """Step times by another referee over the best by it, if all runs have them."""
+        seconds = {
+            arm: np.array([[line.get("other_s", np.nan) for line in row] for row in rows])
+            for arm, rows in self.runs.items()
+        }
+        best = np.min([each.min(axis=1) for each in seconds.values()], axis=0)
+        ratios = np.exp(np.log(seconds[name] / best[:, None]).mean(axis=1))
+        return {} if np.isnan(ratios).any() else {"over_other": asdict(over_pairs(ratios))}
 
 
 def _compared(scores: Array, first: Array) -> Line:

@@ -7,8 +7,10 @@ read and what was changed. Times are divided by that of one decision for all dev
 rewards have the size of one.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,8 +37,7 @@ class Settings:
     Attributes:
         rate: Learning rate of Adam.
         entropy: Weight of the entropy of a decision, in nats.
-        draws: Rows between two updates; of ``Placeto`` whether each step is simulated (1), or the
-            end of an episode alone (0).
+        draws: Rows between two updates; not of ``Placeto``, which learns after an episode.
         passes: Passes over a draw, of ``Gdp`` alone.
     """
 
@@ -54,8 +55,8 @@ def all_devices(pair: Pair) -> list[int]:
 
 def heterog_actions(pair: Pair) -> list[int]:
     """HeteroG's ``M + 4``: each device, and all of them by {EV, CP} x {PS, AllReduce}."""
-    wide, found = all_devices(pair), {}
-    for number in wide:
+    found: dict[tuple[tuple[int, ...], bool], int] = {}
+    for number in all_devices(pair):
         decision = pair.table[number]
         key = decision.shares, decision.sync == Sync.PARAMETER_SERVER
         found.setdefault(key, number)
@@ -68,6 +69,11 @@ def features_of(pair: Pair) -> Tensor:
     seen = pair.observation
     per_device = seen.block_devices.reshape(pair.num_blocks, -1)
     return torch.from_numpy(np.concatenate([seen.blocks, per_device], axis=1))
+
+
+def choice_of(logits: Tensor) -> Any:
+    """The distribution of logits; torch's has no types."""
+    return Categorical(logits=logits)
 
 
 class Placer(ABC):
@@ -149,11 +155,11 @@ class HeterogAgent(Placer):
 
     def reward(self, slowdown: float, fits: bool) -> float:
         """Section 4.1.3."""
-        return -(slowdown**0.5) * (1.0 if fits else 10.0)
+        return -math.sqrt(slowdown) * (1.0 if fits else 10.0)
 
     def learn(self) -> None:
         """See ``Placer``."""
-        choice = Categorical(logits=self.network(self.features, self.edges, self.mask))
+        choice = choice_of(self.network(self.features, self.edges, self.mask))
         drawn = [choice.sample() for _ in range(self.settings.draws)]
         rewards = [
             self.reward(*self.slowdown(tuple(self.actions[a] for a in each.tolist())))
@@ -188,16 +194,16 @@ class Gdp(Placer):
     def learn(self) -> None:
         """See ``Placer``."""
         with torch.no_grad():
-            before = Categorical(logits=self.network(self.features, self.edges))
+            before = choice_of(self.network(self.features, self.edges))
         drawn = torch.stack([before.sample() for _ in range(self.settings.draws)])
         found = []
         for each in drawn.tolist():
             slowdown, fits = self.slowdown(tuple(each))
-            found.append(-(slowdown**0.5) if fits else self.INVALID)
+            found.append(-math.sqrt(slowdown) if fits else self.INVALID)
         self.rewards += found
         gains = torch.tensor(found) - float(np.mean(self.rewards))
         for _ in range(self.settings.passes):
-            now = Categorical(logits=self.network(self.features, self.edges))
+            now = choice_of(self.network(self.features, self.edges))
             ratio = (now.log_prob(drawn) - before.log_prob(drawn)).exp()
             loss = -clipped(ratio, gains[:, None], self.CLIP).mean()
             self.follow(loss - self.settings.entropy * now.entropy().mean())
@@ -233,8 +239,16 @@ class _Messages(nn.Module):
         beside = 1.0 - torch.clamp(reach + reach.T, max=1.0)
         self.pools = torch.stack([self.before, self.before.T, beside])  # [3, G, G]
 
-    def forward(self, features: Tensor, block: int) -> Tensor:
-        """Logits of a block.  # [A]"""
+    def forward(self, features: Tensor, blocks: Tensor) -> Tensor:
+        """Logits of a block in each of some states.
+
+        Args:
+            features: Of all blocks in each state.  # [N, G, F]
+            blocks: The block at hand in each.  # [N]
+
+        Returns:
+            # [N, A]
+        """
         start = torch.relu(self.into(features))
         ways = []
         for way, matrix in enumerate((self.feeds, self.feeds.T)):
@@ -242,10 +256,10 @@ class _Messages(nn.Module):
             for _ in range(ROUNDS):
                 x = start + torch.relu(self.taken[way](matrix @ torch.relu(self.sent[way](x))))
             ways.append(x)
-        both = ways[0] + ways[1]
-        own = torch.cat([start[block], both[block]])
-        pools = (self.pools[:, block] @ both / len(both)).flatten()
-        logits: Tensor = self.choice(torch.cat([own, pools]))
+        both, states = ways[0] + ways[1], torch.arange(len(blocks))
+        own = torch.cat([start[states, blocks], both[states, blocks]], dim=1)
+        pools = torch.einsum("png,ngw->npw", self.pools[:, blocks], both) / both.shape[1]
+        logits: Tensor = self.choice(torch.cat([own, pools.flatten(1)], dim=1))
         return logits
 
 
@@ -272,25 +286,24 @@ class Placeto(Placer):
 
     def learn(self) -> None:
         """See ``Placer``."""
-        count = self.pair.num_blocks
-        row, costs, logs, entropies = list(self.first), [], [], []
-        costs.append(self.cost(tuple(row)))
+        count, row = self.pair.num_blocks, list(self.first)
+        blocks, costs = torch.arange(count), [self.cost(self.first)]
+        states, actions = [], []
         for block in range(count):
-            choice = Categorical(logits=self.network(self.seen(row, block), block))
-            action = choice.sample()
-            logs.append(choice.log_prob(action))
-            entropies.append(choice.entropy())
-            row[block] = int(action)
-            is_scored = self.settings.draws > 0 or block == count - 1
-            costs.append(self.cost(tuple(row)) if is_scored else costs[-1])
-        rewards = -np.diff(costs)
-        returns = np.cumsum(rewards[::-1])[::-1]
+            states.append(self.seen(row, block))
+            with torch.no_grad():
+                logits = self.network(states[-1][None], blocks[block : block + 1])
+            actions.append(choice_of(logits).sample())
+            row[block] = int(actions[-1])
+            costs.append(self.cost(tuple(row)))
+        returns = np.cumsum(-np.diff(costs)[::-1])[::-1]
         self.returns.append(returns)
-        gains = torch.from_numpy(returns - np.mean(self.returns[-REMEMBERED:], axis=0)).float()
         if len(self.returns) == 1:
             return  # nothing to compare it with
-        loss = -(gains * torch.stack(logs)).mean()
-        self.follow(loss - self.settings.entropy * torch.stack(entropies).mean())
+        gains = torch.from_numpy(returns - np.mean(self.returns[-REMEMBERED:], axis=0)).float()
+        choice = choice_of(self.network(torch.stack(states), blocks))
+        loss = -(gains * choice.log_prob(torch.cat(actions))).mean()
+        self.follow(loss - self.settings.entropy * choice.entropy().mean())
 
     def seen(self, row: list[int], block: int) -> Tensor:
         """Features, the decision of each block, which one is at hand, and which were.  # [G, F]"""

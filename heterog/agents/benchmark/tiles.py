@@ -20,6 +20,7 @@ from heterog.agents.benchmark.pair_lists import PairLine
 from heterog.cluster import Cluster, Device, Host, Link, device_type
 from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind
 from heterog.graph.placement import P, S
+from heterog.strategy.strategy import Strategy
 
 UNIT_S = 1e-6
 """Seconds of a unit of work in the graph that is simulated."""
@@ -265,3 +266,11 @@ def doppler_units(nodes: Sequence[Node], device_of: Sequence[int]) -> float:
                 if not missing[reader]:
                     heapq.heappush(events, (arrived[reader], 0, reader))
     return end
+
+
+def other_s(graph: OpGraph, strategy: Strategy) -> float | None:
+    """Seconds of a placement by ``doppler_units``; ``None`` of graphs of other suites."""
+    if graph.name not in _GRAPHS:
+        return None
+    devices = [decision.devices[0] for decision in strategy.decisions]
+    return UNIT_S * doppler_units(nodes_of(graph.name), devices)
