@@ -27,7 +27,8 @@ def agents(
     suite: Annotated[
         str,
         typer.Option(
-            "--suite", help="paper, families, scale, layouts, placement, or pairs.jsonl; several"
+            "--suite",
+            help="paper, families, scale, layouts, placement, or pairs.jsonl; several with commas",
         ),
     ] = "families",
     methods: Annotated[
@@ -42,6 +43,9 @@ def agents(
         str, typer.Option("--budget", help="of each run: 2000e (evaluations), or 20s of CPU time")
     ] = "2000e",
     seeds: Annotated[int, typer.Option("--seeds", help="runs of each method on each pair")] = 10,
+    first_seed: Annotated[
+        int, typer.Option("--first-seed", help="another makes the board again, from other draws")
+    ] = 0,
     results: Annotated[
         Path,
         typer.Option("--results", help="file of runs, which goes on; graphs beside it"),
@@ -55,6 +59,8 @@ def agents(
     """Compare methods on a suite; what was stopped goes on."""
     if seeds < 1:
         raise HeterogError(f"--seeds {seeds} is too small; give 1 or more.")
+    if first_seed < 0:
+        raise HeterogError(f"--first-seed {first_seed} is no seed; give 0 or more.")
     from heterog.agents.benchmark.board import Board
     from heterog.agents.benchmark.suites import pairs_of
     from heterog.methods.planner import Budget
@@ -70,6 +76,7 @@ def agents(
                 entries=entries,
                 budget=Budget.parse(budget),
                 num_seeds=seeds,
+                first_seed=first_seed,
                 results=results,
                 graphs=results.with_suffix(".graphs"),
             )

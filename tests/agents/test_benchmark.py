@@ -83,6 +83,11 @@ def test_the_method_of_the_page_gets_its_row(
     assert page.count('viewBox="0 0 1000 200"') == 2
     assert "http" not in page.replace("http-equiv", "")
     assert len(read_results(board)) == 6
+    more = bench(capsys, "--first-seed", "1")
+    assert [line["seed"] for line in read_results(board)[6:]] == [2, 2]
+    assert {row["seeds"] for row in more} == {2}
+    with pytest.raises(HeterogError, match="--first-seed -1 is no seed"):
+        bench(capsys, "--first-seed", "-1")
 
 
 @pytest.mark.parametrize("name", [*RIVALS, "ppo"])

@@ -90,10 +90,11 @@ class Board:
         pairs: Models and clusters.
         entries: Arms; the others are compared with the first.
         budget: Of each run; seconds are those of the processor.
-        num_seeds: Seeds from 0 on.
+        num_seeds: Number of seeds.
         results: File of JSON lines that is added to.
         graphs: Folder that keeps captured graphs.
         references: Best known step times of pairs, beside those of the board.
+        first_seed: The first one; another gives the same board again, from other draws.
     """
 
     pairs: Sequence[PairLine]
@@ -103,6 +104,10 @@ class Board:
     results: Path
     graphs: Path | None = None
     references: Mapping[str, float] = field(default_factory=dict)
+    first_seed: int = 0
+
+    def _seeds(self, count: int) -> range:
+        return range(self.first_seed, self.first_seed + count)
 
     def found(self) -> dict[tuple[str, str, int], Line]:
         """The runs of this board that are there, by pair, arm and seed."""
@@ -112,7 +117,7 @@ class Board:
             (line["pair"], line["arm"], line["seed"]): line
             for line in read_results(self.results)
             if line["pair"] in pairs
-            and line["seed"] < self.num_seeds
+            and line["seed"] in self._seeds(self.num_seeds)
             and line.get("code", codes.get(line["arm"])) == codes.get(line["arm"], ...)
             and line.get("budget", own) == own
         }
@@ -121,7 +126,7 @@ class Board:
         """Make the runs that are missing, seed by seed."""
         done = self.found()
         _without_cut_line(self.results)
-        for seed in range(self.num_seeds):
+        for seed in self._seeds(self.num_seeds):
             for pair in self.pairs:
                 missing = [e for e in self.entries if (pair.pair, e.name, seed) not in done]
                 if not missing:
@@ -148,7 +153,7 @@ class Board:
                 best[pair] = min(line["step_time_s"], best.get(pair, line["step_time_s"]))
         pairs, num_seeds = self._whole(found, best)
         runs = {
-            name: [[found[pair, name, seed] for seed in range(num_seeds)] for pair in pairs]
+            name: [[found[pair, name, seed] for seed in self._seeds(num_seeds)] for pair in pairs]
             for name in names
         }
         scores = {
@@ -177,7 +182,7 @@ class Board:
                 and all(
                     (pair.pair, entry.name, seed) in found
                     for entry in self.entries
-                    for seed in range(count)
+                    for seed in self._seeds(count)
                 )
             ]
         count = max(whole, key=lambda each: (each * len(whole[each]), len(whole[each])))
