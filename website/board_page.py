@@ -3,11 +3,11 @@
     python -m website.board_page
 
 Runs are lines of ``experiments/measured/board.jsonl``, which ``heterog bench agents --results``
-adds to. A table has the methods and seeds that are there for all pairs of its suite: what lacks
-runs is left out and named.
+adds to. A table has the methods with as many seeds on all pairs of its suite.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ def _never(*asked: object) -> Line:
     raise AssertionError(asked)
 
 
-def board_of(suite: str, budget: str, lines: list[Line]) -> tuple[Board, list[str]] | None:
-    """A suite's board of the methods with whole seeds, and the methods that lack runs."""
+def boards_of(suite: str, budget: str, lines: list[Line]) -> Iterator[Board]:
+    """A suite's boards: for each number of whole seeds, the methods that have as many."""
     pairs = pairs_of(suite)
     names = {pair.pair for pair in pairs}
     seeds: dict[str, dict[int, set[str]]] = {}
@@ -39,21 +39,17 @@ def board_of(suite: str, budget: str, lines: list[Line]) -> tuple[Board, list[st
         if line["pair"] in names and line.get("budget") == budget:
             seeds.setdefault(line["arm"], {}).setdefault(line["seed"], set()).add(line["pair"])
     whole = {arm: sum(got == names for got in found.values()) for arm, found in seeds.items()}
-    # As many runs as possible: methods with fewer seeds are left out.
-    counts = {count: [arm for arm in whole if whole[arm] >= count] for count in range(1, 11)}
-    count = max(counts, key=lambda each: each * len(counts[each]))
-    kept = sorted(counts[count], key=lambda arm: arm != FIRST)
-    if FIRST not in kept:
-        return None
     codes = {line["arm"]: line.get("code", "") for line in lines}
-    board = Board(
-        pairs=pairs,
-        entries=[Entry(arm, _never, codes[arm]) for arm in kept],
-        budget=Budget.parse(budget),
-        num_seeds=count,
-        results=RESULTS,
-    )
-    return board, sorted(set(whole) - set(kept))
+    for count in sorted({*whole.values()} - {0}, reverse=True):
+        kept = sorted((a for a in whole if whole[a] >= count), key=lambda arm: arm != FIRST)
+        if FIRST in kept:
+            yield Board(
+                pairs=pairs,
+                entries=[Entry(arm, _never, codes[arm]) for arm in kept],
+                budget=Budget.parse(budget),
+                num_seeds=count,
+                results=RESULTS,
+            )
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -69,23 +65,20 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def tables() -> Iterator[str]:
     """Lines of all tables."""
     lines = read_results(RESULTS)
-    for suite in SUITES:
-        for budget in sorted({line["budget"] for line in lines}):
-            made = board_of(suite, budget, lines)
-            if made is None:
-                continue
-            board, lacking = made
+    budgets = sorted({line["budget"] for line in lines})
+    for suite, budget in product(SUITES, budgets):
+        for board in boards_of(suite, budget, lines):
             rows = board.summary()
             cells = [_cells(row) for row in rows]
             heads = _HEADS[: len(cells[0])]
-            yield from (f"### `{suite}`, {budget} a run", "")
-            yield f"{rows[0]['pairs']} pairs, {rows[0]['seeds']} seeds."
-            if lacking:
-                yield f"Fewer seeds yet, so left out: {', '.join(lacking)}."
+            seeds = f"{board.num_seeds} seed" + "s" * (board.num_seeds > 1)
+            yield from (f"### `{suite}`, {budget} a run, {seeds}", "")
+            yield from map(_line, (heads, ["---"] * len(heads), *cells))
             yield ""
-            for each in (heads, ["---"] * len(heads), *cells):
-                yield "| " + " | ".join(each) + " |"
-            yield ""
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def written(page: str) -> str:

@@ -18,7 +18,7 @@ from heterog.cli.outputs import HTML, LINES
 from heterog.errors import HeterogError
 
 if TYPE_CHECKING:
-    from heterog.agents.benchmark.board import Entry
+    from heterog.agents.benchmark.board import Entry, Scored
 
 ROWS = "random,thumb,untrained,local_search,agent,agent+search"
 
@@ -44,7 +44,8 @@ def agents(
     ] = "2000e",
     seeds: Annotated[int, typer.Option("--seeds", help="runs of each method on each pair")] = 10,
     first_seed: Annotated[
-        int, typer.Option("--first-seed", help="another makes the board again, from other draws")
+        int,
+        typer.Option("--first-seed", min=0, help="another makes it again, from other draws"),
     ] = 0,
     results: Annotated[
         Path,
@@ -59,40 +60,40 @@ def agents(
     """Compare methods on a suite; what was stopped goes on."""
     if seeds < 1:
         raise HeterogError(f"--seeds {seeds} is too small; give 1 or more.")
-    if first_seed < 0:
-        raise HeterogError(f"--first-seed {first_seed} is no seed; give 0 or more.")
-    from heterog.agents.benchmark.board import Board
-    from heterog.agents.benchmark.suites import pairs_of
-    from heterog.methods.planner import Budget
-
-    entries, documents, words = _entries(methods), [], []
     suites = suite.split(",")
     if report is not None and len(suites) > 1:
         raise HeterogError(f"--report is of one suite, not of {suite}; ask for one at a time.")
+    from heterog.methods.planner import Budget
+
+    common = {
+        "entries": _entries(methods),
+        "budget": Budget.parse(budget),
+        "num_seeds": seeds,
+        "first_seed": first_seed,
+        "results": results,
+    }
     with termination_as_interrupt():
-        for name in suites:
-            board = Board(
-                pairs=pairs_of(name),
-                entries=entries,
-                budget=Budget.parse(budget),
-                num_seeds=seeds,
-                first_seed=first_seed,
-                results=results,
-                graphs=results.with_suffix(".graphs"),
-            )
-            board.run(_tell)
-            scored = board.scored()
-            rows = scored.summary()
-            documents.append(
-                {"suite": name, "budget": budget, "results": str(results), "rows": rows}
-            )
-            words += [name, *_table(rows)] if len(suites) > 1 else _table(rows)
+        made = [_made(name, common) for name in suites]
     if report is not None:
         from heterog.agents.benchmark.page import write_board_page
 
-        write_board_page(report, f"{suite}, {budget} a run", scored)
-    document = documents[0] if len(documents) == 1 else {"suites": documents}
-    print_result(as_json, document, *words)
+        write_board_page(report, f"{suite}, {budget} a run", made[0])
+    about = {"budget": budget, "results": str(results)}
+    found = {name: scored.summary() for name, scored in zip(suites, made, strict=True)}
+    documents = [{"suite": name} | about | {"rows": rows} for name, rows in found.items()]
+    words = [line for name, rows in found.items() for line in (name, *_table(rows))]
+    print_result(as_json, documents[0] if len(suites) == 1 else {"suites": documents}, *words)
+
+
+def _made(suite: str, common: dict[str, Any]) -> "Scored":
+    """What a suite's board has after the runs that were missing."""
+    from heterog.agents.benchmark.board import Board
+    from heterog.agents.benchmark.suites import pairs_of
+
+    graphs = common["results"].with_suffix(".graphs")
+    board = Board(pairs=pairs_of(suite), graphs=graphs, **common)
+    board.run(_tell)
+    return board.scored()
 
 
 def _tell(line: dict[str, Any]) -> None:
