@@ -18,27 +18,35 @@ from heterog.cli.outputs import HTML, LINES
 from heterog.errors import HeterogError
 
 if TYPE_CHECKING:
-    from heterog.agents.benchmark.board import Entry
+    from heterog.agents.benchmark.board import Entry, Scored
 
 ROWS = "random,thumb,untrained,local_search,agent,agent+search"
 
 
 def agents(
     suite: Annotated[
-        str, typer.Option("--suite", help="paper, families, scale, or pairs.jsonl: a pair a line")
+        str,
+        typer.Option(
+            "--suite",
+            help="paper, families, scale, layouts, placement, or pairs.jsonl; several with commas",
+        ),
     ] = "families",
     methods: Annotated[
         str,
         typer.Option(
             "--methods",
-            help="random, annealing, tpe, cma_es, tree, ppo, maskable_ppo, thumb, untrained, "
-            "or as of compare",
+            help="random, annealing, tpe, cma_es, tree, heterog_agent, gdp, placeto, ppo, "
+            "maskable_ppo, thumb, untrained, or as of compare",
         ),
     ] = ROWS,
     budget: Annotated[
         str, typer.Option("--budget", help="of each run: 2000e (evaluations), or 20s of CPU time")
     ] = "2000e",
     seeds: Annotated[int, typer.Option("--seeds", help="runs of each method on each pair")] = 10,
+    first_seed: Annotated[
+        int,
+        typer.Option("--first-seed", min=0, help="another makes it again, from other draws"),
+    ] = 0,
     results: Annotated[
         Path,
         typer.Option("--results", help="file of runs, which goes on; graphs beside it"),
@@ -52,34 +60,46 @@ def agents(
     """Compare methods on a suite; what was stopped goes on."""
     if seeds < 1:
         raise HeterogError(f"--seeds {seeds} is too small; give 1 or more.")
-    from heterog.agents.benchmark.board import Board
-    from heterog.agents.benchmark.suites import pairs_of
+    suites = suite.split(",")
+    if report is not None and len(suites) > 1:
+        raise HeterogError(f"--report is of one suite, not of {suite}; ask for one at a time.")
     from heterog.methods.planner import Budget
 
-    board = Board(
-        pairs=pairs_of(suite),
-        entries=_entries(methods),
-        budget=Budget.parse(budget),
-        num_seeds=seeds,
-        results=results,
-        graphs=results.with_suffix(".graphs"),
-    )
-
-    def tell(line: dict[str, Any]) -> None:
-        took = line["step_time_s"]
-        said = "does not fit" if took is None else f"{1e3 * took:.1f} ms"
-        err.print(f"{line['pair']}, seed {line['seed']}: {line['arm']} {said}", markup=False)
-
+    common = {
+        "entries": _entries(methods),
+        "budget": Budget.parse(budget),
+        "num_seeds": seeds,
+        "first_seed": first_seed,
+        "results": results,
+    }
     with termination_as_interrupt():
-        board.run(tell)
-    scored = board.scored()
-    rows = scored.summary()
+        made = [_made(name, common) for name in suites]
     if report is not None:
         from heterog.agents.benchmark.page import write_board_page
 
-        write_board_page(report, f"{suite}, {budget} a run", scored)
-    document = {"suite": suite, "budget": budget, "results": str(results), "rows": rows}
-    print_result(as_json, document, *_table(rows))
+        write_board_page(report, f"{suite}, {budget} a run", made[0])
+    about = {"budget": budget, "results": str(results)}
+    found = {name: scored.summary() for name, scored in zip(suites, made, strict=True)}
+    documents = [{"suite": name} | about | {"rows": rows} for name, rows in found.items()]
+    words = [line for name, rows in found.items() for line in (name, *_table(rows))]
+    print_result(as_json, documents[0] if len(suites) == 1 else {"suites": documents}, *words)
+
+
+def _made(suite: str, common: dict[str, Any]) -> "Scored":
+    """What a suite's board has after the runs that were missing."""
+    from heterog.agents.benchmark.board import Board
+    from heterog.agents.benchmark.suites import pairs_of
+
+    graphs = common["results"].with_suffix(".graphs")
+    board = Board(pairs=pairs_of(suite), graphs=graphs, **common)
+    board.run(_tell)
+    return board.scored()
+
+
+def _tell(line: dict[str, Any]) -> None:
+    took = line["step_time_s"]
+    said = "does not fit" if took is None else f"{1e3 * took:.1f} ms"
+    err.print(f"{line['pair']}, seed {line['seed']}: {line['arm']} {said}", markup=False)
 
 
 def _entries(methods: str) -> "list[Entry]":

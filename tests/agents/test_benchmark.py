@@ -8,23 +8,37 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from heterog import cli
 from heterog.agents.benchmark.board import Board, Entry, read_results
 from heterog.agents.benchmark.pair_lists import PairLine
-from heterog.agents.benchmark.rivals import known_rows
+from heterog.agents.benchmark.placers import Gdp, HeterogAgent, Placeto, Settings, heterog_actions
+from heterog.agents.benchmark.rivals import RIVALS, known_rows
+from heterog.agents.benchmark.row_search import Rows
 from heterog.agents.benchmark.statistics import (
     NO_FIT,
     estimate,
     interquartile_mean,
     probability_of_improvement,
 )
+from heterog.agents.benchmark.suites import SUITES, pairs_of
+from heterog.agents.benchmark.tiles import (
+    Node,
+    doppler_units,
+    equal_devices,
+    graph_of,
+    nodes_of,
+)
 from heterog.cluster import Cluster
-from heterog.envs.toy import chain_graph
+from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.errors import HeterogError, InputFileError
 from heterog.graph.serialize import save_graph
+from heterog.methods.data_parallel import space_of, uniform_strategy
 from heterog.methods.planner import Budget, Problem
+from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import Decision
 
 PAGE = Path(__file__).parents[2] / "docs" / "for" / "agents.md"
 
@@ -69,9 +83,12 @@ def test_the_method_of_the_page_gets_its_row(
     assert page.count('viewBox="0 0 1000 200"') == 2
     assert "http" not in page.replace("http-equiv", "")
     assert len(read_results(board)) == 6
+    more = bench(capsys, "--first-seed", "1")
+    assert [line["seed"] for line in read_results(board)[6:]] == [2, 2]
+    assert {row["seeds"] for row in more} == {2}
 
 
-@pytest.mark.parametrize("name", ["random", "annealing", "tpe", "cma_es", "tree", "ppo"])
+@pytest.mark.parametrize("name", [*RIVALS, "ppo"])
 def test_a_rival_keeps_its_budget_and_is_repeated_by_its_seed(name: str) -> None:
     if name in ("tpe", "cma_es"):
         pytest.importorskip({"tpe": "optuna", "cma_es": "cmaes"}[name])
@@ -85,11 +102,127 @@ def test_a_rival_keeps_its_budget_and_is_repeated_by_its_seed(name: str) -> None
     assert found[0].candidates
 
 
+@pytest.mark.parametrize("name", ["heterog_agent", "gdp", "placeto"])
+def test_an_agent_learns_that_one_device_alone_is_best(name: str) -> None:
+    """By hand: the network is so slow that a step takes as long as one device computes."""
+    graph, cluster = chain_graph(6), toy_cluster()
+    evaluator = Evaluator(graph, cluster)
+    alone = uniform_strategy(evaluator, Decision(devices=(0,), shares=(graph.batch_size,)))
+    best_s = evaluator.evaluate(alone, Order.RANK).step_time_s
+    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=150))
+
+    def found_s(method: str) -> float:
+        best = known_rows()[method].plan(problem).candidates[0]
+        return evaluator.evaluate(best.strategy, Order.RANK).step_time_s
+
+    assert found_s(name) == best_s < found_s("random")
+
+
+def test_placeto_places_its_repositorys_two_chains() -> None:
+    """By hand: the first op, a transfer, six ops of the later chain, the last op beside it."""
+    reads = [6 * chain + step if step else 0 for chain in (0, 1) for step in range(6)]
+    chains = [Node(1.0, (maker,)) for maker in reads]
+    nodes = [Node(1.0, ()), *chains, Node(1.0, (6, 12))]
+    evaluator = Evaluator(graph_of("chains", nodes, travel=1.0), equal_devices(2))
+    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=150))
+    found = known_rows()["placeto"].plan(problem).candidates[0]
+    assert evaluator.evaluate(found.strategy, Order.RANK).step_time_s == pytest.approx(9e-6)
+
+
+def rows_on(cluster: str) -> Rows:
+    """The rows of a small problem."""
+    evaluator = Evaluator(chain_graph(), Cluster.load(cluster))
+    return Rows(Problem(evaluator=evaluator, budget=Budget(evaluations=50)), lambda rows: None)
+
+
+def test_heterog_decides_among_its_papers_actions_and_rewards() -> None:
+    """Section 4.1.2: each of M devices, and {even, proportional} x {PS, AllReduce} on all."""
+    pair = rows_on("paper_8gpu").pair
+    chosen = [pair.table[number] for number in heterog_actions(pair)]
+    assert len(chosen) == 8 + 4
+    assert [len(each.devices) for each in chosen] == [1] * 8 + [8] * 4
+    assert len({(each.shares, each.sync.is_served) for each in chosen[8:]}) == 4
+    agent = HeterogAgent(rows_on("paper_8gpu"), Settings())
+    assert (agent.reward(4.0, True), agent.reward(4.0, False)) == (-2.0, -20.0)
+
+
+def test_gdp_sees_a_graph_and_no_order_of_its_blocks() -> None:
+    agent = Gdp(rows_on("paper_8gpu"), Settings())
+    count = agent.pair.num_blocks
+    order = torch.from_numpy(np.random.default_rng(0).permutation(count))
+    place = torch.argsort(order)
+    with torch.no_grad():
+        straight = agent.network(agent.features, agent.edges)
+        moved = agent.network(agent.features[order], place[agent.edges])
+    torch.testing.assert_close(moved, straight[order])
+
+
+def test_the_rewards_of_placeto_sum_up_to_what_an_episode_gained() -> None:
+    rows = rows_on("paper_8gpu")
+    agent = Placeto(rows, Settings())
+    agent.learn()
+    gained = agent.cost(agent.first) - agent.cost(list(rows.found)[-1])
+    assert agent.returns[0][0] == pytest.approx(gained)
+
+
 def test_a_missing_rival_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cmaes", None)
     evaluator = Evaluator(chain_graph(), Cluster.load("paper_8gpu"))
     with pytest.raises(HeterogError, match=r"pip install heterog\[bench\]"):
         known_rows()["cma_es"].prepare(evaluator)
+
+
+def test_every_suite_names_its_pairs_once() -> None:
+    for suite in SUITES:
+        names = [line.pair for line in pairs_of(suite)]
+        assert len(set(names)) == len(names) >= 6
+    with pytest.raises(HeterogError, match="placement"):
+        pairs_of("placements")
+
+
+def test_a_chain_of_tiled_products_takes_its_bound_when_each_device_owns_a_tile() -> None:
+    """By hand: a device's 12 products of 100 units and 7 sums of 0.01 never wait for a sum.
+
+    DOPPLER's chain has the same work (4800.28) and the same bound (1200.07).
+    """
+    nodes = nodes_of("tiled_chain")
+    assert (len(nodes), round(sum(node.work for node in nodes), 6)) == (76, 4800.28)
+    owners = [tile for tile in range(4) for _ in range(3)]
+    place = [*owners * 4, *range(4), *owners * 2]
+    assert doppler_units(nodes, place) == pytest.approx(1200.07)
+    assert doppler_units(nodes, [0] * 76) == pytest.approx(4800.28)
+    graph, cluster = pairs_of("placement")[0].load(None)
+    evaluator = Evaluator(graph, cluster)
+    space = space_of(evaluator, [Decision(devices=(d,), shares=(1,)) for d in range(4)])
+    strategy = space.decode(np.array(place), bucket_bytes=1, step_barrier=True)
+    found = evaluator.referee(strategy, Order.FIFO)
+    assert found.step_time_s == pytest.approx(1200.07e-6, rel=1e-4)
+
+
+def test_a_placement_is_also_judged_by_doppler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_graph(chain_graph(), tmp_path / "chain.json")
+    (tmp_path / "pairs.jsonl").write_text("chain.json paper_8gpu\n")
+    command = ["bench", "agents", "--suite", "placement,pairs.jsonl", "--budget", "8e", "--seeds"]
+    cli.app([*command, "1", "--methods", "random,annealing", "--json"], standalone_mode=False)
+    first, other = json.loads(capsys.readouterr().out)["suites"]
+    assert "over_other" not in other["rows"][0]
+    assert min(row["over_other"]["value"] for row in first["rows"]) >= 1.0
+    lines = read_results(tmp_path / "board.jsonl")
+    assert len(lines) == 12 + 2
+    for line in lines[:12]:
+        name, cluster = line["pair"].split()
+        work = sum(node.work for node in nodes_of(name))
+        assert line["other_s"] >= 1e-6 * work / int(cluster.removeprefix("equal_"))
+
+
+def test_a_value_that_is_read_elsewhere_travels_and_devices_serve_in_order_of_arrival() -> None:
+    nodes = [Node(1.0, ()), Node(2.0, ()), Node(3.0, (0,)), Node(1.0, (1, 2))]
+    assert doppler_units(nodes, [0, 0, 0, 0]) == 7.0
+    assert doppler_units(nodes, [0, 1, 0, 0]) == 11.0  # node 1 ends at 2 and travels for 8
+    assert doppler_units(nodes, [0, 1, 1, 1]) == 9.0  # node 0 ends at 1 and travels for 4
 
 
 def test_a_line_that_is_no_run_is_named(tmp_path: Path) -> None:

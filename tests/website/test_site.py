@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import heterog
-from website import command_pages, gallery, reference, stage
+from website import board_page, command_pages, gallery, reference, stage
 from website.claims import FOLDER, PAGES, Claim, anchor, load_claims, made_pages, notebook_page
 from website.pictures import FOLDER as PICTURES
 from website.pictures import PICTURES as DRAWN
@@ -30,6 +30,11 @@ def notebook_section(heading: str) -> str:
 def test_a_page_of_claims_is_what_the_claims_make(name: str) -> None:
     written = (FOLDER / name).read_text()
     assert written == made_pages()[name], "python -m website.claims"
+
+
+def test_the_tables_of_the_board_are_what_its_runs_make() -> None:
+    page = board_page.PAGE.read_text()
+    assert board_page.written(page) == page, "python -m website.board_page"
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.id)

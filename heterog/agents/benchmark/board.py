@@ -2,7 +2,8 @@
 
 A line says pair, arm (a method, or whatever else is compared), seed, the referee's step time
 (``null`` if nothing fits), CPU seconds and evaluations; then budget, the code that made it, and
-wall seconds, which a file of others may leave out. Nothing that is there is run again, so a board
+wall seconds, which a file of others may leave out, and ``other_s``, the answer's step time by
+another referee, if the suite has one. Nothing that is there is run again, so a board
 that was stopped goes on, and files of several people may be put together.
 """
 
@@ -27,6 +28,7 @@ from heterog.agents.benchmark.statistics import (
     ratios_of,
     scores_of,
 )
+from heterog.agents.benchmark.tiles import other_s
 from heterog.errors import InputFileError
 from heterog.files import write_atomically
 from heterog.methods.planner import Budget, Planner, Problem
@@ -60,7 +62,9 @@ def judged(planner: Planner, evaluator: Evaluator, seed: int, budget: Budget) ->
 
     def run() -> Line:
         row = run_method(planner, problem)
-        return {"step_time_s": row.step_time_s, "evaluations": row.num_evaluations}
+        made = {"step_time_s": row.step_time_s, "evaluations": row.num_evaluations}
+        other = other_s(evaluator.graph, row.candidate.strategy) if row.candidate else None
+        return made if other is None else made | {"other_s": other}
 
     return _timed(run)
 
@@ -86,10 +90,11 @@ class Board:
         pairs: Models and clusters.
         entries: Arms; the others are compared with the first.
         budget: Of each run; seconds are those of the processor.
-        num_seeds: Seeds from 0 on.
+        num_seeds: Number of seeds.
         results: File of JSON lines that is added to.
         graphs: Folder that keeps captured graphs.
         references: Best known step times of pairs, beside those of the board.
+        first_seed: The first one; another gives the same board again, from other draws.
     """
 
     pairs: Sequence[PairLine]
@@ -99,6 +104,10 @@ class Board:
     results: Path
     graphs: Path | None = None
     references: Mapping[str, float] = field(default_factory=dict)
+    first_seed: int = 0
+
+    def _seeds(self, count: int) -> range:
+        return range(self.first_seed, self.first_seed + count)
 
     def found(self) -> dict[tuple[str, str, int], Line]:
         """The runs of this board that are there, by pair, arm and seed."""
@@ -108,7 +117,7 @@ class Board:
             (line["pair"], line["arm"], line["seed"]): line
             for line in read_results(self.results)
             if line["pair"] in pairs
-            and line["seed"] < self.num_seeds
+            and line["seed"] in self._seeds(self.num_seeds)
             and line.get("code", codes.get(line["arm"])) == codes.get(line["arm"], ...)
             and line.get("budget", own) == own
         }
@@ -117,7 +126,7 @@ class Board:
         """Make the runs that are missing, seed by seed."""
         done = self.found()
         _without_cut_line(self.results)
-        for seed in range(self.num_seeds):
+        for seed in self._seeds(self.num_seeds):
             for pair in self.pairs:
                 missing = [e for e in self.entries if (pair.pair, e.name, seed) not in done]
                 if not missing:
@@ -144,7 +153,7 @@ class Board:
                 best[pair] = min(line["step_time_s"], best.get(pair, line["step_time_s"]))
         pairs, num_seeds = self._whole(found, best)
         runs = {
-            name: [[found[pair, name, seed] for seed in range(num_seeds)] for pair in pairs]
+            name: [[found[pair, name, seed] for seed in self._seeds(num_seeds)] for pair in pairs]
             for name in names
         }
         scores = {
@@ -173,7 +182,7 @@ class Board:
                 and all(
                     (pair.pair, entry.name, seed) in found
                     for entry in self.entries
-                    for seed in range(count)
+                    for seed in self._seeds(count)
                 )
             ]
         count = max(whole, key=lambda each: (each * len(whole[each]), len(whole[each])))
@@ -205,9 +214,20 @@ class Scored:
             {"arm": name, "pairs": len(self.pairs), "seeds": self.num_seeds}
             | _compared(scores, first)
             | _spent([line for row in self.runs[name] for line in row])
+            | self._by_other(name)
             for name, scores in self.scores.items()
         ]
         return sorted(table, key=lambda row: -row["quality"]["value"])
+
+    def _by_other(self, name: str) -> Line:
+        """Step times by another referee over the best by it, if all runs have them."""
+        seconds = {
+            arm: np.array([[line.get("other_s", np.nan) for line in row] for row in rows])
+            for arm, rows in self.runs.items()
+        }
+        best = np.min([each.min(axis=1) for each in seconds.values()], axis=0)
+        ratios = np.exp(np.log(seconds[name] / best[:, None]).mean(axis=1))
+        return {} if np.isnan(ratios).any() else {"over_other": asdict(over_pairs(ratios))}
 
 
 def _compared(scores: Array, first: Array) -> Line:

@@ -23,15 +23,17 @@ class PairLine:
         model: What ``captured`` takes.
         cluster: What ``Cluster.load`` takes.
         pair: The two as the list has them: the pair's name in rows.
+        batch_size: Samples of a batch; the workload's own if ``None``.
     """
 
     model: str
     cluster: str
     pair: str
+    batch_size: int | None = None
 
     def load(self, graphs: Path | None) -> tuple[OpGraph, Cluster]:
         """Graph and cluster; graphs are kept in a folder."""
-        return captured(self.model, graphs), Cluster.load(self.cluster)
+        return captured(self.model, graphs, self.batch_size), Cluster.load(self.cluster)
 
 
 def read_pairs(path: Path) -> list[PairLine]:

@@ -4,17 +4,28 @@
 without training: with the weights of a seed, and with a rule of thumb in place of the network.
 ``ppo`` and ``maskable_ppo`` learn on the pair itself, from the weights of a seed, by algorithms of
 stable-baselines3 and sb3-contrib (``sb3``), and hand over the best rows that they met.
-``row_search`` has those that learn nothing.
+``row_search`` has those that learn nothing, ``placers`` the agents of papers.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from heterog.agents.benchmark.row_search import ROW_SEARCHES, Rows
+from heterog.agents.benchmark.placers import Gdp, HeterogAgent, Placeto, learn_by
+from heterog.agents.benchmark.row_search import (
+    MOST_KNOWN,
+    Rows,
+    RowSearch,
+    annealing,
+    cma_es,
+    random_draws,
+    tpe,
+    tree_search,
+)
 from heterog.agents.checkpoint import load_checkpoint
 from heterog.agents.config import PolicyConfig, TrainingConfig
 from heterog.agents.graph_data import PairBatch
@@ -153,10 +164,64 @@ class _OnePair(PairSource):
         return self.only
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """A method that tries rows, and the settings that its search chose from.
+
+    Attributes:
+        how: Function of rows and settings.
+        choices: Values of each setting that were tried, as written or as the paper has it first.
+        needs: As for ``RowSearch``.
+        most_repeated: As for ``Rows``.
+    """
+
+    how: Callable[..., None]
+    choices: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    needs: str = ""
+    most_repeated: int = MOST_KNOWN
+
+    def method(self, name: str, settings: Mapping[str, float]) -> RowSearch:
+        """The method with some settings."""
+        how = partial(self.how, **settings)
+        return RowSearch(name, how, self.needs, self.most_repeated)
+
+
+RIVALS = {
+    "random": Rival(how=random_draws),
+    "annealing": Rival(how=annealing, choices={"hot": (0.02, 0.005, 0.1), "run": (4, 2, 8)}),
+    "tpe": Rival(how=tpe, choices={"num_random": (10, 30, 60)}, needs="optuna"),
+    "cma_es": Rival(how=cma_es, choices={"width": (1 / 6, 0.02, 0.05, 0.3)}, needs="cmaes"),
+    "tree": Rival(how=tree_search, choices={"exploration": (1.0, 0.1, 0.3, 3.0)}),
+    "heterog_agent": Rival(
+        how=partial(learn_by, HeterogAgent),
+        choices={"rate": (3e-3, 1e-3, 1e-2), "entropy": (0.1, 0.01, 1.0), "draws": (2, 4, 8)},
+        most_repeated=60,
+    ),
+    "gdp": Rival(
+        how=partial(learn_by, Gdp),
+        choices={"rate": (3e-3, 1e-3, 1e-2), "entropy": (1e-2, 1e-1, 1e-3), "draws": (4, 8, 16)},
+        most_repeated=60,
+    ),
+    "placeto": Rival(
+        how=partial(learn_by, Placeto),
+        choices={"rate": (1e-3, 3e-3, 1e-2), "entropy": (1e-2, 1e-3, 1e-1)},
+        most_repeated=200,
+    ),
+}
+"""Methods that try rows."""
+TUNED: dict[str, dict[str, float]] = {
+    "annealing": {"hot": 0.005},
+    "cma_es": {"width": 0.02},
+    "tree": {"exploration": 0.3},
+}
+"""What ``experiments/tune_rivals.py`` chose (``experiments/measured/tuning.jsonl``); the others'
+first settings were the best of those tried, or no worse."""
+
+
 def known_rows() -> Methods:
     """All methods, and those that are only here."""
     return default_methods().having(
-        *ROW_SEARCHES,
+        *(rival.method(name, TUNED.get(name, {})) for name, rival in RIVALS.items()),
         WithoutTraining("untrained", untrained),
         WithoutTraining("thumb", thumb),
         Sb3Search("ppo", "sb3:PPO"),

@@ -32,7 +32,7 @@ from heterog.units import GIB
 Row = tuple[int, ...]
 MISFIT, CANNOT_RUN = 20.0, 40.0
 """Costs where the logarithm of a step time stands otherwise: far above it."""
-_MOST_REPEATED = 5000
+MOST_KNOWN = 5000
 """Of methods that know quickly what a row gave before."""
 _UNIFORM_PART = 0.25
 """Part of the budget for rows of one candidate."""
@@ -56,7 +56,7 @@ class Rows(PointSearch[Row]):
         self,
         problem: Problem,
         how: Callable[["Rows"], None],
-        most_repeated: int = _MOST_REPEATED,
+        most_repeated: int = MOST_KNOWN,
     ) -> None:
         super().__init__(problem)
         evaluator = problem.evaluator
@@ -114,31 +114,38 @@ def random_draws(rows: Rows) -> None:
         rows.cost(tuple(rows.rng.integers(pair.num_candidates, size=pair.num_blocks).tolist()))
 
 
-def annealing(rows: Rows) -> None:
-    """Anneal from the best row of one candidate."""
+def annealing(rows: Rows, hot: float = _HOT, run: float = 4.0) -> None:
+    """Anneal from the best row of one candidate.
+
+    Args:
+        rows: Rows of a problem.
+        hot: First temperature, as a part of the step time; the last one is a fortieth of it.
+        run: Mean number of neighbours that change together.
+    """
     pair, rng = rows.pair, rows.rng
     now, cost = min(rows.uniform(), key=lambda pair: pair[1])
     while True:
-        hot = _HOT * (_COLD / _HOT) ** min(rows.spending.fraction, 1.0)
+        heat = hot * (_COLD / _HOT) ** min(rows.spending.fraction, 1.0)
         first = int(rng.integers(pair.num_blocks))
-        last = min(first + int(rng.geometric(0.25)), pair.num_blocks)
+        last = min(first + int(rng.geometric(1.0 / run)), pair.num_blocks)
         number = int(rng.integers(pair.num_candidates))
         if rng.random() < 0.5:  # moves a boundary
             number = now[first - 1] if first else now[min(last, pair.num_blocks - 1)]
         moved = (*now[:first], *(number,) * (last - first), *now[last:])
         other = rows.cost(moved)
-        if other < cost or rng.random() < math.exp((cost - other) / hot):
+        if other < cost or rng.random() < math.exp((cost - other) / heat):
             now, cost = moved, other
 
 
-def tree_search(rows: Rows) -> None:
+def tree_search(rows: Rows, exploration: float = 1.0) -> None:
     """Search a tree whose levels are blocks, the costliest first, by PUCT with a uniform prior.
 
     As in ``search/mcts.py`` of TAG's repository, blocks without a decision take the first one's, a
     leaf is worth its speed-up over one decision for all devices (its fourth root above 1; -1 where
     memory runs out), and exploration grows with the root of the number of children. Unlike there,
     a decision is a candidate of the table, blocks are ranges of the forward pass, and a new leaf
-    has its own decision when it is scored, not its parent's alone.
+    has its own decision when it is scored, not its parent's alone. ``exploration`` multiplies
+    TAG's weight of it.
     """
     pair, rng = rows.pair, rows.rng
     order = np.argsort(-pair.observer.compute_seconds.min(axis=1), kind="stable").tolist()
@@ -150,7 +157,7 @@ def tree_search(rows: Rows) -> None:
     while True:
         prefix: Row = ()
         while prefix in known and len(prefix) < pair.num_blocks:
-            prefix = (*prefix, _chosen(*known[prefix], rng))
+            prefix = (*prefix, _chosen(*known[prefix], exploration, rng))
         known.setdefault(prefix, (np.zeros(pair.num_candidates), np.zeros(pair.num_candidates)))
         if not prefix:
             continue
@@ -164,21 +171,24 @@ def tree_search(rows: Rows) -> None:
             values[number] += (value - values[number]) / visits[number]
 
 
-def _chosen(visits: FloatArray, values: FloatArray, rng: np.random.Generator) -> int:
+def _chosen(
+    visits: FloatArray, values: FloatArray, exploration: float, rng: np.random.Generator
+) -> int:
     """The child to follow: its mean value, and a bonus for few visits; ties by chance."""
     count = len(visits)
     explored = math.sqrt(count / 10) / count * math.sqrt(visits.sum() + 1.0) / (1.0 + visits)
-    worth = values + explored
+    worth = values + exploration * explored
     return int(rng.choice(np.flatnonzero(worth == worth.max())))
 
 
-def tpe(rows: Rows) -> None:
-    """Let Optuna's TPE propose."""
+def tpe(rows: Rows, num_random: int = 10) -> None:
+    """Let Optuna's TPE propose, after some draws (ten by default) where that is more."""
     optuna = _rival("optuna")
     kind = optuna.distributions.CategoricalDistribution(range(rows.pair.num_candidates))
     kinds = {str(block): kind for block in range(rows.pair.num_blocks)}
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=rows.problem.seed))
+    sampler = optuna.samplers.TPESampler(n_startup_trials=num_random, seed=rows.problem.seed)
+    study = optuna.create_study(sampler=sampler)
     for row, cost in rows.uniform():
         params = dict(zip(kinds, row, strict=True))
         study.add_trial(optuna.trial.create_trial(params=params, distributions=kinds, value=cost))
@@ -188,7 +198,7 @@ def tpe(rows: Rows) -> None:
         study.tell(asked, rows.cost(tuple(asked.params[name] for name in kinds)))
 
 
-def cma_es(rows: Rows) -> None:
+def cma_es(rows: Rows, width: float = 1 / 6) -> None:
     """Let CMA-ES propose, from the best row of one candidate; its width is Optuna's default."""
     library, count = _rival("cmaes"), rows.pair.num_candidates
     best, _ = min(rows.uniform(), key=lambda pair: pair[1])
@@ -196,7 +206,7 @@ def cma_es(rows: Rows) -> None:
         return  # all rows are of one candidate
     search = library.CMA(
         mean=np.array(best) + 0.5,
-        sigma=count / 6,
+        sigma=count * width,
         bounds=np.tile([0.0, float(count)], (len(best), 1)),
         seed=rows.problem.seed,
     )
@@ -224,13 +234,20 @@ class RowSearch(Planner):
         name: Name of the method.
         how: Function that tries rows.
         needs: Module of an extra that it needs.
+        most_repeated: As for ``Rows``.
     """
 
     stage = "search"
     is_random = True
 
-    def __init__(self, name: str, how: Callable[[Rows], None], needs: str = "") -> None:
-        self.name, self._how, self._needs = name, how, needs
+    def __init__(
+        self,
+        name: str,
+        how: Callable[[Rows], None],
+        needs: str = "",
+        most_repeated: int = MOST_KNOWN,
+    ) -> None:
+        self.name, self._how, self._needs, self._most = name, how, needs, most_repeated
 
     def prepare(self, evaluator: Evaluator) -> None:
         """Import what it needs."""
@@ -239,13 +256,4 @@ class RowSearch(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Try rows until the budget is over."""
-        return Rows(problem, self._how).answer(problem)
-
-
-ROW_SEARCHES = (
-    RowSearch("random", random_draws),
-    RowSearch("annealing", annealing),
-    RowSearch("tpe", tpe, "optuna"),
-    RowSearch("cma_es", cma_es, "cmaes"),
-    RowSearch("tree", tree_search),
-)
+        return Rows(problem, self._how, self._most).answer(problem)

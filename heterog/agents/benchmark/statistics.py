@@ -1,6 +1,8 @@
 """Sums up runs as Agarwal et al. do (Deep RL at the Edge of the Statistical Precipice, 2021).
 
-What they recommend is in their section 4.
+What they recommend is in their section 4. Their library ``rliable`` (1.2.0) gives the same
+interquartile means where the number of runs is a multiple of four (elsewhere it leaves out whole
+runs) and the same probabilities of improvement.
 
 A run's score is the best known step time of its pair over its own: 1 is the best, 0 does not fit.
 """

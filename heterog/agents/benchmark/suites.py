@@ -1,9 +1,17 @@
-"""The suites: lists of pairs of model and cluster that have a name."""
+"""The suites: lists of pairs of model and cluster that have a name.
 
+``paper`` has the models of HeteroG's paper, ``families`` a model of each family, ``scale``
+clusters of 64 to 1,024 devices with four samples for each, ``layouts`` models whose state fills a
+device, so that stages and slices have to be found, ``placement`` single operations on equal
+devices (``tiles``).
+"""
+
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
 
 from heterog.agents.benchmark.pair_lists import PairLine, read_pairs
+from heterog.agents.benchmark.tiles import placement_pairs
 from heterog.errors import UnknownNameError
 
 _PAPER = (
@@ -11,12 +19,31 @@ _PAPER = (
     *("transformer_6l", "bert_large_24l", "xlnet_large_24l"),
 )
 _FAMILIES = ("vit_base", "bert_base", "gpt2", "sage_2l", "bert_moe", "unet3d")
-SUITES = {
-    "paper": tuple(product(_PAPER, ("paper_8gpu", "paper_12gpu"))),
-    "families": tuple(product(_FAMILIES, ("paper_8gpu", "rtx_mixed"))),
-    "scale": tuple(product(("bert_base", "vit_base"), ("mixed_64", "mixed_128", "mixed_256"))),
+_LARGE = ("llama_1b", "bert_large_48l", "xlnet_large_48l", "bert_moe")
+_SAMPLES = 4
+"""Samples of each device of a large cluster."""
+
+
+def _every(models: Iterable[str], clusters: Iterable[str]) -> list[PairLine]:
+    return [PairLine(*names, " ".join(names)) for names in product(models, clusters)]
+
+
+def _scale() -> list[PairLine]:
+    return [
+        PairLine(model, f"mixed_{count}", f"{model} x{_SAMPLES * count} mixed_{count}", batch)
+        for model, count in product(("bert_base", "vit_base"), (64, 256, 1024))
+        for batch in (_SAMPLES * count,)
+    ]
+
+
+SUITES: dict[str, Callable[[], list[PairLine]]] = {
+    "paper": lambda: _every(_PAPER, ("paper_8gpu", "paper_12gpu")),
+    "families": lambda: _every(_FAMILIES, ("paper_8gpu", "rtx_mixed")),
+    "scale": _scale,
+    "layouts": lambda: _every(_LARGE, ("a100_v100_16", "mixed_32")),
+    "placement": placement_pairs,
 }
-"""Pairs of each: models of HeteroG's paper, a model of each family, clusters of many devices."""
+"""What makes the pairs of each."""
 
 
 def pairs_of(suite: str) -> list[PairLine]:
@@ -29,4 +56,4 @@ def pairs_of(suite: str) -> list[PairLine]:
         return read_pairs(Path(suite))
     if suite not in SUITES:
         raise UnknownNameError("suite", suite, list(SUITES))
-    return [PairLine(model, cluster, f"{model} {cluster}") for model, cluster in SUITES[suite]]
+    return SUITES[suite]()
