@@ -1,11 +1,10 @@
 """Tries drafts of a problem: the most promising of many, then variants of the best of these.
 
-A closed form scores drafts, or another ``Score``; what is drawn, varied and tried is the same. The
-referee judges, and a local search goes on from what it has judged. Drafts are tried as
-Plackett and Luce draw them, one after another without being put back, by the softmax of the scores
-of those that are left: the first K of the scores with Gumbel noise are such a draw. So a few
-hundred whole plans are scored in one batch, as Ansor chooses programs (Zheng et al. 2020, section
-5), and nothing is decided before what follows from it is known.
+A closed form scores drafts, the referee judges, a local search goes on from what it has judged.
+Drafts are tried as Plackett and Luce draw them, one after another without being put back, by the
+softmax of the scores of those that are left: the first K of the scores with Gumbel noise are such
+a draw. So a few hundred whole plans are scored in one batch, as Ansor chooses programs (Zheng et
+al. 2020, section 5), and nothing is decided before what follows from it is known.
 """
 
 import math
@@ -15,8 +14,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from heterog.agents.draft_views import DraftViews
-from heterog.agents.drafts import Draft, Drafter
+from heterog.agents.draft_estimates import DraftEstimates
+from heterog.agents.drafter import Drafter
+from heterog.agents.drafts import Draft
 from heterog.lowering.program import FloatArray
 from heterog.methods.local_search.neighbours import State
 from heterog.methods.local_search.planner import NUM_RETURNED, Lead, Search
@@ -39,15 +39,6 @@ NUM_MOVES, LEAST_MOVES = 64, 4
 """Moves of a local search that finishes the best drafts: fewer where a simulation takes longer."""
 LIMIT = 1.5
 """Times the best step so far above which nobody asks how slow a draft is."""
-
-
-Score = Callable[[DraftViews, Sequence[Draft]], FloatArray]
-"""Scores of some drafts."""
-
-
-def by_closed_form(views: DraftViews, drafts: Sequence[Draft]) -> FloatArray:
-    """Scores by the closed form alone."""
-    return -SHARPNESS * views.estimates(drafts)
 
 
 def chosen(
@@ -103,23 +94,21 @@ class Beginnings:
 
     Args:
         search: Search whose judges are asked, so that it goes on from what was tried.
-        score: Scores drafts.
         seed: Seed of all draws.
         limit: Times the best step so far above which a draft may be given up.
 
     Attributes:
         drafter: Where drafts come from.
-        views: What is seen of them.
         found: What was tried.
         most_tasks: Simulated tasks after which no more drafts are tried.
         is_over: Function that says whether no more may be tried for another reason.
     """
 
-    def __init__(self, search: Search, score: Score, seed: int, *, limit: float = LIMIT) -> None:
-        self._search, self._score, self._limit = search, score, limit
+    def __init__(self, search: Search, seed: int, *, limit: float = LIMIT) -> None:
+        self._search, self._limit = search, limit
         self._rng = np.random.default_rng([seed, 21])
         self.drafter = Drafter(search, self._rng)
-        self.views = DraftViews(self.drafter)
+        self._estimates = DraftEstimates(self.drafter)
         self.found: dict[Draft, Begun] = {}
         self.most_tasks = math.inf
         self.is_over: Callable[[], bool] = lambda: False
@@ -144,6 +133,9 @@ class Beginnings:
             self._best = min(self._best, cost)
         return self.found[draft]
 
+    def _score(self, drafts: Sequence[Draft]) -> FloatArray:
+        return -SHARPNESS * self._estimates.logarithms(drafts)
+
     def begin(self, num_drawn: int = NUM_DRAWN, count: int = NUM_TRIED) -> None:
         """Draw drafts, and try the most promising."""
         self.try_best(self.drafter.drawn(num_drawn), count)
@@ -152,7 +144,7 @@ class Beginnings:
         """Try the most promising of some drafts."""
         new = [each for each in drafts if each not in self.found]
         if new:
-            scores = self._score(self.views, new)
+            scores = self._score(new)
             shapes = [draft.shape for draft in new]
             self._try([new[n] for n in chosen(scores, count, self._rng, shapes)])
 
@@ -171,7 +163,7 @@ class Beginnings:
         if not of:
             return
         own, new = [parent.draft for parent in parents], list(of)
-        scores = self._score(self.views, [*own, *new])
+        scores = self._score([*own, *new])
         behind = np.log([parent.cost / parents[0].cost for parent in parents])
         numbers = np.array(list(of.values()))
         relative = scores[len(own) :] - scores[numbers] - SHARPNESS * behind[numbers]
@@ -198,7 +190,6 @@ class DraftAgent(Planner):
     """Answers with the best of some drafts, finished by a few moves of a local search.
 
     Args:
-        score: Scores drafts.
         name: Name of the method.
         lead: Leads the moves of the local search.
     """
@@ -206,10 +197,8 @@ class DraftAgent(Planner):
     stage = "zero_shot"
     is_random = True
 
-    def __init__(
-        self, score: Score = by_closed_form, *, name: str = "drafts", lead: Lead | None = None
-    ) -> None:
-        self.name, self._score, self._lead = name, score, lead
+    def __init__(self, *, name: str = "drafts", lead: Lead | None = None) -> None:
+        self.name, self._lead = name, lead
 
     def plan(self, problem: Problem) -> PlanResult:
         """Try drafts, then finish the best."""
@@ -227,7 +216,7 @@ class DraftAgent(Planner):
         spending = problem.spend()
         search = Search(problem, self._lead)
         with spending.limits():
-            beginnings = Beginnings(search, self._score, problem.seed)
+            beginnings = Beginnings(search, problem.seed)
             beginnings.most_tasks = MOST_TASKS
             beginnings.is_over = lambda: spending.is_over
             beginnings.begin()

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from heterog.agents.beginnings import DraftAgent, Score, by_closed_form
+from heterog.agents.beginnings import DraftAgent
 from heterog.agents.op_level import NUM_RETURNED
 from heterog.agents.proposals import (
     MANY_DEVICES,
@@ -136,7 +136,7 @@ class Agent(Planner):
         policy: Name of a shipped policy, a file, or the network itself.
         name: Name of the method.
         num_samples: Number of draws, the greedy one included.
-        score: What chooses the drafts that are tried beside the draws; ``None`` for no drafts.
+        drafts: Whether whole plans are drafted beside the draws.
     """
 
     stage = "zero_shot"
@@ -149,11 +149,11 @@ class Agent(Planner):
         *,
         name: str = "agent",
         num_samples: int = NUM_SAMPLES,
-        score: Score | None = None,
+        drafts: bool = False,
     ) -> None:
         self.name = name
         self.policy = policy
-        self._num_samples, self._score = num_samples, score
+        self._num_samples, self._drafts = num_samples, drafts
 
     def prepare(self, evaluator: Evaluator) -> None:
         """Import what a policy needs, and load it."""
@@ -180,8 +180,8 @@ class Agent(Planner):
         )
         is_due = not problem.memory.get(_HAS_DRAFTED)
         # Drafts take about as long; beside other methods they wait for when there is time.
-        if self._score and is_due and not _is_too_short(answer_s(problem.evaluator), rest):
-            drafted = _drafted(rest, self._score)
+        if self._drafts and is_due and not _is_too_short(answer_s(problem.evaluator), rest):
+            drafted = _drafted(rest)
             problem.memory[_HAS_DRAFTED] = True
         return PlanResult(
             candidates=_best((*found.candidates, *drafted.candidates)),
@@ -196,7 +196,7 @@ class AgentSearch(Planner):
         policy: Name of a shipped policy, a file, or the network itself.
         name: Name of the method.
         is_led: Whether the shipped ``improver`` leads its moves.
-        score: As for ``Agent``; where other methods have searched before, it begins from theirs.
+        drafts: As for ``Agent``; where other methods have searched before, it begins from theirs.
     """
 
     stage = "search"
@@ -211,11 +211,11 @@ class AgentSearch(Planner):
         *,
         name: str = "agent+search",
         is_led: bool = True,
-        score: Score | None = None,
+        drafts: bool = False,
     ) -> None:
         self.name = name
         self.policy = policy
-        self._is_led, self._score = is_led, score
+        self._is_led, self._drafts = is_led, drafts
 
     def prepare(self, evaluator: Evaluator) -> None:
         """Import what a policy needs, and load it."""
@@ -247,9 +247,9 @@ class AgentSearch(Planner):
         found = ask(self.policy, asked)
         problem.memory[_HAS_ASKED] = found.is_whole
         drafted = _NO_DRAFTS
-        if self._score is not None and not problem.seeds:
+        if self._drafts and not problem.seeds:
             rest = _left(problem.budget, found.num_evaluations, spending.seconds)
-            drafted = _drafted(replace(problem, budget=rest.part(0.5)), self._score)
+            drafted = _drafted(replace(problem, budget=rest.part(0.5)))
         rng = np.random.default_rng([problem.seed, NUM_PROPOSALS])
         rows = draw(found.scores, found.pair, NUM_PROPOSALS, rng).rows
         table = found.pair.table
@@ -294,14 +294,14 @@ def _best(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
     return tuple(ranked[:NUM_RETURNED])
 
 
-def _drafted(problem: Problem, score: Score) -> PlanResult:
+def _drafted(problem: Problem) -> PlanResult:
     """The best drafts, finished by led moves; none if hardly an evaluation is left for them."""
     from heterog.agents.improver import led_by, load_improver
 
     evaluations = problem.budget.evaluations
     if evaluations is not None and evaluations < LEAST_FOR_DRAFTS:
         return _NO_DRAFTS
-    return DraftAgent(score, lead=led_by(load_improver())).plan(problem)
+    return DraftAgent(lead=led_by(load_improver())).plan(problem)
 
 
 def _prepare(policy: "str | Policy", evaluator: Evaluator) -> None:
@@ -335,7 +335,7 @@ def policy_methods(policy: str = DEFAULT_POLICY) -> tuple[Agent, AgentSearch]:
     """
     if policy != DEFAULT_POLICY:
         _policies.get(policy)
-    return Agent(policy, score=by_closed_form), AgentSearch(policy, score=by_closed_form)
+    return Agent(policy, drafts=True), AgentSearch(policy, drafts=True)
 
 
 def default_methods(policy: str = DEFAULT_POLICY) -> Methods:
