@@ -20,7 +20,14 @@ from heterog.agents.drafts import Draft
 from heterog.lowering.program import FloatArray
 from heterog.methods.local_search.neighbours import State
 from heterog.methods.local_search.planner import NUM_RETURNED, Lead, Search
-from heterog.methods.planner import Budget, Candidate, Planner, PlanResult, Problem
+from heterog.methods.planner import (
+    Budget,
+    Candidate,
+    Planner,
+    PlanResult,
+    Problem,
+    Spending,
+)
 
 SHARPNESS = 8.0
 """Weight of a logarithm of seconds in a score: a tenth longer is half as likely."""
@@ -28,6 +35,11 @@ NUM_DRAWN, NUM_TRIED = 384, 24
 """Drafts that are drawn and scored, and those that are simulated."""
 NUM_VARIED, NUM_VARIANTS, ROUNDS = 160, 12, 3
 """Variants that are scored and that are simulated, in each of some rounds."""
+FEW_DEVICES, LEAST_DRAWN = 64, 48
+"""Devices above which fewer drafts are drawn, in inverse proportion, and so many at least: what
+names a thousand devices takes milliseconds."""
+TRIALS_PART = 0.6
+"""Part of the seconds in which drafts are tried; the rest is for the moves that finish them."""
 NUM_PARENTS = 6
 """Drafts, the best ones, whose variants are tried."""
 LEAST_TRIED = 6
@@ -136,9 +148,13 @@ class Beginnings:
     def _score(self, drafts: Sequence[Draft]) -> FloatArray:
         return -SHARPNESS * self._estimates.logarithms(drafts)
 
+    def _num_drawn(self, most: int) -> int:
+        part = FEW_DEVICES / max(self.drafter.cluster.num_devices, FEW_DEVICES)
+        return max(int(most * part), min(most, LEAST_DRAWN))
+
     def begin(self, num_drawn: int = NUM_DRAWN, count: int = NUM_TRIED) -> None:
-        """Draw drafts, and try the most promising."""
-        self.try_best(self.drafter.drawn(num_drawn), count)
+        """Draw drafts, fewer on many devices, and try the most promising."""
+        self.try_best(self.drafter.drawn(self._num_drawn(num_drawn)), count)
 
     def try_best(self, drafts: list[Draft], count: int) -> None:
         """Try the most promising of some drafts."""
@@ -155,9 +171,10 @@ class Beginnings:
         scores than the draft, less what that is behind the best.
         """
         parents = self._parents()
+        share = self._num_drawn(num_drawn) // len(parents)
         of: dict[Draft, int] = {}
         for number, parent in enumerate(parents):
-            for each in self.drafter.near(parent.draft, num_drawn // len(parents)):
+            for each in self.drafter.near(parent.draft, share):
                 if each not in self.found:
                     of.setdefault(each, number)
         if not of:
@@ -218,10 +235,11 @@ class DraftAgent(Planner):
         with spending.limits():
             beginnings = Beginnings(search, problem.seed)
             beginnings.most_tasks = MOST_TASKS
-            beginnings.is_over = lambda: spending.is_over
+            beginnings.is_over = lambda: _is_next_late(spending, len(beginnings.found), problem)
             beginnings.begin()
             for _ in range(ROUNDS):
-                beginnings.go_on()
+                if not beginnings.is_over():
+                    beginnings.go_on()
             for each in beginnings.best()[:NUM_PARENTS]:
                 search.engine.cost(each.state)
             left = MOST_TASKS // max(problem.evaluator.num_tasks, 1)
@@ -231,9 +249,19 @@ class DraftAgent(Planner):
                 search.is_seeded = True
                 budget = Budget(evaluations=min(NUM_MOVES, left))
                 search.advance(replace(problem, budget=budget, seeds=()))
-        found = search.result().candidates
-        candidates = tuple(_judged(each, problem) for each in found)
+        search.spending = spending  # what is left of it is for making plans simpler
+        candidates: tuple[Candidate, ...] = ()
+        for each in search.result().candidates:
+            late = bool(candidates) and spending.is_cut
+            candidates += (each if late else _judged(each, problem),)
         return PlanResult(candidates=candidates, num_evaluations=spending.evaluations)
+
+
+def _is_next_late(spending: Spending, tried: int, problem: Problem) -> bool:
+    """Whether another draft would end after the part of the budget that drafts have."""
+    if problem.budget.seconds is None:
+        return spending.is_over
+    return spending.is_over or spending.fraction * (1.0 + 1.0 / max(tried, 1)) > TRIALS_PART
 
 
 def _judged(candidate: Candidate, problem: Problem) -> Candidate:

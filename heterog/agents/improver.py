@@ -213,7 +213,8 @@ class SearchScores:
                 self._rounds.append((each.norm, torch.cat(joined, dim=1).T.contiguous(), bias))
             first = policy.moves[0]
             assert isinstance(first, nn.Linear)
-            own, places, whole = first.weight.split([NUM_MOVE_FEATURES, width, width], dim=1)
+            sizes = [NUM_MOVE_FEATURES, width, width]
+            own, places, whole = torch.split(first.weight, sizes, dim=1)
             self._of_moves = (own * policy.moves_seen).T.contiguous()
             self._of_places, self._of_whole = places.T.contiguous(), whole.T.contiguous()
             self._bias, self._rest = first.bias.clone(), policy.moves[1:]

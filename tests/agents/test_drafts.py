@@ -11,7 +11,7 @@ from heterog.agents.beginnings import Beginnings, DraftAgent, chosen
 from heterog.agents.draft_estimates import DraftEstimates
 from heterog.agents.drafter import Drafter
 from heterog.agents.drafts import Draft, Stage, balanced_starts
-from heterog.agents.planners import Agent
+from heterog.agents.planners import Agent, drafts_budget
 from heterog.cluster import Cluster
 from heterog.envs.toy import chain_graph
 from heterog.methods.local_search.planner import Search
@@ -123,3 +123,17 @@ def test_an_agent_hands_over_drafts_beside_its_draws_once() -> None:
         min(each.judged.step_time_s for each in a.candidates if each.judged) for a in (both, plain)
     ]
     assert judged[0] <= judged[1]
+
+
+@pytest.mark.parametrize(("budget_s", "spent_s", "left_s"), [(60.0, 0.7, 0.3), (0.8, 0.7, 0.1)])
+def test_alone_drafts_have_what_is_left_of_the_seconds_of_an_answer(
+    budget_s: float, spent_s: float, left_s: float
+) -> None:
+    now_s = 0.0
+    asked = replace(problem(), budget=Budget(seconds=budget_s), clock=lambda: now_s)
+    spending = asked.spend()
+    now_s = spent_s
+    assert drafts_budget(asked, spending, 0).seconds == pytest.approx(left_s)
+    other = DraftAgent().plan(problem()).candidates
+    among_others = replace(asked, seeds=other)
+    assert drafts_budget(among_others, spending, 0).seconds == pytest.approx(budget_s - spent_s)
