@@ -251,9 +251,9 @@ class DraftAgent(Planner):
                 search.advance(replace(problem, budget=budget, seeds=()))
         search.spending = spending  # what is left of it is for making plans simpler
         candidates: tuple[Candidate, ...] = ()
-        for each in search.result().candidates:
-            late = bool(candidates) and spending.is_cut
-            candidates += (each if late else _judged(each, problem),)
+        for candidate in search.result().candidates:
+            is_late = bool(candidates) and spending.is_cut
+            candidates += (candidate if is_late else _judged(candidate, problem),)
         return PlanResult(candidates=candidates, num_evaluations=spending.evaluations)
 
 
