@@ -9,8 +9,8 @@
   ``evaluation`` compares.
 - ``proposals`` are what a policy answers: ``ways`` draw rows, ``stages`` make other rows of them,
   ``op_level`` scores the best at the op level, ``finishing`` adds teams and schedules.
-- ``drafts`` are whole plans in a few words, ``draft_views`` what they are worth,
-  ``beginnings`` tries the most promising.
+- ``drafts`` are whole plans in a few words, which a ``drafter`` draws; ``draft_estimates`` says
+  what they are worth, ``beginnings`` tries the most promising.
 - ``improver`` scores the moves of a local search, ``move_imitation`` teaches it.
 - ``planners`` are the methods ``agent`` and ``agent+search``; ``job_ppo`` learns for arriving
   jobs; ``conformance`` checks encoders, ``benchmark`` compares methods on suites.

@@ -1,11 +1,10 @@
 """Tries drafts of a problem: the most promising of many, then variants of the best of these.
 
-A closed form scores drafts, or another ``Score``; what is drawn, varied and tried is the same. The
-referee judges, and a local search goes on from what it has judged. Drafts are tried as
-Plackett and Luce draw them, one after another without being put back, by the softmax of the scores
-of those that are left: the first K of the scores with Gumbel noise are such a draw. So a few
-hundred whole plans are scored in one batch, as Ansor chooses programs (Zheng et al. 2020, section
-5), and nothing is decided before what follows from it is known.
+A closed form scores drafts, the referee judges, a local search goes on from what it has judged.
+Drafts are tried as Plackett and Luce draw them, one after another without being put back, by the
+softmax of the scores of those that are left: the first K of the scores with Gumbel noise are such
+a draw. So a few hundred whole plans are scored in one batch, as Ansor chooses programs (Zheng et
+al. 2020, section 5), and nothing is decided before what follows from it is known.
 """
 
 import math
@@ -15,12 +14,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from heterog.agents.draft_views import DraftViews
-from heterog.agents.drafts import Draft, Drafter
+from heterog.agents.draft_estimates import DraftEstimates
+from heterog.agents.drafter import Drafter
+from heterog.agents.drafts import Draft
 from heterog.lowering.program import FloatArray
 from heterog.methods.local_search.neighbours import State
 from heterog.methods.local_search.planner import NUM_RETURNED, Lead, Search
-from heterog.methods.planner import Budget, Candidate, Planner, PlanResult, Problem
+from heterog.methods.planner import (
+    Budget,
+    Candidate,
+    Planner,
+    PlanResult,
+    Problem,
+    Spending,
+)
 
 SHARPNESS = 8.0
 """Weight of a logarithm of seconds in a score: a tenth longer is half as likely."""
@@ -28,6 +35,11 @@ NUM_DRAWN, NUM_TRIED = 384, 24
 """Drafts that are drawn and scored, and those that are simulated."""
 NUM_VARIED, NUM_VARIANTS, ROUNDS = 160, 12, 3
 """Variants that are scored and that are simulated, in each of some rounds."""
+FEW_DEVICES, LEAST_DRAWN = 64, 48
+"""Devices above which fewer drafts are drawn, in inverse proportion, and so many at least: what
+names a thousand devices takes milliseconds."""
+TRIALS_PART = 0.6
+"""Part of the seconds in which drafts are tried; the rest is for the moves that finish them."""
 NUM_PARENTS = 6
 """Drafts, the best ones, whose variants are tried."""
 LEAST_TRIED = 6
@@ -39,15 +51,6 @@ NUM_MOVES, LEAST_MOVES = 64, 4
 """Moves of a local search that finishes the best drafts: fewer where a simulation takes longer."""
 LIMIT = 1.5
 """Times the best step so far above which nobody asks how slow a draft is."""
-
-
-Score = Callable[[DraftViews, Sequence[Draft]], FloatArray]
-"""Scores of some drafts."""
-
-
-def by_closed_form(views: DraftViews, drafts: Sequence[Draft]) -> FloatArray:
-    """Scores by the closed form alone."""
-    return -SHARPNESS * views.estimates(drafts)
 
 
 def chosen(
@@ -103,23 +106,21 @@ class Beginnings:
 
     Args:
         search: Search whose judges are asked, so that it goes on from what was tried.
-        score: Scores drafts.
         seed: Seed of all draws.
         limit: Times the best step so far above which a draft may be given up.
 
     Attributes:
         drafter: Where drafts come from.
-        views: What is seen of them.
         found: What was tried.
         most_tasks: Simulated tasks after which no more drafts are tried.
         is_over: Function that says whether no more may be tried for another reason.
     """
 
-    def __init__(self, search: Search, score: Score, seed: int, *, limit: float = LIMIT) -> None:
-        self._search, self._score, self._limit = search, score, limit
+    def __init__(self, search: Search, seed: int, *, limit: float = LIMIT) -> None:
+        self._search, self._limit = search, limit
         self._rng = np.random.default_rng([seed, 21])
         self.drafter = Drafter(search, self._rng)
-        self.views = DraftViews(self.drafter)
+        self._estimates = DraftEstimates(self.drafter)
         self.found: dict[Draft, Begun] = {}
         self.most_tasks = math.inf
         self.is_over: Callable[[], bool] = lambda: False
@@ -144,15 +145,22 @@ class Beginnings:
             self._best = min(self._best, cost)
         return self.found[draft]
 
+    def _score(self, drafts: Sequence[Draft]) -> FloatArray:
+        return -SHARPNESS * self._estimates.logarithms(drafts)
+
+    def _num_drawn(self, most: int) -> int:
+        part = FEW_DEVICES / max(self.drafter.cluster.num_devices, FEW_DEVICES)
+        return max(int(most * part), min(most, LEAST_DRAWN))
+
     def begin(self, num_drawn: int = NUM_DRAWN, count: int = NUM_TRIED) -> None:
-        """Draw drafts, and try the most promising."""
-        self.try_best(self.drafter.drawn(num_drawn), count)
+        """Draw drafts, fewer on many devices, and try the most promising."""
+        self.try_best(self.drafter.drawn(self._num_drawn(num_drawn)), count)
 
     def try_best(self, drafts: list[Draft], count: int) -> None:
         """Try the most promising of some drafts."""
         new = [each for each in drafts if each not in self.found]
         if new:
-            scores = self._score(self.views, new)
+            scores = self._score(new)
             shapes = [draft.shape for draft in new]
             self._try([new[n] for n in chosen(scores, count, self._rng, shapes)])
 
@@ -163,15 +171,16 @@ class Beginnings:
         scores than the draft, less what that is behind the best.
         """
         parents = self._parents()
+        share = self._num_drawn(num_drawn) // len(parents)
         of: dict[Draft, int] = {}
         for number, parent in enumerate(parents):
-            for each in self.drafter.near(parent.draft, num_drawn // len(parents)):
+            for each in self.drafter.near(parent.draft, share):
                 if each not in self.found:
                     of.setdefault(each, number)
         if not of:
             return
         own, new = [parent.draft for parent in parents], list(of)
-        scores = self._score(self.views, [*own, *new])
+        scores = self._score([*own, *new])
         behind = np.log([parent.cost / parents[0].cost for parent in parents])
         numbers = np.array(list(of.values()))
         relative = scores[len(own) :] - scores[numbers] - SHARPNESS * behind[numbers]
@@ -198,7 +207,6 @@ class DraftAgent(Planner):
     """Answers with the best of some drafts, finished by a few moves of a local search.
 
     Args:
-        score: Scores drafts.
         name: Name of the method.
         lead: Leads the moves of the local search.
     """
@@ -206,10 +214,8 @@ class DraftAgent(Planner):
     stage = "zero_shot"
     is_random = True
 
-    def __init__(
-        self, score: Score = by_closed_form, *, name: str = "drafts", lead: Lead | None = None
-    ) -> None:
-        self.name, self._score, self._lead = name, score, lead
+    def __init__(self, *, name: str = "drafts", lead: Lead | None = None) -> None:
+        self.name, self._lead = name, lead
 
     def plan(self, problem: Problem) -> PlanResult:
         """Try drafts, then finish the best."""
@@ -227,12 +233,13 @@ class DraftAgent(Planner):
         spending = problem.spend()
         search = Search(problem, self._lead)
         with spending.limits():
-            beginnings = Beginnings(search, self._score, problem.seed)
+            beginnings = Beginnings(search, problem.seed)
             beginnings.most_tasks = MOST_TASKS
-            beginnings.is_over = lambda: spending.is_over
+            beginnings.is_over = lambda: _is_next_late(spending, len(beginnings.found), problem)
             beginnings.begin()
             for _ in range(ROUNDS):
-                beginnings.go_on()
+                if not beginnings.is_over():
+                    beginnings.go_on()
             for each in beginnings.best()[:NUM_PARENTS]:
                 search.engine.cost(each.state)
             left = MOST_TASKS // max(problem.evaluator.num_tasks, 1)
@@ -242,9 +249,19 @@ class DraftAgent(Planner):
                 search.is_seeded = True
                 budget = Budget(evaluations=min(NUM_MOVES, left))
                 search.advance(replace(problem, budget=budget, seeds=()))
-        found = search.result().candidates
-        candidates = tuple(_judged(each, problem) for each in found)
+        search.spending = spending  # what is left of it is for making plans simpler
+        candidates: tuple[Candidate, ...] = ()
+        for candidate in search.result().candidates:
+            is_late = bool(candidates) and spending.is_cut
+            candidates += (candidate if is_late else _judged(candidate, problem),)
         return PlanResult(candidates=candidates, num_evaluations=spending.evaluations)
+
+
+def _is_next_late(spending: Spending, tried: int, problem: Problem) -> bool:
+    """Whether another draft would end after the part of the budget that drafts have."""
+    if problem.budget.seconds is None:
+        return spending.is_over
+    return spending.is_over or spending.fraction * (1.0 + 1.0 / max(tried, 1)) > TRIALS_PART
 
 
 def _judged(candidate: Candidate, problem: Problem) -> Candidate:

@@ -29,6 +29,7 @@ from heterog.methods.local_search.move_features import (
     NUM_MOVE_FEATURES,
     NUM_STATE_FEATURES,
     TIMELINE,
+    Array,
     MoveFeatures,
     View,
     changed_groups,
@@ -158,27 +159,17 @@ class Improver(nn.Module):
             torch.manual_seed(seed)
             return Improver(config).eval()
 
-    def embedded(
-        self, groups: Tensor, edges: Tensor, point: Tensor, whole: Tensor
-    ) -> list[Tensor]:
-        """Embeddings of groups and of points."""
-        x = self.groups(groups * self.groups_seen)
-        for each in self.rounds:
-            x = each(x, edges)
-        means = _means(x, point, len(whole))
-        return [x, self.whole(torch.cat([whole * self.whole_seen, means], dim=1))]
-
     def forward(self, points: Points) -> Tensor:
         """The logit that each move gains.  # [num_moves]"""
-        x, whole = self.embedded(points.groups, points.edges, points.point, points.whole)
+        x = self.groups(points.groups * self.groups_seen)
+        for each in self.rounds:
+            x = each(x, points.edges)
+        means = _means(x, points.point, len(points.whole))
+        whole = self.whole(torch.cat([points.whole * self.whole_seen, means], dim=1))
         move, group = points.changed
         places = _means(x[group], move, len(points.moves))
-        return self.scored(points.moves, places, whole[points.of])
-
-    def scored(self, moves: Tensor, places: Tensor, whole: Tensor) -> Tensor:
-        """Scores of moves, from embeddings of their places and points."""
-        seen = moves * self.moves_seen
-        out: Tensor = self.moves(torch.cat([seen, places, whole], dim=1))
+        seen = points.moves * self.moves_seen
+        out: Tensor = self.moves(torch.cat([seen, places, whole[points.of]], dim=1))
         return out.squeeze(1)
 
 
@@ -191,6 +182,72 @@ def with_neighbours(edges: npt.NDArray[np.integer], num_groups: int) -> npt.NDAr
     """Edges of the graph, and from each group to the next."""
     chain = np.arange(num_groups - 1)
     return np.concatenate([edges, np.stack([chain, chain + 1])], axis=1).astype(np.int64)
+
+
+class SearchScores:
+    """Scores moves in one search as ``Improver.forward`` does, with less to do for each.
+
+    The graph stays the same, so that means over neighbours are products with a matrix; what a move
+    shares with others of a point is multiplied once.
+
+    Args:
+        policy: The network.
+        edges: Groups that feed one another.  # [2, num_edges]
+        num_groups: Number of groups.
+    """
+
+    def __init__(self, policy: Improver, edges: npt.NDArray[np.int64], num_groups: int) -> None:
+        self._policy, width = policy, policy.config.width
+        counts = np.zeros((2, num_groups, num_groups), np.float32)
+        np.add.at(counts[0], (edges[1], edges[0]), 1.0)
+        counts[1] = counts[0].T
+        means = counts / np.maximum(counts.sum(axis=2, keepdims=True), 1.0)
+        self._means = torch.from_numpy(means.reshape(-1, num_groups))
+        with torch.inference_mode():
+            self._rounds = []
+            for each in policy.rounds:
+                assert isinstance(each, _Round)
+                ahead, back = each.ahead, each.back
+                joined = [ahead.lin_l.weight, back.lin_l.weight, ahead.lin_r.weight]
+                bias = ahead.lin_l.bias + back.lin_l.bias
+                self._rounds.append((each.norm, torch.cat(joined, dim=1).T.contiguous(), bias))
+            first = policy.moves[0]
+            assert isinstance(first, nn.Linear)
+            sizes = [NUM_MOVE_FEATURES, width, width]
+            own, places, whole = torch.split(first.weight, sizes, dim=1)
+            self._of_moves = (own * policy.moves_seen).T.contiguous()
+            self._of_places, self._of_whole = places.T.contiguous(), whole.T.contiguous()
+            self._bias, self._rest = first.bias.clone(), policy.moves[1:]
+
+    @torch.inference_mode()
+    def enter(self, view: View) -> tuple[Tensor, Tensor]:
+        """What the scores of moves from a point have in common: of groups, and of the point."""
+        policy, size = self._policy, len(view.groups)
+        x = policy.groups(tensor(view.groups) * policy.groups_seen)
+        for norm, weight, bias in self._rounds:
+            normed = norm(x)
+            told = self._means @ normed
+            seen = torch.cat([told[:size], told[size:], normed], dim=1)
+            x = x + nn.functional.gelu(torch.addmm(bias, seen, weight))
+        whole = policy.whole(torch.cat([tensor(view.whole) * policy.whole_seen, x.mean(dim=0)]))
+        return x @ self._of_places, torch.addmv(self._bias, self._of_whole.T, whole)
+
+    @torch.inference_mode()
+    def of(
+        self, entered: tuple[Tensor, Tensor], features: Array, changed: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.float64]:
+        """Scores of moves from a point.  # [num_moves]
+
+        Args:
+            entered: The point, from ``enter``.
+            features: Features of the moves.  # [num_moves, NUM_MOVE_FEATURES]
+            changed: Groups that each of them changes.  # [num_moves, num_groups]
+        """
+        groups, whole = entered
+        weight = (changed / np.maximum(changed.sum(axis=1, keepdims=True), 1)).astype(np.float32)
+        x = torch.addmm(whole, tensor(features), self._of_moves)
+        x = self._rest(x.addmm_(torch.from_numpy(weight), groups))
+        return np.asarray(x.squeeze(1).numpy(), np.float64)
 
 
 class LedMoves:
@@ -211,15 +268,15 @@ class LedMoves:
     def __init__(
         self, search: Search, policy: Improver, *, tried: int = TRIED, spread: float = 0.5
     ) -> None:
-        self._search, self._policy = search, policy
+        self._search = search
         self._tried, self._spread = tried, spread
         self._rng = np.random.default_rng([search.problem.seed, 1])
         self._features = MoveFeatures(search.evaluator, search.space)
         self._plans = PlanMoves(search.neighbours)
         edges = with_neighbours(self._features.edges, search.num_groups)
-        self._edges = torch.from_numpy(edges)
+        self._scores = SearchScores(policy, edges, search.num_groups)
         self.view: View | None = None
-        self._seen: list[Tensor] = []
+        self._entered: tuple[Tensor, Tensor] | None = None
         self._queue: list[Move] = []
         self._proposed: set[StateKey] = set()
         self._payoff = Payoff(2)
@@ -279,11 +336,7 @@ class LedMoves:
         self._queue = []
         self.view = None if looked is None else self._features.view(state, *looked)
         if self.view is not None:
-            point = torch.zeros(len(self.view.groups), dtype=torch.long)
-            with torch.inference_mode():
-                self._seen = self._policy.embedded(
-                    tensor(self.view.groups), self._edges, point, tensor(self.view.whole)[None]
-                )
+            self._entered = self._scores.enter(self.view)
 
     def _pool(self) -> int:
         return int(np.clip(self._search.evaluator.num_tasks / TASKS_PER_MOVE, *POOL))
@@ -298,14 +351,9 @@ class LedMoves:
 
     def scores(self, view: View, moves: Sequence[Move]) -> npt.NDArray[np.float64]:
         """Scores of moves from the point that was entered."""
-        features = self._features.of(view, moves)
-        changed = changed_groups(view.state, moves)
-        groups, whole = self._seen
-        weight = changed / np.maximum(changed.sum(axis=1, keepdims=True), 1)
-        with torch.inference_mode():
-            places = tensor(weight.astype(np.float32)) @ groups
-            out = self._policy.scored(tensor(features), places, whole.expand(len(moves), -1))
-        return np.asarray(out.numpy(), np.float64)
+        assert self._entered is not None
+        features, changed = self._features.of(view, moves), changed_groups(view.state, moves)
+        return self._scores.of(self._entered, features, changed)
 
 
 class Payoff:

@@ -5,7 +5,8 @@ of the best draws, refines the best rows for a bounded number of simulated tasks
 four (``proposals``, ``op_level``). No baseline is among them and none is improved. Beside other
 methods an answer is whole or not begun: ``auto`` gives it the seconds that it takes
 (``whole_s``), or none. Asked again, ``agent`` makes further draws. Beside the draws, whole plans
-are drafted, and the best of these finished by a few moves (``beginnings``).
+are drafted, alone in what the draws have left of ``answer_limit_s``, and the best of these are
+finished by a few moves (``beginnings``).
 ``agent+search`` gives the same proposals to local search as seeds, lets its moves use parts of
 further draws, so that the policy's probabilities order them, and has them led by the policy that
 improves plans (``improver``).
@@ -20,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from heterog.agents.beginnings import DraftAgent, Score, by_closed_form
+from heterog.agents.beginnings import DraftAgent
 from heterog.agents.op_level import NUM_RETURNED
 from heterog.agents.proposals import (
     MANY_DEVICES,
@@ -30,7 +31,7 @@ from heterog.agents.proposals import (
     answer_s,
 )
 from heterog.methods.local_search.planner import LocalSearch
-from heterog.methods.planner import Budget, Candidate, Planner, PlanResult, Problem
+from heterog.methods.planner import Budget, Candidate, Planner, PlanResult, Problem, Spending
 from heterog.methods.registry import Methods, built_in_methods
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.evaluator import Evaluator
@@ -45,8 +46,11 @@ LEARNED = ("agent", "agent+search")
 NUM_PROPOSALS = 256
 MOST_DEVICES = 1024
 """An answer for 836 takes about ten seconds."""
-LEAST_FOR_DRAFTS = 64
-"""Fewest evaluations that are left of a budget for which drafts are tried, too."""
+LEAST_FOR_DRAFTS, LEAST_DRAFTS_S = 64, 0.1
+"""Fewest evaluations, and seconds, that are left of a budget for which drafts are tried, too."""
+ANSWER_LIMITS = ((16, 1.0), (64, 2.0), (1024, 5.0))
+"""Devices, and seconds of an answer with drafts that is asked for alone: fewer drafts are tried
+where the rows have taken most of them. Between devices by the logarithm."""
 _LAST_S, _HAS_ASKED, _HAS_DRAFTED = "last_s", "has_asked", "has_drafted"  # in a method's memory
 _TOO_MANY = PlanResult(
     candidates=(),
@@ -121,6 +125,25 @@ def _is_too_short(needed_s: float, problem: Problem) -> bool:
     return seconds is not None and bool(problem.seeds) and seconds < needed_s
 
 
+def answer_limit_s(num_devices: int) -> float:
+    """Seconds of an answer where nothing else is asked, after which nothing more is drafted.
+
+    >>> [round(answer_limit_s(devices), 2) for devices in (2, 16, 64, 256, 1024)]
+    [1.0, 1.0, 2.0, 3.5, 5.0]
+    """
+    devices, seconds = zip(*ANSWER_LIMITS, strict=True)
+    return float(np.interp(np.log(num_devices), np.log(devices), seconds))
+
+
+def drafts_budget(problem: Problem, spending: Spending, evaluations: int) -> Budget:
+    """What an answer leaves for drafts: all, beside other methods; alone, up to a limit."""
+    left = _left(problem.budget, evaluations, spending.seconds)
+    if problem.seeds or left.seconds is None:
+        return left
+    limit_s = answer_limit_s(problem.evaluator.cluster.num_devices)
+    return Budget(seconds=max(min(left.seconds, limit_s - spending.seconds), 1e-3))
+
+
 def _not_begun(needed_s: float, problem: Problem) -> PlanResult:
     reason = (
         f"a policy's answer takes about {needed_s:.1f} s, of the {problem.budget.seconds:.1f} s "
@@ -136,7 +159,7 @@ class Agent(Planner):
         policy: Name of a shipped policy, a file, or the network itself.
         name: Name of the method.
         num_samples: Number of draws, the greedy one included.
-        score: What chooses the drafts that are tried beside the draws; ``None`` for no drafts.
+        drafts: Whether whole plans are drafted beside the draws.
     """
 
     stage = "zero_shot"
@@ -149,11 +172,11 @@ class Agent(Planner):
         *,
         name: str = "agent",
         num_samples: int = NUM_SAMPLES,
-        score: Score | None = None,
+        drafts: bool = False,
     ) -> None:
         self.name = name
         self.policy = policy
-        self._num_samples, self._score = num_samples, score
+        self._num_samples, self._drafts = num_samples, drafts
 
     def prepare(self, evaluator: Evaluator) -> None:
         """Import what a policy needs, and load it."""
@@ -175,13 +198,11 @@ class Agent(Planner):
         found = _more(proposals, self.policy, problem, self._num_samples)
         problem.memory[_LAST_S] = spending.seconds * (1.0 if found.is_whole else 2.0)
         drafted = _NO_DRAFTS
-        rest = replace(
-            problem, budget=_left(problem.budget, found.num_evaluations, spending.seconds)
-        )
+        rest = replace(problem, budget=drafts_budget(problem, spending, found.num_evaluations))
         is_due = not problem.memory.get(_HAS_DRAFTED)
         # Drafts take about as long; beside other methods they wait for when there is time.
-        if self._score and is_due and not _is_too_short(answer_s(problem.evaluator), rest):
-            drafted = _drafted(rest, self._score)
+        if self._drafts and is_due and not _is_too_short(answer_s(problem.evaluator), rest):
+            drafted = _drafted(rest)
             problem.memory[_HAS_DRAFTED] = True
         return PlanResult(
             candidates=_best((*found.candidates, *drafted.candidates)),
@@ -196,7 +217,7 @@ class AgentSearch(Planner):
         policy: Name of a shipped policy, a file, or the network itself.
         name: Name of the method.
         is_led: Whether the shipped ``improver`` leads its moves.
-        score: As for ``Agent``; where other methods have searched before, it begins from theirs.
+        drafts: As for ``Agent``; where other methods have searched before, it begins from theirs.
     """
 
     stage = "search"
@@ -211,11 +232,11 @@ class AgentSearch(Planner):
         *,
         name: str = "agent+search",
         is_led: bool = True,
-        score: Score | None = None,
+        drafts: bool = False,
     ) -> None:
         self.name = name
         self.policy = policy
-        self._is_led, self._score = is_led, score
+        self._is_led, self._drafts = is_led, drafts
 
     def prepare(self, evaluator: Evaluator) -> None:
         """Import what a policy needs, and load it."""
@@ -247,9 +268,9 @@ class AgentSearch(Planner):
         found = ask(self.policy, asked)
         problem.memory[_HAS_ASKED] = found.is_whole
         drafted = _NO_DRAFTS
-        if self._score is not None and not problem.seeds:
+        if self._drafts and not problem.seeds:
             rest = _left(problem.budget, found.num_evaluations, spending.seconds)
-            drafted = _drafted(replace(problem, budget=rest.part(0.5)), self._score)
+            drafted = _drafted(replace(problem, budget=rest.part(0.5)))
         rng = np.random.default_rng([problem.seed, NUM_PROPOSALS])
         rows = draw(found.scores, found.pair, NUM_PROPOSALS, rng).rows
         table = found.pair.table
@@ -294,14 +315,16 @@ def _best(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
     return tuple(ranked[:NUM_RETURNED])
 
 
-def _drafted(problem: Problem, score: Score) -> PlanResult:
+def _drafted(problem: Problem) -> PlanResult:
     """The best drafts, finished by led moves; none if hardly an evaluation is left for them."""
     from heterog.agents.improver import led_by, load_improver
 
     evaluations = problem.budget.evaluations
     if evaluations is not None and evaluations < LEAST_FOR_DRAFTS:
         return _NO_DRAFTS
-    return DraftAgent(score, lead=led_by(load_improver())).plan(problem)
+    if problem.budget.seconds is not None and problem.budget.seconds < LEAST_DRAFTS_S:
+        return _NO_DRAFTS
+    return DraftAgent(lead=led_by(load_improver())).plan(problem)
 
 
 def _prepare(policy: "str | Policy", evaluator: Evaluator) -> None:
@@ -335,7 +358,7 @@ def policy_methods(policy: str = DEFAULT_POLICY) -> tuple[Agent, AgentSearch]:
     """
     if policy != DEFAULT_POLICY:
         _policies.get(policy)
-    return Agent(policy, score=by_closed_form), AgentSearch(policy, score=by_closed_form)
+    return Agent(policy, drafts=True), AgentSearch(policy, drafts=True)
 
 
 def default_methods(policy: str = DEFAULT_POLICY) -> Methods:

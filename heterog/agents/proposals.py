@@ -41,9 +41,10 @@ NUM_MADE = 10
 HOPELESS = 0.05
 """Missing part of memory, by the coarse evaluator, from which a row is left to other ways."""
 
-ANSWER_S, ANSWER_BLOCK_S, ANSWER_OP_S = 0.3, 2e-4, 1.5e-4
-"""CPU seconds of an answer, for each group of ops on each device, and for each op. Within half and
-twice of what it took on 30 pairs (five models, six clusters of 6 to 64 devices, one core)."""
+ANSWER_S, ANSWER_BLOCK_S, ANSWER_OP_S = 0.3, 1.2e-4, 8e-5
+"""CPU seconds of an answer without drafts, for each group of ops on each device, and for each op.
+Within a fifth of five answers (8, 16, 64, 235 and 287 devices; 61 to 111 groups, loaded cores);
+models of few groups on many devices take longer (6 groups on 82: 1.1 s)."""
 ANSWER_DEVICE_S = 0.012
 """CPU seconds for each device where there are many, and fewer draws are made."""
 STATE_PART = 0.5

@@ -440,10 +440,12 @@ def _key(name: str) -> str:
 _Kind = TypeVar("_Kind", bound=LinkKind | NetworkKind)
 
 
-def _called(name: str, kinds: tuple[_Kind, ...]) -> _Kind | None:
+def _called(what: str, name: str, kinds: tuple[_Kind, ...]) -> _Kind:
     """The kind with this name or alias; case and punctuation do not matter."""
     by_key = {_key(own): kind for kind in kinds for own in (kind.name, *kind.aliases)}
-    return by_key.get(_key(name))
+    if _key(name) not in by_key:
+        raise UnknownNameError(what, name, [each.name for each in kinds])
+    return by_key[_key(name)]
 
 
 def intra_link(name: str) -> Link:
@@ -455,10 +457,7 @@ def intra_link(name: str) -> Link:
     >>> intra_link("NVLink-4").bandwidth_bytes_per_s
     320000000000.0
     """
-    found = _called(name, link_kinds())
-    if found is None:
-        raise UnknownNameError("link", name, [each.name for each in link_kinds()])
-    return found.link
+    return _called("link", name, link_kinds()).link
 
 
 def network_kind(name: str) -> NetworkKind:
@@ -470,7 +469,4 @@ def network_kind(name: str) -> NetworkKind:
     >>> network_kind("HDR").line_rate_bytes_per_s
     25000000000.0
     """
-    found = _called(name, network_kinds())
-    if found is None:
-        raise UnknownNameError("network", name, [each.name for each in network_kinds()])
-    return found
+    return _called("network", name, network_kinds())

@@ -17,6 +17,7 @@ from heterog.lowering import Choice, Decided, Encoder
 from heterog.lowering.channels import ChannelTable, balanced_slices
 from heterog.lowering.program import IntArray
 from heterog.lowering.tables import GraphTables, graph_tables
+from heterog.memo import kept
 from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.strategy import (
@@ -159,8 +160,9 @@ class StrategySpace:
 
     def add(self, decision: Decision) -> int:
         """Number of a candidate, which is added if it is new."""
-        if decision in self._numbers:
-            return self._numbers[decision]
+        known = self._numbers.get(decision)
+        if known is not None:
+            return known
         number = len(self.candidates)
         self.candidates.append(decision)
         self._numbers[decision] = number
@@ -170,6 +172,7 @@ class StrategySpace:
             self._channels.of_values(decision.devices)
         return number
 
+    @kept
     def micro_batches(self, num_micro: int) -> MicroBatches:
         """``Strategy.micro_batches`` that cut the batch evenly, whatever the groups' shares."""
         sizes = split_evenly(self.graph.batch_size, num_micro)

@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from heterog.agents.beginnings import Beginnings, DraftAgent, by_closed_form, chosen
-from heterog.agents.draft_views import DraftViews
-from heterog.agents.drafts import Draft, Drafter, Stage, balanced_starts
-from heterog.agents.planners import Agent
+from heterog.agents.beginnings import Beginnings, DraftAgent, chosen
+from heterog.agents.draft_estimates import DraftEstimates
+from heterog.agents.drafter import Drafter
+from heterog.agents.drafts import Draft, Stage, balanced_starts
+from heterog.agents.planners import Agent, drafts_budget
 from heterog.cluster import Cluster
 from heterog.envs.toy import chain_graph
 from heterog.methods.local_search.planner import Search
@@ -71,9 +72,9 @@ def test_the_closed_form_is_the_compute_of_one_device() -> None:
     made = drafter()
     draft = Draft((Stage((0,)),), (0,))
     expected = made.seconds[made.types[0], -1, -1]
-    assert DraftViews(made).estimate_s(draft) == pytest.approx(expected)
+    assert DraftEstimates(made).estimate_s(draft) == pytest.approx(expected)
     twice = replace(draft, stages=(Stage((0,)), Stage((1,))), starts=(0, 3))
-    assert DraftViews(made).estimate_s(twice) >= expected  # and the message between them
+    assert DraftEstimates(made).estimate_s(twice) >= expected  # and the message between them
 
 
 def test_what_is_chosen_is_different_and_has_the_best() -> None:
@@ -88,7 +89,7 @@ def test_what_is_chosen_is_different_and_has_the_best() -> None:
 
 def test_what_is_tried_is_judged_by_the_referee() -> None:
     search = Search(problem())
-    beginnings = Beginnings(search, by_closed_form, 0, limit=math.inf)
+    beginnings = Beginnings(search, 0, limit=math.inf)
     beginnings.begin(40, 5)
     beginnings.go_on(20, 3)
     assert 5 < len(beginnings.found) <= 8
@@ -114,11 +115,25 @@ def test_an_answer_is_the_same_again_and_better_than_one_device() -> None:
 def test_an_agent_hands_over_drafts_beside_its_draws_once() -> None:
     asked = problem(evaluations=600)
     plain = Agent(num_samples=4).plan(asked)
-    both = Agent(num_samples=4, score=by_closed_form).plan(again := replace(asked, memory={}))
-    later = Agent(num_samples=4, score=by_closed_form).plan(again)
+    both = Agent(num_samples=4, drafts=True).plan(again := replace(asked, memory={}))
+    later = Agent(num_samples=4, drafts=True).plan(again)
     assert both.num_evaluations > plain.num_evaluations
     assert later.num_evaluations < both.num_evaluations
     judged = [
         min(each.judged.step_time_s for each in a.candidates if each.judged) for a in (both, plain)
     ]
     assert judged[0] <= judged[1]
+
+
+@pytest.mark.parametrize(("budget_s", "spent_s", "left_s"), [(60.0, 0.7, 0.3), (0.8, 0.7, 0.1)])
+def test_alone_drafts_have_what_is_left_of_the_seconds_of_an_answer(
+    budget_s: float, spent_s: float, left_s: float
+) -> None:
+    now_s = 0.0
+    asked = replace(problem(), budget=Budget(seconds=budget_s), clock=lambda: now_s)
+    spending = asked.spend()
+    now_s = spent_s
+    assert drafts_budget(asked, spending, 0).seconds == pytest.approx(left_s)
+    other = DraftAgent().plan(problem()).candidates
+    among_others = replace(asked, seeds=other)
+    assert drafts_budget(among_others, spending, 0).seconds == pytest.approx(budget_s - spent_s)

@@ -12,6 +12,7 @@ up micro-batches and teams, and ZeRO is given up where a slice would have severa
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -76,6 +77,13 @@ class State:
         return (
             self.row.tobytes(), self.bucket_bytes, int(self.order), self.micro_batches, self.rules,
             self.schedule, self.blocks,
+        )  # fmt: skip
+
+    def with_row(self, row: IntArray) -> "State":
+        """The same settings with another row; ``replace`` takes longer."""
+        return State(
+            row, self.bucket_bytes, self.order, self.micro_batches, self.rules, self.schedule,
+            self.blocks,
         )  # fmt: skip
 
 
@@ -161,6 +169,8 @@ class Neighbours:
         self._said_as: dict[tuple[int, Callable[[Decision], Decision]], int] = {}
         self._teamed_as: dict[tuple[int, int], int] = {}
         self._others: dict[tuple[int, ...], list[Decision]] = {}
+        self._last_row: IntArray | None = None
+        self._last_edges: list[int] = []
 
     def of(self, state: State) -> State:
         """A random move: of some groups' decisions, or of a setting of the whole step."""
@@ -195,9 +205,9 @@ class Neighbours:
             return Move(MoveKind.RULES, self._resharded(state), without=state)
         row = state.row.copy()
         if kind < 0.32:
-            self._shift_boundary(row)
-            return Move(MoveKind.BOUNDARY, replace(state, row=row))
-        chosen = self._some_groups(row)
+            self._shift_boundary(state.row, row)
+            return Move(MoveKind.BOUNDARY, state.with_row(row))
+        chosen = self._some_groups(state.row)
         what = MoveKind.DECISION
         if self.proposals and self.rng.random() < _PROPOSED:
             what = MoveKind.PROPOSAL
@@ -222,7 +232,7 @@ class Neighbours:
             row[chosen] = row[self.rng.integers(self.num_groups)]
         else:
             row[chosen] = self.rng.integers(self.num_named)
-        return Move(what, replace(state, row=row))
+        return Move(what, state.with_row(row))
 
     def legal(self, state: State) -> State:
         """The same state as ranks can execute it, in the form that all equal states have."""
@@ -346,7 +356,7 @@ class Neighbours:
         only_some = self.rng.random() < min(
             _ONLY_SOME, _FEW_OPS / self.problem.evaluator.graph.num_ops
         )
-        chosen = set(self._some_groups(row).tolist())
+        chosen = set(self._some_groups(state.row).tolist())
         if rules and only_some and self.rng.random() < 0.5:
             rules = self.rules.without(rules, chosen)
         elif self.rules.layers:
@@ -472,7 +482,7 @@ class Neighbours:
         """Make a whole run recompute layer by layer, or keep its activations."""
         row = state.row.copy()
         anchor = int(self.rng.integers(self.num_groups))
-        run = self._run(row, anchor)
+        run = self._run(state.row, anchor)
         row[run] = self._recomputed(row[run])
         return replace(state, row=row, blocks=state.blocks or self._layer_blocks)
 
@@ -509,10 +519,18 @@ class Neighbours:
 
     def _run(self, row: IntArray, anchor: int) -> IntArray:
         """The groups of the run that a group is in."""
-        edges = np.flatnonzero(np.diff(row)) + 1
-        first = int(edges[edges <= anchor].max(initial=0))
-        last = int(edges[edges > anchor].min(initial=self.num_groups))
+        edges = self.edges(row)
+        after = bisect_right(edges, anchor)
+        first = edges[after - 1] if after else 0
+        last = edges[after] if after < len(edges) else self.num_groups
         return np.arange(first, last, dtype=np.int32)
+
+    def edges(self, row: IntArray) -> list[int]:
+        """First group of each run but the first one; many moves are drawn from a point."""
+        if row is not self._last_row:
+            self._last_row = row
+            self._last_edges = (np.flatnonzero(row[1:] != row[:-1]) + 1).tolist()
+        return self._last_edges
 
     def _range(self, size: int) -> IntArray:
         """A random range below ``size``; short ones are as likely as long ones."""
@@ -521,12 +539,12 @@ class Neighbours:
         first = int(self.rng.integers(size - length + 1))
         return np.arange(first, first + length, dtype=np.int32)
 
-    def _shift_boundary(self, row: IntArray) -> None:
-        """Move a boundary between two runs by a few groups."""
-        edges = np.flatnonzero(np.diff(row)) + 1
-        if len(edges) == 0:
+    def _shift_boundary(self, old: IntArray, row: IntArray) -> None:
+        """Move a boundary between two runs of a point by a few groups, in a copy of its row."""
+        edges = self.edges(old)
+        if not edges:
             return
-        edge = int(edges[self.rng.integers(len(edges))])
+        edge = edges[self.rng.integers(len(edges))]
         step = int(self.rng.geometric(0.5))
         if self.rng.random() < 0.5:
             row[max(edge - step, 0) : edge] = row[edge]

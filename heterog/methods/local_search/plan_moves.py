@@ -115,10 +115,12 @@ class PlanMoves:
         """Whether a simulation does not take too long, as far as the ops tell."""
         if not state.micro_batches:
             return True
-        numbers, of_group = np.unique(state.row, return_inverse=True)
-        ops = np.bincount(of_group, self._num_ops)
-        sizes = [len(self._space.candidates[number].devices) for number in numbers.tolist()]
-        return len(state.micro_batches[0]) * float(ops @ np.array(sizes)) <= _MOST_TASKS
+        sizes = [self._size(number) for number in state.row.tolist()]
+        return len(state.micro_batches[0]) * int(self._num_ops @ np.array(sizes)) <= _MOST_TASKS
+
+    @kept
+    def _size(self, number: int) -> int:
+        return len(self._space.candidates[number].devices)
 
     # --- stages ----------------------------------------------------------------------------------
 
@@ -176,22 +178,22 @@ class PlanMoves:
         return counts[int(self.rng.integers(len(counts)))] if least > 1 else 1
 
     def _on_stages(self, state: State, decisions: Sequence[Decision], micro: int) -> State:
-        starts = self._balanced(decisions)
+        numbers = [self._space.add(decision) for decision in decisions]
+        starts = self._balanced(numbers)
         stages = [decision.devices for decision in decisions]
-        return replace(
-            state,
-            row=self._row(decisions, starts),
+        return State(
+            row=self._row(numbers, starts),
+            bucket_bytes=state.bucket_bytes,
             micro_batches=self._space.micro_batches(micro),
             order=self._order(state, micro),
-            rules=(),
             schedule=self._schedule(stages, micro),
             blocks=self._blocks_of(decisions, starts),
         )
 
-    def _row(self, decisions: Sequence[Decision], starts: Sequence[int]) -> IntArray:
+    def _row(self, numbers: Sequence[int], starts: Sequence[int]) -> IntArray:
         """The candidate of each group, by the stage that it is in."""
-        sizes = np.diff([*starts, self._num_groups])
-        numbers = [self._space.add(decision) for decision in decisions]
+        ends = (*starts[1:], self._num_groups)
+        sizes = [end - first for first, end in zip(starts, ends, strict=True)]
         return np.repeat(np.array(numbers, np.int32), sizes)
 
     def _order(self, state: State, micro: int) -> Order:
@@ -215,14 +217,13 @@ class PlanMoves:
             schedule = replace(schedule, splits_backward=True)
         return schedule
 
-    def _balanced(self, decisions: Sequence[Decision]) -> Sequence[int]:
+    def _balanced(self, numbers: Sequence[int]) -> Sequence[int]:
         """First group of each stage, each with at least one."""
-        costs = [self._costs(self._space.add(decision)) for decision in decisions]
-        seconds, memory, room = zip(*costs, strict=True)
+        seconds, memory, room = zip(*map(self._costs, numbers), strict=True)
         noise = 0.0 if self.rng.random() < 0.5 else _SPREAD
-        spread = np.exp(noise * self.rng.normal(size=len(decisions)))
+        spread = np.exp(noise * self.rng.normal(size=len(numbers)))
         limit = np.array(room) if self.rng.random() < 0.5 else np.full(len(room), np.inf)
-        return stage_starts(np.stack(seconds, 1) * spread, np.stack(memory, 1), limit)
+        return stage_starts(np.array(seconds).T * spread, np.array(memory).T, limit)
 
     @kept
     def _costs(self, number: int) -> tuple[FloatArray, FloatArray, float]:
@@ -239,7 +240,7 @@ class PlanMoves:
 
     def _runs(self, state: State) -> list[tuple[int, int]]:
         """First group and end of each run."""
-        edges = (np.flatnonzero(np.diff(state.row)) + 1).tolist()
+        edges = self._near.edges(state.row)
         return list(pairwise((0, *edges, self._num_groups)))
 
     def _stages_of(self, state: State) -> list[Decision]:
@@ -256,9 +257,10 @@ class PlanMoves:
         decisions = self._stages_of(state)
         if not 2 <= len(decisions) <= min(_MOST_STAGES, self._num_groups):
             return None
-        starts = self._balanced(decisions)
+        numbers = [self._space.add(decision) for decision in decisions]
+        starts = self._balanced(numbers)
         blocks = state.blocks and tuple(sorted({*state.blocks, *starts}))
-        return replace(state, row=self._row(decisions, starts), blocks=blocks)
+        return replace(state, row=self._row(numbers, starts), blocks=blocks)
 
     def _restructured(self, state: State) -> State | None:
         """Two stages joined, exchanged, or one divided, and all cuts in balance."""

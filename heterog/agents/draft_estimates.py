@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from heterog.agents.drafts import Draft, Drafter, Shard, Stage, before
+from heterog.agents.drafter import Drafter
+from heterog.agents.drafts import Draft, Shard, Stage, before
 from heterog.lowering.program import FloatArray
 from heterog.memo import kept
 from heterog.methods.model_parallel import activation_bytes, parameter_bytes
@@ -43,7 +44,7 @@ class _Costs:
     fills: FloatArray
 
 
-class DraftViews:
+class DraftEstimates:
     """Estimates drafts.
 
     Args:
@@ -200,7 +201,7 @@ class DraftViews:
         """Seconds of a step by the closed form."""
         return self._seconds(draft, self._costs(draft))
 
-    def estimates(self, drafts: Sequence[Draft]) -> FloatArray:
+    def logarithms(self, drafts: Sequence[Draft]) -> FloatArray:
         """Logarithm of the closed form over the bound of compute.  # [num_drafts]"""
         seconds = map(self.estimate_s, drafts)
         found = np.array([np.log(each / self.bound_s) for each in seconds], np.float32)
