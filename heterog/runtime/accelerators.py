@@ -154,7 +154,7 @@ def keep_freed_memory() -> None:
 
     A step frees its gradients at its end. glibc gives the end of the heap back to the system, and
     in the next step gets it again page by page: 13 MB in each step of a perceptron of 3.8 M
-    parameters, which cost a tenth of its processor time (``docs/notebook/compiled.md``). Peaks
+    parameters, which cost a fifth of its processor time (``docs/notebook/compiled.md``). Peaks
     stay what they are. Other C libraries are left as they are.
     """
     if platform.libc_ver()[0] != "glibc":
