@@ -20,7 +20,7 @@ from heterog.graph.workload import Workload
 from heterog.lowering import lower
 from heterog.lowering.program import FloatArray, Program, TaskKind
 from heterog.modes.on_ranks import RankMode
-from heterog.runtime.accelerators import rank_device
+from heterog.runtime.accelerators import keep_freed_memory, rank_device
 from heterog.runtime.step.alike import (
     Signature,
     batch_by_tensor,
@@ -123,6 +123,7 @@ class DeployedStep:
         check_modes(graph, plan.strategy, program, clips=self._clips)
         check_scaled(graph, loss_scale)
         self.device = rank_device()
+        keep_freed_memory()
         self._model = one_model(workload, self.device)
         self._names = {tensor: graph.tensors[tensor].name for tensor in range(graph.num_inputs)}
         self.groups = parameter_groups(workload, self._model)

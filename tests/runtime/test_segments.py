@@ -67,7 +67,7 @@ def played(
         losses.append(float(step(batch_of(name, number))))
         if is_single:
             executor._pieces.clear()
-            executor._noted.clear()  # as before a first step
+            executor._interpreter.noted.clear()  # as before a first step
     left = len(executor._values.held)
     pieces = [piece for run in executor._pieces.values() for piece in run]
     kinds = executor.seen.kinds

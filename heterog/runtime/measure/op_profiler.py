@@ -40,6 +40,7 @@ from heterog.runtime.accelerators import (
     CPU,
     has_accelerator,
     is_accelerated,
+    keep_freed_memory,
     own_device,
     peak_memory_bytes,
     queue_mark,
@@ -269,6 +270,7 @@ def profile_ops(
         One row per op signature, rows of kind ``copy`` for copies and sums, and one of kind
         ``step``.
     """
+    keep_freed_memory()  # as a run does
     graph = captured.graph
     device = CPU if is_cpu(device_type) else own_device()
     program = _data_parallel(graph, samples)

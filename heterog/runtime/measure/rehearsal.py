@@ -27,7 +27,7 @@ from heterog.methods.planner import TimeUp
 from heterog.modes.mode import fault_of_modes
 from heterog.runtime.step.collectives import Communicator, Pending
 from heterog.runtime.step.executor import StepExecutor, device_sets
-from heterog.runtime.step.local_op import Extent, LocalOp, local_ops
+from heterog.runtime.step.local_op import LocalOp, Share, local_ops
 from heterog.runtime.step.rank_program import OP_KINDS, RankProgram
 from heterog.runtime.step.step_order import LOSS, NORM, DueTask, StepOrder, step_order
 from heterog.runtime.step.whole_model import ModelPart
@@ -478,54 +478,38 @@ class _RehearsedOp(LocalOp):
         rules = self.along_batch, self.along_axis, self.whole
         self._known = known.setdefault((self.call, rules), {})  # alike ops have one call
 
-    def __call__(
-        self,
-        inputs: Sequence[Tensor],
-        extent: Extent,
-        *,
-        is_first: bool = True,
-        is_first_member: bool = True,
-        first_unit: int = 0,
-    ) -> list[Tensor]:
+    def __call__(self, inputs: Sequence[Tensor], share: Share) -> list[Tensor]:
         """See ``LocalOp``."""
-        enters = is_first, is_first_member, first_unit if self.minds_position else 0
-        key = extent, enters, *map(Tensor.size, inputs), *map(Tensor.stride, inputs)
+        if not self.minds_position:
+            share = share._replace(first_unit=0)
+        key = share, *map(Tensor.size, inputs), *map(Tensor.stride, inputs)
         made = self._known.get(key)
         if made is None:
-            made = self._known[key] = self._make(inputs, extent, enters)
+            made = self._known[key] = self._make(inputs, share)
         return list(made)
 
-    def _make(
-        self, inputs: Sequence[Tensor], extent: Extent, enters: tuple[bool, bool, int]
-    ) -> list[Tensor]:
-        if self._is_as_captured(inputs, extent):
+    def _make(self, inputs: Sequence[Tensor], share: Share) -> list[Tensor]:
+        if self._is_as_captured(inputs, share):
             # Its outputs are known. Some kernels of the meta device refuse or shape what those
             # of devices do not (_grouped_mm, _embedding_bag).
             return [
                 torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=META)
                 for meta in self.call.outputs
             ]
-        is_first, is_first_member, first_unit = enters
-        made = self._kernel(
-            inputs,
-            extent,
-            is_first=is_first,
-            is_first_member=is_first_member,
-            first_unit=first_unit,
-        )
+        made = self._kernel(inputs, share)
         for index, value in enumerate(made):
-            wanted = self.local_shape_of_output(index, extent)
-            if tuple(value.shape) != wanted and not self.is_incomplete(extent):
+            wanted = self.local_shape_of_output(index, share)
+            if tuple(value.shape) != wanted and not self.is_incomplete(share):
                 raise RehearsalError(f"it makes {tuple(value.shape)} instead of {wanted}")
         return made
 
-    def _is_as_captured(self, inputs: Sequence[Tensor], extent: Extent) -> bool:
+    def _is_as_captured(self, inputs: Sequence[Tensor], share: Share) -> bool:
         """Whether an op gets and makes whole tensors, as it did when it was captured."""
         given = [(tuple(value.shape), value.dtype) for value in inputs]
         return given == [
             (meta.shape, getattr(torch, meta.dtype)) for meta in self.call.inputs
         ] and all(
-            self.local_shape_of_output(index, extent) == meta.shape
+            self.local_shape_of_output(index, share) == meta.shape
             for index, meta in enumerate(self.call.outputs)
         )
 

@@ -2,28 +2,27 @@
 
 The program says what happens and the plan in which order; nothing here decides. A rank goes
 through the order of ``step_order`` and does the tasks it takes part in: communication is issued at
-once and waited for where its result is needed. The first step is interpreted; in later ones the
-ops between two points of communication are one function (``segments``). ``conversions`` moves
-values between divisions, ``gradients`` and ``optimizer`` make new parameters.
+once and waited for where its result is needed. The first step is interpreted (``interpreter``); in
+later ones the ops between two points of communication are one function (``segments``).
+``conversions`` moves values between divisions, ``gradients`` and ``optimizer`` make new
+parameters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from heterog.errors import StrategyError
-from heterog.graph.axis_plan import BATCH_AXIS
 from heterog.graph.batch_plan import micro_batches_refused
-from heterog.graph.op_graph import TensorKind
 from heterog.lowering.program import Program, TaskKind
 from heterog.runtime.step.collectives import Communicator, Pending
 from heterog.runtime.step.compiled import Compiler
 from heterog.runtime.step.conversions import Conversions
 from heterog.runtime.step.feedback import ErrorFeedback
 from heterog.runtime.step.gradients import Gradients
+from heterog.runtime.step.interpreter import Interpreter
 from heterog.runtime.step.local_op import LocalOp
 from heterog.runtime.step.loss_scale import LossScale, op_that_begins_backward
 from heterog.runtime.step.losses import Losses
@@ -31,14 +30,11 @@ from heterog.runtime.step.optimizer import Masters, Push, StepUpdates, Updates
 from heterog.runtime.step.random_stream import RandomStream
 from heterog.runtime.step.rank_program import OP_KINDS, RankProgram
 from heterog.runtime.step.recorder import Recorder as Recorder
-from heterog.runtime.step.segments import NotedOp, Piece, Segments
+from heterog.runtime.step.segments import Piece, Segments
 from heterog.runtime.step.slices import Slices
-from heterog.runtime.step.spans import Span, Spans
 from heterog.runtime.step.step_order import LOSS, NORM, DueTask, StepOrder
 from heterog.runtime.step.values import Held, Values
 from heterog.strategy.strategy import Strategy
-
-_COMPUTE = TaskKind.COMPUTE
 
 
 class StepExecutor:
@@ -103,16 +99,14 @@ class StepExecutor:
         self._parameters = parameters
         self._max_grad_norm = max_grad_norm
         self._loss_scale = loss_scale
-        self._begins_backward = op_that_begins_backward(part.graph) if loss_scale else None
         device = device or torch.device("cpu")
-        self._random = RandomStream(seed, device)
+        random = RandomStream(seed, device)
         facts, modes = (part.graph, part.strategy, part.rank), part.strategy.modes
         self._scale = None
         for scale in filter(None, (mode.gradient_scale(*facts) for mode in modes)):
             self._scale = torch.tensor(scale, dtype=torch.float64, device=device)
         loss_parts = (mode.loss_part(*facts) for mode in modes)
         self._loss_part = next((each for each in loss_parts if each is not None), None)
-        self._ops = ops
         self.turns, self._end = order
         self._slices = slices or Slices([], part.rank, {}, ())
         self._updates = Updates(
@@ -127,7 +121,7 @@ class StepExecutor:
         )
         self._values = Values(
             self._part,
-            self._ops,
+            ops,
             [turn.task for turn in self.turns if turn.task >= 0 and not turn.of_step_before],
             parameters=parameters,
             read_parameter=read_parameter or self._updates.read,
@@ -135,8 +129,15 @@ class StepExecutor:
             device=device,
         )
         self._losses = Losses(self._part, self._values)
-        self._conversions = Conversions(
-            self._part, self._ops, self._values, self._losses, communicator
+        self._conversions = Conversions(part, ops, self._values, self._losses, communicator)
+        self._interpreter = Interpreter(
+            part,
+            ops,
+            self._values,
+            self._losses,
+            self._conversions,
+            random,
+            op_that_begins_backward(part.graph) if loss_scale else None,
         )
         self._sent_before: dict[int, list[int]] = {}
         for send, task in sent_before:
@@ -146,15 +147,12 @@ class StepExecutor:
         self._before: StepUpdates | None = None
         self._step: StepUpdates | None = None
         self._summed_loss: Pending | None = None
-        self._noted: dict[int, NotedOp] = {}
         self._pieces: dict[tuple[DueTask, int, bool], list[Piece]] = {}
-        self._counted: set[int] = set()  # counters that were already stepped in this step
         self._kind = part.kinds
         self._action = [_ACTIONS.get(kind) for kind in part.kinds]
         # As lists: single elements are looked up for every task of every step.
         self._subject: list[int] = self.program.subject.tolist()
         self._micro: list[int] = self.program.micro.tolist()
-        self._op: list[int] = self._part.tables.op_id.tolist()
         # With a barrier all parameters are there when a step begins.
         is_late = not (self._is_alone and part.strategy.step_barrier)
         self._segments = Segments(
@@ -164,10 +162,10 @@ class StepExecutor:
             read_parameter=(read_parameter or self._updates.read) if is_late else None,
             buffers=buffers,
             updates=self._updates,
-            random=self._random,
+            random=random,
             communicator=communicator,
             sent_before=self._sent_before,
-            noted=self._noted,
+            noted=self._interpreter.noted,
             compiler=compiler,
         )
 
@@ -221,7 +219,7 @@ class StepExecutor:
         # Values that were received and not read are freed.
         if self._is_alone:
             self._communicator.flush()
-        self._counted.clear()
+        self._interpreter.begin()
         self._losses.begin()
         gradients = Gradients(
             self._part,
@@ -262,7 +260,7 @@ class StepExecutor:
         key = turns[0], len(turns), is_recorded
         if key not in self._pieces:
             ops = (task for task, _ in turns if task >= 0 and self._kind[task] in OP_KINDS)
-            if not all(task in self._noted for task in ops):
+            if not all(task in self._interpreter.noted for task in ops):
                 return None
             self._pieces[key] = self._segments.pieces(turns, apart=is_recorded)
         return self._pieces[key]
@@ -417,145 +415,17 @@ class StepExecutor:
         if whole is not None:
             self._values.held[made[self.rank]] = Held(whole)
 
-    def _compute(self, task: int, row: int, micro: int, step: StepUpdates) -> None:
+    def _run_op(self, task: int, row: int, micro: int, step: StepUpdates) -> None:
         for send in self._sent_before.get(task, ()):
             self._communicator.wait_for_send(send)
-        values = self._values
-        noted = self._noted.get(task)
-        if noted is None:
-            noted = self._noted[task] = self._first_call(task, row, micro)
-        local_op, reader = noted.local_op, noted.reader
-        op, spans = local_op.index, reader.spans
-        is_again = self._kind[task] is not _COMPUTE
-        inputs = self._inputs(noted)
-        if is_again:
-            inputs = self._with_own_buffers(op, inputs)
-        if local_op.counts_steps and spans is None:
-            # Other micro-batches of one step would count it again.
-            if op in self._counted:
-                inputs = [inputs[0], inputs[0]]  # nothing changes
-            self._counted.add(op)
-        outputs = self._outputs(noted, inputs)
-        if op == self._begins_backward:
-            outputs = [outputs[0] * step.loss_scale]
-        if local_op.weighs_labels:
-            assert spans is not None
-            weight = self._losses.label_weight(op, local_op, spans)
-            outputs[0] = outputs[0] / weight
-            if self._losses.has_all_labels(op, spans):
-                # No other device to reduce with, and the backward pass reads it.
-                outputs[1] = weight
-        if noted.is_incomplete:
-            self._conversions.keep_inputs(noted.made[0], inputs)
-        made = noted.made[: len(outputs)]  # a token may follow, which only orders tasks
-        for buffer, output in zip(made, outputs, strict=True):
-            values.held[buffer] = Held(output, reader.samples, noted.units)
-        if not is_again:
-            for position in local_op.steps_buffers:
-                values.put_back(op, position, inputs[position], reader)
-            if row in self._part.makes_gradients:
-                noted.gradients = step.gradients.keep(task, spans, micro)
-            if op == self._losses.op:
-                self._losses.keep(task, spans, micro)
-        for buffer in made:
-            if not values.is_ever_read(buffer):
-                del values.held[buffer]
-
-    def _inputs(self, noted: NotedOp) -> list[Tensor]:
-        """Read an op's inputs, and note how."""
-        values, inputs = self._values, []
-        noted.inputs = []
-        for need in self._part.needs[noted.local_op.index]:
-            value, recipe = values.noted(partial(values.read, need, noted.near, noted.reader))
-            inputs.append(value)
-            noted.inputs.append(recipe)
-        return inputs
-
-    def _outputs(self, noted: NotedOp, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """What an op makes of its inputs."""
-        local_op, reader = noted.local_op, noted.reader
-        if local_op.is_of_whole_batch:
-            outputs = self.graph.outputs[local_op.index]
-            return [self._values.from_batch(tensor) for tensor in outputs]
-        run = partial(
-            local_op,
-            inputs,
-            reader.extent or local_op.whole,
-            is_first=reader.is_first,
-            is_first_member=reader.is_first_member,
-            first_unit=reader.units[0],
-        )
-        if not local_op.is_random:
-            return run()
-        # Seeded by what identifies the op: run again, it draws the same numbers.
-        where = self.num_steps, local_op.index, noted.micro
-        with self._random.drawing(*where, rank=noted.draws_for):
-            return run()
-
-    def _first_call(self, task: int, row: int, micro: int) -> NotedOp:
-        """What is known of a task before its op runs for the first time."""
-        part, op = self._part, self._op[row]
-        spans, local_op = part.spans_of_task(task, op), self._ops[op]
-        reader = self._values.reader(spans, micro)
-        is_incomplete = reader.extent is not None and local_op.is_incomplete(reader.extent)
-        steps_buffers = self._kind[task] is not _COMPUTE and self._reads_buffers(op)
-        return NotedOp(
-            local_op=local_op,
-            reader=reader,
-            near=part.near(task),
-            made=part.made(task),
-            micro=micro,
-            units=self._units_made(row) if part.is_recut[row] else reader.units,
-            draws_for=self._draws_for(local_op, spans, micro) if local_op.is_random else None,
-            is_incomplete=is_incomplete,
-            is_special=bool(
-                steps_buffers
-                or local_op.counts_steps
-                or local_op.is_of_whole_batch
-                or local_op.weighs_labels
-                or local_op.steps_buffers
-                or is_incomplete
-                or op in (self._begins_backward, self._losses.op)
-            ),
-        )
-
-    def _units_made(self, row: int) -> Span:
-        """Units that an op outputs if its team cuts them anew: all of the axis."""
-        along = self._part.spans_of_value(int(self._part.tables.value_start[row]))
-        assert along is not None
-        return 0, along.units
-
-    def _draws_for(self, local_op: LocalOp, spans: Spans | None, micro: int) -> int | None:
-        """The rank whose random numbers an op draws; ``None`` if every rank draws the same."""
-        along_batch, along_axis = local_op.draws_own
-        if spans is None or not (along_batch or along_axis):
-            return None
-        if along_axis or spans.axis == BATCH_AXIS:
-            return self.rank
-        if spans.num_teams == 1 and self._part.num_micro == 1:
-            return None  # the whole of it, on all devices
-        return spans.speaker(micro, self.rank)
-
-    def _reads_buffers(self, op: int) -> bool:
-        """Whether an op reads buffers of the model, which it may change."""
-        return any(self._is_buffer(tensor) for tensor in self.graph.ops[op].inputs)
-
-    def _is_buffer(self, tensor: int) -> bool:
-        return bool(self.graph.tensors[self.graph.storage[tensor]].kind == TensorKind.BUFFER)
-
-    def _with_own_buffers(self, op: int, inputs: list[Tensor]) -> list[Tensor]:
-        """Copies of the inputs that are buffers: BatchNorm updates its statistics in them."""
-        return [
-            value.clone() if self._is_buffer(tensor) else value
-            for tensor, value in zip(self.graph.ops[op].inputs, inputs, strict=True)
-        ]
+        self._interpreter.run(task, row, micro, step, self.num_steps)
 
 
 _Action = Callable[[StepExecutor, int, int, int, StepUpdates], None]
 _ACTIONS: Mapping[TaskKind, _Action] = {
-    TaskKind.COMPUTE: StepExecutor._compute,
-    TaskKind.RECOMPUTE: StepExecutor._compute,
-    TaskKind.REMAKE: StepExecutor._compute,
+    TaskKind.COMPUTE: StepExecutor._run_op,
+    TaskKind.RECOMPUTE: StepExecutor._run_op,
+    TaskKind.REMAKE: StepExecutor._run_op,
     TaskKind.ACCUMULATE: lambda _, task, row, __, step: step.gradients.accumulate(task, row),
     TaskKind.FLATTEN: lambda _, task, number, micro, step: step.gradients.flatten(
         task, number, micro

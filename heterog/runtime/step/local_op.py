@@ -79,11 +79,22 @@ _FAST: Mapping[torch._ops.OpOverload, Callable[..., Any]] = {
 _PLAIN = (int, float, bool, type(None))
 
 
-class Extent(NamedTuple):
-    """Amount that an op runs on: samples of the batch, and units of the axis of its rule."""
+class Share(NamedTuple):
+    """What an op runs on.
+
+    Attributes:
+        samples: Number of samples of the batch.
+        units: Number of units of the axis of its rule.
+        first_unit: Number of the first of them.
+        is_first: Whether this device adds what must enter a sum over the batch once.
+        is_first_member: Whether this device adds what must enter a sum over a team once.
+    """
 
     samples: int
     units: int
+    first_unit: int = 0
+    is_first: bool = True
+    is_first_member: bool = True
 
 
 class Kernel(NamedTuple):
@@ -101,6 +112,12 @@ class Kernel(NamedTuple):
     keywords: Mapping[str, Any] = _NOTHING
     kept: tuple[int, ...] | None = None
 
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Make the call; returns the outputs."""
+        keywords = {name: _fill(value, inputs) for name, value in self.keywords.items()}
+        made = self.function(*_fill(self.positional, inputs), **keywords)
+        return [made] if self.kept is None else [made[place] for place in self.kept]
+
 
 class LocalOp:
     """Calls the kernel of one op on local tensors.
@@ -116,7 +133,7 @@ class LocalOp:
         device: Device where it runs; tensors that the graph creates on the CPU are created there.
 
     Attributes:
-        whole: Extent of the op on one device.
+        whole: The share of one device alone.
         along_batch: Rule of the op along the batch.
         along_axis: Rule along its axis inside a team; all whole if it has none.
         has_windows: Whether it reads rows that neighbours own.
@@ -143,7 +160,7 @@ class LocalOp:
         self.index = index
         self.call = graph.call(index)
         is_ruled = plan.op_axis[index] != BATCH_AXIS
-        self.whole = Extent(graph.batch_size, max(plan.units(index), 1) if is_ruled else 1)
+        self.whole = Share(graph.batch_size, max(plan.units(index), 1) if is_ruled else 1)
         self.along_batch, self.along_axis = _rules(plan, index, graph.outputs[index])
         self.has_windows = self.call.kind in RUNS_ON_WINDOWS and (
             halo_dim(self.along_axis.inputs) is not None
@@ -185,8 +202,7 @@ class LocalOp:
         values = list(meta) if isinstance(meta, tuple | list) else [meta]
         self._kept = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
         self._kept = self._kept[: len(self.call.outputs)]
-        self._templates: dict[Extent, list[tuple[str, Arg, bool]]] = {}
-        self._shapes: dict[Extent, tuple[int, ...]] = {}
+        self._kernels: dict[Share, Kernel] = {}
         self._is_reshape = not self.has_windows and (
             self.call.kind in _RESHAPES or Special.AS_RESHAPE in self.specials
         )
@@ -205,23 +221,12 @@ class LocalOp:
             and graph.tensors[tensor].kind == TensorKind.BUFFER
         )
 
-    def __call__(
-        self,
-        inputs: Sequence[Tensor],
-        extent: Extent,
-        *,
-        is_first: bool = True,
-        is_first_member: bool = True,
-        first_unit: int = 0,
-    ) -> list[Tensor]:
+    def __call__(self, inputs: Sequence[Tensor], share: Share) -> list[Tensor]:
         """Run on local inputs.
 
         Args:
             inputs: Tensor inputs of the op, placed as its rules want them.
-            extent: Samples and units of the local share.
-            is_first: Whether this device adds what must enter a sum over the batch once.
-            is_first_member: Whether this device adds what must enter a sum over a team once.
-            first_unit: Number of the first local unit.
+            share: The local share.
 
         Returns:
             The local outputs.
@@ -229,130 +234,141 @@ class LocalOp:
         Raises:
             StrategyError: a BatchNorm has one value per channel, of which there is no variance.
         """
+        return self.kernel(share)(inputs)
+
+    def kernel(self, share: Share) -> Kernel:
+        """What a call on a share comes to; see ``__call__``."""
+        if share not in self._kernels:
+            self._kernels[share] = self._make_kernel(share)
+        return self._kernels[share]
+
+    def _make_kernel(self, share: Share) -> Kernel:
         if self._is_reshape:
             # After a gather or a cut the strides may not allow a view.
-            return [inputs[0].reshape(self.reshaped(extent))]
-        if self.steps_statistics and values_per_channel(inputs[0].shape) == 1:
-            raise StrategyError(
-                f"it would have one value per channel of {tuple(inputs[0].shape)}, and torch "
-                "trains BatchNorm on more than one; give the device more samples, or none."
+            return Kernel(Tensor.reshape, (TensorRef(0), self.local_shape_of_output(0, share)))
+        if self.steps_statistics:
+            shape = self._local_shape(
+                self.call.inputs[0].shape,
+                self.along_batch.inputs[0],
+                self.along_axis.inputs[0],
+                share,
             )
-        if self.has_windows:
-            units = first_unit, extent.units
-            if self._of_rows is not None:
-                return self._of_rows(inputs, units)
-            return run_on_windows(self.call, inputs, self._windows(units))
-        for rule, enters in ((self.along_batch, is_first), (self.along_axis, is_first_member)):
-            if rule.special == Special.BIAS_ON_ONE_RANK and not enters:
-                summand = self._summand(rule)
-                zeros = torch.zeros_like(inputs[summand])
-                inputs = [*inputs[:summand], zeros, *inputs[summand + 1 :]]
-        if Special.OWN_ROWS in self.specials:
-            rows = _row_index(self.call, self.along_batch)
-            own = torch.arange(extent.samples, device=inputs[rows].device)
-            inputs = [*inputs[:rows], own.view(inputs[rows].shape), *inputs[rows + 1 :]]
-        if Special.CAUSAL_ROWS in self.specials and extent.units < self.whole.units:
-            return self._on_causal_rows(inputs, extent, first_unit)
-        if Special.OWN_WORDS in self.specials and extent.units < self.whole.units:
-            return self._on_own_words(inputs, extent, first_unit)
-        if self.is_incomplete(extent):
-            return [numbers_of_rows(self.call, inputs)]
-        kept = self._run(inputs, extent)
-        parts = zip((self.along_batch, self.along_axis), extent, self.whole, strict=True)
-        for rule, share, whole in parts:
-            if rule.special == Special.MEAN_TO_SUM:
-                kept = [output * (share / whole) for output in kept]
-        return kept
-
-    def kernel(
-        self, extent: Extent, *, is_first: bool, is_first_member: bool, first_unit: int
-    ) -> "Kernel":
-        """What a call on one share comes to, if an earlier one went well; see ``__call__``."""
-        if self._is_reshape:
-            return Kernel(Tensor.reshape, (TensorRef(0), self.reshaped(extent)))
-        rules = (self.along_batch, is_first), (self.along_axis, is_first_member)
-        leaves_out = any(
-            rule.special == Special.BIAS_ON_ONE_RANK and not enters for rule, enters in rules
-        )
-        is_part = extent.units < self.whole.units and self.specials & INSIDE_TEAMS
-        if self.has_windows or leaves_out or is_part or self.specials & _AROUND:
-            run = partial(
-                self,
-                extent=extent,
-                is_first=is_first,
-                is_first_member=is_first_member,
-                first_unit=first_unit,
-            )
+            if values_per_channel(shape) == 1:
+                raise StrategyError(
+                    f"it would have one value per channel of {shape}, and torch trains BatchNorm "
+                    "on more than one; give the device more samples, or none."
+                )
+        is_part = share.units < self.whole.units and self.specials & INSIDE_TEAMS
+        if self.has_windows or self._summands(share) or is_part or self.specials & _AROUND:
             inputs = tuple(TensorRef(place) for place in range(len(self.call.inputs)))
-            return Kernel(run, (inputs,), kept=tuple(range(len(self.call.outputs))))
-        template = self._template(extent)
+            num_made = 1 if self.is_incomplete(share) else len(self.call.outputs)
+            run = partial(self._on_windows, share)
+            if not self.has_windows:
+                run = partial(self._specially, share, self._plainly(share))
+            return Kernel(run, (inputs,), kept=tuple(range(num_made)))
+        return self._plainly(share)
+
+    def _plainly(self, share: Share) -> Kernel:
+        """The op's own kernel."""
         function, returns = self._target, self._schema.returns
         if isinstance(function, torch._ops.OpOverload):
             function = _FAST.get(function, function._op)
+        local = self._local_args(share)
+        positional, keywords = [], {}
+        for argument in self._schema.arguments:
+            name = ATTENTION_ALIASES.get(argument.name, argument.name)
+            value: Any = local.get(name)
+            if not _holds_tensor(value) and value == self.call.args.get(name):
+                # Unchanged: dtypes and devices are text in the graph, objects here.
+                value = self._original[argument.name]
+            if self.weighs_labels and argument.name == "reduction":
+                value = _SUM_REDUCTION
+            if not argument.kwarg_only:
+                positional.append(value)
+            elif type(value) not in _PLAIN or value != argument.default_value:
+                keywords[argument.name] = value
         is_single = self._kept == [0] and [str(each.type) for each in returns] == ["Tensor"]
-        defaults = {each.name: each.default_value for each in self._schema.arguments}
         return Kernel(
-            function,
-            tuple(value for _, value, is_keyword in template if not is_keyword),
-            {
-                name: value
-                for name, value, is_keyword in template
-                if is_keyword and not (type(value) in _PLAIN and value == defaults[name])
-            },
-            None if is_single else tuple(self._kept),
+            function, tuple(positional), keywords, None if is_single else tuple(self._kept)
         )
 
-    def _run(
-        self, inputs: Sequence[Tensor], extent: Extent, instead: Mapping[str, Any] = _NOTHING
-    ) -> list[Tensor]:
-        """Call the kernel; ``instead`` replaces some of the op's own arguments."""
-        positional, keywords = [], {}
-        for name, value, is_keyword in self._template(extent):
-            given = instead[name] if name in instead else _fill(value, inputs)
-            if is_keyword:
-                keywords[name] = given
-            else:
-                positional.append(given)
-        result = self._target(*positional, **keywords)
-        outputs = result if isinstance(result, tuple | list) else (result,)
-        return [outputs[position] for position in self._kept]
+    def _on_windows(self, share: Share, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The op, which reads rows that neighbours own."""
+        units = share.first_unit, share.units
+        if self._of_rows is not None:
+            return self._of_rows(inputs, units)
+        return run_on_windows(self.call, inputs, self._windows(units))
+
+    def _instead(self, kernel: Kernel, changes: Mapping[str, Any]) -> Kernel:
+        """The same call with other values of some arguments."""
+        names = [each.name for each in self._schema.arguments if not each.kwarg_only]
+        old = zip(names, kernel.positional, strict=True)
+        by_name = {name: value for name, value in changes.items() if name not in names}
+        return kernel._replace(
+            positional=tuple(changes.get(name, value) for name, value in old),
+            keywords={**kernel.keywords, **by_name},
+        )
+
+    def _specially(self, share: Share, kernel: Kernel, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The op with all that keeps it exact on a part of its inputs."""
+        given = list(inputs)
+        for summand in self._summands(share):
+            given[summand] = torch.zeros_like(given[summand])
+        if Special.OWN_ROWS in self.specials:
+            rows = _row_index(self.call, self.along_batch)
+            own = torch.arange(share.samples, device=given[rows].device)
+            given[rows] = own.view(given[rows].shape)
+        if Special.CAUSAL_ROWS in self.specials and share.units < self.whole.units:
+            return self._on_causal_rows(given, share, kernel)
+        if Special.OWN_WORDS in self.specials and share.units < self.whole.units:
+            return self._on_own_words(given, share, kernel)
+        if self.is_incomplete(share):
+            return [numbers_of_rows(self.call, given)]
+        made = kernel(given)
+        for rule, own_size, whole in zip(
+            (self.along_batch, self.along_axis), share[:2], self.whole[:2], strict=True
+        ):
+            if rule.special == Special.MEAN_TO_SUM:
+                made = [output * (own_size / whole) for output in made]
+        return made
 
     def _on_causal_rows(
-        self, inputs: Sequence[Tensor], extent: Extent, first_unit: int
+        self, inputs: Sequence[Tensor], share: Share, kernel: Kernel
     ) -> list[Tensor]:
         """Causal attention of the queries of some units, which see keys up to their own."""
 
         def causal(given: Sequence[Tensor], is_causal: bool) -> list[Tensor]:
-            return self._run(given, extent, {"is_causal": is_causal})
+            return self._instead(kernel, {"is_causal": is_causal})(given)
 
         def masked(given: Sequence[Tensor], mask: Tensor) -> list[Tensor]:
-            return self._run(given, extent, {"is_causal": False, "attn_mask": mask})
+            return self._instead(kernel, {"is_causal": False, "attn_mask": mask})(given)
 
         (query,) = positions(self.call, "query")
         num_rows = self.call.inputs[query].shape[2]
-        first = first_unit * num_rows // self.whole.units
+        first = share.first_unit * num_rows // self.whole.units
         if self._target is ATTENTION[self.call.kind]:
             return on_masked_rows(self.call, masked, inputs, first)
         return on_causal_rows(self.call, causal, inputs, first)
 
     def _on_own_words(
-        self, inputs: Sequence[Tensor], extent: Extent, first_unit: int
+        self, inputs: Sequence[Tensor], share: Share, kernel: Kernel
     ) -> list[Tensor]:
         """A look-up, or a choice of labels, among the words of some units."""
 
         def run(given: Sequence[Tensor], instead: Mapping[str, Any]) -> list[Tensor]:
-            return self._run(given, extent, instead)
+            return self._instead(kernel, instead)(given)
 
         place = next(place for place in self.along_axis.inputs if place.kind == "S")
         where = self.along_axis.inputs.index(place)
         per_unit = self.call.inputs[where].shape[place.dim] // self.whole.units
-        words = range(first_unit * per_unit, (first_unit + extent.units) * per_unit)
+        first = share.first_unit
+        words = range(first * per_unit, (first + share.units) * per_unit)
         is_mean = not self.weighs_labels
         return on_own_words(self.call, run, inputs, words, is_mean=is_mean)
 
-    def is_incomplete(self, extent: Extent) -> bool:
+    def is_incomplete(self, share: Share) -> bool:
         """Whether the op finds a number of each row, with which its team then makes columns."""
-        is_part = extent.units < self.whole.units
+        is_part = share.units < self.whole.units
         return is_part and self.along_axis.special == Special.NUMBERS_OF_ROWS
 
     def _windows(self, units: Span) -> Windows:
@@ -377,73 +393,54 @@ class LocalOp:
             dim=dim, rows=tuple(map(rows, rule.inputs, self.call.inputs)), made=made, own=own
         )
 
-    def as_view(
-        self, output: int, extent: Extent
-    ) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    def as_view(self, output: int, share: Share) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         """A function of the op's only input, and its further arguments, that makes an output."""
-        kernel = self.kernel(extent, is_first=True, is_first_member=True, first_unit=0)
+        kernel = self.kernel(share)
         first, *others = kernel.positional
         is_method = first == TensorRef(0) and not any(map(_holds_tensor, others))
         if is_method and kernel.kept is None and not kernel.keywords:
             return kernel.function, tuple(others)
-        return lambda value: self([value], extent)[output], ()
+        return lambda value: self([value], share)[output], ()
 
-    def reshaped(self, extent: Extent) -> tuple[int, ...]:
-        """Shape of what the op, a reshape, makes of a local share."""
-        shape = self._shapes.get(extent)
-        if shape is None:
-            shape = self._shapes[extent] = self.local_shape_of_output(0, extent)
-        return shape
-
-    def local_shape_of_output(self, index: int, extent: Extent) -> tuple[int, ...]:
+    def local_shape_of_output(self, index: int, share: Share) -> tuple[int, ...]:
         """Shape of an output on a local share."""
         return self._local_shape(
             self.call.outputs[index].shape,
             self.along_batch.outputs[index],
             self.along_axis.outputs[index],
-            extent,
+            share,
         )
 
     def _local_shape(
-        self, shape: tuple[int, ...], in_batch: Placement, on_axis: Placement, extent: Extent
+        self, shape: tuple[int, ...], in_batch: Placement, on_axis: Placement, share: Share
     ) -> tuple[int, ...]:
-        shape = local_shape(shape, in_batch, extent.samples, self.whole.samples)
-        if extent.units == self.whole.units:
+        shape = local_shape(shape, in_batch, share.samples, self.whole.samples)
+        if share.units == self.whole.units:
             return shape
-        inside = nested(on_axis, in_batch, self.whole.samples, extent.samples)
-        return local_shape(shape, inside, extent.units, self.whole.units)
+        inside = nested(on_axis, in_batch, self.whole.samples, share.samples)
+        return local_shape(shape, inside, share.units, self.whole.units)
+
+    def _summands(self, share: Share) -> list[int]:
+        """Inputs that enter a sum over devices once, and not on the device of this share."""
+        enters = (self.along_batch, share.is_first), (self.along_axis, share.is_first_member)
+        return [
+            self._summand(rule)
+            for rule, is_here in enters
+            if rule.special == Special.BIAS_ON_ONE_RANK and not is_here
+        ]
 
     def _summand(self, rule: RuleResult) -> int:
-        """The input that must enter a sum over devices once."""
         if "other" in self.call.args:  # of two that are added, or chosen from, what all have
             both = positions(self.call, "self", "other")
             return next(position for position in both if rule.inputs[position] == R)
         (summand,) = positions(self.call, "bias" if "bias" in self.call.args else "self")
         return summand
 
-    def _template(self, extent: Extent) -> list[tuple[str, Any, bool]]:
-        """Arguments in schema order for a local share, tensors still as references."""
-        if extent not in self._templates:
-            local = self._local_args(extent)
-            template: list[tuple[str, Any, bool]] = []
-            for argument in self._schema.arguments:
-                name = ATTENTION_ALIASES.get(argument.name, argument.name)
-                value: Any = local.get(name)
-                original = self._original[argument.name]
-                if not _holds_tensor(value) and value == self.call.args.get(name):
-                    # Unchanged: dtypes and devices are text in the graph, objects here.
-                    value = original
-                if self.weighs_labels and argument.name == "reduction":
-                    value = _SUM_REDUCTION
-                template.append((argument.name, value, bool(argument.kwarg_only)))
-            self._templates[extent] = template
-        return self._templates[extent]
-
-    def _local_args(self, extent: Extent) -> dict[str, Arg]:
+    def _local_args(self, share: Share) -> dict[str, Arg]:
         """Arguments on the samples of a device or team, then on the units of a device."""
-        total, samples = self.whole.samples, extent.samples
+        total, samples = self.whole.samples, share.samples
         args = local_args(self.call, self.along_batch, samples, total)
-        if extent.units == self.whole.units:
+        if share.units == self.whole.units:
             return args
 
         def local(metas: tuple[TensorMeta, ...], places: tuple[Placement, ...]) -> Any:
@@ -466,7 +463,7 @@ class LocalOp:
         rule = RuleResult(
             inside(batch.inputs, axis.inputs), inside(batch.outputs, axis.outputs), axis.special
         )
-        return local_args(call, rule, extent.units, self.whole.units)
+        return local_args(call, rule, share.units, self.whole.units)
 
 
 def _rules(plan: AxisPlan, index: int, outputs: range) -> tuple[RuleResult, RuleResult]:

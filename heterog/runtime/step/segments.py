@@ -22,7 +22,7 @@ gradients of micro-batches are added up, so that they need not all be there at o
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import groupby
@@ -37,69 +37,16 @@ from heterog.graph.placement import Placement, TensorRef
 from heterog.lowering.program import TaskKind
 from heterog.runtime.step.collectives import Communicator
 from heterog.runtime.step.compiled import Compiler
-from heterog.runtime.step.local_op import Kernel, LocalOp
+from heterog.runtime.step.interpreter import NotedOp
 from heterog.runtime.step.optimizer import StepUpdates, Updates
 from heterog.runtime.step.random_stream import RandomStream
-from heterog.runtime.step.rank_program import OP_KINDS, Near, RankProgram
+from heterog.runtime.step.rank_program import OP_KINDS, RankProgram
 from heterog.runtime.step.recipes import Begin, Like, Recipe
-from heterog.runtime.step.spans import Span
 from heterog.runtime.step.step_order import DueTask
-from heterog.runtime.step.values import Held, Reader, Values
+from heterog.runtime.step.values import Held, Values
 
 Segment = Callable[[dict[int, Held], Mapping[int, Tensor], StepUpdates, int], None]
 """Takes what is held, the batch, the state of the step and its number."""
-
-
-@dataclass(slots=True, kw_only=True)
-class NotedOp:
-    """What a task does that runs an op, and how it read its inputs when it last ran.
-
-    Attributes:
-        local_op: The op.
-        reader: This rank, as the op reads.
-        near: Buffers that the task reads.
-        made: Buffers that it makes.
-        micro: The micro-batch.
-        units: Part of its outputs.
-        draws_for: Rank whose random numbers it draws; ``None`` if every rank draws the same.
-        is_incomplete: Whether its team completes what it makes.
-        is_special: Whether it needs more of the step than its inputs, so that it is no part of a
-            segment.
-        inputs: How each input was read; ``None`` where more was done than views and cuts.
-        gradients: Rows of ``graph.updates`` whose gradients it made, and how they were read.
-    """
-
-    local_op: LocalOp
-    reader: Reader
-    near: Near
-    made: range
-    micro: int
-    units: Span
-    draws_for: int | None
-    is_incomplete: bool
-    is_special: bool
-    inputs: list[Recipe | None] = field(default_factory=list)
-    gradients: list[tuple[int, Recipe | None]] = field(default_factory=list)
-
-    @property
-    def recipes(self) -> list[Recipe | None]:
-        """How it read its inputs and the gradients that it made."""
-        return [*self.inputs, *(recipe for _, recipe in self.gradients)]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all that it does is known."""
-        return not self.is_special and None not in self.recipes
-
-    def kernel(self) -> Kernel:
-        """The call of its kernel."""
-        reader, op = self.reader, self.local_op
-        return op.kernel(
-            reader.extent or op.whole,
-            is_first=reader.is_first,
-            is_first_member=reader.is_first_member,
-            first_unit=reader.units[0],
-        )
 
 
 class _Way(Enum):
@@ -349,14 +296,15 @@ class _Writer:
             wait = outer.constant(self._given.communicator.wait_for_send)
             outer.add(f"{wait}({outer.constant(send)})")
         inputs = [self._read(recipe) for recipe in noted.inputs if recipe is not None]
-        kernel = noted.kernel()
+        kernel = noted.local_op.kernel(noted.share)
         given = [self._argument(each, inputs) for each in kernel.positional]
         given += [f"{name}={self._argument(v, inputs)}" for name, v in kernel.keywords.items()]
         call = f"{inner.constant(kernel.function)}({', '.join(given)})"
         values = self._given.values
         of_gradients = {recipe.key for _, recipe in noted.gradients if recipe is not None}
         # A token may follow what is made, which only orders tasks.
-        outputs = noted.made[: 1 if kernel.kept is None else len(kernel.kept)]
+        num_made = 1 if kernel.kept is None else len(kernel.kept)
+        outputs = self._given.part.made(task)[:num_made]
         kept = [b for b in outputs if values.is_ever_read(b) or b in of_gradients]
         self._made.update(kept)
         indent = ""

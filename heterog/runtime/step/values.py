@@ -14,7 +14,7 @@ from heterog.graph.op_graph import TensorKind
 from heterog.graph.sharding_rules import local_shape
 from heterog.lowering.program import RECUT_KINDS, TaskKind
 from heterog.runtime.step.collectives import Pending
-from heterog.runtime.step.local_op import Extent, LocalOp
+from heterog.runtime.step.local_op import LocalOp, Share
 from heterog.runtime.step.op_inputs import Need, Source
 from heterog.runtime.step.placed import cut, nested, put
 from heterog.runtime.step.rank_program import (
@@ -66,9 +66,7 @@ class Held:
 class Reader(NamedTuple):
     """The reader of a tensor in a micro-batch, and the samples and units that it works on.
 
-    Without spans, a constant: it reads and makes whole tensors. ``is_first`` and
-    ``is_first_member`` say whether this rank adds what must enter a sum over the batch, or over a
-    team, once.
+    Without spans, a constant: it reads and makes whole tensors.
     """
 
     spans: Spans | None
@@ -78,9 +76,7 @@ class Reader(NamedTuple):
     all_samples: Span = (0, 0)  # of the batch
     units: Span = (0, 1)
     all_units: int = 1
-    extent: Extent | None = None
-    is_first: bool = True
-    is_first_member: bool = True
+    share: Share | None = None  # of ops, if it is not all
 
 
 class Values:
@@ -173,6 +169,7 @@ class Values:
         is_ruled = spans.axis != BATCH_AXIS
         samples = spans.samples(micro, rank)
         units = spans.range(micro, rank) if is_ruled else (0, 1)
+        is_first = spans.is_in_first_team(micro, rank) if is_ruled else spans.first(micro) == rank
         return Reader(
             spans=spans,
             micro=micro,
@@ -181,11 +178,14 @@ class Values:
             all_samples=(0, part.graph.batch_size),
             units=units,
             all_units=spans.units if is_ruled else 1,
-            extent=Extent(samples[1], units[1]),
-            # The micro-batches of a step are summed like its devices.
-            is_first=micro == 0
-            and (spans.is_in_first_team(micro, rank) if is_ruled else spans.first(micro) == rank),
-            is_first_member=not is_ruled or spans.speaks(micro, rank),
+            share=Share(
+                samples=samples[1],
+                units=units[1],
+                first_unit=units[0],
+                # The micro-batches of a step are summed like its devices.
+                is_first=micro == 0 and is_first,
+                is_first_member=not is_ruled or spans.speaks(micro, rank),
+            ),
         )
 
     def is_ever_read(self, buffer: int) -> bool:
@@ -281,68 +281,43 @@ class Values:
             if not enters:
                 return self._then(torch.zeros_like, seen.value)
         if is_ruled and need.on_axis.kind == "P" and not seen.is_part_in_team:
-            if not reader.is_first_member:
+            if not spans.speaks(reader.micro, rank):
                 return self._then(torch.zeros_like, seen.value)
         return seen.value
 
     def _window(self, need: Need, near: Near, reader: Reader) -> Tensor:
-        """The rows of a tensor that an op on this rank needs, and no others."""
-        part, tensor = self._part, need.tensor
-        place, in_batch = need.on_axis, need.in_batch
-        if place.pattern:
-            return self._neighbours(need, near, reader)
-        size = part.graph.tensors[tensor].shape[place.dim]
-        wanted = window_rows(place, reader.units, size)
-        value = part.value_of.get(tensor, -1)
-        if part.plan.window_needed(need.op, need.position, tensor) is None:
-            seen = self.look(tensor, need.whole, near, reader)
-            self._cut_free(seen, need, reader, along_axis=False)
-            return fit(seen.value, place.dim, Rows(0, size), wanted)
-        buffer = near.get((value, WINDOW), near.get((value, AS_MADE)))
-        if buffer is None:  # this device needs none of it, and has none
-            shape = list(part.graph.tensors[tensor].shape)
-            shape = list(
-                local_shape(tuple(shape), in_batch, reader.samples[1], reader.all_samples[1])
-            )
-            shape[place.dim] = 0
-            return self.zeros(tensor, tuple(shape))
-        held = self.held[buffer]
-        result = held.tensor()
-        if reader.samples != held.samples:
-            (low, owned), (begin, count) = held.samples, reader.samples
-            result = cut(result, in_batch, owned, begin - low, count)
-        have = rows_held(held, size, reader.all_units)
-        assert isinstance(have, Rows)
-        return fit(result, place.dim, have, wanted)
-
-    def _neighbours(self, need: Need, near: Near, reader: Reader) -> Tensor:
-        """Rows of a tensor that this rank's rows of a sparse product read, in their order."""
+        """The rows of a tensor that an op on this rank reads, those of neighbours among them."""
         part, plan, graph = self._part, self._part.plan, self._part.graph
-        tensor, place, in_batch = need.tensor, need.on_axis, need.in_batch
-        pattern = pattern_of_placement(graph, place)
-        wanted = rows_of_neighbours(pattern, reader.units, reader.all_units)
+        tensor, place, samples = need.tensor, need.on_axis, reader.samples
+        select: Callable[..., Tensor] = take if place.pattern else fit
+        wanted: RowSet
+        if place.pattern:  # rows that this rank's rows of a sparse product read, in their order
+            pattern = pattern_of_placement(graph, place)
+            size = pattern.num_columns
+            wanted = rows_of_neighbours(pattern, reader.units, reader.all_units)
+        else:
+            size = graph.tensors[tensor].shape[place.dim]
+            wanted = window_rows(place, reader.units, size)
         if not plan.is_brought(need.op, need.position, tensor):
             seen = self.look(tensor, need.whole, near, reader)
             self._cut_free(seen, need, reader, along_axis=False)
-            return take(seen.value, place.dim, Rows(0, pattern.num_columns), wanted)
+            return select(seen.value, place.dim, Rows(0, size), wanted)
         storage = int(graph.storage[tensor])
         value = part.value_of[storage]
         buffer = near.get((value, WINDOW), near.get((value, AS_MADE)))
-        shown = list(
-            local_shape(
-                graph.tensors[tensor].shape, in_batch, reader.samples[1], reader.all_samples[1]
-            )
-        )
-        shown[place.dim] = count(wanted)
-        if buffer is None:  # it needs none, and has none
-            return self.zeros(tensor, tuple(shown))
+        whole = graph.tensors[tensor].shape
+        shape = list(local_shape(whole, need.in_batch, samples[1], reader.all_samples[1]))
+        shape[place.dim] = count(wanted)
+        if buffer is None:  # this device needs none of it, and has none
+            return self.zeros(tensor, tuple(shape))
         held = self.held[buffer]
         result = held.tensor()
-        if reader.samples != held.samples:
-            (low, owned), (begin, number) = held.samples, reader.samples
+        if samples != held.samples:
+            low, owned = held.samples
+            begin, number = samples
             result = cut(result, plan.batch_placement(storage), owned, begin - low, number)
-        have = rows_held(held, pattern.num_columns, reader.all_units)
-        return take(result, plan.placements[storage].dim, have, wanted).reshape(shown)
+        have = rows_held(held, size, reader.all_units)
+        return select(result, plan.placements[storage].dim, have, wanted).reshape(shape)
 
     def cut_whole(self, value: Tensor, op: int, position: int, reader: Reader) -> Tensor:
         """Cut an op's own samples or units out of a whole tensor."""
@@ -401,13 +376,13 @@ class Values:
         inner = max(whole, need.whole)
         seen = self.look(need.tensor, inner, near, reader)
         if inner == EVERYTHING:  # and so is everything after it
-            return Seen(self._view(source, seen.value, None))
+            return Seen(self._view(source, seen.value, self._ops[source.maker].whole))
         self._cut_free(seen, need, reader, along_axis=inner == AS_MADE)
-        extent = Extent(
+        share = Share(
             reader.samples[1] if seen.has_samples else reader.all_samples[1],
             reader.units[1] if seen.has_units else self._ops[source.maker].whole.units,
         )
-        seen.value = self._view(source, seen.value, extent)
+        seen.value = self._view(source, seen.value, share)
         return seen
 
     def from_batch(self, tensor: int) -> Tensor:
@@ -429,10 +404,9 @@ class Values:
         self._from_batch |= dict(zip(graph.outputs[maker], made, strict=True))
         return self._from_batch[tensor]
 
-    def _view(self, source: Source, value: Tensor, extent: Extent | None) -> Tensor:
+    def _view(self, source: Source, value: Tensor, share: Share) -> Tensor:
         """A view of a tensor, which is an output of an op."""
         local_op = self._ops[source.maker]
-        share = extent or local_op.whole
         if self._notes is not None:
             self._notes.steps.append(local_op.as_view(source.output, share))
         return local_op([value], share)[source.output]

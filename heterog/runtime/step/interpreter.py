@@ -1,0 +1,233 @@
+"""Runs ops one by one, as in a first step, and notes how each of them reads its inputs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import Tensor
+
+from heterog.graph.axis_plan import BATCH_AXIS
+from heterog.graph.op_graph import TensorKind
+from heterog.lowering.program import TaskKind
+from heterog.runtime.step.conversions import Conversions
+from heterog.runtime.step.local_op import LocalOp, Share
+from heterog.runtime.step.losses import Losses
+from heterog.runtime.step.optimizer import StepUpdates
+from heterog.runtime.step.random_stream import RandomStream
+from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.recipes import Recipe
+from heterog.runtime.step.spans import Span, Spans
+from heterog.runtime.step.values import Held, Reader, Values
+
+
+@dataclass(slots=True, kw_only=True)
+class NotedOp:
+    """What a task does that runs an op, and how it read its inputs when it last ran.
+
+    Attributes:
+        local_op: The op.
+        share: This rank's share of it.
+        reader: This rank, as the op reads.
+        micro: The micro-batch.
+        units: Part of its outputs.
+        draws_for: Rank whose random numbers it draws; ``None`` if every rank draws the same.
+        is_again: Whether the step has run the op before, and drops what it makes.
+        is_incomplete: Whether its team completes what it makes.
+        own_buffers: Inputs, by position, that it must not change.
+        is_special: Whether it needs more of the step than its inputs, so that it is no part of a
+            segment.
+        inputs: How each input was read; ``None`` where more was done than views and cuts.
+        gradients: Rows of ``graph.updates`` whose gradients it made, and how they were read.
+    """
+
+    local_op: LocalOp
+    share: Share
+    reader: Reader
+    micro: int
+    units: Span
+    draws_for: int | None
+    is_again: bool
+    is_incomplete: bool
+    own_buffers: tuple[int, ...]
+    is_special: bool
+    inputs: list[Recipe | None] = field(default_factory=list)
+    gradients: list[tuple[int, Recipe | None]] = field(default_factory=list)
+
+    @property
+    def recipes(self) -> list[Recipe | None]:
+        """How it read its inputs and the gradients that it made."""
+        return [*self.inputs, *(recipe for _, recipe in self.gradients)]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that it does is known."""
+        return not self.is_special and None not in self.recipes
+
+
+class Interpreter:
+    """Runs the ops of a rank.
+
+    Args:
+        part: The program as this rank sees it.
+        ops: Local op of every index.
+        values: Values of the step.
+        losses: Parts of the loss.
+        conversions: Completes what a team makes together.
+        random: Random numbers of ops.
+        begins_backward: The op whose output is scaled as the loss is; ``None`` if none is.
+
+    Attributes:
+        noted: What is known of tasks that have run, by task.
+    """
+
+    def __init__(
+        self,
+        part: RankProgram,
+        ops: Mapping[int, LocalOp],
+        values: Values,
+        losses: Losses,
+        conversions: Conversions,
+        random: RandomStream,
+        begins_backward: int | None,
+    ) -> None:
+        self.noted: dict[int, NotedOp] = {}
+        self._part = part
+        self._ops = ops
+        self._values = values
+        self._losses = losses
+        self._conversions = conversions
+        self._random = random
+        self._begins_backward = begins_backward
+        self._counted: set[int] = set()  # counters that were already stepped in this step
+        self._op: list[int] = part.tables.op_id.tolist()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._counted.clear()
+
+    def run(self, task: int, row: int, micro: int, step: StepUpdates, number: int) -> None:
+        """Run an op, and keep what it makes.
+
+        Args:
+            task: The task that runs it.
+            row: Its row in the tables.
+            micro: The micro-batch.
+            step: State of the step.
+            number: Number of the step.
+        """
+        values = self._values
+        noted = self.noted.get(task)
+        if noted is None:
+            noted = self.noted[task] = self._first_call(task, row, micro)
+        local_op, reader = noted.local_op, noted.reader
+        op, spans = local_op.index, reader.spans
+        inputs = self._inputs(task, noted)
+        if local_op.counts_steps and spans is None:
+            # Other micro-batches of one step would count it again.
+            if op in self._counted:
+                inputs = [inputs[0], inputs[0]]  # nothing changes
+            self._counted.add(op)
+        outputs = self._outputs(noted, inputs, number)
+        if op == self._begins_backward:
+            outputs = [outputs[0] * step.loss_scale]
+        if local_op.weighs_labels:
+            assert spans is not None
+            weight = self._losses.label_weight(op, local_op, spans)
+            outputs[0] = outputs[0] / weight
+            if self._losses.has_all_labels(op, spans):
+                # No other device to reduce with, and the backward pass reads it.
+                outputs[1] = weight
+        made = self._part.made(task)[: len(outputs)]  # a token may follow, which only orders tasks
+        if noted.is_incomplete:
+            self._conversions.keep_inputs(made[0], inputs)
+        for buffer, output in zip(made, outputs, strict=True):
+            values.held[buffer] = Held(output, reader.samples, noted.units)
+        if not noted.is_again:
+            for position in local_op.steps_buffers:
+                values.put_back(op, position, inputs[position], reader)
+            if row in self._part.makes_gradients:
+                noted.gradients = step.gradients.keep(task, spans, micro)
+            if op == self._losses.op:
+                self._losses.keep(task, spans, micro)
+        for buffer in made:
+            if not values.is_ever_read(buffer):
+                del values.held[buffer]
+
+    def _inputs(self, task: int, noted: NotedOp) -> list[Tensor]:
+        """Read an op's inputs, and note how."""
+        values, near, inputs = self._values, self._part.near(task), []
+        noted.inputs = []
+        for need in self._part.needs[noted.local_op.index]:
+            value, recipe = values.noted(partial(values.read, need, near, noted.reader))
+            inputs.append(value.clone() if need.position in noted.own_buffers else value)
+            noted.inputs.append(recipe)
+        return inputs
+
+    def _outputs(self, noted: NotedOp, inputs: Sequence[Tensor], number: int) -> list[Tensor]:
+        """What an op makes of its inputs."""
+        local_op = noted.local_op
+        if local_op.is_of_whole_batch:
+            outputs = self._part.graph.outputs[local_op.index]
+            return [self._values.from_batch(tensor) for tensor in outputs]
+        if not local_op.is_random:
+            return local_op(inputs, noted.share)
+        # Seeded by what identifies the op: run again, it draws the same numbers.
+        with self._random.drawing(number, local_op.index, noted.micro, rank=noted.draws_for):
+            return local_op(inputs, noted.share)
+
+    def _first_call(self, task: int, row: int, micro: int) -> NotedOp:
+        """What is known of a task before its op runs for the first time."""
+        part, op = self._part, self._op[row]
+        spans, local_op = part.spans_of_task(task, op), self._ops[op]
+        reader = self._values.reader(spans, micro)
+        is_again = part.kinds[task] is not TaskKind.COMPUTE
+        share = reader.share or local_op.whole
+        is_incomplete = local_op.is_incomplete(share)
+        # BatchNorm would update its statistics again.
+        own_buffers = self._buffers_read(op) if is_again else ()
+        return NotedOp(
+            local_op=local_op,
+            share=share,
+            reader=reader,
+            micro=micro,
+            units=self._units_made(row) if part.is_recut[row] else reader.units,
+            draws_for=self._draws_for(local_op, spans, micro) if local_op.is_random else None,
+            is_again=is_again,
+            is_incomplete=is_incomplete,
+            own_buffers=own_buffers,
+            is_special=bool(
+                own_buffers
+                or local_op.counts_steps
+                or local_op.is_of_whole_batch
+                or local_op.weighs_labels
+                or local_op.steps_buffers
+                or is_incomplete
+                or op in (self._begins_backward, self._losses.op)
+            ),
+        )
+
+    def _units_made(self, row: int) -> Span:
+        """Units that an op outputs if its team cuts them anew: all of the axis."""
+        along = self._part.spans_of_value(int(self._part.tables.value_start[row]))
+        assert along is not None
+        return 0, along.units
+
+    def _draws_for(self, local_op: LocalOp, spans: Spans | None, micro: int) -> int | None:
+        """The rank whose random numbers an op draws; ``None`` if every rank draws the same."""
+        along_batch, along_axis = local_op.draws_own
+        if spans is None or not (along_batch or along_axis):
+            return None
+        if along_axis or spans.axis == BATCH_AXIS:
+            return self._part.rank
+        if spans.num_teams == 1 and self._part.num_micro == 1:
+            return None  # the whole of it, on all devices
+        return spans.speaker(micro, self._part.rank)
+
+    def _buffers_read(self, op: int) -> tuple[int, ...]:
+        """Inputs of an op, by position, that are buffers of the model, which it may change."""
+        graph = self._part.graph
+        return tuple(
+            position
+            for position, tensor in enumerate(graph.ops[op].inputs)
+            if graph.tensors[graph.storage[tensor]].kind == TensorKind.BUFFER
+        )
