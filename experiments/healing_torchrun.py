@@ -232,7 +232,7 @@ def run_trial(
     while time.monotonic() < gone_s:
         every = processes()
         left = [f"{pid} {words[:80]}" for pid, (_, words) in every.items() if pid not in servers]
-        left += [str(path) for path in Path("/dev/shm").glob("heterog-loop-*")]
+        left += [str(path) for path in Path(tempfile.gettempdir()).glob("heterog-loop-*")]
         if not left:
             break
         time.sleep(0.2)

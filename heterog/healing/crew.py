@@ -11,7 +11,7 @@ from heterog.cluster.topology import Cluster
 from heterog.healing.assignment import Assignment
 from heterog.healing.journal import Event, JournalReader
 from heterog.healing.options import Trained
-from heterog.healing.shelf import Moment, Part, Shelf, place_in_memory
+from heterog.healing.shelf import Moment, Part, Shelf
 from heterog.healing.steering import Running
 from heterog.runtime.launch import run_commands, temporary_folder
 from heterog.runtime.ranks.forks import open_forks
@@ -124,7 +124,7 @@ class LocalCrew:
     def open(self, folder: Path, state: Callable[[], JobState]) -> JobState | None:
         """See ``Crew``; the job ends with this process."""
         self._folder = folder
-        self._shelf = Shelf(self._stack.enter_context(temporary_folder(place_in_memory())))
+        self._shelf = Shelf(self._stack.enter_context(temporary_folder()))
         return None
 
     def run(

@@ -22,6 +22,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +38,7 @@ from heterog.errors import HeterogError
 from heterog.files import CHECKPOINT_INDEX
 from heterog.healing.restoring import Snapshot
 from heterog.healing.sending import Taker
-from heterog.healing.shelf import Moment, Shelf, newest_complete, place_in_memory
+from heterog.healing.shelf import Moment, Shelf, newest_complete
 from heterog.runtime.checkpoint.boxes import Entry, whole_box
 from heterog.runtime.ranks.forks import end_with_parent
 from heterog.runtime.step.collectives import gather_texts
@@ -291,7 +292,7 @@ def folder_of_host() -> Path:
         HeterogError: somebody else made it.
     """
     pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    folder = Path(place_in_memory()) / f"heterog-loop-{os.getuid()}-{pid}"
+    folder = Path(tempfile.gettempdir()) / f"heterog-loop-{os.getuid()}-{pid}"
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:

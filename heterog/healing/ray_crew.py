@@ -21,7 +21,7 @@ from heterog.healing.assignment import Assignment
 from heterog.healing.crew import JobState
 from heterog.healing.journal import Event
 from heterog.healing.ray_host import Carrier, HealingHost
-from heterog.healing.shelf import Moment, Part, Shelf, newest_complete, place_in_memory
+from heterog.healing.shelf import Moment, Part, Shelf, newest_complete
 from heterog.runtime.launch import temporary_folder
 from heterog.runtime.ranks.on_ray import (
     END_S,
@@ -137,7 +137,7 @@ class RayCrew:
         """See ``Crew``; hosts keep it, and what is asked for is carried here."""
         self._stack.close()
         moment = newest_complete(self.parts())
-        folder = self._stack.enter_context(temporary_folder(place_in_memory()))
+        folder = self._stack.enter_context(temporary_folder())
         self._ask_all("lend", moment)
         actors = [host.actor for host in self._hosts if host.is_here]
         self._stack.enter_context(Carrier(Shelf(folder), actors, redundancy=0))

@@ -19,7 +19,7 @@ from heterog.files import write_atomically
 from heterog.healing.assignment import Assignment
 from heterog.healing.crew import RANK_MODULE, JobState, rank_command, warm_ranks
 from heterog.healing.journal import JournalReader
-from heterog.healing.shelf import GONE, INDEX, NEW, WANTED, Moment, Part, Shelf, place_in_memory
+from heterog.healing.shelf import GONE, INDEX, NEW, WANTED, Moment, Part, Shelf
 from heterog.runtime.launch import temporary_folder
 from heterog.runtime.ranks.on_ray import Host, HostStatus
 from heterog.runtime.ranks.ray_nodes import is_draining
@@ -42,7 +42,7 @@ class HealingHost(Host):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        folder = self._open.enter_context(temporary_folder(place_in_memory()))
+        folder = self._open.enter_context(temporary_folder())
         self._number, self._shelf = number, Shelf(folder)
         self._carrier: Carrier | None = None
         self._lent: dict[str, tuple[str, Any]] = {}

@@ -1,6 +1,6 @@
-"""Snapshots in the memory of a host, where they outlive the ranks that write them.
+"""Snapshots on a host, where they outlive the ranks that write them.
 
-A snapshot has a part of each rank, and a part is a file in a folder in memory (``/dev/shm``): its
+A snapshot has a part of each rank, and a part is a file in a folder for temporary files: its
 tensors one after another, beside a file that says where each of them is. It has its name when all
 of it is there, so a rank that dies while it writes leaves what was there before. Who reads maps it
 into memory first, so that it may be let go meanwhile.
@@ -19,7 +19,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -37,9 +36,6 @@ _ALIGNMENT = 16
 """Bytes to which tensors are aligned in a part: a multiple of every element's size."""
 _POLL_S = 0.005
 _FETCHED_S = 120.0
-_IN_MEMORY = Path("/dev/shm")
-_ENOUGH = 0.25
-"""Part of this machine's memory that has to be free there; containers often have 64 MB."""
 _NAME = re.compile(r"(\d+)\.(\d+)\.(\d+)-(\d+)")
 
 
@@ -94,15 +90,6 @@ def newest_complete(lists: Iterable[Iterable[Part]]) -> Moment | None:
     there = {part for parts in lists for part in parts}
     moments = {part.moment for part in there}
     return max((each for each in moments if there.issuperset(parts_of(each))), default=None)
-
-
-def place_in_memory() -> str:
-    """The folder for folders of snapshots: in memory if there is room, else that for all files."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if _IN_MEMORY.is_dir() and os.access(_IN_MEMORY, os.W_OK):
-        if shutil.disk_usage(_IN_MEMORY).free >= _ENOUGH * memory:
-            return str(_IN_MEMORY)
-    return tempfile.gettempdir()
 
 
 class Shelf:

@@ -238,13 +238,13 @@ def _beside_ranks(plan: Plan, num_steps: int) -> BackgroundPlan | None:
 
 
 @contextmanager
-def temporary_folder(within: str | None = None) -> Iterator[Path]:
+def temporary_folder() -> Iterator[Path]:
     """A folder that is gone when the body ends, even if this process is killed meanwhile.
 
     A shell waits for the end of a pipe that only this process holds open, and then removes it. It
     is in a session of its own, so that what is sent to this process's group does not reach it.
     """
-    name = tempfile.mkdtemp(prefix="heterog-", dir=within)
+    name = tempfile.mkdtemp(prefix="heterog-")
     # The ranks end with this process, but may need a moment to be gone.
     script = 'read -r line; sleep 1; rm -rf -- "$1"'
     cleaner = subprocess.Popen(

@@ -24,7 +24,6 @@ from heterog.healing.job import HealingJob
 from heterog.healing.options import HealOptions
 from heterog.healing.planning import Planning
 from heterog.healing.question import FIRST_METHODS, Question
-from heterog.healing.shelf import place_in_memory
 from heterog.runtime.launch import ranks_of_this_process
 from heterog.runtime.ranks.watching import Limits
 from heterog.runtime.request import RunRequest
@@ -281,7 +280,7 @@ def test_a_loop_under_torchrun_loses_a_host_and_takes_it_in_again(
     )
     deadline_s = time.monotonic() + WAIT_S
     folders = [f"heterog-loop-{os.getuid()}-{agent.pid}" for agent in agents]
-    while left := [each for each in folders if (Path(place_in_memory()) / each).exists()]:
+    while left := [each for each in folders if (Path(tempfile.gettempdir()) / each).exists()]:
         assert time.monotonic() < deadline_s, f"{left} are left behind"
         time.sleep(0.05)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from heterog.errors import HeterogError
-from heterog.healing import loop, ray_host, shelf
+from heterog.healing import loop, ray_host
 from heterog.healing.ray_host import Carrier
 from heterog.healing.restoring import Snapshot
 from heterog.healing.sending import Taker
@@ -201,16 +201,7 @@ def test_who_waits_for_a_part_reads_it_when_it_comes(tmp_path: Path) -> None:
 def test_a_folder_that_others_may_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "place_in_memory", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / f"heterog-loop-{os.getuid()}-{os.getpid()}").mkdir(mode=0o755)
     with pytest.raises(HeterogError, match="others may read it; remove it"):
         loop.folder_of_host()
-
-
-def test_without_room_in_memory_snapshots_are_on_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shelf, "_IN_MEMORY", tmp_path)
-    assert shelf.place_in_memory() in (str(tmp_path), tempfile.gettempdir())
-    monkeypatch.setattr(shelf, "_ENOUGH", 1e9)
-    assert shelf.place_in_memory() == tempfile.gettempdir()
