@@ -36,7 +36,7 @@ from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import Special
 from heterog.lowering import lower
 from heterog.runtime.deploy import deploy
-from heterog.runtime.step.local_op import Extent, LocalOp
+from heterog.runtime.step.local_op import LocalOp, Share
 from heterog.runtime.step.placed import cut, join
 from heterog.runtime.step.random_stream import RandomStream
 from heterog.runtime.step.rank_program import RankProgram
@@ -220,10 +220,10 @@ class Draws(TorchDispatchMode):
                 first = begin + part.micro_begin[micro]
                 whole = local_op.whole.units if layout.axis else local_op.whole.samples
                 own = [cut(each, place, whole, first, count) for each in inputs]
-                extent = Extent(layout.samples(micro, device)[1], count if layout.axis else 1)
+                share = Share(layout.samples(micro, device)[1], count if layout.axis else 1)
                 stream = RandomStream(0, torch.device("cpu"))
                 with stream.drawing(self._step, op, micro, rank=device):
-                    drawn.append(local_op(own, extent))
+                    drawn.append(local_op(own, share))
         return tuple(join(parts, place) for parts in zip(*drawn, strict=True))
 
 

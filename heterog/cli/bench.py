@@ -42,11 +42,10 @@ def agents(
     budget: Annotated[
         str, typer.Option("--budget", help="of each run: 2000e (evaluations), or 20s of CPU time")
     ] = "2000e",
-    seeds: Annotated[int, typer.Option("--seeds", help="runs of each method on each pair")] = 10,
-    first_seed: Annotated[
-        int,
-        typer.Option("--first-seed", min=0, help="another makes it again, from other draws"),
-    ] = 0,
+    seeds: Annotated[
+        str,
+        typer.Option("--seeds", help="runs of each method on each pair, or from:to of others"),
+    ] = "10",
     results: Annotated[
         Path,
         typer.Option("--results", help="file of runs, which goes on; graphs beside it"),
@@ -58,8 +57,7 @@ def agents(
     as_json: JsonOption = False,
 ) -> None:
     """Compare methods on a suite; what was stopped goes on."""
-    if seeds < 1:
-        raise HeterogError(f"--seeds {seeds} is too small; give 1 or more.")
+    numbers = _seeds(seeds)
     suites = suite.split(",")
     if report is not None and len(suites) > 1:
         raise HeterogError(f"--report is of one suite, not of {suite}; ask for one at a time.")
@@ -68,8 +66,8 @@ def agents(
     common = {
         "entries": _entries(methods),
         "budget": Budget.parse(budget),
-        "num_seeds": seeds,
-        "first_seed": first_seed,
+        "num_seeds": len(numbers),
+        "first_seed": numbers[0],
         "results": results,
     }
     with termination_as_interrupt():
@@ -83,6 +81,22 @@ def agents(
     documents = [{"suite": name} | about | {"rows": rows} for name, rows in found.items()]
     words = [line for name, rows in found.items() for line in (name, *_table(rows))]
     print_result(as_json, documents[0] if len(suites) == 1 else {"suites": documents}, *words)
+
+
+def _seeds(text: str) -> range:
+    """The seeds that are asked for: so many, or those from a first to before a last one.
+
+    >>> _seeds("10"), _seeds("10:20")
+    (range(0, 10), range(10, 20))
+    """
+    first, _, end = text.rpartition(":")
+    try:
+        found = range(int(first or "0"), int(end))
+    except ValueError:
+        found = range(0)
+    if not found or found.start < 0:
+        raise HeterogError(f"--seeds {text} names no seeds; give a number as 10, or 10:20.")
+    return found
 
 
 def _made(suite: str, common: dict[str, Any]) -> "Scored":

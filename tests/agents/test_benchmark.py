@@ -83,7 +83,7 @@ def test_the_method_of_the_page_gets_its_row(
     assert page.count('viewBox="0 0 1000 200"') == 2
     assert "http" not in page.replace("http-equiv", "")
     assert len(read_results(board)) == 6
-    more = bench(capsys, "--first-seed", "1")
+    more = bench(capsys, "--seeds", "1:3")
     assert [line["seed"] for line in read_results(board)[6:]] == [2, 2]
     assert {row["seeds"] for row in more} == {2}
 
