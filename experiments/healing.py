@@ -221,8 +221,7 @@ def nodes_for(fault: str) -> Iterator[Nodes | None]:
 
 def things_of_jobs() -> set[str]:
     """Processes of jobs, their temporary folders, and shared memory."""
-    folders = Path(tempfile.gettempdir()).glob("heterog-*")
-    found = {str(path) for path in folders if not path.name.startswith("heterog-keeper-")}
+    found = {str(path) for path in Path(tempfile.gettempdir()).glob("heterog-*")}
     found |= {str(path) for path in Path("/dev/shm").glob("torch*")}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

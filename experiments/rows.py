@@ -117,7 +117,7 @@ def run_board(asked: argparse.Namespace, arms: Mapping[str, Callable[..., Any]])
         pairs=read_pairs(asked.pairs),
         entries=[Entry(name, arms[name]) for name in names],
         budget=Budget(seconds=asked.cpu_seconds),
-        num_seeds=asked.seeds,
+        seeds=range(asked.seeds),
         results=asked.output or Path(f"{Path(sys.argv[0]).stem}.{asked.pairs.stem}.jsonl"),
         graphs=asked.graphs,
         references={k: v["step_time_s"] for k, v in references.items() if v["step_time_s"]},

@@ -56,7 +56,7 @@ def main() -> int:
                 for arm, settings in tried.items()
             ],
             budget=Budget.parse(asked.budget),
-            num_seeds=1,
+            seeds=range(1),
             results=asked.results,
             graphs=asked.results.with_suffix(".graphs"),
         )

@@ -47,7 +47,7 @@ def boards_of(suite: str, budget: str, lines: list[Line]) -> Iterator[Board]:
                 pairs=pairs,
                 entries=[Entry(arm, _never, codes[arm]) for arm in kept],
                 budget=Budget.parse(budget),
-                num_seeds=count,
+                seeds=range(count),
                 results=RESULTS,
             )
 
@@ -71,7 +71,8 @@ def tables() -> Iterator[str]:
             rows = board.summary()
             cells = [_cells(row) for row in rows]
             heads = _HEADS[: len(cells[0])]
-            seeds = f"{board.num_seeds} seed" + "s" * (board.num_seeds > 1)
+            count = len(board.seeds)
+            seeds = f"{count} seed" + "s" * (count > 1)
             yield from (f"### `{suite}`, {budget} a run, {seeds}", "")
             yield from map(_line, (heads, ["---"] * len(heads), *cells))
             yield ""

@@ -57,7 +57,7 @@ def agents(
     as_json: JsonOption = False,
 ) -> None:
     """Compare methods on a suite; what was stopped goes on."""
-    numbers = _seeds(seeds)
+    asked = _seeds(seeds)
     suites = suite.split(",")
     if report is not None and len(suites) > 1:
         raise HeterogError(f"--report is of one suite, not of {suite}; ask for one at a time.")
@@ -66,8 +66,7 @@ def agents(
     common = {
         "entries": _entries(methods),
         "budget": Budget.parse(budget),
-        "num_seeds": len(numbers),
-        "first_seed": numbers[0],
+        "seeds": asked,
         "results": results,
     }
     with termination_as_interrupt():

@@ -260,7 +260,7 @@ def test_arms_are_compared_on_what_all_of_them_have(tmp_path: Path) -> None:
         pairs=[PairLine("", "", "p"), PairLine("", "", "q")],
         entries=[Entry("a", never), Entry("b", never)],
         budget=Budget(seconds=1.0),
-        num_seeds=2,
+        seeds=range(2),
         results=results,
         references={"p": 0.5},
     )

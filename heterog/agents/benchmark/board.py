@@ -90,24 +90,19 @@ class Board:
         pairs: Models and clusters.
         entries: Arms; the others are compared with the first.
         budget: Of each run; seconds are those of the processor.
-        num_seeds: Number of seeds.
+        seeds: Those of the runs; others give the same board again, from other draws.
         results: File of JSON lines that is added to.
         graphs: Folder that keeps captured graphs.
         references: Best known step times of pairs, beside those of the board.
-        first_seed: The first one; another gives the same board again, from other draws.
     """
 
     pairs: Sequence[PairLine]
     entries: Sequence[Entry]
     budget: Budget
-    num_seeds: int
+    seeds: range
     results: Path
     graphs: Path | None = None
     references: Mapping[str, float] = field(default_factory=dict)
-    first_seed: int = 0
-
-    def _seeds(self, count: int) -> range:
-        return range(self.first_seed, self.first_seed + count)
 
     def found(self) -> dict[tuple[str, str, int], Line]:
         """The runs of this board that are there, by pair, arm and seed."""
@@ -117,7 +112,7 @@ class Board:
             (line["pair"], line["arm"], line["seed"]): line
             for line in read_results(self.results)
             if line["pair"] in pairs
-            and line["seed"] in self._seeds(self.num_seeds)
+            and line["seed"] in self.seeds
             and line.get("code", codes.get(line["arm"])) == codes.get(line["arm"], ...)
             and line.get("budget", own) == own
         }
@@ -126,7 +121,7 @@ class Board:
         """Make the runs that are missing, seed by seed."""
         done = self.found()
         _without_cut_line(self.results)
-        for seed in self._seeds(self.num_seeds):
+        for seed in self.seeds:
             for pair in self.pairs:
                 missing = [e for e in self.entries if (pair.pair, e.name, seed) not in done]
                 if not missing:
@@ -153,7 +148,7 @@ class Board:
                 best[pair] = min(line["step_time_s"], best.get(pair, line["step_time_s"]))
         pairs, num_seeds = self._whole(found, best)
         runs = {
-            name: [[found[pair, name, seed] for seed in self._seeds(num_seeds)] for pair in pairs]
+            name: [[found[pair, name, seed] for seed in self.seeds[:num_seeds]] for pair in pairs]
             for name in names
         }
         scores = {
@@ -174,7 +169,7 @@ class Board:
     ) -> tuple[list[str], int]:
         """(pairs, number of seeds) that every arm has: the most runs, then the most pairs."""
         whole = {}
-        for count in range(1, self.num_seeds + 1):
+        for count in range(1, len(self.seeds) + 1):
             whole[count] = [
                 pair.pair
                 for pair in self.pairs
@@ -182,7 +177,7 @@ class Board:
                 and all(
                     (pair.pair, entry.name, seed) in found
                     for entry in self.entries
-                    for seed in self._seeds(count)
+                    for seed in self.seeds[:count]
                 )
             ]
         count = max(whole, key=lambda each: (each * len(whole[each]), len(whole[each])))
