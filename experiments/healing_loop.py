@@ -8,6 +8,10 @@ import time
 
 BEGUN_S = time.monotonic()  # before imports: when this rank was started
 
+import gc  # noqa: E402
+
+gc.disable()  # what is imported is garbage at no time, and to look for it takes half a second
+
 import json  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
@@ -25,7 +29,7 @@ from heterog.healing.loop import HealingLoop  # noqa: E402
 from heterog.runtime.step.collectives import gather_texts  # noqa: E402
 
 NUM_SAMPLES, BATCH_SIZE = 1000, 24
-SILENT_S = 5.0
+SILENT_S = 3.0
 """Seconds without an answer after which a rank gives a collective up: a cut link says nothing."""
 PAUSE_S = 0.01
 SAVE_STEPS = 100
@@ -64,7 +68,8 @@ def train(tell: Tell, num_steps: int, kind: str, saved: Path) -> None:
     tell("imported")
     dist.init_process_group("gloo")
     tell("joined")
-    model, optimizer = model_and_optimizer()
+    model, optimizer = model_and_optimizer()  # which imports, too
+    gc.enable()
     model = DistributedDataParallel(model)
     balancer = Balancer(model, global_batch_size=BATCH_SIZE, interval=0)
     loader = balancer.loader(TensorDataset(*data()))
@@ -90,20 +95,20 @@ def train(tell: Tell, num_steps: int, kind: str, saved: Path) -> None:
             own = numbers.tolist() if balancer.deal.samples[dist.get_rank()] else []
             told = gather_texts(json.dumps(own))
             mean, step = balancer.mean_loss(), step + 1
-            if healing is not None:
-                healing.end_step()
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0:  # before its snapshot: what is gone on from was told
                 dealt = [number for each in told for number in json.loads(each)]
                 tell("step", step=step, loss=mean, samples=dealt, epoch=balancer.deal.epoch)
-                if healing is None and step % SAVE_STEPS == 0:
-                    state = {
-                        "model": model.state_dict(),
-                        "optimizer": optimizer.state_dict(),
-                        "balancer": balancer.state_dict(),
-                        "step": step,
-                    }
-                    torch.save(state, saved.with_suffix(".new"))
-                    saved.with_suffix(".new").replace(saved)
+            if healing is not None:
+                healing.end_step()
+            elif dist.get_rank() == 0 and step % SAVE_STEPS == 0:
+                state = {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "balancer": balancer.state_dict(),
+                    "step": step,
+                }
+                torch.save(state, saved.with_suffix(".new"))
+                saved.with_suffix(".new").replace(saved)
             if step == num_steps:
                 break
             time.sleep(PAUSE_S)

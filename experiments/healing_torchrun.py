@@ -138,7 +138,7 @@ class Hosts:
         self.log = folder / "log.jsonl"
         self._places, self._read, self._events = places, 0, list[dict[str, Any]]()
         # As the documentation has it; ranks are looked after ten times a second, as is default.
-        settings = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+        settings = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
         arguments = [
             *("--nnodes", f"2:{HOSTS}", "--nproc-per-node", "1", "--max-restarts", "100"),
             *(*rendezvous, "--rdzv-id", folder.name, "--rdzv-conf", settings),
