@@ -8,10 +8,6 @@ import time
 
 BEGUN_S = time.monotonic()  # before imports: when this rank was started
 
-import gc  # noqa: E402
-
-gc.disable()  # what is imported is garbage at no time, and to look for it takes half a second
-
 import json  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
@@ -68,8 +64,7 @@ def train(tell: Tell, num_steps: int, kind: str, saved: Path) -> None:
     tell("imported")
     dist.init_process_group("gloo")
     tell("joined")
-    model, optimizer = model_and_optimizer()  # which imports, too
-    gc.enable()
+    model, optimizer = model_and_optimizer()
     model = DistributedDataParallel(model)
     balancer = Balancer(model, global_batch_size=BATCH_SIZE, interval=0)
     loader = balancer.loader(TensorDataset(*data()))
