@@ -20,7 +20,14 @@ from heterog.runtime.measure.detect import (
     line_rate_bytes_per_s,
     local_type_name,
 )
-from heterog.runtime.measure.detect_hosts import in_slurm, named_devices, with_rates
+from heterog.runtime.measure.detect_hosts import (
+    as_text,
+    from_text,
+    in_slurm,
+    named_apart,
+    named_devices,
+    with_rates,
+)
 from heterog.units import GIB
 
 
@@ -94,6 +101,14 @@ def test_unknown_cards_are_written_out_in_full(tmp_path: Path) -> None:
     assert (kind.compute_efficiency, kind.memory_efficiency) == (1.0, 1.0)
     assert kind.source == "measured on a: b"
     assert "check: measured rates" in cluster_yaml(found)
+
+
+def test_a_machine_is_told_to_other_ranks_as_text() -> None:
+    link = FoundLink(kind="pcie", bandwidth_bytes_per_s=11e9)
+    found = machine(*listed("A100-40GB", 2), UNKNOWN, link=link, nic=None)
+    assert from_text(as_text(found)) == found
+    assert [each.host for each in named_apart([found, found])] == ["host-1-0", "host-1-1"]
+    assert named_apart([found, replace(found, host="b")])[0] == found
 
 
 def test_a_rate_that_nobody_tells_is_marked_as_a_guess(tmp_path: Path) -> None:

@@ -134,9 +134,9 @@ def _fetch_bytes_per_s(box: Sequence[Any]) -> float:
 def _on_torchrun() -> list[FoundMachine]:
     join(_JOIN_S, backend=CPU_BACKEND)
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    said = gather_texts(json.dumps(asdict(detect())) if is_first else "")
+    said = gather_texts(as_text(detect()) if is_first else "")
     ranks = [rank for rank, text in enumerate(said) if text]
-    found = [parse_dataclass(json.loads(said[rank]), FoundMachine, "a machine") for rank in ranks]
+    found = named_apart([from_text(said[rank]) for rank in ranks])
     content = torch.ones(_PROBE_BYTES, dtype=torch.uint8)
     told = []
     for source, target in _ring(ranks):
@@ -156,6 +156,23 @@ def _on_torchrun() -> list[FoundMachine]:
     dist.barrier()
     dist.destroy_process_group()
     return with_rates(found, told, "as gloo moved 64 MiB") if is_here else []
+
+
+def as_text(machine: FoundMachine) -> str:
+    """A machine as JSON, for other ranks."""
+    return json.dumps(asdict(machine), default=dict)  # peaks of a device are a mapping of our own
+
+
+def from_text(text: str) -> FoundMachine:
+    """The machine of a text that ``as_text`` made."""
+    return parse_dataclass(json.loads(text), FoundMachine, "a machine")
+
+
+def named_apart(found: Sequence[FoundMachine]) -> list[FoundMachine]:
+    """Machines with names of their own: numbered, if two say that they have the same."""
+    if len({each.host for each in found}) == len(found):
+        return list(found)
+    return [replace(each, host=f"{each.host}-{number}") for number, each in enumerate(found)]
 
 
 # --- Slurm ---------------------------------------------------------------------------------------
