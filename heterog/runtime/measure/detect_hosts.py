@@ -17,7 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from heterog.cluster import DeviceType
 from heterog.cluster.catalog import matching_types
+from heterog.cluster.schema import is_cpu
 from heterog.errors import HeterogError
 from heterog.records import parse_dataclass
 from heterog.runtime.accelerators import CPU_BACKEND
@@ -81,7 +83,9 @@ def _on_ray() -> list[FoundMachine]:
             ray.wait(box, fetch_local=False)
             rates.append(ray.get(_there(ray, target, _fetch_bytes_per_s).remote(box)))
         return with_rates(
-            found, rates, "as Ray moved 64 MiB through hosts' memory; GPUs may reach more"
+            told_apart(found),
+            rates,
+            "as Ray moved 64 MiB through hosts' memory; GPUs may reach more",
         )
 
 
@@ -136,7 +140,7 @@ def _on_torchrun() -> list[FoundMachine]:
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     said = gather_texts(as_text(detect()) if is_first else "")
     ranks = [rank for rank, text in enumerate(said) if text]
-    found = named_apart([from_text(said[rank]) for rank in ranks])
+    found = told_apart([from_text(said[rank]) for rank in ranks])
     content = torch.ones(_PROBE_BYTES, dtype=torch.uint8)
     told = []
     for source, target in _ring(ranks):
@@ -168,11 +172,31 @@ def from_text(text: str) -> FoundMachine:
     return parse_dataclass(json.loads(text), FoundMachine, "a machine")
 
 
-def named_apart(found: Sequence[FoundMachine]) -> list[FoundMachine]:
-    """Machines with names of their own: numbered, if two say that they have the same."""
-    if len({each.host for each in found}) == len(found):
+def told_apart(found: Sequence[FoundMachine]) -> list[FoundMachine]:
+    """Machines whose names, and those of their devices' types, mean one thing each.
+
+    Machines of one name are numbered. Processors are of one type a machine; other devices that
+    were measured are alike if their drivers call them the same, whatever was measured.
+    """
+    if len(found) == 1:
         return list(found)
-    return [replace(each, host=f"{each.host}-{number}") for number, each in enumerate(found)]
+    names = [each.host for each in found]
+    if len(set(names)) < len(names):
+        names = [f"{name}-{number}" for number, name in enumerate(names)]
+    measured: dict[str, DeviceType] = {}
+
+    def own(device: FoundDevice, host: str) -> FoundDevice:
+        kind = device.type
+        if device.is_listed:
+            return device
+        if is_cpu(kind.name):
+            return replace(device, type=replace(kind, name=f"{kind.name}@{host}"))
+        return replace(device, type=measured.setdefault(kind.name, kind))
+
+    return [
+        replace(each, host=name, devices=tuple(own(device, name) for device in each.devices))
+        for name, each in zip(names, found, strict=True)
+    ]
 
 
 # --- Slurm ---------------------------------------------------------------------------------------
