@@ -132,5 +132,5 @@ def test_a_stranger_trains_on_two_machines(
         told = [each.communicate(timeout=600)[0] for each in started]
         said += "".join(told)
         assert not any(each.returncode for each in started), said
-    assert "2 ranks" in said
+    assert re.search(r' on 2 ranks: |"num_ranks": 2,', said), said
     assert "loss" in said
