@@ -44,8 +44,8 @@ LOOP = Path(__file__).with_name("healing_loop.py").resolve()
 _MARK = "HETEROG_TORCHRUN_TRIALS"
 _LIMIT_S = 600.0
 _GONE_S = 20.0
-_AFTER = 60
-"""Steps that are trained after the fault."""
+_AFTER = 200
+"""Steps that are trained after the fault: enough for an agent that joins late to take part."""
 PARTS = ("noticed_s", "planned_s", "moved_s", "first_step_s")
 
 
@@ -140,7 +140,7 @@ class Hosts:
         self.log = folder / "log.jsonl"
         self._places, self._read, self._events = places, 0, list[dict[str, Any]]()
         # As the documentation has it; ranks are looked after ten times a second, as is default.
-        settings = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+        settings = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
         arguments = [
             *("--nnodes", f"2:{HOSTS}", "--nproc-per-node", "1", "--max-restarts", "100"),
             *("--rdzv-id", folder.name, "--rdzv-conf", settings, *given),

@@ -53,6 +53,7 @@ class Machine:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(Path().resolve()),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_raylet_start_wait_time_s": "300",  # of a machine that is busy
             "GLOO_SOCKET_IFNAME": "eth0",
         }
         where = ["nsenter", "--target", str(self.pid), "--net", "--pid", "--mount"]
