@@ -54,6 +54,7 @@ class Machine:
             "PYTHONPATH": str(Path().resolve()),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_raylet_start_wait_time_s": "300",  # of a machine that is busy
+            "RAY_worker_niceness": "0",
             "GLOO_SOCKET_IFNAME": "eth0",
         }
         where = ["nsenter", "--target", str(self.pid), "--net", "--pid", "--mount"]
