@@ -119,8 +119,8 @@ def test_ranks_on_rays_nodes_train_as_here(nodes: Any, plan: Path) -> None:
     assert run_on_ray(request)["losses"] == run_ranks(request)["losses"]
     landed = sorted(devices_of_actors(), key=str)
     assert landed == [{"T4": 1.0, "V100": 1.0}, {"T4": 2.0}], "neither on one T4 nor on the P100"
-    found = [[device.type.name for device in each.devices] for each in detect_on("ray")]
-    assert sorted(found) == [["P100"], ["T4"], ["T4", "T4"], ["V100-SXM2-16GB", "T4"]]
+    found = [sorted(device.type.name for device in each.devices) for each in detect_on("ray")]
+    assert sorted(found) == [["P100-12GB"], ["T4"], ["T4", "T4"], ["T4", "V100-16GB"]]
     nodes.remove_node(next(n for n in nodes.worker_nodes if n._ray_params.resources == {"T4": 2}))
     with pytest.raises(HeterogError, match=r"host B, which needs 2 T4; nodes have .*1 P100"):
         run_on_ray(request)
