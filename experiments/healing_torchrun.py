@@ -148,8 +148,8 @@ class Hosts:
         ]
         self.agents: list[BaseProcess] = []
         for host in range(HOSTS):
-            given = places[1 + host], host, arguments, folder / "said.txt"
-            self.agents.append(FORKS.Process(target=run_agent, args=given))
+            of_agent = places[1 + host], host, arguments, folder / "said.txt"
+            self.agents.append(FORKS.Process(target=run_agent, args=of_agent))
             self.agents[-1].start()
 
     def events(self) -> list[dict[str, Any]]:
