@@ -386,6 +386,7 @@ def main() -> None:
         stack.enter_context(rank_forks(RANKS_OWN))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="healing-")))
         os.chdir(folder)  # a plan's own file is run if it lies under the folder one works in
+        tempfile.tempdir = os.environ["TMPDIR"] = str(folder)  # no other job's files are seen
         shutil.copy(MODEL, folder / "model.py")
         graph = capture(load_workload(f"{folder}/model.py:workload", None))
         make_plan(
