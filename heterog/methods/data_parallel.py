@@ -19,7 +19,7 @@ this and ``tuned_uniform``.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from itertools import combinations, islice
 from typing import NamedTuple
@@ -28,9 +28,7 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.grouping import group_ops
-from heterog.graph.op_graph import Phase
 from heterog.lowering.channels import proportional_slices
-from heterog.lowering.space import StrategySpace
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
@@ -69,31 +67,6 @@ def uniform_strategy(
     )
 
 
-def device_speeds(evaluator: Evaluator) -> tuple[float, ...]:
-    """Samples per second of the whole model on each device at its even share."""
-    graph, cluster = evaluator.graph, evaluator.cluster
-    samples = max(graph.batch_size // cluster.num_devices, 1)
-    computing = [index for index, op in enumerate(graph.ops) if op.phase != Phase.UPDATE]
-    by_type = [
-        samples
-        / float(evaluator.cost_model.op_seconds(graph, device_type, samples)[computing].sum())
-        for device_type in cluster.device_types
-    ]
-    return tuple(by_type[index] for index in cluster.type_index)
-
-
-def space_of(evaluator: Evaluator, candidates: Sequence[Decision]) -> StrategySpace:
-    """The strategies that give every group of an evaluator one of some candidates."""
-    return StrategySpace(
-        evaluator.graph,
-        evaluator.cluster,
-        evaluator.tables,
-        evaluator.channels,
-        device_speeds(evaluator),
-        candidates,
-    )
-
-
 def even_shares(evaluator: Evaluator) -> tuple[int, ...]:
     """Shares of the batch: equal parts over all devices."""
     return split_evenly(evaluator.graph.batch_size, evaluator.cluster.num_devices)
@@ -101,7 +74,7 @@ def even_shares(evaluator: Evaluator) -> tuple[int, ...]:
 
 def proportional_shares(evaluator: Evaluator) -> tuple[int, ...]:
     """Shares of the batch in proportion to the devices' speeds."""
-    return split_in_proportion(evaluator.graph.batch_size, device_speeds(evaluator))
+    return split_in_proportion(evaluator.graph.batch_size, evaluator.speeds)
 
 
 def balanced_homes(evaluator: Evaluator, devices: tuple[int, ...]) -> tuple[int, ...]:
@@ -341,7 +314,7 @@ class _Enumeration:
 
         So a budget that ends early has tried the best ones, and what is far behind is given up.
         """
-        speeds, batch = device_speeds(self._evaluator), self._evaluator.graph.batch_size
+        speeds, batch = self._evaluator.speeds, self._evaluator.graph.batch_size
         cluster = self._evaluator.cluster
 
         def roughly_s(each: Replicas) -> float:

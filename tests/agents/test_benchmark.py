@@ -34,7 +34,7 @@ from heterog.cluster import Cluster
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.errors import HeterogError, InputFileError
 from heterog.graph.serialize import save_graph
-from heterog.methods.data_parallel import space_of, uniform_strategy
+from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.planner import Budget, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -193,7 +193,7 @@ def test_a_chain_of_tiled_products_takes_its_bound_when_each_device_owns_a_tile(
     assert doppler_units(nodes, [0] * 76) == pytest.approx(4800.28)
     graph, cluster = pairs_of("placement")[0].load(None)
     evaluator = Evaluator(graph, cluster)
-    space = space_of(evaluator, [Decision(devices=(d,), shares=(1,)) for d in range(4)])
+    space = evaluator.space([Decision(devices=(d,), shares=(1,)) for d in range(4)])
     strategy = space.decode(np.array(place), bucket_bytes=1, step_barrier=True)
     found = evaluator.referee(strategy, Order.FIFO)
     assert found.step_time_s == pytest.approx(1200.07e-6, rel=1e-4)

@@ -20,7 +20,6 @@ from heterog.methods.data_parallel import (
     BestDataParallel,
     balanced_homes,
     class_sets,
-    device_speeds,
     uniform_strategy,
 )
 from heterog.methods.planner import Budget, Problem
@@ -53,7 +52,7 @@ def model(width: int, batch_size: int) -> OpGraph:
 def brute_force_s(evaluator: Evaluator) -> float:
     """The shortest step, by the engine, of everything that the definition names."""
     cluster, batch = evaluator.cluster, evaluator.graph.batch_size
-    speeds, best = device_speeds(evaluator), float("inf")
+    speeds, best = evaluator.speeds, float("inf")
     hosts = {kind: [] for kind in cluster.host_kind}  # type: dict[int, list[int]]
     for host, kind in enumerate(cluster.host_kind):
         hosts[kind] += cluster.host_devices(host)

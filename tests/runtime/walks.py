@@ -6,8 +6,6 @@ import numpy as np
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.lowering.space import StrategySpace
-from heterog.methods.data_parallel import device_speeds
 from heterog.methods.local_search.group_rules import (
     GroupRules,
 )
@@ -23,9 +21,7 @@ from tests.runtime.strategies import ALL, cluster, strategy_of
 
 def moves_of(graph: OpGraph, seed: int = 0) -> Neighbours:
     evaluator = Evaluator(graph, cluster())
-    space = StrategySpace(
-        graph, evaluator.cluster, evaluator.tables, evaluator.channels, device_speeds(evaluator)
-    )
+    space = evaluator.space()
     problem = Problem(evaluator=evaluator, budget=Budget(evaluations=1))
     moves = Neighbours(problem, space, GroupRules(evaluator), np.random.default_rng(seed))
     moves.may_shard = True

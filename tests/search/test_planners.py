@@ -26,10 +26,9 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.lowering.program import FloatArray
-from heterog.lowering.space import StrategySpace, device_sets
+from heterog.lowering.space import device_sets
 from heterog.methods.data_parallel import (
     balanced_homes,
-    device_speeds,
     even_shares,
     uniform_strategy,
 )
@@ -233,7 +232,7 @@ def test_the_four_baselines_are_what_the_paper_says() -> None:
 
 
 def test_proportional_shares_follow_measured_speed() -> None:
-    speeds = device_speeds(evaluator())
+    speeds = evaluator().speeds
     assert speeds[0] == speeds[1] > speeds[2]
     assert even_shares(evaluator()) == (64,) * 8
 
@@ -350,7 +349,7 @@ def test_methods_pass_over_what_is_too_large(most_tasks: int) -> None:
 
 def test_space_rows_round_trip() -> None:
     own = evaluator()
-    space = StrategySpace(own.graph, own.cluster, own.tables, own.channels, device_speeds(own))
+    space = own.space()
     rng = np.random.default_rng(0)
     for _ in range(20):
         row = rng.integers(len(space.candidates), size=group_ops(graph()).num_groups)

@@ -22,7 +22,6 @@ import numpy as np
 from heterog.envs.pair import Pair
 from heterog.errors import HeterogError
 from heterog.lowering.program import FloatArray
-from heterog.methods.data_parallel import space_of
 from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem, TimeUp
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
@@ -62,7 +61,7 @@ class Rows(PointSearch[Row]):
         evaluator = problem.evaluator
         self.pair = Pair(evaluator.graph, evaluator.cluster, evaluator.cost_model)
         self.rng = np.random.default_rng(problem.seed)
-        self._space = space_of(evaluator, self.pair.table)
+        self._space = evaluator.space(self.pair.table)
         self._how, self._repeated, self._most = how, 0, most_repeated
 
     def search(self) -> None:
