@@ -25,7 +25,7 @@ from heterog.healing.loop import HealingLoop  # noqa: E402
 from heterog.runtime.step.collectives import gather_texts  # noqa: E402
 
 NUM_SAMPLES, BATCH_SIZE = 1000, 24
-SILENT_S = 5.0
+SILENT_S = 3.0
 """Seconds without an answer after which a rank gives a collective up: a cut link says nothing."""
 PAUSE_S = 0.01
 SAVE_STEPS = 100
@@ -90,20 +90,20 @@ def train(tell: Tell, num_steps: int, kind: str, saved: Path) -> None:
             own = numbers.tolist() if balancer.deal.samples[dist.get_rank()] else []
             told = gather_texts(json.dumps(own))
             mean, step = balancer.mean_loss(), step + 1
-            if healing is not None:
-                healing.end_step()
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0:  # before its snapshot: what is gone on from was told
                 dealt = [number for each in told for number in json.loads(each)]
                 tell("step", step=step, loss=mean, samples=dealt, epoch=balancer.deal.epoch)
-                if healing is None and step % SAVE_STEPS == 0:
-                    state = {
-                        "model": model.state_dict(),
-                        "optimizer": optimizer.state_dict(),
-                        "balancer": balancer.state_dict(),
-                        "step": step,
-                    }
-                    torch.save(state, saved.with_suffix(".new"))
-                    saved.with_suffix(".new").replace(saved)
+            if healing is not None:
+                healing.end_step()
+            elif dist.get_rank() == 0 and step % SAVE_STEPS == 0:
+                state = {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "balancer": balancer.state_dict(),
+                    "step": step,
+                }
+                torch.save(state, saved.with_suffix(".new"))
+                saved.with_suffix(".new").replace(saved)
             if step == num_steps:
                 break
             time.sleep(PAUSE_S)

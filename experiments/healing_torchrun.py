@@ -4,11 +4,13 @@
 
 Four hosts are network namespaces of this machine, which takes root, each with one of torchrun's
 agents and a rank of ``healing_loop.py``. The rendezvous is a store that stands outside of them, or
-etcd (``--etcd ENDPOINT``). Faults, at a random step: ``node`` (all of a host, by SIGKILL at once),
-``first`` (that of rank 0), ``leader`` (only the agent of rank 0's host), ``two`` (hosts at once),
-``cut`` (a host's link), ``frozen`` (a host by SIGSTOP), ``leaving`` (SIGTERM
-to an agent), and ``plain``, as ``node`` but from a checkpoint instead of memory. Losses have to be
-those of one process that trains on the same batches, every sample of an epoch dealt once.
+etcd (``--etcd ENDPOINT``). Ranks are forked off their agent, which has imported what they need, or
+start as torchrun's do by default (``--start-method spawn``). Faults, at a random step: ``node``
+(all of a host, by SIGKILL at once), ``first`` (that of rank 0), ``leader`` (only the agent of rank
+0's host), ``two`` (hosts at once), ``cut`` (a host's link), ``frozen`` (a host by SIGSTOP),
+``leaving`` (SIGTERM to an agent), and ``plain``, as ``node`` but from a checkpoint instead of
+memory. Losses have to be those of one process that trains on the same batches, every sample of an
+epoch dealt once.
 """
 
 import itertools
@@ -37,13 +39,13 @@ from heterog.runtime.launch import free_port, parent_of, signals_as_exit
 HOSTS = 4
 FAULTS = ("node", "first", "leader", "two", "cut", "frozen", "leaving", "plain")
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch.distributed.run", "namespaces"])
+FORKS.set_forkserver_preload(["torch._dynamo", "heterog.healing.loop", "namespaces"])
 LOOP = Path(__file__).with_name("healing_loop.py").resolve()
 _MARK = "HETEROG_TORCHRUN_TRIALS"
 _LIMIT_S = 600.0
 _GONE_S = 20.0
-_AFTER = 60
-"""Steps that are trained after the fault."""
+_AFTER = 200
+"""Steps that are trained after the fault: enough for an agent that joins late to take part."""
 PARTS = ("noticed_s", "planned_s", "moved_s", "first_step_s")
 
 
@@ -124,7 +126,7 @@ class Hosts:
     Args:
         places: namespace and address of this machine and of each host.
         folder: of files.
-        rendezvous: arguments of torchrun that say where hosts meet.
+        given: arguments of torchrun that say where hosts meet and how ranks start.
         loop: arguments of the loop after its log.
     """
 
@@ -132,7 +134,7 @@ class Hosts:
         self,
         places: list[tuple[str, str]],
         folder: Path,
-        rendezvous: list[str],
+        given: list[str],
         loop: list[str],
     ) -> None:
         self.log = folder / "log.jsonl"
@@ -141,13 +143,13 @@ class Hosts:
         settings = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
         arguments = [
             *("--nnodes", f"2:{HOSTS}", "--nproc-per-node", "1", "--max-restarts", "100"),
-            *(*rendezvous, "--rdzv-id", folder.name, "--rdzv-conf", settings),
+            *("--rdzv-id", folder.name, "--rdzv-conf", settings, *given),
             *(str(LOOP), str(self.log), *loop),
         ]
         self.agents: list[BaseProcess] = []
         for host in range(HOSTS):
-            given = places[1 + host], host, arguments, folder / "said.txt"
-            self.agents.append(FORKS.Process(target=run_agent, args=given))
+            of_agent = places[1 + host], host, arguments, folder / "said.txt"
+            self.agents.append(FORKS.Process(target=run_agent, args=of_agent))
             self.agents[-1].start()
 
     def events(self) -> list[dict[str, Any]]:
@@ -206,13 +208,13 @@ def run_trial(
     places: list[tuple[str, str]],
     folder: Path,
     fault: str,
-    rendezvous: list[str],
+    given: list[str],
     chance: random.Random,
 ) -> Trial:
     """Hit once."""
     step = chance.randint(3, 300)
     kind = "plain" if fault == "plain" else "memory"
-    hosts = Hosts(places, folder, rendezvous, [str(step + _AFTER), kind])
+    hosts = Hosts(places, folder, given, [str(step + _AFTER), kind])
     try:
         last = hosts.wait_for("step", lambda told: told["step"] >= step)
         victims = tuple(chance.sample(range(HOSTS), 2 if fault == "two" else 1))
@@ -297,6 +299,7 @@ def main() -> None:
         option("--fault", choices=FAULTS, default="node"),
         option("--kills", type=int, default=20),
         option("--seed", type=int, default=0),
+        option("--start-method", choices=("fork", "spawn"), default="fork"),
         option("--etcd", default="", help="endpoint of an etcd server to meet at"),
         option("--results", type=Path, help="JSON lines of trials, which is gone on with"),
     )
@@ -304,25 +307,28 @@ def main() -> None:
 
     os.environ[_MARK] = str(os.getpid())
     fault, kept = arguments.fault, arguments.results and arguments.results.resolve()
-    of = {"fault": fault, "seed": arguments.seed, "etcd": bool(arguments.etcd)}
+    start = arguments.start_method
+    of = {"fault": fault, "seed": arguments.seed, "etcd": bool(arguments.etcd), "start": start}
     trials = [row["trial"] for row in read_rows(kept) if row["of"] == of]
     with ExitStack() as stack:
         stack.enter_context(signals_as_exit())
         places = stack.enter_context(namespaces(HOSTS, "tr", "10.77.0"))
         port = free_port()
-        rendezvous = ["--rdzv-backend", "etcd-v2", "--rdzv-endpoint", arguments.etcd]
+        backend, endpoint = "etcd-v2", arguments.etcd
         if not arguments.etcd:
             store = TCPStore(  # noqa: F841  # lives as long as its variable
                 *(places[0][1], port, None, True),
                 wait_for_workers=False,
                 timeout=timedelta(seconds=60),
             )
-            rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{places[0][1]}:{port}"]
+            backend, endpoint = "c10d", f"{places[0][1]}:{port}"
+        given = ["--rdzv-backend", backend, "--rdzv-endpoint", endpoint]
+        given += ["--start-method", "fork", "--run-path"] if start == "fork" else []
         for number in range(len(trials), arguments.kills):
             chance = random.Random(f"{arguments.seed} {fault} {number}")
             with tempfile.TemporaryDirectory(prefix="healing-") as name:
                 try:
-                    trial = run_trial(places, Path(name), fault, rendezvous, chance)
+                    trial = run_trial(places, Path(name), fault, given, chance)
                 except Exception as error:
                     trial = Trial(why=repr(error))
                     said = Path(name) / "said.txt"

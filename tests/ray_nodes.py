@@ -18,6 +18,7 @@ def ray_nodes(
         pytest.skip("Ray is not installed; pip install heterog[ray]")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_worker_niceness", "0")  # by default workers yield to all else
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "300")  # of a machine that is busy
     ray: Any = importlib.import_module("ray")
     made: Any = importlib.import_module("ray.cluster_utils").Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}

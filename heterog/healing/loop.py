@@ -19,10 +19,12 @@ the newest snapshot reads it to all, and they go on with the step after it.
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +44,9 @@ from heterog.healing.shelf import Moment, Shelf, newest_complete
 from heterog.runtime.checkpoint.boxes import Entry, whole_box
 from heterog.runtime.ranks.forks import end_with_parent
 from heterog.runtime.step.collectives import gather_texts
+
+_LEAVE_S = 5.0
+"""Seconds for which a rank that is told to end may go on with its step; torchrun waits for 30."""
 
 
 class Stateful(Protocol):
@@ -116,6 +121,9 @@ class HealingLoop:
         self._checkpoint, self._checkpoint_s = checkpoint, checkpoint_s
         self._writing: Any = None
         end_at_once()
+        self._leaves = False
+        if threading.current_thread() is threading.main_thread():
+            self._leave_within(min(silent_s or _LEAVE_S, _LEAVE_S))
         if "TORCHELASTIC_RUN_ID" in os.environ:  # without its agent nobody could restart it
             end_with_parent(os.getppid())
 
@@ -153,19 +161,26 @@ class HealingLoop:
         return bool(self.resumed_from)
 
     def end_step(self) -> None:
-        """Call on all ranks after the optimizer's step; may take a snapshot."""
+        """Call on all ranks, last in the step; may take a snapshot.
+
+        Ends this rank, with a snapshot everywhere, if torchrun has told it to end (SIGTERM): the
+        host leaves, or another one joins.
+        """
         self.num_steps += 1
         if self._taker is None:
             raise HeterogError("HealingLoop: call restore before the first step.")
-        said = torch.tensor([int(self._taker.is_busy), int(bool(self._taker.failed))])
-        with self._balancer.clock.waiting():
-            dist.all_reduce(said, op=dist.ReduceOp.MAX)
-        is_busy, has_failed = (bool(each) for each in said.tolist())
-        if is_busy:
+        is_busy, has_failed, is_left = self._any(
+            self._taker.is_busy, bool(self._taker.failed), self._leaves
+        )
+        if is_busy and not is_left:
             return
         if self._taker.newest is not None and not has_failed:
             self._settled = self._taker.newest
         self._taker.take(self.num_steps, self._entries(), {}, self._about(), self._settled)
+        if is_left:
+            self._any()  # all have taken it
+            if self._leaves:
+                _exit()
         if self._checkpoint and self._rank == 0:
             if self._writing is None:
                 from heterog.healing.checkpoints import Writing  # half a second on every rank
@@ -177,6 +192,24 @@ class HealingLoop:
         """End the writing of checkpoints; the snapshots go when torchrun ends."""
         if self._writing is not None:
             self._writing.close()
+
+    def _any(self, *values: bool) -> list[bool]:
+        """Which of some values any rank has."""
+        said = torch.tensor([int(value) for value in (*values, False)])
+        with self._balancer.clock.waiting():
+            dist.all_reduce(said, op=dist.ReduceOp.MAX)
+        return [bool(each) for each in said.tolist()[:-1]]
+
+    def _leave_within(self, seconds: float) -> None:
+        """Let SIGTERM end this rank after its step, or after so long."""
+
+        def told(*_: object) -> None:
+            self._leaves = True
+            waiting = threading.Timer(seconds, _exit)
+            waiting.daemon = True
+            waiting.start()
+
+        signal.signal(signal.SIGTERM, told)
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -278,11 +311,16 @@ def end_at_once() -> None:
 
     def told(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         before(kind, error, trace)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(1)
+        _exit()
 
     sys.excepthook = told
+
+
+def _exit() -> None:
+    """End this rank at once."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)
 
 
 def folder_of_host() -> Path:

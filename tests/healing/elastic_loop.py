@@ -61,11 +61,10 @@ def train(log: Path, pace: Path) -> None:
             own = indices.tolist() if balancer.deal.samples[dist.get_rank()] else []
             told = gather_texts(json.dumps(own))
             mean = balancer.mean_loss()
-            healing.end_step()
             if dist.get_rank() == 0:
                 dealt = sorted(index for each in told for index in json.loads(each))
                 line = {
-                    "step": healing.num_steps,
+                    "step": healing.num_steps + 1,
                     "epoch": balancer.deal.epoch,
                     "indices": dealt,
                     "loss": mean,
@@ -78,5 +77,6 @@ def train(log: Path, pace: Path) -> None:
                 with log.open("a") as file:
                     file.write(json.dumps(line) + "\n")
             time.sleep(float(pace.read_text()))
+            healing.end_step()
     healing.close()
     dist.barrier()  # leaving while others still communicate aborts them

@@ -268,6 +268,8 @@ def test_a_loop_under_torchrun_loses_a_host_and_takes_it_in_again(
     assert lost
     assert all(each["from"].endswith("in memory") for each in lost)
     assert told[-1]["from"].endswith("in memory")
+    joined = next(each for each in told[told.index(lost[-1]) :] if each["ranks"] == 2)
+    assert joined["step"] == lost[-1]["step"] + 1, "no step again for a host that joins"
     shares = {tuple(each["shares"]) for each in told if each["ranks"] == 2}
     assert shares == {(BATCH_SIZE // 2, BATCH_SIZE // 2)}
     num_epochs = max(each["epoch"] for each in told) + 1

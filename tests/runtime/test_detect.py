@@ -20,7 +20,14 @@ from heterog.runtime.measure.detect import (
     line_rate_bytes_per_s,
     local_type_name,
 )
-from heterog.runtime.measure.detect_hosts import in_slurm, named_devices, with_rates
+from heterog.runtime.measure.detect_hosts import (
+    as_text,
+    from_text,
+    in_slurm,
+    named_devices,
+    told_apart,
+    with_rates,
+)
 from heterog.units import GIB
 
 
@@ -94,6 +101,29 @@ def test_unknown_cards_are_written_out_in_full(tmp_path: Path) -> None:
     assert (kind.compute_efficiency, kind.memory_efficiency) == (1.0, 1.0)
     assert kind.source == "measured on a: b"
     assert "check: measured rates" in cluster_yaml(found)
+
+
+def test_a_machine_is_told_to_other_ranks_as_text() -> None:
+    link = FoundLink(kind="pcie", bandwidth_bytes_per_s=11e9)
+    found = machine(*listed("A100-40GB", 2), UNKNOWN, link=link, nic=None)
+    assert from_text(as_text(found)) == found
+
+
+def test_machines_of_one_name_and_what_was_measured_there_are_told_apart(tmp_path: Path) -> None:
+    """A file for two machines that both are host-1, with processors of unlike speed."""
+    faster = replace(UNKNOWN.type, memory_bandwidth_bytes_per_s=999e9)
+    cpu = replace(UNKNOWN, type=replace(UNKNOWN.type, name="CPU"))
+    slow = replace(UNKNOWN, type=replace(faster, name="CPU"))
+    found = [machine(UNKNOWN), machine(replace(UNKNOWN, type=faster)), machine(cpu), machine(slow)]
+    path = tmp_path / "cluster.yaml"
+    path.write_text(cluster_yaml(*told_apart(found)))
+    cluster = Cluster.load(path)
+    assert [each.name for each in cluster.hosts] == [f"host-1-{number}" for number in range(4)]
+    gpus, cpus = cluster.devices[:2], cluster.devices[2:]
+    assert gpus[0].type == gpus[1].type
+    assert [each.type.name for each in cpus] == ["CPU@host-1-2", "CPU@host-1-3"]
+    assert [each.type.memory_bandwidth_bytes_per_s for each in cpus] == [777.7e9, 999e9]
+    assert told_apart(found[:1]) == found[:1]
 
 
 def test_a_rate_that_nobody_tells_is_marked_as_a_guess(tmp_path: Path) -> None:

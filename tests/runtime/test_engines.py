@@ -13,9 +13,10 @@ import pytest
 from heterog.errors import HeterogError
 from heterog.graph.capture import capture
 from heterog.runtime.launch import free_port, run_ranks
+from heterog.runtime.measure.detect_hosts import detect_on
 from heterog.runtime.ranks.host_places import DEVICE_TYPES, RankHas, ranks_in_plan
 from heterog.runtime.ranks.on_ray import run_on_ray
-from heterog.runtime.ranks.ray_nodes import asked_of_nodes
+from heterog.runtime.ranks.ray_nodes import asked_of_nodes, offered
 from heterog.runtime.request import RunRequest
 from heterog.zoo import load_workload
 from tests.ray_nodes import ray_nodes
@@ -94,18 +95,34 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Three nodes of a Ray cluster, of which two have devices."""
-    with ray_nodes(monkeypatch, {"T4": 2}, {"V100": 1}) as made:
+    """Four nodes of a Ray cluster, no two of which have the same devices."""
+    unlike = ({"T4": 1}, {"T4": 2}, {"P100": 1}, {"V100": 1, "T4": 1})
+    with ray_nodes(monkeypatch, *unlike) as made:
         yield made
+
+
+def devices_of_actors() -> list[dict[str, float]]:
+    """The devices of the nodes on which there were actors that start ranks."""
+    import ray
+
+    had = {node["NodeID"]: offered({**node, "Alive": True}) for node in ray.nodes()}
+    actors = ray._private.state.actors().values()
+    found = [had[each["Address"]["NodeID"]] for each in actors if each["ActorClassName"] == "Host"]
+    return [{name: each[name] for name in sorted(each) if name != "CPU"} for each in found]
 
 
 @THOROUGH
 @pytest.mark.distributed
 def test_ranks_on_rays_nodes_train_as_here(nodes: Any, plan: Path) -> None:
+    """They land where the plan says, or it is told what is missing; so are files of clusters."""
     request = RunRequest(plan=plan, num_steps=2)
     assert run_on_ray(request)["losses"] == run_ranks(request)["losses"]
-    nodes.remove_node(next(n for n in nodes.worker_nodes if "T4" in str(n._ray_params.resources)))
-    with pytest.raises(HeterogError, match="no node of the Ray cluster is left for host B"):
+    landed = sorted(devices_of_actors(), key=str)
+    assert landed == [{"T4": 1.0, "V100": 1.0}, {"T4": 2.0}], "neither on one T4 nor on the P100"
+    found = [sorted(device.type.name for device in each.devices) for each in detect_on("ray")]
+    assert sorted(found) == [["P100-12GB"], ["T4"], ["T4", "T4"], ["T4", "V100-16GB"]]
+    nodes.remove_node(next(n for n in nodes.worker_nodes if n._ray_params.resources == {"T4": 2}))
+    with pytest.raises(HeterogError, match=r"host B, which needs 2 T4; nodes have .*1 P100"):
         run_on_ray(request)
 
 

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from heterog.cluster import DeviceType
 from heterog.cluster.catalog import matching_types
+from heterog.cluster.schema import is_cpu
 from heterog.errors import HeterogError
 from heterog.records import parse_dataclass
 from heterog.runtime.accelerators import CPU_BACKEND
@@ -81,7 +83,9 @@ def _on_ray() -> list[FoundMachine]:
             ray.wait(box, fetch_local=False)
             rates.append(ray.get(_there(ray, target, _fetch_bytes_per_s).remote(box)))
         return with_rates(
-            found, rates, "as Ray moved 64 MiB through hosts' memory; GPUs may reach more"
+            told_apart(found),
+            rates,
+            "as Ray moved 64 MiB through hosts' memory; GPUs may reach more",
         )
 
 
@@ -134,9 +138,9 @@ def _fetch_bytes_per_s(box: Sequence[Any]) -> float:
 def _on_torchrun() -> list[FoundMachine]:
     join(_JOIN_S, backend=CPU_BACKEND)
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    said = gather_texts(json.dumps(asdict(detect())) if is_first else "")
+    said = gather_texts(as_text(detect()) if is_first else "")
     ranks = [rank for rank, text in enumerate(said) if text]
-    found = [parse_dataclass(json.loads(said[rank]), FoundMachine, "a machine") for rank in ranks]
+    found = told_apart([from_text(said[rank]) for rank in ranks])
     content = torch.ones(_PROBE_BYTES, dtype=torch.uint8)
     told = []
     for source, target in _ring(ranks):
@@ -156,6 +160,43 @@ def _on_torchrun() -> list[FoundMachine]:
     dist.barrier()
     dist.destroy_process_group()
     return with_rates(found, told, "as gloo moved 64 MiB") if is_here else []
+
+
+def as_text(machine: FoundMachine) -> str:
+    """A machine as JSON, for other ranks."""
+    return json.dumps(asdict(machine), default=dict)  # peaks of a device are a mapping of our own
+
+
+def from_text(text: str) -> FoundMachine:
+    """The machine of a text that ``as_text`` made."""
+    return parse_dataclass(json.loads(text), FoundMachine, "a machine")
+
+
+def told_apart(found: Sequence[FoundMachine]) -> list[FoundMachine]:
+    """Machines whose names, and those of their devices' types, mean one thing each.
+
+    Machines of one name are numbered. Processors are of one type a machine; other devices that
+    were measured are alike if their drivers call them the same, whatever was measured.
+    """
+    if len(found) == 1:
+        return list(found)
+    names = [each.host for each in found]
+    if len(set(names)) < len(names):
+        names = [f"{name}-{number}" for number, name in enumerate(names)]
+    measured: dict[str, DeviceType] = {}
+
+    def own(device: FoundDevice, host: str) -> FoundDevice:
+        kind = device.type
+        if device.is_listed:
+            return device
+        if is_cpu(kind.name):
+            return replace(device, type=replace(kind, name=f"{kind.name}@{host}"))
+        return replace(device, type=measured.setdefault(kind.name, kind))
+
+    return [
+        replace(each, host=name, devices=tuple(own(device, name) for device in each.devices))
+        for name, each in zip(names, found, strict=True)
+    ]
 
 
 # --- Slurm ---------------------------------------------------------------------------------------
