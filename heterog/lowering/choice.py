@@ -83,6 +83,7 @@ class Choice(NamedTuple):
     num_micro: int
     num_steps: int
     bucket_bytes: float
+    first_bucket_bytes: float
     division: IntArray  # of each group, the last entry for constants  # [num_groups + 1]
     shares: IntArray  # samples, or units if the team has samples  # [rows, num_micro, num_devices]
     member: BoolArray  # devices that hold a division's parameters  # [num_divisions, num_devices]
@@ -249,6 +250,7 @@ class Encoder:
         schedule: PipelineSchedule,
         home: IntArray,
         bucket_bytes: int,
+        first_bucket_bytes: int,
         num_steps: int,
         within_teams: bool = False,
     ) -> Choice:
@@ -260,6 +262,7 @@ class Encoder:
             schedule: See ``Strategy``.
             home: Home of each parameter.
             bucket_bytes: See ``Strategy``.
+            first_bucket_bytes: See ``Strategy``.
             num_steps: Number of training steps to unroll.
             within_teams: Whether gradients are summed inside teams only.
         """
@@ -287,6 +290,7 @@ class Encoder:
             num_micro=len(sizes) or 1,
             num_steps=num_steps,
             bucket_bytes=float(bucket_bytes),
+            first_bucket_bytes=float(first_bucket_bytes or bucket_bytes),
             division=division,
             shares=shares,
             member=rows.places[3] > 0,
@@ -536,6 +540,7 @@ def encode(
         schedule=schedule,
         home=np.array(strategy.homes, np.int32),
         bucket_bytes=strategy.bucket_bytes,
+        first_bucket_bytes=strategy.first_bucket_bytes,
         num_steps=num_steps,
         within_teams=strategy.trains_apart,
     )

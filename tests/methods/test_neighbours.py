@@ -51,6 +51,7 @@ def check_point(moves: Neighbours, state: State) -> None:
     choice = moves.space.encode(
         state.row,
         bucket_bytes=state.bucket_bytes,
+        first_bucket_bytes=state.first_bucket_bytes,
         num_steps=1,
         micro_batches=state.micro_batches,
         schedule=state.schedule,

@@ -51,6 +51,7 @@ def start(moves: Neighbours, strategy: Strategy) -> State:
         moves.rules.row_of(strategy.op_rules),
         strategy.schedule,
         strategy.blocks,
+        strategy.first_bucket_bytes,
     )
 
 
@@ -58,6 +59,7 @@ def decoded(moves: Neighbours, state: State) -> Strategy:
     return moves.space.decode(
         state.row,
         bucket_bytes=state.bucket_bytes,
+        first_bucket_bytes=state.first_bucket_bytes,
         step_barrier=True,
         micro_batches=state.micro_batches,
         op_rules=moves.rules.op_rules(state.rules),

@@ -205,6 +205,7 @@ class Search:
         strategy = self.space.decode(
             state.row,
             bucket_bytes=state.bucket_bytes,
+            first_bucket_bytes=state.first_bucket_bytes,
             step_barrier=self.problem.step_barrier,
             micro_batches=state.micro_batches,
             op_rules=self.rules.op_rules(state.rules),
@@ -283,6 +284,7 @@ class Search:
                 rules,
                 strategy.schedule,
                 strategy.blocks,
+                strategy.first_bucket_bytes,
             )
             for order in candidate.orders
         ]
@@ -446,6 +448,7 @@ class Search:
         choice = self.space.encode(
             state.row,
             bucket_bytes=state.bucket_bytes,
+            first_bucket_bytes=state.first_bucket_bytes,
             num_steps=self.num_steps,
             micro_batches=state.micro_batches,
             tables=self.evaluator.rules.of(rule_set).tables,
