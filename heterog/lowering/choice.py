@@ -250,7 +250,6 @@ class Encoder:
         schedule: PipelineSchedule,
         home: IntArray,
         bucket_bytes: int,
-        first_bucket_bytes: int,
         num_steps: int,
         within_teams: bool = False,
     ) -> Choice:
@@ -262,7 +261,6 @@ class Encoder:
             schedule: See ``Strategy``.
             home: Home of each parameter.
             bucket_bytes: See ``Strategy``.
-            first_bucket_bytes: See ``Strategy``.
             num_steps: Number of training steps to unroll.
             within_teams: Whether gradients are summed inside teams only.
         """
@@ -290,7 +288,7 @@ class Encoder:
             num_micro=len(sizes) or 1,
             num_steps=num_steps,
             bucket_bytes=float(bucket_bytes),
-            first_bucket_bytes=float(first_bucket_bytes or bucket_bytes),
+            first_bucket_bytes=float(bucket_bytes),
             division=division,
             shares=shares,
             member=rows.places[3] > 0,
@@ -540,10 +538,11 @@ def encode(
         schedule=schedule,
         home=np.array(strategy.homes, np.int32),
         bucket_bytes=strategy.bucket_bytes,
-        first_bucket_bytes=strategy.first_bucket_bytes,
         num_steps=num_steps,
         within_teams=strategy.trains_apart,
     )
+    if strategy.first_bucket_bytes:
+        choice = choice._replace(first_bucket_bytes=float(strategy.first_bucket_bytes))
     if not strategy.modes:
         return choice
     return choice._replace(

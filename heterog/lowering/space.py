@@ -183,7 +183,6 @@ class StrategySpace:
         row: IntArray,
         *,
         bucket_bytes: int,
-        first_bucket_bytes: int = 0,
         num_steps: int,
         micro_batches: MicroBatches = (),
         tables: GraphTables | None = None,
@@ -194,7 +193,6 @@ class StrategySpace:
         Args:
             row: Candidate number of each group.  # [num_groups]
             bucket_bytes: See ``Strategy``.
-            first_bucket_bytes: See ``Strategy``.
             num_steps: Number of unrolled steps.
             micro_batches: See ``Strategy``; by default the step runs in one go.
             tables: Tables of the graph with op rules and blocks; the caller sets the choice's
@@ -211,7 +209,6 @@ class StrategySpace:
             schedule=schedule,
             home=self._homes_of(row, numbers, tables),
             bucket_bytes=bucket_bytes,
-            first_bucket_bytes=first_bucket_bytes,
             num_steps=num_steps,
         )
 
@@ -263,7 +260,6 @@ class StrategySpace:
         row: IntArray,
         *,
         bucket_bytes: int,
-        first_bucket_bytes: int = 0,
         step_barrier: bool,
         micro_batches: MicroBatches = (),
         op_rules: OpRules = (),
@@ -280,7 +276,6 @@ class StrategySpace:
             homes=tuple(int(home) for home in homes),
             micro_batches=micro_batches,
             bucket_bytes=bucket_bytes,
-            first_bucket_bytes=first_bucket_bytes,
             step_barrier=step_barrier,
             op_rules=op_rules,
             schedule=schedule,

@@ -56,13 +56,13 @@ def start(moves: Neighbours, strategy: Strategy) -> State:
 
 
 def decoded(moves: Neighbours, state: State) -> Strategy:
-    return moves.space.decode(
+    strategy = moves.space.decode(
         state.row,
         bucket_bytes=state.bucket_bytes,
-        first_bucket_bytes=state.first_bucket_bytes,
         step_barrier=True,
         micro_batches=state.micro_batches,
         op_rules=moves.rules.op_rules(state.rules),
         schedule=state.schedule,
         blocks=state.blocks,
     )
+    return replace(strategy, first_bucket_bytes=state.first_bucket_bytes)

@@ -205,13 +205,13 @@ class Search:
         strategy = self.space.decode(
             state.row,
             bucket_bytes=state.bucket_bytes,
-            first_bucket_bytes=state.first_bucket_bytes,
             step_barrier=self.problem.step_barrier,
             micro_batches=state.micro_batches,
             op_rules=self.rules.op_rules(state.rules),
             schedule=state.schedule,
             blocks=state.blocks,
         )
+        strategy = replace(strategy, first_bucket_bytes=state.first_bucket_bytes)
         return without_needless_rules(strategy)
 
     def _search(self) -> None:
@@ -448,13 +448,13 @@ class Search:
         choice = self.space.encode(
             state.row,
             bucket_bytes=state.bucket_bytes,
-            first_bucket_bytes=state.first_bucket_bytes,
             num_steps=self.num_steps,
             micro_batches=state.micro_batches,
             tables=self.evaluator.rules.of(rule_set).tables,
             schedule=state.schedule,
         )
-        return choice._replace(rule_set=rule_set)
+        first_bytes = float(state.first_bucket_bytes or state.bucket_bytes)
+        return choice._replace(rule_set=rule_set, first_bucket_bytes=first_bytes)
 
     # --- annealing -------------------------------------------------------------------------------
 
