@@ -90,6 +90,7 @@ def ranks_document(plan: Plan, target: str, ranks: Sequence[RankEntry], user_dig
         "predicted_step_time_s": plan.step_time_s,
         "global_batch_size": plan.graph.batch_size,
         "bucket_bytes": plan.strategy.bucket_bytes,
+        "first_bucket_bytes": plan.strategy.first_bucket_bytes,
         "ranks": [asdict(entry) for entry in ranks],
         "not_started": [d.name for d in plan.cluster.devices if d.name not in started],
         "user_digest": user_digest,

@@ -4,18 +4,18 @@
   shares, or shares in proportion to the measured speed of the whole model; synchronised tensor by
   tensor, first come first served, no micro-batches. PS is the better of one server and servers
   balanced by bytes over all devices, AR the better of ring and hierarchical for the whole model.
-- ``ddp``: even shares, 25 MiB buckets in the order in which gradients are born, all-reduce during
-  the backward pass (Li et al., VLDB 2020). ``ddp_accumulate``: the same with the smallest number
-  of micro-batches that fits.
+- ``ddp``: even shares, buckets in the order in which gradients are born, the first of 1 MiB and
+  others of 25, all-reduce during the backward pass (Li et al., VLDB 2020). ``ddp_accumulate``:
+  the same with the smallest number of micro-batches that fits.
 
 The best data parallelism that a person could choose, of every kind that a plan can name.
 
 Replicas on all devices or on those of some classes of hosts; even shares, or in proportion to
 measured speed; ring, hierarchical all-reduce, reduce-scatter and all-gather, one parameter server
-or balanced ones; buckets of 1, 5, 25 or 100 MiB or a single one; the best of the three orders.
-Micro-batches only where nothing fits without, and as few as it takes. All of them are tried, the
-promising ones first, until a small part of the budget is over. Gains are quoted over the better of
-this and ``tuned_uniform``.
+or balanced ones; DDP's buckets, or of 1, 5 or 100 MiB or a single one; the best of the three
+orders. Micro-batches only where nothing fits without, and as few as it takes. All of them are
+tried, the promising ones first, until a small part of the budget is over. Gains are quoted over
+the better of this and ``tuned_uniform``.
 """
 
 import math
@@ -34,7 +34,14 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.simulator.lower_bound import floor_s
 from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
+from heterog.strategy.strategy import (
+    DEFAULT_BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    REPLICATED,
+    Decision,
+    Strategy,
+    Sync,
+)
 from heterog.units import MIB
 
 TRANSFERS_PER_S = 50_000
@@ -51,6 +58,7 @@ def uniform_strategy(
     *,
     homes: tuple[int, ...] | None = None,
     bucket_bytes: int = 0,
+    first_bucket_bytes: int = 0,
     micro_batches: tuple[tuple[int, ...], ...] = (),
     step_barrier: bool = True,
 ) -> Strategy:
@@ -63,6 +71,7 @@ def uniform_strategy(
         homes=homes or (REPLICATED,) * len(graph.updates),
         micro_batches=micro_batches,
         bucket_bytes=bucket_bytes,
+        first_bucket_bytes=first_bucket_bytes,
         step_barrier=step_barrier,
     )
 
@@ -220,6 +229,7 @@ class DistributedDataParallel(Planner):
                 evaluator,
                 Decision(devices=tuple(range(len(shares))), shares=shares, sync=sync),
                 bucket_bytes=DEFAULT_BUCKET_BYTES,
+                first_bucket_bytes=FIRST_BUCKET_BYTES,
                 micro_batches=micro_batches if num_micro > 1 else (),
                 step_barrier=problem.step_barrier,
             )
@@ -253,8 +263,24 @@ DDP = partial(DistributedDataParallel, "ddp", accumulate=False)
 DDP_ACCUMULATE = partial(DistributedDataParallel, "ddp_accumulate", accumulate=True)
 
 
-BUCKETS = (DEFAULT_BUCKET_BYTES, 100 * MIB, 5 * MIB, MIB)
-"""Bytes of a bucket, beside a single one for all."""
+class Buckets(NamedTuple):
+    """Bytes of a bucket, and of the first one if it is smaller."""
+
+    others: int = 0
+    first: int = 0
+
+    def within(self, num_bytes: int) -> "Buckets":
+        """The same buckets of a model with so many bytes of parameters."""
+        others = min(self.others, num_bytes)
+        return Buckets(others, self.first if self.first < others else 0)
+
+
+NO_BUCKETS = Buckets()
+BUCKETS = (
+    Buckets(DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES),
+    *map(Buckets, (100 * MIB, 5 * MIB, MIB)),
+)
+"""DDP's own and some others, beside a single one for all."""
 ALL_REDUCES = (Sync.HIERARCHICAL, Sync.RING, Sync.REDUCE_SCATTER_ALL_GATHER)
 NUM_RETURNED = 6
 """Number of strategies, each in an order, handed to the referee."""
@@ -291,7 +317,8 @@ class _Enumeration:
         self._step_barrier = problem.step_barrier
         self._bytes = evaluator.tables.parameter_bytes
         whole = max(int(self._bytes.sum()), 1)
-        self._buckets = tuple(dict.fromkeys(min(each, whole) for each in (*BUCKETS, whole)))
+        every = (*BUCKETS, Buckets(whole))
+        self._buckets = tuple(dict.fromkeys(each.within(whole) for each in every))
 
     def run(self) -> None:
         """One way for all replicas, then the other ways of the best ones first."""
@@ -301,9 +328,9 @@ class _Enumeration:
             if len(replicas.devices) == 1 or self._is_hopeless(replicas):
                 continue
             for sync in ALL_REDUCES:
-                for bucket_bytes in self._buckets:
-                    if (sync, bucket_bytes) != (ALL_REDUCES[0], self._buckets[0]):
-                        self._judge(replicas, first[replicas].num_micro, sync, bucket_bytes)
+                for buckets in self._buckets:
+                    if (sync, buckets) != (ALL_REDUCES[0], self._buckets[0]):
+                        self._judge(replicas, first[replicas].num_micro, sync, buckets)
         for replicas in ranked:
             is_hopeless = self._is_hopeless(replicas, is_served=True)
             for homes in () if is_hopeless else self._homes(replicas.devices):
@@ -374,7 +401,7 @@ class _Enumeration:
         replicas: Replicas,
         num_micro: int,
         sync: Sync,
-        bucket_bytes: int = 0,
+        buckets: Buckets = NO_BUCKETS,
         homes: tuple[int, ...] | None = None,
     ) -> Evaluation | None:
         devices, shares = replicas
@@ -390,7 +417,8 @@ class _Enumeration:
                 self._evaluator,
                 decision,
                 homes=homes,
-                bucket_bytes=bucket_bytes,
+                bucket_bytes=buckets.others,
+                first_bucket_bytes=buckets.first,
                 micro_batches=micro_batch_table(sizes, cluster.num_devices),
                 step_barrier=self._step_barrier,
             )

@@ -63,15 +63,21 @@ def brute_force_s(evaluator: Evaluator) -> float:
             continue
         of_speeds = split_in_proportion(batch, [speeds[device] for device in devices])
         one = (max(devices, key=lambda d: cluster.nic_bandwidth_bytes_per_s(cluster.host_of[d])),)
-        for shares, bucket_bytes, sync in product(
-            (of_speeds, split_evenly(batch, len(devices))), (*BUCKETS, 1 << 40), list(Sync)[:4]
+        for shares, (others, first), sync in product(
+            (of_speeds, split_evenly(batch, len(devices))),
+            (*BUCKETS, (1 << 40, 0)),
+            list(Sync)[:4],
         ):
             slices = proportional_slices(cluster, devices) if sync.takes_slices else ()
             decision = Decision(devices=devices, shares=shares, sync=sync, slices=slices)
             balanced = balanced_homes(evaluator, devices)
             for homes in (one * len(balanced), balanced) if sync.is_served else (None,):
                 strategy = uniform_strategy(
-                    evaluator, decision, homes=homes, bucket_bytes=bucket_bytes
+                    evaluator,
+                    decision,
+                    homes=homes,
+                    bucket_bytes=others,
+                    first_bucket_bytes=first,
                 )
                 found = [evaluator.evaluate(strategy, order) for order in Order]
                 best = min([best, *(each.step_time_s for each in found if each.is_ok)])

@@ -54,7 +54,9 @@ def check_point(moves: Neighbours, state: State) -> None:
         schedule=state.schedule,
         tables=evaluator.rules.of(number).tables,
     )
-    assert evaluator.evaluate(choice._replace(rule_set=number), Order.RANK) == careful
+    first_bytes = float(state.first_bucket_bytes or state.bucket_bytes)
+    choice = choice._replace(rule_set=number, first_bucket_bytes=first_bytes)
+    assert evaluator.evaluate(choice, Order.RANK) == careful
 
 
 @pytest.mark.parametrize("name", ["gpt", "moe"])

@@ -47,11 +47,12 @@ def start(moves: Neighbours, strategy: Strategy) -> State:
         moves.rules.row_of(strategy.op_rules),
         strategy.schedule,
         strategy.blocks,
+        strategy.first_bucket_bytes,
     )
 
 
 def decoded(moves: Neighbours, state: State) -> Strategy:
-    return moves.space.decode(
+    strategy = moves.space.decode(
         state.row,
         bucket_bytes=state.bucket_bytes,
         step_barrier=True,
@@ -60,3 +61,4 @@ def decoded(moves: Neighbours, state: State) -> Strategy:
         schedule=state.schedule,
         blocks=state.blocks,
     )
+    return replace(strategy, first_bucket_bytes=state.first_bucket_bytes)

@@ -52,7 +52,7 @@ from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import LowerBound
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Decision, Sync
 from tests.search.asking import run_methods
 from tests.simulator.builders import cluster_of
 from tests.thorough import few_of, one_in
@@ -222,7 +222,8 @@ def test_the_four_baselines_are_what_the_paper_says() -> None:
         assert decision.devices == everywhere
         assert row.order == "fifo"
         assert strategy.num_micro_batches == 1
-        assert (strategy.bucket_bytes == DEFAULT_BUCKET_BYTES) == (name == "ddp")
+        buckets = strategy.bucket_bytes, strategy.first_bucket_bytes
+        assert buckets == ((DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES) if name == "ddp" else (0, 0))
         by_server = decision.sync == Sync.PARAMETER_SERVER
         assert by_server == name.endswith("_ps")
         if name.startswith("cp"):

@@ -184,6 +184,7 @@ class PlanMoves:
         return State(
             row=self._row(numbers, starts),
             bucket_bytes=state.bucket_bytes,
+            first_bucket_bytes=state.first_bucket_bytes,
             micro_batches=self._space.micro_batches(micro),
             order=self._order(state, micro),
             schedule=self._schedule(stages, micro),

@@ -203,6 +203,7 @@ class Search:
             schedule=state.schedule,
             blocks=state.blocks,
         )
+        strategy = replace(strategy, first_bucket_bytes=state.first_bucket_bytes)
         return without_needless_rules(strategy)
 
     def _search(self) -> None:
@@ -275,6 +276,7 @@ class Search:
                 rules,
                 strategy.schedule,
                 strategy.blocks,
+                strategy.first_bucket_bytes,
             )
             for order in candidate.orders
         ]
@@ -443,7 +445,8 @@ class Search:
             tables=self.evaluator.rules.of(rule_set).tables,
             schedule=state.schedule,
         )
-        return choice._replace(rule_set=rule_set)
+        first_bytes = float(state.first_bucket_bytes or state.bucket_bytes)
+        return choice._replace(rule_set=rule_set, first_bucket_bytes=first_bytes)
 
     # --- annealing -------------------------------------------------------------------------------
 
