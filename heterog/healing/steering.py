@@ -30,6 +30,8 @@ _MOST_FACTOR = 100.0
 _CLEARLY = 1.25
 """Factor by which a device has to be slower than when it was last thought about."""
 _AUTO = ("auto",)
+_TRIALS = ("tried", "taken back")
+"""Changes whose small corrections of speeds leave the plans for a loss as good as they were."""
 _NICENESS = {"prepared": 5, "better": 10}
 """Values of ``nice`` for questions that nobody waits for, because ranks need the cores."""
 
@@ -210,7 +212,7 @@ class Steering:
         if answer is not None:
             lost = frozenset(answer.question.lost)
             slow = {d: f for d, f in answer.question.slow.items() if d not in lost}
-            if slow != self.running.slow:
+            if slow != self.running.slow and kind not in _TRIALS:
                 self._prepared.clear()
             for device in self.lost - lost:
                 del self.absent[device]
