@@ -74,8 +74,11 @@ def judged(planner: Planner, evaluator: Evaluator, seed: int, budget: Budget) ->
 
     def run() -> Line:
         row = run_method(planner, problem)
-        made = {"step_time_s": row.step_time_s, "evaluations": row.num_evaluations}
-        made["curve"] = curve
+        made: Line = {
+            "step_time_s": row.step_time_s,
+            "evaluations": row.num_evaluations,
+            "curve": curve,
+        }
         other = _other_s(evaluator, row.candidate.strategy) if row.candidate else None
         return made if other is None else made | {"other_s": other}
 

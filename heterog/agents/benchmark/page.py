@@ -79,8 +79,9 @@ def over_other(row: Line) -> str:
     """An arm's steps over the best ones by another referee, and of how many runs."""
     if "over_other" not in row:
         return ""
-    ratio = "{value:.3f} [{low:.3f}, {high:.3f}]".format(**row["over_other"])
-    return ratio + f" of {row['said']:.0%}" * (row["said"] < 1.0)
+    ratio: str = "{value:.3f} [{low:.3f}, {high:.3f}]".format(**row["over_other"])
+    said: float = row["said"]
+    return ratio if said == 1.0 else f"{ratio} of {said:.0%}"
 
 
 def _chip(number: int) -> str:
