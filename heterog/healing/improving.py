@@ -95,6 +95,11 @@ class Improving:
         """Whether the next plan may be asked for."""
         return self.num_left > 0 and self._tried is None and self.is_measured
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is tried, nor will be."""
+        return self.num_left == 0 and self._tried is None
+
     def slow(self, known: Mapping[int, float]) -> dict[int, float]:
         """Factors by which kernels of devices take longer than in the cluster's description.
 

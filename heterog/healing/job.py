@@ -149,6 +149,11 @@ class HealingJob:
         """What was found of each plan that was tried."""
         return self._steering.improving.trials
 
+    @property
+    def may_try(self) -> bool:
+        """Whether a plan is tried, or will be."""
+        return not self._steering.improving.is_over
+
     def run(self) -> dict[str, Any]:
         """Train to the end and return what was measured and what happened.
 
