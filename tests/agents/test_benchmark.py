@@ -251,7 +251,7 @@ def test_sailor_counts_compute_sends_and_a_ring_one_after_another() -> None:
         Decision(devices=(1,), shares=(batch,)),
         Decision(devices=(0, 1), shares=(batch // 2, batch // 2), sync=Sync.ZERO3),
     ]
-    space, groups = space_of(evaluator, table), evaluator.tables.num_groups
+    space, groups = evaluator.space(table), evaluator.tables.num_groups
 
     def judged(*row: int) -> float | None:
         numbers = np.array(row)
