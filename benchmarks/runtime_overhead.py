@@ -13,9 +13,6 @@ upper end of its interval of 95 % (Student's t). On a machine that others use, r
 time say more than those of time. ``tiny`` has twelve layers that take next to no time: what is
 left is what the host takes for an op, as in steps of small kernels on a GPU.
 
-DistributedDataParallel's buckets are of 25 MiB, as our plan's, but its first is of 1 MiB: sums
-begin earlier. With ``--same-buckets`` all of them are of 25 MiB.
-
 ``--gpu TYPE`` measures ResNet-50, GPT-2 and a Llama of 1 B in bfloat16 on one GPU instead, with
 what is predicted for that type, until ten minutes are over: no row begins after seven.
 """
@@ -65,8 +62,7 @@ _LAST_BEGIN_S = 420.0
 class Row(NamedTuple):
     """What is measured: a model on some ranks, run eagerly or compiled, on CPUs or a GPU type.
 
-    With ``is_sharded`` ranks keep slices of the parameters, with ``same_buckets`` plain PyTorch's
-    first bucket is as large as the others.
+    With ``is_sharded`` ranks keep slices of the parameters.
     """
 
     model: str
@@ -74,7 +70,6 @@ class Row(NamedTuple):
     execution: str
     gpu: str = ""
     is_sharded: bool = False
-    same_buckets: bool = False
 
     @property
     def batch_size(self) -> int:
@@ -187,7 +182,7 @@ def plain_step(row: Row, workload: Workload, rank: int, device: torch.device) ->
     if row.is_sharded:
         shard(module)
     elif row.num_ranks > 1:
-        model = DistributedDataParallel(module, bucket_cap_mb=25 if row.same_buckets else None)
+        model = DistributedDataParallel(module)
     if row.execution == "compiled":
         model = torch.compile(model)
     optimizer = workload.optimizer(module.parameters(), **dict(workload.optimizer_options))
@@ -308,7 +303,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--executions", nargs="*", default=["eager", "compiled"])
     parser.add_argument("--sharded", action="store_true", help="two ranks, ZeRO-3 and FSDP2")
-    parser.add_argument("--same-buckets", action="store_true", help="DDP's first one like others")
     parser.add_argument("--gpu", default="", metavar="TYPE", help="one GPU, starts once")
     arguments = parser.parse_args()
     begin = time.monotonic()
@@ -325,7 +319,6 @@ def main() -> None:
                     execution,
                     arguments.gpu,
                     arguments.sharded,
-                    arguments.same_buckets,
                 )
                 starts = 1 if arguments.gpu else arguments.starts
                 show(measure(row, arguments.steps, starts), as_json=arguments.json)

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import heterog
 from heterog.cluster import Cluster
+from heterog.cluster.topology import Execution
 from heterog.graph.capture import capture_step
 from heterog.methods.planner import Candidate, MethodRow
 from heterog.pricing.calibration import calibrate
@@ -99,15 +100,17 @@ FOLDER = option("--folder", default="", help="keeps calibrations here, and uses 
 def testbed_options(testbeds: Iterable[str], models: Iterable[str]) -> tuple[Option, ...]:
     """Options of a script that measures models on testbeds."""
     own = option("--testbeds", default=",".join(testbeds))
-    return own, option("--models", default=",".join(models)), FOLDER
+    how = option("--execution", default="eager", help="eager or compiled, on both sides")
+    return own, option("--models", default=",".join(models)), how, FOLDER
 
 
 def testbeds_and_models(asked: argparse.Namespace) -> Iterator[tuple[Cluster, str]]:
-    """Every testbed, calibrated, with every model."""
+    """Every testbed, calibrated and with the execution asked for, with every model."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(asked.folder or scratch)
         for testbed in asked.testbeds.split(","):
             cluster = calibrated(testbed, folder)
+            cluster = replace(cluster, execution=Execution(asked.execution))
             for model in asked.models.split(","):
                 yield cluster, model
 
@@ -124,6 +127,7 @@ class Task:
         peaks: plans whose most bytes are told.
         shares: samples of each rank, for every DDP by its name.
         every: contenders that are slow, and in how many rounds they take part once.
+        execution: how every DDP runs; plans say it themselves.
     """
 
     model: str
@@ -133,6 +137,7 @@ class Task:
     peaks: Sequence[str] = ()
     shares: Mapping[str, Sequence[int]] = field(default_factory=dict)
     every: Mapping[str, int] = field(default_factory=dict)
+    execution: str = Execution.EAGER
 
 
 class Measured(NamedTuple):
@@ -209,10 +214,12 @@ def _window(step: DeployedStep, batch: Any, num_steps: int) -> None:
 def _ddp_step(task: Task, shares: Sequence[int]) -> Callable[[], None]:
     """Training steps of the real DDP on this rank's part of the batch."""
     workload, rank = workload_of(task.model, task.batch_size), dist.get_rank()
-    replica = DistributedDataParallel(workload.make_model())
+    replica: Any = DistributedDataParallel(workload.make_model())
     optimizer = workload.optimizer(replica.parameters(), **dict(workload.optimizer_options))
     batch = workload.make_batch()
     assert isinstance(batch, tuple)
+    if task.execution == Execution.COMPILED:
+        replica = torch.compile(replica)
     begin = sum(shares[:rank])
     local = tuple(each[begin : begin + shares[rank]] for each in batch)
 

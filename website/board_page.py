@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from heterog.agents.benchmark.board import Board, Entry, Line, read_results
+from heterog.agents.benchmark.page import over_other
 from heterog.agents.benchmark.suites import SUITES, pairs_of
 from heterog.methods.planner import Budget
 
@@ -22,7 +23,7 @@ FIRST = "random"
 """Method that the others are compared with."""
 _HEADS = (
     "row", "quality, 95 %", "beats `random`", "over the best known step, 95 %", "do not fit",
-    "CPU s", "wall s", "evaluations", "by DOPPLER's rules",
+    "CPU s", "wall s", "evaluations", "by another's rules",
 )  # fmt: skip
 
 
@@ -53,13 +54,21 @@ def boards_of(suite: str, budget: str, lines: list[Line]) -> Iterator[Board]:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    """Cells of a row; the last one is there where the suite has another referee."""
-    names = "quality", "beats_first", "over_best", "over_other"
-    quality, beats, over, *other = (
-        "{value:.3f} [{low:.3f}, {high:.3f}]".format(**row[name]) for name in names if name in row
+    """Cells of a row."""
+    names = "quality", "beats_first", "over_best"
+    quality, beats, over = (
+        "{value:.3f} [{low:.3f}, {high:.3f}]".format(**row[name]) for name in names
     )
     spent = f"{row['cpu_s']:.2f}", f"{row['wall_s']:.2f}", f"{row['evaluations']:.0f}"
-    return [f"`{row['arm']}`", quality, beats, over, str(row["do_not_fit"]), *spent, *other]
+    return [
+        f"`{row['arm']}`",
+        quality,
+        beats,
+        over,
+        str(row["do_not_fit"]),
+        *spent,
+        over_other(row),
+    ]
 
 
 def tables() -> Iterator[str]:
@@ -70,11 +79,10 @@ def tables() -> Iterator[str]:
         for board in boards_of(suite, budget, lines):
             rows = board.summary()
             cells = [_cells(row) for row in rows]
-            heads = _HEADS[: len(cells[0])]
             count = len(board.seeds)
             seeds = f"{count} seed" + "s" * (count > 1)
             yield from (f"### `{suite}`, {budget} a run, {seeds}", "")
-            yield from map(_line, (heads, ["---"] * len(heads), *cells))
+            yield from map(_line, (_HEADS, ["---"] * len(_HEADS), *cells))
             yield ""
 
 

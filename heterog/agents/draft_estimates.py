@@ -20,7 +20,6 @@ from heterog.agents.drafter import Drafter
 from heterog.agents.drafts import Draft, Shard, Stage, before
 from heterog.lowering.program import FloatArray
 from heterog.memo import kept
-from heterog.methods.model_parallel import activation_bytes, parameter_bytes
 from heterog.simulator.engine import Order
 from heterog.strategy.strategy import Keeps, Sync
 from heterog.strategy.sync import Sharded
@@ -64,8 +63,8 @@ class DraftEstimates:
         self._room = np.array([each.usable_memory_bytes for each in cluster.devices], float)
         self._ratio = float(tables.state_ratio)
         own = np.bincount(tables.parameter_group, tables.gradient_bytes, self._num)
-        self._gradient, self._state = before(own), before(parameter_bytes(evaluator))
-        self._saved = before(activation_bytes(evaluator))
+        self._gradient, self._state = before(own), before(evaluator.group_state_bytes)
+        self._saved = before(evaluator.group_saved_bytes)
         self._crossing = self._crossed_bytes()
         whole = drafter.seconds[:, -1, -1][drafter.types]
         self.bound_s = float(1.0 / (1.0 / whole).sum())

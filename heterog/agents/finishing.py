@@ -21,7 +21,6 @@ from heterog.graph.placement import OpRules
 from heterog.lowering.program import IntArray
 from heterog.lowering.space import StrategySpace
 from heterog.memo import kept
-from heterog.methods.data_parallel import device_speeds
 from heterog.methods.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.stages import layers_of, stages_by_counts
@@ -92,7 +91,7 @@ class Finisher:
 
     def __init__(self, evaluator: Evaluator, space: StrategySpace) -> None:
         self._evaluator, self._space = evaluator, space
-        self._speeds = device_speeds(evaluator)
+        self._speeds = evaluator.speeds
 
     @cached_property
     def sizes(self) -> list[int]:

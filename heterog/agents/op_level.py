@@ -26,7 +26,6 @@ from heterog.agents.stages import kind_of
 from heterog.errors import StrategyError
 from heterog.lowering import Choice
 from heterog.lowering.program import IntArray
-from heterog.methods.data_parallel import space_of
 from heterog.methods.planner import Candidate, Problem
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.teams import without_needless_rules
@@ -114,7 +113,7 @@ class Scorer:
     def __init__(self, problem: Problem, pair: "Pair", spent: int) -> None:
         evaluator = problem.evaluator
         self.pair = pair
-        self._space = space_of(evaluator, pair.table)
+        self._space = evaluator.space(pair.table)
         self._num_evaluations = 0
         self._scored: dict[tuple[bytes, StepSettings], Preference] = {}
         self._judged: dict[tuple[bytes, StepSettings, Order], Preference] = {}

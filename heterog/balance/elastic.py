@@ -33,6 +33,7 @@ from heterog.balance.group import RankGroup
 from heterog.balance.shares import BalanceError
 from heterog.balance.speeds import SpeedEstimate
 from heterog.errors import experimental
+from heterog.grouped import grouped
 from heterog.runtime.accelerators import CPU
 from heterog.simulator.unequal_updates import (
     ElasticRule,
@@ -402,10 +403,7 @@ def _check(
 
 def _by_type(values: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     """Values of one dtype and device together."""
-    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for value in values:
-        found.setdefault((value.dtype, value.device), []).append(value)
-    return found.values()
+    return grouped(((value.dtype, value.device), value) for value in values).values()
 
 
 def _take_over(values: Sequence[Tensor], flat: Tensor) -> None:

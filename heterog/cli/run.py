@@ -1,6 +1,7 @@
 """``heterog run``: train with a plan on local processes.
 
-``heterog run --heal``: train with a plan, and with others when that becomes necessary.
+``heterog run --heal``: train with a plan, and with others when that becomes necessary, and
+``--improve``: or better, as measured.
 """
 
 from collections.abc import Callable, Mapping
@@ -63,13 +64,20 @@ def heal_options(heal: bool, given: Mapping[str, Any]) -> "HealOptions | None":
         "checkpoint_every": ("checkpoint_s", parse_seconds),
         "back_after": ("back_after_s", parse_seconds),
         "slow_factor": ("slow_factor", float),
+        "improve": ("num_trials", int),
     }
     fields = {read[name][0]: read[name][1](value) for name, value in given.items() if name in read}
     return HealOptions(**fields)
 
 
-def run_healing(request: "RunRequest", options: "HealOptions", *, on: str, as_json: bool) -> None:
-    """Run the job, here or on Ray, and print the outcome."""
+def run_healing(
+    request: "RunRequest",
+    options: "HealOptions",
+    place: AbstractContextManager["Place"] | None = None,
+    *,
+    as_json: bool,
+) -> None:
+    """Run the job in a place, or on Ray if there is none, and print the outcome."""
 
     def say(text: str) -> None:
         err.print(text, soft_wrap=True, highlight=False)
@@ -79,14 +87,17 @@ def run_healing(request: "RunRequest", options: "HealOptions", *, on: str, as_js
         def progress(stage: str) -> None:
             show(*stage_progress(stage))
 
-        if on == RAY:
+        if place is None:
             from heterog.healing.on_ray import heal_on_ray
 
             measured = heal_on_ray(request, options, progress=progress, say=say)
         else:
             from heterog.healing.job import HealingJob
 
-            measured = HealingJob(request, options=options, progress=progress, say=say).run()
+            with place as there:
+                measured = HealingJob(
+                    request, options=options, place=there, progress=progress, say=say
+                ).run()
     if as_json:
         print_json(measured)
     else:
@@ -105,6 +116,9 @@ def _print_moves(measured: Mapping[str, Any]) -> None:
             f"moved in {format_seconds(move['move_s'])}; {move['steps_done_again']} steps again)",
             soft_wrap=True,
         )
+    kept = [trial["is_kept"] for trial in measured["trials"]]
+    if kept:
+        out.print(f"{len(kept)} moves were tried, {sum(kept)} kept, the others taken back")
     snapshots, losses = measured["snapshots"], measured["losses"]
     first, last = (float("nan") if each is None else each for each in (losses[0], losses[-1]))
     out.print(
@@ -208,6 +222,15 @@ def run(
             help="with --heal: times its planned time from which a device is slow; 1.5, 0 never",
         ),
     ] = None,
+    improve: Annotated[
+        int | None,
+        typer.Option(
+            "--improve",
+            min=1,
+            help="with --heal: plans near this one that are tried and taken back if they do not "
+            "pay",
+        ),
+    ] = None,
     rendezvous: Annotated[
         str, typer.Option("--rendezvous", "--host", hidden=True, help="refused, for one release")
     ] = "",
@@ -250,13 +273,14 @@ def run(
             "checkpoint_every": checkpoint_every,
             "back_after": back_after,
             "slow_factor": slow_factor,
+            "improve": improve,
         },
     )
     if healing is not None:
-        if any((testbed, trace, port, loaded.background)):
+        if any((trace, port, loaded.background)):
             raise HeterogError(
-                "--heal does not go with --testbed, --trace, --port or a background job; leave "
-                "one of them out."
+                "--heal does not go with --trace, --port or a background job; leave one of them "
+                "out."
             )
         if on == TORCHRUN:
             raise HeterogError(
@@ -265,7 +289,8 @@ def run(
             )
         if on != LOCAL:
             check_engine(on, loaded, testbed)
-        run_healing(request, healing, on=on, as_json=as_json)
+        place = _place_of(request, loaded, testbed) if on == LOCAL else None
+        run_healing(request, healing, place, as_json=as_json)
         return
     measured = _run_in_place(request, loaded, testbed, on, quiet=as_json)
     if trace is not None:
@@ -289,27 +314,38 @@ def _run_in_place(
         HeterogError: the engine is unknown, does not go with a testbed, or the job failed.
     """
     from heterog.runtime.launch import run_ranks
-    from heterog.runtime.ranks.place import HERE
-    from heterog.runtime.ranks.testbed import Testbed, load_testbed
 
-    place: AbstractContextManager[Place] = nullcontext(HERE)
     if on != LOCAL:
         check_engine(on, plan, testbed)
         from heterog.runtime.ranks.on_ray import run_on_ray
 
         with progress_line(quiet) as show:
             return run_on_ray(request, progress=lambda stage: show(*stage_progress(stage)))
-    if testbed:
-        cluster = load_testbed(testbed)
-        difference = plan.cluster.describe_difference(cluster)
-        if difference is not None:
-            raise HeterogError(
-                f"{request.plan} was made for another cluster than the testbed: {difference}; "
-                f"plan with --cluster {testbed}."
-            )
-        place = Testbed(cluster)
-    with place as there, progress_line(quiet) as show:
+    with _place_of(request, plan, testbed) as there, progress_line(quiet) as show:
         return run_ranks(request, place=there, progress=lambda stage: show(*stage_progress(stage)))
+
+
+def _place_of(
+    request: "RunRequest", plan: "Plan", testbed: str
+) -> AbstractContextManager["Place"]:
+    """This machine, or a testbed on it if one is named.
+
+    Raises:
+        HeterogError: the plan was made for another cluster than the testbed.
+    """
+    from heterog.runtime.ranks.place import HERE
+    from heterog.runtime.ranks.testbed import Testbed, load_testbed
+
+    if not testbed:
+        return nullcontext(HERE)
+    cluster = load_testbed(testbed)
+    difference = plan.cluster.describe_difference(cluster)
+    if difference is not None:
+        raise HeterogError(
+            f"{request.plan} was made for another cluster than the testbed: {difference}; "
+            f"plan with --cluster {testbed}."
+        )
+    return Testbed(cluster)
 
 
 LOCAL, TORCHRUN, RAY = "local", "torchrun", "ray"

@@ -22,7 +22,6 @@ from heterog.envs.coarse import CoarseEvaluator
 from heterog.lowering.channels import balanced_slices
 from heterog.lowering.program import FloatArray
 from heterog.lowering.space import device_sets
-from heterog.methods.data_parallel import device_speeds
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import Decision, Sync
 
@@ -47,7 +46,7 @@ def candidate_table(
         divide: Whether the devices of a set divide the optimizer's state.
     """
     cluster, batch = evaluator.cluster, evaluator.graph.batch_size
-    speeds = device_speeds(evaluator)
+    speeds = evaluator.speeds
     solver = _ShareSolver(evaluator, memory)
     sets = device_sets(cluster)
     rows = [Decision(devices=d, shares=(batch,)) for d in sorted(sets) if len(d) == 1]

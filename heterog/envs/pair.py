@@ -18,7 +18,6 @@ from heterog.envs.observation import Observation, Observer
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.space import StrategySpace
-from heterog.methods.data_parallel import space_of
 from heterog.methods.planner import Budget, Problem
 from heterog.methods.registry import built_in_methods
 from heterog.pricing.cost_model import CostModel
@@ -118,7 +117,7 @@ class Pair:
         self.evaluator = CoarseEvaluator(graph, cluster, cost_model)
         self.memory = ModelMemory(self.evaluator)
         self.table = candidate_table(self.evaluator, self.memory, divide=divide)
-        self.space = space_of(self.evaluator, self.table)
+        self.space = self.evaluator.space(self.table)
         self.num_micro = 1
         self._is_judged = False
         self._scores: dict[bytes, Score] = {}
@@ -190,7 +189,7 @@ class Pair:
     def _fine(self) -> tuple[Evaluator, StrategySpace]:
         """Evaluator of single ops, and its space of the same candidates."""
         evaluator = Evaluator(self.graph, self.cluster, self.evaluator.cost_model)
-        return evaluator, space_of(evaluator, self.table)
+        return evaluator, evaluator.space(self.table)
 
     @cached_property
     def loads(self) -> Loads:

@@ -24,7 +24,7 @@ from heterog.explain.changed_cluster import (
 )
 from heterog.graph.axis_plan import axis_plan
 from heterog.lowering import Choice, encode
-from heterog.methods.data_parallel import device_speeds, uniform_strategy
+from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.planner import Budget, Problem, Progress, Spending
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.registry import built_in_methods
@@ -137,7 +137,7 @@ def _value(
     own = [moved(strategy, change.cluster)]
     if change.kind == ChangeKind.DEVICE:
         new = (change.cluster.num_devices - 1,)
-        own += strategies_with(strategy, changed, new, device_speeds(changed))
+        own += strategies_with(strategy, changed, new, changed.speeds)
     after = replan(changed, own, order, evaluations=evaluations)
     seconds, method = after.step_time_s, after.method
     if before.step_time_s is not None and (seconds is None or seconds > before.step_time_s):
@@ -157,7 +157,7 @@ def with_idle_devices(
     evaluator: Evaluator, strategy: Strategy, order: Order, devices: Sequence[int]
 ) -> Evaluation | None:
     """The best step found in which idle devices take part; see ``strategies_with``."""
-    joined = strategies_with(strategy, evaluator, devices, device_speeds(evaluator))
+    joined = strategies_with(strategy, evaluator, devices, evaluator.speeds)
     judged = _referee(evaluator, _ranked(evaluator, joined, order))
     return _best(judged) if judged else None
 
@@ -208,7 +208,7 @@ def replan(
 
 def _tuned(evaluator: Evaluator, most: int, step_barrier: bool) -> list[Strategy]:
     """Tuned data parallelism on the largest subsets of machines."""
-    speeds = device_speeds(evaluator)
+    speeds = evaluator.speeds
     return [
         uniform_strategy(
             evaluator,

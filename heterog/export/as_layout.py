@@ -48,7 +48,11 @@ def layout_of(plan: Plan, target: str) -> tuple[Given, bool]:
             )
         except HeterogError:
             continue
-        made = replace(given.strategy, bucket_bytes=plan.strategy.bucket_bytes)
+        made = replace(
+            given.strategy,
+            bucket_bytes=plan.strategy.bucket_bytes,
+            first_bucket_bytes=plan.strategy.first_bucket_bytes,
+        )
         if made == plan.strategy:
             return given, True
         if replace(made, schedule=plan.strategy.schedule) == plan.strategy:

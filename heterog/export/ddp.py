@@ -12,6 +12,7 @@ from heterog.export.readme import launch_command, readme
 from heterog.export.stock import stock_user
 from heterog.export.uniform import uniform_micro_batches, uniform_remarks
 from heterog.search.plan import Plan
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Strategy
 
 TARGET = "ddp"
 _WHAT = (
@@ -28,7 +29,7 @@ def export_ddp(plan: Plan, sources: Sequence[str] = ()) -> Export:
         ExportError: names the first group that is not as the others.
     """
     ranks = ranks_of(plan.cluster, uniform_micro_batches(plan, TARGET))
-    remarks = uniform_remarks(plan, TARGET)
+    remarks = uniform_remarks(plan, TARGET) + _bucket_remarks(plan.strategy)
     user = stock_user(plan, sources)
     remarks += user.remarks
     files = {
@@ -48,3 +49,13 @@ def export_ddp(plan: Plan, sources: Sequence[str] = ()) -> Export:
         ),
     }
     return Export(target=TARGET, files=files, not_expressed=tuple(remarks))
+
+
+def _bucket_remarks(strategy: Strategy) -> list[str]:
+    others, first = strategy.bucket_bytes, strategy.first_bucket_bytes
+    if not first or (others, first) == (DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES):
+        return []
+    return [
+        f"Buckets of {others} bytes after a first one of {first}: with a smaller first one "
+        f"{TARGET} has buckets of {DEFAULT_BUCKET_BYTES} bytes after one of {FIRST_BUCKET_BYTES}."
+    ]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from heterog.cluster import Cluster
 from heterog.cluster.schema import is_cpu
 from heterog.export.folder import fill
+from heterog.grouped import grouped
 from heterog.search.plan import Plan
 
 SCHEMA_VERSION = 1
@@ -74,10 +75,7 @@ def ranks_of(
 
 def by_host(ranks: Sequence[RankEntry]) -> dict[str, list[RankEntry]]:
     """The ranks of each host, in the order of the ranks."""
-    hosts: dict[str, list[RankEntry]] = {}
-    for entry in ranks:
-        hosts.setdefault(entry.host, []).append(entry)
-    return hosts
+    return grouped((entry.host, entry) for entry in ranks)
 
 
 def ranks_document(plan: Plan, target: str, ranks: Sequence[RankEntry], user_digest: str) -> bytes:
@@ -92,6 +90,7 @@ def ranks_document(plan: Plan, target: str, ranks: Sequence[RankEntry], user_dig
         "predicted_step_time_s": plan.step_time_s,
         "global_batch_size": plan.graph.batch_size,
         "bucket_bytes": plan.strategy.bucket_bytes,
+        "first_bucket_bytes": plan.strategy.first_bucket_bytes,
         "ranks": [asdict(entry) for entry in ranks],
         "not_started": [d.name for d in plan.cluster.devices if d.name not in started],
         "user_digest": user_digest,

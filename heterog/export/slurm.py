@@ -8,6 +8,7 @@ from heterog.export.folder import Export, fill
 from heterog.export.ranks import RankEntry, by_host, ranks_of
 from heterog.export.torchrun import Target, runtime_folder
 from heterog.export.used import on_used_devices
+from heterog.grouped import grouped
 from heterog.search.plan import Plan
 
 TARGET = "slurm"
@@ -16,9 +17,6 @@ _WHAT = (
     "partition, account and time to job.sbatch; its GPU types are the plan's names in small "
     'letters, those of your site are shown by sinfo -o "%G".'
 )
-
-Kind = tuple[str, ...]
-"""Device types of a host: hosts of one kind can replace each other."""
 
 
 def export_slurm(plan: Plan, sources: Sequence[str] = ()) -> Export:
@@ -60,9 +58,9 @@ def _unlike_links(cluster: Cluster, ranks: Sequence[RankEntry]) -> tuple[str, ..
 
 def _by_kind(hosts: Mapping[str, Sequence[RankEntry]]) -> list[list[str]]:
     """Groups of hosts with the same devices, in the order of their first rank."""
-    kinds: dict[Kind, list[str]] = {}
-    for host, entries in hosts.items():
-        kinds.setdefault(tuple(entry.type for entry in entries), []).append(host)
+    kinds = grouped(
+        (tuple(entry.type for entry in entries), host) for host, entries in hosts.items()
+    )
     return list(kinds.values())
 
 

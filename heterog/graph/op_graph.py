@@ -342,6 +342,11 @@ class OpGraph:
         """Tensor ids of the parameters, tied ones only once."""
         return self.inputs_of_kind(TensorKind.PARAMETER)
 
+    @cached_property
+    def batch(self) -> tuple[int, ...]:
+        """Tensor ids of the batch."""
+        return self.inputs_of_kind(TensorKind.BATCH)
+
     def inputs_of_kind(self, kind: TensorKind) -> tuple[int, ...]:
         """Tensor ids of the step inputs of a kind."""
         return tuple(i for i in range(self.num_inputs) if self.tensors[i].kind == kind)

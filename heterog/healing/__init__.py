@@ -14,7 +14,7 @@ that: from node to node Ray carries parts, and under torchrun every host has all
 - ``rank`` is what each rank does, ``steering`` decides with the help of ``planning``, a process
   that plans for what is left (a ``service`` that answers a ``question``); ``remaining`` and
   ``moving`` say what is left and what it costs to go there, ``busy`` who is slow, ``trial``
-  whether a change kept its promise. ``checkpoints`` are written beside training, by the process in
-  ``writing``.
+  whether a change kept its promise, ``improving`` which moves pay as measured. ``checkpoints``
+  are written beside training, by the process in ``writing``.
 - ``loop`` is for loops with a ``Balancer`` under torchrun.
 """

@@ -19,6 +19,7 @@ from heterog.files import CHECKPOINT_INDEX, check_save_folder, read_json
 from heterog.healing.assignment import Assignment
 from heterog.healing.checkpoints import Writing
 from heterog.healing.crew import Crew, JobState, LocalCrew
+from heterog.healing.improving import MeasuredTrial
 from heterog.healing.options import HealOptions, Move, Trained
 from heterog.healing.service import Service
 from heterog.healing.shelf import Moment, newest_complete
@@ -142,6 +143,16 @@ class HealingJob:
     def running(self) -> Running:
         """The plan that the ranks run now, and on which devices."""
         return self._steering.running
+
+    @property
+    def trials(self) -> Sequence[MeasuredTrial]:
+        """What was found of each plan that was tried."""
+        return self._steering.improving.trials
+
+    @property
+    def may_try(self) -> bool:
+        """Whether a plan is tried, or will be."""
+        return not self._steering.improving.is_over
 
     def run(self) -> dict[str, Any]:
         """Train to the end and return what was measured and what happened.
@@ -336,6 +347,8 @@ class HealingJob:
                     self._is_restart_measured = True
                     self._steering.restart_s = float(event["at_s"]) - self._begun_s
             self.trained.hear(event)
+            if event["event"] == "step" and event["step"] in self.trained.seconds:
+                self._steering.hear_step(float(event["seconds"]))
 
     def _steps_left(self) -> int:
         return self.last - max(self.trained.losses, default=0)
@@ -362,6 +375,7 @@ class HealingJob:
             "losses": [trained.losses[number] for number in numbers],
             "steps": numbers,
             "moves": [asdict(move) for move in trained.moves],
+            "trials": [asdict(trial) for trial in self.trials],
             "snapshots": {
                 "number": trained.num_snapshots,
                 "bytes_of_rank_0": trained.snapshot_bytes,

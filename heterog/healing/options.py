@@ -23,6 +23,7 @@ class HealOptions:
         most_losses: Number of losses after which the job is given up.
         checkpoint: Folder of checkpoints written beside training; empty for none.
         checkpoint_s: Seconds between checkpoints.
+        num_trials: Number of plans near the running one that are tried on the job's own steps.
     """
 
     redundancy: int = 1
@@ -34,6 +35,7 @@ class HealOptions:
     most_losses: int = 100
     checkpoint: str = ""
     checkpoint_s: float = 60.0
+    num_trials: int = 0
 
     def __post_init__(self) -> None:
         if self.redundancy < 0:
@@ -53,7 +55,8 @@ class Move:
 
     Attributes:
         why: The reason in one line.
-        kind: ``"lost"``, ``"leaving"``, ``"back"``, ``"slow"``, ``"quick"`` or ``"better"``.
+        kind: ``"lost"``, ``"leaving"``, ``"back"``, ``"slow"``, ``"quick"``, ``"better"``,
+            ``"tried"`` or ``"taken back"``.
         step: Number of the last step before the new plan.
         num_ranks: Number of ranks of the new plan.
         method: Name of the method that found the plan.

@@ -6,22 +6,36 @@ It is started with the job, so that everything is imported, compiled and capture
 lost. A new request ends the search for the one before, which then answers with its best so far.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from heterog.agents.improver import led_by, load_improver
 from heterog.agents.planners import default_methods
 from heterog.cluster.topology import Cluster
+from heterog.errors import StrategyError
 from heterog.graph.capture import capture_step
 from heterog.healing.busy import device_seconds
+from heterog.healing.improving import NEAR
 from heterog.healing.moving import total_s, transfer_s
 from heterog.healing.question import Question
 from heterog.healing.remaining import Remaining, SlowedCosts, remaining, slowed
 from heterog.healing.service import Message, answer_requests
-from heterog.methods.planner import Budget, MethodRow, Stop
+from heterog.methods.local_search.planner import LocalSearch
+from heterog.methods.planner import (
+    Budget,
+    Candidate,
+    MethodRow,
+    Planner,
+    PlanResult,
+    Problem,
+    Stop,
+)
 from heterog.pricing.calibration import cost_model_of
 from heterog.pricing.cost_model import CostModel
 from heterog.records import parse_dataclass
 from heterog.runtime.measure.rehearsal import rehearsal_of
 from heterog.search.issue_order import IssuedSteps, Rehearse
+from heterog.search.judging import run_method
 from heterog.search.plan import Plan, Searched, load_plan, make_plan, plan_from_rows
 from heterog.search.portfolio import rehearsed
 from heterog.search.request import Request, Session
@@ -58,7 +72,7 @@ class Planning:
             self._rehearse = rehearsal_of(capture_step(workload))
             return {"busy_s": busy_seconds(Evaluator(plan.graph, plan.cluster), plan)}
         question = parse_dataclass(request, Question, "the question")
-        plan, evaluator, moving_s = self._plan(question)
+        plan, evaluator, moving_s = (self._near if question.tried else self._plan)(question)
         if plan.step_time_s is None:
             return {"error": f"nothing fits on what is left: {plan.shortage}"}
         plan.save(question.path)
@@ -108,6 +122,46 @@ class Planning:
                 plan = self._plan_of(evaluator, plan, best)
         return plan, evaluator, moving_s(plan.strategy)
 
+    def _near(self, question: Question) -> tuple[Plan, Evaluator, float]:
+        """The best plan near the running one that was not tried, and the seconds to change to it.
+
+        Raises:
+            StrategyError: there is none.
+        """
+        running = self._running(question)
+        left = remaining(self._whole_cluster, question.lost)
+        evaluator = self._evaluator(running, left, question)
+        mark, barrier = evaluator.cluster.fingerprint(), running.strategy.step_barrier
+        tried = [replace(load_plan(path).strategy, cluster=mark) for path in question.tried]
+        now = Candidate(
+            strategy=replace(running.strategy, cluster=mark),
+            orders=(Order[running.order.upper()],),
+        )
+        stay_s = evaluator.referee(now.strategy, now.orders[0]).step_time_s
+        problem = Problem(
+            evaluator=evaluator,
+            budget=Budget.parse(question.budget),
+            seed=len(tried),
+            step_barrier=barrier,
+            seeds=(now,),
+            stop=self._stop,
+        )
+        row = run_method(_Untried(LocalSearch(led_by(load_improver())), tried), problem)
+        if row.step_time_s is None or row.step_time_s > NEAR * stay_s:
+            raise StrategyError("no other plan is predicted to be nearly as quick")
+        plan = plan_from_rows(
+            evaluator,
+            rehearsed(IssuedSteps(evaluator), [row], self._rehearse) if self._rehearse else [row],
+            Searched(budget=question.budget, seed=problem.seed, seconds=row.search_seconds),
+        )
+        moving_s = question.restart_s + transfer_s(
+            running.graph,
+            self._whole_cluster,
+            (running.strategy, question.running_on),
+            (plan.strategy, left.device_of),
+        )
+        return plan, evaluator, moving_s
+
     def _plan_of(self, evaluator: Evaluator, plan: Plan, row: MethodRow) -> Plan:
         """Make the plan of a row other than the quickest, if it can be executed."""
         issued = IssuedSteps(evaluator)
@@ -153,6 +207,26 @@ class Planning:
     def _whole_cluster(self) -> Cluster:
         assert self._whole is not None
         return self._whole
+
+
+class _Untried(Planner):
+    """A search whose answers leave out what is known already.
+
+    Args:
+        search: The search.
+        known: Strategies that are no answer.
+    """
+
+    stage = "search"
+
+    def __init__(self, search: Planner, known: Sequence[Strategy]) -> None:
+        self.name, self._search, self._known = search.name, search, known
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """See ``Planner``."""
+        found = self._search.plan(problem)
+        left = tuple(each for each in found.candidates if each.strategy not in self._known)
+        return replace(found, candidates=left)
 
 
 def busy_seconds(evaluator: Evaluator, plan: Plan) -> list[float]:

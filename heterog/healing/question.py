@@ -23,6 +23,8 @@ class Question:
         running: Path of the plan that runs or ran.
         running_on: Device of the whole cluster of each of its ranks.
         path: Path to write the new plan to.
+        tried: Paths of plans that were measured, the running one among them; the plan asked for
+            is then one near the running one and none of these.
     """
 
     lost: tuple[int, ...]
@@ -34,6 +36,7 @@ class Question:
     running: str
     running_on: tuple[int, ...]
     path: str
+    tried: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

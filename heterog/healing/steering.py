@@ -7,12 +7,13 @@ one plus what it costs to go there. Predicted seconds are scaled by what steps r
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
+from heterog.healing.improving import BUDGET, Improving
 from heterog.healing.options import HealOptions
 from heterog.healing.question import FIRST_METHODS, Answer, Question
 from heterog.healing.service import Message
@@ -29,6 +30,8 @@ _MOST_FACTOR = 100.0
 _CLEARLY = 1.25
 """Factor by which a device has to be slower than when it was last thought about."""
 _AUTO = ("auto",)
+_TRIALS = ("tried", "taken back")
+"""Changes whose small corrections of speeds leave the plans for a loss as good as they were."""
 _NICENESS = {"prepared": 5, "better": 10}
 """Values of ``nice`` for questions that nobody waits for, because ranks need the cores."""
 
@@ -58,8 +61,8 @@ class Going:
 
     Attributes:
         answer: The plan.
-        kind: Kind of the change: ``"leaving"``, ``"back"``, ``"slow"``, ``"quick"`` or
-            ``"better"``.
+        kind: Kind of the change: ``"leaving"``, ``"back"``, ``"slow"``, ``"quick"``,
+            ``"better"``, ``"tried"`` or ``"taken back"``.
         why: The reason in one line.
     """
 
@@ -109,6 +112,7 @@ class Steering:
         steps_left: Number of steps left to train.
         step_s: Measured step time; 0 where it is not yet known.
         restart_s: Seconds until restarted ranks have done a step.
+        improving: Plans near the running one that are tried.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class Steering:
         self.steps_left = 0
         self.step_s = 0.0
         self.restart_s = 0.0
+        self.improving = Improving(num_left=options.num_trials)
         self._whole, self._folder, self._options, self._say = whole, folder, options, say
         self._is_here, self._is_leaving = is_here, is_leaving
         self._prepared: dict[frozenset[int], Answer] = {}
@@ -207,7 +212,7 @@ class Steering:
         if answer is not None:
             lost = frozenset(answer.question.lost)
             slow = {d: f for d, f in answer.question.slow.items() if d not in lost}
-            if slow != self.running.slow:
+            if slow != self.running.slow and kind not in _TRIALS:
                 self._prepared.clear()
             for device in self.lost - lost:
                 del self.absent[device]
@@ -224,6 +229,7 @@ class Steering:
         self._rebalanced = None
         if answer is None or self._trial is None or answer is not self._trial.chosen.answer:
             self._trial = None  # something else has happened
+        self.improving.begin_generation(answer)
         self._tried_s.clear()
         self.step_s = 0.0
         self._wishes = []
@@ -252,7 +258,12 @@ class Steering:
             kind, question = self._wishes.pop(0)
             number = self._service.ask(asdict(question), niceness=_NICENESS.get(kind, 0))
             self._asked = number, kind, question
-        return going
+        return going or self._improve()
+
+    def hear_step(self, seconds: float) -> None:
+        """Take in the seconds of a step, except those of the first one of a generation."""
+        if self._asked is None and not self._wishes:  # who plans takes cores from the ranks
+            self.improving.hear_step(seconds)
 
     def hear_busy(self, busy_s: Sequence[float]) -> None:
         """Check the measured compute seconds of each rank in a step for slow devices."""
@@ -266,6 +277,7 @@ class Steering:
             for device, told, plan in zip(devices, busy_s, planned, strict=True)
             if plan > 0
         }
+        self.improving.factors = dict(ratios)
         # How much a step takes of what was planned, where nothing is known to be wrong.
         well = [ratio for device, ratio in ratios.items() if device not in self.running.slow]
         usual = statistics.median_low(well or list(ratios.values()) or [0.0])
@@ -319,6 +331,47 @@ class Steering:
             self._wishes.append(self._asked[1:])
             self._asked = None
         self._wishes[:0] = wishes
+
+    def _improve(self) -> Going | None:
+        """Ask for a plan to try, or go back from one that does not pay."""
+        if self._trial is not None or self._asked is not None or self._wishes:
+            return None
+        improving = self.improving
+        if improving.is_due:
+            slow = improving.slow(self.running.slow)
+            question = self._question(self.lost, (), BUDGET, slow)
+            tried = tuple(dict.fromkeys((self.running.path, *improving.tried)))
+            self._wishes.append(("tried", replace(question, tried=tried)))
+            return None
+        found = improving.judged(self.steps_left)
+        if found is None:
+            return None
+        trial, before = found
+        steps = f"{format_seconds(trial.after_s)} instead of {format_seconds(trial.before_s)}"
+        if trial.is_kept:
+            self._say(f"steps take {steps}: the plan that was tried is kept")
+            return None
+        return Going(
+            answer=before, kind="taken back", why=f"steps take {steps}: the move is taken back"
+        )
+
+    def _try(self, answer: Answer) -> Going:
+        """Go to a plan that is tried, with a way back."""
+        running = self.running
+        back = replace(
+            answer,
+            question=replace(answer.question, slow=running.slow),
+            path=running.path,
+            method=running.method,
+            step_time_s=answer.stay_step_s,
+            busy_s=running.busy_s,
+        )
+        self.improving.begin(answer, back)
+        steps = (
+            f"{format_seconds(answer.step_time_s)} instead of "
+            f"{format_seconds(answer.stay_step_s)} predicted"
+        )
+        return Going(answer=answer, kind="tried", why=f"tries a move of {answer.method} ({steps})")
 
     def _before_end(self) -> Going | None:
         """Change to a plan without the hosts that have announced their end, or ask for one."""
@@ -389,6 +442,9 @@ class Steering:
             if kind == "leaving":
                 self._no_plan = frozenset(question.lost)
                 self._say(f"a host announced its end, and training stays: {reply['error']}")
+            if kind == "tried":
+                self.improving.num_left = 0
+                self._say(f"nothing more is tried: {reply['error']}")
             return None
         answer = Answer.from_reply(question, reply)
         match kind:
@@ -397,6 +453,8 @@ class Steering:
                 return None
             case "leaving":
                 return self._leave(answer)
+            case "tried":
+                return self._try(answer)
             case "better":
                 return self._if_it_pays(answer, kind, f"{answer.method} found a better plan")
             case "back":

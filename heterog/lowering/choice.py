@@ -83,6 +83,7 @@ class Choice(NamedTuple):
     num_micro: int
     num_steps: int
     bucket_bytes: float
+    first_bucket_bytes: float
     division: IntArray  # of each group, the last entry for constants  # [num_groups + 1]
     shares: IntArray  # samples, or units if the team has samples  # [rows, num_micro, num_devices]
     member: BoolArray  # devices that hold a division's parameters  # [num_divisions, num_devices]
@@ -287,6 +288,7 @@ class Encoder:
             num_micro=len(sizes) or 1,
             num_steps=num_steps,
             bucket_bytes=float(bucket_bytes),
+            first_bucket_bytes=float(bucket_bytes),
             division=division,
             shares=shares,
             member=rows.places[3] > 0,
@@ -539,6 +541,8 @@ def encode(
         num_steps=num_steps,
         within_teams=strategy.trains_apart,
     )
+    if strategy.first_bucket_bytes:
+        choice = choice._replace(first_bucket_bytes=float(strategy.first_bucket_bytes))
     if not strategy.modes:
         return choice
     return choice._replace(

@@ -178,7 +178,7 @@ def synchronise(
     scratch.open_last[key] = parameter
     scratch.next_in_bucket[parameter] = -1
     scratch.open_bytes[key] += size
-    if scratch.open_bytes[key] >= choice.bucket_bytes:
+    if scratch.open_bytes[key] >= scratch.full_bytes[key]:
         close_bucket(tables, choice, scratch, tape, key)
 
 
@@ -212,6 +212,7 @@ def close_bucket(
     first = scratch.open_first[key]
     size = scratch.open_bytes[key]
     scratch.open_first[key] = -1
+    scratch.full_bytes[key] = choice.bucket_bytes
     num_domains = choice.rings.first.shape[1]
     added_up = key // tables.num_dtypes
     group, domain = added_up // num_domains, added_up % num_domains

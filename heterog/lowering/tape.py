@@ -173,6 +173,7 @@ class Scratch(NamedTuple):
     )
     open_last: IntArray
     open_bytes: FloatArray
+    full_bytes: FloatArray  # from which on a bucket is closed
     bucket_key: IntArray  # of each group: the first whose gradients may share its buckets
     flat_buffer: IntArray  # by ring of a domain  # [num_devices, num_devices]
     ring_token: IntArray  # its collective is done  # [num_devices]
@@ -233,6 +234,7 @@ def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
         open_first=np.empty(num_keys, np.int32),
         open_last=np.empty(num_keys, np.int32),
         open_bytes=np.empty(num_keys, np.float64),
+        full_bytes=np.empty(num_keys, np.float64),
         bucket_key=np.empty(tables.num_groups, np.int32),
         flat_buffer=per_device(num_devices),
         ring_token=np.empty(num_devices, np.int32),

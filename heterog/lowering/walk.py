@@ -304,7 +304,7 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
     turns = choice.turns
     has_turns, is_capped = turns.rule != BY_MICRO_BATCH, len(turns.cap) > 0
     for step in range(choice.num_steps):
-        _begin_step(scratch, has_slices)
+        _begin_step(choice, scratch, has_slices)
         begin_turns(turns, scratch, tape, step)
         for micro in range(choice.num_micro):
             _forget_values(tables, choice, scratch)
@@ -382,7 +382,7 @@ def _lower_op(
 
 
 @helper
-def _begin_step(scratch: Scratch, has_slices: bool) -> None:
+def _begin_step(choice: Choice, scratch: Scratch, has_slices: bool) -> None:
     """Reset the working memory, except for when the last step's parameters arrive."""
     for parameter in range(scratch.ready_buffer.shape[0]):
         for device in range(scratch.ready_buffer.shape[1]):
@@ -392,6 +392,7 @@ def _begin_step(scratch: Scratch, has_slices: bool) -> None:
     scratch.gradient_token[:] = -1
     scratch.last_read[:] = -1
     scratch.open_first[:] = -1
+    scratch.full_bytes[:] = choice.first_bucket_bytes
     if has_slices:
         begin_sliced_step(scratch)
 

@@ -4,22 +4,22 @@
   shares, or shares in proportion to the measured speed of the whole model; synchronised tensor by
   tensor, first come first served, no micro-batches. PS is the better of one server and servers
   balanced by bytes over all devices, AR the better of ring and hierarchical for the whole model.
-- ``ddp``: even shares, 25 MiB buckets in the order in which gradients are born, all-reduce during
-  the backward pass (Li et al., VLDB 2020). ``ddp_accumulate``: the same with the smallest number
-  of micro-batches that fits.
+- ``ddp``: even shares, buckets in the order in which gradients are born, the first of 1 MiB and
+  others of 25, all-reduce during the backward pass (Li et al., VLDB 2020). ``ddp_accumulate``:
+  the same with the smallest number of micro-batches that fits.
 
 The best data parallelism that a person could choose, of every kind that a plan can name.
 
 Replicas on all devices or on those of some classes of hosts; even shares, or in proportion to
 measured speed; ring, hierarchical all-reduce, reduce-scatter and all-gather, one parameter server
-or balanced ones; buckets of 1, 5, 25 or 100 MiB or a single one; the best of the three orders.
-Micro-batches only where nothing fits without, and as few as it takes. All of them are tried, the
-promising ones first, until a small part of the budget is over. Gains are quoted over the better of
-this and ``tuned_uniform``.
+or balanced ones; DDP's buckets, or of 1, 5 or 100 MiB or a single one; the best of the three
+orders. Micro-batches only where nothing fits without, and as few as it takes. All of them are
+tried, the promising ones first, until a small part of the budget is over. Gains are quoted over
+the better of this and ``tuned_uniform``.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from itertools import combinations, islice
 from typing import NamedTuple
@@ -28,15 +28,20 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.grouping import group_ops
-from heterog.graph.op_graph import Phase
 from heterog.lowering.channels import proportional_slices
-from heterog.lowering.space import StrategySpace
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.simulator.lower_bound import floor_s
 from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
+from heterog.strategy.strategy import (
+    DEFAULT_BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    REPLICATED,
+    Decision,
+    Strategy,
+    Sync,
+)
 from heterog.units import MIB
 
 TRANSFERS_PER_S = 50_000
@@ -53,6 +58,7 @@ def uniform_strategy(
     *,
     homes: tuple[int, ...] | None = None,
     bucket_bytes: int = 0,
+    first_bucket_bytes: int = 0,
     micro_batches: tuple[tuple[int, ...], ...] = (),
     step_barrier: bool = True,
 ) -> Strategy:
@@ -65,32 +71,8 @@ def uniform_strategy(
         homes=homes or (REPLICATED,) * len(graph.updates),
         micro_batches=micro_batches,
         bucket_bytes=bucket_bytes,
+        first_bucket_bytes=first_bucket_bytes,
         step_barrier=step_barrier,
-    )
-
-
-def device_speeds(evaluator: Evaluator) -> tuple[float, ...]:
-    """Samples per second of the whole model on each device at its even share."""
-    graph, cluster = evaluator.graph, evaluator.cluster
-    samples = max(graph.batch_size // cluster.num_devices, 1)
-    computing = [index for index, op in enumerate(graph.ops) if op.phase != Phase.UPDATE]
-    by_type = [
-        samples
-        / float(evaluator.cost_model.op_seconds(graph, device_type, samples)[computing].sum())
-        for device_type in cluster.device_types
-    ]
-    return tuple(by_type[index] for index in cluster.type_index)
-
-
-def space_of(evaluator: Evaluator, candidates: Sequence[Decision]) -> StrategySpace:
-    """The strategies that give every group of an evaluator one of some candidates."""
-    return StrategySpace(
-        evaluator.graph,
-        evaluator.cluster,
-        evaluator.tables,
-        evaluator.channels,
-        device_speeds(evaluator),
-        candidates,
     )
 
 
@@ -101,7 +83,7 @@ def even_shares(evaluator: Evaluator) -> tuple[int, ...]:
 
 def proportional_shares(evaluator: Evaluator) -> tuple[int, ...]:
     """Shares of the batch in proportion to the devices' speeds."""
-    return split_in_proportion(evaluator.graph.batch_size, device_speeds(evaluator))
+    return split_in_proportion(evaluator.graph.batch_size, evaluator.speeds)
 
 
 def balanced_homes(evaluator: Evaluator, devices: tuple[int, ...]) -> tuple[int, ...]:
@@ -247,6 +229,7 @@ class DistributedDataParallel(Planner):
                 evaluator,
                 Decision(devices=tuple(range(len(shares))), shares=shares, sync=sync),
                 bucket_bytes=DEFAULT_BUCKET_BYTES,
+                first_bucket_bytes=FIRST_BUCKET_BYTES,
                 micro_batches=micro_batches if num_micro > 1 else (),
                 step_barrier=problem.step_barrier,
             )
@@ -280,8 +263,24 @@ DDP = partial(DistributedDataParallel, "ddp", accumulate=False)
 DDP_ACCUMULATE = partial(DistributedDataParallel, "ddp_accumulate", accumulate=True)
 
 
-BUCKETS = (DEFAULT_BUCKET_BYTES, 100 * MIB, 5 * MIB, MIB)
-"""Bytes of a bucket, beside a single one for all."""
+class Buckets(NamedTuple):
+    """Bytes of a bucket, and of the first one if it is smaller."""
+
+    others: int = 0
+    first: int = 0
+
+    def within(self, num_bytes: int) -> "Buckets":
+        """The same buckets of a model with so many bytes of parameters."""
+        others = min(self.others, num_bytes)
+        return Buckets(others, self.first if self.first < others else 0)
+
+
+NO_BUCKETS = Buckets()
+BUCKETS = (
+    Buckets(DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES),
+    *map(Buckets, (100 * MIB, 5 * MIB, MIB)),
+)
+"""DDP's own and some others, beside a single one for all."""
 ALL_REDUCES = (Sync.HIERARCHICAL, Sync.RING, Sync.REDUCE_SCATTER_ALL_GATHER)
 NUM_RETURNED = 6
 """Number of strategies, each in an order, handed to the referee."""
@@ -318,7 +317,8 @@ class _Enumeration:
         self._step_barrier = problem.step_barrier
         self._bytes = evaluator.tables.parameter_bytes
         whole = max(int(self._bytes.sum()), 1)
-        self._buckets = tuple(dict.fromkeys(min(each, whole) for each in (*BUCKETS, whole)))
+        every = (*BUCKETS, Buckets(whole))
+        self._buckets = tuple(dict.fromkeys(each.within(whole) for each in every))
 
     def run(self) -> None:
         """One way for all replicas, then the other ways of the best ones first."""
@@ -328,20 +328,43 @@ class _Enumeration:
             if len(replicas.devices) == 1 or self._is_hopeless(replicas):
                 continue
             for sync in ALL_REDUCES:
-                for bucket_bytes in self._buckets:
-                    if (sync, bucket_bytes) != (ALL_REDUCES[0], self._buckets[0]):
-                        self._judge(replicas, first[replicas].num_micro, sync, bucket_bytes)
+                for buckets in self._buckets:
+                    if (sync, buckets) != (ALL_REDUCES[0], self._buckets[0]):
+                        self._judge(replicas, first[replicas].num_micro, sync, buckets)
         for replicas in ranked:
             is_hopeless = self._is_hopeless(replicas, is_served=True)
             for homes in () if is_hopeless else self._homes(replicas.devices):
                 self._judge_served(replicas, first[replicas].num_micro, homes)
 
-    def _replicas(self) -> Iterator[Replicas]:
-        speeds, batch = device_speeds(self._evaluator), self._evaluator.graph.batch_size
-        for devices in class_sets(self._evaluator.cluster):
-            in_proportion = split_in_proportion(batch, [speeds[device] for device in devices])
-            for shares in dict.fromkeys((in_proportion, split_evenly(batch, len(devices)))):
-                yield Replicas(devices, shares)
+    def _replicas(self) -> list[Replicas]:
+        """All replicas, first those whose compute and gradients take least by a rule of thumb.
+
+        So a budget that ends early has tried the best ones, and what is far behind is given up.
+        """
+        speeds, batch = self._evaluator.speeds, self._evaluator.graph.batch_size
+        cluster = self._evaluator.cluster
+
+        def roughly_s(each: Replicas) -> float:
+            compute_s = max(
+                share / speeds[device]
+                for device, share in zip(each.devices, each.shares, strict=True)
+            )
+            hosts = {cluster.host_of[device] for device in each.devices}
+            slowest = min(cluster.nic_bandwidth_bytes_per_s(host) for host in hosts)
+            sent_bytes = 2.0 * float(self._bytes.sum()) * (len(hosts) - 1) / len(hosts)
+            return compute_s + sent_bytes / slowest
+
+        found = [
+            Replicas(devices, shares)
+            for devices in class_sets(cluster)
+            for shares in dict.fromkeys(
+                (
+                    split_in_proportion(batch, [speeds[device] for device in devices]),
+                    split_evenly(batch, len(devices)),
+                )
+            )
+        ]
+        return sorted(found, key=roughly_s)
 
     def _first(self, replicas: Replicas) -> "_First":
         """One way for some replicas, with as few micro-batches as it takes to fit."""
@@ -378,7 +401,7 @@ class _Enumeration:
         replicas: Replicas,
         num_micro: int,
         sync: Sync,
-        bucket_bytes: int = 0,
+        buckets: Buckets = NO_BUCKETS,
         homes: tuple[int, ...] | None = None,
     ) -> Evaluation | None:
         devices, shares = replicas
@@ -394,7 +417,8 @@ class _Enumeration:
                 self._evaluator,
                 decision,
                 homes=homes,
-                bucket_bytes=bucket_bytes,
+                bucket_bytes=buckets.others,
+                first_bucket_bytes=buckets.first,
                 micro_batches=micro_batch_table(sizes, cluster.num_devices),
                 step_barrier=self._step_barrier,
             )

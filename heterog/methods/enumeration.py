@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from heterog.graph.placement import OpRules
 from heterog.lowering import Choice
 from heterog.lowering.program import IntArray
-from heterog.lowering.space import StrategySpace
-from heterog.methods.data_parallel import device_speeds
 from heterog.methods.planner import Point, PointSearch, Problem
 from heterog.methods.teams import without_needless_rules
 from heterog.simulator.engine import Order
@@ -44,10 +42,8 @@ class Enumeration(PointSearch[Point]):
         evaluator = problem.evaluator
         self.num_groups = evaluator.tables.num_groups
         self.num_steps = 1 if problem.step_barrier else UNROLLED_STEPS
-        self.speeds = device_speeds(evaluator)
-        self.space = StrategySpace(
-            evaluator.graph, evaluator.cluster, evaluator.tables, evaluator.channels, self.speeds
-        )
+        self.speeds = evaluator.speeds
+        self.space = evaluator.space()
         self.fault = ""
 
     @abstractmethod

@@ -19,12 +19,10 @@ import numpy as np
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import Phase
 from heterog.memo import kept
-from heterog.methods.data_parallel import device_speeds
 from heterog.methods.islands.slices import boundary_bytes, layer_of_op, layers_or_groups
-from heterog.methods.model_parallel import activation_bytes, parameter_bytes
 from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
 from heterog.methods.recomputing import cheaper_layouts, surely_kept, words_worth_trying
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly
 from heterog.strategy.keeping import attention_scores
 from heterog.strategy.layouts.experts import expert_weights
@@ -81,10 +79,10 @@ class _Grid(PointSearch[_Point]):
         super().__init__(problem)
         evaluator = problem.evaluator
         self.graph, self.cluster = evaluator.graph, evaluator.cluster
-        self.speeds = device_speeds(evaluator)
+        self.speeds = evaluator.speeds
         self.num_layers = len(layers_of(self.graph).names)
-        self.parameters = float(parameter_bytes(evaluator).sum())
-        self.activations = float(activation_bytes(evaluator).sum()) / self.graph.batch_size
+        self.parameters = float(evaluator.group_state_bytes.sum())
+        self.activations = float(evaluator.group_saved_bytes.sum()) / self.graph.batch_size
         experts = expert_weights(self.graph, range(self.graph.num_ops))
         shapes = [self.graph.tensors[weight].shape for weight in experts]
         self.num_experts = min((shape[0] for shape in shapes), default=0)
@@ -100,7 +98,7 @@ class _Grid(PointSearch[_Point]):
         points = sorted(self._shapes(), key=self._order)[:MOST_SHAPES]
         for number, point in enumerate(points, 1):
             for manner in self._until_it_fits(point):
-                found = self._try(manner)
+                found = self.ask(manner)
                 if found is not None and found.is_ok:
                     self._try_cheaper(manner)
                 if found is None or found.is_ok:
@@ -124,7 +122,7 @@ class _Grid(PointSearch[_Point]):
         """Try some shapes in all manners."""
         for start in starts:
             for point in self._varied(start):
-                self._try(point)
+                self.ask(point)
             if not self.spending.is_over:
                 self.varied.add(start.shape)
 
@@ -142,15 +140,9 @@ class _Grid(PointSearch[_Point]):
     def _try_cheaper(self, point: _Point) -> None:
         """Make less again than everything for as long as that fits."""
         for layout in cheaper_layouts(self.graph, point.layout):
-            found = self._try(replace(point, layout=layout))
+            found = self.ask(replace(point, layout=layout))
             if found is None or not found.is_ok:
                 break
-
-    def _try(self, point: _Point) -> Evaluation | None:
-        """Simulate a point; ``None`` if it is impossible or the budget is over."""
-        if point not in self.found and self.found and self.spending.is_over:
-            return None
-        return self.evaluate(point)
 
     def strategy_of(self, point: _Point) -> Strategy:
         """See ``PointSearch``."""

@@ -6,7 +6,6 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray
 from heterog.lowering.kernels import kernel
 from heterog.lowering.program import IntArray
-from heterog.methods.data_parallel import device_speeds
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
 from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.strategy.division import micro_batch_table, split_evenly
@@ -52,7 +51,7 @@ class ModelParallel(Planner):
         evaluator = problem.evaluator
         graph, cluster = evaluator.graph, evaluator.cluster
         groups = group_ops(graph)
-        speeds = device_speeds(evaluator)
+        speeds = evaluator.speeds
         chain = sorted(range(cluster.num_devices), key=lambda d: (-speeds[d], d))
         seconds, memory = _group_costs(evaluator)
         strategies = []
@@ -150,33 +149,7 @@ def _group_costs(evaluator: Evaluator) -> tuple[FloatArray, FloatArray]:
     for index, kind in enumerate(evaluator.cluster.device_types):
         costs = evaluator.cost_model.op_seconds(graph, kind, graph.batch_size)
         np.add.at(seconds[:, index], grouping.group[inside], costs[inside])
-    return seconds, parameter_bytes(evaluator) + activation_bytes(evaluator)
-
-
-def parameter_bytes(evaluator: Evaluator) -> FloatArray:
-    """Bytes of each group's parameters, gradients and optimizer state.  # [num_groups]"""
-    tables = evaluator.tables
-    memory = np.zeros(tables.num_groups)
-    np.add.at(memory, tables.parameter_group, tables.parameter_bytes * (2.0 + tables.state_ratio))
-    return memory
-
-
-def activation_bytes(evaluator: Evaluator) -> FloatArray:
-    """Bytes of each group's values that stay for the backward pass.  # [num_groups]"""
-    graph, tables = evaluator.graph, evaluator.tables
-    memory = np.zeros(tables.num_groups)
-    kept = [
-        value
-        for value, tensor in enumerate(tables.value_tensor.tolist())
-        if graph.ops[graph.producer[tensor]].phase == 0
-        and any(graph.ops[reader].phase == 1 for reader in graph.consumers[tensor])
-    ]
-    sizes = tables.value_bytes + tables.value_bytes_per_unit * graph.batch_size
-    owners = tables.op_group[tables.value_op]
-    for value in kept:
-        if owners[value] >= 0:
-            memory[owners[value]] += sizes[value]
-    return memory
+    return seconds, evaluator.group_state_bytes + evaluator.group_saved_bytes
 
 
 def _placed(problem: Problem, device_of_group: tuple[int, ...], num_micro: int) -> Strategy:

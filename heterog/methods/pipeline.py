@@ -22,7 +22,7 @@ from heterog.lowering.program import IntArray
 from heterog.methods.communities import communities, in_best_order
 from heterog.methods.enumeration import Enumeration
 from heterog.methods.megatron_grid import MOST_TASKS
-from heterog.methods.model_parallel import activation_bytes, parameter_bytes, stage_starts
+from heterog.methods.model_parallel import stage_starts
 from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
@@ -186,8 +186,8 @@ class _Enumeration(Enumeration[_Point]):
             f"every stage needs a group of layers, and the model has {self.num_groups} of them"
         )
         self.cluster = evaluator.cluster
-        self.parameters = parameter_bytes(evaluator)
-        self.activations = activation_bytes(evaluator)
+        self.parameters = evaluator.group_state_bytes
+        self.activations = evaluator.group_saved_bytes
         self.seconds: dict[tuple[int, int], FloatArray] = {}
         self.rates: dict[tuple[tuple[int, ...], int], FloatArray] = {}
         self.cuts: dict[tuple[Stages, int, bool], tuple[int, ...]] = {}

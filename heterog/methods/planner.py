@@ -498,6 +498,22 @@ class PointSearch(ABC, Generic[Point]):
             note=self.in_words(best[0]) if best else "",
         )
 
+    def ask(self, point: Point) -> Evaluation | None:
+        """Evaluate a point in its first order while the budget lasts, and report the best so far.
+
+        The first point that can run is evaluated in any case; ``None`` for a new one after that
+        if the budget is over, and where ``evaluate`` says so.
+        """
+        if point in self.found:
+            return self.found[point]
+        if self.found and self.spending.is_over:
+            return None
+        evaluation = self.evaluate(point, self.orders(point)[0])
+        if evaluation is not None:
+            least = min(self.found.values(), key=lambda each: each.preference)
+            self.problem.report(self.spending.fraction, least.step_time_s)
+        return evaluation
+
     def evaluate(self, point: Point, order: Order = Order.FIFO) -> Evaluation | None:
         """Evaluate a point, once; ``None`` if it is refused or cannot run."""
         if point in self.found or point in self.refused:

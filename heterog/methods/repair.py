@@ -32,7 +32,6 @@ from heterog.methods.changes import (
     with_decisions,
     without_devices,
 )
-from heterog.methods.data_parallel import device_speeds
 from heterog.methods.planner import Budget, Spending
 from heterog.methods.recomputing import (
     freed_bytes,
@@ -543,7 +542,7 @@ class _Repair:
             for group, decision in enumerate(strategy.decisions)
             if any(over[device] for device in decision.devices) and not decision.teams
         ]
-        speeds = device_speeds(self.evaluator)
+        speeds = self.evaluator.speeds
         for size in reversed(team_sizes(self.cluster, rules_of_model(self.graph))):
             made = strategy_in_teams(self.graph, self.cluster, strategy, groups, size, speeds)
             if made is not None and made.decisions != strategy.decisions:

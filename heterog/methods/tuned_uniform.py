@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from heterog.cluster.topology import Cluster
 from heterog.lowering.channels import proportional_slices
 from heterog.lowering.space import device_sets
-from heterog.methods.data_parallel import Trials, device_speeds, uniform_strategy
+from heterog.methods.data_parallel import Trials, uniform_strategy
 from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_in_proportion
@@ -63,7 +63,7 @@ class TunedUniform(Planner):
 
 
 def _strategies(problem: Problem) -> Iterator[Strategy]:
-    speeds = device_speeds(problem.evaluator)
+    speeds = problem.evaluator.speeds
     for devices in machine_subsets(problem.evaluator.cluster):
         decision = tuned_decision(problem.evaluator, devices, speeds)
         for bucket_bytes in (0, DEFAULT_BUCKET_BYTES):

@@ -39,7 +39,7 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.sparse_pattern import entry_shares
-from heterog.methods.data_parallel import device_speeds, uniform_strategy
+from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.strategy.division import split_in_proportion
@@ -113,7 +113,7 @@ class UnitSearch(PointSearch[UnitPoint]):
         super().__init__(problem)
         self.graph = problem.evaluator.graph
         self.cluster = problem.evaluator.cluster
-        self.speeds = device_speeds(problem.evaluator)
+        self.speeds = problem.evaluator.speeds
         self._least_units, self.why_nothing = least_units, why_nothing
 
     @abstractmethod

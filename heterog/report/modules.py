@@ -12,6 +12,7 @@ from heterog.cluster.topology import Cluster
 from heterog.explain.decided import IN_SLICES, MADE_WHOLE, Decided, Lowered, Range
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph
+from heterog.grouped import grouped
 from heterog.lowering import lower
 from heterog.search.plan import Plan
 from heterog.simulator.critical_path import block_of, merge_blocks
@@ -162,18 +163,13 @@ def columns_by_type(cluster: Cluster) -> tuple[DeviceColumn, ...]:
 
 
 def _by_type(cluster: Cluster, devices: Iterable[int]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for device in devices:
-        name = cluster.devices[device].type.name
-        found[name] = (*found.get(name, ()), device)
-    return found
+    found = grouped((cluster.devices[device].type.name, device) for device in devices)
+    return {name: tuple(own) for name, own in found.items()}
 
 
 def legend(columns: Sequence[DeviceColumn]) -> str:
     """The devices of the columns: ``"A: 2 V100-16GB; B, C: 2 T4 each"``."""
-    alike: dict[str, list[str]] = {}
-    for column in columns:
-        alike.setdefault(column.kind, []).append(column.head)
+    alike = grouped((column.kind, column.head) for column in columns)
     return "; ".join(
         f"{_hosts(heads)}: {kind}{' each' * (len(heads) > 1)}" for kind, heads in alike.items()
     )

@@ -173,7 +173,7 @@ class DeployedStep:
     def _compare_step(self, batch: Any) -> None:
         """Compare with other ranks what the next step trains with, in some of the steps."""
         # Ranks that run freely may be in different steps and cannot wait for each other.
-        if self.is_free_running:
+        if self.is_free_running or self.plan.cluster.num_devices == 1:
             return
         when = f"in step {self.num_steps + 1}"
         if compared_at(self.num_steps) or compared_after(self.num_steps):

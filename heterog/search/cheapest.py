@@ -38,7 +38,6 @@ from typing import ClassVar
 from heterog.cluster.topology import Cluster
 from heterog.grouped import grouped
 from heterog.methods.changes import renumbered
-from heterog.methods.data_parallel import device_speeds
 from heterog.methods.planner import Budget, Candidate, MethodRow
 from heterog.methods.registry import AUTO
 from heterog.records import VALUE, Amount, Name, PositiveSeconds, Series
@@ -144,7 +143,7 @@ def ranked_host_sets(evaluator: Evaluator) -> list[HostSet]:
     Args:
         evaluator: Evaluator of the graph and a cluster with prices.
     """
-    speeds = device_speeds(evaluator)
+    speeds = evaluator.speeds
     cluster, graph = evaluator.cluster, evaluator.graph
     parameters_bytes = sum(int(graph.tensor_bytes[tensor]) for _, tensor, _ in graph.updates)
     least_bytes = parameters_bytes * (1.0 + graph.optimizer_state_ratio)

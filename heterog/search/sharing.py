@@ -1,8 +1,9 @@
 """The division of a budget when several methods run; see ``portfolio.run_methods``."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from heterog.methods.planner import (
     Budget,
@@ -195,7 +196,7 @@ class Shares:
             self._asked,
             budget=part,
             seeds=seeds,
-            report=_named(planner, self._progress),
+            report=partial(self._progress, planner.name),
             stop=self._asked.stop if seeds else Stop(),
             memory=contender.memory,
         )
@@ -402,10 +403,3 @@ def _whole(budget: Budget, is_baselines: bool, left_s: float) -> Budget:
     if is_baselines:
         return budget.part(BASELINE_PART)
     return Budget(seconds=max(left_s, LEAST_SEARCHED * budget.seconds))
-
-
-def _named(planner: Planner, progress: Progress) -> Callable[[float, float], None]:
-    def report(fraction: float, best: float) -> None:
-        progress(planner.name, fraction, best)
-
-    return report

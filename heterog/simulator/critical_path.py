@@ -17,6 +17,7 @@ from heterog.lowering.channels import Channel, ChannelKind
 from heterog.lowering.program import TaskKind
 from heterog.pricing.cost_model import CostModel
 from heterog.simulator.timeline import PathStep, Timeline
+from heterog.strategy.layouts.stages import layer_path
 
 # A link counts as the slowest one if it needs at least this part of the longest time.
 _AS_SLOW = 0.99
@@ -112,11 +113,7 @@ def block_of(module: str) -> str:
     >>> block_of("bert.encoder.layer.3.output.dense"), block_of("cls.decoder"), block_of("")
     ('bert.encoder.layer.3', 'cls.decoder', '(root)')
     """
-    parts = module.split(".")
-    for depth, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: depth + 1])
-    return module or "(root)"
+    return layer_path(module) or module or "(root)"
 
 
 def merge_blocks(blocks: Iterable[str]) -> list[str]:

@@ -16,9 +16,10 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import micro_batches_refused, norms_of_lone_values
 from heterog.graph.grouping import group_ops
-from heterog.graph.op_graph import OpGraph, UpdateScope
+from heterog.graph.op_graph import OpGraph, Phase, UpdateScope
 from heterog.lowering import Choice, encode, resident_bytes
 from heterog.lowering.program import FloatArray
+from heterog.lowering.space import StrategySpace
 from heterog.lowering.tape import mark_channels
 from heterog.pricing.cost_model import CostModel
 from heterog.pricing.intervals import ONE_HOST, Interval, interval_around, regime_of, regime_spread
@@ -197,10 +198,55 @@ class Evaluator(Runner):
         self.feasibility = Feasibility(graph, cluster, self.rules)
 
     @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """Samples per second of the whole model on each device at its even share."""
+        graph, cluster = self.graph, self.cluster
+        samples = max(graph.batch_size // cluster.num_devices, 1)
+        computing = [index for index, op in enumerate(graph.ops) if op.phase != Phase.UPDATE]
+        by_type = [
+            samples / float(self.cost_model.op_seconds(graph, kind, samples)[computing].sum())
+            for kind in cluster.device_types
+        ]
+        return tuple(by_type[index] for index in cluster.type_index)
+
+    @cached_property
+    def group_state_bytes(self) -> FloatArray:
+        """Bytes of each group's parameters, gradients and optimizer state.  # [num_groups]"""
+        tables = self.tables
+        memory = np.zeros(tables.num_groups)
+        sizes = tables.parameter_bytes * (2.0 + tables.state_ratio)
+        np.add.at(memory, tables.parameter_group, sizes)
+        return memory
+
+    @cached_property
+    def group_saved_bytes(self) -> FloatArray:
+        """Bytes of each group's values that stay for the backward pass.  # [num_groups]"""
+        graph, tables = self.graph, self.tables
+        memory = np.zeros(tables.num_groups)
+        kept = [
+            value
+            for value, tensor in enumerate(tables.value_tensor.tolist())
+            if graph.ops[graph.producer[tensor]].phase == Phase.FORWARD
+            and any(graph.ops[r].phase == Phase.BACKWARD for r in graph.consumers[tensor])
+        ]
+        sizes = tables.value_bytes + tables.value_bytes_per_unit * graph.batch_size
+        owners = tables.op_group[tables.value_op]
+        for value in kept:
+            if owners[value] >= 0:
+                memory[owners[value]] += sizes[value]
+        return memory
+
+    @cached_property
     def spreads(self) -> tuple[float, ...]:
         """Error of the predicted seconds on each device type; see ``CostModel.spread``."""
         return tuple(
             self.cost_model.spread(self.graph, kind) for kind in self.cluster.device_types
+        )
+
+    def space(self, candidates: Sequence[Decision] | None = None) -> StrategySpace:
+        """The strategies that give every group one of some candidates; see ``StrategySpace``."""
+        return StrategySpace(
+            self.graph, self.cluster, self.tables, self.channels, self.speeds, candidates
         )
 
     def interval(self, step_time_s: float, strategy: Strategy | None = None) -> Interval:

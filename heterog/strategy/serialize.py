@@ -68,6 +68,7 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
             **({"gathers_once": True} if strategy.schedule.gathers_once else {}),
         },
         "blocks": list(strategy.blocks),
+        **({"first_bucket_bytes": first} if (first := strategy.first_bucket_bytes) else {}),
     } | {mode.key: mode.to_json() for mode in strategy.modes}
 
 
@@ -94,6 +95,7 @@ class _StrategyRecord(Record):
     homes: Many[_Home]
     micro_batches: list[Many[Int32]]
     bucket_bytes: NumBytes
+    first_bucket_bytes: NumBytes = 0
     step_barrier: bool
     rules: Many[OpRule] = Field(default_factory=list)
     op_rules: Many[_Pair] = Field(default_factory=list)
@@ -121,6 +123,7 @@ def strategy_from_dict(record: object) -> Strategy:
         homes=tuple(found.homes),
         micro_batches=tuple(map(tuple, found.micro_batches)),
         bucket_bytes=found.bucket_bytes,
+        first_bucket_bytes=found.first_bucket_bytes,
         step_barrier=found.step_barrier,
         op_rules=tuple(
             (op, _entry(found.rules, number, "op_rules")) for op, number in found.op_rules

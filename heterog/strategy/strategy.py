@@ -41,6 +41,8 @@ REPLICATED = -1
 """Home of a parameter that every replica keeps and updates."""
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 """Bucket size of PyTorch's DistributedDataParallel."""
+FIRST_BUCKET_BYTES = 1024 * 1024
+"""Size of its first bucket, unless another one is asked for: it is sent while most is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +174,9 @@ class Strategy:
             of their own, padded with zeros.
         bucket_bytes: gradients are synchronised in buckets of up to this size; 0 means tensor by
             tensor. Those of ZeRO-3, which are also gathered, end with a layer of the model.
+        first_bucket_bytes: size of the first bucket of gradients that are summed alike, which may
+            be sent earlier if it is smaller; 0 means it is as large as the others. ZeRO's buckets
+            are all of one size.
         step_barrier: a step is done when every update is done; otherwise the next step's forward
             ops start as soon as their own parameters have arrived.
         op_rules: (graph op index, rule) of the ops that do not follow the batch, ascending; see
@@ -191,6 +196,7 @@ class Strategy:
     homes: tuple[int, ...]
     micro_batches: tuple[tuple[int, ...], ...] = ()
     bucket_bytes: int = 0
+    first_bucket_bytes: int = 0
     step_barrier: bool = True
     op_rules: OpRules = ()
     schedule: PipelineSchedule = AS_IT_COMES
@@ -304,6 +310,11 @@ class Strategy:
         self._check_modes(graph, cluster)
         if self.bucket_bytes < 0:
             raise StrategyError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more.")
+        if not 0 <= self.first_bucket_bytes <= self.bucket_bytes:
+            raise StrategyError(
+                f"first_bucket_bytes is {self.first_bucket_bytes}; it must be 0, or at most "
+                f"bucket_bytes, which is {self.bucket_bytes}."
+            )
 
     def _check_slices(
         self, graph: OpGraph, plan: AxisPlan, named: list[tuple[str, Decision]]

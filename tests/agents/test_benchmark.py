@@ -16,6 +16,7 @@ from heterog.agents.benchmark.pair_lists import PairLine
 from heterog.agents.benchmark.placers import Gdp, HeterogAgent, Placeto, Settings, heterog_actions
 from heterog.agents.benchmark.rivals import RIVALS, known_rows
 from heterog.agents.benchmark.row_search import Rows
+from heterog.agents.benchmark.sailor import sailor_s
 from heterog.agents.benchmark.statistics import (
     NO_FIT,
     estimate,
@@ -33,12 +34,14 @@ from heterog.agents.benchmark.tiles import (
 from heterog.cluster import Cluster
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.errors import HeterogError, InputFileError
+from heterog.graph.op_graph import Phase
 from heterog.graph.serialize import save_graph
-from heterog.methods.data_parallel import space_of, uniform_strategy
+from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.planner import Budget, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.strategy import Decision
+from heterog.strategy.strategy import Decision, Sync
+from tests.simulator.builders import cluster_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "for" / "agents.md"
 
@@ -80,9 +83,14 @@ def test_the_method_of_the_page_gets_its_row(
     bench(capsys, "--report", "board.html")
     page = (folder / "board.html").read_text()
     assert "1.000 [1.000, 1.000]" in page
-    assert page.count('viewBox="0 0 1000 200"') == 2
+    assert page.count('viewBox="0 0 1000 200"') == 3
     assert "http" not in page.replace("http-equiv", "")
     assert len(read_results(board)) == 6
+    for line in read_results(board):
+        evaluations, best_s = zip(*line["curve"], strict=True) if line["curve"] else ((), ())
+        assert list(evaluations) == sorted(set(evaluations))
+        assert list(best_s) == sorted(set(best_s), reverse=True)
+        assert bool(best_s) == (line["arm"] == "random"), "a method tells, or it does not"
     more = bench(capsys, "--seeds", "1:3")
     assert [line["seed"] for line in read_results(board)[6:]] == [2, 2]
     assert {row["seeds"] for row in more} == {2}
@@ -193,7 +201,7 @@ def test_a_chain_of_tiled_products_takes_its_bound_when_each_device_owns_a_tile(
     assert doppler_units(nodes, [0] * 76) == pytest.approx(4800.28)
     graph, cluster = pairs_of("placement")[0].load(None)
     evaluator = Evaluator(graph, cluster)
-    space = space_of(evaluator, [Decision(devices=(d,), shares=(1,)) for d in range(4)])
+    space = evaluator.space([Decision(devices=(d,), shares=(1,)) for d in range(4)])
     strategy = space.decode(np.array(place), bucket_bytes=1, step_barrier=True)
     found = evaluator.referee(strategy, Order.FIFO)
     assert found.step_time_s == pytest.approx(1200.07e-6, rel=1e-4)
@@ -208,8 +216,9 @@ def test_a_placement_is_also_judged_by_doppler(
     command = ["bench", "agents", "--suite", "placement,pairs.jsonl", "--budget", "8e", "--seeds"]
     cli.app([*command, "1", "--methods", "random,annealing", "--json"], standalone_mode=False)
     first, other = json.loads(capsys.readouterr().out)["suites"]
-    assert "over_other" not in other["rows"][0]
     assert min(row["over_other"]["value"] for row in first["rows"]) >= 1.0
+    assert [row["said"] for row in first["rows"]] == [1.0, 1.0]
+    assert all(row.get("said", 0.0) in (0.0, 1.0) for row in other["rows"]), "one run of each"
     lines = read_results(tmp_path / "board.jsonl")
     assert len(lines) == 12 + 2
     for line in lines[:12]:
@@ -223,6 +232,44 @@ def test_a_value_that_is_read_elsewhere_travels_and_devices_serve_in_order_of_ar
     assert doppler_units(nodes, [0, 0, 0, 0]) == 7.0
     assert doppler_units(nodes, [0, 1, 0, 0]) == 11.0  # node 1 ends at 2 and travels for 8
     assert doppler_units(nodes, [0, 1, 1, 1]) == 9.0  # node 0 ends at 1 and travels for 4
+
+
+def test_sailor_counts_compute_sends_and_a_ring_one_after_another() -> None:
+    """By hand on two equal devices of two hosts: replicas, two stages, and what cannot be said."""
+    graph, cluster = chain_graph(), cluster_of((1e9, ["T4"]), (1e9, ["T4"]))
+    evaluator = Evaluator(graph, cluster)
+    kind, batch = cluster.devices[0].type, graph.batch_size
+    is_update = np.array([op.phase == Phase.UPDATE for op in graph.ops])
+
+    def seconds(samples: int) -> float:
+        found = evaluator.cost_model.op_seconds(graph, kind, samples)
+        return float(found[~is_update].sum())
+
+    table = [
+        Decision(devices=(0, 1), shares=(batch // 2, batch // 2)),
+        Decision(devices=(0,), shares=(batch,)),
+        Decision(devices=(1,), shares=(batch,)),
+        Decision(devices=(0, 1), shares=(batch // 2, batch // 2), sync=Sync.ZERO3),
+    ]
+    space, groups = evaluator.space(table), evaluator.tables.num_groups
+
+    def judged(*row: int) -> float | None:
+        numbers = np.array(row)
+        return sailor_s(evaluator, space.decode(numbers, bucket_bytes=1, step_barrier=True))
+
+    updates = evaluator.cost_model.op_seconds(graph, kind, batch)[is_update].sum()
+    sizes = sum(graph.tensors[each].meta.num_bytes for _, each, _ in graph.updates)
+    rate = cluster.nic_bandwidth_bytes_per_s(0)
+    ring = seconds(batch // 2) + updates + sizes / rate
+    assert judged(*[0] * groups) == pytest.approx(ring, rel=1e-9)
+    assert judged(*[1] * groups) == pytest.approx(seconds(batch) + updates, rel=1e-9)
+    half = groups // 2
+    staged = judged(*[1] * half, *[2] * (groups - half))
+    assert staged is not None
+    sent = (staged - seconds(batch)) * rate  # once ahead, twice back, and an update
+    assert 3 * 4 * batch <= sent
+    assert judged(*[1] * half, *[0] * (groups - half)) is None  # a device of two stages
+    assert judged(*[3] * groups) is None
 
 
 def test_a_line_that_is_no_run_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from heterog.explain.decided import what_was_decided
 from heterog.explain.explanation import Explanation, explain
 from heterog.explain.what_if import RemedyKind, _choice, remedies, with_idle_devices
 from heterog.graph.op_graph import OpGraph
-from heterog.methods.data_parallel import device_speeds, uniform_strategy
+from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.teams import rules_of_model
 from heterog.search.plan import Plan
 from heterog.simulator.engine import Order
@@ -251,7 +251,7 @@ def test_any_plan_can_be_explained(seed: int) -> None:
     # Whoever joins a strategy leaves a legal one.
     evaluator = Evaluator(graph, cluster)
     joiner = (rng.randrange(cluster.num_devices),)
-    for joined in strategies_with(strategy, evaluator, joiner, device_speeds(evaluator)):
+    for joined in strategies_with(strategy, evaluator, joiner, evaluator.speeds):
         joined.check(graph, cluster)
         evaluator.evaluate(joined, Order.FIFO)
 
@@ -268,7 +268,7 @@ def test_whoever_joins_teams_is_a_team_of_its_own(sync: Sync) -> None:
     )
     strategy = replace(uniform_strategy(evaluator, decision), op_rules=rules.op_rules)
     evaluator.evaluate(strategy, Order.FIFO)
-    for joined in strategies_with(strategy, evaluator, (4,), device_speeds(evaluator)):
+    for joined in strategies_with(strategy, evaluator, (4,), evaluator.speeds):
         evaluator.evaluate(joined, Order.FIFO)
         assert any(each.teams == ((0, 1), (2, 3), (4,)) for each in joined.decisions)
 
@@ -283,7 +283,7 @@ def test_idle_devices_join_a_layout_in_micro_batches() -> None:
     layout = Layout(pp=2, dp=2, num_micro=4)
     strategy = place_layout(layout, GRAPH, cluster, devices=range(4)).strategy
     assert sum(map(sum, strategy.micro_batches)) != GRAPH.batch_size
-    joined = list(strategies_with(strategy, evaluator, (4, 5), device_speeds(evaluator)))
+    joined = list(strategies_with(strategy, evaluator, (4, 5), evaluator.speeds))
     assert joined
     for each in joined:
         assert each.num_micro_batches == 4

@@ -152,6 +152,7 @@ def plan_of(
     homes: tuple[int, ...] = (),
     step_barrier: bool = True,
     bucket_bytes: int = 0,
+    first_bucket_bytes: int = 0,
 ) -> Plan:
     """A plan by hand; one decision stands for all groups."""
     num_groups = group_ops(graph).num_groups
@@ -164,6 +165,7 @@ def plan_of(
         micro_batches=micro_batches,
         step_barrier=step_barrier,
         bucket_bytes=bucket_bytes,
+        first_bucket_bytes=first_bucket_bytes,
     )
     return plan_by_hand(graph, cluster, strategy)
 
@@ -933,6 +935,19 @@ def test_ddp_names_what_it_leaves_out(graph: OpGraph, tmp_path: Path) -> None:
     alone = Decision(devices=(1,), shares=(8,))
     plan = plan_of(graph, cluster, alone, homes=(2,) * len(graph.updates))
     assert "updated on other devices" in " ".join(make_export(plan, "ddp").not_expressed)
+
+
+@pytest.mark.parametrize(("first_bytes", "is_said"), [(0, False), (1 << 20, False), (9, True)])
+def test_ddp_says_so_if_its_first_bucket_is_another(
+    graph: OpGraph, tmp_path: Path, first_bytes: int, is_said: bool
+) -> None:
+    cluster = cluster_of(tmp_path, ("a", "CPU", 4))
+    plan = plan_of(graph, cluster, EVEN, bucket_bytes=25 << 20, first_bucket_bytes=first_bytes)
+    made = make_export(plan, "ddp")
+    said = "Buckets of 26214400 bytes after a first one of 9: with a smaller first one ddp has"
+    assert (said in " ".join(made.not_expressed)) == is_said
+    ranks = json.loads(made.files["ranks.json"])
+    assert (ranks["bucket_bytes"], ranks["first_bucket_bytes"]) == (25 << 20, first_bytes)
 
 
 def refusals(graph: OpGraph, folder: Path) -> Iterator[tuple[Plan, str, str]]:

@@ -20,6 +20,7 @@ from heterog.cluster.topology import Cluster
 from heterog.files import write_atomically
 from heterog.graph.capture import capture
 from heterog.healing.crew import LocalCrew
+from heterog.healing.improving import NEAR
 from heterog.healing.job import HealingJob
 from heterog.healing.options import HealOptions
 from heterog.healing.planning import Planning
@@ -166,6 +167,52 @@ def test_planning_for_a_slow_device_gives_it_less(folder: Path) -> None:
     without, _ = ask((1,), {1: 4.0})
     assert without["stay_step_s"] == pytest.approx(slow["stay_step_s"])
     assert without["step_time_s"] > 0
+
+    tried = Question(
+        lost=(), slow={1: 1.2}, methods=(), budget="60e", steps_left=10**9, restart_s=1.0,
+        running=str(plan), running_on=(0, 1, 2), path=str(folder / "near.json"),
+        tried=(str(plan), str(folder / "next.json")),
+    )  # fmt: skip
+    reply = planning.answer(asdict(tried))
+    decided = [load_plan(path).strategy.decisions for path in (reply["path"], *tried.tried)]
+    assert decided[0] not in decided[1:]
+    assert reply["step_time_s"] <= NEAR * reply["stay_step_s"]
+
+
+@THOROUGH
+def test_a_job_tries_a_move_and_its_losses_stay_those_of_one_device(folder: Path) -> None:
+    class Enough(Exception):
+        """The trial is over, and some steps were done since."""
+
+    def watch(stage: str) -> None:
+        moves, trials = job.trained.moves, job.trials
+        is_over = len(moves) == job.generation == sum(2 - trial.is_kept for trial in trials)
+        if trials and is_over and max(job.trained.losses) > moves[-1].step + 3 > 3:
+            raise Enough
+
+    job = HealingJob(
+        RunRequest(
+            plan=folder / "plan.json",
+            num_steps=10**6,
+            sources=(str(folder / "model.py"),),
+            limits=Limits(timeout_s=600),
+        ),
+        options=HealOptions(
+            search_budget="", back_after_s=0.0, slow_factor=0.0, first_budget="1e", num_trials=1
+        ),
+        progress=watch,
+    )
+    with pytest.raises(Enough):
+        job.run()
+    kinds = [move.kind for move in job.trained.moves]
+    expected = [k for t in job.trials for k in ("tried", *["taken back"] * (not t.is_kept))]
+    assert kinds == expected
+    assert not any(move.steps_done_again for move in job.trained.moves)
+    steps = sorted(job.trained.losses)
+    assert steps == list(range(1, steps[-1] + 1))
+    losses = [job.trained.losses[step] for step in steps]
+    assert losses == pytest.approx(losses_of_one_process(folder, steps[-1]), rel=1e-3)
+    assert is_cleared(job)
 
 
 def start_agent(number: int, port: int, log: Path) -> ForkServerProcess:

@@ -380,6 +380,63 @@ def test_a_host_that_announces_its_end_is_left_before_it_goes() -> None:
         assert not any(steering.look() for _ in range(4)), "nor is it taken in again"
 
 
+@pytest.mark.parametrize(
+    ("after_s", "steps_left", "is_kept"),
+    [
+        (1.9, 1000, True),
+        (2.1, 1000, False),
+        (2.1, 50, True),  # 50 steps of 0.1 s more are 5 s, and moving takes 10
+    ],
+)
+def test_a_plan_that_was_tried_is_taken_back_if_that_pays(
+    after_s: float, steps_left: int, is_kept: bool
+) -> None:
+    said: list[str] = []
+    steering = steered(Prompt({}, stay_step_s=2.0), said, search_budget="", num_trials=1)
+    assert going_after([2.0] * 17, steering) is None, "too few steps are known"
+    tried = going_after([2.0], steering)
+    assert tried is not None
+    assert (tried.kind, tried.answer.question.tried) == ("tried", ("first.json",))
+    steering.begin_generation(tried.answer, tried.kind)
+    steering.hear_step(99.0)  # while plans are prepared, which takes cores from the ranks
+    for _ in range(6):
+        steering.look()
+    steering.steps_left = steps_left
+    back = going_after([99.0, 99.0, *[after_s] * 16], steering)
+    (trial,) = steering.improving.trials
+    assert (trial.before_s, trial.after_s) == pytest.approx((2.0, after_s))
+    assert trial.is_kept == is_kept
+    assert (back is None) == is_kept
+    if back is not None:
+        assert (back.kind, back.why) == (
+            "taken back",
+            "steps take 2.10 s instead of 2.00 s: the move is taken back",
+        )
+        steering.begin_generation(back.answer, back.kind)
+    assert steering.running.path == ("plan1.json" if is_kept else "first.json")
+    assert going_after([2.0] * 40, steering) is None, "one trial was asked for"
+
+
+def going_after(seconds: Sequence[float], steering: Steering) -> Going | None:
+    """What is gone to after some steps."""
+    for each in seconds:
+        steering.hear_step(each)
+    goings = [each for each in (steering.look() for _ in range(6)) if each is not None]
+    return goings[0] if goings else None
+
+
+def test_a_trial_ends_when_something_else_happens() -> None:
+    said: list[str] = []
+    steering = steered(Prompt({}, stay_step_s=2.0), said, search_budget="", num_trials=1)
+    tried = going_after([2.0] * 18, steering)
+    assert tried is not None
+    steering.begin_generation(tried.answer, tried.kind)
+    steering.leave_out([2])
+    steering.begin_generation(steering.plan_for_loss(1.0), "lost")
+    assert going_after([9.0] * 40, steering) is None
+    assert not steering.improving.trials
+
+
 def test_the_last_host_cannot_be_left() -> None:
     steering = steered(Prompt({}, stay_step_s=1.0), [], search_budget="")
     steering._is_leaving = lambda device: True

@@ -20,7 +20,6 @@ from heterog.methods.data_parallel import (
     BestDataParallel,
     balanced_homes,
     class_sets,
-    device_speeds,
     uniform_strategy,
 )
 from heterog.methods.planner import Budget, Problem
@@ -53,7 +52,7 @@ def model(width: int, batch_size: int) -> OpGraph:
 def brute_force_s(evaluator: Evaluator) -> float:
     """The shortest step, by the engine, of everything that the definition names."""
     cluster, batch = evaluator.cluster, evaluator.graph.batch_size
-    speeds, best = device_speeds(evaluator), float("inf")
+    speeds, best = evaluator.speeds, float("inf")
     hosts = {kind: [] for kind in cluster.host_kind}  # type: dict[int, list[int]]
     for host, kind in enumerate(cluster.host_kind):
         hosts[kind] += cluster.host_devices(host)
@@ -64,15 +63,21 @@ def brute_force_s(evaluator: Evaluator) -> float:
             continue
         of_speeds = split_in_proportion(batch, [speeds[device] for device in devices])
         one = (max(devices, key=lambda d: cluster.nic_bandwidth_bytes_per_s(cluster.host_of[d])),)
-        for shares, bucket_bytes, sync in product(
-            (of_speeds, split_evenly(batch, len(devices))), (*BUCKETS, 1 << 40), list(Sync)[:4]
+        for shares, (others, first), sync in product(
+            (of_speeds, split_evenly(batch, len(devices))),
+            (*BUCKETS, (1 << 40, 0)),
+            list(Sync)[:4],
         ):
             slices = proportional_slices(cluster, devices) if sync.takes_slices else ()
             decision = Decision(devices=devices, shares=shares, sync=sync, slices=slices)
             balanced = balanced_homes(evaluator, devices)
             for homes in (one * len(balanced), balanced) if sync.is_served else (None,):
                 strategy = uniform_strategy(
-                    evaluator, decision, homes=homes, bucket_bytes=bucket_bytes
+                    evaluator,
+                    decision,
+                    homes=homes,
+                    bucket_bytes=others,
+                    first_bucket_bytes=first,
                 )
                 found = [evaluator.evaluate(strategy, order) for order in Order]
                 best = min([best, *(each.step_time_s for each in found if each.is_ok)])

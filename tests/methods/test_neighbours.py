@@ -8,8 +8,6 @@ import pytest
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.lowering.space import StrategySpace
-from heterog.methods.data_parallel import device_speeds
 from heterog.methods.local_search.group_rules import (
     GroupRules,
 )
@@ -56,7 +54,9 @@ def check_point(moves: Neighbours, state: State) -> None:
         schedule=state.schedule,
         tables=evaluator.rules.of(number).tables,
     )
-    assert evaluator.evaluate(choice._replace(rule_set=number), Order.RANK) == careful
+    first_bytes = float(state.first_bucket_bytes or state.bucket_bytes)
+    choice = choice._replace(rule_set=number, first_bucket_bytes=first_bytes)
+    assert evaluator.evaluate(choice, Order.RANK) == careful
 
 
 @pytest.mark.parametrize("name", ["gpt", "moe"])
@@ -140,9 +140,7 @@ def test_teams_are_formed_and_left_and_stay_legal(name: str) -> None:
     graph = graph_of(name)
     machines = cluster_of((4.0, ["V100-16GB"] * 3), (2.0, ["T4"] * 2), (1.0, ["T4"]))
     evaluator = Evaluator(graph, machines)
-    space = StrategySpace(
-        graph, machines, evaluator.tables, evaluator.channels, device_speeds(evaluator)
-    )
+    space = evaluator.space()
     problem = Problem(evaluator=evaluator, budget=Budget(evaluations=1))
     moves = Neighbours(problem, space, GroupRules(evaluator), np.random.default_rng(0))
     moves.may_team = moves.may_shard = True

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from heterog.cluster import Cluster
-from heterog.methods.data_parallel import device_speeds, uniform_strategy
+from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.pipeline import PipelineSearch, _Enumeration, _Point
 from heterog.methods.planner import Budget, Problem
 from heterog.methods.teams import (
@@ -80,7 +80,7 @@ def test_rules_of_teams_of_one_device_say_nothing() -> None:
     rules = rules_of_model(GRAPH)
     assert rules is not None
     devices = tuple(range(6))
-    decision = tuned_decision(evaluator, devices, device_speeds(evaluator))
+    decision = tuned_decision(evaluator, devices, evaluator.speeds)
     plain = uniform_strategy(evaluator, decision)
     said = replace(
         uniform_strategy(evaluator, apart(decision)),

@@ -154,6 +154,8 @@ def _drawn(rng: Random, graph: OpGraph, num_devices: int) -> Strategy:
         step_barrier=rng.random() < 0.6,
         op_rules=rules,
     )
+    if strategy.bucket_bytes > 300:
+        strategy = replace(strategy, first_bucket_bytes=200)
     if num_micro > 1:
         strategy = replace(strategy, micro_batches=_table(rng, strategy, sizes, num_devices))
     if rng.random() < 0.3:

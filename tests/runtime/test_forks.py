@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,16 @@ def test_ends_are_told_as_of_any_process(
         waiting.wait(0.01)
     os.killpg(waiting.pid, signal.SIGKILL)
     assert waiting.wait(WAIT_S) == -signal.SIGKILL
+
+
+def test_an_end_is_told_to_all_threads_that_wait(
+    forks: Forks, variables: dict[str, str], tmp_path: Path
+) -> None:
+    rank = start(forks, {**variables, "RANK": "0"}, tmp_path / "words", "wait")
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(rank.wait, WAIT_S) for _ in range(8)]
+        os.killpg(rank.pid, signal.SIGTERM)
+        assert [each.result() for each in waiting] == [-signal.SIGTERM] * 8
 
 
 @pytest.mark.parametrize("end", ["closed", "killed"])

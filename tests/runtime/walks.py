@@ -6,8 +6,6 @@ import numpy as np
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.lowering.space import StrategySpace
-from heterog.methods.data_parallel import device_speeds
 from heterog.methods.local_search.group_rules import (
     GroupRules,
 )
@@ -23,9 +21,7 @@ from tests.runtime.strategies import ALL, cluster, strategy_of
 
 def moves_of(graph: OpGraph, seed: int = 0) -> Neighbours:
     evaluator = Evaluator(graph, cluster())
-    space = StrategySpace(
-        graph, evaluator.cluster, evaluator.tables, evaluator.channels, device_speeds(evaluator)
-    )
+    space = evaluator.space()
     problem = Problem(evaluator=evaluator, budget=Budget(evaluations=1))
     moves = Neighbours(problem, space, GroupRules(evaluator), np.random.default_rng(seed))
     moves.may_shard = True
@@ -51,11 +47,12 @@ def start(moves: Neighbours, strategy: Strategy) -> State:
         moves.rules.row_of(strategy.op_rules),
         strategy.schedule,
         strategy.blocks,
+        strategy.first_bucket_bytes,
     )
 
 
 def decoded(moves: Neighbours, state: State) -> Strategy:
-    return moves.space.decode(
+    strategy = moves.space.decode(
         state.row,
         bucket_bytes=state.bucket_bytes,
         step_barrier=True,
@@ -64,3 +61,4 @@ def decoded(moves: Neighbours, state: State) -> Strategy:
         schedule=state.schedule,
         blocks=state.blocks,
     )
+    return replace(strategy, first_bucket_bytes=state.first_bucket_bytes)

@@ -26,10 +26,9 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.lowering.program import FloatArray
-from heterog.lowering.space import StrategySpace, device_sets
+from heterog.lowering.space import device_sets
 from heterog.methods.data_parallel import (
     balanced_homes,
-    device_speeds,
     even_shares,
     uniform_strategy,
 )
@@ -53,7 +52,7 @@ from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import LowerBound
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Decision, Sync
 from tests.search.asking import run_methods
 from tests.simulator.builders import cluster_of
 from tests.thorough import few_of, one_in
@@ -223,7 +222,8 @@ def test_the_four_baselines_are_what_the_paper_says() -> None:
         assert decision.devices == everywhere
         assert row.order == "fifo"
         assert strategy.num_micro_batches == 1
-        assert (strategy.bucket_bytes == DEFAULT_BUCKET_BYTES) == (name == "ddp")
+        buckets = strategy.bucket_bytes, strategy.first_bucket_bytes
+        assert buckets == ((DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES) if name == "ddp" else (0, 0))
         by_server = decision.sync == Sync.PARAMETER_SERVER
         assert by_server == name.endswith("_ps")
         if name.startswith("cp"):
@@ -233,7 +233,7 @@ def test_the_four_baselines_are_what_the_paper_says() -> None:
 
 
 def test_proportional_shares_follow_measured_speed() -> None:
-    speeds = device_speeds(evaluator())
+    speeds = evaluator().speeds
     assert speeds[0] == speeds[1] > speeds[2]
     assert even_shares(evaluator()) == (64,) * 8
 
@@ -350,7 +350,7 @@ def test_methods_pass_over_what_is_too_large(most_tasks: int) -> None:
 
 def test_space_rows_round_trip() -> None:
     own = evaluator()
-    space = StrategySpace(own.graph, own.cluster, own.tables, own.channels, device_speeds(own))
+    space = own.space()
     rng = np.random.default_rng(0)
     for _ in range(20):
         row = rng.integers(len(space.candidates), size=group_ops(graph()).num_groups)

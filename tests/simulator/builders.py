@@ -398,6 +398,7 @@ def strategy_of(
     homes: int | Sequence[int] = REPLICATED,
     micro_batches: tuple[tuple[int, ...], ...] = (),
     bucket_bytes: int = 0,
+    first_bucket_bytes: int = 0,
     step_barrier: bool = True,
 ) -> Strategy:
     """A strategy with one decision for all groups, or one per group; homes likewise."""
@@ -412,6 +413,7 @@ def strategy_of(
         homes=tuple(homes),
         micro_batches=micro_batches,
         bucket_bytes=bucket_bytes,
+        first_bucket_bytes=first_bucket_bytes,
         step_barrier=step_barrier,
     )
 
@@ -509,13 +511,15 @@ def random_strategy(rng: Random, graph: OpGraph, cluster: Cluster) -> Strategy:
         spare = random_composition(rng, batch - num_micro, num_micro)
         columns = [random_composition(rng, extra + 1, count) for extra in spare]
         micro_batches = tuple(zip(*columns, strict=True))
+    bucket, first = rng.choice([(0, 0), (0, 0), (100_000, 0), (20_000_000, 50_000)])
     plain = strategy_of(
         graph,
         cluster,
         chosen,
         homes=homes,
         micro_batches=micro_batches,
-        bucket_bytes=rng.choice([0, 0, 100_000, 20_000_000]),
+        bucket_bytes=bucket,
+        first_bucket_bytes=first,
         step_barrier=rng.random() < 0.5,
     )
     if rng.random() < (0.8 if num_micro == 1 else 0.4):

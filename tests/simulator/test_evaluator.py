@@ -7,7 +7,7 @@ import pytest
 
 from heterog.cluster import Cluster
 from heterog.envs.coarse import CoarseEvaluator
-from heterog.methods.data_parallel import even_shares, space_of, uniform_strategy
+from heterog.methods.data_parallel import even_shares, uniform_strategy
 from heterog.pricing.price_table import distinct
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order, _simulate_kernel, price_kernel
@@ -50,7 +50,7 @@ def test_what_an_evaluator_remembers_changes_nothing() -> None:
         }  # fmt: skip
         found = evaluator.evaluate(space.encode(row, **of_row), Order.FIFO)
         fresh = CoarseEvaluator(pair.graph, pair.cluster)
-        alone = space_of(fresh, pair.table).encode(row, **of_row)
+        alone = fresh.space(pair.table).encode(row, **of_row)
         assert fresh.evaluate(alone, Order.FIFO) == found
 
 

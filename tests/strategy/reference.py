@@ -197,6 +197,7 @@ class Walk:
         self.last_read: list[Where] = [{} for _ in parameters]
         self.fresh: list[Where] = [{} for _ in parameters]  # gradients of this micro-batch
         self.open: dict[BucketKey, list[int]] = {}
+        self.closed: set[BucketKey] = set()  # of which a bucket is closed in this step
         self.bucket_of: dict[int, int] = {}
         self.sliced_buckets = self._sliced_buckets()
         self.begin_slices()
@@ -209,6 +210,7 @@ class Walk:
         self.gradients = [{} for _ in self.arrived]
         self.added = [{} for _ in self.arrived]
         self.last_read = [{} for _ in self.arrived]
+        self.closed = set()
         self.begin_slices()
         for micro in range(self.num_micro):
             self.micro, self.values, self.converted = micro, {}, {}
@@ -1104,20 +1106,24 @@ class Walk:
             group -= 1
         return group
 
-    def is_full(self, bucket: list[int]) -> bool:
+    def is_full(self, bucket: list[int], *, is_first: bool = False) -> bool:
         """Whether a bucket is synchronised without waiting for more."""
-        return sum(map(self.reading.gradient_bytes, bucket)) >= self.strategy.bucket_bytes
+        full_bytes = self.strategy.bucket_bytes
+        if is_first and self.strategy.first_bucket_bytes:
+            full_bytes = self.strategy.first_bucket_bytes
+        return sum(map(self.reading.gradient_bytes, bucket)) >= full_bytes
 
     def put_into_bucket(self, parameter: int) -> None:
         """Synchronise a gradient together with others."""
         key = self.bucket_key(parameter)
         self.open.setdefault(key, []).append(parameter)
-        if self.is_full(self.open[key]):
+        if self.is_full(self.open[key], is_first=key not in self.closed):
             self.close_bucket(key)
 
     def close_bucket(self, key: BucketKey) -> None:
         """All-reduce, or reduce-scatter and all-gather, a bucket; update its parameters."""
         bucket = self.open.pop(key)
+        self.closed.add(key)
         self.bucket_of |= dict.fromkeys(bucket, bucket[0])
         done: dict[int, list[Buffer | None]] = {}
         for ring in self.shares.rings(bucket[0]):

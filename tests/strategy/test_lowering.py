@@ -28,6 +28,7 @@ from heterog.lowering.program import FIRST_FREE_KIND, Program, TaskKind
 from heterog.lowering.tables import Domain, graph_tables
 from heterog.lowering.tape import make_tape
 from heterog.strategy.division import Division, micro_shares, split_evenly, split_in_proportion
+from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.simulator.builders import (
     GraphBuilder,
@@ -284,6 +285,22 @@ def test_buckets() -> None:
     assert [(t.device, t.num_bytes) for t in copies] == [(0, 4 * WEIGHT), (1, 4 * WEIGHT)]
     assert program.bucket.tolist() == [0, 2, 2]
     assert len(tasks_of(program, TaskKind.UPDATE)) == 6
+
+
+def test_the_first_bucket_of_each_step_may_be_smaller() -> None:
+    graph = linear_chain(("a", "b", "c"))
+    strategy = strategy_of(
+        graph,
+        THREE,
+        split((0, 1), (4, 4)),
+        bucket_bytes=10**9,
+        first_bucket_bytes=int(0.5 * WEIGHT),
+    )
+    program = lower(graph, THREE, strategy, num_steps=2)
+    reduced = tasks_of(program, TaskKind.ALL_REDUCE)
+    assert strategy_from_dict(strategy_to_dict(strategy)) == strategy
+    # Weight 2, whose gradient is there first, travels alone, the others at the end.
+    assert [(t.subject, t.num_bytes) for t in reduced] == 2 * [(2, WEIGHT), (1, 2 * WEIGHT)]
 
 
 def test_groups_of_different_layout_do_not_share_a_bucket() -> None:
@@ -636,6 +653,10 @@ def test_the_hash_does_not_know_channel_numbers() -> None:
         ({"micro_batches": ((4,), (3,), (0,))}, "that sum to the batch of 8"),
         ({"micro_batches": ((4,), (4,))}, "must be 3 tuples of one length"),
         ({"bucket_bytes": -1}, "bucket_bytes is -1; it must be 0 or more."),
+        (
+            {"bucket_bytes": 5, "first_bucket_bytes": 6},
+            "first_bucket_bytes is 6; it must be 0, or at most bucket_bytes, which is 5.",
+        ),
     ],
 )
 def test_illegal_strategies(change: dict[str, object], text: str) -> None:

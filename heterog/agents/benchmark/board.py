@@ -3,7 +3,8 @@
 A line says pair, arm (a method, or whatever else is compared), seed, the referee's step time
 (``null`` if nothing fits), CPU seconds and evaluations; then budget, the code that made it, and
 wall seconds, which a file of others may leave out, and ``other_s``, the answer's step time by
-another referee, if the suite has one. Nothing that is there is run again, so a board
+another referee, if that can say it, and ``curve``, (evaluations, best step time so far) where that
+became shorter, as far as the method tells. Nothing that is there is run again, so a board
 that was stopped goes on, and files of several people may be put together.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from heterog.agents.benchmark.pair_lists import PairLine
+from heterog.agents.benchmark.sailor import sailor_s
 from heterog.agents.benchmark.statistics import (
     CLOSE,
     Array,
@@ -28,12 +30,13 @@ from heterog.agents.benchmark.statistics import (
     ratios_of,
     scores_of,
 )
-from heterog.agents.benchmark.tiles import other_s
+from heterog.agents.benchmark.tiles import placed_s
 from heterog.errors import InputFileError
 from heterog.files import write_atomically
 from heterog.methods.planner import Budget, Planner, Problem
 from heterog.search.judging import run_method
 from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import Strategy
 
 Line = dict[str, Any]
 FIELDS = ("pair", "arm", "seed", "step_time_s", "cpu_s", "evaluations")
@@ -58,15 +61,34 @@ class Entry:
 def judged(planner: Planner, evaluator: Evaluator, seed: int, budget: Budget) -> Line:
     """What the referee says of a method's answer; the method's preparations are not counted."""
     planner.prepare(evaluator)
-    problem = Problem(evaluator=evaluator, budget=budget, seed=seed, clock=time.process_time)
+    curve: list[tuple[int, float]] = []
+    before = evaluator.num_evaluations
+
+    def note(_: float, best_s: float) -> None:
+        if not curve or best_s < curve[-1][1]:
+            curve.append((evaluator.num_evaluations - before, best_s))
+
+    problem = Problem(
+        evaluator=evaluator, budget=budget, seed=seed, clock=time.process_time, report=note
+    )
 
     def run() -> Line:
         row = run_method(planner, problem)
-        made = {"step_time_s": row.step_time_s, "evaluations": row.num_evaluations}
-        other = other_s(evaluator.graph, row.candidate.strategy) if row.candidate else None
+        made: Line = {
+            "step_time_s": row.step_time_s,
+            "evaluations": row.num_evaluations,
+            "curve": curve,
+        }
+        other = _other_s(evaluator, row.candidate.strategy) if row.candidate else None
         return made if other is None else made | {"other_s": other}
 
     return _timed(run)
+
+
+def _other_s(evaluator: Evaluator, strategy: Strategy) -> float | None:
+    """Step time by a referee that is not ours: DOPPLER's of its graphs, Sailor's of others."""
+    placed = placed_s(evaluator.graph, strategy)
+    return sailor_s(evaluator, strategy) if placed is None else placed
 
 
 def _timed(run: Callable[[], Line]) -> Line:
@@ -214,15 +236,44 @@ class Scored:
         ]
         return sorted(table, key=lambda row: -row["quality"]["value"])
 
+    def curve(self, name: str, most: int) -> Array | None:
+        """Interquartile mean of the scores of an arm's best so far; ``None`` if runs do not say.
+
+        Args:
+            name: The arm.
+            most: Evaluations of the last number.
+
+        Returns:
+            # [most + 1]
+        """
+        lines = [line for row in self.runs[name] for line in row]
+        if not all(line.get("curve") for line in lines if line["step_time_s"] is not None):
+            return None
+        found = np.zeros((most + 1, len(lines), 1))
+        for number, (line, score) in enumerate(
+            zip(lines, self.scores[name].reshape(-1), strict=True)
+        ):
+            for evaluations, best_s in line.get("curve", ()):
+                if score:  # of the best known step, which is ``score`` times this run's
+                    found[evaluations:, number] = score * line["step_time_s"] / best_s
+        return interquartile_mean(found)
+
     def _by_other(self, name: str) -> Line:
-        """Step times by another referee over the best by it, if all runs have them."""
+        """Step times by another referee over the best by it, of the runs that it can say."""
         seconds = {
             arm: np.array([[line.get("other_s", np.nan) for line in row] for row in rows])
             for arm, rows in self.runs.items()
         }
-        best = np.min([each.min(axis=1) for each in seconds.values()], axis=0)
-        ratios = np.exp(np.log(seconds[name] / best[:, None]).mean(axis=1))
-        return {} if np.isnan(ratios).any() else {"over_other": asdict(over_pairs(ratios))}
+        known = np.concatenate(list(seconds.values()), axis=1)  # [pairs, arms x seeds]
+        best = np.min(known, axis=1, initial=np.inf, where=~np.isnan(known))
+        logs = np.log(seconds[name] / best[:, None])
+        is_said = ~np.isnan(logs)
+        if not is_said.any():
+            return {}
+        pairs = is_said.any(axis=1)
+        means = np.mean(logs[pairs], axis=1, where=is_said[pairs])
+        over = asdict(over_pairs(np.exp(means)))
+        return {"over_other": over, "said": float(is_said.mean())}
 
 
 def _compared(scores: Array, first: Array) -> Line:

@@ -18,7 +18,10 @@ from heterog.report.pictures import plot
 
 WORST = 2.0
 """Ratio to the best known step time at the right edge of the profiles."""
-_HEADS = ("arm", "quality, 95 %", "", "beats the first", "over best", "do not fit", "CPU s")
+_HEADS = (
+    *("arm", "quality, 95 %", "", "beats the first", "over the best known", "do not fit"),
+    *("CPU s", "by another's rules"),
+)
 
 
 def write_board_page(path: Path, title: str, scored: Scored) -> None:
@@ -47,6 +50,7 @@ def write_board_page(path: Path, title: str, scored: Scored) -> None:
             _profiles(scored, arms),
             note="Part of all runs whose step is at most so many times the best known one.",
         )
+        + _curves(scored, arms)
         + section("time", "Time against quality", _times(rows), note="CPU seconds of a run."),
         "key": "",
         "plans": "",
@@ -64,10 +68,20 @@ def _table(rows: Sequence[Line]) -> str:
             "{value:.3f} [{low:.3f}, {high:.3f}]".format(**row["over_best"]),
             str(row["do_not_fit"]),
             f"{row['cpu_s']:.2f}",
+            over_other(row),
         )
         for number, row in enumerate(rows)
     ]
-    return table(_HEADS, cells, numbers=(1, 3, 4, 5, 6))
+    return table(_HEADS, cells, numbers=(1, 3, 4, 5, 6, 7))
+
+
+def over_other(row: Line) -> str:
+    """An arm's steps over the best ones by another referee, and of how many runs."""
+    if "over_other" not in row:
+        return ""
+    ratio: str = "{value:.3f} [{low:.3f}, {high:.3f}]".format(**row["over_other"])
+    said: float = row["said"]
+    return ratio if said == 1.0 else f"{ratio} of {said:.0%}"
 
 
 def _chip(number: int) -> str:
@@ -96,6 +110,27 @@ def _profiles(scored: Scored, arms: Sequence[str]) -> str:
     lines = [_path(number, _staircase(scored.scores[arm]), arm) for number, arm in enumerate(arms)]
     widths = "1", "times the best known step", f"{WORST:g}"
     return plot(reversed(lines), "performance profiles", ("100 %", "0 %"), widths, _keys(arms))
+
+
+def _curves(scored: Scored, arms: Sequence[str]) -> str:
+    """Quality of the best so far over evaluations, of arms whose runs have kept it."""
+    lines = [line for rows in scored.runs.values() for row in rows for line in row]
+    most = int(max(line["evaluations"] for line in lines))
+    drawn = []
+    for number, arm in enumerate(arms):
+        curve = scored.curve(arm, most)
+        if curve is not None:
+            points = [f"{_x(at / most)} {_y(value)}" for at, value in enumerate(curve.tolist())]
+            drawn.append(_path(number, "M" + "L".join(points), arm))
+    if not drawn:
+        return ""
+    widths = "0", "evaluations", f"{most}"
+    return section(
+        "curves",
+        "Quality of the best so far",
+        plot(reversed(drawn), "quality over evaluations", ("1", "0"), widths, _keys(arms)),
+        note="Interquartile mean of all runs; 0 before the first answer that fits.",
+    )
 
 
 def _staircase(scores: Array) -> str:

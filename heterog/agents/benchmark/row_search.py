@@ -22,7 +22,6 @@ import numpy as np
 from heterog.envs.pair import Pair
 from heterog.errors import HeterogError
 from heterog.lowering.program import FloatArray
-from heterog.methods.data_parallel import space_of
 from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem, TimeUp
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
@@ -62,8 +61,9 @@ class Rows(PointSearch[Row]):
         evaluator = problem.evaluator
         self.pair = Pair(evaluator.graph, evaluator.cluster, evaluator.cost_model)
         self.rng = np.random.default_rng(problem.seed)
-        self._space = space_of(evaluator, self.pair.table)
+        self._space = evaluator.space(self.pair.table)
         self._how, self._repeated, self._most = how, 0, most_repeated
+        self._best_s = math.inf
 
     def search(self) -> None:
         """See ``PointSearch``."""
@@ -75,7 +75,11 @@ class Rows(PointSearch[Row]):
         self._repeated = 0 if is_new else self._repeated + 1
         if self.spending.is_over or self._repeated > self._most:
             raise TimeUp(self.spending)
-        return self.evaluate(row, self.problem.first_order)
+        found = self.evaluate(row, self.problem.first_order)
+        if found is not None and found.is_ok and found.step_time_s < self._best_s:
+            self._best_s = found.step_time_s
+            self.problem.report(self.spending.fraction, self._best_s)
+        return found
 
     def cost(self, row: Row) -> float:
         """Logarithm of a row's step time; above ``MISFIT`` if it does not fit."""

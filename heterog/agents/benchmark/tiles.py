@@ -268,7 +268,7 @@ def doppler_units(nodes: Sequence[Node], device_of: Sequence[int]) -> float:
     return end
 
 
-def other_s(graph: OpGraph, strategy: Strategy) -> float | None:
+def placed_s(graph: OpGraph, strategy: Strategy) -> float | None:
     """Seconds of a placement by ``doppler_units``; ``None`` of graphs of other suites."""
     if graph.name not in _GRAPHS:
         return None

@@ -23,7 +23,6 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray, Phase
 from heterog.lowering.channels import Channel, balanced_slices
 from heterog.memo import kept
-from heterog.methods.data_parallel import device_speeds
 from heterog.methods.deeppool.search import (
     Block,
     BurstPlan,
@@ -131,7 +130,7 @@ def plan_places(
 
 def device_order(evaluator: Evaluator) -> tuple[int, ...]:
     """Devices, those of the fastest host first, and inside a host the fastest device first."""
-    cluster, speeds = evaluator.cluster, device_speeds(evaluator)
+    cluster, speeds = evaluator.cluster, evaluator.speeds
 
     def host_key(host: int) -> tuple[float, float, int]:
         devices = cluster.host_devices(host)
@@ -162,7 +161,7 @@ class GroupCosts:
 
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator = evaluator
-        self.speeds = device_speeds(evaluator)
+        self.speeds = evaluator.speeds
         self.order = device_order(evaluator)
         self.num_groups = evaluator.tables.num_groups
         self.widths = tuple(

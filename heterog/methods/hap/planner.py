@@ -18,7 +18,7 @@ from heterog.errors import StrategyError
 from heterog.graph.grouping import alike_groups, group_ops
 from heterog.graph.placement import OpRules
 from heterog.lowering.channels import proportional_slices
-from heterog.methods.data_parallel import device_speeds, uniform_strategy
+from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.hap.a_star import Search, SpmdProgram
 from heterog.methods.hap.programs import (
     COLLECTIVES,
@@ -102,7 +102,7 @@ class Synthesis:
         self.segments = Segments(self.theory, fold(self.theory), check)
         self.work = Work(self.theory, evaluator.cluster)
         self.start = data_parallel(self.theory)
-        self._speeds = device_speeds(evaluator)
+        self._speeds = evaluator.speeds
 
     @property
     def note(self) -> str:
@@ -301,7 +301,7 @@ class _Ranking:
     def add_plain(self, devices: tuple[int, ...]) -> None:
         """Score data parallelism, to have a result however little time is left."""
         evaluator = self.problem.evaluator
-        shares, *_ = starts_of(evaluator.graph.batch_size, device_speeds(evaluator), devices)
+        shares, *_ = starts_of(evaluator.graph.batch_size, evaluator.speeds, devices)
         self._seen.add(((), devices, shares))
         decision = self._decision(devices, shares, Sync.HIERARCHICAL)
         self._score(self._strategy((), decision, DEFAULT_BUCKET_BYTES), self.order)
@@ -376,7 +376,7 @@ class _Ranking:
 
         The paper's programs span all devices; here their sums stay inside hosts.
         """
-        cluster, speeds = self.problem.evaluator.cluster, device_speeds(self.problem.evaluator)
+        cluster, speeds = self.problem.evaluator.cluster, self.problem.evaluator.speeds
         leaders = [s for _, _, s, _ in sorted(self.scored, key=_first_two) if s.op_rules]
         programs = list(dict.fromkeys(strategy.op_rules for strategy in leaders))[:_NUM_TUNED]
         whole = tuple(range(cluster.num_devices))

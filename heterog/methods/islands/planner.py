@@ -21,7 +21,6 @@ import numpy as np
 
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.memo import kept
-from heterog.methods.data_parallel import device_speeds
 from heterog.methods.islands.composing import (
     OVERFLOWS,
     Composition,
@@ -170,7 +169,7 @@ class CompositionSearch(PointSearch[Composition]):
 
     def _structures(self) -> Iterable[Structure]:
         """The kind with the most work per second first, as it is often best; then all others."""
-        speeds, kinds = device_speeds(self.evaluator), self.slices.kinds
+        speeds, kinds = self.evaluator.speeds, self.slices.kinds
         total = [sum(speeds[device] for own in kind.devices for device in own) for kind in kinds]
         roomy = sorted(range(len(kinds)), key=lambda kind: -kinds[kind].usable_bytes)
         fastest = max(range(len(kinds)), key=total.__getitem__)
@@ -276,7 +275,7 @@ class CompositionSearch(PointSearch[Composition]):
         make their weight gradients beside each other: where ops are short, what each host has to
         issue one after the other is what a step takes.
         """
-        speeds, kinds = device_speeds(self.evaluator), self.slices.kinds
+        speeds, kinds = self.evaluator.speeds, self.slices.kinds
         fast = sorted(range(len(kinds)), key=lambda kind: -speeds[kinds[kind].devices[0][0]])
         fastest = (tuple(sorted(fast[:count])) for count in range(2, len(kinds) + 1))
         for some in (*((kind,) for kind in fast), *fastest):

@@ -17,7 +17,6 @@ from heterog.graph.op_graph import FloatArray, OpGraph, Phase
 from heterog.graph.placement import OpRules
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.memo import kept
-from heterog.methods.model_parallel import activation_bytes, parameter_bytes
 from heterog.methods.recomputing import freed_bytes, runs_again
 from heterog.methods.teams import rules_of_model
 from heterog.simulator.evaluator import Evaluator
@@ -111,10 +110,9 @@ class Slices:
         self.most_members = max(rules.least_units, 1) if rules is not None else 1
         self._op_rules = rules.op_rules if rules is not None else ()
         self._layer_of_op = layer_of_op(graph, self.layer_of_group)
-        state = parameter_bytes(evaluator)
-        self.state_bytes = self._by_layer(state)
+        self.state_bytes = self._by_layer(evaluator.group_state_bytes)
         self.parameter_bytes = self.state_bytes / (2.0 + evaluator.tables.state_ratio)
-        self.kept_bytes = self._by_layer(activation_bytes(evaluator)) / graph.batch_size
+        self.kept_bytes = self._by_layer(evaluator.group_saved_bytes) / graph.batch_size
         self._priced: dict[object, tuple[FloatArray, FloatArray]] = {}
         self._seconds: dict[object, FloatArray] = {}
         self._again: dict[tuple[Recompute, OpRules], npt.NDArray[np.bool_]] = {}

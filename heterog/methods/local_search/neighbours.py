@@ -43,10 +43,18 @@ from heterog.simulator.engine import Order
 from heterog.strategy.division import is_cut_alike, split_evenly
 from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Keeps, Sync
+from heterog.strategy.strategy import (
+    DEFAULT_BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    Decision,
+    Keeps,
+    Sync,
+)
 from heterog.strategy.sync import Sharded
 
 BUCKETS = (0, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024, DEFAULT_BUCKET_BYTES)
+_BUCKETS = (*((each, 0) for each in BUCKETS), (DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES))
+"""Sizes of all buckets and, if it is another, of the first one; the last are those of DDP."""
 
 # Part of the changes of rules that apply to some layers of a kind instead of all. Such a change
 # makes a new rule set, which costs time in proportion to the ops of the graph.
@@ -70,24 +78,25 @@ class State:
     schedule: PipelineSchedule = AS_IT_COMES
     blocks: tuple[int, ...] = ()
     """First group of each block that recomputes as one; a block's groups have one candidate."""
+    first_bucket_bytes: int = 0
 
     @property
     def key(self) -> "StateKey":
         """Values that tell it from other points."""
         return (
             self.row.tobytes(), self.bucket_bytes, int(self.order), self.micro_batches, self.rules,
-            self.schedule, self.blocks,
+            self.schedule, self.blocks, self.first_bucket_bytes,
         )  # fmt: skip
 
     def with_row(self, row: IntArray) -> "State":
         """The same settings with another row; ``replace`` takes longer."""
         return State(
             row, self.bucket_bytes, self.order, self.micro_batches, self.rules, self.schedule,
-            self.blocks,
+            self.blocks, self.first_bucket_bytes,
         )  # fmt: skip
 
 
-StateKey = tuple[bytes, int, int, MicroBatches, RuleRow, PipelineSchedule, tuple[int, ...]]
+StateKey = tuple[bytes, int, int, MicroBatches, RuleRow, PipelineSchedule, tuple[int, ...], int]
 
 
 class MoveKind(IntEnum):
@@ -193,8 +202,8 @@ class Neighbours:
         if kind < 0.05:
             if kind >= 0.03 and (self.may_shard or state.rules):
                 return Move(MoveKind.RULES, self._resharded(state), without=state)
-            bucket_bytes = BUCKETS[self.rng.integers(len(BUCKETS))]
-            other = replace(state, bucket_bytes=bucket_bytes)
+            bucket_bytes, first = _BUCKETS[self.rng.integers(len(_BUCKETS))]
+            other = replace(state, bucket_bytes=bucket_bytes, first_bucket_bytes=first)
             return Move(MoveKind.BUCKETS, other, is_legal=True)
         if kind < 0.08:
             order = self.problem.orders[self.rng.integers(len(self.problem.orders))]

@@ -21,7 +21,7 @@ from heterog.memo import kept
 from heterog.methods.changes import without_devices
 from heterog.methods.local_search.move_features import View
 from heterog.methods.local_search.neighbours import Move, MoveKind, Neighbours, State, used
-from heterog.methods.model_parallel import activation_bytes, parameter_bytes, stage_starts
+from heterog.methods.model_parallel import stage_starts
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
@@ -74,8 +74,8 @@ class PlanMoves:
         ])  # [num_types, num_groups]  # fmt: skip
         self._types = np.array(self._cluster.type_index)
         self._speed = 1.0 / self._seconds.sum(axis=1)[self._types]
-        self._parameters = parameter_bytes(evaluator)
-        self._activations = activation_bytes(evaluator)
+        self._parameters = evaluator.group_state_bytes
+        self._activations = evaluator.group_saved_bytes
         self._usable = np.array([d.usable_memory_bytes for d in self._cluster.devices], float)
         self._blocks = layer_blocks(self._graph)
         self._recomputations = kinds_worth_trying(self._graph)
@@ -184,6 +184,7 @@ class PlanMoves:
         return State(
             row=self._row(numbers, starts),
             bucket_bytes=state.bucket_bytes,
+            first_bucket_bytes=state.first_bucket_bytes,
             micro_batches=self._space.micro_batches(micro),
             order=self._order(state, micro),
             schedule=self._schedule(stages, micro),

@@ -21,8 +21,6 @@ from typing import Protocol
 import numpy as np
 
 from heterog.lowering import Choice
-from heterog.lowering.space import StrategySpace
-from heterog.methods.data_parallel import device_speeds
 from heterog.methods.local_search.group_rules import (
     GroupRules,
 )
@@ -152,14 +150,8 @@ class Search:
         self.rng = np.random.default_rng(problem.seed)
         self.spending = problem.spend()
         self.is_seeded = False
-        self.speeds = device_speeds(problem.evaluator)
-        self.space = StrategySpace(
-            problem.evaluator.graph,
-            problem.evaluator.cluster,
-            problem.evaluator.tables,
-            problem.evaluator.channels,
-            self.speeds,
-        )
+        self.speeds = problem.evaluator.speeds
+        self.space = problem.evaluator.space()
         self.num_groups = problem.evaluator.tables.num_groups
         self.num_steps = 1 if problem.step_barrier else UNROLLED_STEPS
         self.rules = GroupRules(problem.evaluator)
@@ -211,6 +203,7 @@ class Search:
             schedule=state.schedule,
             blocks=state.blocks,
         )
+        strategy = replace(strategy, first_bucket_bytes=state.first_bucket_bytes)
         return without_needless_rules(strategy)
 
     def _search(self) -> None:
@@ -283,6 +276,7 @@ class Search:
                 rules,
                 strategy.schedule,
                 strategy.blocks,
+                strategy.first_bucket_bytes,
             )
             for order in candidate.orders
         ]
@@ -451,7 +445,8 @@ class Search:
             tables=self.evaluator.rules.of(rule_set).tables,
             schedule=state.schedule,
         )
-        return choice._replace(rule_set=rule_set)
+        first_bytes = float(state.first_bucket_bytes or state.bucket_bytes)
+        return choice._replace(rule_set=rule_set, first_bucket_bytes=first_bytes)
 
     # --- annealing -------------------------------------------------------------------------------
 

@@ -30,7 +30,6 @@ from heterog.graph.op_graph import OpGraph
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.methods.host_order import HostTraffic, annealed_order, hosts_by_kind
 from heterog.methods.megatron_grid import divisors, least_bytes, uniform_layouts
-from heterog.methods.model_parallel import activation_bytes, parameter_bytes
 from heterog.methods.pipette.communication import (
     COOLED,
     HostRates,
@@ -45,7 +44,7 @@ from heterog.methods.pipette.communication import (
 from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
 from heterog.methods.recomputing import cheaper_layouts
 from heterog.simulator import engine
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import Layout, Recompute
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.layouts.stages import layers_of, stage_of_groups
@@ -276,8 +275,8 @@ class _Search(PointSearch[_Trial]):
         self.graph, self.cluster = evaluator.graph, evaluator.cluster
         self.rates = HostRates.of_cluster(self.cluster)
         self.costs = LayoutCosts(evaluator)
-        self._parameters = float(parameter_bytes(evaluator).sum())
-        self._activations = float(activation_bytes(evaluator).sum()) / self.graph.batch_size
+        self._parameters = float(evaluator.group_state_bytes.sum())
+        self._activations = float(evaluator.group_saved_bytes.sum()) / self.graph.batch_size
         self._orders: dict[tuple[Point, Pricing], Order] = {}
         self._ranked: tuple[Point, ...] = ()
 
@@ -292,16 +291,16 @@ class _Search(PointSearch[_Trial]):
                 break
             for manner in self._until_it_fits(point):
                 order = self._dedicated(point, Pricing.EXECUTED)
-                found = self._try(_Trial(point=manner, order=order))
+                found = self.ask(_Trial(point=manner, order=order))
                 if found is not None and found.is_ok:
                     cheapest = self._cheapest(manner, order)
-                    self._try(_Trial(point=cheapest, order=self._as_given(point)))
+                    self.ask(_Trial(point=cheapest, order=self._as_given(point)))
                     fitting += 1
                     break
                 missed += 1
         for point in dict.fromkeys(trial.point for trial in self.best(2 * NUM_REORDERED)):
             for order in self._other_orders(point):
-                self._try(_Trial(point=point, order=order))
+                self.ask(_Trial(point=point, order=order))
 
     def orders(self, point: _Trial) -> tuple[engine.Order, ...]:
         """See ``PointSearch``."""
@@ -311,7 +310,7 @@ class _Search(PointSearch[_Trial]):
         """A layout that fits, or one that makes less again and still fits."""
         for layout in cheaper_layouts(self.graph, point.layout):
             cheaper = replace(point, layout=layout)
-            found = self._try(_Trial(point=cheaper, order=order))
+            found = self.ask(_Trial(point=cheaper, order=order))
             if found is None or not found.is_ok:
                 break
             point = cheaper
@@ -408,18 +407,6 @@ class _Search(PointSearch[_Trial]):
             is_over=self._is_annealed,
         )
         return tuple(int(host_in[place]) for place in given.order)
-
-    def _try(self, trial: _Trial) -> Evaluation | None:
-        """Simulate a trial; ``None`` if it is impossible or the budget is over."""
-        if trial in self.found:
-            return self.found[trial]
-        if self.found and self.spending.is_over:
-            return None
-        evaluation = self.evaluate(trial, self.problem.first_order)
-        if evaluation is not None:
-            best = self.found[self.best(1)[0]]
-            self.problem.report(self.spending.fraction, best.step_time_s)
-        return evaluation
 
     def strategy_of(self, trial: _Trial) -> Strategy:
         """See ``PointSearch``."""

@@ -32,7 +32,7 @@ from heterog.grouped import grouped
 from heterog.lowering.channels import Channel
 from heterog.lowering.tables import GraphTables
 from heterog.memo import kept
-from heterog.methods.data_parallel import device_speeds, uniform_strategy
+from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
 from heterog.methods.poplar.allocation import (
     STAGES,
@@ -169,7 +169,7 @@ def slices_by_memory(evaluator: Evaluator, stage: int) -> tuple[int, ...]:
     negative, there are twice as many micro-steps.
     """
     whole, divided = kept_bytes(evaluator, stage, DEFAULT_BUCKET_BYTES)
-    speeds = np.array(device_speeds(evaluator))
+    speeds = np.array(evaluator.speeds)
     samples = evaluator.graph.batch_size * speeds / speeds.sum()
     alive = liveness(evaluator.tables)
     equal = divided / len(samples)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from heterog.errors import HeterogError
-from heterog.methods.data_parallel import device_speeds, uniform_strategy
+from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.modes.averaging.value import AverageWeights, Averaging
 from heterog.modes.search import (
@@ -112,7 +112,7 @@ class AveragedReplicas(Planner):
             for decision in island_decisions(evaluator):
                 tried.append(self._tried(evaluator, decision))
             if tried:
-                speeds, best = device_speeds(evaluator), min(tried, key=by_preference)
+                speeds, best = evaluator.speeds, min(tried, key=by_preference)
                 attempt = partial(self._tried, evaluator)
                 tried += refined(best, lambda _: speeds, attempt)
                 tried += self._without_slow(evaluator, min(tried, key=by_preference))
@@ -129,7 +129,7 @@ class AveragedReplicas(Planner):
 
         A CPU beside GPUs, say; ``is_worth_adding`` is the closed form.
         """
-        speeds = device_speeds(evaluator)
+        speeds = evaluator.speeds
         while len(teams := best[1].decisions[0].teams) > 2:
             by_speed = sorted(teams, key=lambda team: sum(speeds[device] for device in team))
             found = [

@@ -18,8 +18,7 @@ import numpy as np
 from heterog.errors import HeterogError, StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.lowering.program import FloatArray
-from heterog.methods.data_parallel import device_speeds
-from heterog.methods.model_parallel import activation_bytes, parameter_bytes, stage_starts
+from heterog.methods.model_parallel import stage_starts
 from heterog.methods.pipeline import Stages, stage_sequences
 from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.methods.recomputing import kinds_worth_trying
@@ -183,7 +182,7 @@ class StashedPipelines(Planner):
     ) -> Strategy:
         """The strategy whose stages begin at the given groups, with a number of micro-batches."""
         graph, cluster = evaluator.graph, evaluator.cluster
-        speeds = device_speeds(evaluator)
+        speeds = evaluator.speeds
         ends = (*starts[1:], evaluator.tables.num_groups)
         decisions: list[Decision] = []
         for devices, first, end in zip(stages, starts, ends, strict=True):
@@ -218,10 +217,10 @@ class _Costs:
     def __init__(self, evaluator: Evaluator, stash: WeightStash) -> None:
         self._evaluator = evaluator
         self._stash = stash
-        self._speeds = device_speeds(evaluator)
-        self._kept = parameter_bytes(evaluator)
+        self._speeds = evaluator.speeds
+        self._kept = evaluator.group_state_bytes
         self._weights = self._kept / (2.0 + evaluator.tables.state_ratio)
-        self._saved = activation_bytes(evaluator)
+        self._saved = evaluator.group_saved_bytes
         self._by_share: dict[tuple[int, int], FloatArray] = {}
 
     def balanced(self, stages: Stages, num_micro: int) -> tuple[float, tuple[int, ...]]:

@@ -195,21 +195,28 @@ class Forks:
         with self._lock:
             self._tell({"warm": module, "arguments": arguments})
 
-    def code_of(self, pid: int, timeout_s: float | None) -> int | None:
-        """Exit code of a rank; ``None`` if it still runs after these seconds."""
+    def code_of(self, rank: "_Forked", timeout_s: float | None) -> int | None:
+        """Exit code of a rank; ``None`` if it still runs after these seconds.
+
+        Several threads may ask of the same one: the process tells it once.
+        """
+        if rank.code is not None:
+            return rank.code  # also while somebody waits for another rank
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
-            self._read(0.0)
-            while pid not in self._codes and not self._is_lost:
+            if rank.code is None:
+                self._read(0.0)
+            while rank.code is None and rank.pid not in self._codes and not self._is_lost:
                 left_s = None if deadline_s is None else deadline_s - time.monotonic()
                 if left_s is not None and left_s <= 0.0:
                     return None
                 self._read(left_s)
-            self._running.discard(pid)
-            if pid not in self._codes:  # it ended with the process that it was forked off
-                return -int(signal.SIGKILL)
-            self._tell({"let_go": pid})
-            return self._codes.pop(pid)
+            if rank.code is None:
+                self._running.discard(rank.pid)
+                # Without one, it ended with the process that it was forked off.
+                rank.code = self._codes.pop(rank.pid, -int(signal.SIGKILL))
+                self._tell({"let_go": rank.pid})
+            return rank.code
 
     def close(self) -> None:
         """End the process, and with it all ranks that were forked off it."""
@@ -286,23 +293,20 @@ class _Forked:
 
     def __init__(self, forks: Forks, pid: int) -> None:
         self._forks, self._pid = forks, pid
-        self._code: int | None = None
+        self.code: int | None = None
 
     @property
     def pid(self) -> int:
         return self._pid
 
     def poll(self) -> int | None:
-        if self._code is None:
-            self._code = self._forks.code_of(self._pid, 0.0)
-        return self._code
+        return self._forks.code_of(self, 0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        if self._code is None:
-            self._code = self._forks.code_of(self._pid, timeout)
-        if self._code is None:
+        code = self._forks.code_of(self, timeout)
+        if code is None:
             raise subprocess.TimeoutExpired(str(self._pid), timeout or 0.0)
-        return self._code
+        return code
 
 
 class _Server:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from heterog.errors import HeterogError, StrategyError
 from heterog.graph.capture import CapturedStep, capture_step
-from heterog.graph.op_graph import OpGraph, TensorKind, same_ops
+from heterog.graph.op_graph import OpGraph, same_ops
 from heterog.graph.optimizer_probe import ParameterGroup
 from heterog.graph.workload import Workload, named_leaves
 from heterog.lowering import lower_resized
@@ -46,7 +46,7 @@ def signature(batch: Any) -> Signature:
 
 def planned_signature(graph: OpGraph) -> Signature:
     """The signature of the batches that a step was planned for."""
-    tensors = [graph.tensors[tensor] for tensor in graph.inputs_of_kind(TensorKind.BATCH)]
+    tensors = [graph.tensors[tensor] for tensor in graph.batch]
     return tuple(sorted((each.name, each.shape, f"torch.{each.dtype}") for each in tensors))
 
 
@@ -130,7 +130,7 @@ def batch_by_tensor(graph: OpGraph, batch: Any) -> dict[int, Tensor]:
         StrategyError: tensors are missing or unknown, or one has a wrong shape or dtype.
     """
     by_name = {name: value for _, name, value in named_leaves(batch)}
-    ids = {graph.tensors[tensor].name: tensor for tensor in graph.inputs_of_kind(TensorKind.BATCH)}
+    ids = {graph.tensors[tensor].name: tensor for tensor in graph.batch}
     if by_name.keys() != ids.keys():
         raise StrategyError(
             f"the batch has {len(by_name)} tensors ({', '.join(by_name)}); the step was planned "
