@@ -322,7 +322,7 @@ def run_trial(
     killer = Fault(fault, nodes, step, victims, left)
     request = RunRequest(
         plan=plan,
-        num_steps=step + (400 if fault in STAYS else 50),
+        num_steps=step + (400 if fault in (*STAYS, "leaving") else 50),
         sources=(str(folder / "model.py"),),
     )
     options = HealOptions(
