@@ -1,9 +1,10 @@
 """Sailor's closed form of a training step, another referee for the strategies that it can say.
 
 Strati et al. (SOSP 2025); read in the simulator of its repository (eth-easl/sailor at cf2c8e3,
-``runtime_simulator.py``). Stages of consecutive groups, each on devices of its own; a replica of a
-stage is a device; every round has the same samples. With the seconds ``c[i]`` of a stage's
-slowest replica for a round, its sends and receives ``p[i]``, ``n`` rounds and the update ``u``::
+the file of its simulator of run times). Stages of consecutive groups, each on devices of its own;
+a replica of a stage is a device; every round has the same samples. With the seconds ``c[i]`` of a
+stage's slowest replica for a round, its sends and receives ``p[i]``, ``n`` rounds and the update
+``u``::
 
     T = (n - 1) max (c[i] + p[i]) + sum p[i] + sum c[i] + u + max sync[i]
 

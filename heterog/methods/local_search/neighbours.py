@@ -43,18 +43,10 @@ from heterog.simulator.engine import Order
 from heterog.strategy.division import is_cut_alike, split_evenly
 from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
-from heterog.strategy.strategy import (
-    DEFAULT_BUCKET_BYTES,
-    FIRST_BUCKET_BYTES,
-    Decision,
-    Keeps,
-    Sync,
-)
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Keeps, Sync
 from heterog.strategy.sync import Sharded
 
 BUCKETS = (0, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024, DEFAULT_BUCKET_BYTES)
-_BUCKETS = (*((each, 0) for each in BUCKETS), (DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES))
-"""Sizes of all buckets and, if it is another, of the first one; the last are those of DDP."""
 
 # Part of the changes of rules that apply to some layers of a kind instead of all. Such a change
 # makes a new rule set, which costs time in proportion to the ops of the graph.
@@ -202,7 +194,8 @@ class Neighbours:
         if kind < 0.05:
             if kind >= 0.03 and (self.may_shard or state.rules):
                 return Move(MoveKind.RULES, self._resharded(state), without=state)
-            bucket_bytes, first = _BUCKETS[self.rng.integers(len(_BUCKETS))]
+            bucket_bytes = BUCKETS[self.rng.integers(len(BUCKETS))]
+            first = state.first_bucket_bytes if state.first_bucket_bytes < bucket_bytes else 0
             other = replace(state, bucket_bytes=bucket_bytes, first_bucket_bytes=first)
             return Move(MoveKind.BUCKETS, other, is_legal=True)
         if kind < 0.08:

@@ -1,0 +1,9 @@
+"""The command torchrun, with what ranks import: ``--start-method fork`` forks them off it."""
+
+import torch._dynamo  # noqa: F401  (every optimizer imports it)
+from torch.distributed.run import main
+
+import heterog.healing.loop  # noqa: F401
+
+if __name__ == "__main__":
+    main()
