@@ -195,28 +195,25 @@ class Forks:
         with self._lock:
             self._tell({"warm": module, "arguments": arguments})
 
-    def code_of(self, rank: "_Forked", timeout_s: float | None) -> int | None:
-        """Exit code of a rank; ``None`` if it still runs after these seconds.
+    def hear_end(self, rank: "_Forked", timeout_s: float | None) -> None:
+        """Set the exit code of a rank, if it ends within these seconds.
 
-        Several threads may ask of the same one: the process tells it once.
+        Several threads may wait for the same one: the process tells of it once.
         """
-        if rank.code is not None:
-            return rank.code  # also while somebody waits for another rank
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
-            if rank.code is None:
-                self._read(0.0)
-            while rank.code is None and rank.pid not in self._codes and not self._is_lost:
+            if rank.code is not None:  # another thread has heard it
+                return
+            self._read(0.0)
+            while rank.pid not in self._codes and not self._is_lost:
                 left_s = None if deadline_s is None else deadline_s - time.monotonic()
                 if left_s is not None and left_s <= 0.0:
-                    return None
+                    return
                 self._read(left_s)
-            if rank.code is None:
-                self._running.discard(rank.pid)
-                # Without one, it ended with the process that it was forked off.
-                rank.code = self._codes.pop(rank.pid, -int(signal.SIGKILL))
-                self._tell({"let_go": rank.pid})
-            return rank.code
+            self._running.discard(rank.pid)
+            # Without one, it ended with the process that it was forked off.
+            rank.code = self._codes.pop(rank.pid, -int(signal.SIGKILL))
+            self._tell({"let_go": rank.pid})
 
     def close(self) -> None:
         """End the process, and with it all ranks that were forked off it."""
@@ -300,13 +297,16 @@ class _Forked:
         return self._pid
 
     def poll(self) -> int | None:
-        return self._forks.code_of(self, 0.0)
+        if self.code is None:
+            self._forks.hear_end(self, 0.0)
+        return self.code
 
     def wait(self, timeout: float | None = None) -> int:
-        code = self._forks.code_of(self, timeout)
-        if code is None:
+        if self.code is None:
+            self._forks.hear_end(self, timeout)
+        if self.code is None:
             raise subprocess.TimeoutExpired(str(self._pid), timeout or 0.0)
-        return code
+        return self.code
 
 
 class _Server:
