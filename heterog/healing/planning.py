@@ -101,26 +101,18 @@ class Planning:
         session = Session(stop=self._stop)
         plan = make_plan(request, session, evaluator=evaluator, rehearse=self._rehearse)
 
-        def moving_s(strategy: Strategy) -> float:
-            return question.restart_s + transfer_s(
-                running.graph,
-                self._whole_cluster,
-                (running.strategy, question.running_on),
-                (strategy, left.device_of),
-            )
-
         def until_done_s(row: MethodRow) -> float:
             assert row.candidate is not None
             assert row.step_time_s is not None
-            moving = moving_s(row.candidate.strategy)
-            return total_s(row.step_time_s, question.steps_left, moving)
+            moving_s = self._moving_s(question, left, row.candidate.strategy)
+            return total_s(row.step_time_s, question.steps_left, moving_s)
 
         fitting = [row for row in plan.rows if row.step_time_s is not None and row.candidate]
         if fitting:
             best = min(fitting, key=until_done_s)
             if best.method != plan.method:
                 plan = self._plan_of(evaluator, plan, best)
-        return plan, evaluator, moving_s(plan.strategy)
+        return plan, evaluator, self._moving_s(question, left, plan.strategy)
 
     def _near(self, question: Question) -> tuple[Plan, Evaluator, float]:
         """The best plan near the running one that was not tried, and the seconds to change to it.
@@ -154,13 +146,17 @@ class Planning:
             rehearsed(IssuedSteps(evaluator), [row], self._rehearse) if self._rehearse else [row],
             Searched(budget=question.budget, seed=problem.seed, seconds=row.search_seconds),
         )
-        moving_s = question.restart_s + transfer_s(
+        return plan, evaluator, self._moving_s(question, left, plan.strategy)
+
+    def _moving_s(self, question: Question, left: Remaining, strategy: Strategy) -> float:
+        """Seconds to change from the running plan to a strategy on what is left."""
+        running = self._running(question)
+        return question.restart_s + transfer_s(
             running.graph,
             self._whole_cluster,
             (running.strategy, question.running_on),
-            (plan.strategy, left.device_of),
+            (strategy, left.device_of),
         )
-        return plan, evaluator, moving_s
 
     def _plan_of(self, evaluator: Evaluator, plan: Plan, row: MethodRow) -> Plan:
         """Make the plan of a row other than the quickest, if it can be executed."""
