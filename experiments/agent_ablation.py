@@ -3,19 +3,20 @@
     python experiments/agent_ablation.py --pairs experiments/pairs/test.jsonl --seeds 3 --json
 
 Arms: ``trained`` (``--policy``), ``untrained`` (the same network with the analytic prior alone;
-the seed draws its weights, too), ``no_messages`` (trained in the same way, but with the encoder
-``NoMessages``: ``heterog train --encoder experiments/agent_ablation.py:NoMessages``),
-``thumb`` (a rule of thumb) and ``uniform`` (all that fits is alike). An arm ``NAME+search``
+the seed draws its weights, too), ``no_messages`` (trained as ``default`` is, but with the encoder
+``NoMessages``; ``train_zoo.py`` says how), ``thumb`` (a rule of thumb) and ``uniform`` (all that
+fits is alike). An arm ``NAME+search``
 begins a local search of the CPU seconds, led by the shipped policy for moves if it is trained and
 blind else; without, it answers once: 64 draws, stages, segments, finishing and refining.
 """
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from rows import board_parser, progress, run_board
+from rows import board_parser, run_board
 from torch_geometric.utils import to_dense_batch
 
 from heterog.agents.benchmark.board import Line, judged
@@ -29,6 +30,7 @@ from heterog.envs.observation import NUM_BLOCK_FEATURES, NUM_CANDIDATE_FEATURES
 from heterog.methods.planner import Budget, Planner
 from heterog.simulator.evaluator import Evaluator
 
+WITHOUT = str(Path(__file__).with_name("measured") / "no_messages.pt")
 ARMS = "trained,untrained,no_messages,thumb,uniform"
 
 
@@ -62,22 +64,17 @@ def main() -> None:
     """Make the table."""
     parser = board_parser(__doc__, ARMS)
     parser.add_argument("--policy", default=DEFAULT_POLICY, help="the trained one")
-    parser.add_argument("--no-messages", default="", help="file of one trained without messages")
+    parser.add_argument("--no-messages", default=WITHOUT, help="one trained without messages")
     asked = parser.parse_args()
     ENCODERS[NoMessages.__name__] = NoMessages
-    trained = load_checkpoint(asked.policy).policy
+    trained, without = (load_checkpoint(file).policy for file in (asked.policy, asked.no_messages))
     policies: dict[str, Callable[[int], Policy]] = {
         "trained": lambda seed: trained,
         "untrained": lambda seed: untrained(seed, trained.config),
+        "no_messages": lambda seed: without,
         "thumb": thumb,
         "uniform": lambda seed: Fixed(0.0, 0.0, 0.0).eval(),
     }
-    if asked.no_messages:
-        without = load_checkpoint(asked.no_messages).policy
-        policies["no_messages"] = lambda seed: without
-    elif "no_messages" in asked.arms.split(","):
-        progress("no_messages is left out: give a policy that is trained so by --no-messages FILE")
-        asked.arms = ",".join(arm for arm in asked.arms.split(",") if arm != "no_messages")
     arms = {name: partial(ask, each, Agent) for name, each in policies.items()}
     for name, each in policies.items():
         arms[f"{name}+search"] = partial(ask, each, partial(AgentSearch, is_led=name == "trained"))

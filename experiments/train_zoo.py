@@ -5,9 +5,11 @@
 
 ``heldout`` never sees the models and clusters of ``heterog.agents.shipped.HELD_OUT_*``; with
 ``--drawn``, ``default`` sees members of the training families of ``drawn_models.py``, too (the
-notebook says why the shipped one does not). A log with seed, settings, models, clusters and
-validation goes beside the policy. About half an hour on one core, the capture of the models
-included; ``--graphs DIR`` keeps the captures.
+notebook says why the shipped one does not). ``--encoder
+experiments/agent_ablation.py:NoMessages`` trains another network in the same way: that of
+``measured/no_messages.pt``. A log with seed, settings, models, clusters and validation goes
+beside the policy. About half an hour on one core, the capture of the models included; ``--graphs
+DIR`` keeps the captures.
 """
 
 import time
@@ -19,6 +21,8 @@ from rows import option, plain_parser, progress
 
 from heterog.agents.checkpoint import save_checkpoint
 from heterog.agents.config import Algorithm, TrainingConfig
+from heterog.agents.conformance import load_encoder
+from heterog.agents.encoder import default_config
 from heterog.agents.shipped import (
     HELD_OUT_MODELS,
     TRAINING_CLUSTERS,
@@ -49,8 +53,10 @@ def main() -> None:
         option("--steps", type=int, default=TrainingConfig().num_steps),
         option("--drawn", type=int, default=0, help="drawn models that ``default`` sees, too"),
         option("--algorithm", default=Algorithm.IMITATION),
+        option("--encoder", default="", help="another network, as file.py:name"),
     ).parse_args()
     check_writable(arguments.output)
+    network = default_config(load_encoder(arguments.encoder)) if arguments.encoder else None
     models = [*TRAINING_ZOO, *(f"{MODELS_FILE}:{name}" for name in TRAINING_FUNCTIONS)]
     clusters = [GENERATED]
     if arguments.policy == "default":
@@ -83,6 +89,7 @@ def main() -> None:
                 seed=arguments.seed,
             ),
             config,
+            network,
             files=RunFiles(
                 provenance={
                     "name": arguments.policy,
