@@ -27,7 +27,7 @@ class _Way(NamedTuple):
     target: int
 
 
-class Carrier:
+class RankCarrier:
     """Carries parts between hosts; all ranks call all methods, in the same order.
 
     Args:
@@ -153,7 +153,7 @@ class Carrier:
         value = torch.empty(length, dtype=torch.uint8)
         if length:
             dist.recv(value, source, group=self._group)
-        return memoryview(value.numpy())
+        return value.numpy().data
 
 
 def _bytes(value: Any) -> Tensor:

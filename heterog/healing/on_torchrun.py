@@ -56,7 +56,7 @@ _SILENT_STEPS = 10.0
 """Least planned steps that this takes: a step may be slower than planned."""
 _PLANNED_S = 300.0
 """Longest wait for the rank that plans, which may have to compile."""
-_LOOK_S = 1.0
+_LOOK_S = 0.2
 """Seconds between looks for plans that were prepared."""
 _RESTART_S = 8.0
 """Seconds from a loss to the next step beside what is moved, in trials; moves are judged by it."""
@@ -182,7 +182,7 @@ class Generation:
             raise HeterogError(text.removeprefix("error "))
         path = self.folder / f"running-{self._rank}.json"
         write_atomically(path, text.encode())
-        if self.device in self._firsts():
+        if self.is_first_of_host:
             Journal(self.folder / "journal.jsonl").write(
                 "began", lost=self.lost, num_ranks=len(self.devices), method=load_plan(path).method
             )
@@ -201,7 +201,7 @@ class Generation:
         """Write what this host knows now; once all ranks have joined."""
         known = Known(host=self.host, generation=self.number, lost=self.lost)
         self._before = known
-        if self.device not in self._firsts():
+        if not self.is_first_of_host:
             Path(assignment.plan).unlink()
             return
         for old in self.folder.glob("lost-*.json"):
@@ -218,9 +218,10 @@ class Generation:
         ]
         return [self._question(each) for each in lost if len(each) < cluster.num_devices]
 
-    def first_of(self, host: str) -> bool:
-        """Whether this rank is the first of a host."""
-        return self.device in self._firsts() and self.host == host
+    @property
+    def is_first_of_host(self) -> bool:
+        """Whether this is the first rank of its host."""
+        return self.device in self._firsts()
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -306,7 +307,9 @@ class TorchrunRank(HealingRank):
         self._generation = generation
         self._looked_s, self._taken, self._given = 0.0, 0, 0
         self._planning: Service | None = None
-        self._asked: list[Question] = []
+        if generation.is_first:  # it imports and captures while ranks do
+            self._planning = Service("heterog.healing.planning")
+            self._planning.ask(generation.about(), niceness=_NICENESS)
         stop = generation.folder / f"stop{generation.number}"
         stop.unlink(missing_ok=True)  # of one that did not get as far as to train
         on_sigterm(stop.touch)
@@ -320,6 +323,7 @@ class TorchrunRank(HealingRank):
             silent_s=max(_SILENT_S, _SILENT_STEPS * (generation.whole.step_time_s or 0.0)),
         )
         generation.note(assignment)
+        self._asked = generation.questions()
         dist.barrier()
 
     def look(self, number: int) -> None:
@@ -329,33 +333,29 @@ class TorchrunRank(HealingRank):
             return
         self._looked_s = now_s
         generation = self._generation
-        if generation.is_first:
-            self._prepare()
+        if self._planning is not None:
+            self._prepare(self._planning)
         store = generation.store
-        if not generation.first_of(generation.host):
+        if not generation.is_first_of_host:
             return
         while store.check([f"heterog/prepared/{self._taken}"]):
             name, _, text = store.get(f"heterog/prepared/{self._taken}").decode().partition("\n")
             write_atomically(generation.folder / name, text.encode())
             self._taken += 1
 
-    def _prepare(self) -> None:
+    def _prepare(self, planning: Service) -> None:
         """Ask for plans one after another, and publish them."""
-        if self._planning is None:
-            self._planning = Service("heterog.healing.planning")
-            self._planning.ask(self._generation.about(), niceness=_NICENESS)
-            self._asked = self._generation.questions()
-            return
-        for reply in self._planning.replies():
+        for reply in planning.replies():
             if "path" in reply:
                 path = Path(reply["path"])
                 published = f"{path.name}\n{path.read_text()}"
                 self._generation.store.set(f"heterog/prepared/{self._given}", published)
                 self._given += 1
             if self._asked:
-                self._planning.ask(asdict(self._asked.pop(0)), niceness=_NICENESS)
+                planning.ask(asdict(self._asked.pop(0)), niceness=_NICENESS)
             else:
-                self._planning.close()
+                planning.close()
+                self._planning = None
 
 
 def measured(generation: Generation) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from heterog.healing.assignment import Assignment, wait_for_assignment
 from heterog.healing.busy import BusyClock, device_seconds
-from heterog.healing.carrying import Carrier
+from heterog.healing.carrying import RankCarrier
 from heterog.healing.elastic import set_silence
 from heterog.healing.journal import Journal
 from heterog.healing.restoring import Snapshot, part_of
@@ -82,7 +82,7 @@ class HealingRank:
         self._shelf = Shelf(Path(assignment.shelf))
         self._carrier = None
         if redundancy is not None:
-            self._carrier = Carrier(
+            self._carrier = RankCarrier(
                 self._shelf, plan.cluster.host_of, redundancy, request.limits.step_timeout_s
             )
         self._take_up()

@@ -7,6 +7,7 @@ the plan.
 
 import json
 import math
+import multiprocessing
 import os
 import random
 import socket
@@ -395,16 +396,18 @@ def is_of_another(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(each in str(error) for each in words)
 
 
-def end_together() -> NoReturn:
+def end_together() -> None:
     """Wait for the other ranks and end this process, with exit code 0.
 
     The orderly way may hang: gloo's threads are joined with the interpreter's lock held, and one
-    that lets go of a collective's tensors at that moment waits for this lock.
+    that lets go of a collective's tensors at that moment waits for this lock. A rank that
+    torchrun has forked returns instead: its agent waits for what it returns, and ends it so.
     """
     dist.barrier()  # leaving while others still communicate aborts them
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    if multiprocessing.parent_process() is None:
+        os._exit(0)
 
 
 def _jsonable(seconds: FloatArray) -> list[float | None]:
