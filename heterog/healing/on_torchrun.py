@@ -394,8 +394,8 @@ def heal(path: Path) -> None:
     """Be a rank of the generation that torchrun has started."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         raise HeterogError(
-            "heterog.heal is started by torchrun, which starts ranks again; without it, run "
-            "heterog run plan.json --heal."
+            "heterog.heal is started by torchrun, which starts ranks again; on one machine or on "
+            "Ray, heterog run heals plans."
         )
     end_with_parent(os.getppid())  # without its agent nobody could restart it
     request, options = read_healing(path)
@@ -417,6 +417,7 @@ def heal(path: Path) -> None:
 
 def main() -> None:
     """Run as one rank; an error of the job itself ends torchrun's agent, too."""
+    signal.signal(signal.SIGTERM, lambda *_: exit_now())  # a host joins before this one trains
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with as_rank(int(os.environ.get("RANK", "0"))):
         if len(sys.argv) != 2:
