@@ -208,8 +208,7 @@ def test_a_job_tries_a_move_and_its_losses_stay_those_of_one_device(folder: Path
     with pytest.raises(Enough):
         job.run()
     kinds = [move.kind for move in job.trained.moves]
-    expected = [k for t in job.trials for k in ("tried", *["taken back"] * (not t.is_kept))]
-    assert kinds == expected
+    assert kinds == [k for t in job.trials for k in ("tried", *["taken back"] * (not t.is_kept))]
     assert not any(move.steps_done_again for move in job.trained.moves)
     steps = sorted(job.trained.losses)
     assert steps == list(range(1, steps[-1] + 1))
