@@ -60,7 +60,8 @@ _LOOK_S = 0.2
 """Seconds between looks for plans that were prepared."""
 _RESTART_S = 8.0
 """Seconds from a loss to the next step beside what is moved, in trials; moves are judged by it."""
-_NICENESS = 10
+_NICENESS = 5
+"""Value of ``nice`` for plans that are prepared: nobody waits for them, and ranks need the cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,7 +310,7 @@ class TorchrunRank(HealingRank):
         self._planning: Service | None = None
         if generation.is_first:  # it imports and captures while ranks do
             self._planning = Service("heterog.healing.planning")
-            self._planning.ask(generation.about(), niceness=_NICENESS)
+            self._planning.ask(generation.about())
         stop = generation.folder / f"stop{generation.number}"
         stop.unlink(missing_ok=True)  # of one that did not get as far as to train
         on_sigterm(stop.touch)
