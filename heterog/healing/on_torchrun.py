@@ -61,7 +61,7 @@ _LOOK_S = 0.2
 _RESTART_S = 8.0
 """Seconds from a loss to the next step beside what is moved, in trials; moves are judged by it."""
 _NICENESS = 5
-"""Value of ``nice`` for plans that are prepared: nobody waits for them, and ranks need the cores."""
+"""Value of ``nice`` for plans that are prepared: nobody waits for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
