@@ -1,16 +1,18 @@
 """Kills hosts of a loop under torchrun again and again, and measures how it goes on.
 
     python experiments/healing_torchrun.py --fault node --kills 20 --json
+    python experiments/healing_torchrun.py --of plan --fault node --kills 20 --json
 
 Four hosts are network namespaces of this machine, which takes root, each with one of torchrun's
-agents and a rank of ``healing_loop.py``. The rendezvous is a store that stands outside of them, or
-etcd (``--etcd ENDPOINT``). Ranks are forked off their agent, which has imported what they need, or
-start as torchrun's do by default (``--start-method spawn``). Faults, at a random step: ``node``
-(all of a host, by SIGKILL at once), ``first`` (that of rank 0), ``leader`` (only the agent of rank
-0's host), ``two`` (hosts at once), ``cut`` (a host's link), ``frozen`` (a host by SIGSTOP),
-``leaving`` (SIGTERM to an agent), and ``plain``, as ``node`` but from a checkpoint instead of
-memory. Losses have to be those of one process that trains on the same batches, every sample of an
-epoch dealt once.
+agents and a rank of ``healing_loop.py``, or of a plan that heals (``--of plan``). The rendezvous
+is a store that stands outside of them, or etcd (``--etcd ENDPOINT``). Ranks are forked off their
+agent, which has imported what they need, or start as torchrun's do by default (``--start-method
+spawn``). Faults, at a random step: ``node`` (all of a host, by SIGKILL at once), ``first`` (that
+of rank 0), ``leader`` (only the agent of rank 0's host), ``two`` (hosts at once), ``cut`` (a
+host's link), ``frozen`` (a host by SIGSTOP), ``leaving`` (SIGTERM to an agent), and ``plain``, as
+``node`` but from a checkpoint instead of memory. Losses have to be those of one process that
+trains on the same batches, every sample of an epoch dealt once; those of a plan are in float32,
+and their difference is told beside the first.
 """
 
 import itertools
@@ -30,16 +32,35 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+from healing import cluster
 from healing_loop import NUM_SAMPLES, losses_over
 from namespaces import enter, namespaces, set_link
 from rows import asked_of, finish, keep_row, option, progress, read_rows
 
+from heterog import heal
+from heterog.files import read_json, write_json
+from heterog.graph.capture import capture
 from heterog.runtime.launch import free_port, parent_of, signals_as_exit
+from heterog.runtime.rank import draw_alike
+from heterog.runtime.ranks.host_places import HOST
+from heterog.search.plan import Plan, make_plan
+from heterog.search.request import Request
+from heterog.zoo import load_workload
 
 HOSTS = 4
 FAULTS = ("node", "first", "leader", "two", "cut", "frozen", "leaving", "plain")
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch._dynamo", "heterog.healing.loop", "namespaces"])
+FORKS.set_forkserver_preload(
+    [
+        "torch._dynamo",
+        "heterog.healing.loop",
+        "heterog.healing.on_torchrun",
+        "heterog.healing.planning",
+        "namespaces",
+    ]
+)
+MODEL = Path(__file__).with_name("healing_model.py").resolve()
 LOOP = Path(__file__).with_name("healing_loop.py").resolve()
 _MARK = "HETEROG_TORCHRUN_TRIALS"
 _LIMIT_S = 600.0
@@ -98,6 +119,7 @@ def run_agent(place: tuple[str, str], host: int, arguments: list[str], said: Pat
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ |= {
         "HOST": str(host),
+        HOST: f"h{host}",
         "TMPDIR": str(said.parent),
         "GLOO_SOCKET_IFNAME": "eth0",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -127,7 +149,7 @@ class Hosts:
         places: namespace and address of this machine and of each host.
         folder: of files.
         given: arguments of torchrun that say where hosts meet and how ranks start.
-        loop: arguments of the loop after its log.
+        script: what the ranks run, with its arguments.
     """
 
     def __init__(
@@ -135,16 +157,17 @@ class Hosts:
         places: list[tuple[str, str]],
         folder: Path,
         given: list[str],
-        loop: list[str],
+        script: list[str],
     ) -> None:
-        self.log = folder / "log.jsonl"
-        self._places, self._read, self._events = places, 0, list[dict[str, Any]]()
+        self._folder = folder
+        self._places, self._events = places, list[dict[str, Any]]()
+        self._read: dict[Path, int] = {}
         # As the documentation has it; ranks are looked after ten times a second, as is default.
         settings = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
         arguments = [
             *("--nnodes", f"2:{HOSTS}", "--nproc-per-node", "1", "--max-restarts", "100"),
             *("--rdzv-id", folder.name, "--rdzv-conf", settings, *given),
-            *(str(LOOP), str(self.log), *loop),
+            *script,
         ]
         self.agents: list[BaseProcess] = []
         for host in range(HOSTS):
@@ -154,13 +177,14 @@ class Hosts:
 
     def events(self) -> list[dict[str, Any]]:
         """All that ranks have told, in order of time."""
-        if self.log.exists():
-            with self.log.open() as file:
-                file.seek(self._read)
+        for log in [self._folder / "log.jsonl", *self._folder.glob("*/journal.jsonl")]:
+            with suppress(FileNotFoundError), log.open() as file:
+                file.seek(self._read.get(log, 0))
                 for line in file.read().splitlines(keepends=True):
                     if line.endswith("\n"):
-                        self._events.append(json.loads(line))
-                        self._read += len(line)
+                        self._events.append(as_told(json.loads(line)))
+                        self._read[log] = self._read.get(log, 0) + len(line)
+        self._events.sort(key=lambda told: told["at_s"])
         return self._events
 
     def wait_for(self, what: str, is_it: Any, begin: int = 0) -> dict[str, Any]:
@@ -204,17 +228,28 @@ class Hosts:
             set_link(self._places[1 + host][0], "up")
 
 
+def as_told(event: dict[str, Any]) -> dict[str, Any]:
+    """An event of a plan's journal, in the words of the loop's."""
+    if "event" not in event:
+        return event
+    return event | {"what": event["event"], "host": 0, "rank": 0}
+
+
 def run_trial(
     places: list[tuple[str, str]],
     folder: Path,
     fault: str,
     given: list[str],
     chance: random.Random,
+    plan: Plan | None,
 ) -> Trial:
     """Hit once."""
     step = chance.randint(3, 300)
     kind = "plain" if fault == "plain" else "memory"
-    hosts = Hosts(places, folder, given, [str(step + _AFTER), kind])
+    script = [str(LOOP), str(folder / "log.jsonl"), str(step + _AFTER), kind]
+    if plan is not None:
+        script = [heal.__file__, str(write_run(plan, folder, step + _AFTER))]
+    hosts = Hosts(places, folder, given, script)
     try:
         last = hosts.wait_for("step", lambda told: told["step"] >= step)
         victims = tuple(chance.sample(range(HOSTS), 2 if fault == "two" else 1))
@@ -222,7 +257,10 @@ def run_trial(
             victims = (last["host"],)
         hit_s = time.monotonic()
         hosts.hit(fault, victims)
-        hosts.wait_for("ended", lambda told: told["rank"] == 0)
+        if plan is None:
+            hosts.wait_for("ended", lambda told: told["rank"] == 0)
+        else:
+            hosts.wait_for("done", lambda told: True)
         for host in set(range(HOSTS)) - set(victims):
             hosts.agents[host].join(_LIMIT_S)
             if hosts.agents[host].exitcode != 0:
@@ -238,7 +276,85 @@ def run_trial(
         if not left:
             break
         time.sleep(0.2)
+    if plan is not None:
+        return measured_plan(folder, hosts.events(), hit_s, victims, tuple(left))
     return measured(hosts.events(), hit_s, victims, tuple(left))
+
+
+def write_run(plan: Plan, folder: Path, num_steps: int) -> Path:
+    """A run file for a plan, which keeps each part on two hosts, so that two may be lost."""
+    plan.save(folder / "plan.json")
+    source = f"{MODEL}:workload"
+    write_json(
+        folder / "run.json",
+        {
+            "plan": str(folder / "plan.json"),
+            "model": source,
+            "num_steps": num_steps,
+            "output": str(folder / "out.json"),
+            "heal": {"redundancy": 2},
+        },
+    )
+    return folder / "run.json"
+
+
+def measured_plan(
+    folder: Path,
+    events: list[dict[str, Any]],
+    hit_s: float,
+    victims: tuple[int, ...],
+    left: tuple[str, ...],
+) -> Trial:
+    """What the journals and the output of a plan's trial say."""
+    output = read_json(folder / "out.json", "output")
+    every = [each for each in events if each["what"] == "step"]
+    later = [each for each in events if each["at_s"] > hit_s]
+    taken_up = [each for each in later if each["what"] == "taken up"][-1]
+    began = next(
+        each
+        for each in reversed(later)
+        if each["what"] == "began" and each["at_s"] < taken_up["at_s"]
+    )
+    steps = [each for each in later if each["what"] == "step"]
+    first = next(each for each in steps if each["at_s"] > taken_up["at_s"])
+    ends = (hit_s, began["at_s"], taken_up["at_s"], first["at_s"])
+    planned_s, moved_s, first_step_s = (b - a for a, b in itertools.pairwise(ends))
+    most = max(each["step"] for each in every if each["at_s"] < began["at_s"])
+    expected = losses_of(len(output["losses"]))
+    pairs = zip(output["losses"], expected, strict=True)
+    return Trial(
+        victims=victims,
+        killed_in_step=max(each["step"] for each in every if each["at_s"] <= hit_s),
+        planned_s=planned_s,
+        moved_s=moved_s,
+        first_step_s=first_step_s,
+        total_s=first["at_s"] - hit_s,
+        caught_up_s=next(each["at_s"] for each in steps if each["step"] > most) - hit_s,
+        num_ranks=output["num_ranks"],
+        steps_done_again=most - taken_up["step"],
+        most_difference=max(abs(told - other) for told, other in pairs) / expected[0],
+        is_complete=output["steps"] == list(range(1, len(expected) + 1)),
+        left_behind=left,
+        source=f"step {taken_up['step']} in memory, by {output['moves'][-1]['method']}",
+    )
+
+
+def losses_of(num_steps: int) -> list[float]:
+    """Losses of one process that trains the plan's model."""
+    workload = load_workload(f"{MODEL}:workload", None)
+    draw_alike()
+    model = workload.make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    inputs, targets = workload.make_batch()
+    assert isinstance(targets, torch.Tensor)
+    losses = []
+    for _ in range(num_steps):
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 def measured(
@@ -296,6 +412,7 @@ def main() -> None:
     """Run the trials and print a table, or JSON."""
     arguments = asked_of(
         __doc__,
+        option("--of", choices=("loop", "plan"), default="loop", help="what ranks train"),
         option("--fault", choices=FAULTS, default="node"),
         option("--kills", type=int, default=20),
         option("--seed", type=int, default=0),
@@ -309,6 +426,11 @@ def main() -> None:
     fault, kept = arguments.fault, arguments.results and arguments.results.resolve()
     start = arguments.start_method
     of = {"fault": fault, "seed": arguments.seed, "etcd": bool(arguments.etcd), "start": start}
+    of |= {"of": "plan"} if arguments.of == "plan" else {}
+    plan = None
+    if arguments.of == "plan":
+        graph = capture(load_workload(f"{MODEL}:workload", None))
+        plan = make_plan(Request(graph=graph, cluster=cluster(), methods=("cp_ar",)))
     trials = [row["trial"] for row in read_rows(kept) if row["of"] == of]
     with ExitStack() as stack:
         stack.enter_context(signals_as_exit())
@@ -328,7 +450,7 @@ def main() -> None:
             chance = random.Random(f"{arguments.seed} {fault} {number}")
             with tempfile.TemporaryDirectory(prefix="healing-") as name:
                 try:
-                    trial = run_trial(places, Path(name), fault, given, chance)
+                    trial = run_trial(places, Path(name), fault, given, chance, plan)
                 except Exception as error:
                     trial = Trial(why=repr(error))
                     said = Path(name) / "said.txt"

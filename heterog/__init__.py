@@ -18,7 +18,8 @@ package:
   names.
 - ``files``, ``records`` and ``yaml_files`` read what comes from outside, ``user_code`` Python
   files.
-- ``run`` is what torchrun starts on every host, ``__main__`` the command ``heterog``.
+- ``run`` is what torchrun starts on every host, ``heal`` where plans heal, ``__main__`` the
+  command ``heterog``.
 - ``workers`` runs independent jobs in processes or on Ray, ``memo`` keeps what methods returned,
   ``grouped`` sorts values by keys.
 """

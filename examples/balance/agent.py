@@ -3,7 +3,9 @@
 import torch._dynamo  # noqa: F401  (every optimizer imports it)
 from torch.distributed.run import main
 
-import heterog.healing.loop  # noqa: F401
+import heterog.healing.loop
+import heterog.healing.on_torchrun
+import heterog.healing.planning  # noqa: F401
 
 if __name__ == "__main__":
     main()

@@ -284,8 +284,9 @@ def run(
             )
         if on == TORCHRUN:
             raise HeterogError(
-                "plans do not heal under torchrun; take --on ray, or HealingLoop in a loop of "
-                "your own."
+                "torchrun starts ranks on each host by itself, and again when one is lost; run "
+                "there: torchrun --nnodes LEAST:MOST --max-restarts 100 ... -m heterog.heal "
+                "plan.json (docs/healing.md)."
             )
         if on != LOCAL:
             check_engine(on, loaded, testbed)

@@ -3,7 +3,7 @@
 Ranks die with the state that they hold, so the newest snapshots of it lie in their hosts' memory,
 as files. When a rank is lost, what is left gets a new plan, every new rank takes what it needs of
 the newest complete snapshot, and training goes on at the step after it. No socket is opened for
-that: from node to node Ray carries parts, and under torchrun every host has all of the state.
+that: from node to node Ray carries parts, or under torchrun the ranks themselves.
 
 - ``shelf`` is a host's snapshots and says which is the newest complete one; ``sending`` takes
   them, ``restoring`` reads them.
@@ -16,5 +16,7 @@ that: from node to node Ray carries parts, and under torchrun every host has all
   ``moving`` say what is left and what it costs to go there, ``busy`` who is slow, ``trial``
   whether a change kept its promise, ``improving`` which moves pay as measured. ``checkpoints``
   are written beside training, by the process in ``writing``.
-- ``loop`` is for loops with a ``Balancer`` under torchrun.
+- ``on_torchrun`` is a plan whose ranks torchrun starts again and again (``heterog.heal``); they
+  have parts in ``carrying``. ``loop`` is for loops with a ``Balancer``, and ``elastic`` what both
+  need.
 """

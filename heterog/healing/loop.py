@@ -19,14 +19,10 @@ the newest snapshot reads it to all, and they go on with the step after it.
 
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,15 +34,20 @@ from heterog.balance.balancer import Balancer
 from heterog.balance.shares import shares_from_speeds
 from heterog.errors import HeterogError
 from heterog.files import CHECKPOINT_INDEX
+from heterog.healing.elastic import (
+    LEAVE_S,
+    end_at_once,
+    exit_now,
+    folder_of_host,
+    on_sigterm,
+    set_silence,
+)
 from heterog.healing.restoring import Snapshot
 from heterog.healing.sending import Taker
 from heterog.healing.shelf import Moment, Shelf, newest_complete
 from heterog.runtime.checkpoint.boxes import Entry, whole_box
 from heterog.runtime.ranks.forks import end_with_parent
 from heterog.runtime.step.collectives import gather_texts
-
-_LEAVE_S = 5.0
-"""Seconds for which a rank that is told to end may go on with its step; torchrun waits for 30."""
 
 
 class Stateful(Protocol):
@@ -123,7 +124,7 @@ class HealingLoop:
         end_at_once()
         self._leaves = False
         if threading.current_thread() is threading.main_thread():
-            self._leave_within(min(silent_s or _LEAVE_S, _LEAVE_S))
+            on_sigterm(self._leave, min(silent_s or LEAVE_S, LEAVE_S))
         if "TORCHELASTIC_RUN_ID" in os.environ:  # without its agent nobody could restart it
             end_with_parent(os.getppid())
 
@@ -180,7 +181,7 @@ class HealingLoop:
         if is_left:
             self._any()  # all have taken it
             if self._leaves:
-                _exit()
+                exit_now()
         if self._checkpoint and self._rank == 0:
             if self._writing is None:
                 from heterog.healing.checkpoints import Writing  # half a second on every rank
@@ -200,16 +201,8 @@ class HealingLoop:
             dist.all_reduce(said, op=dist.ReduceOp.MAX)
         return [bool(each) for each in said.tolist()[:-1]]
 
-    def _leave_within(self, seconds: float) -> None:
-        """Let SIGTERM end this rank after its step, or after so long."""
-
-        def told(*_: object) -> None:
-            self._leaves = True
-            waiting = threading.Timer(seconds, _exit)
-            waiting.daemon = True
-            waiting.start()
-
-        signal.signal(signal.SIGTERM, told)
+    def _leave(self) -> None:
+        self._leaves = True
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -295,59 +288,6 @@ class HealingLoop:
         speeds = [float(had[name].pop(0)) if had.get(name) else mean for name in self._who]
         sampler = self._balancer.share_sampler
         sampler.set_shares(shares_from_speeds([max(s, 1.0) for s in speeds], sum(shares)))
-
-
-def set_silence(seconds: float) -> None:
-    """Set the timeout of collectives; there is no public function for it."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
-
-
-def end_at_once() -> None:
-    """Let an error that nobody catches end this rank as soon as it is told.
-
-    Taking Python down takes seconds with all that is imported, for which torchrun would wait.
-    """
-    before = sys.excepthook
-
-    def told(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        before(kind, error, trace)
-        _exit()
-
-    sys.excepthook = told
-
-
-def _exit() -> None:
-    """End this rank at once."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(1)
-
-
-def folder_of_host() -> Path:
-    """The folder of this host's snapshots, which outlives its ranks and ends with their agent.
-
-    Raises:
-        HeterogError: somebody else made it.
-    """
-    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    folder = Path(tempfile.gettempdir()) / f"heterog-loop-{os.getuid()}-{pid}"
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        pass
-    else:
-        script = 'while kill -0 "$1"; do sleep 1; done; rm -rf -- "$2"'
-        subprocess.Popen(
-            ["/bin/sh", "-c", script, "heterog-cleaner", str(pid), str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # so that what ends the ranks does not reach it
-        )
-    found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise HeterogError(f"{folder} belongs to somebody else, or others may read it; remove it.")
-    return folder
 
 
 def _shared(snapshot: Snapshot | None, source: int) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -14,19 +14,22 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from heterog.healing.assignment import Assignment, wait_for_assignment
 from heterog.healing.busy import BusyClock, device_seconds
+from heterog.healing.carrying import RankCarrier
+from heterog.healing.elastic import set_silence
 from heterog.healing.journal import Journal
-from heterog.healing.restoring import Snapshot
+from heterog.healing.restoring import Snapshot, part_of
 from heterog.healing.sending import Taker
 from heterog.healing.shelf import Shelf
 from heterog.lowering import lower
 from heterog.runtime.accelerators import is_accelerated
-from heterog.runtime.checkpoint.files import read_boxes
+from heterog.runtime.checkpoint.files import needed, read_boxes
 from heterog.runtime.checkpoint.state import NewState, check_can_save, check_fits, own_entries
 from heterog.runtime.checkpoint.steps import load_checkpoint, save_checkpoint
 from heterog.runtime.rank import as_rank, check_loss, end_together, set_up, tell
@@ -49,20 +52,39 @@ class HealingRank:
         assignment: What the generation runs.
         journal: Path of the event file, for who writes it.
         stop: Path of a file whose existence asks the ranks to stop after a step.
+        store: The store of ``meet``, if the ranks have met.
+        redundancy: Number of other hosts to which ranks themselves carry their parts; ``None``
+            where others do.
+        silent_s: Seconds without an answer after which a rank gives up waiting for another one,
+            from the second step on; 0 leaves the timeout of the process group.
     """
 
     def __init__(
-        self, request: RunRequest, assignment: Assignment, journal: Path, stop: Path
+        self,
+        request: RunRequest,
+        assignment: Assignment,
+        journal: Path,
+        stop: Path,
+        *,
+        store: Any = None,
+        redundancy: int | None = None,
+        silent_s: float = 0.0,
     ) -> None:
         self._request, self._assignment, self._stop = request, assignment, stop
+        self._silent_s = silent_s
         plan = load_plan(assignment.plan)
-        self._step, workload = set_up(plan, request)
+        self._step, workload = set_up(plan, request, store)
         self._rank = dist.get_rank()
         self._journal = Journal(journal if self._rank in assignment.writers else None)
         self._program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
         self._batch = workload.make_batch()
         tell("taking the state up")
         self._shelf = Shelf(Path(assignment.shelf))
+        self._carrier = None
+        if redundancy is not None:
+            self._carrier = RankCarrier(
+                self._shelf, plan.cluster.host_of, redundancy, request.limits.step_timeout_s
+            )
         self._take_up()
         self._taker = Taker(
             self._shelf,
@@ -70,6 +92,7 @@ class HealingRank:
             dist.get_world_size(),
             assignment.generation,
             is_copied=assignment.is_copied,
+            carry=self._carrier.copy if self._carrier else None,
         )
         self._settled = assignment.moment
         self._clock = None if is_accelerated(self._step.device) else BusyClock(self._program)
@@ -95,6 +118,8 @@ class HealingRank:
             if number == first:
                 check_can_save(step)
                 self._begin_look(number)
+                if self._silent_s:
+                    set_silence(self._silent_s)
             is_wanted, is_due = self._agree(number)
             elapsed_s = time.perf_counter() - begin
             self._journal.write("step", step=number, loss=_jsonable(loss), seconds=elapsed_s)
@@ -105,12 +130,18 @@ class HealingRank:
             if is_wanted and number < last:
                 self._leave_all(number)
                 return False
+            self.look(number)
         return True
+
+    def look(self, number: int) -> None:
+        """What is done beside training after a step."""
 
     def end(self, is_done: bool) -> None:
         """Finish pending updates, save, and report how it ended."""
         if is_done and self._request.save is not None:
             tell("saving the checkpoint")
+            if self._silent_s:  # a rank may write for longer than it takes for a step
+                set_silence(self._request.limits.timeout_s)
             save_checkpoint(self._step, self._request.save)
         self._step.flush()
         tell("leaving")
@@ -122,10 +153,16 @@ class HealingRank:
         step, assignment = self._step, self._assignment
         num_bytes = far_bytes = 0
         if assignment.moment is not None:
+            if self._carrier is not None:
+                self._carrier.bring_indices(assignment.moment)
             snapshot = Snapshot(self._shelf, assignment.moment)
             model, where = step.model, Path("in memory")
             check_fits(step, model, snapshot.contents, where)
             state = NewState(step, model, snapshot.contents)
+            if self._carrier is not None:
+                wanted = needed(snapshot.contents, state.wanted)
+                numbers = {part_of(snapshot.contents.tensors[name]) for name in wanted}
+                self._carrier.bring(assignment.moment, numbers)
             read_boxes(snapshot.contents, where, state.wanted, read=snapshot.read)
             state.check_counters()
             state.take_over()
@@ -154,7 +191,7 @@ class HealingRank:
             [
                 self._taker.is_busy,
                 bool(self._taker.failed),
-                is_first and self._stop.exists(),
+                self._stop.exists(),
                 is_first and is_due and self._clock is not None,
             ],
             dtype=torch.int64,

@@ -6,9 +6,10 @@ has the size of the state, not of its replicas.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from heterog.errors import InputFileError
 from heterog.healing.shelf import Moment, Part, Shelf
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import SavedOptimizer
@@ -28,6 +29,7 @@ class Taker:
         num_parts: Number of parts of a snapshot.
         generation: Number of times the job's ranks were started before.
         is_copied: Whether somebody copies parts to other hosts.
+        carry: Copies a part to other hosts with all ranks, where nobody else does.
 
     Attributes:
         newest: The last snapshot begun.
@@ -44,13 +46,14 @@ class Taker:
         generation: int,
         *,
         is_copied: bool = False,
+        carry: Callable[[Part], None] | None = None,
     ) -> None:
         self.newest: Moment | None = None
         self.failed = ""
         self.num_bytes = 0
         self.copy_s = 0.0
         self._shelf, self._number, self._num_parts = shelf, number, num_parts
-        self._generation, self._is_copied = generation, is_copied
+        self._generation, self._is_copied, self._carry = generation, is_copied, carry
         self._rested_s = 0.0
 
     @property
@@ -81,6 +84,11 @@ class Taker:
             self.failed = ""
         except OSError as error:
             self.failed = f"{error.strerror or error} in {self._shelf.folder}"
+        if self._carry is not None:
+            try:
+                self._carry(Part(self.newest, self._number))
+            except InputFileError as error:
+                self.failed = str(error)
         now_s = time.monotonic()
         self.copy_s = now_s - begin_s
         self._rested_s = now_s + _REST * self.copy_s

@@ -7,6 +7,7 @@ the plan.
 
 import json
 import math
+import multiprocessing
 import os
 import random
 import socket
@@ -60,11 +61,10 @@ _POLL_S = 0.02
 _CONNECT_S = 5.0
 
 
-def join(timeout_s: float, *, backend: str = "", cluster: Cluster | None = None) -> None:
+def join(
+    timeout_s: float, *, backend: str = "", cluster: Cluster | None = None, store: Any = None
+) -> None:
     """Join the job that the environment describes, as one of its ranks.
-
-    The store through which ranks meet listens on the address ``MASTER_ADDR`` only, not on every
-    interface as PyTorch's own does. Under torchrun it is torchrun's.
 
     Args:
         timeout_s: Seconds after which a rank gives up on the others, here and in every step.
@@ -72,25 +72,36 @@ def join(timeout_s: float, *, backend: str = "", cluster: Cluster | None = None)
             rank of this machine can have one, and gloo for everything else.
         cluster: The plan's cluster, by whose devices ranks are numbered under torchrun; without
             it they have torchrun's numbers.
+        store: The store of ``meet``, if the ranks have met.
 
     Raises:
         HeterogError: a variable is missing, the port is in use, or a machine is no host of the
             cluster.
     """
-    limit = timedelta(seconds=timeout_s)
     chosen = backend or _backend()
     rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    store = store or meet(timeout_s)
+    if cluster is not None and "TORCHELASTIC_RUN_ID" in os.environ and PORT_FILE not in os.environ:
+        rank = rank_in_plan(cluster, store, timeout_s)
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=limit)
+
+
+def meet(timeout_s: float) -> Any:
+    """The store through which the ranks that were started together meet.
+
+    It listens on the address ``MASTER_ADDR`` only, not on every interface as PyTorch's own does.
+    Under torchrun it may be that of torchrun's agents.
+
+    Raises:
+        HeterogError: a variable is missing, or the port is in use.
+    """
+    limit = timedelta(seconds=timeout_s)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _agent_store(limit)
-        if cluster is not None:
-            rank = rank_in_plan(cluster, store, timeout_s)
-        dist.init_process_group(
-            chosen, store=store, rank=rank, world_size=world_size, timeout=limit
-        )
-        return
-    address = _variable("MASTER_ADDR")
+        return _agent_store(limit)
+    world_size, address = _number("WORLD_SIZE"), _variable("MASTER_ADDR")
     publish = os.environ.get(PORT_FILE, "")
-    if rank == 0:
+    if _number("RANK") == 0:
         listening = _listen(address, 0 if publish else _number("MASTER_PORT"))
         port = int(listening.getsockname()[1])
         store = TCPStore(
@@ -104,11 +115,10 @@ def join(timeout_s: float, *, backend: str = "", cluster: Cluster | None = None)
         )
         if publish:
             write_atomically(publish, str(port).encode())
-    else:
-        port = _published_port(Path(publish), timeout_s) if publish else _number("MASTER_PORT")
-        _wait_for_store(address, port, timeout_s)
-        store = TCPStore(address, port, world_size, is_master=False, timeout=limit)
-    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=limit)
+        return store
+    port = _published_port(Path(publish), timeout_s) if publish else _number("MASTER_PORT")
+    _wait_for_store(address, port, timeout_s)
+    return TCPStore(address, port, world_size, is_master=False, timeout=limit)
 
 
 def draw_alike() -> None:
@@ -131,12 +141,13 @@ def tell(stage: str) -> None:
         draft.replace(path)
 
 
-def set_up(plan: Plan, request: RunRequest) -> tuple[DeployedStep, Workload]:
+def set_up(plan: Plan, request: RunRequest, store: Any = None) -> tuple[DeployedStep, Workload]:
     """Join the others and deploy the plan with its workload.
 
     Args:
         plan: Plan to run; device ``i`` of its cluster is rank ``i``.
         request: Says where the workload comes from, and how long to wait for the others.
+        store: The store of ``meet``, if the ranks have met.
 
     Raises:
         HeterogError: plan and model do not fit, or nothing names the model.
@@ -152,6 +163,7 @@ def set_up(plan: Plan, request: RunRequest) -> tuple[DeployedStep, Workload]:
         request.limits.timeout_s,
         backend=CPU_BACKEND if is_on_cpus(plan.cluster) else "",
         cluster=plan.cluster,
+        store=store,
     )
     tell("capturing the model")
     step = deploy(workload, plan)
@@ -371,24 +383,31 @@ def as_rank(rank: int) -> Iterator[None]:
         _leave(rank, str(error))
     except RuntimeError as error:
         first = str(error).strip().partition("\n")[0]
-        # gloo's words for a rank that died, was ended or is frozen
-        lost = any(words in first for words in ("onnection", "imed out", "roken pipe"))
+        lost = is_of_another(error)
         _leave(rank, f"lost the connection to another rank: {first}" if lost else first)
     except Exception as error:  # any error of the user's model must end this rank, too
         traceback.print_exc()
         _leave(rank, f"{type(error).__name__}: {error}")
 
 
-def end_together() -> NoReturn:
+def is_of_another(error: BaseException) -> bool:
+    """Whether an error comes from a rank that died, was ended or is frozen; by gloo's words."""
+    words = ("onnection", "imed out", "roken pipe", "wait timeout")
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in words)
+
+
+def end_together() -> None:
     """Wait for the other ranks and end this process, with exit code 0.
 
     The orderly way may hang: gloo's threads are joined with the interpreter's lock held, and one
-    that lets go of a collective's tensors at that moment waits for this lock.
+    that lets go of a collective's tensors at that moment waits for this lock. A rank that
+    torchrun has forked returns instead: its agent waits for what it returns, and ends it so.
     """
     dist.barrier()  # leaving while others still communicate aborts them
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    if multiprocessing.parent_process() is None:
+        os._exit(0)
 
 
 def _jsonable(seconds: FloatArray) -> list[float | None]:

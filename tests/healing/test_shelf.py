@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from heterog.errors import HeterogError
-from heterog.healing import loop, ray_host
+from heterog.healing import elastic, ray_host
 from heterog.healing.ray_host import Carrier
 from heterog.healing.restoring import Snapshot
 from heterog.healing.sending import Taker
@@ -204,4 +204,4 @@ def test_a_folder_that_others_may_read_is_refused(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / f"heterog-loop-{os.getuid()}-{os.getpid()}").mkdir(mode=0o755)
     with pytest.raises(HeterogError, match="others may read it; remove it"):
-        loop.folder_of_host()
+        elastic.folder_of_host()

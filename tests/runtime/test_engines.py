@@ -14,7 +14,7 @@ from heterog.errors import HeterogError
 from heterog.graph.capture import capture
 from heterog.runtime.launch import free_port, run_ranks
 from heterog.runtime.measure.detect_hosts import detect_on
-from heterog.runtime.ranks.host_places import DEVICE_TYPES, RankHas, ranks_in_plan
+from heterog.runtime.ranks.host_places import DEVICE_TYPES, HOST, RankHas, ranks_in_plan
 from heterog.runtime.ranks.on_ray import run_on_ray
 from heterog.runtime.ranks.ray_nodes import asked_of_nodes, offered
 from heterog.runtime.request import RunRequest
@@ -50,13 +50,23 @@ def test_processors_stand_for_any_device_in_the_order_of_arrival() -> None:
     assert ranks_in_plan(mixed, had([SLOW, ""], ["", FAST])) == [2, 3, 0, 1]
 
 
+def test_fewer_machines_are_the_hosts_that_they_were() -> None:
+    """Two of three hosts are alike, and the first of them is lost."""
+    alike = cluster_of((1.0, [SLOW]), (1.0, [SLOW]), (1.0, [FAST]))
+    left = [RankHas(machine=1, device="", host="C"), RankHas(machine=0, device="", host="B")]
+    assert ranks_in_plan(alike, left) == [2, 1]
+    assert ranks_in_plan(alike, had([FAST], [SLOW])) == [2, 1]
+    with pytest.raises(HeterogError, match="has 1 processor and is no host"):
+        ranks_in_plan(alike, [RankHas(machine=0, device="", host="D")])
+
+
 def test_a_machine_that_is_no_host_is_told_why() -> None:
     with pytest.raises(HeterogError) as caught:
         ranks_in_plan(HOSTS, had(["P100"], [SLOW, SLOW]))
     assert str(caught.value) == (
         "machine 0 of torchrun has 1 P100 and is no host of the plan, or one that is taken: A has "
         "1 V100-16GB; B has 2 T4. Start the plan's hosts, plan for what there is, or name its "
-        f"devices in {DEVICE_TYPES}."
+        f"devices in {DEVICE_TYPES}, or its host in {HOST}."
     )
     with pytest.raises(HeterogError, match="machine 1 of torchrun has 1 T4"):
         ranks_in_plan(HOSTS, had([SLOW, SLOW], [SLOW]))

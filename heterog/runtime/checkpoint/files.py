@@ -192,7 +192,7 @@ def read_boxes(
     read = read or (lambda names: _read_saved(contents, folder, names))
     batch: list[str] = []
     num_bytes = 0
-    for each in _needed(contents, wanted):
+    for each in needed(contents, wanted):
         if batch and num_bytes + contents.tensors[each].num_bytes > _BATCH_BYTES:
             _fill(contents, read, batch, wanted)
             batch, num_bytes = [], 0
@@ -201,7 +201,7 @@ def read_boxes(
     _fill(contents, read, batch, wanted)
 
 
-def _needed(
+def needed(
     contents: Contents, wanted: Mapping[str, Sequence[tuple[Box, Tensor]]]
 ) -> Iterator[str]:
     """Names of the saved tensors that overlap a wanted box."""

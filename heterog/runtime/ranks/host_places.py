@@ -8,7 +8,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,8 @@ from heterog.runtime.accelerators import device_label, has_accelerator
 DEVICE_TYPES = "HETEROG_DEVICE_TYPES"
 """Variable with the types of a machine's devices, separated by commas, where their drivers' names
 are not those of the plan or processors stand for other devices."""
+HOST = "HETEROG_HOST"
+"""Variable with the name of this machine in the plan, where hosts with the same devices differ."""
 _ANY = ""
 """A processor, which may stand for a device of any type."""
 _KEY = "heterog/device/"
@@ -35,10 +37,12 @@ class RankHas:
     Attributes:
         machine: Number of its machine.
         device: Type of its device; empty for a processor.
+        host: Name of its host in the plan; empty if it may be any with such devices.
     """
 
     machine: int
     device: str
+    host: str = ""
 
 
 def rank_in_plan(cluster: Cluster, store: Any, timeout_s: float) -> int:
@@ -52,22 +56,33 @@ def rank_in_plan(cluster: Cluster, store: Any, timeout_s: float) -> int:
     Raises:
         HeterogError: a machine is no host of the plan; the text says why, on all ranks.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    world_size = int(os.environ["WORLD_SIZE"])
     if world_size != cluster.num_devices:
         raise HeterogError(
             f"the plan has {cluster.num_devices} devices, and torchrun started {world_size} "
             "ranks: set its nnodes and nproc-per-node to the plan's hosts and devices a host."
         )
-    store.set(f"{_KEY}{rank}", json.dumps([int(os.environ["GROUP_RANK"]), _own_device()]))
-    keys = [f"{_KEY}{each}" for each in range(world_size)]
+    said = say_to_all(store, _KEY, json.dumps(asdict(own_place())), timeout_s)
+    ranks = [RankHas(**json.loads(each)) for each in said]
+    return ranks_in_plan(cluster, ranks)[int(os.environ["RANK"])]
+
+
+def say_to_all(store: Any, key: str, text: str, timeout_s: float) -> list[str]:
+    """What each rank says, by torchrun's numbers; for ranks that have met and not yet joined."""
+    store.set(f"{key}{os.environ['RANK']}", text)
+    keys = [f"{key}{each}" for each in range(int(os.environ["WORLD_SIZE"]))]
     store.wait(keys, timedelta(seconds=timeout_s))
-    said = [json.loads(store.get(key)) for key in keys]
-    ranks = [RankHas(machine=machine, device=device) for machine, device in said]
-    return ranks_in_plan(cluster, ranks)[rank]
+    return [store.get(each).decode() for each in keys]
+
+
+def own_place() -> RankHas:
+    """What this rank has."""
+    machine, host = int(os.environ["GROUP_RANK"]), os.environ.get(HOST, "")
+    return RankHas(machine=machine, device=_own_device(), host=host)
 
 
 def ranks_in_plan(cluster: Cluster, ranks: Sequence[RankHas]) -> list[int]:
-    """Rank in the plan of each rank of torchrun.
+    """Device in the plan of each rank of torchrun, of which there may be fewer.
 
     Machines that may be several hosts keep their order as far as the others allow.
 
@@ -81,7 +96,12 @@ def ranks_in_plan(cluster: Cluster, ranks: Sequence[RankHas]) -> list[int]:
          if of == number]
         for number in range(cluster.num_hosts)
     ]  # fmt: skip
-    fits = np.array([[_fits(own, host) for host in hosts] for own in has])
+    named = [next(rank.host for rank in ranks if rank.machine == each) for each in machines]
+    fits = np.array([
+        [_fits(own, host) and name in ("", cluster.hosts[number].name)
+         for number, host in enumerate(hosts)]
+        for own, name in zip(has, named, strict=True)
+    ])  # fmt: skip
     order = np.abs(np.arange(len(has))[:, None] - np.arange(len(hosts)))
     chosen = linear_sum_assignment(np.where(fits, order, len(has) * len(hosts) ** 2))[1]
     for machine, own in enumerate(has):
@@ -93,7 +113,7 @@ def ranks_in_plan(cluster: Cluster, ranks: Sequence[RankHas]) -> list[int]:
             raise HeterogError(
                 f"machine {machines[machine]} of torchrun has {_in_words(own)} and is no host of "
                 f"the plan, or one that is taken: {wanted}. Start the plan's hosts, plan for what "
-                f"there is, or name its devices in {DEVICE_TYPES}."
+                f"there is, or name its devices in {DEVICE_TYPES}, or its host in {HOST}."
             )
     found = [0] * len(ranks)
     for machine, host in enumerate(chosen):

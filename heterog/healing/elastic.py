@@ -1,0 +1,89 @@
+"""What ranks that torchrun starts again and again need, whatever they train."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from heterog.errors import HeterogError
+
+LEAVE_S = 5.0
+"""Seconds for which a rank that is told to end may go on with its step; torchrun waits for 30."""
+
+
+def on_sigterm(leave: Callable[[], object], seconds: float = LEAVE_S) -> None:
+    """Let SIGTERM end this rank after its step, or after so long.
+
+    Args:
+        leave: Called then; asks for the end after the step.
+        seconds: Longest wait for that.
+    """
+
+    def told(*_: object) -> None:
+        leave()
+        waiting = threading.Timer(seconds, exit_now)
+        waiting.daemon = True
+        waiting.start()
+
+    signal.signal(signal.SIGTERM, told)
+
+
+def set_silence(seconds: float) -> None:
+    """Set the timeout of collectives; there is no public function for it."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
+def end_at_once() -> None:
+    """Let an error that nobody catches end this rank as soon as it is told.
+
+    Taking Python down takes seconds with all that is imported, for which torchrun would wait.
+    """
+    before = sys.excepthook
+
+    def told(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        before(kind, error, trace)
+        exit_now()
+
+    sys.excepthook = told
+
+
+def exit_now() -> None:
+    """End this rank at once."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)
+
+
+def folder_of_host() -> Path:
+    """The folder of this host's snapshots, which outlives its ranks and ends with their agent.
+
+    Raises:
+        HeterogError: somebody else made it.
+    """
+    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    folder = Path(tempfile.gettempdir()) / f"heterog-loop-{os.getuid()}-{pid}"
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    else:
+        script = 'while kill -0 "$1"; do sleep 1; done; rm -rf -- "$2"'
+        subprocess.Popen(
+            ["/bin/sh", "-c", script, "heterog-cleaner", str(pid), str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # so that what ends the ranks does not reach it
+        )
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise HeterogError(f"{folder} belongs to somebody else, or others may read it; remove it.")
+    return folder

@@ -1,0 +1,451 @@
+"""A plan that heals under torchrun: every generation of ranks decides what it runs.
+
+torchrun ends all ranks when one is lost, and starts them again on the hosts that are there. They
+meet, say which host of the plan they are and which parts of snapshots lie there, and the first of
+them has a plan for just these hosts: one that was prepared, or it makes one now. Whoever decides
+may be lost, too: nothing is known to a process that has no successor.
+
+What a host knows lies in a folder that ends with torchrun's agent (``elastic.folder_of_host``):
+
+    3.120.1-4 ...       parts of snapshots; see ``shelf``
+    known.json          see ``Known``
+    running.json        the plan that ran last
+    lost-4-5.json       a plan for the loss of these devices
+    journal.jsonl       what happened in all generations
+    stop1               the ranks of generation 1 shall end
+"""
+
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from heterog.cluster.topology import Cluster
+from heterog.errors import HeterogError
+from heterog.files import CHECKPOINT_INDEX, read_json, write_atomically, write_json
+from heterog.healing.assignment import Assignment
+from heterog.healing.elastic import exit_now, folder_of_host, on_sigterm
+from heterog.healing.job import check_can_heal
+from heterog.healing.journal import Journal, JournalReader
+from heterog.healing.options import HealOptions, Move, Trained
+from heterog.healing.question import FIRST_METHODS, Question
+from heterog.healing.rank import HealingRank
+from heterog.healing.service import Service
+from heterog.healing.shelf import Part, Shelf, newest_complete
+from heterog.records import parse_dataclass
+from heterog.runtime.rank import as_rank, end_together, is_of_another, meet
+from heterog.runtime.ranks.forks import end_with_parent
+from heterog.runtime.ranks.host_places import HOST, RankHas, own_place, ranks_in_plan, say_to_all
+from heterog.runtime.request import RunRequest
+from heterog.search.plan import load_plan
+from heterog.user_code import trusted_source
+
+_SILENT_S = 6.0
+"""Least seconds without an answer after which a host counts as lost, as on Ray."""
+_SILENT_STEPS = 10.0
+"""Least planned steps that this takes: a step may be slower than planned."""
+_PLANNED_S = 300.0
+"""Longest wait for the rank that plans, which may have to compile."""
+_LOOK_S = 0.2
+"""Seconds between looks for plans that were prepared."""
+_RESTART_S = 8.0
+"""Seconds from a loss to the next step beside what is moved, in trials; moves are judged by it."""
+_NICENESS = 5
+"""Value of ``nice`` for plans that are prepared: nobody waits for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What a host knows of the job.
+
+    Attributes:
+        host: Its name in the plan.
+        generation: Number of times ranks were started before, when they were last.
+        lost: Devices of the whole cluster that were not there.
+    """
+
+    host: str = ""
+    generation: int = -1
+    lost: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What each rank says before anything is decided.
+
+    Attributes:
+        place: What it has.
+        generation: Number of the last generation that its host knows, -1 if of none.
+        parts: Parts of snapshots on its host.
+    """
+
+    place: RankHas
+    generation: int
+    parts: tuple[Part, ...]
+
+
+def read_healing(path: Path) -> tuple[RunRequest, HealOptions]:
+    """The request in a run file that may have ``heal``, or the one for a plan alone.
+
+    Raises:
+        InputFileError: the file cannot be read, or a field is missing, unknown or wrong.
+        HeterogError: it asks for what is not done under torchrun.
+    """
+    value = read_json(path, "run file")
+    if not isinstance(value, dict) or "plan" not in value:
+        return RunRequest(plan=path), HealOptions()
+    asked = dict(value)
+    options = parse_dataclass(asked.pop("heal", {}), HealOptions, f"`heal` of run file {path}")
+    if options.checkpoint or options.num_trials:
+        raise HeterogError(
+            f"run file {path}: under torchrun no checkpoints are written beside training and no "
+            "moves are tried; leave `checkpoint` and `num_trials` out, or run on Ray."
+        )
+    return parse_dataclass(asked, RunRequest, f"run file {path}"), options
+
+
+class Generation:
+    """The ranks that torchrun has started now, as this rank knows them.
+
+    Args:
+        request: The plan that was asked for, and how to train.
+        options: How much is kept on other hosts, and how long is planned.
+
+    Attributes:
+        number: Number of times ranks were started before.
+        lost: Devices of the whole cluster that are not there.
+    """
+
+    def __init__(self, request: RunRequest, options: HealOptions) -> None:
+        self.request, self.options = request, options
+        self.whole = request.load()
+        check_can_heal(self.whole, request.plan)
+        self.folder = folder_of_host()
+        self.shelf = Shelf(self.folder)
+        self._known_file = self.folder / "known.json"
+        known = Known()
+        if self._known_file.exists():
+            known = parse_dataclass(read_json(self._known_file, "file"), Known, "what is known")
+            os.environ[HOST] = known.host
+        self._before = known
+        self.store = meet(request.limits.timeout_s)
+        self._said = self._say(known.generation)
+        cluster = self.whole.cluster
+        self._device_of = ranks_in_plan(cluster, [each.place for each in self._said])
+        self.number = 1 + max(each.generation for each in self._said)
+        self.lost = tuple(sorted(set(range(cluster.num_devices)) - set(self._device_of)))
+        self._rank = int(os.environ["RANK"])
+        self.device = self._device_of[self._rank]
+
+    @property
+    def devices(self) -> list[int]:
+        """Device of the whole cluster of each rank of the plan."""
+        return sorted(self._device_of)
+
+    @property
+    def host(self) -> str:
+        """Name of this host in the plan."""
+        return _host(self.whole.cluster, self.device)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0 of the plan."""
+        return self.device == min(self._device_of)
+
+    def decide(self) -> Assignment:
+        """What this generation runs; all ranks call it.
+
+        Raises:
+            HeterogError: nothing fits on what is left, or the state is lost.
+        """
+        moment = newest_complete([each.parts for each in self._said])
+        resume = self.request.resume
+        if moment is None and any(each.parts for each in self._said):
+            raise HeterogError(
+                "the state is lost: no complete snapshot is left in memory. A larger `redundancy` "
+                "survives more."
+            )
+        if self.is_first:
+            self.store.set("heterog/plan", self._plan_text())
+        limit_s = max(_PLANNED_S, self.request.limits.timeout_s)
+        text = _get(self.store, "heterog/plan", limit_s)
+        if text.startswith("error "):
+            raise HeterogError(text.removeprefix("error "))
+        path = self.folder / f"running-{self._rank}.json"
+        write_atomically(path, text.encode())
+        if self.is_first_of_host:
+            Journal(self.folder / "journal.jsonl").write(
+                "began", lost=self.lost, num_ranks=len(self.devices), method=load_plan(path).method
+            )
+        os.environ[HOST] = self.host  # by which the plan's ranks are found
+        return Assignment(
+            generation=self.number,
+            plan=str(path),
+            last=self._last(),
+            moment=moment,
+            checkpoint=str(resume.resolve()) if resume is not None and moment is None else "",
+            shelf=str(self.folder),
+            writers=tuple(self.devices.index(device) for device in self._firsts()),
+        )
+
+    def note(self, assignment: Assignment) -> None:
+        """Write what this host knows now; once all ranks have joined."""
+        known = Known(host=self.host, generation=self.number, lost=self.lost)
+        self._before = known
+        if not self.is_first_of_host:
+            Path(assignment.plan).unlink()
+            return
+        for old in self.folder.glob("lost-*.json"):
+            old.unlink()
+        Path(assignment.plan).replace(self.folder / "running.json")
+        write_json(self._known_file, asdict(known))
+
+    def questions(self) -> list[Question]:
+        """A question about the loss of each host that is there, but for the last."""
+        cluster, hosts = self.whole.cluster, self._hosts()
+        lost = [
+            {*self.lost, *(device for device in self.devices if _host(cluster, device) == host)}
+            for host in hosts
+        ]
+        return [self._question(each) for each in lost if len(each) < cluster.num_devices]
+
+    @property
+    def is_first_of_host(self) -> bool:
+        """Whether this is the first rank of its host."""
+        return self.device in self._firsts()
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    def _say(self, generation: int) -> list[Said]:
+        own = Said(place=own_place(), generation=generation, parts=tuple(self.shelf.parts()))
+        texts = say_to_all(
+            self.store, "heterog/said/", json.dumps(asdict(own)), self.request.limits.timeout_s
+        )
+        return [parse_dataclass(json.loads(text), Said, "what a rank says") for text in texts]
+
+    def _hosts(self) -> list[str]:
+        cluster = self.whole.cluster
+        return list(dict.fromkeys(_host(cluster, device) for device in self.devices))
+
+    def _firsts(self) -> list[int]:
+        """The first device of each host that is there."""
+        found: dict[str, int] = {}
+        for device in self.devices:
+            found.setdefault(_host(self.whole.cluster, device), device)
+        return list(found.values())
+
+    def _last(self) -> int:
+        before = 0
+        if self.request.resume is not None:
+            index = read_json(self.request.resume / CHECKPOINT_INDEX, "checkpoint")
+            before = int(index["num_steps"])
+        return before + 1 + self.request.num_steps
+
+    def _plan_text(self) -> str:
+        """The plan for the hosts that are there, or ``error`` and why there is none."""
+        if not self.lost:
+            return self.request.plan.read_text()
+        question = self._question(self.lost)
+        if not Path(question.path).exists():
+            from heterog.healing.planning import Planning  # seconds, so only where it is needed
+
+            planning = Planning()
+            planning.answer(self.about())
+            try:
+                reply = planning.answer(asdict(question))
+            except HeterogError as error:
+                reply = {"error": str(error)}
+            if "error" in reply:
+                return f"error {reply['error']}"
+        return Path(question.path).read_text()
+
+    def about(self) -> dict[str, Any]:
+        """What the planning process has to know first."""
+        source = self.request.model or trusted_source(
+            self.whole.graph.source, self.request.sources, str(self.request.plan)
+        )
+        return {"whole": str(self.request.plan), "source": source}
+
+    def _question(self, lost: Collection[int]) -> Question:
+        """The question for a plan, by what ran before."""
+        running, gone = self.folder / "running.json", self._before.lost
+        if not running.exists():
+            running, gone = self.request.plan, ()
+        devices = range(self.whole.cluster.num_devices)
+        name = "-".join(map(str, sorted(lost)))
+        return Question(
+            lost=tuple(sorted(lost)),
+            slow={},
+            methods=FIRST_METHODS,
+            budget=self.options.first_budget,
+            steps_left=self.request.num_steps,
+            restart_s=_RESTART_S,
+            running=str(running),
+            running_on=tuple(device for device in devices if device not in gone),
+            path=str(self.folder / f"lost-{name}.json"),
+        )
+
+
+class TorchrunRank(HealingRank):
+    """A rank that brings prepared plans to its host.
+
+    Args:
+        generation: What its ranks know.
+        assignment: What they run.
+    """
+
+    def __init__(self, generation: Generation, assignment: Assignment) -> None:
+        self._generation = generation
+        self._looked_s, self._taken, self._given = 0.0, 0, 0
+        self._planning: Service | None = None
+        if generation.is_first:  # it imports and captures while ranks do
+            self._planning = Service("heterog.healing.planning")
+            self._planning.ask(generation.about())
+        stop = generation.folder / f"stop{generation.number}"
+        stop.unlink(missing_ok=True)  # of one that did not get as far as to train
+        on_sigterm(stop.touch)
+        super().__init__(
+            generation.request,
+            assignment,
+            generation.folder / "journal.jsonl",
+            stop,
+            store=generation.store,
+            redundancy=generation.options.redundancy,
+            silent_s=max(_SILENT_S, _SILENT_STEPS * (generation.whole.step_time_s or 0.0)),
+        )
+        generation.note(assignment)
+        self._asked = generation.questions()
+        dist.barrier()
+
+    def look(self, number: int) -> None:
+        """Publish plans that were prepared, and take those that were published."""
+        now_s = time.monotonic()
+        if now_s < self._looked_s + _LOOK_S:
+            return
+        self._looked_s = now_s
+        generation = self._generation
+        if self._planning is not None:
+            self._prepare(self._planning)
+        store = generation.store
+        if not generation.is_first_of_host:
+            return
+        while store.check([f"heterog/prepared/{self._taken}"]):
+            name, _, text = store.get(f"heterog/prepared/{self._taken}").decode().partition("\n")
+            write_atomically(generation.folder / name, text.encode())
+            self._taken += 1
+
+    def _prepare(self, planning: Service) -> None:
+        """Ask for plans one after another, and publish them."""
+        for reply in planning.replies():
+            if "path" in reply:
+                path = Path(reply["path"])
+                published = f"{path.name}\n{path.read_text()}"
+                self._generation.store.set(f"heterog/prepared/{self._given}", published)
+                self._given += 1
+            if self._asked:
+                planning.ask(asdict(self._asked.pop(0)), niceness=_NICENESS)
+            else:
+                planning.close()
+                self._planning = None
+
+
+def measured(generation: Generation) -> dict[str, Any]:
+    """What this host knows of all generations, as ``HealingJob`` has it."""
+    trained, before = Trained(), Known()
+    cluster = generation.whole.cluster
+    for event in JournalReader(generation.folder / "journal.jsonl").new_events():
+        if event["event"] != "began":
+            trained.hear(event)
+            continue
+        now = Known(lost=tuple(event["lost"]))
+        if trained.losses:
+            gone, back = set(now.lost) - set(before.lost), set(before.lost) - set(now.lost)
+            kind = "lost" if gone or not back else "back"
+            move = Move(kind=kind, why=_in_words(cluster, gone, back))
+            move.num_ranks, move.method = int(event["num_ranks"]), str(event["method"])
+            move.plan_s = float(event["at_s"]) - trained.last_event_s
+            trained.moves.append(move)
+            trained.last_event_s = float(event["at_s"])
+        before = now
+    seconds = list(trained.seconds.values())
+    numbers = sorted(trained.losses)
+    return {
+        "model": generation.whole.graph.name,
+        "cluster": cluster.name,
+        "num_ranks": len(generation.devices),
+        "step_time_s": statistics.median(seconds) if seconds else 0.0,
+        "predicted_step_time_s": generation.whole.step_time_s,
+        "losses": [trained.losses[number] for number in numbers],
+        "steps": numbers,
+        "moves": [asdict(move) for move in trained.moves],
+    }
+
+
+def heal(path: Path) -> None:
+    """Be a rank of the generation that torchrun has started."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        raise HeterogError(
+            "heterog.heal is started by torchrun, which starts ranks again; on one machine or on "
+            "Ray, heterog run heals plans."
+        )
+    end_with_parent(os.getppid())  # without its agent nobody could restart it
+    request, options = read_healing(path)
+    generation = Generation(request, options)
+    assignment = generation.decide()
+    rank = TorchrunRank(generation, assignment)
+    is_done = rank.train()
+    rank.end(is_done)
+    if not is_done:
+        exit_now()  # torchrun starts ranks again where no host leaves
+    if generation.is_first:
+        found = measured(generation)
+        if request.output is not None:
+            write_json(request.output, found)
+        else:
+            print(json.dumps(found, indent=2), flush=True)
+    end_together()
+
+
+def main() -> None:
+    """Run as one rank; an error of the job itself ends torchrun's agent, too."""
+    signal.signal(signal.SIGTERM, lambda *_: exit_now())  # a host joins before this one trains
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    with as_rank(int(os.environ.get("RANK", "0"))):
+        if len(sys.argv) != 2:
+            raise HeterogError("heterog.heal takes one file: a plan, or a run file.")
+        try:
+            heal(Path(sys.argv[1]))
+        except Exception as error:
+            if not is_of_another(error) and "TORCHELASTIC_RUN_ID" in os.environ:
+                os.kill(os.getppid(), signal.SIGTERM)  # or it would start the same again
+            raise
+
+
+def _host(cluster: Cluster, device: int) -> str:
+    return cluster.hosts[cluster.host_of[device]].name
+
+
+def _get(store: Any, key: str, timeout_s: float) -> str:
+    store.wait([key], timedelta(seconds=timeout_s))
+    found: str = store.get(key).decode()
+    return found
+
+
+def _in_words(cluster: Cluster, gone: Collection[int], back: Collection[int]) -> str:
+    """Which devices were lost and which are there again."""
+    parts = [
+        f"{', '.join(cluster.devices[device].name for device in sorted(devices))} {words}"
+        for devices, words in ((gone, "lost"), (back, "back"))
+        if devices
+    ]
+    return ", ".join(parts) or "all ranks were started again"
