@@ -241,7 +241,7 @@ class AsynchronousServer(Mode):
         self, encoded: EncodedMode, evaluator: "Evaluator", strategy: "Strategy", choice: "Choice"
     ) -> EncodedMode:
         """The pace that teams settle at, beside a step of teams alone."""
-        from heterog.modes.asynchronous.paces import more_seconds
+        from heterog.modes.asynchronous.method import more_seconds
 
         return replace(encoded, more_s=more_seconds(evaluator, strategy, choice))
 
@@ -326,6 +326,10 @@ class Traffic(NamedTuple):
     device: int
     server: int
     rows: tuple[int, ...]
+
+    def ends(self, *, is_push: bool) -> tuple[int, int]:
+        """Sender and receiver."""
+        return (self.device, self.server) if is_push else (self.server, self.device)
 
 
 def pushes_of(graph: OpGraph, strategy: "Strategy", team: int) -> tuple[Traffic, ...]:
