@@ -28,7 +28,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from heterog.balance.balancer import Balancer
 from heterog.balance.shares import shares_from_speeds
+from heterog.balance.streams import Stateful
 from heterog.errors import HeterogError
 from heterog.files import CHECKPOINT_INDEX
 from heterog.healing.restoring import Snapshot
@@ -47,16 +48,6 @@ from heterog.runtime.step.collectives import gather_texts
 
 _LEAVE_S = 5.0
 """Seconds for which a rank that is told to end may go on with its step; torchrun waits for 30."""
-
-
-class Stateful(Protocol):
-    """Any other object with a state: a scheduler, a gradient scaler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state, of values that JSON can hold."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> Any:
-        """Set the state from what ``state_dict`` returned."""
 
 
 class HealingLoop:
