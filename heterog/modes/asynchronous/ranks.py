@@ -26,10 +26,9 @@ from heterog.modes.asynchronous.weight_server import (
     flat_of,
     numeric_options,
     options_now,
-    parts_of,
 )
 from heterog.modes.islands import island_of, islands
-from heterog.modes.on_ranks import RankMode, Reading
+from heterog.modes.on_ranks import RankMode, Reading, parts_of
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.strategy.strategy import Strategy
 

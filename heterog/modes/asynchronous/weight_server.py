@@ -40,6 +40,7 @@ from heterog.modes.asynchronous.value import (
     pushes_of,
     server_of_rows,
 )
+from heterog.modes.on_ranks import parts_of
 from heterog.strategy.strategy import Strategy
 
 _MOST_IDLE = timedelta(days=1)
@@ -379,12 +380,6 @@ def flat_like(values: Sequence[Tensor]) -> Tensor:
     """Host memory for the result of ``flat_of`` on such tensors."""
     dtype = reduce(torch.promote_types, (value.dtype for value in values))
     return torch.empty(sum(value.numel() for value in values), dtype=dtype)
-
-
-def parts_of(flat: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of a flat tensor in the shapes of others."""
-    parts = torch.split(flat, [value.numel() for value in values])
-    return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
 
 
 OptionName = tuple[int, str]

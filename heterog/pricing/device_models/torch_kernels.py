@@ -158,9 +158,7 @@ def _visits(call: OpCall) -> float:
 
 
 def _taps(call: OpCall) -> float:
-    weight = call.args["weight"]
-    assert isinstance(weight, TensorRef)
-    return float(prod(call.inputs[weight.index].shape[2:]))
+    return float(prod(call.input("weight").shape[2:]))
 
 
 def is_depthwise(call: OpCall) -> bool:
@@ -174,13 +172,10 @@ def is_depthwise(call: OpCall) -> bool:
 
 def lies_as_matrix(call: OpCall) -> bool:
     """Whether a convolution multiplies its image as it lies: of one position, without steps."""
-    weight, image = call.args["weight"], call.args["input"]
-    assert isinstance(weight, TensorRef)
-    assert isinstance(image, TensorRef)
     stride = call.args.get("stride")
     steps = stride if isinstance(stride, tuple) else ()
     return (
-        prod(call.inputs[weight.index].shape[2:]) == 1
+        prod(call.input("weight").shape[2:]) == 1
         and all(step == 1 for step in steps)
-        and prod(call.inputs[image.index].shape[2:]) >= _LARGE_IMAGE
+        and prod(call.input("input").shape[2:]) >= _LARGE_IMAGE
     )

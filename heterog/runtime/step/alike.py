@@ -28,6 +28,7 @@ from heterog.graph.optimizer_probe import ParameterGroup
 from heterog.graph.workload import Workload, named_leaves
 from heterog.lowering import lower_resized
 from heterog.lowering.program import Program
+from heterog.names import own_name
 from heterog.runtime.measure.rehearsal import rehearse
 from heterog.runtime.step.collectives import gather_texts
 from heterog.runtime.step.replicas import Replicas, drift
@@ -381,11 +382,7 @@ def _in_words(value: Any) -> str:
         return str(value.tolist())
     if isinstance(value, str | int | float | bool | tuple | list | None):
         return str(value)
-    return type(value).__qualname__ if isinstance(value, nn.Module) else _name_of(value)
-
-
-def _name_of(value: Any) -> str:
-    return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return type(value).__qualname__ if isinstance(value, nn.Module) else own_name(value)
 
 
 def _difference(name: str, told: list[Facts]) -> str:
