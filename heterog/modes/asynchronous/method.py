@@ -137,8 +137,7 @@ class ServedTeams(Planner):
                     tried.append(self._tried(evaluator, devices, decision))
             if tried:
                 best = min(tried, key=by_preference)
-                server = best[1].mode(AsynchronousServer)
-                assert server is not None
+                server = best[1].own_mode(AsynchronousServer)
                 attempt = partial(self._tried, evaluator, server.devices)
                 tried += refined(best, partial(_device_speeds, evaluator), attempt)
         if not tried:
@@ -329,8 +328,7 @@ def more_seconds(evaluator: Evaluator, strategy: Strategy, choice: Choice) -> fl
     """Seconds that a step takes longer than teams alone, at the pace that teams settle at."""
     if evaluator.tasks_of(choice) > evaluator.most_tasks:  # it will not be simulated
         return 0.0
-    server = strategy.mode(AsynchronousServer)
-    assert server is not None
+    server = strategy.own_mode(AsynchronousServer)
     seconds = steady_seconds(team_paces(evaluator, strategy, choice), server)
     seconds = max(seconds, _on_links_s(evaluator, strategy))
     return seconds - evaluator.alone(choice)[1]
@@ -365,8 +363,7 @@ def _pace(
     evaluator: Evaluator, strategy: Strategy, choice: Choice, team: int, compute_s: float
 ) -> TeamPace:
     """Pace of a team, given its compute seconds."""
-    server = strategy.mode(AsynchronousServer)
-    assert server is not None
+    server = strategy.own_mode(AsynchronousServer)
     whole, busy = [], []
     for is_push, of in _EXCHANGES:
         traffic = of(evaluator.graph, strategy, team)

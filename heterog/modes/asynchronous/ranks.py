@@ -68,8 +68,7 @@ class AsynchronousTraining(RankMode):
         optimizer: torch.optim.Optimizer,
         make_optimizer: Callable[[dict[int, nn.Parameter]], torch.optim.Optimizer],
     ) -> None:
-        server = strategy.mode(AsynchronousServer)
-        assert server is not None
+        server = strategy.own_mode(AsynchronousServer)
         self._graph, self._rank, self._optimizer = graph, rank, optimizer
         self._parameters = {
             row: parameters[tensor]

@@ -302,8 +302,7 @@ def server_of_rows(graph: OpGraph, strategy: "Strategy") -> tuple[int, ...]:
 
 def _dealt(strategy: "Strategy", sizes: Sequence[float], groups: Sequence[int]) -> tuple[int, ...]:
     """The device that serves each parameter, given the bytes and the group of each."""
-    server = strategy.mode(AsynchronousServer)
-    assert server is not None
+    server = strategy.own_mode(AsynchronousServer)
     load = dict.fromkeys(server.devices, 0.0)
     found = [0] * len(sizes)
     for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row], row)):
@@ -379,8 +378,7 @@ def kept_bytes(
     Returns:
         # [num_devices]
     """
-    server = strategy.mode(AsynchronousServer)
-    assert server is not None
+    server = strategy.own_mode(AsynchronousServer)
     messages = 2 * len(server.ticks)
     kept = [0.0] * num_devices
     dealt = _dealt(strategy, sizes, groups)

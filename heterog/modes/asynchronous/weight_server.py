@@ -155,8 +155,7 @@ class WeightServer:
         make_optimizer: Callable[[dict[int, nn.Parameter]], torch.optim.Optimizer],
         messages: Messages,
     ) -> None:
-        server = strategy.mode(AsynchronousServer)
-        assert server is not None
+        server = strategy.own_mode(AsynchronousServer)
         self._server = server
         rows = [row for row, home in enumerate(server_of_rows(graph, strategy)) if home == rank]
         self.values = {row: nn.Parameter(parameters[row].detach().clone()) for row in rows}

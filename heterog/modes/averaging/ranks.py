@@ -113,8 +113,7 @@ class Averager(RankMode):
         masters: Masters,
         communicator: Communicator,
     ) -> None:
-        averaging = strategy.mode(Averaging)
-        assert averaging is not None
+        averaging = strategy.own_mode(Averaging)
         self.averaging: Averaging = averaging
         self.every_bucket = averaged_buckets(graph, strategy)
         communicator.open({bucket.devices for bucket in self.every_bucket})
