@@ -177,6 +177,13 @@ def wire_device() -> torch.device:
     return own_device()
 
 
+def from_every_rank(own: Tensor) -> list[Tensor]:
+    """A tensor of every rank, by rank; all of them have one shape. All ranks call it."""
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    return every
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for everything that was issued to a device."""
     if is_accelerated(device):
