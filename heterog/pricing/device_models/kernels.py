@@ -15,6 +15,7 @@ from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.graph.placement import OpCall, TensorRef
 from heterog.graph.sharding_rules import claims_checked
+from heterog.graph.sharding_rules.table import integer, integers
 from heterog.pricing.device_models import torch_kernels
 from heterog.pricing.device_models.torch_kernels import (
     Stream,
@@ -381,8 +382,7 @@ def _convolutions(call: OpCall) -> Iterator[_Product]:
     is_backward = call.kind == "convolution_backward.default"
     result = call.input("grad_output") if is_backward else call.outputs[0]
     over = image if call.args["transposed"] else result
-    groups = call.args["groups"]
-    assert isinstance(groups, int)
+    groups = integer(call, "groups")
     positions = over.shape[0] * prod(over.shape[2:])
     columns, depth = weight.shape[0] / groups, prod(weight.shape[1:])
     wanted = call.args.get("output_mask", (True, True, False))
@@ -421,14 +421,8 @@ def _family(graph: OpGraph, op: int) -> tuple[int, float]:
     """(number in ``STREAMS``, elements that are reduced together) of an op without products."""
     kind = graph.ops[op].kind
     if any(name in kind for name in _NORMS):
-        shape = graph.call(op).args.get("normalized_shape")
-        row = 1.0
-        for size in shape if isinstance(shape, tuple) else ():
-            assert isinstance(size, int)
-            row *= size
-        return 1, row
+        return 1, float(prod(integers(graph.call(op), "normalized_shape")))
     if kind.startswith(_SOFTMAXES):
         call = graph.call(op)
-        dim = call.args.get("dim", -1)
-        return 2, float(call.inputs[0].shape[dim if isinstance(dim, int) else -1])
+        return 2, float(call.inputs[0].shape[integer(call, "dim", -1)])
     return 0, 0.0
