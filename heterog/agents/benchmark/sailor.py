@@ -71,7 +71,7 @@ def pipeline_s(
         update_s: Seconds of the update.
         rounds: Number of rounds.
     """
-    slowest = max(map(add, compute, sends))
+    slowest = max(c + p for c, p in zip(compute, sends, strict=True))
     return (rounds - 1) * slowest + (sum(compute) + sum(sends)) + update_s
 
 
