@@ -2,11 +2,13 @@
 
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
 from typing import Any, TypeVar
+
+_Named = TypeVar("_Named")
 
 
 class HeterogError(Exception):
@@ -42,6 +44,17 @@ class UnknownNameError(HeterogError):
         close = get_close_matches(name, names, n=1, cutoff=0.4)
         hint = f"; did you mean '{close[0]}'?" if close else "."
         super().__init__(f"unknown {what} '{name}'{hint} Known: {', '.join(names)}.")
+
+
+def named(what: str, name: str, known: Mapping[str, _Named]) -> _Named:
+    """What has a name.
+
+    Raises:
+        UnknownNameError: nothing has it.
+    """
+    if name not in known:
+        raise UnknownNameError(what, name, known)
+    return known[name]
 
 
 class InputFileError(HeterogError):

@@ -1,6 +1,7 @@
-"""Values by a key that several of them share."""
+"""Values by a key that several of them share, and sequences in even parts."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -17,3 +18,13 @@ def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
     for key, value in pairs:
         found.setdefault(key, []).append(value)
     return found
+
+
+def cut(items: Sequence[_Value], count: int) -> list[list[_Value]]:
+    """Items in order, in parts as even as they can be.
+
+    >>> cut("abcde", 2)
+    [['a', 'b'], ['c', 'd', 'e']]
+    """
+    bounds = [round(len(items) * part / count) for part in range(count + 1)]
+    return [list(items[first:last]) for first, last in pairwise(bounds)]

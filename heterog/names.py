@@ -19,6 +19,11 @@ _BRIEF.maxlevel = 3
 _BRIEF.maxstring = _BRIEF.maxother = 200
 
 
+def own_name(value: object) -> str:
+    """Name of a function or class, or of an object's class."""
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
 def name_fault(name: str) -> str | None:
     r"""Why a text cannot be a name, in words; ``None`` if it can.
 

@@ -269,9 +269,8 @@ def test_few_files_know_a_synchronisation(sync: Sync) -> None:
 
 MOST_BESIDE_A_ROOM = 2
 """Source files that name a mode outside its room."""
-MOST_OF_A_MODE = 7
-"""Source files that a mode takes, its room with its map and those that name it outside of it; the
-asynchronous server takes so many, others six."""
+MOST_OF_A_MODE = 6
+"""Source files that a mode takes, its room with its map and those that name it outside of it."""
 KNOWS_MODES = {
     "cli/plan.py": {"modes.built_in", "modes.codecs.value", "modes.codecs.method"},
     "cli/common.py": {"modes.built_in"},

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, inf
 
+from heterog.agents.benchmark.sailor import pipeline_s, sends_of_stages
 from heterog.errors import StrategyError
 from sailor.inputs import (
     BATCH,
@@ -221,17 +222,12 @@ def is_possible(columns: Columns, tables: Tables) -> bool:
 
 def sends_of(columns: Columns, tables: Tables) -> list[float]:
     """Sends and receives of every stage for one micro-batch, as ``score.sends_s`` counts."""
-    count = columns.num_stages
-    if count == 1:
-        return [0.0]
     ahead, back = [], []
-    for index in range(count - 1):
+    for index in range(columns.num_stages - 1):
         pairs = {(kind.teams[index], kind.teams[index + 1]) for kind in columns.kinds}
         ahead.append(max(tables.send_s(one, other, columns.micro_batch) for one, other in pairs))
         back.append(max(tables.send_s(other, one, columns.micro_batch) for one, other in pairs))
-    first = ahead[0] if count <= 3 else 2 * ahead[0]
-    middle = [ahead[index] + back[index - 1] for index in range(1, count - 1)]
-    return [first, *middle, 2 * back[-1]]
+    return sends_of_stages(ahead, back)
 
 
 def compute_of(columns: Columns, tables: Tables, index: int) -> float:
@@ -262,13 +258,11 @@ def time_of(columns: Columns, tables: Tables) -> float:
     size = columns.micro_batch
     compute = [compute_of(columns, tables, index) for index in range(columns.num_stages)]
     send = sends_of(columns, tables)
-    straggler = max(c + p for c, p in zip(compute, send, strict=True))
     update = max(
         tables.teams[team].times[size].update_s for kind in columns.kinds for team in kind.teams
     )
     num_micro = ceil(BATCH / (size * columns.num_columns))
-    filling = sum(compute) + sum(send)
-    return (num_micro - 1) * straggler + filling + update + sync_of(columns, tables)
+    return pipeline_s(compute, send, update, num_micro) + sync_of(columns, tables)
 
 
 def plan_of(columns: Columns, tables: Tables) -> Plan:

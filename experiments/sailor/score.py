@@ -2,17 +2,15 @@
 
 Memory under Sailor's rules is what a GPU of each replica holds, and whether it fits.
 
-Sailor's simulator has one closed form for a pipeline of stages ``i`` with ``n`` micro-batches of
-one size each, of which no send overlaps any computation::
-
-    T = (n - 1) max (c[i] + p[i]) + sum p[i] + sum c[i] + u + sync
-
-with the compute time ``c[i]`` of the slowest replica, the sends ``p[i]``, one update ``u`` and the
-slowest stage's ring of gradients.
+Sailor's closed form is that of ``heterog.agents.benchmark.sailor``, with the micro-batches of a
+replica as rounds; here it gets the seconds and bytes that Sailor measured.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import add
 
+from heterog.agents.benchmark.sailor import pipeline_s, sends_of_stages
 from heterog.errors import StrategyError
 from sailor.inputs import CAPACITY_BYTES, FLOAT_BYTES, Inputs, Plan, Polynomial, Stage, seconds_of
 
@@ -67,13 +65,12 @@ def timing_of(plan: Plan, inputs: Inputs) -> Timing:
     send = sends_s(plan, inputs)
     sync = tuple(sync_s(stage, inputs) for stage in plan.stages)
     update = max(each.update_s for teams in measured for each in teams)
-    straggler = max(c + p for c, p in zip(compute, send, strict=True))
-    pipeline = (plan.num_micro - 1) * straggler + sum(send) + sum(compute) + update
+    pipeline = pipeline_s(compute, send, update, plan.num_micro)
     return Timing(
         total_s=pipeline + max(sync),
         pipeline_s=pipeline,
         sync_s=max(sync),
-        straggler_s=straggler,
+        straggler_s=max(map(add, compute, send)),
         update_s=update,
         compute_s=compute,
         send_s=send,
@@ -82,27 +79,18 @@ def timing_of(plan: Plan, inputs: Inputs) -> Timing:
 
 
 def sends_s(plan: Plan, inputs: Inputs) -> tuple[float, ...]:
-    """Sends and receives of every stage for one micro-batch.
-
-    The asymmetries are those of Sailor's simulator: the last stage pays its gradients twice, the
-    first one its activations twice where there are four stages or more.
-    """
-    count = len(plan.stages)
-    if count == 1:
-        return (0.0,)
+    """Sends and receives of every stage for one micro-batch."""
     outputs = inputs.sizes[1].outputs
     scale = FLOAT_BYTES * plan.micro_batch
     ahead = [
         _slowest_s(stage, after, outputs[stage.end_layer - 1] * scale, inputs)
-        for stage, after in zip(plan.stages, plan.stages[1:], strict=False)
+        for stage, after in pairwise(plan.stages)
     ]
     back = [
         _slowest_s(stage, before, outputs[stage.first_layer] * scale, inputs)
-        for stage, before in zip(plan.stages[1:], plan.stages, strict=False)
+        for before, stage in pairwise(plan.stages)
     ]
-    first = ahead[0] if count <= 3 else 2 * ahead[0]
-    middle = [ahead[index] + back[index - 1] for index in range(1, count - 1)]
-    return (first, *middle, 2 * back[-1])
+    return tuple(sends_of_stages(ahead, back))
 
 
 def _slowest_s(sender: Stage, receiver: Stage, num_bytes: float, inputs: Inputs) -> float:

@@ -13,6 +13,7 @@ from heterog.agents.graph_data import PairBatch
 from heterog.envs.pair import Pair
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.errors import ConformanceError
+from heterog.names import own_name
 from heterog.user_code import load_object
 
 Encoder = Callable[[PolicyConfig], nn.Module]
@@ -29,7 +30,7 @@ def check_encoder(encoder: Encoder, config: PolicyConfig | None = None) -> None:
         ConformanceError: it fails, its shapes differ from those in ``ENCODERS``, an embedding is
             not finite or depends on the other pairs of a batch, or no gradient reaches a weight.
     """
-    name = getattr(encoder, "__qualname__", type(encoder).__qualname__)
+    name = own_name(encoder)
     config = config or PolicyConfig()
     pairs = [Pair(chain_graph(layers), toy_cluster()) for layers in (2, 5)]
     torch.manual_seed(0)

@@ -20,11 +20,11 @@ from heterog.agents.drafts import (
     balanced_starts,
     before,
     canonical,
-    cut,
     spread_starts,
 )
 from heterog.agents.finishing import Finisher
 from heterog.graph.batch_plan import micro_batches_refused
+from heterog.grouped import cut
 from heterog.lowering.program import FloatArray
 from heterog.memo import kept
 from heterog.methods.local_search.neighbours import State

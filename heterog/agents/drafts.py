@@ -8,10 +8,7 @@ times, segments of one pass over the model; a single one is data parallelism. ``
 them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +19,6 @@ from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Keeps, Sync
 
 _HALVINGS = 24
 Devices = tuple[int, ...]
-_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +110,6 @@ def canonical(draft: Draft) -> Draft:
 def before(values: npt.NDArray[np.number]) -> FloatArray:
     """Sums of the values before each, and of all.  # [n + 1]"""
     return np.concatenate([[0.0], np.cumsum(values)]).astype(np.float64)
-
-
-def cut(items: Sequence[_Item], count: int) -> list[list[_Item]]:
-    """Items in order, in parts as even as they can be.
-
-    >>> cut("abcde", 2)
-    [['a', 'b'], ['c', 'd', 'e']]
-    """
-    bounds = [round(len(items) * part / count) for part in range(count + 1)]
-    return [list(items[first:last]) for first, last in pairwise(bounds)]
 
 
 def balanced_starts(seconds: FloatArray) -> tuple[int, ...]:

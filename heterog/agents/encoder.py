@@ -23,7 +23,7 @@ from heterog.envs.observation import (
     NUM_DEVICE_FEATURES,
     NUM_LINK_FEATURES,
 )
-from heterog.errors import UnknownNameError
+from heterog.errors import named
 
 _EDGE_FEATURES = {
     FEEDS: 1,
@@ -45,9 +45,7 @@ def make_encoder(config: PolicyConfig) -> nn.Module:
     Raises:
         UnknownNameError: there is none of that name.
     """
-    if config.encoder not in ENCODERS:
-        raise UnknownNameError("encoder", config.encoder, ENCODERS)
-    return ENCODERS[config.encoder](config)
+    return named("encoder", config.encoder, ENCODERS)(config)
 
 
 def mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:

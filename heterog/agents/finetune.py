@@ -17,7 +17,7 @@ from heterog.agents.elites import find_elites
 from heterog.agents.graph_data import PairBatch
 from heterog.agents.imitation import Example, Imitation
 from heterog.agents.policy import Policy
-from heterog.agents.proposals import propose, rescore
+from heterog.agents.proposals import Proposals, rescore
 from heterog.agents.reinforce import Reinforce
 from heterog.envs.pair import Pair, Score
 from heterog.envs.reward import RewardFunction, reward_of
@@ -62,7 +62,7 @@ class FineTuned(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Learn until the budget is over; return the best strategies seen."""
-        before = propose(problem, self.policy)
+        before = Proposals(problem, self.policy).more(problem)
         pair = before.pair
         spending = Spending(self._budget, pair.evaluator)
         policy = copy.deepcopy(self.policy)
@@ -102,7 +102,7 @@ class FineTuned(Planner):
         torch.set_num_threads(threads)
         rows_best = np.array([row for row, _ in best.values()])
         candidates, rescored = rescore(problem, pair, rows_best, spent=0)
-        after = propose(problem, policy.eval())
+        after = Proposals(problem, policy.eval()).more(problem)
         proposed = before.num_evaluations + after.num_evaluations
         return PlanResult(
             candidates=(*candidates, *before.candidates, *after.candidates),

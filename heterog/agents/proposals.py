@@ -75,13 +75,6 @@ class Proposed:
     is_whole: bool = True
 
 
-def propose(
-    problem: Problem, network: "Policy", num_samples: int = NUM_SAMPLES, *, name: str = ""
-) -> Proposed:
-    """Draw strategies for a problem and choose the best; see ``Proposals``."""
-    return Proposals(problem, network, num_samples, name=name).more(problem)
-
-
 class Proposals:
     """What a policy proposes for a problem: each time it is asked, the best of further draws too.
 

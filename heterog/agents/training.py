@@ -27,6 +27,7 @@ from heterog.envs.pair import Pair
 from heterog.envs.reward import RewardFunction, reward_of
 from heterog.errors import HeterogError, HeterogWarning, InputFileError
 from heterog.methods.planner import Budget
+from heterog.names import own_name
 from heterog.workers import HERE, Workers
 
 if TYPE_CHECKING:
@@ -377,7 +378,7 @@ class Trainer:
     def _described(self, seconds: float) -> dict[str, Any]:
         return dict(self._files.provenance) | {
             "training_config": _plain(self.config),
-            "reward": _name(self._reward),
+            "reward": own_name(self._reward),
             "history": [dict(row) for row in self.history],
             "num_evaluations": self.num_evaluations,
             "seconds": seconds,
@@ -391,7 +392,7 @@ class Trainer:
         assert self.best is not None
         state = {
             "config": _plain(self.config),
-            "reward": _name(self._reward),
+            "reward": own_name(self._reward),
             "step": self.step,
             "spent": [self._spent, self.learner.num_evaluations],
             "history": self.history,
@@ -441,10 +442,11 @@ class Trainer:
         ]
         if different:
             raise HeterogError(f"cannot resume with other settings: {'; '.join(different)}.")
-        before = state.get("reward", _name(reward_of))
-        if before != _name(self._reward):
+        before = state.get("reward", own_name(reward_of))
+        if before != own_name(self._reward):
             raise HeterogError(
-                f"cannot resume with another reward: {before} there, {_name(self._reward)} here."
+                f"cannot resume with another reward: {before} there, {own_name(self._reward)} "
+                "here."
             )
         self.policy.load_state_dict(checkpoint.policy.state_dict())
         try:
@@ -474,16 +476,11 @@ def check_settings(config: TrainingConfig, reward: RewardFunction) -> None:
     if reward is not reward_of and not config.asks_for_rewards:
         raise HeterogError(
             f"'{config.algorithm}' copies the fastest strategies that a search finds and asks for "
-            f"no reward, so {_name(reward)} would change nothing; train with reinforce, mixed, or "
-            "an algorithm of stable-baselines3 such as sb3:PPO."
+            f"no reward, so {own_name(reward)} would change nothing; train with reinforce, mixed, "
+            "or an algorithm of stable-baselines3 such as sb3:PPO."
         )
     for ignored in config.ignored():
         warnings.warn(f"{ignored}.", HeterogWarning, stacklevel=3)
-
-
-def _name(reward: RewardFunction) -> str:
-    """A reward by name, as policies and checkpoints record it."""
-    return str(getattr(reward, "__qualname__", type(reward).__qualname__))
 
 
 def _words(numbers: Mapping[str, float]) -> str:

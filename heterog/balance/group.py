@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from heterog.runtime.accelerators import wire_device
+from heterog.runtime.accelerators import from_every_rank, wire_device
 
 
 def keep_to_the_end(group: dist.ProcessGroup) -> None:
@@ -47,9 +47,7 @@ class RankGroup:
         if not self._communicates():
             return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.float64, device=wire_device())
-        every = [torch.empty_like(own) for _ in range(self.num_ranks)]
-        dist.all_gather(every, own)
-        return [each.tolist() for each in every]
+        return [each.tolist() for each in from_every_rank(own)]
 
     def add_up(self, value: Tensor) -> Tensor:
         """Sum a tensor over all ranks, on its own device. All ranks call it."""
@@ -64,9 +62,7 @@ class RankGroup:
         if not self._communicates():
             return [value]
         own = value.detach().to(wire_device()).contiguous()
-        every = [torch.empty_like(own) for _ in range(self.num_ranks)]
-        dist.all_gather(every, own)
-        return [each.to(value.device) for each in every]
+        return [each.to(value.device) for each in from_every_rank(own)]
 
     def broadcast(self, value: Tensor, rank: int) -> Tensor:
         """A tensor as one rank has it, on its own device. All ranks call it, with equal shapes."""

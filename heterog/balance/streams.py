@@ -25,13 +25,16 @@ from heterog.balance.shares import BalanceError
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A stream that knows its position, as for torchdata's ``StatefulDataLoader``."""
+    """An object with a state: a scheduler, or a stream, as for torchdata's ``StatefulDataLoader``.
+
+    A stream's is its position after the samples that were read, where its next iterator begins.
+    """
 
     def state_dict(self) -> dict[str, Any]:
-        """Position after the samples that were read."""
+        """The state, of values that JSON can hold."""
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have the next iterator begin there."""
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Set the state from what ``state_dict`` returned."""
 
 
 @runtime_checkable

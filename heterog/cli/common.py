@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from heterog.cli import completion
-from heterog.errors import HeterogError, UnknownNameError
+from heterog.errors import HeterogError, UnknownNameError, named
 from heterog.units import format_seconds
 from heterog.user_code import is_from_file
 
@@ -317,8 +317,7 @@ def use_encoder(source: str) -> str:
         from heterog.agents.conformance import load_encoder
 
         return load_encoder(source)
-    if source not in ENCODERS:
-        raise UnknownNameError("encoder", source, ENCODERS)
+    named("encoder", source, ENCODERS)
     return source
 
 

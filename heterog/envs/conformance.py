@@ -12,6 +12,7 @@ from heterog.envs.pair import Pair, Score
 from heterog.envs.reward import Reward, RewardFunction
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.errors import ConformanceError
+from heterog.names import own_name
 from heterog.user_code import load_object
 
 _NUM_ROWS = 32
@@ -29,7 +30,7 @@ def check_reward(reward: RewardFunction, pairs: Sequence[Pair] = ()) -> None:
             another answer the second time, changes the score's terms, or is the same for every
             strategy.
     """
-    name = getattr(reward, "__qualname__", type(reward).__qualname__)
+    name = own_name(reward)
     rng = np.random.default_rng(0)
     values: set[float] = set()
     for pair in pairs or [Pair(chain_graph(), toy_cluster())]:

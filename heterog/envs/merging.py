@@ -20,6 +20,7 @@ from heterog.graph.axis_plan import EVERYTHING
 from heterog.graph.grouping import CONSTANT_GROUP
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.lowering.program import FloatArray, IntArray
+from heterog.lowering.sparse_tables import starts_of
 from heterog.lowering.tables import KIND_NUMBER, GraphTables, graph_tables
 
 MAX_BLOCKS = 48
@@ -191,12 +192,12 @@ class _Merger:
             "op_axis": fine.op_axis[first_op],
             "op_recut": np.zeros(num_ops, np.int32),
             "value_start": self.value_start,
-            "read_start": _starts([len(entries) for entries in reads]),
+            "read_start": starts_of([len(entries) for entries in reads]),
             "read_value": _ints([value for entries in reads for value, _ in entries]),
             "read_slot": _ints([slot for entries in reads for _, slot in entries]),
-            "parameter_read_start": _starts([len(entries) for entries in parameter_reads]),
+            "parameter_read_start": starts_of([len(entries) for entries in parameter_reads]),
             "parameter_read": _ints([row for entries in parameter_reads for row in entries]),
-            "finished_start": _starts([len(entries) for entries in finished]),
+            "finished_start": starts_of([len(entries) for entries in finished]),
             "finished_parameter": _ints([row for entries in finished for row in entries]),
             "op_is_backward": (self.phase[first_op] == int(Phase.BACKWARD)).astype(np.int32),
             # Merged rows make both kinds of gradients.
@@ -422,7 +423,3 @@ def sums(where: npt.NDArray[np.integer], what: FloatArray, count: int) -> FloatA
 
 def _ints(values: list[int]) -> IntArray:
     return np.array(values, np.int32)
-
-
-def _starts(counts: list[int]) -> IntArray:
-    return np.concatenate([[0], np.cumsum(np.array(counts, np.int64))]).astype(np.int32)

@@ -14,7 +14,7 @@ where, ``used`` leaves out idle devices.
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from heterog.errors import UnknownNameError
+from heterog.errors import named
 from heterog.export.accelerate import export_accelerate
 from heterog.export.ddp import export_ddp
 from heterog.export.deepspeed import export_deepspeed
@@ -58,8 +58,7 @@ def check_target(target: str) -> None:
     Raises:
         UnknownNameError: names the closest one.
     """
-    if target not in TARGETS:
-        raise UnknownNameError("export target", target, TARGETS)
+    named("export target", target, TARGETS)
 
 
 def make_export(plan: Plan, target: str, *, sources: Sequence[str] = ()) -> Export:

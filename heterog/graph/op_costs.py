@@ -9,7 +9,7 @@ the ops below that touch only part of an input.
 from collections.abc import Mapping
 from math import prod
 
-from heterog.graph.placement import OpCall, TensorMeta, TensorRef
+from heterog.graph.placement import OpCall
 
 VIEW_KINDS = frozenset({
     "alias.default", "as_strided.default", "detach.default", "diagonal.default",
@@ -79,13 +79,11 @@ def convolution_flops(call: OpCall) -> float | None:
     """
     if call.kind not in ("convolution.default", "convolution_backward.default"):
         return None
-    image = _input(call, "input")
+    image = call.input("input")
     is_backward = call.kind == "convolution_backward.default"
-    result = _input(call, "grad_output") if is_backward else call.outputs[0]
+    result = call.input("grad_output") if is_backward else call.outputs[0]
     positions = image if call.args["transposed"] else result
-    product = (
-        2.0 * prod(positions.shape[2:]) * image.shape[0] * _input(call, "weight").num_elements
-    )
+    product = 2.0 * prod(positions.shape[2:]) * image.shape[0] * call.input("weight").num_elements
     wanted = call.args.get("output_mask", (True, False, False))
     assert isinstance(wanted, tuple)
     return product * sum(bool(each) for each in wanted[:2])
@@ -107,7 +105,7 @@ def grouped_product_flops(call: OpCall) -> float | None:
     """
     if call.kind != "_grouped_mm.default":
         return None
-    left, right = _input(call, "self").shape, _input(call, "mat2").shape
+    left, right = call.input("self").shape, call.input("mat2").shape
     made = call.outputs[0].num_elements
     if len(left) == len(right) == 2:
         made //= call.outputs[0].shape[0]
@@ -139,15 +137,9 @@ def sparse_flops(call: OpCall) -> float | None:
 
 def _row_reads(call: OpCall) -> float:
     """Elements that a sparse product reads: for each entry, one row of features per sample."""
-    dense = _input(call, "dense").shape
+    dense = call.input("dense").shape
     samples = prod(dense[:-2])
-    return float(samples * _input(call, "columns").num_elements * dense[-1])
-
-
-def _input(call: OpCall, name: str) -> TensorMeta:
-    reference = call.args[name]
-    assert isinstance(reference, TensorRef)
-    return call.inputs[reference.index]
+    return float(samples * call.input("columns").num_elements * dense[-1])
 
 
 def elementwise_flops(call: OpCall) -> float:
@@ -182,10 +174,8 @@ def bytes_read_and_written(call: OpCall) -> tuple[float, float]:
         return float(written + sum(sizes[1:])), written
     if call.kind in _PICK_LABELS:
         # Of the scores only those of the labels are read, and none for their gradient.
-        scores = call.args["self"]
-        assert isinstance(scores, TensorRef)
-        whole = sizes.pop(scores.index)
-        rows = whole / max(call.inputs[scores.index].shape[1], 1)
+        whole = sizes.pop(call.place_of("self"))
+        rows = whole / max(call.input("self").shape[1], 1)
         return float(sum(sizes) + rows * ("backward" not in call.kind)), written
     if call.kind == "slice_backward.default" or call.kind == "select_backward.default":
         return float(sum(sizes)), written

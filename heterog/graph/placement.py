@@ -213,6 +213,16 @@ class OpCall:
     inputs: tuple[TensorMeta, ...]
     outputs: tuple[TensorMeta, ...]
 
+    def place_of(self, name: str) -> int:
+        """Position in ``inputs`` of an argument that is a tensor."""
+        reference = self.args[name]
+        assert isinstance(reference, TensorRef), f"{self.kind}: {name} is no tensor"
+        return reference.index
+
+    def input(self, name: str) -> TensorMeta:
+        """The tensor of an argument."""
+        return self.inputs[self.place_of(name)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scatter:

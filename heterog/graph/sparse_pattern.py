@@ -111,18 +111,9 @@ class SparsePattern:
         >>> pattern_of([0, 0, 1], [2, 0, 2], 2, 3).needed(0, 2).tolist()
         [0, 2]
         """
-        return np.flatnonzero(self._is_needed(begin, end))
-
-    def needed_before(self, begin: int, end: int) -> Int64Array:
-        """Number of columns before each column that some rows read.  # [num_columns + 1]"""
-        counts = np.zeros(self.num_columns + 1, np.int64)
-        np.cumsum(self._is_needed(begin, end), out=counts[1:])
-        return counts
-
-    def _is_needed(self, begin: int, end: int) -> npt.NDArray[np.bool_]:
         found = np.zeros(self.num_columns, np.bool_)
         found[self.columns_of(begin, end)] = True
-        return found
+        return np.flatnonzero(found)
 
 
 def pattern_of(

@@ -94,22 +94,25 @@ class Crew(Protocol):
 
     def has_forgotten(self) -> bool:
         """Whether some host's snapshots were lost since the last call."""
+        return False
 
     def lend(self) -> tuple[Path, Moment | None]:
         """A folder where the newest snapshot can be read until the next call; and which."""
 
     def is_here(self, device: int) -> bool:
         """Whether a rank could be started for a device."""
+        return True
 
     def is_leaving(self, device: int) -> bool:
         """Whether the host of a device has announced its end."""
+        return False
 
     def close(self, why: str) -> None:
         """End everything; ``why`` is the reason if the job has failed, else empty."""
 
 
-class LocalCrew:
-    """All ranks are processes of this machine, whose memory has the snapshots.
+class LocalCrew(Crew):
+    """All ranks are processes of this machine, whose memory has the snapshots: all leave with it.
 
     Args:
         cluster: The whole cluster.
@@ -172,21 +175,9 @@ class LocalCrew:
         """See ``Crew``."""
         return [self._shelf.parts()]
 
-    def has_forgotten(self) -> bool:
-        """See ``Crew``."""
-        return False
-
     def lend(self) -> tuple[Path, Moment | None]:
         """See ``Crew``."""
         return self._shelf.lend()
-
-    def is_here(self, device: int) -> bool:
-        """See ``Crew``."""
-        return True
-
-    def is_leaving(self, device: int) -> bool:
-        """See ``Crew``; the job leaves with its machine."""
-        return False
 
     def close(self, why: str) -> None:
         """See ``Crew``."""

@@ -24,7 +24,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from heterog.balance.balancer import Balancer
 from heterog.balance.shares import shares_from_speeds
+from heterog.balance.streams import Stateful
 from heterog.errors import HeterogError
 from heterog.files import CHECKPOINT_INDEX
 from heterog.healing.elastic import (
@@ -45,19 +46,10 @@ from heterog.healing.elastic import (
 from heterog.healing.restoring import Snapshot
 from heterog.healing.sending import Taker
 from heterog.healing.shelf import Moment, Shelf, newest_complete
-from heterog.runtime.checkpoint.boxes import Entry, whole_box
+from heterog.runtime.checkpoint.boxes import Entry
+from heterog.runtime.checkpoint.contents import option_like
 from heterog.runtime.ranks.forks import end_with_parent
 from heterog.runtime.step.collectives import gather_texts
-
-
-class Stateful(Protocol):
-    """Any other object with a state: a scheduler, a gradient scaler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state, of values that JSON can hold."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> Any:
-        """Set the state from what ``state_dict`` returned."""
 
 
 class HealingLoop:
@@ -226,8 +218,8 @@ class HealingLoop:
             rank = sizes.index(min(sizes))
             sizes[rank] += every[name].nbytes
             if rank == self._local:
-                own.append(_entry(name, every[name]))
-        own.append(_entry(f"random.{self._local}", torch.get_rng_state()))
+                own.append(Entry.of_whole(name, every[name]))
+        own.append(Entry.of_whole(f"random.{self._local}", torch.get_rng_state()))
         return own
 
     def _about(self) -> dict[str, Any]:
@@ -267,7 +259,7 @@ class HealingLoop:
                 number, _, key = rest.partition(".")
                 state.setdefault(int(number), {})[key] = value.clone()
         groups = [
-            {key: _like(now.get(key), value) for key, value in saved.items()}
+            {key: option_like(now.get(key), value) for key, value in saved.items()}
             for now, saved in zip(self._optimizer.param_groups, extra["groups"], strict=True)
         ]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -311,20 +303,8 @@ def _shared(snapshot: Snapshot | None, source: int) -> tuple[dict[str, Any], dic
     return about, tensors
 
 
-def _entry(name: str, value: Tensor) -> Entry:
-    shape = tuple(value.shape)
-    return Entry(whole=name, shape=shape, box=whole_box(shape), value=value)
-
-
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
     """Options of the optimizer as values that JSON can hold."""
     return {
         key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()
     }
-
-
-def _like(now: Any, saved: Any) -> Any:
-    """A saved option converted to the type that the optimizer uses, which JSON has lost."""
-    if isinstance(now, Tensor):
-        return torch.full_like(now, saved)
-    return tuple(saved) if isinstance(now, tuple) else saved

@@ -72,7 +72,12 @@ class Planning:
             self._rehearse = rehearsal_of(capture_step(workload))
             return {"busy_s": busy_seconds(Evaluator(plan.graph, plan.cluster), plan)}
         question = parse_dataclass(request, Question, "the question")
-        plan, evaluator, moving_s = (self._near if question.tried else self._plan)(question)
+        left = remaining(self._whole_cluster, question.lost)
+        evaluator = self._evaluator(self._running(question), left, question)
+        if question.tried:
+            plan = self._near(question, evaluator)
+        else:
+            plan = self._plan(question, left, evaluator)
         if plan.step_time_s is None:
             return {"error": f"nothing fits on what is left: {plan.shortage}"}
         plan.save(question.path)
@@ -80,16 +85,14 @@ class Planning:
             "path": question.path,
             "method": plan.method,
             "step_time_s": plan.step_time_s,
-            "moving_s": moving_s,
+            "moving_s": self._moving_s(question, left, plan.strategy),
             "stay_step_s": self._stay_step_s(question),
             "busy_s": busy_seconds(evaluator, plan),
         }
 
-    def _plan(self, question: Question) -> tuple[Plan, Evaluator, float]:
-        """The plan that finishes the job first, and the seconds to change to it."""
+    def _plan(self, question: Question, left: Remaining, evaluator: Evaluator) -> Plan:
+        """The plan that finishes the job first."""
         running = self._running(question)
-        left = remaining(self._whole_cluster, question.lost)
-        evaluator = self._evaluator(running, left, question)
         request = Request(
             graph=running.graph,
             cluster=evaluator.cluster,
@@ -111,18 +114,18 @@ class Planning:
         if fitting:
             best = min(fitting, key=until_done_s)
             if best.method != plan.method:
-                plan = self._plan_of(evaluator, plan, best)
-        return plan, evaluator, self._moving_s(question, left, plan.strategy)
+                spent = Searched(budget=plan.budget, seed=plan.seed, seconds=plan.search_seconds)
+                other = self._plan_of(evaluator, best, spent)
+                return plan if other.step_time_s is None else other
+        return plan
 
-    def _near(self, question: Question) -> tuple[Plan, Evaluator, float]:
-        """The best plan near the running one that was not tried, and the seconds to change to it.
+    def _near(self, question: Question, evaluator: Evaluator) -> Plan:
+        """The best plan near the running one that was not tried.
 
         Raises:
             StrategyError: there is none.
         """
         running = self._running(question)
-        left = remaining(self._whole_cluster, question.lost)
-        evaluator = self._evaluator(running, left, question)
         mark, barrier = evaluator.cluster.fingerprint(), running.strategy.step_barrier
         tried = [replace(load_plan(path).strategy, cluster=mark) for path in question.tried]
         now = Candidate(
@@ -141,12 +144,8 @@ class Planning:
         row = run_method(_Untried(LocalSearch(led_by(load_improver())), tried), problem)
         if row.step_time_s is None or row.step_time_s > NEAR * stay_s:
             raise StrategyError("no other plan is predicted to be nearly as quick")
-        plan = plan_from_rows(
-            evaluator,
-            rehearsed(IssuedSteps(evaluator), [row], self._rehearse) if self._rehearse else [row],
-            Searched(budget=question.budget, seed=problem.seed, seconds=row.search_seconds),
-        )
-        return plan, evaluator, self._moving_s(question, left, plan.strategy)
+        spent = Searched(budget=question.budget, seed=problem.seed, seconds=row.search_seconds)
+        return self._plan_of(evaluator, row, spent)
 
     def _moving_s(self, question: Question, left: Remaining, strategy: Strategy) -> float:
         """Seconds to change from the running plan to a strategy on what is left."""
@@ -158,20 +157,13 @@ class Planning:
             (strategy, left.device_of),
         )
 
-    def _plan_of(self, evaluator: Evaluator, plan: Plan, row: MethodRow) -> Plan:
-        """Make the plan of a row other than the quickest, if it can be executed."""
+    def _plan_of(self, evaluator: Evaluator, row: MethodRow, spent: Searched) -> Plan:
+        """Make the plan of one row, which is played on shapes unless it was."""
         issued = IssuedSteps(evaluator)
         rows = [row]
         if self._rehearse is not None and not row.is_rehearsed:
             rows = rehearsed(issued, rows, self._rehearse)
-        if rows[0].step_time_s is None:
-            return plan
-        return plan_from_rows(
-            evaluator,
-            rows,
-            Searched(budget=plan.budget, seed=plan.seed, seconds=plan.search_seconds),
-            issued=issued,
-        )
+        return plan_from_rows(evaluator, rows, spent, issued=issued)
 
     def _stay_step_s(self, question: Question) -> float:
         """Predicted step time of the running plan on the devices that it runs on."""

@@ -7,7 +7,7 @@ ranks or snapshots: the host is back.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -140,7 +140,7 @@ class RayCrew:
         folder = self._stack.enter_context(temporary_folder())
         self._ask_all("lend", moment)
         actors = [host.actor for host in self._hosts if host.is_here]
-        self._stack.enter_context(Carrier(Shelf(folder), actors, redundancy=0))
+        self._stack.callback(Carrier(Shelf(folder), actors, redundancy=0).close)
         return folder, moment
 
     def is_here(self, device: int) -> bool:
@@ -192,16 +192,14 @@ class RayCrew:
     def _remembered(self, limit_s: float) -> JobState | None:
         """What the hosts know of the job, if it has begun."""
         asked = [host.actor.remember.remote() for host in self._hosts]
-        self._ray.wait(asked, num_returns=len(asked), timeout=limit_s)
         found: dict[int, tuple[JobState, bytes, HostStatus]] = {}
-        for number, answer in enumerate(asked):
-            host = self._hosts[number]
+        for host in self._hosts:
             host.is_here = False
-            with suppress(self._ray.exceptions.RayError):
-                host.told, remembered = self._ray.get(answer, timeout=0)
-                host.is_here = True
-                if remembered is not None:
-                    found[number] = *remembered, host.told
+        for number, (told, remembered) in self._answers(asked, limit_s):
+            host = self._hosts[number]
+            host.told, host.is_here = told, True
+            if remembered is not None:
+                found[number] = *remembered, told
         if not found:
             return None
         self._shelves = dict.fromkeys(range(len(self._hosts)), "lost") | self._actors()
@@ -262,12 +260,15 @@ class RayCrew:
         """What the actors of the hosts answer that do."""
         hosts = [host for host in self._hosts if host.is_here]
         asked = [getattr(host.actor, what).remote(*about) for host in hosts]
-        self._ray.wait(asked, num_returns=len(asked), timeout=SILENT_S) if asked else None
-        answers: list[Any] = []
-        for answer in asked:
+        return [answer for _, answer in self._answers(asked, SILENT_S)]
+
+    def _answers(self, asked: Sequence[Any], limit_s: float) -> Iterator[tuple[int, Any]]:
+        """Answers that come in time, with their places."""
+        if asked:
+            self._ray.wait(asked, num_returns=len(asked), timeout=limit_s)
+        for place, answer in enumerate(asked):
             with suppress(self._ray.exceptions.RayError):
-                answers.append(self._ray.get(answer, timeout=0))
-        return answers
+                yield place, self._ray.get(answer, timeout=0)
 
     def _actors(self) -> dict[int, str]:
         """Id of the actor of each host that is there."""
@@ -281,11 +282,8 @@ class RayCrew:
         """Have all ranks ended, and hear their last words."""
         hosts = [self._hosts[number] for number in numbers if self._hosts[number].is_here]
         asked = [host.actor.end_generation.remote(*host.position) for host in hosts]
-        if asked:
-            self._ray.wait(asked, num_returns=len(asked), timeout=END_S)
-        for host, answer in zip(hosts, asked, strict=True):
-            with suppress(self._ray.exceptions.RayError):
-                host.hear(self._ray.get(answer, timeout=0))
+        for place, told in self._answers(asked, END_S):
+            hosts[place].hear(told)
 
 
 def host_name(job: str, number: int) -> str:

@@ -6,17 +6,17 @@ one plus what it costs to go there. Predicted seconds are scaled by what steps r
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.healing.improving import BUDGET, Improving
 from heterog.healing.options import HealOptions
 from heterog.healing.question import FIRST_METHODS, Answer, Question
-from heterog.healing.service import Message
+from heterog.healing.service import Message, Service
 from heterog.healing.trial import Choice, Trial
 from heterog.units import format_seconds
 
@@ -80,19 +80,6 @@ class _Absence:
     was_slow: bool = False
 
 
-class Answering(Protocol):
-    """The methods of a ``Service`` that are used here."""
-
-    def ask(self, request: Mapping[str, Any], *, niceness: int = 0) -> int:
-        """Send a request and return its number."""
-
-    def replies(self) -> list[Message]:
-        """Replies that have arrived since the last call."""
-
-    def next_reply(self, timeout_s: float) -> Message | None:
-        """The next reply, if it comes in time."""
-
-
 class Steering:
     """Asks the planning process for plans and decides which to change to.
 
@@ -122,7 +109,7 @@ class Steering:
         folder: Path,
         options: HealOptions,
         say: Callable[[str], None],
-        service: Answering,
+        service: Service,
         is_here: Callable[[int], bool] = lambda device: True,
         is_leaving: Callable[[int], bool] = lambda device: False,
     ) -> None:

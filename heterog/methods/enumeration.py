@@ -104,7 +104,7 @@ class Enumeration(PointSearch[Point]):
             if evaluation.outcome == Outcome.CANNOT_RUN:
                 self.fault = evaluation.shortage
             else:
-                self.found[point] = evaluation
+                self.keep(point, evaluation)
 
     def _choice(self, point: Point) -> Choice:
         evaluator = self.problem.evaluator
@@ -118,13 +118,6 @@ class Enumeration(PointSearch[Point]):
             schedule=self.schedule(point),
         )
         return choice._replace(rule_set=number)
-
-    def best(self, count: int) -> list[Point]:
-        """The best points so far, best first; reports the best one."""
-        found = super().best(count)
-        if found:
-            self.problem.report(self.spending.fraction, self.found[found[0]].step_time_s)
-        return found
 
     def strategy_of(self, point: Point) -> Strategy:
         """See ``PointSearch``."""

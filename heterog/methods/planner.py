@@ -3,6 +3,7 @@
 ``PointSearch`` is what searches over points of some space have in common.
 """
 
+import math
 import re
 import time
 from abc import ABC, abstractmethod
@@ -448,6 +449,7 @@ class PointSearch(ABC, Generic[Point]):
         self.evaluator = problem.evaluator
         self.found: dict[Point, Evaluation] = {}
         self.refused: dict[Point, str] = {}
+        self._best_s = math.inf
 
     @abstractmethod
     def search(self) -> None:
@@ -499,20 +501,14 @@ class PointSearch(ABC, Generic[Point]):
         )
 
     def ask(self, point: Point) -> Evaluation | None:
-        """Evaluate a point in its first order while the budget lasts, and report the best so far.
+        """Evaluate a point in its first order while the budget lasts.
 
         The first point that can run is evaluated in any case; ``None`` for a new one after that
         if the budget is over, and where ``evaluate`` says so.
         """
-        if point in self.found:
-            return self.found[point]
-        if self.found and self.spending.is_over:
+        if self.found and point not in self.found and self.spending.is_over:
             return None
-        evaluation = self.evaluate(point, self.orders(point)[0])
-        if evaluation is not None:
-            least = min(self.found.values(), key=lambda each: each.preference)
-            self.problem.report(self.spending.fraction, least.step_time_s)
-        return evaluation
+        return self.evaluate(point, self.orders(point)[0])
 
     def evaluate(self, point: Point, order: Order = Order.FIFO) -> Evaluation | None:
         """Evaluate a point, once; ``None`` if it is refused or cannot run."""
@@ -526,9 +522,30 @@ class PointSearch(ABC, Generic[Point]):
         if evaluation.outcome == Outcome.CANNOT_RUN:
             self.refused[point] = evaluation.shortage
             return None
-        self.found[point] = evaluation
+        self.keep(point, evaluation)
         return evaluation
+
+    def keep(self, point: Point, evaluation: Evaluation) -> None:
+        """Note what a point has given, and report the best so far."""
+        self.found[point] = evaluation
+        if evaluation.is_ok:
+            self._best_s = min(self._best_s, evaluation.step_time_s)
+        self.problem.report(self.spending.fraction, self._best_s)
 
     def best(self, count: int) -> list[Point]:
         """The best points, best first."""
         return sorted(self.found, key=lambda point: self.found[point].preference)[:count]
+
+
+class StrategySearch(PointSearch[tuple[Strategy, Order]]):
+    """A search whose points are strategies, each in one order."""
+
+    num_returned = 4
+
+    def strategy_of(self, point: tuple[Strategy, Order]) -> Strategy:
+        """See ``PointSearch``."""
+        return point[0]
+
+    def orders(self, point: tuple[Strategy, Order]) -> tuple[Order, ...]:
+        """See ``PointSearch``."""
+        return (point[1],)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -126,3 +127,9 @@ class Rehearsal:
 
     def after_steps(self) -> None:
         """Play what follows the steps."""
+
+
+def parts_of(flat: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a flat tensor, one for each value and with its shape."""
+    parts = torch.split(flat, [value.numel() for value in values])
+    return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]

@@ -77,10 +77,10 @@ def _cost_cells(row: MethodRow, cluster: Cluster) -> list[str]:
     return ["-" if cost is None else f"{cost:.3g}"]
 
 
-def models_table(entries: Iterable[ZooEntry], *, title: str = "") -> Table:
+def models_table(entries: Iterable[ZooEntry]) -> Table:
     """The built-in models."""
     columns = {"model": _NAME, "family": _NAME, "batch": _NUMBER, "parameters": _NUMBER}
-    table = _table(title, columns | {"description": _TEXT})
+    table = _table("", columns | {"description": _TEXT})
     for entry in entries:
         table.add_row(
             escape(entry.name),
@@ -109,10 +109,10 @@ def clusters_table(clusters: Iterable[Cluster], *, title: str = "") -> Table:
     return table
 
 
-def devices_table(listed: Sequence[ListedType], *, title: str = "") -> Table:
+def devices_table(listed: Sequence[ListedType]) -> Table:
     """The catalogue: memory, bandwidth, peaks, and the number of the source below the table."""
     numbers_of = ("GiB", "GB/s", "fp64", "fp32", "tf32", "fp16", "bf16", "sheet")
-    table = _table(title, {"device": _NAME} | dict.fromkeys(numbers_of, _NUMBER))
+    table = _table("", {"device": _NAME} | dict.fromkeys(numbers_of, _NUMBER))
     table.caption, table.caption_justify = "peaks in TFLOP/s, dense, by the data sheet", "left"
     numbers = _numbered([each.type.source for each in listed])
     for each in listed:
@@ -171,10 +171,10 @@ def networks_table(kinds: Iterable[NetworkKind]) -> Table:
     return table
 
 
-def planners_table(methods: Iterable[MethodNote], *, title: str = "") -> Table:
+def planners_table(methods: Iterable[MethodNote]) -> Table:
     """Methods, one line each."""
     columns = {"method": _NAME, "stage": _NAME, "what it does": _TEXT, "needs": _TEXT}
-    table = _table(title, columns)
+    table = _table("", columns)
     for each in methods:
         table.add_row(each.name, each.stage.replace("_", " "), each.what, each.needs)
     return table
@@ -275,7 +275,7 @@ def _wrapped(text: Text) -> Padding:
     return Padding(lines, (0, 0, 1, 0))
 
 
-def memory_table(fit: Fit, *, title: str = "Memory of each device at its fullest (GiB)") -> Table:
+def memory_table(fit: Fit) -> Table:
     """Memory of each device by use, in GiB, without uses that are below 0.05 GiB everywhere.
 
     Devices that are equal to the last digit shown share a row.
@@ -287,7 +287,8 @@ def memory_table(fit: Fit, *, title: str = "Memory of each device at its fullest
     ]
     uses = {_HEADERS[kind]: {"justify": "right"} for kind in kinds}
     sums = dict.fromkeys(("needs", "usable", "lacks"), _NUMBER)
-    table = _table(title, {"device": _TEXT, "type": _TEXT} | uses | sums)
+    columns = {"device": _TEXT, "type": _TEXT} | uses | sums
+    table = _table("Memory of each device at its fullest (GiB)", columns)
     rows: dict[tuple[str, ...], list[str]] = {}
     for device in fit.devices:
         lacks = f"{device.lacking_bytes / GIB:.2f}" if device.lacking_bytes else "-"

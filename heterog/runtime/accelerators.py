@@ -87,6 +87,13 @@ def accelerator() -> Accelerator | None:
     )
 
 
+def _own() -> Accelerator:
+    """The kind of accelerator of this machine, which has one."""
+    known = accelerator()
+    assert known is not None
+    return known
+
+
 def has_accelerator() -> bool:
     """Whether ranks of this machine can run on something other than its CPU."""
     return accelerator() is not None
@@ -117,9 +124,7 @@ def own_device() -> torch.device:
 
 def device_of(index: int) -> torch.device:
     """One of the accelerators of this machine."""
-    known = accelerator()
-    assert known is not None
-    return torch.device(known.device_type, index)
+    return torch.device(_own().device_type, index)
 
 
 def is_accelerated(where: torch.device | Tensor) -> bool:
@@ -172,6 +177,13 @@ def wire_device() -> torch.device:
     return own_device()
 
 
+def from_every_rank(own: Tensor) -> list[Tensor]:
+    """A tensor of every rank, by rank; all of them have one shape. All ranks call it."""
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    return every
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for everything that was issued to a device."""
     if is_accelerated(device):
@@ -222,16 +234,12 @@ def peak_memory_bytes() -> int:
 
 def device_label(index: int | None = None) -> str:
     """Name of an accelerator as its driver reports it; by default that of this process."""
-    known = accelerator()
-    assert known is not None
-    return str(known.module.get_device_name(index))
+    return str(_own().module.get_device_name(index))
 
 
 def device_memory_bytes(index: int) -> int:
     """Total memory of an accelerator."""
-    known = accelerator()
-    assert known is not None
-    return int(known.module.get_device_properties(index).total_memory)
+    return int(_own().module.get_device_properties(index).total_memory)
 
 
 def computes_bfloat16() -> bool:
@@ -242,9 +250,7 @@ def computes_bfloat16() -> bool:
 
 def are_peers(index: int, other: int) -> bool:
     """Whether an accelerator can read the memory of another one."""
-    known = accelerator()
-    assert known is not None
-    return bool(known.module.can_device_access_peer(index, other))
+    return bool(_own().module.can_device_access_peer(index, other))
 
 
 def why_none() -> str:

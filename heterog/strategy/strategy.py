@@ -215,6 +215,12 @@ class Strategy:
         """The mode of a kind; ``None`` if it has none."""
         return next((mode for mode in self.modes if isinstance(mode, kind)), None)
 
+    def own_mode(self, kind: type[_Mode]) -> _Mode:
+        """The mode of a kind, which it has."""
+        found = self.mode(kind)
+        assert found is not None
+        return found
+
     def with_mode(self, mode: Mode) -> "Strategy":
         """The same with a mode, in the place of the one of that kind."""
         others = (each for each in self.modes if each.key != mode.key)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from heterog.errors import HeterogError, InputFileError, UnknownNameError
+from heterog.errors import HeterogError, InputFileError, named
 from heterog.user_code import (
     callable_in,
     folder_on_path,
@@ -77,9 +77,7 @@ def entry(name: str) -> ZooEntry:
     Raises:
         UnknownNameError: no such entry; the text names the closest one.
     """
-    if name not in _entries:
-        raise UnknownNameError("model", name, _entries)
-    return _entries[name]
+    return named("model", name, _entries)
 
 
 def build(name: str, batch_size: int | None = None) -> Workload:

@@ -36,7 +36,7 @@ def rows_received(
     bounds = np.cumsum([0, *owned])
     found = []
     for part, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
-        before = pattern.needed_before(begin, end)[bounds]
+        before = np.searchsorted(pattern.needed(begin, end), bounds)
         counts = np.diff(before).tolist()
         found.append(tuple(0 if other == part else n for other, n in enumerate(counts)))
     return tuple(found)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -92,6 +93,21 @@ def losses_of_one_process(folder: Path, num_steps: int) -> list[float]:
     return losses
 
 
+class Enough(Exception):
+    """A job has shown what was to be seen, and some steps were done since."""
+
+
+def endless_job(folder: Path, progress: Callable[[str], None], **options: Any) -> HealingJob:
+    """A job that ends by an error of ``progress`` alone."""
+    request = RunRequest(
+        plan=folder / "plan.json",
+        num_steps=10**6,
+        sources=(str(folder / "model.py"),),
+        limits=Limits(timeout_s=600),
+    )
+    return HealingJob(request, options=HealOptions(search_budget="", **options), progress=progress)
+
+
 def is_cleared(job: HealingJob) -> bool:
     """Whether a job that ran here has left neither ranks nor snapshots."""
     assert isinstance(job._crew, LocalCrew)
@@ -102,9 +118,6 @@ def is_cleared(job: HealingJob) -> bool:
 def test_a_rank_is_lost_and_comes_back(folder: Path) -> None:
     """It is killed; on with two ranks, then with three again."""
     killed: list[int] = []
-
-    class Enough(Exception):
-        """Some steps were done after the last change."""
 
     def watch(stage: str) -> None:
         words = stage.split()
@@ -117,16 +130,7 @@ def test_a_rank_is_lost_and_comes_back(folder: Path) -> None:
         if len(moves) == job.generation == 2 and number > moves[-1].step + 5 > 5:
             raise Enough
 
-    job = HealingJob(
-        RunRequest(
-            plan=folder / "plan.json",
-            num_steps=10**6,
-            sources=(str(folder / "model.py"),),
-            limits=Limits(timeout_s=600),
-        ),
-        options=HealOptions(search_budget="", back_after_s=1.0, is_back_always=True),
-        progress=watch,
-    )
+    job = endless_job(folder, watch, back_after_s=1.0, is_back_always=True)
     with pytest.raises(Enough):
         job.run()
     lost, back = job.trained.moves
@@ -184,26 +188,14 @@ def test_planning_for_a_slow_device_gives_it_less(folder: Path) -> None:
 
 @THOROUGH
 def test_a_job_tries_a_move_and_its_losses_stay_those_of_one_device(folder: Path) -> None:
-    class Enough(Exception):
-        """The trial is over, and some steps were done since."""
-
     def watch(stage: str) -> None:
         moves, trials = job.trained.moves, job.trials
         is_over = len(moves) == job.generation == sum(2 - trial.is_kept for trial in trials)
         if trials and is_over and max(job.trained.losses) > moves[-1].step + 3 > 3:
             raise Enough
 
-    job = HealingJob(
-        RunRequest(
-            plan=folder / "plan.json",
-            num_steps=10**6,
-            sources=(str(folder / "model.py"),),
-            limits=Limits(timeout_s=600),
-        ),
-        options=HealOptions(
-            search_budget="", back_after_s=0.0, slow_factor=0.0, first_budget="1e", num_trials=1
-        ),
-        progress=watch,
+    job = endless_job(
+        folder, watch, back_after_s=0.0, slow_factor=0.0, first_budget="1e", num_trials=1
     )
     with pytest.raises(Enough):
         job.run()

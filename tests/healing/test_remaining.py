@@ -17,6 +17,7 @@ from heterog.healing.moving import held, transfer_s
 from heterog.healing.options import HealOptions, Move, Trained
 from heterog.healing.question import Answer, Question
 from heterog.healing.remaining import remaining, slowed
+from heterog.healing.service import Service
 from heterog.healing.steering import Going, Running, Steering
 from heterog.records import parse_dataclass
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
@@ -98,7 +99,7 @@ def test_options_that_make_no_sense_are_refused(change: Mapping[str, Any], text:
         HealOptions(**change)
 
 
-class Prompt:
+class Prompt(Service):
     """Answers questions at once, with step times by (devices that are lost, whether slow)."""
 
     def __init__(self, step_s: Mapping[tuple[int, ...], float], stay_step_s: float) -> None:

@@ -5,6 +5,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -151,7 +152,7 @@ def test_new_parts_go_to_as_many_other_hosts_as_asked(tmp_path: Path, ray: Any) 
     own = Shelf(tmp_path / "own")
     lost, near, far = (Far(tmp_path / name, ray) for name in ("lost", "near", "far"))
     lost.is_lost = True
-    with Carrier(own, [lost, near, far], redundancy=1):
+    with closing(Carrier(own, [lost, near, far], redundancy=1)):
         part = put(own, 3, 4.0, is_new=True)
         wait_until(lambda: not own.is_new(part))
     assert [steps(each) for each in (own, near.shelf, far.shelf)] == [{3}, {3}, set()]
@@ -167,7 +168,7 @@ def test_parts_are_fetched_when_they_are_read(tmp_path: Path, ray: Any) -> None:
         far.shelf.put(Part(moment, number), [value], {}, ABOUT)
     ray_host.HealingHost.lend(far.host, moment)
     far.shelf.forget_before(Moment(0, 4, 2))  # it is lent, so it can still be read
-    with Carrier(own, [far], redundancy=0):
+    with closing(Carrier(own, [far], redundancy=0)):
         snapshot = Snapshot(own, moment)
         assert snapshot.read(["w1"])["w1"].tolist() == [1.0] * 3
         assert [part.number for part in own.parts()] == [1]

@@ -328,9 +328,9 @@ def test_programs_are_tried_inside_machines() -> None:
     cluster = cluster_of((1.0, ["V100-16GB"] * 2), (1.0, ["V100-16GB"] * 2))
     evaluator = Evaluator(GRAPH, cluster)
     problem = Problem(evaluator=evaluator, budget=Budget(evaluations=500))
-    ranking = _Ranking(problem, problem.spend())
-    Hap()._search(problem, ranking)
-    tried = [strategy for _, _, strategy, _ in ranking.scored]
+    ranking = _Ranking(problem)
+    ranking.search()
+    tried = [strategy for strategy, _ in ranking.found]
     teams = {decision.teams for strategy in tried for decision in strategy.decisions}
     assert teams == {(), ((0, 1), (2, 3))}
     assert any(strategy.micro_batches for strategy in tried if strategy.decisions[0].teams)

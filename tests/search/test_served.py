@@ -15,8 +15,7 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.healing.job import HealingJob
 from heterog.methods.planner import Budget, Problem
-from heterog.modes.asynchronous.method import ServedTeams
-from heterog.modes.asynchronous.paces import team_paces
+from heterog.modes.asynchronous.method import ServedTeams, team_paces
 from heterog.modes.asynchronous.value import (
     AsynchronousServer,
     PushOrder,

@@ -10,7 +10,7 @@ import pytest
 
 from heterog.errors import StrategyError
 from heterog.lowering.program import FloatArray
-from heterog.modes.asynchronous.paces import TeamPace, push_seconds, steady_seconds, ticks_of
+from heterog.modes.asynchronous.method import TeamPace, push_seconds, steady_seconds, ticks_of
 from heterog.modes.asynchronous.value import (
     AsynchronousServer,
     PushOrder,

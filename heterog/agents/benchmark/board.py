@@ -10,6 +10,7 @@ that was stopped goes on, and files of several people may be put together.
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -65,7 +66,7 @@ def judged(planner: Planner, evaluator: Evaluator, seed: int, budget: Budget) ->
     before = evaluator.num_evaluations
 
     def note(_: float, best_s: float) -> None:
-        if not curve or best_s < curve[-1][1]:
+        if best_s < (curve[-1][1] if curve else math.inf):
             curve.append((evaluator.num_evaluations - before, best_s))
 
     problem = Problem(

@@ -63,7 +63,6 @@ class Rows(PointSearch[Row]):
         self.rng = np.random.default_rng(problem.seed)
         self._space = evaluator.space(self.pair.table)
         self._how, self._repeated, self._most = how, 0, most_repeated
-        self._best_s = math.inf
 
     def search(self) -> None:
         """See ``PointSearch``."""
@@ -75,11 +74,7 @@ class Rows(PointSearch[Row]):
         self._repeated = 0 if is_new else self._repeated + 1
         if self.spending.is_over or self._repeated > self._most:
             raise TimeUp(self.spending)
-        found = self.evaluate(row, self.problem.first_order)
-        if found is not None and found.is_ok and found.step_time_s < self._best_s:
-            self._best_s = found.step_time_s
-            self.problem.report(self.spending.fraction, self._best_s)
-        return found
+        return self.evaluate(row, self.problem.first_order)
 
     def cost(self, row: Row) -> float:
         """Logarithm of a row's step time; above ``MISFIT`` if it does not fit."""

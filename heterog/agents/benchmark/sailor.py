@@ -19,6 +19,8 @@ looked at.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
+from operator import add
 
 import numpy as np
 
@@ -55,8 +57,35 @@ def sailor_s(evaluator: Evaluator, strategy: Strategy) -> float | None:
             update[stage] = max(update[stage], float(seconds[own & is_update].sum()))
     sends = _sends_s(graph, cluster, decisions, stage_of, rounds)
     sync = [_sync_s(graph, cluster, each, stage_of == i) for i, each in enumerate(decisions)]
+    return pipeline_s(compute, sends, max(update), rounds) + max(sync)
+
+
+def pipeline_s(
+    compute: Sequence[float], sends: Sequence[float], update_s: float, rounds: int
+) -> float:
+    """The closed form without its rings.
+
+    Args:
+        compute: Seconds of each stage's slowest replica for a round.
+        sends: Seconds of each stage's sends and receives in a round.
+        update_s: Seconds of the update.
+        rounds: Number of rounds.
+    """
     slowest = max(c + p for c, p in zip(compute, sends, strict=True))
-    return (rounds - 1) * slowest + sum(sends) + sum(compute) + max(update) + max(sync)
+    return (rounds - 1) * slowest + (sum(compute) + sum(sends)) + update_s
+
+
+def sends_of_stages(ahead: Sequence[float], back: Sequence[float]) -> list[float]:
+    """Seconds of each stage's sends and receives in a round.
+
+    Args:
+        ahead: Seconds of the activations over each boundary of stages.
+        back: Seconds of the gradients over each.
+    """
+    if not ahead:
+        return [0.0]
+    first = ahead[0] * (2 if len(ahead) + 1 >= _DOUBLED_FROM else 1)
+    return [first, *map(add, ahead[1:], back), 2 * back[-1]]
 
 
 def _stages(graph: OpGraph, strategy: Strategy) -> list[tuple[Decision, list[int]]] | None:
@@ -122,19 +151,12 @@ def _sends_s(
     rounds: int,
 ) -> list[float]:
     """Seconds of each stage's sends and receives in a round."""
-    last = len(decisions) - 1
-    if not last:
-        return [0.0]
-    ahead = [
-        _slowest_s(cluster, decisions[i], decisions[i + 1], _crossing(graph, stage_of, i) / rounds)
-        for i in range(last)
-    ]
-    back = [
-        _slowest_s(cluster, decisions[i + 1], decisions[i], _crossing(graph, stage_of, i) / rounds)
-        for i in range(last)
-    ]
-    first = ahead[0] * (2 if len(decisions) >= _DOUBLED_FROM else 1)
-    return [first, *(ahead[i] + back[i - 1] for i in range(1, last)), 2 * back[-1]]
+    ahead, back = [], []
+    for number, (stage, after) in enumerate(pairwise(decisions)):
+        num_bytes = _crossing(graph, stage_of, number) / rounds
+        ahead.append(_slowest_s(cluster, stage, after, num_bytes))
+        back.append(_slowest_s(cluster, after, stage, num_bytes))
+    return sends_of_stages(ahead, back)
 
 
 def _crossing(graph: OpGraph, stage_of: IntArray, stage: int) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from heterog.agents.benchmark.pair_lists import PairLine, read_pairs
 from heterog.agents.benchmark.tiles import placement_pairs
-from heterog.errors import UnknownNameError
+from heterog.errors import named
 
 _PAPER = (
     *("vgg19", "resnet200", "inception_v3", "mobilenet_v2", "nasnet_large"),
@@ -54,6 +54,4 @@ def pairs_of(suite: str) -> list[PairLine]:
     """
     if Path(suite).suffix == ".jsonl":
         return read_pairs(Path(suite))
-    if suite not in SUITES:
-        raise UnknownNameError("suite", suite, list(SUITES))
-    return SUITES[suite]()
+    return named("suite", suite, SUITES)()

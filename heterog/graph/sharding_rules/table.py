@@ -276,9 +276,7 @@ def _moved_elements(
 
 def shape_of(call: OpCall, name: str) -> tuple[int, ...]:
     """Global shape of the tensor argument ``name``."""
-    ref = call.args[name]
-    assert isinstance(ref, TensorRef), f"{call.kind}: {name} is no tensor"
-    return call.inputs[ref.index].shape
+    return call.input(name).shape
 
 
 def positions(call: OpCall, *names: str) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from heterog.errors import StrategyError
 from heterog.graph.grouping import alike_groups, group_ops
 from heterog.graph.placement import OpRules
 from heterog.lowering.channels import proportional_slices
@@ -32,16 +31,14 @@ from heterog.methods.hap.programs import (
 from heterog.methods.hap.ratios import best_ratios, device_classes
 from heterog.methods.hap.segments import Segments, TooWideError, fold
 from heterog.methods.hap.theory import build_theory
-from heterog.methods.planner import Candidate, Planner, PlanResult, Problem, Spending
+from heterog.methods.planner import Planner, PlanResult, Problem, StrategySearch
 from heterog.methods.teams import host_sizes, host_teams, in_teams
 from heterog.methods.tuned_uniform import machine_subsets
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 
-NUM_RETURNED = 4
-"""Number of strategies handed to the referee."""
 _MOST_ROUNDS = 3  # of search and linear program; the paper's loop ends after two or three
 _GAIN = 1e-4
 """Relative gain below which the loop of search and linear program ends."""
@@ -242,61 +239,61 @@ class Hap(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Synthesise, then rank by simulation until the budget is over."""
-        ranking = _Ranking(problem, problem.spend())
-        with ranking.spending.limits():
-            self._search(problem, ranking)
-        return PlanResult(
-            candidates=ranking.best(),
-            num_evaluations=ranking.spending.evaluations,
-            note=ranking.note,
-        )
-
-    def _search(self, problem: Problem, ranking: "_Ranking") -> None:
-        spending = ranking.spending
-        whole = tuple(range(problem.evaluator.cluster.num_devices))
-        ranking.note = "out of time before it had any program but data parallelism"
-        ranking.add_plain(whole)
-        try:
-            synthesis = Synthesis(problem.evaluator, spending.check)
-        except TooWideError as error:
-            ranking.note = f"data parallelism only: {error}"
-            ranking.tune()
-            return
-        subsets = dict.fromkeys((whole, *machine_subsets(problem.evaluator.cluster)))
-        starts = [synthesis.data_parallel(devices) for devices in subsets]
-        for placed in starts:
-            ranking.know(placed)
-        for placed in starts:
-            ranking.add(synthesis, placed)
-            if spending.is_over:
-                break
-        for devices in dict.fromkeys((whole, *ranking.device_sets()[:_NUM_SOLVED])):
-            if spending.is_over:
-                break
-            ranking.add(synthesis, synthesis.solved_data_parallel(devices))
-        others = [devices for devices in ranking.device_sets() if devices != whole]
-        for devices in (*others[:_NUM_SUBSETS], whole):
-            for placed in synthesis.programs(devices, thorough=devices == whole):
-                if spending.is_over:
-                    break
-                ranking.add(synthesis, placed)
-                ranking.note = "out of time before its searches ended"
-        ranking.note = synthesis.note
-        ranking.prune()
-        ranking.tune()
-        ranking.team_up()
+        return _Ranking(problem).answer(problem)
 
 
-class _Ranking:
+class _Ranking(StrategySearch):
     """Strategies, ranked by simulated seconds."""
 
-    def __init__(self, problem: Problem, spending: Spending) -> None:
-        self.problem = problem
-        self.spending = spending
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
         self.order = problem.first_order
         self._seen: set[tuple[OpRules, tuple[int, ...], tuple[int, ...]]] = set()
-        self.scored: list[tuple[tuple[float, float], int, Strategy, Order]] = []
-        self.note = ""
+        self._note = ""
+
+    def search(self) -> None:
+        """See ``PointSearch``."""
+        whole = tuple(range(self.evaluator.cluster.num_devices))
+        self._note = "out of time before it had any program but data parallelism"
+        self.add_plain(whole)
+        try:
+            synthesis = Synthesis(self.evaluator, self.spending.check)
+        except TooWideError as error:
+            self._note = f"data parallelism only: {error}"
+            self.tune()
+            return
+        subsets = dict.fromkeys((whole, *machine_subsets(self.evaluator.cluster)))
+        starts = [synthesis.data_parallel(devices) for devices in subsets]
+        for placed in starts:
+            self.know(placed)
+        for placed in starts:
+            self.add(synthesis, placed)
+            if self.spending.is_over:
+                break
+        for devices in dict.fromkeys((whole, *self.device_sets()[:_NUM_SOLVED])):
+            if self.spending.is_over:
+                break
+            self.add(synthesis, synthesis.solved_data_parallel(devices))
+        others = [devices for devices in self.device_sets() if devices != whole]
+        for devices in (*others[:_NUM_SUBSETS], whole):
+            for placed in synthesis.programs(devices, thorough=devices == whole):
+                if self.spending.is_over:
+                    break
+                self.add(synthesis, placed)
+                self._note = "out of time before its searches ended"
+        self._note = synthesis.note
+        self.prune()
+        self.tune()
+        self.team_up()
+
+    @property
+    def why_nothing(self) -> str:
+        """See ``PointSearch``."""
+        return self._note
+
+    def in_words(self, point: tuple[Strategy, Order]) -> str:
+        """See ``PointSearch``."""
+        return self._note
 
     def add_plain(self, devices: tuple[int, ...]) -> None:
         """Score data parallelism, to have a result however little time is left."""
@@ -304,7 +301,7 @@ class _Ranking:
         shares, *_ = starts_of(evaluator.graph.batch_size, evaluator.speeds, devices)
         self._seen.add(((), devices, shares))
         decision = self._decision(devices, shares, Sync.HIERARCHICAL)
-        self._score(self._strategy((), decision, DEFAULT_BUCKET_BYTES), self.order)
+        self._score(self._strategy((), decision, DEFAULT_BUCKET_BYTES))
 
     def add(self, synthesis: Synthesis, placed: Placed) -> None:
         """Score a program at its shares, with the synchronisation that is usually best."""
@@ -313,7 +310,7 @@ class _Ranking:
         if key not in self._seen:
             self._seen.add(key)
             decision = self._decision(placed.devices, placed.shares, Sync.HIERARCHICAL)
-            self._score(self._strategy(rules, decision, DEFAULT_BUCKET_BYTES), self.order)
+            self._score(self._strategy(rules, decision, DEFAULT_BUCKET_BYTES))
 
     def know(self, placed: Placed) -> None:
         """Have the evaluator number the channels of some devices, so that they are priced once."""
@@ -325,8 +322,11 @@ class _Ranking:
 
     def device_sets(self) -> list[tuple[int, ...]]:
         """Device sets of the strategies that were scored, best first."""
-        ranked = sorted(self.scored, key=_first_two)
-        return list(dict.fromkeys(s.decisions[0].devices for _, _, s, _ in ranked))
+        return list(dict.fromkeys(each.decisions[0].devices for each in self._ranked()))
+
+    def _ranked(self) -> list[Strategy]:
+        """Strategies that were simulated, best first, for each order that they were tried in."""
+        return [strategy for strategy, _ in self.best(len(self.found))]
 
     def prune(self) -> None:
         """Remove rules that do not pay in the simulation, for one kind of group at a time.
@@ -336,24 +336,23 @@ class _Ranking:
         """
         graph = self.problem.evaluator.graph
         group, kind_of = group_ops(graph).group, alike_groups(graph)
-        first: dict[tuple[int, ...], tuple[tuple[float, float], Strategy]] = {}
-        for score, _, strategy, _ in sorted(self.scored, key=_first_two):
+        first: dict[tuple[int, ...], Strategy] = {}
+        for strategy in self._ranked():
             if strategy.op_rules:
-                first.setdefault(strategy.decisions[0].devices, (score, strategy))
-        for score, strategy in first.values():
-            rules = strategy.op_rules
+                first.setdefault(strategy.decisions[0].devices, strategy)
+        for strategy in first.values():
+            rules, best = strategy.op_rules, self.found[strategy, self.order]
             for kind in dict.fromkeys(int(kind_of[group[op]]) for op, _ in rules):
                 rest = tuple(each for each in rules if kind_of[group[each[0]]] != kind)
                 if not rest or self.spending.is_over:
                     continue
-                found = self._score(replace(strategy, op_rules=rest), self.order)
-                if found is not None and found < score:
-                    score, rules = found, rest
+                found = self._score(replace(strategy, op_rules=rest))
+                if found is not None and found.preference < best.preference:
+                    best, rules = found, rest
 
     def tune(self) -> None:
         """Try other synchronisations, buckets and orders for the best programs."""
-        leaders = [strategy for _, _, strategy, _ in sorted(self.scored, key=_first_two)]
-        for leader in leaders[:_NUM_TUNED]:
+        for leader in self._ranked()[:_NUM_TUNED]:
             decided = leader.decisions[0]
             for sync in (Sync.REDUCE_SCATTER_ALL_GATHER, Sync.RING, Sync.HIERARCHICAL):
                 for bucket_bytes in (DEFAULT_BUCKET_BYTES, 0):
@@ -362,14 +361,11 @@ class _Ranking:
                     decision = self._decision(decided.devices, decided.shares, sync)
                     if self.spending.is_over:
                         return
-                    self._score(
-                        self._strategy(leader.op_rules, decision, bucket_bytes), self.order
-                    )
-        best = sorted(self.scored, key=_first_two)[:_NUM_TUNED]
-        for _, _, strategy, _ in best:
+                    self._score(self._strategy(leader.op_rules, decision, bucket_bytes))
+        for strategy in self._ranked()[:_NUM_TUNED]:
             for order in self.problem.orders:
                 if order != self.order and not self.spending.is_over:
-                    self._score(strategy, order)
+                    self.evaluate((strategy, order), order)
 
     def team_up(self) -> None:
         """Try the best programs inside hosts, with replicas on other hosts, also in micro-batches.
@@ -377,8 +373,8 @@ class _Ranking:
         The paper's programs span all devices; here their sums stay inside hosts.
         """
         cluster, speeds = self.problem.evaluator.cluster, self.problem.evaluator.speeds
-        leaders = [s for _, _, s, _ in sorted(self.scored, key=_first_two) if s.op_rules]
-        programs = list(dict.fromkeys(strategy.op_rules for strategy in leaders))[:_NUM_TUNED]
+        leaders = dict.fromkeys(each.op_rules for each in self._ranked() if each.op_rules)
+        programs = list(leaders)[:_NUM_TUNED]
         whole = tuple(range(cluster.num_devices))
         several = dict.fromkeys((whole, *self.device_sets()[:_NUM_TUNED]))
         for rules, devices in product(programs, several):
@@ -393,12 +389,7 @@ class _Ranking:
                     counts = split_evenly(self.problem.evaluator.graph.batch_size, num_micro)
                     micro = micro_batch_table(counts, cluster.num_devices)
                     if num_micro <= min(decision.shares) and not self.spending.is_over:
-                        self._score(replace(strategy, micro_batches=micro), self.order)
-
-    def best(self) -> tuple[Candidate, ...]:
-        """The best few, with one order each."""
-        ranked = sorted(self.scored, key=_first_two)[:NUM_RETURNED]
-        return tuple(Candidate(strategy=s, orders=(order,)) for _, _, s, order in ranked)
+                        self._score(replace(strategy, micro_batches=micro))
 
     def _decision(self, devices: tuple[int, ...], shares: tuple[int, ...], sync: Sync) -> Decision:
         cluster = self.problem.evaluator.cluster
@@ -418,19 +409,6 @@ class _Ranking:
         )
         return replace(strategy, op_rules=rules)
 
-    def _score(self, strategy: Strategy, order: Order) -> tuple[float, float] | None:
+    def _score(self, strategy: Strategy) -> Evaluation | None:
         """Simulate a strategy; ``None`` if it is not legal."""
-        try:
-            evaluation = self.problem.evaluator.evaluate(strategy, order)
-        except StrategyError:  # local statistics that would have to leave their device
-            return None
-        self.scored.append((evaluation.preference, len(self.scored), strategy, order))
-        best = min(self.scored, key=_first_two)
-        self.problem.report(self.spending.fraction, best[0][1])
-        return evaluation.preference
-
-
-def _first_two(
-    entry: tuple[tuple[float, float], int, Strategy, Order],
-) -> tuple[tuple[float, float], int]:
-    return entry[0], entry[1]
+        return self.evaluate((strategy, self.order), self.order)

@@ -11,11 +11,10 @@ devices. What is not known is drawn.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
 
-from heterog.grouped import grouped
+from heterog.grouped import cut, grouped
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.memo import kept
 from heterog.methods.changes import without_devices
@@ -44,7 +43,6 @@ _KINDS = (
 _SPREAD = 0.2  # of the logarithm of a stage's seconds where cuts are balanced
 Devices = tuple[int, ...]
 Change = Callable[[int], int]  # of a candidate's number
-_Item = TypeVar("_Item")
 
 
 class PlanMoves:
@@ -143,9 +141,9 @@ class PlanMoves:
         most = min(len(everything), self._num_groups, _MOST_STAGES)
         count = int(np.exp(self.rng.uniform(0.0, np.log(most + 1))))
         if count <= len(hosts):
-            parts = [[d for host in part for d in host] for part in _cut(hosts, count)]
+            parts = [[d for host in part for d in host] for part in cut(hosts, count)]
         else:
-            parts = _cut(everything, count)
+            parts = cut(everything, count)
         stages = [tuple(sorted(part)) for part in parts]
         decide = self._manner()
         decisions = [decide(devices) for devices in stages]
@@ -282,7 +280,7 @@ class PlanMoves:
             if not wide or count >= self._num_groups:
                 return None
             at = wide[int(self.rng.integers(len(wide)))]
-            halves = [decide(tuple(part)) for part in _cut(decisions[at].devices, 2)]
+            halves = [decide(tuple(part)) for part in cut(decisions[at].devices, 2)]
             decisions[at : at + 1] = halves if self.rng.random() < 0.5 else halves[::-1]
         micro = len(state.micro_batches[0]) if state.micro_batches else self._num_micro(2)
         return self._on_stages(state, decisions, micro if len(decisions) > 1 else 1)
@@ -427,12 +425,6 @@ def _synchronised(old: Decision, sync: Sync) -> Decision:
         return old
     slices = old.slices if sync.takes_slices else ()
     return replace(old, sync=sync, slices=slices, slice_groups=())
-
-
-def _cut(items: Sequence[_Item], count: int) -> list[list[_Item]]:
-    """Items in order, in parts as even as they can be."""
-    bounds = [round(len(items) * part / count) for part in range(count + 1)]
-    return [list(items[first:last]) for first, last in pairwise(bounds)]
 
 
 def drawn_moves(near: Neighbours, plans: PlanMoves, view: View, count: int) -> list[Move]:

@@ -33,7 +33,7 @@ from heterog.lowering.channels import Channel
 from heterog.lowering.tables import GraphTables
 from heterog.memo import kept
 from heterog.methods.data_parallel import uniform_strategy
-from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
+from heterog.methods.planner import Candidate, Planner, PlanResult, Problem, StrategySearch
 from heterog.methods.poplar.allocation import (
     STAGES,
     Allocation,
@@ -44,9 +44,9 @@ from heterog.methods.poplar.allocation import (
     zero_strategy,
 )
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluation, Evaluator, Outcome
+from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator, Outcome
 from heterog.strategy.division import split_in_proportion
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
 
 _KNOTS_PER_OCTAVE = 2
 
@@ -218,9 +218,6 @@ def micro_step_seconds(evaluator: Evaluator, decision: Decision, stage: int) -> 
     return seconds(channels[first]) + gathers
 
 
-NUM_RETURNED = 4
-"""Number of strategies handed to the referee."""
-
 _MOST_CORRECTIONS = 4
 
 
@@ -241,51 +238,40 @@ class Poplar(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Allocate for each stage, and keep the fastest."""
-        search = _Search(problem)
-        stages = [
-            stage
-            for stage in self._stages
-            if stage == 0 or problem.evaluator.graph.updates_elementwise
-        ]
-        with search.spending.limits():
-            for stage in stages:
-                search.try_stage(stage)
-            if self._stages == STAGES:  # a given stage is asked for as the paper has it
-                for stage in (stage for stage in stages if stage < 2):
-                    search.try_fewer(stage)
-        reason = ""
-        if not search.tried:
-            reason = (
-                f"{problem.evaluator.graph.optimizer} cannot update slices of parameters"
-                if not stages
-                else "no device can hold one sample under any of its stages of ZeRO"
-            )
-        return PlanResult(
-            candidates=search.best(),
-            num_evaluations=search.spending.evaluations,
-            reason=reason,
-        )
+        return _Search(problem, self._stages).answer(problem)
 
 
-class _Search:
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.evaluator = problem.evaluator
-        self.spending = problem.spend()
-        self.tried: dict[tuple[Strategy, Order], Evaluation | None] = {}
+class _Search(StrategySearch):
+    """Allocations of a problem's batch, simulated.
+
+    Args:
+        problem: Problem to find a strategy for.
+        stages: Stages of ZeRO to try.
+    """
+
+    def __init__(self, problem: Problem, stages: Sequence[int]) -> None:
+        super().__init__(problem)
+        is_sliced = self.evaluator.graph.updates_elementwise
+        self._stages = [stage for stage in stages if stage == 0 or is_sliced]
+        self._is_any_stage = tuple(stages) == STAGES
         tables = self.evaluator.tables
         # An op that needs the whole batch cannot be cut into micro-batches.
         self._is_whole = bool(np.any(tables.slot_whole[tables.value_kind[tables.slot_value] == 1]))
 
-    def best(self) -> tuple[Candidate, ...]:
-        """The best few of those that were evaluated."""
-        judged = [(key, evaluation) for key, evaluation in self.tried.items() if evaluation]
-        judged.sort(key=lambda pair: pair[1].preference)
-        keys = [key for key, _ in judged] or list(self.tried)
-        return tuple(
-            Candidate(strategy=strategy, orders=(order,))
-            for strategy, order in keys[:NUM_RETURNED]
-        )
+    def search(self) -> None:
+        """See ``PointSearch``."""
+        for stage in self._stages:
+            self.try_stage(stage)
+        if self._is_any_stage:  # a given stage is asked for as the paper has it
+            for stage in (stage for stage in self._stages if stage < 2):
+                self.try_fewer(stage)
+
+    @property
+    def why_nothing(self) -> str:
+        """See ``PointSearch``."""
+        if not self._stages:
+            return f"{self.evaluator.graph.optimizer} cannot update slices of parameters"
+        return "no device can hold one sample under any of its stages of ZeRO"
 
     def try_stage(self, stage: int) -> None:
         """Evaluate a stage's allocations: for equal slices, even ones, for uneven slices."""
@@ -301,7 +287,7 @@ class _Search:
                     self.problem, stage, micro_batches, sliced, bucket_bytes=bucket_bytes
                 )
                 for order in self.problem.orders:
-                    self._evaluate(strategy, order)
+                    self.ask((strategy, order))
 
     def try_fewer(self, stage: int) -> None:
         """Evaluate a stage without the slowest types of devices, and with a copy on each host.
@@ -335,7 +321,7 @@ class _Search:
                     bucket_bytes=DEFAULT_BUCKET_BYTES,
                     step_barrier=self.problem.step_barrier,
                 )
-                self._evaluate(strategy, self.problem.orders[0])
+                self.ask((strategy, self.problem.orders[0]))
 
     def _slice_groups(
         self, stage: int, devices: tuple[int, ...]
@@ -347,24 +333,6 @@ class _Search:
         sizes = {len(group) for group in groups.values()}
         if stage and len(groups) > 1 and len(sizes) == 1 and max(sizes) > 1:
             yield tuple(map(tuple, groups.values()))
-
-    def _evaluate(self, strategy: Strategy, order: Order) -> Evaluation | None:
-        key = (strategy, order)
-        if key not in self.tried:
-            if self.spending.is_over and self.tried:
-                self.spending.check()
-                return None
-            self.tried[key] = self.evaluator.evaluate(strategy, order)
-            self.problem.report(
-                min(self.spending.fraction, 1.0),
-                (
-                    min(
-                        (each.step_time_s for each in self.tried.values() if each and each.is_ok),
-                        default=float("inf"),
-                    )
-                ),
-            )
-        return self.tried[key]
 
     def _allocations(self, stage: int, slices: tuple[int, ...]) -> Iterator[Allocation]:
         """Allocations with the full time of collectives, and with collectives hidden."""
@@ -392,7 +360,7 @@ class _Search:
                 break
             last = found
             strategy = zero_strategy(self.problem, stage, found, slices)
-            evaluation = self._evaluate(strategy, self.problem.orders[0])
+            evaluation = self.ask((strategy, self.problem.orders[0]))
             if evaluation is None or evaluation.outcome == Outcome.TOO_LARGE:
                 break
             taken = np.array([max(sizes) for sizes in found])
@@ -438,7 +406,7 @@ class _Search:
         while True:
             allocation = self._even(num_micro)
             strategy = zero_strategy(self.problem, stage, allocation)
-            evaluation = self._evaluate(strategy, self.problem.orders[0])
+            evaluation = self.ask((strategy, self.problem.orders[0]))
             if evaluation is None or evaluation.is_ok or self._is_whole or num_micro >= most:
                 yield allocation
                 return
@@ -462,7 +430,7 @@ class EvenZero(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Try equal shares in micro-steps."""
-        search = _Search(replace(problem, orders=(Order.FIFO,)))
+        search = _Search(replace(problem, orders=(Order.FIFO,)), (self._stage,))
         if self._num_micro is None:
             (allocation,) = search._even_that_fits(self._stage)
         else:

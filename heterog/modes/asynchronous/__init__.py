@@ -1,5 +1,5 @@
 """An asynchronous server.
 
-``value``, the mode; ``paces``, its tapes and prices; ``method``, the search; ``ranks`` and the
-``weight_server`` itself.
+``value``, the mode; ``method``, its prices and the search; ``ranks`` and the ``weight_server``
+itself.
 """

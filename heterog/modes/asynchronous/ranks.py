@@ -26,10 +26,9 @@ from heterog.modes.asynchronous.weight_server import (
     flat_of,
     numeric_options,
     options_now,
-    parts_of,
 )
 from heterog.modes.islands import island_of, islands
-from heterog.modes.on_ranks import RankMode, Reading
+from heterog.modes.on_ranks import RankMode, Reading, parts_of
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.strategy.strategy import Strategy
 
@@ -69,8 +68,7 @@ class AsynchronousTraining(RankMode):
         optimizer: torch.optim.Optimizer,
         make_optimizer: Callable[[dict[int, nn.Parameter]], torch.optim.Optimizer],
     ) -> None:
-        server = strategy.mode(AsynchronousServer)
-        assert server is not None
+        server = strategy.own_mode(AsynchronousServer)
         self._graph, self._rank, self._optimizer = graph, rank, optimizer
         self._parameters = {
             row: parameters[tensor]

@@ -241,7 +241,7 @@ class AsynchronousServer(Mode):
         self, encoded: EncodedMode, evaluator: "Evaluator", strategy: "Strategy", choice: "Choice"
     ) -> EncodedMode:
         """The pace that teams settle at, beside a step of teams alone."""
-        from heterog.modes.asynchronous.paces import more_seconds
+        from heterog.modes.asynchronous.method import more_seconds
 
         return replace(encoded, more_s=more_seconds(evaluator, strategy, choice))
 
@@ -302,8 +302,7 @@ def server_of_rows(graph: OpGraph, strategy: "Strategy") -> tuple[int, ...]:
 
 def _dealt(strategy: "Strategy", sizes: Sequence[float], groups: Sequence[int]) -> tuple[int, ...]:
     """The device that serves each parameter, given the bytes and the group of each."""
-    server = strategy.mode(AsynchronousServer)
-    assert server is not None
+    server = strategy.own_mode(AsynchronousServer)
     load = dict.fromkeys(server.devices, 0.0)
     found = [0] * len(sizes)
     for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row], row)):
@@ -326,6 +325,10 @@ class Traffic(NamedTuple):
     device: int
     server: int
     rows: tuple[int, ...]
+
+    def ends(self, *, is_push: bool) -> tuple[int, int]:
+        """Sender and receiver."""
+        return (self.device, self.server) if is_push else (self.server, self.device)
 
 
 def pushes_of(graph: OpGraph, strategy: "Strategy", team: int) -> tuple[Traffic, ...]:
@@ -375,8 +378,7 @@ def kept_bytes(
     Returns:
         # [num_devices]
     """
-    server = strategy.mode(AsynchronousServer)
-    assert server is not None
+    server = strategy.own_mode(AsynchronousServer)
     messages = 2 * len(server.ticks)
     kept = [0.0] * num_devices
     dealt = _dealt(strategy, sizes, groups)

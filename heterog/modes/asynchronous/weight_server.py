@@ -40,6 +40,7 @@ from heterog.modes.asynchronous.value import (
     pushes_of,
     server_of_rows,
 )
+from heterog.modes.on_ranks import parts_of
 from heterog.strategy.strategy import Strategy
 
 _MOST_IDLE = timedelta(days=1)
@@ -154,8 +155,7 @@ class WeightServer:
         make_optimizer: Callable[[dict[int, nn.Parameter]], torch.optim.Optimizer],
         messages: Messages,
     ) -> None:
-        server = strategy.mode(AsynchronousServer)
-        assert server is not None
+        server = strategy.own_mode(AsynchronousServer)
         self._server = server
         rows = [row for row, home in enumerate(server_of_rows(graph, strategy)) if home == rank]
         self.values = {row: nn.Parameter(parameters[row].detach().clone()) for row in rows}
@@ -379,12 +379,6 @@ def flat_like(values: Sequence[Tensor]) -> Tensor:
     """Host memory for the result of ``flat_of`` on such tensors."""
     dtype = reduce(torch.promote_types, (value.dtype for value in values))
     return torch.empty(sum(value.numel() for value in values), dtype=dtype)
-
-
-def parts_of(flat: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of a flat tensor in the shapes of others."""
-    parts = torch.split(flat, [value.numel() for value in values])
-    return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
 
 
 OptionName = tuple[int, str]

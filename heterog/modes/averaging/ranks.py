@@ -27,8 +27,8 @@ from heterog.graph.op_graph import OpGraph
 from heterog.modes.averaging.value import AveragedBucket, Averaging, averaged_buckets
 from heterog.modes.codecs.value import Codec
 from heterog.modes.islands import island_of, island_samples, islands
-from heterog.modes.on_ranks import MakeExecutor, RankMode, Reading, Rehearsal
-from heterog.runtime.checkpoint.boxes import Entry, whole_box
+from heterog.modes.on_ranks import MakeExecutor, RankMode, Reading, Rehearsal, parts_of
+from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import Contents, dtype_of
 from heterog.runtime.checkpoint.held import name_and_shape, stepped_values
 from heterog.runtime.checkpoint.left_out import Kept
@@ -113,8 +113,7 @@ class Averager(RankMode):
         masters: Masters,
         communicator: Communicator,
     ) -> None:
-        averaging = strategy.mode(Averaging)
-        assert averaging is not None
+        averaging = strategy.own_mode(Averaging)
         self.averaging: Averaging = averaging
         self.every_bucket = averaged_buckets(graph, strategy)
         communicator.open({bucket.devices for bucket in self.every_bucket})
@@ -195,7 +194,7 @@ class Averager(RankMode):
             flat = values[0].new_empty(bucket.num_elements)
             if bucket.codec is None:
                 weight = bucket.weights[bucket.devices.index(self._rank)]
-                for value, part in zip(values, _parts_of(flat, values), strict=True):
+                for value, part in zip(values, parts_of(flat, values), strict=True):
                     torch.mul(value, weight, out=part)
                 total = self._communicator.all_reduce(flat, bucket.devices)
             else:
@@ -216,7 +215,7 @@ class Averager(RankMode):
         message = flat.new_empty(0, dtype=torch.uint8)
         if self._rank in bucket.senders:
             weight = bucket.parts[bucket.senders.index(self._rank)]
-            for row, value, part in zip(bucket.rows, values, _parts_of(flat, values), strict=True):
+            for row, value, part in zip(bucket.rows, values, parts_of(flat, values), strict=True):
                 torch.sub(self.outer[row].anchor, value, out=part).mul_(weight)
             message = self.feedback.encode(changes_key(bucket), flat, codec)
         size = codec.message_bytes(flat.numel(), flat.element_size())
@@ -243,8 +242,8 @@ class Averager(RankMode):
     def _take_over(self, each: _UnderWay) -> None:
         """Write an average back, or let the outer optimizer step towards it."""
         values = [self._stepped(row) for row in each.bucket.rows]
-        averages = _parts_of(each.total.wait(), values)
-        sent = [None] * len(values) if each.sent is None else _parts_of(each.sent, values)
+        averages = parts_of(each.total.wait(), values)
+        sent = [None] * len(values) if each.sent is None else parts_of(each.sent, values)
         for row, value, new, before in zip(each.bucket.rows, values, averages, sent, strict=True):
             if each.bucket.codec is not None:
                 new = outer_step(self.outer[row], new, self.averaging)
@@ -285,12 +284,6 @@ def averager_of(step: "DeployedStep") -> Averager:
     )
 
 
-def _parts_of(flat: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a flat tensor, one for each value and with its shape."""
-    parts = torch.split(flat, [value.numel() for value in values])
-    return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
-
-
 def changes_key(bucket: AveragedBucket) -> Key:
     """Key of what a codec leaves out of an island's changes of a bucket."""
     return bucket.rows[0], bucket.devices
@@ -328,10 +321,7 @@ def averaging_entries(step: DeployedStep, averager: Averager) -> list[Entry]:
     ]
     if _island_of(step) > 0:
         found += _island_state(step)
-    return [
-        Entry(whole=name, shape=tuple(value.shape), box=whole_box(value.shape), value=value)
-        for name, value in found
-    ]
+    return [Entry.of_whole(name, value) for name, value in found]
 
 
 def _island_of(step: DeployedStep) -> int:

@@ -256,8 +256,7 @@ class _EncodedAveraging(EncodedMode):
 
 def island_parts(strategy: "Strategy") -> tuple[float, ...]:
     """Weight of each island in the average; they add up to 1."""
-    averaging, first = strategy.mode(Averaging), strategy.decisions[0]
-    assert averaging is not None
+    averaging, first = strategy.own_mode(Averaging), strategy.decisions[0]
     if averaging.weights == AverageWeights.EQUAL:
         return (1.0 / len(first.teams),) * len(first.teams)
     batch_size = sum(first.shares)
@@ -541,8 +540,7 @@ def averaging_seconds(evaluator: "Evaluator", strategy: Strategy, choice: "Choic
         strategy: Strategy with an averaging.
         choice: The same strategy, encoded.
     """
-    averaging = strategy.mode(Averaging)
-    assert averaging is not None
+    averaging = strategy.own_mode(Averaging)
     tape = averaging_tape(
         averaging,
         averaged_buckets(evaluator.graph, strategy),

@@ -122,8 +122,7 @@ def boundaries(evaluator: Evaluator, program: Program, tables: GraphTables) -> l
 
 def averaged_boundaries(evaluator: Evaluator, strategy: Strategy) -> list[Boundary]:
     """Boundaries of a strategy whose islands average, slowest first."""
-    averaging = strategy.mode(Averaging)
-    assert averaging is not None
+    averaging = strategy.own_mode(Averaging)
     found: dict[tuple[int, ...], Boundary] = {}
     for bucket in averaged_buckets(evaluator.graph, strategy):
         channel = evaluator.channels[evaluator.channels.value_reduce(bucket.devices)]

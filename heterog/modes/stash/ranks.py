@@ -218,8 +218,7 @@ class StashedTraining(RankMode):
         make_executor: MakeExecutor,
         flush: Callable[[], None] = lambda: None,
     ) -> None:
-        stash = strategy.mode(WeightStash)
-        assert stash is not None
+        stash = strategy.own_mode(WeightStash)
         num_stages, stage = len(stages_of(strategy)), stage_of(strategy, rank)
         self.num_micro = turns.num_micro
         self.loss_delay = oldest_weights(strategy)

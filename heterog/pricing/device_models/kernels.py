@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
-from heterog.graph.placement import OpCall, TensorMeta, TensorRef
+from heterog.graph.placement import OpCall, TensorRef
 from heterog.graph.sharding_rules import claims_checked
+from heterog.graph.sharding_rules.table import integer, integers
 from heterog.pricing.device_models import torch_kernels
 from heterog.pricing.device_models.torch_kernels import (
     Stream,
@@ -319,7 +320,7 @@ def _products(graph: OpGraph, op: int) -> Iterator[_Product]:
     if not all(isinstance(call.args.get(name), TensorRef) for name in _READS.get(call.kind, ())):
         return
     if call.kind in _FACTORS:
-        left, right = (_input(call, name).shape for name in _FACTORS[call.kind])
+        left, right = (call.input(name).shape for name in _FACTORS[call.kind])
         result = call.outputs[0].shape
         if call.kind == "_grouped_mm.default":
             sizes = _grouped(left, right, result)
@@ -333,11 +334,11 @@ def _products(graph: OpGraph, op: int) -> Iterator[_Product]:
         alignment = gcd(ALIGNED_BYTES, *(round(sizes[each] * item) for each in numbers))
         yield _Product(sizes, _matrices(sizes), along_batch, alignment)
     elif call.kind in ("attention", "attention_backward"):
-        queries, keys = _input(call, "query").shape, _input(call, "key").shape
+        queries, keys = call.input("query").shape, call.input("key").shape
         # Scores stay on the chip: all products have this size, or that of its transpose.
         sizes = Sizes(prod(queries[:-2]), queries[-2], queries[-1], keys[-2])
-        keys_bytes = float(_input(call, "key").num_bytes + _input(call, "value").num_bytes)
-        matrices = (0.0, keys_bytes, 2.0 * _input(call, "query").num_bytes)
+        keys_bytes = float(call.input("key").num_bytes + call.input("value").num_bytes)
+        matrices = (0.0, keys_bytes, 2.0 * call.input("query").num_bytes)
         yield _Product(sizes, matrices, _BATCH, use=Use.ATTENTION)
     elif call.kind in ("convolution.default", "convolution_backward.default"):
         yield from _convolutions(call)
@@ -354,9 +355,7 @@ def _along_batch(graph: OpGraph, op: int, call: OpCall) -> int:
     for name, sizes in zip(
         _FACTORS[call.kind], ((_BATCH, _ROWS, _DEPTH), (_BATCH, _DEPTH, _COLUMNS)), strict=True
     ):
-        reference = call.args[name]
-        assert isinstance(reference, TensorRef)
-        place, rank = needed[reference.index], len(call.inputs[reference.index].shape)
+        place, rank = needed[call.place_of(name)], len(call.input(name).shape)
         if place.kind == "S":
             return sizes[place.dim + len(sizes) - rank]
     return _ROWS
@@ -379,12 +378,11 @@ def _convolutions(call: OpCall) -> Iterator[_Product]:
     """
     if is_depthwise(call):
         return
-    weight, image = _input(call, "weight"), _input(call, "input")
+    weight, image = call.input("weight"), call.input("input")
     is_backward = call.kind == "convolution_backward.default"
-    result = _input(call, "grad_output") if is_backward else call.outputs[0]
+    result = call.input("grad_output") if is_backward else call.outputs[0]
     over = image if call.args["transposed"] else result
-    groups = call.args["groups"]
-    assert isinstance(groups, int)
+    groups = integer(call, "groups")
     positions = over.shape[0] * prod(over.shape[2:])
     columns, depth = weight.shape[0] / groups, prod(weight.shape[1:])
     wanted = call.args.get("output_mask", (True, True, False))
@@ -423,20 +421,8 @@ def _family(graph: OpGraph, op: int) -> tuple[int, float]:
     """(number in ``STREAMS``, elements that are reduced together) of an op without products."""
     kind = graph.ops[op].kind
     if any(name in kind for name in _NORMS):
-        shape = graph.call(op).args.get("normalized_shape")
-        row = 1.0
-        for size in shape if isinstance(shape, tuple) else ():
-            assert isinstance(size, int)
-            row *= size
-        return 1, row
+        return 1, float(prod(integers(graph.call(op), "normalized_shape")))
     if kind.startswith(_SOFTMAXES):
         call = graph.call(op)
-        dim = call.args.get("dim", -1)
-        return 2, float(call.inputs[0].shape[dim if isinstance(dim, int) else -1])
+        return 2, float(call.inputs[0].shape[integer(call, "dim", -1)])
     return 0, 0.0
-
-
-def _input(call: OpCall, name: str) -> TensorMeta:
-    reference = call.args[name]
-    assert isinstance(reference, TensorRef)
-    return call.inputs[reference.index]

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import OpCall, TensorRef
+from heterog.graph.sharding_rules.table import integers
 
 _FLOAT32_BYTES = 4.0
 
@@ -148,19 +149,12 @@ def _update_passes(graph: OpGraph) -> float:
 
 def _visits(call: OpCall) -> float:
     """Windows of a pooling that hold an element, on average."""
-    windows, stride = call.args.get("kernel_size"), call.args.get("stride")
-    if not isinstance(windows, tuple):
-        return 1.0
-    steps = stride if isinstance(stride, tuple) and stride else windows
-    sizes = [float(each) for each in windows if isinstance(each, int)]
-    moves = [float(each) for each in steps if isinstance(each, int)]
-    return prod(sizes) / max(prod(moves), 1.0)
+    windows = integers(call, "kernel_size")
+    return prod(windows) / max(prod(integers(call, "stride") or windows), 1)
 
 
 def _taps(call: OpCall) -> float:
-    weight = call.args["weight"]
-    assert isinstance(weight, TensorRef)
-    return float(prod(call.inputs[weight.index].shape[2:]))
+    return float(prod(call.input("weight").shape[2:]))
 
 
 def is_depthwise(call: OpCall) -> bool:
@@ -174,13 +168,8 @@ def is_depthwise(call: OpCall) -> bool:
 
 def lies_as_matrix(call: OpCall) -> bool:
     """Whether a convolution multiplies its image as it lies: of one position, without steps."""
-    weight, image = call.args["weight"], call.args["input"]
-    assert isinstance(weight, TensorRef)
-    assert isinstance(image, TensorRef)
-    stride = call.args.get("stride")
-    steps = stride if isinstance(stride, tuple) else ()
     return (
-        prod(call.inputs[weight.index].shape[2:]) == 1
-        and all(step == 1 for step in steps)
-        and prod(call.inputs[image.index].shape[2:]) >= _LARGE_IMAGE
+        prod(call.input("weight").shape[2:]) == 1
+        and all(step == 1 for step in integers(call, "stride"))
+        and prod(call.input("input").shape[2:]) >= _LARGE_IMAGE
     )

@@ -100,6 +100,12 @@ class Entry:
     box: Box
     value: Tensor
 
+    @staticmethod
+    def of_whole(name: str, value: Tensor) -> "Entry":
+        """A whole tensor."""
+        shape = tuple(value.shape)
+        return Entry(whole=name, shape=shape, box=whole_box(shape), value=value)
+
     @property
     def name(self) -> str:
         """Name of the entry: ``model.weight``, or ``model.weight[10:20,0:8]`` for a part."""

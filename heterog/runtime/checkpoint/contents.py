@@ -311,3 +311,10 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {shown(name)}")
     return dtype
+
+
+def option_like(now: Any, saved: Any) -> Any:
+    """A saved option in the type that the optimizer uses, which JSON may have lost."""
+    if isinstance(now, torch.Tensor):
+        return torch.full_like(now, saved)
+    return tuple(saved) if isinstance(now, tuple) else saved

@@ -48,8 +48,7 @@ def left_out_entries(step: DeployedStep) -> Iterator[Entry]:
         for key, flat in kept.feedback.left_out.items():
             for row, value in _by_row(step, kept.rows[key], flat):
                 name = f"{_prefix(step, kept, row)}{step.rank}"
-                shape = tuple(value.shape)
-                yield Entry(whole=name, shape=shape, box=whole_box(shape), value=value)
+                yield Entry.of_whole(name, value)
 
 
 class NewLeftOut:

@@ -18,6 +18,7 @@ from heterog.runtime.checkpoint.contents import (
     SavedOptimizer,
     dtype_name,
     dtype_of,
+    option_like,
 )
 from heterog.runtime.checkpoint.held import (
     MASTER,
@@ -138,7 +139,7 @@ def own_entries(
         StrategyError: the optimizer keeps what cannot be saved.
     """
     entries = [
-        _whole_entry(f"model.{name}", value)
+        Entry.of_whole(f"model.{name}", value)
         for name, value in fixed_tensors(step, model).items()
         if step.buffers.owners.get(name, 0) == step.rank
     ]
@@ -192,7 +193,7 @@ def _own_state(
                 continue
             check_is_once(stepped, member.name, key, value.numel())
             if member.begins_here:
-                yield _whole_entry(name, value)
+                yield Entry.of_whole(name, value)
 
 
 def check_is_once(stepped: Stepped, name: str, key: str, num_elements: int) -> None:
@@ -215,11 +216,6 @@ def _entries(
     return [
         Entry(whole=name, shape=shape, box=piece.box, value=piece.of(held)) for piece in pieces
     ]
-
-
-def _whole_entry(name: str, value: Tensor) -> Entry:
-    shape = tuple(value.shape)
-    return Entry(whole=name, shape=shape, box=whole_box(shape), value=value)
 
 
 def _plain(key: str, value: Any) -> Any:
@@ -374,13 +370,6 @@ def _unlike(first: str, other: str) -> StrategyError:
     )
 
 
-def _like(current: Any, saved: Any) -> Any:
-    """A saved option in the type that the optimizer uses, which JSON may have lost."""
-    if isinstance(current, Tensor):
-        return torch.full_like(current, saved)
-    return tuple(saved) if isinstance(current, tuple) else saved
-
-
 def new_options(
     groups: Sequence[Mapping[str, Any]], stepped: Sequence[Sequence[str]], contents: Contents
 ) -> list[dict[str, Any]]:
@@ -408,7 +397,7 @@ def new_options(
                 )
         # Also those that a scheduler has added.
         found = options[0] if options else _options_elsewhere(number, group, contents)
-        saved = {key: _like(group.get(key), value) for key, value in found.items()}
+        saved = {key: option_like(group.get(key), value) for key, value in found.items()}
         result.append({**group, **saved, "params": numbers})
     return result
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from heterog.cluster.topology import Cluster
 from heterog.lowering.channels import ChannelKind
 from heterog.pricing.op_fits import LinkMeasurement
-from heterog.runtime.accelerators import is_accelerated, synchronize, wire_device
+from heterog.runtime.accelerators import from_every_rank, is_accelerated, synchronize, wire_device
 from heterog.runtime.step.collectives import Communicator, Pending
 
 PAYLOADS = (4 * 1024, 64 * 1024, 512 * 1024, 3 * 1024**2)
@@ -111,9 +111,7 @@ def _repeat(act: Callable[[], None], *, takes_part: bool) -> tuple[float, float]
 def gathered(values: Sequence[float]) -> list[list[float]]:
     """Gather the values of all ranks."""
     mine = torch.tensor(values, dtype=torch.float64)
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
-    return [part.tolist() for part in parts]
+    return [part.tolist() for part in from_every_rank(mine)]
 
 
 def _point_to_point(

@@ -28,6 +28,8 @@ from heterog.graph.optimizer_probe import ParameterGroup
 from heterog.graph.workload import Workload, named_leaves
 from heterog.lowering import lower_resized
 from heterog.lowering.program import Program
+from heterog.names import own_name
+from heterog.runtime.accelerators import from_every_rank
 from heterog.runtime.measure.rehearsal import rehearse
 from heterog.runtime.step.collectives import gather_texts
 from heterog.runtime.step.replicas import Replicas, drift
@@ -183,9 +185,7 @@ def compare(facts: Facts, when: str) -> None:
     """
     text = json.dumps(facts, sort_keys=True)
     mine = torch.tensor([_number(text)], dtype=torch.int64)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    if all(torch.equal(each, mine) for each in every):
+    if all(torch.equal(each, mine) for each in from_every_rank(mine)):
         return
     told = [json.loads(each) for each in gather_texts(text)]
     names = [name for name in told[0] if len({each.get(name) for each in told}) > 1]
@@ -351,9 +351,7 @@ def compare_weights(names: Sequence[str], replicas: Replicas, num_steps: int, wh
         StrategyError: replicas differ; names the first. All ranks raise.
     """
     mine = torch.tensor(replicas.facts(), dtype=torch.float64)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    found = drift([each.tolist() for each in every], num_steps)
+    found = drift([each.tolist() for each in from_every_rank(mine)], num_steps)
     if found is None:
         return
     raise StrategyError(
@@ -381,11 +379,7 @@ def _in_words(value: Any) -> str:
         return str(value.tolist())
     if isinstance(value, str | int | float | bool | tuple | list | None):
         return str(value)
-    return type(value).__qualname__ if isinstance(value, nn.Module) else _name_of(value)
-
-
-def _name_of(value: Any) -> str:
-    return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return type(value).__qualname__ if isinstance(value, nn.Module) else own_name(value)
 
 
 def _difference(name: str, told: list[Facts]) -> str:

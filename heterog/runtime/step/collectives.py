@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from heterog.runtime.accelerators import is_accelerated
+from heterog.runtime.accelerators import from_every_rank, is_accelerated
 from heterog.runtime.step.recorder import Recorder
 from heterog.runtime.step.under_way import InTurn, Sending, Works
 
@@ -457,14 +457,12 @@ def slice_counts(num_elements: int, parts: Sequence[float]) -> list[int]:
 def gather_texts(text: str) -> list[str]:
     """Gather a text from every rank, as UTF-8 bytes; objects would have to be pickled."""
     mine = text.encode()
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(mine)]))
+    sizes = from_every_rank(torch.tensor([len(mine)]))
     longest = max(int(size) for size in sizes)
     if longest == 0:
         return [""] * len(sizes)
     padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
-    received = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(received, padded)
+    received = from_every_rank(padded)
     return [
         each[: int(size)].numpy().tobytes().decode()
         for each, size in zip(received, sizes, strict=True)

@@ -18,7 +18,7 @@ from heterog.runtime.step.losses import Losses
 from heterog.runtime.step.own_words import completed
 from heterog.runtime.step.placed import cut, join, nested
 from heterog.runtime.step.rank_program import RankProgram, has_window
-from heterog.runtime.step.spans import EVERY, Span, Spans
+from heterog.runtime.step.spans import EVERY, Span, Spans, overlap
 from heterog.runtime.step.values import Held, Values
 
 
@@ -110,9 +110,9 @@ class Conversions:
         if part.program.samples[task] > 0:
             maker = self._maker(slot)
             samples, units = self._wanted(task, slot, micro, dst)
-            samples = _overlap(maker.samples(micro, src), samples)
+            samples = overlap(maker.samples(micro, src), samples)
             if part.program.units[task] > 0:
-                units = _overlap(maker.units_of(src), units)
+                units = overlap(maker.units_of(src), units)
         return samples, units
 
     def _send(self, task: int, slot: int, micro: int) -> None:
@@ -201,8 +201,8 @@ class Conversions:
         in_batch, on_axis = self._places(slot)
         for buffer in part.reads(task):
             held = self._values.held[buffer]
-            rows = _overlap(held.samples, samples)
-            columns = units if units == EVERY else _overlap(held.units, units)
+            rows = overlap(held.samples, samples)
+            columns = units if units == EVERY else overlap(held.units, units)
             piece = self._piece(slot, held, rows, columns)
             pieces.setdefault(rows, []).append((columns[0], piece))
         batch = part.graph.batch_size
@@ -458,7 +458,7 @@ class TwoCuts(NamedTuple):
 
     def _samples(self, micro: int, src: int, dst: int) -> Span:
         """Samples that go from one device to another."""
-        return _overlap(self.before.samples(micro, src), self.after.samples(micro, dst))
+        return overlap(self.before.samples(micro, src), self.after.samples(micro, dst))
 
     def shape(self, micro: int, src: int, dst: int) -> tuple[int, ...]:
         """Shape of what goes from one device to another."""
@@ -495,11 +495,6 @@ def gradient_lane(program: Program) -> tuple[int, ...]:
     would wait for gradients that travel against them, though lines take both at once.
     """
     return tuple(range(program.num_devices))
-
-
-def _overlap(one: Span, other: Span) -> Span:
-    begin = max(one[0], other[0])
-    return begin, max(min(one[0] + one[1], other[0] + other[1]) - begin, 0)
 
 
 def _joined(pieces: list[tuple[int, Tensor]], place: Placement) -> Tensor:

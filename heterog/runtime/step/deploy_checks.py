@@ -12,6 +12,7 @@ from heterog.graph.workload import Workload
 from heterog.lowering.program import Program
 from heterog.lowering.tables import graph_tables
 from heterog.modes.mode import fault_of_modes
+from heterog.runtime.accelerators import from_every_rank
 from heterog.runtime.step.loss_scale import LossScale, op_that_begins_backward
 from heterog.search.plan import Plan
 from heterog.strategy.stepping import scope_fault
@@ -60,9 +61,8 @@ def check_scaled(graph: OpGraph, loss_scale: LossScale | None) -> None:
 def check_same_everywhere(program_hash: str) -> None:
     """All ranks must have lowered the same program, or their messages would not match."""
     mine = torch.tensor([int(program_hash, 16) >> 1], dtype=torch.int64)
-    all_hashes = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_hashes, mine)
-    differing = [rank for rank, each in enumerate(all_hashes) if not torch.equal(each, mine)]
+    hashes = from_every_rank(mine)
+    differing = [rank for rank, each in enumerate(hashes) if not torch.equal(each, mine)]
     if differing:
         raise StrategyError(
             f"rank {dist.get_rank()} lowered another program than ranks {differing}; every rank "

@@ -14,7 +14,7 @@ from heterog.runtime.step.collectives import Communicator
 from heterog.runtime.step.placed import cut, join
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.row_sets import RowSet, common, count, first, rows_of_neighbours, take
-from heterog.runtime.step.spans import Span, unit_rows
+from heterog.runtime.step.spans import Span, overlap, unit_rows
 from heterog.runtime.step.values import Held, Values, rows_held
 
 
@@ -94,7 +94,7 @@ class Halos:
         src, dst = part.channel(task).devices
         samples, wanted = self._wanted(slot, micro, dst)
         owned_samples, owned = self._owned(slot, micro, src)
-        samples, rows = _overlap(owned_samples, samples), common(owned, wanted)
+        samples, rows = overlap(owned_samples, samples), common(owned, wanted)
         if part.rank == src:
             held = self._values.held[part.reads(task)[0]]
             piece = self._piece(said, held, samples, rows)
@@ -125,7 +125,7 @@ class Halos:
         for buffer in part.reads(task):
             held = self._values.held[buffer]
             rows = common(rows_held(held, said.size, units), wanted)
-            both = _overlap(held.samples, samples)
+            both = overlap(held.samples, samples)
             pieces.setdefault(both, []).append((first(rows), self._piece(said, held, both, rows)))
         across = [
             join([piece for _, piece in sorted(each, key=_first)], S(said.dim))
@@ -138,8 +138,3 @@ class Halos:
 
 def _first(piece: tuple[int, Tensor]) -> int:
     return piece[0]
-
-
-def _overlap(one: Span, other: Span) -> Span:
-    begin = max(one[0], other[0])
-    return begin, max(min(one[0] + one[1], other[0] + other[1]) - begin, 0)

@@ -3,6 +3,7 @@
 from torch import Tensor, ne, where
 
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS
+from heterog.graph.sharding_rules.table import integer
 from heterog.runtime.step.collectives import Pending
 from heterog.runtime.step.local_op import LocalOp
 from heterog.runtime.step.rank_program import RankProgram
@@ -80,8 +81,7 @@ class Losses:
         """
         part = self._part
         inputs = part.graph.ops[op].inputs
-        ignored = local_op.call.args["ignore_index"]
-        assert isinstance(ignored, int)
+        ignored = integer(local_op.call, "ignore_index")
         total = self._values.zeros(part.graph.outputs[op][1], ())
         for micro in range(part.num_micro):
             if spans.range(micro, part.rank)[1] == 0:
@@ -105,8 +105,7 @@ class Losses:
     def whole_label_weight(self, op: int, local_op: LocalOp) -> Tensor:
         """Weight of the labels of the whole batch, which every rank has, counted here."""
         inputs = self._part.graph.ops[op].inputs
-        ignored = local_op.call.args["ignore_index"]
-        assert isinstance(ignored, int)
+        ignored = integer(local_op.call, "ignore_index")
         target = self._values.from_batch(inputs[1])
         counts = ne(target, ignored)
         total = self._values.zeros(self._part.graph.outputs[op][1], ())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from heterog.graph.placement import OpCall
 from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES, MEAN, SUM
-from heterog.graph.sharding_rules.table import dimension, positions
+from heterog.graph.sharding_rules.table import dimension, integer, positions
 
 _OF_NO_WORD = -100
 
@@ -89,9 +89,7 @@ def _choose_own_words(
 def _label_weight(call: OpCall, inputs: Sequence[Tensor], like: Tensor) -> Tensor:
     """Weight of all labels that count."""
     (target,) = positions(call, "target")
-    ignored = call.args["ignore_index"]
-    assert isinstance(ignored, int)
-    counts = torch.ne(inputs[target], ignored)
+    counts = torch.ne(inputs[target], integer(call, "ignore_index"))
     total = counts
     for weight in positions(call, "weight"):
         total = inputs[weight][inputs[target].where(counts, 0)] * counts

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from heterog.runtime.accelerators import from_every_rank
+
 if TYPE_CHECKING:
     from heterog.lowering.program import FloatArray
 
@@ -119,9 +121,7 @@ def _seconds_behind(origin: float) -> float:
     The clock of ``time.perf_counter`` counts from the machine's start for all of its processes.
     """
     own = torch.tensor([float(zlib.crc32(_machine().encode())), origin], dtype=torch.float64)
-    of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_ranks, own)
-    return origin - min(float(each[1]) for each in of_ranks if each[0] == own[0])
+    return origin - min(float(each[1]) for each in from_every_rank(own) if each[0] == own[0])
 
 
 def _machine() -> str:

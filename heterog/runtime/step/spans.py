@@ -14,6 +14,12 @@ EVERY: Span = (0, -1)
 """A span of everything."""
 
 
+def overlap(one: Span, other: Span) -> Span:
+    """What is in both of two spans."""
+    begin = max(one[0], other[0])
+    return begin, max(min(one[0] + one[1], other[0] + other[1]) - begin, 0)
+
+
 class Spans:
     """Samples of the batch and units of one axis that each device of a group has.
 

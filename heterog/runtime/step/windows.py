@@ -87,6 +87,13 @@ class _Local:
         self.dim = windows.dim
         self.plane = len(call.outputs[0].shape if call.outputs else ()) - 2
 
+    @property
+    def made(self) -> Rows:
+        """Rows to make of the first output, which is cut."""
+        made = self.windows.made[0]
+        assert made is not None
+        return made
+
     def tensor(self, name: str) -> Tensor | None:
         where = positions(self.call, name)
         return self.inputs[where[0]] if where else None
@@ -124,8 +131,7 @@ def _rank(local: _Local) -> int:
 
 
 def _convolution(local: _Local) -> list[Tensor]:
-    (made,) = local.windows.made
-    assert made is not None
+    made = local.made
     rank, dim = _rank(local), local.dim
     stencil = stencil_of(local.call, dim)
     weight, bias = local.given("weight"), local.tensor("bias")
@@ -160,9 +166,7 @@ def _convolution_backward(local: _Local) -> list[Tensor]:
     wants_input, wants_weight, wants_bias = masks
     outputs: list[Tensor] = []
     if wants_input:
-        made = local.windows.made[0]
-        assert made is not None
-        outputs.append(_input_gradient(local, made))
+        outputs.append(_input_gradient(local, local.made))
     if wants_weight:
         outputs.append(_weight_gradient(local))
     if wants_bias:
@@ -277,8 +281,7 @@ def _in_places(local: _Local, rows: Rows, stencil: Stencil) -> Tensor | None:
 
 
 def _average_pool(local: _Local) -> list[Tensor]:
-    (made,) = local.windows.made
-    assert made is not None
+    made = local.made
     if made.num == 0:
         return _nothing(local, made)
     stencil, args = stencil_of(local.call, local.dim), local.call.args
@@ -290,8 +293,7 @@ def _average_pool(local: _Local) -> list[Tensor]:
 
 
 def _average_pool_backward(local: _Local) -> list[Tensor]:
-    (made,) = local.windows.made
-    assert made is not None
+    made = local.made
     have = local.rows("grad_output")
     if made.num == 0 or have.num == 0:
         return _nothing(local, made)
@@ -321,8 +323,7 @@ def _moved(indices: Tensor, local: _Local, shape: Sequence[int], by: int, onto: 
 
 
 def _max_pool(local: _Local) -> list[Tensor]:
-    made = local.windows.made[0]
-    assert made is not None
+    made = local.made
     if made.num == 0:
         return _nothing(local, made)
     stencil, rank = stencil_of(local.call, local.dim), _rank(local)
@@ -337,8 +338,7 @@ def _max_pool(local: _Local) -> list[Tensor]:
 
 
 def _max_pool_backward(local: _Local) -> list[Tensor]:
-    (made,) = local.windows.made
-    assert made is not None
+    made = local.made
     have, rank = local.rows("grad_output"), _rank(local)
     if made.num == 0 or have.num == 0:
         return _nothing(local, made)
@@ -366,8 +366,7 @@ def _op(local: _Local) -> Callable[..., Any]:
 
 def _upsample(local: _Local) -> list[Tensor]:
     """Repeat or blend rows, then cut off those that the edges of the window spoil."""
-    (made,) = local.windows.made
-    assert made is not None
+    made = local.made
     have = local.rows("self")
     if made.num == 0:
         return _nothing(local, made)
@@ -379,8 +378,7 @@ def _upsample(local: _Local) -> list[Tensor]:
 
 
 def _upsample_backward(local: _Local) -> list[Tensor]:
-    (made,) = local.windows.made
-    assert made is not None
+    made = local.made
     if made.num == 0:
         return _nothing(local, made)
     whole = local.call.outputs[0].shape

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from heterog.cluster.topology import Cluster
-from heterog.errors import HeterogError, UnknownNameError
+from heterog.errors import HeterogError, named
 from heterog.graph.op_graph import OpGraph
 from heterog.grouped import grouped
 from heterog.methods.planner import Budget
@@ -114,11 +114,11 @@ class EvaluatedCluster:
 
     def features(self, kind: str) -> JobFeatures:
         """What a scheduler may see of a job."""
-        return self._job(kind).features
+        return named("job", kind, self.jobs).features
 
     def place(self, kind: str, degree: int, occupied: int) -> Place | None:
         """The better of two sets of free devices: the fastest, and those of the fewest hosts."""
-        job = self._job(kind)
+        job = named("job", kind, self.jobs)
         found: list[tuple[float, tuple[int, ...], str]] = []
         for devices in self._choices(degree, occupied):
             step = self._step(kind, job.graph, devices)
@@ -141,11 +141,6 @@ class EvaluatedCluster:
             key = each.type.name, self.cluster.hosts[each.host_index].name
             counts[key] = counts.get(key, 0) + 1
         return ", ".join(f"{n} x {kind} ({host})" for (kind, host), n in counts.items())
-
-    def _job(self, kind: str) -> TrainingJob:
-        if kind not in self.jobs:
-            raise UnknownNameError("job", kind, self.jobs)
-        return self.jobs[kind]
 
     def _choices(self, degree: int, occupied: int) -> Iterator[tuple[int, ...]]:
         free = devices_of(~occupied & ((1 << self.num_devices) - 1))

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import skewnorm
 
-from heterog.errors import HeterogError, UnknownNameError
+from heterog.errors import HeterogError, UnknownNameError, named
 from heterog.grouped import grouped
 from heterog.search.arrivals.queueing import JobCluster, JobFeatures, JobRequest, Place
 from heterog.search.arrivals.ramp import MOST_PARTS, RampNetwork
@@ -170,15 +170,15 @@ class RampCluster:
 
     def alone_s(self, kind: str) -> float:
         """Seconds of a job on one worker."""
-        return self._job(kind).alone_s
+        return named("job", kind, self.jobs).alone_s
 
     def features(self, kind: str) -> JobFeatures:
         """What a scheduler may see of a job."""
-        return self._job(kind).features
+        return named("job", kind, self.jobs).features
 
     def place(self, kind: str, degree: int, occupied: int) -> Place | None:
         """First-fit blocks, one for each number of parts that occurs; a worker has one job."""
-        job = self._job(kind)
+        job = named("job", kind, self.jobs)
         blocks: dict[int, int] = {}
         devices = 0
         for parts in job.widths(degree):
@@ -190,11 +190,6 @@ class RampCluster:
         if key not in self._seconds:
             self._seconds[key] = NUM_STEPS * job.step_s(degree, self.network, blocks)
         return Place(devices=devices, seconds=self._seconds[key])
-
-    def _job(self, kind: str) -> ProfiledJob:
-        if kind not in self.jobs:
-            raise UnknownNameError("job", kind, self.jobs)
-        return self.jobs[kind]
 
 
 DeadlineName = Literal["A", "B", "C", "D"]
