@@ -398,6 +398,11 @@ def heal(path: Path) -> None:
             "heterog.heal is started by torchrun, which starts ranks again; on one machine or on "
             "Ray, heterog run heals plans."
         )
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise HeterogError(
+            "torchrun's agents share one store, in which ranks would read what others wrote "
+            "before a host was lost; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every host."
+        )
     end_with_parent(os.getppid())  # without its agent nobody could restart it
     request, options = read_healing(path)
     generation = Generation(request, options)

@@ -1,9 +1,10 @@
 """Settings of healing, and the record of what happened."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from heterog.errors import HeterogError
+from heterog.records import STRICT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class HealOptions:
         checkpoint_s: Seconds between checkpoints.
         num_trials: Number of plans near the running one that are tried on the job's own steps.
     """
+
+    __pydantic_config__: ClassVar = STRICT
 
     redundancy: int = 1
     first_budget: str = "3s"

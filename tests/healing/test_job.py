@@ -20,12 +20,14 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from heterog.cluster.topology import Cluster
+from heterog.errors import HeterogError
 from heterog.files import read_json, write_atomically, write_json
 from heterog.graph.capture import capture
 from heterog.healing.crew import LocalCrew
 from heterog.healing.improving import NEAR
 from heterog.healing.job import HealingJob
 from heterog.healing.journal import JournalReader
+from heterog.healing.on_torchrun import heal, read_healing
 from heterog.healing.options import HealOptions
 from heterog.healing.planning import Planning
 from heterog.healing.question import FIRST_METHODS, Question
@@ -381,6 +383,26 @@ def test_a_plan_under_torchrun_goes_on_without_a_host(folder: Path, tmp_path: Pa
     assert output["steps"] == list(range(1, 402))
     expected = losses_of_one_process(folder, 401)
     assert output["losses"] == pytest.approx(expected, rel=1e-3, abs=1e-6 * expected[0])
+
+
+def test_a_plan_that_heals_says_what_torchrun_has_to_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_file = tmp_path / "run.json"
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with pytest.raises(HeterogError, match="is started by torchrun"):
+        heal(run_file)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(HeterogError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        heal(run_file)
+    write_json(run_file, {"plan": "plan.json", "num_steps": 7, "heal": {"redundancy": 2}})
+    request, options = read_healing(run_file)
+    assert (request.plan, request.num_steps, options.redundancy) == (Path("plan.json"), 7, 2)
+    for wrong, words in (({"redundant": 2}, "redundant"), ({"checkpoint": "c"}, "on Ray")):
+        write_json(run_file, {"plan": "plan.json", "heal": wrong})
+        with pytest.raises(HeterogError, match=words):
+            read_healing(run_file)
 
 
 def known(folder: Path) -> list[Path]:
