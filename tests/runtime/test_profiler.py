@@ -27,9 +27,11 @@ from heterog.runtime.measure.profiler import (
     profile_local,
     remove_journal,
 )
+from heterog.runtime.step import compiled
 from heterog.search.plan import load_plan
 from heterog.zoo import load_workload
 from tests.runtime.ranks import Ranks
+from tests.runtime.test_segments import traced
 from tests.search.asking import make_plan
 from tests.simulator.builders import cluster_of
 from tests.thorough import THOROUGH
@@ -113,6 +115,40 @@ def test_every_op_is_measured_and_their_sum_is_about_a_step(tmp_path: Path, mode
     assert 0.5 < whole / eager_s(model) < 2.0
     half = sum(found[name, 96].seconds for name in signatures)
     assert half < 1.5 * whole  # seconds of a busy machine; every row is of its own size
+
+
+def test_a_segments_seconds_are_divided_in_proportion_to_its_ops() -> None:
+    """Tasks 1, 2 and 4 are ops; 0 is a copy by itself, 3 a view, and 5 sends."""
+    apart = {0: [7.0], 1: [1.0, 1.0], 2: [3.0], 3: [5.0], 4: [2.0], 5: [1.0]}
+    segments = {0: [9.0], 1: [8.0, 16.0], 5: [4.0]}
+    found = op_profiler.parts_of_segments(segments, apart, [0, 1, -1, 2, 3, 5, 4], {1, 2, 4})
+    assert found == {0: [9.0], 1: [2.0, 4.0], 2: [6.0, 12.0], 4: [4.0]}
+
+
+def test_compiled_segments_are_measured_whole(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "_inductor", traced)
+    kept: list[tuple[float, float]] = []
+    divide = op_profiler.parts_of_segments
+
+    def noted(segments: Any, apart: Any, *rest: Any) -> dict[int, list[float]]:
+        found = divide(segments, apart, *rest)
+        assert len(segments) < len(apart) / 2, "several ops at once"
+        kept.append((sum(map(sum, segments.values())), sum(map(sum, found.values()))))
+        return found
+
+    monkeypatch.setattr(op_profiler, "parts_of_segments", noted)
+    journal = tmp_path / "journal"
+    found = profile_here([model], journal, "CPU", compiles=True)
+    assert found.compiled
+    names = {(row.signature, row.samples) for row in found.ops}
+    graph = capture(load_workload(model, None))
+    assert {(op_signature(graph, op), n) for op in kernels(graph) for n in (192, 96)} <= names
+    assert len(kept) == len(SHARES)
+    assert all(0.5 * whole < divided <= 1.001 * whole for whole, divided in kept)
+    with pytest.raises(InputFileError, match=r"measurements of a CPU, .*, compiled, not of a CPU"):
+        profile_here([model], journal, "CPU")
 
 
 def test_updates_are_measured_once_for_every_size_of_parameter(tmp_path: Path, model: str) -> None:
