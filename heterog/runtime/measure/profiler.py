@@ -117,6 +117,16 @@ class Journal:
             file.write(json.dumps({"key": key, "rows": list(map(asdict, rows))}) + "\n")
 
 
+def own_journal(path: Path, device_type: str, *, compiles: bool = False) -> Journal:
+    """The journal of a process that measures its own device alone.
+
+    Raises:
+        InputFileError: the file is of other measurements.
+    """
+    how = ", compiled" if compiles else ""
+    return Journal(path, f"a {device_type}, torch {torch.__version__}{how}")
+
+
 class _JournalHead(Record):
     journal_of: Text
 
@@ -156,12 +166,11 @@ _RESULT_FILE = "measurements.json"
 
 def profile_local(
     sources: Sequence[str],
-    journal: Path,
+    done: Journal,
     device_type: str,
     *,
     batch_size: int | None = None,
     quota: float | None = None,
-    of: str = "",
     compiles: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[OpMeasurement]:
@@ -169,22 +178,16 @@ def profile_local(
 
     Args:
         sources: Zoo names or ``file.py:function``.
-        journal: File of measurements done; lines are added, and none in it is repeated.
+        done: Measurements done; lines are added, and none in it is repeated.
         device_type: Name of the device type in the rows.
         batch_size: Batch size of the workloads; their own by default.
         quota: Fraction of a core that this process may use.
-        of: Description of what the journal holds; by default the device type, and how steps run.
         compiles: Whether steps are compiled.
         tell: Called with progress in words.
 
     Returns:
         The rows of these models.
-
-    Raises:
-        InputFileError: the journal is of other measurements.
     """
-    how = ", compiled" if compiles else ""
-    done = Journal(journal, of or f"a {device_type}, torch {torch.__version__}{how}")
     distinct = list(dict.fromkeys(sources))
     rows: list[OpMeasurement] = []
     measure = partial(_profiled, compiles=compiles, tell=tell)
@@ -288,7 +291,7 @@ def profile_here(
     with _as_many_threads_as_ranks():
         ops = profile_local(
             sources,
-            journal / "rank0.jsonl",
+            own_journal(journal / "rank0.jsonl", device_type, compiles=compiles),
             device_type,
             batch_size=batch_size,
             compiles=compiles,
@@ -384,21 +387,20 @@ def profile_as_rank(
     compiles = cluster.execution == Execution.COMPILED
     of = f"{device.name} of cluster '{cluster.name}' ({cluster.fingerprint()})"
     of += ", compiled" if compiles else ""
-    file = journal / f"rank{rank}.jsonl"
+    done = Journal(journal / f"rank{rank}.jsonl", of)
     with _as_many_threads_as_ranks():
         ops = profile_local(
             sources,
-            file,
+            done,
             device.type.name,
             batch_size=batch_size,
             quota=quota,
-            of=of,
             compiles=compiles,
             tell=tell,
         )
         tell("waiting for the other ranks")
         join(timeout_s)
-        links = _journalled_links(cluster, Journal(file, of), quota=quota, tell=tell)
+        links = _journalled_links(cluster, done, quota=quota, tell=tell)
         parts = gather_texts(json.dumps([asdict(row) for row in ops]))
         if rank > 0:
             return None
