@@ -67,6 +67,8 @@ _LIMIT_S = 600.0
 _GONE_S = 20.0
 _AFTER = 200
 """Steps that are trained after the fault: enough for an agent that joins late to take part."""
+_AFTER_OF_PLAN = 800
+"""As many seconds of a plan, whose steps have no pause."""
 PARTS = ("noticed_s", "planned_s", "moved_s", "first_step_s")
 
 
@@ -248,7 +250,7 @@ def run_trial(
     kind = "plain" if fault == "plain" else "memory"
     script = [str(LOOP), str(folder / "log.jsonl"), str(step + _AFTER), kind]
     if plan is not None:
-        script = [heal.__file__, str(write_run(plan, folder, step + _AFTER))]
+        script = [heal.__file__, str(write_run(plan, folder, step + _AFTER_OF_PLAN))]
     hosts = Hosts(places, folder, given, script)
     try:
         last = hosts.wait_for("step", lambda told: told["step"] >= step)

@@ -67,29 +67,40 @@ def plan_of(evaluator: Evaluator, strategy: Strategy) -> Plan:
     return plan_from_rows(evaluator, [row])
 
 
-def calibrated(testbed: str, folder: Path) -> Cluster:
+def calibrated(testbed: str, folder: Path, execution: Execution = Execution.EAGER) -> Cluster:
     """The testbed's cluster with a calibration of its own; measured once per folder.
 
-    Ops are not measured again on types of devices that another testbed has had measured.
+    Ops are not measured again on types of devices that another testbed has had measured, if steps
+    were run in the same way, nor links if these ops are known.
     """
-    cluster = load_testbed(testbed)
-    path = folder / f"{Path(testbed).stem}.calibration.json"
-    kept = folder / f"{Path(testbed).stem}.measurements.json"
+    cluster = replace(load_testbed(testbed), execution=execution)
+    is_compiled = execution == Execution.COMPILED
+    name = Path(testbed).stem + (".compiled" if is_compiled else "")
+    path, kept = folder / f"{name}.calibration.json", folder / f"{name}.measurements.json"
     if not path.exists():
         others = [Measurements.load(each) for each in sorted(folder.glob("*.measurements.json"))]
         types = {of_type.name for of_type in cluster.device_types}
-        ops = tuple(row for part in others for row in part.ops if row.device_type in types)
+        alike = [part for part in others if part.compiled == is_compiled]
+        ops = tuple(row for part in alike for row in part.ops if row.device_type in types)
         is_known = types <= {row.device_type for row in ops}
+        linked = [
+            replace(part, ops=(), compiled=is_compiled)
+            for part in others
+            if part.cluster
+            and Cluster.from_dict(part.cluster).fingerprint() == cluster.fingerprint()
+        ]
         if kept.exists():
             measured = Measurements.load(kept)
+        elif is_known and linked:
+            measured = linked[0]
         else:
             sources = [f"{WORKLOADS}:{name}" for name in CALIBRATED_ON]
             measured = profile_cluster(
-                [] if is_known else sources, cluster, folder / f"{Path(testbed).stem}.journal"
+                [] if is_known else sources, cluster, folder / f"{name}.journal"
             )
             measured.save(kept)
         if not measured.ops:
-            measured = replace(measured, ops=ops)
+            measured = replace(measured, ops=ops, compiled=is_compiled)
         calibrate(measured, cluster, name=f"calibrated on {testbed}").save(path)
     return replace(cluster, calibration=str(path))
 
@@ -109,8 +120,7 @@ def testbeds_and_models(asked: argparse.Namespace) -> Iterator[tuple[Cluster, st
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(asked.folder or scratch)
         for testbed in asked.testbeds.split(","):
-            cluster = calibrated(testbed, folder)
-            cluster = replace(cluster, execution=Execution(asked.execution))
+            cluster = calibrated(testbed, folder, Execution(asked.execution))
             for model in asked.models.split(","):
                 yield cluster, model
 
@@ -219,7 +229,8 @@ def _ddp_step(task: Task, shares: Sequence[int]) -> Callable[[], None]:
     batch = workload.make_batch()
     assert isinstance(batch, tuple)
     if task.execution == Execution.COMPILED:
-        replica = torch.compile(replica)
+        # Several batch sizes in one process would make shapes dynamic, and kernels slower.
+        replica = torch.compile(replica, dynamic=False)
     begin = sum(shares[:rank])
     local = tuple(each[begin : begin + shares[rank]] for each in batch)
 

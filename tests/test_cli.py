@@ -634,12 +634,6 @@ TWO_GPUS = (
 )
 
 
-def test_profile_of_a_compiled_cluster_says_that_ops_are_single(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "lab.yaml").write_text(f"{TWO_GPUS}execution: compiled\n")
-    where = ("--cluster", tmp_path / "lab.yaml", "-o", tmp_path / "m.json")
-    assert "measured as they run without a compiler" in run("profile", "graph.json", *where).err
-
-
 def recorded(tmp_path: Path, model: str, run: Run, factor: float) -> Path:
     """A table of runs that take so many times what is predicted."""
     (tmp_path / "lab.yaml").write_text(TWO_GPUS)

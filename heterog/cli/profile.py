@@ -9,7 +9,6 @@ from heterog.cli import completion
 from heterog.cli.common import (
     BatchOption,
     JsonOption,
-    err,
     load_cluster,
     print_result,
     progress_line,
@@ -22,12 +21,6 @@ from heterog.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from heterog.pricing.op_fits import Measurements
-
-
-SINGLE_OPS = (
-    "single ops are measured as they run without a compiler, and prices of them know none of its "
-    "fusions; 'heterog fidelity runs.csv' compares compiled steps of your own"
-)
 
 
 def profile(
@@ -88,8 +81,6 @@ def profile(
         named = load_testbed(testbed)
     if named is not None:
         not_replaced(named.calibration, f"the calibration of {named.name}", output)
-        if rank == 0 and named.execution == "compiled":
-            err.print(SINGLE_OPS, soft_wrap=True, highlight=False)
     for source in sources:
         _check_workload(source, batch_size)
     from heterog.runtime.measure import profiler
@@ -127,7 +118,12 @@ def profile(
         else:
             kind = device_type or (named.devices[0].type.name if named else _local_type_name())
             measured = profiler.profile_here(
-                sources, journal, kind, batch_size=batch_size, tell=tell
+                sources,
+                journal,
+                kind,
+                batch_size=batch_size,
+                compiles=named is not None and named.execution == "compiled",
+                tell=tell,
             )
     if measured is not None:
         measured.save(output)

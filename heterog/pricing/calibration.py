@@ -30,7 +30,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 import numpy as np
 
 from heterog.cluster.hardware import DeviceType
-from heterog.cluster.topology import DEVICE_MODELS, ROOFLINE, Cluster
+from heterog.cluster.topology import DEVICE_MODELS, ROOFLINE, Cluster, Execution
 from heterog.errors import InputFileError
 from heterog.files import MAX_JSON_BYTES, read_json, write_json
 from heterog.graph.batch_plan import batch_plan
@@ -61,7 +61,7 @@ from heterog.pricing.op_fits import (
     signatures,
 )
 from heterog.pricing.roofline import Roofline
-from heterog.records import VALUE, Name, Text, finite, parse_record
+from heterog.records import VALUE, Flag, Name, Text, finite, parse_record
 from heterog.strategy.strategy import REPLICATED, Strategy
 
 
@@ -240,6 +240,7 @@ class Calibration:
         links: Fits to the links of the measured cluster.
         held_out_error: Errors on data unseen by a first fit, by device type: of ops, and of
             whole models; see the function ``held_out_error``.
+        compiled: Whether compiled steps were measured; others are extrapolated, and the reverse.
     """
 
     __pydantic_config__: ClassVar = VALUE
@@ -248,6 +249,7 @@ class Calibration:
     types: Mapping[Name, TypeFit]
     links: LinkFit
     held_out_error: Mapping[Name, tuple[_Error, _Error]]
+    compiled: Flag = False
 
     def op_seconds(self, graph: OpGraph, device_type: DeviceType, samples: int) -> FloatArray:
         """Seconds of every op at a local share; see ``CostModel``."""
@@ -389,6 +391,7 @@ def calibrate(
         if cluster
         else LinkFit(rates={}, factors={}, drag={}, loaded={}),
         held_out_error={kind: held_out_error(rows) for kind, rows in by_type.items()},
+        compiled=measurements.compiled,
     )
 
 
@@ -427,7 +430,8 @@ def extrapolated_by(
 ) -> dict[str, float]:
     """Fraction of a strategy's compute time in each op kind that was never measured near its size.
 
-    Seconds of all devices together. Micro-batches are taken as one.
+    Seconds of all devices together. Micro-batches are taken as one. All of a step is extrapolated
+    that is compiled and was not measured so, or the reverse.
 
     Returns:
         Fractions of all compute seconds by op kind, the largest first; empty if all was measured.
@@ -436,6 +440,7 @@ def extrapolated_by(
     home_of = {op: home for (op, _, _), home in zip(graph.updates, strategy.homes, strict=True)}
     total = 0.0
     by_kind: dict[str, float] = {}
+    runs_otherwise = model.compiled != (cluster.execution == Execution.COMPILED)
     for device, device_type in enumerate(
         cluster.device_types[number] for number in cluster.type_index
     ):
@@ -452,7 +457,7 @@ def extrapolated_by(
             seconds, is_far = model._op_seconds(graph, device_type, int(samples))
             chosen = local == samples
             total += float(seconds[chosen].sum())
-            for op in np.flatnonzero(chosen & is_far & (seconds > 0)).tolist():
+            for op in np.flatnonzero(chosen & (is_far | runs_otherwise) & (seconds > 0)).tolist():
                 name = op_kind(graph, op)
                 by_kind[name] = by_kind.get(name, 0.0) + float(seconds[op])
     return {

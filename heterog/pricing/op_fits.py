@@ -150,6 +150,7 @@ class Measurements:
         links: Measured transfers and collectives.
         cluster: The cluster of the links, as ``Cluster.to_dict`` describes it; ``None`` if nothing
             was measured between devices.
+        compiled: Whether ops are parts of compiled segments.
     """
 
     __pydantic_config__: ClassVar = VALUE
@@ -158,6 +159,7 @@ class Measurements:
     ops: Series[OpMeasurement]
     links: Series[LinkMeasurement] = ()
     cluster: Mapping[str, Any] | None = None
+    compiled: Flag = False
 
     def save(self, path: str | Path) -> None:
         """Write as JSON."""
@@ -184,7 +186,13 @@ def merge(parts: Sequence[Measurements]) -> Measurements:
 
     Raises:
         ClusterError: links of several clusters were measured.
+        InputFileError: ops were compiled in some, and not in others.
     """
+    if len({part.compiled for part in parts if part.ops}) > 1:
+        raise InputFileError(
+            "some of the measurements are of compiled steps, others are not; make a calibration "
+            "of each."
+        )
     clusters = [Cluster.from_dict(part.cluster) for part in parts if part.cluster is not None]
     for other in clusters[1:]:
         difference = clusters[0].describe_difference(other)
@@ -198,6 +206,7 @@ def merge(parts: Sequence[Measurements]) -> Measurements:
         ops=tuple(row for part in parts for row in part.ops),
         links=tuple(row for part in parts for row in part.links),
         cluster=clusters[0].to_dict() if clusters else None,
+        compiled=any(part.compiled for part in parts if part.ops),
     )
 
 

@@ -139,17 +139,18 @@ def test_ranks_on_rays_nodes_train_as_here(nodes: Any, plan: Path) -> None:
 @THOROUGH
 @pytest.mark.distributed
 def test_torchruns_machines_take_the_places_of_their_devices(plan: Path) -> None:
-    """The machine that arrives first has what the plan names last."""
+    """The machine that arrives first has what the plan names last; rounds share no store."""
     two = cluster_of((1.0, [FAST]), (1.0, [SLOW]))
     workload = load_workload(f"{plan.parent / 'model.py'}:workload", None)
     of_two = plan.parent / "two.json"
     make_plan(capture(workload), two, methods=["model_parallel"], budget="1e").save(of_two)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--rdzv-backend",
-               "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "-m", "heterog.run",
-               str(of_two)]  # fmt: skip
+               "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr",
+               "127.0.0.1", "-m", "heterog.run", str(of_two)]  # fmt: skip
+    alone = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     started = [
         subprocess.Popen(
-            command, env={**os.environ, DEVICE_TYPES: kind}, stdout=subprocess.PIPE, text=True
+            command, env={**alone, DEVICE_TYPES: kind}, stdout=subprocess.PIPE, text=True
         )
         for kind in (SLOW, FAST)
     ]

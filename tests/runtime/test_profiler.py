@@ -21,15 +21,18 @@ from heterog.runtime.measure import op_profiler, profiler
 from heterog.runtime.measure.link_profiler import profile_links
 from heterog.runtime.measure.op_profiler import LoopbackCommunicator, peak_bytes, peak_during
 from heterog.runtime.measure.profiler import (
+    own_journal,
     profile_as_rank,
     profile_cluster,
     profile_here,
     profile_local,
     remove_journal,
 )
+from heterog.runtime.step import compiled
 from heterog.search.plan import load_plan
 from heterog.zoo import load_workload
 from tests.runtime.ranks import Ranks
+from tests.runtime.test_segments import traced
 from tests.search.asking import make_plan
 from tests.simulator.builders import cluster_of
 from tests.thorough import THOROUGH
@@ -102,7 +105,7 @@ def eager_s(source: str) -> float:
 
 def test_every_op_is_measured_and_their_sum_is_about_a_step(tmp_path: Path, model: str) -> None:
     torch.set_num_threads(1)
-    rows = profile_local([model], tmp_path / "journal", "CPU")
+    rows = profile_local([model], own_journal(tmp_path / "journal", "CPU"), "CPU")
     graph = capture(load_workload(model, None))
     assert all(row.seconds > 0 and row.count > 0 for row in rows)
     found = {(row.signature, row.samples): row for row in rows if row.signature}
@@ -115,8 +118,42 @@ def test_every_op_is_measured_and_their_sum_is_about_a_step(tmp_path: Path, mode
     assert half < 1.5 * whole  # seconds of a busy machine; every row is of its own size
 
 
+def test_a_segments_seconds_are_divided_in_proportion_to_its_ops() -> None:
+    """Tasks 1, 2 and 4 are ops; 0 is a copy by itself, 3 a view, and 5 sends."""
+    apart = {0: [7.0], 1: [1.0, 1.0], 2: [3.0], 3: [5.0], 4: [2.0], 5: [1.0]}
+    segments = {0: [9.0], 1: [8.0, 16.0], 5: [4.0]}
+    found = op_profiler.parts_of_segments(segments, apart, [0, 1, -1, 2, 3, 5, 4], {1, 2, 4})
+    assert found == {0: [9.0], 1: [2.0, 4.0], 2: [6.0, 12.0], 4: [4.0]}
+
+
+def test_compiled_segments_are_measured_whole(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "_inductor", traced)
+    kept: list[tuple[float, float]] = []
+    divide = op_profiler.parts_of_segments
+
+    def noted(segments: Any, apart: Any, *rest: Any) -> dict[int, list[float]]:
+        found = divide(segments, apart, *rest)
+        assert len(segments) < len(apart) / 2, "several ops at once"
+        kept.append((sum(map(sum, segments.values())), sum(map(sum, found.values()))))
+        return found
+
+    monkeypatch.setattr(op_profiler, "parts_of_segments", noted)
+    journal = tmp_path / "journal"
+    found = profile_here([model], journal, "CPU", compiles=True)
+    assert found.compiled
+    names = {(row.signature, row.samples) for row in found.ops}
+    graph = capture(load_workload(model, None))
+    assert {(op_signature(graph, op), n) for op in kernels(graph) for n in (192, 96)} <= names
+    assert len(kept) == len(SHARES)
+    assert all(0.5 * whole < divided <= 1.001 * whole for whole, divided in kept)
+    with pytest.raises(InputFileError, match=r"measurements of a CPU, .*, compiled, not of a CPU"):
+        profile_here([model], journal, "CPU")
+
+
 def test_updates_are_measured_once_for_every_size_of_parameter(tmp_path: Path, model: str) -> None:
-    rows = profile_local([model], tmp_path / "journal", "CPU")
+    rows = profile_local([model], own_journal(tmp_path / "journal", "CPU"), "CPU")
     graph = capture(load_workload(model, None))
     updates = [row for row in rows if row.kind == "update.Adam" and row.samples == 192]
     sizes = {math.prod(graph.tensors[parameter].shape) for _, parameter, _ in graph.updates}
@@ -126,7 +163,7 @@ def test_updates_are_measured_once_for_every_size_of_parameter(tmp_path: Path, m
 
 
 def test_gradients_of_a_part_of_the_batch_are_copied_too(tmp_path: Path, model: str) -> None:
-    rows = profile_local([model], tmp_path / "journal", "CPU")
+    rows = profile_local([model], own_journal(tmp_path / "journal", "CPU"), "CPU")
     copies = [row for row in rows if row.kind == "copy"]
     assert copies, "half of the batch is data parallel: gradients are flattened"
     assert all(row.num_bytes > 0 and row.flops == 0 for row in copies)
@@ -134,33 +171,33 @@ def test_gradients_of_a_part_of_the_batch_are_copied_too(tmp_path: Path, model: 
 
 def test_what_is_done_is_not_measured_again(tmp_path: Path, model: str, calls: list[int]) -> None:
     journal = tmp_path / "journal"
-    first = profile_local([model, model], journal, "CPU")
+    first = profile_local([model, model], own_journal(journal, "CPU"), "CPU")
     assert calls == [192, 96]
-    assert profile_local([model], journal, "CPU") == first
+    assert profile_local([model], own_journal(journal, "CPU"), "CPU") == first
     assert calls == [192, 96]
-    others = profile_local([model], journal, "CPU", batch_size=64)
+    others = profile_local([model], own_journal(journal, "CPU"), "CPU", batch_size=64)
     assert calls == [192, 96, 64, 32]
     assert {row.samples for row in others} == {64, 32}, "rows of other sizes are not mixed in"
     Path(model.partition(":")[0]).write_text(MODEL.replace("512", "256"))
-    profile_local([model], journal, "CPU")
+    profile_local([model], own_journal(journal, "CPU"), "CPU")
     assert calls[4:] == [192, 96], "another model under the same name"
 
 
 def test_a_journal_that_was_cut_off_goes_on(tmp_path: Path, model: str, calls: list[int]) -> None:
     journal = tmp_path / "journal"
-    profile_local([model], journal, "CPU")
+    profile_local([model], own_journal(journal, "CPU"), "CPU")
     journal.write_bytes(journal.read_bytes()[:-30])
-    again = profile_local([model], journal, "CPU")
+    again = profile_local([model], own_journal(journal, "CPU"), "CPU")
     assert calls == [192, 96, 96]
-    assert profile_local([model], journal, "CPU") == again
+    assert profile_local([model], own_journal(journal, "CPU"), "CPU") == again
     assert calls == [192, 96, 96], "the line after the cut is whole"
 
 
 def test_somebody_elses_journal_is_refused(tmp_path: Path, model: str) -> None:
     journal = tmp_path / "journal"
-    profile_local([], journal, "CPU")
+    profile_local([], own_journal(journal, "CPU"), "CPU")
     with pytest.raises(InputFileError, match=r"holds measurements of a CPU, .* not of a T4"):
-        profile_local([model], journal, "T4")
+        profile_local([model], own_journal(journal, "T4"), "T4")
 
 
 def test_a_small_batch_is_measured_once_per_size(
@@ -169,7 +206,7 @@ def test_a_small_batch_is_measured_once_per_size(
     monkeypatch.setattr(profiler, "SHARES", (1.0, 0.25, 0.125))
     told: list[str] = []
     tiny = model.replace(":workload", ":tiny")
-    profile_local([tiny], tmp_path / "journal", "CPU", tell=told.append)
+    profile_local([tiny], own_journal(tmp_path / "journal", "CPU"), "CPU", tell=told.append)
     assert calls == [4, 1]
     assert told[0] == "ops 1 of 3: tiny, 4 samples"
 
@@ -182,7 +219,10 @@ def test_a_share_that_does_not_fit_is_left_out(
 
     monkeypatch.setattr(profiler, "profile_ops", fail)
     told: list[str] = []
-    assert profile_local([model], tmp_path / "journal", "CPU", tell=told.append) == []
+    assert (
+        profile_local([model], own_journal(tmp_path / "journal", "CPU"), "CPU", tell=told.append)
+        == []
+    )
     assert "workload: 192 samples do not fit on CPU; left out" in told
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from heterog.cluster import Cluster, device_type
+from heterog.cluster.topology import Execution
 from heterog.errors import ClusterError, InputFileError
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import OpGraph
@@ -491,3 +492,19 @@ def test_merging_keeps_all_rows_and_refuses_two_clusters() -> None:
     other = load_testbed("skew_network").to_dict()
     with pytest.raises(ClusterError, match=r"different clusters .* make a calibration of each"):
         merge([replace(first, cluster=both), replace(second, cluster=other)])
+
+
+def test_compiled_steps_have_a_calibration_of_their_own() -> None:
+    graph, cluster = linear_chain(), cluster_of((1.0, ["T4", "T4"]))
+    eager, compiled = measured(graph), replace(measured(graph), compiled=True)
+    with pytest.raises(InputFileError, match=r"of compiled steps, others are not"):
+        merge([eager, compiled])
+    links = replace(eager, ops=(), cluster=cluster.to_dict())
+    assert merge([links, compiled]).compiled
+    chosen = strategy(graph, cluster, (6, 2))
+    for model, right in ((calibrate(eager), "eager"), (calibrate(compiled), "compiled")):
+        for execution in Execution:
+            like = replace(cluster, execution=execution)
+            share = sum(extrapolated_by(model, graph, like, chosen).values())
+            is_known = (execution == "compiled") == (right == "compiled")
+            assert share == pytest.approx(0.0 if is_known else 1.0)

@@ -4,6 +4,9 @@ Ops are measured inside a real training step, not alone in a loop: caches hold w
 The step is the executor's own, of a device with a part of the batch in data parallelism, with a
 communicator that sends nothing.
 
+Where steps are compiled, whole segments are measured. An op then takes its part of its segment's
+seconds, in proportion to what the segment's ops take by themselves.
+
 The most bytes that a rank holds during a step, measured.
 """
 
@@ -14,10 +17,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._profiler import _EventType
@@ -50,6 +55,7 @@ from heterog.runtime.accelerators import (
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.step.alike import batch_by_tensor
 from heterog.runtime.step.collectives import Communicator, Pending
+from heterog.runtime.step.compiled import Compiler
 from heterog.runtime.step.executor import StepExecutor
 from heterog.runtime.step.grouped_optimizer import make_optimizer
 from heterog.runtime.step.local_op import local_ops
@@ -254,6 +260,7 @@ def profile_ops(
     samples: int,
     device_type: str,
     quota: float | None = None,
+    compiles: bool = False,
 ) -> list[OpMeasurement]:
     """Measure the ops of a step on a part of the batch, on this process's device.
 
@@ -265,6 +272,7 @@ def profile_ops(
         samples: Local share; at most the batch size.
         device_type: Name of the device type in the rows.
         quota: Fraction of a core that this process may use.
+        compiles: Whether the step is compiled.
 
     Returns:
         One row per op signature, rows of kind ``copy`` for copies and sums, and one of kind
@@ -293,7 +301,8 @@ def profile_ops(
     in_groups = [group_of[graph.tensors[tensor].name] for tensor in parameters]
     optimizer = make_optimizer(workload, groups, masters.stepped, in_groups)
     part = RankProgram(graph, _strategy(graph, samples), program, 0)
-    executor = StepExecutor(
+    make = partial(
+        StepExecutor,
         part,
         step_order(part, range(program.num_tasks), clips=False).for_rank(part),
         ops=local_ops(captured, axis_plan(graph), device),
@@ -304,33 +313,74 @@ def profile_ops(
         masters=masters,
         device=device,
     )
+    executor = make()
     batch = {
         tensor: value.to(device)
         for tensor, value in batch_by_tensor(captured.graph, workload.make_batch()).items()
     }
+    clock = _Clock(device, quota)
+    step_s = _timed(executor, batch, clock)
+    seconds: Mapping[int, Sequence[float]] = clock.seconds()
+    if compiles:
+        executor = make(compiler=Compiler())
+        executor.times_segments = True
+        clock = _Clock(device, quota)
+        step_s = _timed(executor, batch, clock)
+        ops = {
+            task
+            for task in np.flatnonzero(program.kind == TaskKind.COMPUTE).tolist()
+            if not graph.is_view[graph_tables(graph).op_id[program.subject[task]]]
+        }
+        order = [turn.task for turn in executor.turns]
+        seconds = parts_of_segments(clock.seconds(), seconds, order, ops)
+    rows = _op_rows(graph, program, seconds, samples, device_type)
+    rows.append(_step_row(graph, executor, batch, optimizer, step_s, samples, device_type))
+    rows += _update_rows(graph, parameters, optimizer, clock.stretch, samples, device_type, device)
+    return rows
+
+
+def _timed(executor: StepExecutor, batch: Mapping[int, Tensor], clock: _Clock) -> float:
+    """Run steps that a clock records, after one that it does not; mean seconds of a step."""
     for _ in range(_WARM_UP_STEPS):
         executor(batch)
-    clock = _Clock(device, quota)
     executor.recorder = clock
     begin, steps = time.perf_counter(), 0
     while steps < _LEAST_STEPS or time.perf_counter() - begin < _LEAST_SECONDS:
         executor(batch)
         steps += 1
-    rows = _op_rows(graph, program, clock.seconds(), samples, device_type)
     executor.recorder = None
-    rows.append(
-        _step_row(
-            graph,
-            executor,
-            batch,
-            optimizer,
-            (time.perf_counter() - begin) / steps,
-            samples,
-            device_type,
-        )
-    )
-    rows += _update_rows(graph, parameters, optimizer, clock.stretch, samples, device_type, device)
-    return rows
+    return (time.perf_counter() - begin) / steps
+
+
+def parts_of_segments(
+    segments: Mapping[int, Sequence[float]],
+    apart: Mapping[int, Sequence[float]],
+    order: Sequence[int],
+    ops: Set[int],
+) -> dict[int, list[float]]:
+    """Seconds of every op as its part of its segment; what is not in a segment keeps its own.
+
+    Args:
+        segments: Seconds of each call of a segment, by its first task.
+        apart: Seconds of each task that was run by itself.
+        order: Tasks in the order in which they run.
+        ops: Tasks that share a segment's seconds, in proportion to those in ``apart``.
+    """
+    found: dict[int, list[float]] = {}
+    first: int | None = None
+    members: dict[int, list[int]] = {}
+    for task in order:
+        first = task if task in segments else first
+        if first is not None and task >= 0:
+            members.setdefault(first, []).append(task)
+    for first, tasks in members.items():
+        weights = {task: _trimmed_mean(apart[task]) for task in tasks if task in ops}
+        whole = sum(weights.values())
+        for task, weight in weights.items():
+            found[task] = [each * weight / whole for each in segments[first]]
+        if first not in ops and len(tasks) == 1:
+            found[first] = list(segments[first])
+    return found
 
 
 def _data_parallel(graph: OpGraph, samples: int) -> Program:

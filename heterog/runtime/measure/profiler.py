@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from heterog.cluster.catalog import device_type_names
-from heterog.cluster.topology import Cluster
+from heterog.cluster.topology import Cluster, Execution
 from heterog.errors import HeterogError, InputFileError
 from heterog.files import MAX_JSON_BYTES, parse_json, read_bytes, write_atomically
 from heterog.graph.capture import CapturedStep, capture_step
@@ -116,6 +117,16 @@ class Journal:
             file.write(json.dumps({"key": key, "rows": list(map(asdict, rows))}) + "\n")
 
 
+def own_journal(path: Path, device_type: str, *, compiles: bool = False) -> Journal:
+    """The journal of a process that measures its own device alone.
+
+    Raises:
+        InputFileError: the file is of other measurements.
+    """
+    how = ", compiled" if compiles else ""
+    return Journal(path, f"a {device_type}, torch {torch.__version__}{how}")
+
+
 class _JournalHead(Record):
     journal_of: Text
 
@@ -155,34 +166,31 @@ _RESULT_FILE = "measurements.json"
 
 def profile_local(
     sources: Sequence[str],
-    journal: Path,
+    done: Journal,
     device_type: str,
     *,
     batch_size: int | None = None,
     quota: float | None = None,
-    of: str = "",
+    compiles: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[OpMeasurement]:
     """Measure models on this process's device.
 
     Args:
         sources: Zoo names or ``file.py:function``.
-        journal: File of measurements done; lines are added, and none in it is repeated.
+        done: Measurements done; lines are added, and none in it is repeated.
         device_type: Name of the device type in the rows.
         batch_size: Batch size of the workloads; their own by default.
         quota: Fraction of a core that this process may use.
-        of: Description of what the journal holds; by default it names the device type.
+        compiles: Whether steps are compiled.
         tell: Called with progress in words.
 
     Returns:
         The rows of these models.
-
-    Raises:
-        InputFileError: the journal is of other measurements.
     """
-    done = Journal(journal, of or f"a {device_type}, torch {torch.__version__}")
     distinct = list(dict.fromkeys(sources))
     rows: list[OpMeasurement] = []
+    measure = partial(_profiled, compiles=compiles, tell=tell)
     with _alone():
         for position, source in enumerate(distinct):
             workload = load_workload(source, batch_size)
@@ -201,9 +209,7 @@ def profile_local(
                     measured.add(samples)
                     done.add(
                         key,
-                        _profiled(captured, workload, samples, device_type, quota, tell)
-                        if is_new
-                        else [],
+                        measure(captured, workload, samples, device_type, quota) if is_new else [],
                     )
                 rows += done.rows(key)
     return rows
@@ -215,11 +221,13 @@ def _profiled(
     samples: int,
     device_type: str,
     quota: float | None,
+    *,
+    compiles: bool,
     tell: Callable[[str], None],
 ) -> list[OpMeasurement]:
     """Rows of one share of the batch; none if it does not fit into a GPU's memory."""
     try:
-        return profile_ops(captured, workload, samples, device_type, quota)
+        return profile_ops(captured, workload, samples, device_type, quota, compiles)
     except torch.OutOfMemoryError:
         tell(f"{workload.name}: {samples} samples do not fit on {device_type}; left out")
         return []
@@ -258,6 +266,7 @@ def profile_here(
     device_type: str,
     *,
     batch_size: int | None = None,
+    compiles: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Measurements:
     """Measure the ops of models on this machine's first device, in this process.
@@ -267,6 +276,7 @@ def profile_here(
         journal: Folder of the measurements done.
         device_type: Name of this device's type in cluster files.
         batch_size: Batch size of the workloads; their own by default.
+        compiles: Whether steps are compiled.
         tell: Called with progress in words.
 
     Raises:
@@ -280,9 +290,14 @@ def profile_here(
     journal.mkdir(exist_ok=True)
     with _as_many_threads_as_ranks():
         ops = profile_local(
-            sources, journal / "rank0.jsonl", device_type, batch_size=batch_size, tell=tell
+            sources,
+            own_journal(journal / "rank0.jsonl", device_type, compiles=compiles),
+            device_type,
+            batch_size=batch_size,
+            compiles=compiles,
+            tell=tell,
         )
-        return Measurements(environment=environment(), ops=tuple(ops))
+        return Measurements(environment=environment(), ops=tuple(ops), compiled=compiles)
 
 
 def profile_cluster(
@@ -344,7 +359,7 @@ def profile_as_rank(
 
     Args:
         sources: Zoo names or ``file.py:function``.
-        cluster: A cluster whose device ``i`` is rank ``i``.
+        cluster: A cluster whose device ``i`` is rank ``i``; says whether steps are compiled.
         journal: Folder of the measurements done.
         batch_size: Batch size of the workloads; their own by default.
         timeout_s: Seconds after which a rank gives up on the others.
@@ -369,21 +384,23 @@ def profile_as_rank(
     device = cluster.devices[rank]
     quota = cluster.hosts[cluster.host_of[rank]].cpu_quota if throttled else None
     journal.mkdir(exist_ok=True)
+    compiles = cluster.execution == Execution.COMPILED
     of = f"{device.name} of cluster '{cluster.name}' ({cluster.fingerprint()})"
-    file = journal / f"rank{rank}.jsonl"
+    of += ", compiled" if compiles else ""
+    done = Journal(journal / f"rank{rank}.jsonl", of)
     with _as_many_threads_as_ranks():
         ops = profile_local(
             sources,
-            file,
+            done,
             device.type.name,
             batch_size=batch_size,
             quota=quota,
-            of=of,
+            compiles=compiles,
             tell=tell,
         )
         tell("waiting for the other ranks")
         join(timeout_s)
-        links = _journalled_links(cluster, Journal(file, of), quota=quota, tell=tell)
+        links = _journalled_links(cluster, done, quota=quota, tell=tell)
         parts = gather_texts(json.dumps([asdict(row) for row in ops]))
         if rank > 0:
             return None
@@ -392,6 +409,7 @@ def profile_as_rank(
             ops=tuple(OpMeasurement(**row) for part in parts for row in json.loads(part)),
             links=links,
             cluster=replace(cluster, calibration=None).to_dict(),
+            compiled=compiles,
         )
 
 

@@ -64,6 +64,8 @@ class StepExecutor:
         turns: This rank's tasks in a step, in order.
         num_steps: Number of steps called; random ops draw other numbers in each.
         feedback: Parts of this rank's gradients that codecs have left out so far.
+        times_segments: Whether ``recorder`` is told of segments, each by its first task, not of
+            all tasks one by one.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class StepExecutor:
         self.rank = part.rank
         self.num_steps = 0
         self.feedback = ErrorFeedback()
+        self.times_segments = False
         self._part = part
         self._is_alone = read_parameter is None  # no other batch is under way
         _check(part)
@@ -256,13 +259,13 @@ class StepExecutor:
 
     def _pieces_of(self, turns: Sequence[DueTask]) -> list[Piece] | None:
         """Turns cut into segments; ``None`` before all their ops have run once."""
-        is_recorded = self._updates.recorder is not None
-        key = turns[0], len(turns), is_recorded
+        apart = self._updates.recorder is not None and not self.times_segments
+        key = turns[0], len(turns), apart
         if key not in self._pieces:
             ops = (task for task, _ in turns if task >= 0 and self._kind[task] in OP_KINDS)
             if not all(task in self._interpreter.noted for task in ops):
                 return None
-            self._pieces[key] = self._segments.pieces(turns, apart=is_recorded)
+            self._pieces[key] = self._segments.pieces(turns, apart=apart)
         return self._pieces[key]
 
     def take(self, turn: DueTask) -> None:
