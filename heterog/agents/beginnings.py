@@ -207,15 +207,15 @@ class DraftAgent(Planner):
     """Answers with the best of some drafts, finished by a few moves of a local search.
 
     Args:
-        name: Name of the method.
         lead: Leads the moves of the local search.
     """
 
+    name = "drafts"
     stage = "zero_shot"
     is_random = True
 
-    def __init__(self, *, name: str = "drafts", lead: Lead | None = None) -> None:
-        self.name, self._lead = name, lead
+    def __init__(self, lead: Lead | None = None) -> None:
+        self._lead = lead
 
     def plan(self, problem: Problem) -> PlanResult:
         """Try drafts, then finish the best."""

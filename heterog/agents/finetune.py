@@ -20,7 +20,6 @@ from heterog.agents.policy import Policy
 from heterog.agents.proposals import Proposals, rescore
 from heterog.agents.reinforce import Reinforce
 from heterog.envs.pair import Pair, Score
-from heterog.envs.reward import RewardFunction, reward_of
 from heterog.lowering.program import IntArray
 from heterog.methods.planner import Budget, Planner, PlanResult, Problem, Spending
 
@@ -38,27 +37,15 @@ class FineTuned(Planner):
         policy: Policy to begin with; it is not changed.
         budget: Budget of the fine-tuning.
         learning_rate: Learning rate of Adam.
-        name: Name of the method in tables.
-        reward: Reward that REINFORCE maximises. Which strategy is best is still decided by memory
-            and seconds.
     """
 
+    name = "agent_finetuned"
     stage = "finetuned"
 
-    def __init__(
-        self,
-        policy: Policy,
-        budget: Budget,
-        *,
-        learning_rate: float = 3e-4,
-        name: str = "agent_finetuned",
-        reward: RewardFunction = reward_of,
-    ) -> None:
-        self.name = name
+    def __init__(self, policy: Policy, budget: Budget, *, learning_rate: float = 3e-4) -> None:
         self.policy = policy
         self._budget = budget
         self._learning_rate = learning_rate
-        self._reward = reward
 
     def plan(self, problem: Problem) -> PlanResult:
         """Learn until the budget is over; return the best strategies seen."""
@@ -68,7 +55,7 @@ class FineTuned(Planner):
         policy = copy.deepcopy(self.policy)
         rng = np.random.default_rng([problem.seed, 99])
         optimizer = torch.optim.Adam(policy.parameters(), self._learning_rate, betas=(0.9, 0.98))
-        reinforce = Reinforce(_NUM_SAMPLES, entropy_nats=(8.0, 4.0), reward=self._reward)
+        reinforce = Reinforce(_NUM_SAMPLES, entropy_nats=(8.0, 4.0))
         best: dict[bytes, tuple[IntArray, Score]] = {}
         batch = PairBatch([pair.observation])
         threads = torch.get_num_threads()

@@ -46,7 +46,9 @@ POOL = (32, 64)
 TASKS_PER_MOVE = 500
 """Simulated tasks that take about as long as a move that is drawn and scored."""
 TRIED = 8
-"""Moves that are tried of a pool."""
+"""Moves that are tried of a pool, the best scored, before others are drawn."""
+_SPREAD = 0.5
+"""Scale of the noise on scores: with more, moves with low scores are tried, too."""
 BLIND, LEARNED = range(2)
 LEAST_PART = 0.15
 """Least part of moves that are chosen, and of those that are blind."""
@@ -261,15 +263,10 @@ class LedMoves:
     Args:
         search: The search.
         policy: The network.
-        tried: Moves that are tried before others are drawn, the best scored of ``POOL``.
-        spread: Scale of the noise on scores: with more, moves with low scores are tried, too.
     """
 
-    def __init__(
-        self, search: Search, policy: Improver, *, tried: int = TRIED, spread: float = 0.5
-    ) -> None:
+    def __init__(self, search: Search, policy: Improver) -> None:
         self._search = search
-        self._tried, self._spread = tried, spread
         self._rng = np.random.default_rng([search.problem.seed, 1])
         self._features = MoveFeatures(search.evaluator, search.space)
         self._plans = PlanMoves(search.neighbours)
@@ -302,7 +299,7 @@ class LedMoves:
         tasks = float(self._search.evaluator.num_tasks)
         self._usual_tasks = self._usual_tasks or max(tasks, 1.0)
         if arm == LEARNED:
-            tasks += self._pool() / self._tried * TASKS_PER_MOVE
+            tasks += self._pool() / TRIED * TASKS_PER_MOVE
         gained = min(gain, MOST_GAIN) if gain >= GAIN else 0.0
         self._payoff.add(arm, gained, tasks / self._usual_tasks)
 
@@ -345,8 +342,8 @@ class LedMoves:
         """The moves to try, the best last."""
         moves = drawn_moves(self._search.neighbours, self._plans, view, self._pool())
         scores = self.scores(view, moves)
-        noise = self._spread * self._rng.gumbel(size=len(moves))
-        best = np.argsort(scores + noise)[-self._tried :]
+        noise = _SPREAD * self._rng.gumbel(size=len(moves))
+        best = np.argsort(scores + noise)[-TRIED:]
         return [moves[number] for number in best.tolist()]
 
     def scores(self, view: View, moves: Sequence[Move]) -> npt.NDArray[np.float64]:

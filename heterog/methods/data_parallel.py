@@ -29,7 +29,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.grouping import group_ops
 from heterog.lowering.channels import proportional_slices
-from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
+from heterog.methods.planner import Candidate, Planner, PlanResult, Problem, StrategySearch
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.simulator.lower_bound import floor_s
@@ -98,23 +98,13 @@ def balanced_homes(evaluator: Evaluator, devices: tuple[int, ...]) -> tuple[int,
     return tuple(homes)
 
 
-class Trials:
-    """Judges strategies in every order by the engine, and keeps the best; for enumerations.
+class Trials(StrategySearch):
+    """Judges strategies in every order by the engine; for enumerations.
 
     What a lower bound or a part of a simulation shows to be far behind the best is given up.
-
-    Args:
-        problem: The planner's problem.
-
-    Attributes:
-        spending: What has been spent of its budget.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.spending = problem.spend()
-        self._evaluator = problem.evaluator
-        self._tried: list[tuple[tuple[float, float], Strategy, Order]] = []
-        self._best_s = math.inf
+    why_nothing = ""
 
     @property
     def limit_s(self) -> float:
@@ -123,24 +113,14 @@ class Trials:
 
     def judge(self, strategy: Strategy) -> Evaluation | None:
         """The evaluation in the best order; ``None`` if the strategy was given up."""
-        choice = self._evaluator.encode(strategy)
-        if floor_s(self._evaluator.prices, choice) > self.limit_s:
+        choice = self.evaluator.encode(strategy)
+        if floor_s(self.evaluator.prices, choice) > self.limit_s:
             return None
-        found = self._evaluator.evaluate_orders(choice, tuple(Order), self.limit_s)
+        found = self.evaluator.evaluate_orders(choice, tuple(Order), self.limit_s)
         kept = [each for each in found if each.outcome != Outcome.GIVEN_UP]
-        self._tried += [(each.preference, strategy, each.order) for each in kept]
-        self._best_s = min([self._best_s, *(each.step_time_s for each in kept if each.is_ok)])
+        for each in kept:
+            self.keep((strategy, each.order), each)
         return min(kept, key=lambda each: each.preference, default=None)
-
-    def result(self, count: int) -> PlanResult:
-        """The best strategies, each in its own order."""
-        ranked = sorted(self._tried, key=lambda each: each[0])[:count]
-        return PlanResult(
-            candidates=tuple(
-                Candidate(strategy=each, orders=(order,)) for _, each, order in ranked
-            ),
-            num_evaluations=self.spending.evaluations,
-        )
 
 
 class DataParallel(Planner):
@@ -282,8 +262,6 @@ BUCKETS = (
 )
 """DDP's own and some others, beside a single one for all."""
 ALL_REDUCES = (Sync.HIERARCHICAL, Sync.RING, Sync.REDUCE_SCATTER_ALL_GATHER)
-NUM_RETURNED = 6
-"""Number of strategies, each in an order, handed to the referee."""
 MOST_SETS = 63
 """Most sets of classes of hosts that are tried."""
 
@@ -304,23 +282,20 @@ class BestDataParallel(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Try every combination while the budget lasts."""
-        enumeration = _Enumeration(problem)
-        with enumeration.trials.spending.limits():
-            enumeration.run()
-        return enumeration.trials.result(NUM_RETURNED)
+        return _Enumeration(problem).answer(problem)
 
 
-class _Enumeration:
+class _Enumeration(Trials):
+    num_returned = 6
+
     def __init__(self, problem: Problem) -> None:
-        self.trials = Trials(problem)
-        self._evaluator = evaluator = problem.evaluator
-        self._step_barrier = problem.step_barrier
-        self._bytes = evaluator.tables.parameter_bytes
+        super().__init__(problem)
+        self._bytes = self.evaluator.tables.parameter_bytes
         whole = max(int(self._bytes.sum()), 1)
         every = (*BUCKETS, Buckets(whole))
         self._buckets = tuple(dict.fromkeys(each.within(whole) for each in every))
 
-    def run(self) -> None:
+    def search(self) -> None:
         """One way for all replicas, then the other ways of the best ones first."""
         first = {each: self._first(each) for each in self._replicas()}
         ranked = sorted(first, key=lambda each: first[each].cost)
@@ -341,8 +316,8 @@ class _Enumeration:
 
         So a budget that ends early has tried the best ones, and what is far behind is given up.
         """
-        speeds, batch = self._evaluator.speeds, self._evaluator.graph.batch_size
-        cluster = self._evaluator.cluster
+        speeds, batch = self.evaluator.speeds, self.evaluator.graph.batch_size
+        cluster = self.evaluator.cluster
 
         def roughly_s(each: Replicas) -> float:
             compute_s = max(
@@ -390,7 +365,7 @@ class _Enumeration:
 
     def _is_hopeless(self, replicas: Replicas, *, is_served: bool = False) -> bool:
         """Whether parameters, and their state unless servers have it, fill a device alone."""
-        evaluator = self._evaluator
+        evaluator = self.evaluator
         state_ratio = 0.0 if is_served else evaluator.graph.optimizer_state_ratio
         state_bytes = self._bytes.sum() * (1.0 + state_ratio)
         devices = [evaluator.cluster.devices[device] for device in replicas.devices]
@@ -405,45 +380,45 @@ class _Enumeration:
         homes: tuple[int, ...] | None = None,
     ) -> Evaluation | None:
         devices, shares = replicas
-        cluster = self._evaluator.cluster
+        cluster = self.evaluator.cluster
         if len(devices) == 1:
             decision = Decision(devices=devices, shares=shares)
         else:
             slices = proportional_slices(cluster, devices) if sync.takes_slices else ()
             decision = Decision(devices=devices, shares=shares, sync=sync, slices=slices)
         sizes = split_evenly(sum(shares), num_micro)
-        return self.trials.judge(
+        return self.judge(
             uniform_strategy(
-                self._evaluator,
+                self.evaluator,
                 decision,
                 homes=homes,
                 bucket_bytes=buckets.others,
                 first_bucket_bytes=buckets.first,
                 micro_batches=micro_batch_table(sizes, cluster.num_devices),
-                step_barrier=self._step_barrier,
+                step_barrier=self.problem.step_barrier,
             )
         )
 
     def _homes(self, devices: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """One server, on the host with the fastest NIC, or all of them in balance."""
-        cluster = self._evaluator.cluster
+        cluster = self.evaluator.cluster
         if len(devices) == 1:
             return
         fastest = max(
             devices, key=lambda each: cluster.nic_bandwidth_bytes_per_s(cluster.host_of[each])
         )
         yield (fastest,) * len(self._bytes)
-        yield balanced_homes(self._evaluator, devices)
+        yield balanced_homes(self.evaluator, devices)
 
     def _judge_served(self, replicas: Replicas, num_micro: int, homes: tuple[int, ...]) -> None:
         """Judge servers, unless what their NICs receive takes longer than the best step."""
-        cluster = self._evaluator.cluster
+        cluster = self.evaluator.cluster
         hosts = np.array(cluster.host_of)
         host_of_home = hosts[list(homes)]
         for host in dict.fromkeys(host_of_home.tolist()):
             senders = int((hosts[list(replicas.devices)] != host).sum())
             received_bytes = float(self._bytes[host_of_home == host].sum()) * senders
-            if received_bytes / cluster.nic_bandwidth_bytes_per_s(host) > self.trials.limit_s:
+            if received_bytes / cluster.nic_bandwidth_bytes_per_s(host) > self.limit_s:
                 return
         self._judge(replicas, num_micro, Sync.PARAMETER_SERVER, homes=homes)
 

@@ -17,9 +17,6 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 
-NUM_RETURNED = 3
-"""Number of strategies handed to the referee."""
-
 
 def machine_subsets(cluster: Cluster) -> list[tuple[int, ...]]:
     """Device sets of whole machines, the largest first; at most 256 (see ``space``)."""
@@ -55,11 +52,16 @@ class TunedUniform(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Try every subset of machines, both bucket sizes and every order."""
-        trials = Trials(problem)
-        with trials.spending.limits():
-            for strategy in _strategies(problem):
-                trials.judge(strategy)
-        return trials.result(NUM_RETURNED)
+        return _Search(problem).answer(problem)
+
+
+class _Search(Trials):
+    num_returned = 3
+
+    def search(self) -> None:
+        """See ``PointSearch``."""
+        for strategy in _strategies(self.problem):
+            self.judge(strategy)
 
 
 def _strategies(problem: Problem) -> Iterator[Strategy]:

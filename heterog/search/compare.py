@@ -13,7 +13,6 @@ from heterog.search.allotment import (
     NOISE_PART,
 )
 from heterog.search.issue_order import IssuedSteps, Rehearse
-from heterog.search.objective import cost_per_step
 from heterog.search.plan_file import row_to_dict
 from heterog.search.portfolio import (
     assert_not_below,
@@ -71,18 +70,7 @@ class Comparison:
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """The rows as JSON; ``auto`` says whose row it picked."""
-        documents = [
-            row_to_dict(
-                row,
-                model=self.graph.name,
-                cluster=self.cluster.name,
-                lower_bound_s=self.lower_bound_s,
-                batch_size=self.graph.batch_size,
-                seed=self.seed,
-                cost_per_step=cost_per_step(row, self.cluster),
-            )
-            for row in self.rows
-        ]
+        documents = [row_to_dict(row, self) for row in self.rows]
         for document in documents:
             document["picked_from"] = self.picked_from if document["method"] == AUTO else ""
         return documents

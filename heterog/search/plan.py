@@ -42,7 +42,7 @@ from heterog.search.cheapest import CheapestSearch, Offer, offers_of_rows
 from heterog.search.history import MethodHistory, SearchHistory
 from heterog.search.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
 from heterog.search.judging import run_method
-from heterog.search.objective import FASTEST, Cost, Objective, cost_of, cost_per_step
+from heterog.search.objective import FASTEST, Cost, Objective, cost_of
 from heterog.search.plan_file import (
     background_of,
     contradiction,
@@ -256,7 +256,7 @@ class Plan:
             "calibration": self.calibration,
             "shortage": self.shortage,
             "gains": [asdict(each) for each in self.gains],
-            "methods": [self._row(row) for row in self.rows],
+            "methods": [row_to_dict(row, self) for row in self.rows],
             "strategy": strategy_to_dict(self.strategy),
             "background": None if self.background is None else self.background.to_dict(),
         } | self._money()
@@ -289,17 +289,6 @@ class Plan:
             limit=limit,
         )
         return replace(self, background=planned)
-
-    def _row(self, row: MethodRow) -> dict[str, Any]:
-        return row_to_dict(
-            row,
-            model=self.graph.name,
-            cluster=self.cluster.name,
-            lower_bound_s=self.lower_bound_s,
-            batch_size=self.graph.batch_size,
-            seed=self.seed,
-            cost_per_step=cost_per_step(row, self.cluster),
-        )
 
     def save(self, path: str | Path) -> None:
         """Write one file that holds all that deployment needs."""

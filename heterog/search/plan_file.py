@@ -38,11 +38,12 @@ from heterog.records import (
 from heterog.search.background import BackgroundPlan
 from heterog.search.cheapest import Offer
 from heterog.search.history import MethodHistory
-from heterog.search.objective import Objective
+from heterog.search.objective import Objective, cost_per_step
 from heterog.search.stability import Gain
 from heterog.simulator.engine import Order
 
 if TYPE_CHECKING:
+    from heterog.search.compare import Comparison
     from heterog.search.plan import Plan
 
 _ORDERS = tuple(order.name.lower() for order in Order)
@@ -242,26 +243,17 @@ def background_of(record: PlanRecord, where: str) -> BackgroundPlan | None:
     return found
 
 
-def row_to_dict(
-    row: MethodRow,
-    *,
-    model: str,
-    cluster: str,
-    lower_bound_s: float,
-    batch_size: int,
-    seed: int,
-    cost_per_step: float | None = None,
-) -> dict[str, Any]:
-    """A row as JSON, with its cost if that is known."""
-    cost = {} if cost_per_step is None else {"cost_per_step": cost_per_step}
+def row_to_dict(row: MethodRow, of: "Plan | Comparison") -> dict[str, Any]:
+    """A row of a plan or comparison as JSON, with its cost if that is known."""
+    cost = cost_per_step(row, of.cluster)
     return {
-        "model": model,
-        "cluster": cluster,
+        "model": of.graph.name,
+        "cluster": of.cluster.name,
         "method": row.method,
         "stage": row.stage,
         "outcome": row.outcome,
         "step_time_s": row.step_time_s,
-        "lower_bound_s": lower_bound_s,
+        "lower_bound_s": of.lower_bound_s,
         "order": row.order,
         "peak_memory_bytes": list(row.peak_memory_bytes),
         "noisy_step_times_s": list(row.noisy_step_times_s),
@@ -271,9 +263,9 @@ def row_to_dict(
         "is_rehearsed": row.is_rehearsed,
         "note": row.note,
         "starved": row.is_starved,
-        "batch_size": batch_size,
-        "seed": seed,
-    } | cost
+        "batch_size": of.graph.batch_size,
+        "seed": of.seed,
+    } | ({} if cost is None else {"cost_per_step": cost})
 
 
 _SAME_PEAK = 1e-6

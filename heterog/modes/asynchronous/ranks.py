@@ -6,15 +6,14 @@ at the same time, so they must not wait for each other in between: a loop that s
 all ranks after every step stops for ever where the plan lets a team run ahead.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from heterog.errors import HeterogError
-from heterog.graph.op_graph import OpGraph
 from heterog.lowering.program import FIRST_LINK_KIND
 from heterog.modes.asynchronous.value import AsynchronousServer, pulls_of, pushes_of
 from heterog.modes.asynchronous.weight_server import (
@@ -30,7 +29,6 @@ from heterog.modes.asynchronous.weight_server import (
 from heterog.modes.islands import island_of, islands
 from heterog.modes.on_ranks import RankMode, Reading, parts_of
 from heterog.runtime.step.rank_program import RankProgram
-from heterog.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from heterog.runtime.checkpoint.contents import Contents
@@ -40,16 +38,11 @@ if TYPE_CHECKING:
 class AsynchronousTraining(RankMode):
     """Pulls and pushes of a rank, and its part of the server if it has one.
 
+    The optimizer of the rank's parameters is never stepped, but its options are those of the
+    server's steps, and it gets the server's state when all teams have settled.
+
     Args:
-        graph: Graph of the step.
-        strategy: Strategy with an asynchronous server.
-        rank: Number of this rank.
-        parameters: Parameters of this rank, by tensor id.
-        optimizer: Optimizer of this rank's parameters; it is never stepped, but its options are
-            those of the server's steps, and it gets the server's state when all teams have
-            settled.
-        make_optimizer: Function that makes the user's optimizer of parameters, which it is given
-            by row of ``graph.updates``.
+        step: The step of this rank, of a plan with an asynchronous server.
 
     Attributes:
         is_idle: Whether this rank is in no team.
@@ -59,28 +52,22 @@ class AsynchronousTraining(RankMode):
     is_free_running = True
     ends_late = True
 
-    def __init__(
-        self,
-        graph: OpGraph,
-        strategy: Strategy,
-        rank: int,
-        parameters: Mapping[int, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        make_optimizer: Callable[[dict[int, nn.Parameter]], torch.optim.Optimizer],
-    ) -> None:
-        server = strategy.own_mode(AsynchronousServer)
-        self._graph, self._rank, self._optimizer = graph, rank, optimizer
+    def __init__(self, step: "DeployedStep") -> None:
+        graph, strategy, rank = step.captured.graph, step.plan.strategy, step.rank
+        self._rank, self._optimizer = rank, step.optimizer
         self._parameters = {
-            row: parameters[tensor]
+            row: step.part.parameters[tensor]
             for row, (_, tensor, _) in enumerate(graph.updates)
-            if tensor in parameters
+            if tensor in step.part.parameters
         }
         self._messages = Messages(rank)
-        self._named = numeric_options(optimizer)
+        self._named = numeric_options(step.optimizer)
         self.weights: WeightServer | None = None
-        if rank in server.devices:
+        if rank in strategy.own_mode(AsynchronousServer).devices:
             own = {row: value.detach() for row, value in self._parameters.items()}
-            self.weights = WeightServer(graph, strategy, rank, own, make_optimizer, self._messages)
+            self.weights = WeightServer(
+                graph, strategy, rank, own, step.make_optimizer, self._messages
+            )
         team = island_of(strategy, rank)
         self.is_idle = team is None
         self._pushes, self._pulls = (
@@ -213,18 +200,6 @@ class _Resumed(Reading):
     def take_over(self) -> None:
         """Go on from the rank's parameters and optimizer."""
         self._training.resume(self._num_steps)
-
-
-def training_of(step: "DeployedStep") -> AsynchronousTraining:
-    """The pulls and pushes of a deployed step."""
-    return AsynchronousTraining(
-        step.captured.graph,
-        step.plan.strategy,
-        step.rank,
-        step.part.parameters,
-        step.optimizer,
-        step.make_optimizer,
-    )
 
 
 def meeting_fault(seen: RankProgram) -> str:

@@ -271,9 +271,9 @@ class AsynchronousServer(Mode):
 
     def on_rank(self, step: "DeployedStep") -> "RankMode":
         """Pulls and pushes of a rank."""
-        from heterog.modes.asynchronous.ranks import training_of
+        from heterog.modes.asynchronous.ranks import AsynchronousTraining
 
-        return training_of(step)
+        return AsynchronousTraining(step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,7 +15,7 @@ from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.graph.placement import OpCall, TensorRef
 from heterog.graph.sharding_rules import claims_checked
-from heterog.graph.sharding_rules.table import integer, integers
+from heterog.graph.sharding_rules.table import integer
 from heterog.pricing.device_models import torch_kernels
 from heterog.pricing.device_models.torch_kernels import (
     Stream,
@@ -421,7 +421,12 @@ def _family(graph: OpGraph, op: int) -> tuple[int, float]:
     """(number in ``STREAMS``, elements that are reduced together) of an op without products."""
     kind = graph.ops[op].kind
     if any(name in kind for name in _NORMS):
-        return 1, float(prod(integers(graph.call(op), "normalized_shape")))
+        shape = graph.call(op).args.get("normalized_shape")
+        row = 1.0
+        for size in shape if isinstance(shape, tuple) else ():
+            assert isinstance(size, int)
+            row *= size
+        return 1, row
     if kind.startswith(_SOFTMAXES):
         call = graph.call(op)
         return 2, float(call.inputs[0].shape[integer(call, "dim", -1)])
