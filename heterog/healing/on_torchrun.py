@@ -47,7 +47,6 @@ from heterog.runtime.rank import as_rank, end_together, is_of_another, meet
 from heterog.runtime.ranks.forks import end_with_parent
 from heterog.runtime.ranks.host_places import HOST, RankHas, own_place, ranks_in_plan, say_to_all
 from heterog.runtime.request import RunRequest
-from heterog.search.plan import load_plan
 from heterog.user_code import trusted_source
 
 _SILENT_S = 6.0
@@ -184,8 +183,9 @@ class Generation:
         path = self.folder / f"running-{self._rank}.json"
         write_atomically(path, text.encode())
         if self.is_first_of_host:
+            method = str(read_json(path, "plan").get("method", ""))
             Journal(self.folder / "journal.jsonl").write(
-                "began", lost=self.lost, num_ranks=len(self.devices), method=load_plan(path).method
+                "began", lost=self.lost, num_ranks=len(self.devices), method=method
             )
         os.environ[HOST] = self.host  # by which the plan's ranks are found
         return Assignment(
