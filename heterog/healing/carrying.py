@@ -6,7 +6,6 @@ them would have to listen. Training waits for it, as for the copy on the own hos
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from heterog.errors import InputFileError
+from heterog.healing.elastic import set_silence
 from heterog.healing.shelf import INDEX, Moment, Part, Shelf, parts_of
 from heterog.runtime.accelerators import CPU_BACKEND
 from heterog.runtime.step.collectives import gather_texts
+
+_SLOW_BYTES_PER_S = 1e7
+"""As slowly as a hundred megabits a second may parts be carried, one after another."""
 
 
 class _Way(NamedTuple):
@@ -34,19 +37,19 @@ class RankCarrier:
         shelf: The parts of this host.
         host_of: Number of each rank's host.
         redundancy: Number of further hosts that hold each part, if there are so many.
-        timeout_s: Seconds after which a rank gives up on the others, who may have to carry much.
+        silent_s: Seconds after which a rank gives up on the others, beside what they carry.
     """
 
     def __init__(
-        self, shelf: Shelf, host_of: Sequence[int], redundancy: int, timeout_s: float
+        self, shelf: Shelf, host_of: Sequence[int], redundancy: int, silent_s: float
     ) -> None:
         self._shelf, self._host_of = shelf, tuple(host_of)
         self._rank, hosts = dist.get_rank(), sorted(set(host_of))
         self._first = {host: self._host_of.index(host) for host in hosts}
         self._copies = min(redundancy, len(hosts) - 1)
         # Files are copied from and to memory of the host, whatever the ranks compute on.
-        limit = timedelta(seconds=timeout_s)
-        self._group = dist.new_group(backend=CPU_BACKEND, timeout=limit)
+        self._group = dist.new_group(backend=CPU_BACKEND)
+        self._silent_s = silent_s
 
     def copy(self, part: Part) -> None:
         """Copy the part of each rank, which it has just put, to the hosts after its own.
@@ -115,6 +118,8 @@ class RankCarrier:
         for source, text in enumerate(gather_texts(json.dumps(told))):
             said: Mapping[str, Any] = json.loads(text)
             sizes |= {(name, source): (pair[0], pair[1]) for name, pair in said.items()}
+        num_bytes = sum(sum(sizes.get((way.part.name, way.source), (0, 0))) for way in every)
+        set_silence(self._silent_s + num_bytes / _SLOW_BYTES_PER_S, [self._group])
         failed: InputFileError | None = None
         for part, source, target in every:
             lengths = sizes.get((part.name, source))

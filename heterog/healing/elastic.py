@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,18 @@ def on_sigterm(leave: Callable[[], object], seconds: float = LEAVE_S) -> None:
     signal.signal(signal.SIGTERM, told)
 
 
-def set_silence(seconds: float) -> None:
-    """Set the timeout of collectives; there is no public function for it."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+def set_silence(seconds: float, groups: Iterable[dist.ProcessGroup | None] = (None,)) -> None:
+    """Set the timeout of collectives, by default those of all ranks.
+
+    There is no public function for it.
+    """
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    """All process groups that this rank has a part in."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def end_at_once() -> None:

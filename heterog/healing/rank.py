@@ -22,7 +22,7 @@ import torch.distributed as dist
 from heterog.healing.assignment import Assignment, wait_for_assignment
 from heterog.healing.busy import BusyClock, device_seconds
 from heterog.healing.carrying import RankCarrier
-from heterog.healing.elastic import set_silence
+from heterog.healing.elastic import all_groups, set_silence
 from heterog.healing.journal import Journal
 from heterog.healing.restoring import Snapshot, part_of
 from heterog.healing.sending import Taker
@@ -80,10 +80,11 @@ class HealingRank:
         self._batch = workload.make_batch()
         tell("taking the state up")
         self._shelf = Shelf(Path(assignment.shelf))
+        self._groups = all_groups()  # but for that of the carrier, who may take long
         self._carrier = None
         if redundancy is not None:
             self._carrier = RankCarrier(
-                self._shelf, plan.cluster.host_of, redundancy, request.limits.step_timeout_s
+                self._shelf, plan.cluster.host_of, redundancy, silent_s or request.limits.timeout_s
             )
         self._take_up()
         self._taker = Taker(
@@ -119,7 +120,7 @@ class HealingRank:
                 check_can_save(step)
                 self._begin_look(number)
                 if self._silent_s:
-                    set_silence(self._silent_s)
+                    set_silence(self._silent_s, self._groups)
             is_wanted, is_due = self._agree(number)
             elapsed_s = time.perf_counter() - begin
             self._journal.write("step", step=number, loss=_jsonable(loss), seconds=elapsed_s)
@@ -141,7 +142,7 @@ class HealingRank:
         if is_done and self._request.save is not None:
             tell("saving the checkpoint")
             if self._silent_s:  # a rank may write for longer than it takes for a step
-                set_silence(self._request.limits.timeout_s)
+                set_silence(self._request.limits.timeout_s, self._groups)
             save_checkpoint(self._step, self._request.save)
         self._step.flush()
         tell("leaving")

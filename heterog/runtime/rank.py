@@ -392,7 +392,7 @@ def as_rank(rank: int) -> Iterator[None]:
 
 def is_of_another(error: BaseException) -> bool:
     """Whether an error comes from a rank that died, was ended or is frozen; by gloo's words."""
-    words = ("onnection", "imed out", "roken pipe", "wait timeout")
+    words = ("onnection", "imed out", "imeout", "roken pipe")
     return isinstance(error, RuntimeError) and any(each in str(error) for each in words)
 
 
