@@ -284,7 +284,7 @@ def run_trial(
 
 
 def write_run(plan: Plan, folder: Path, num_steps: int) -> Path:
-    """A run file for a plan, which keeps each part on two hosts, so that two may be lost."""
+    """A run file for a plan, which keeps each part on three hosts, so that two may be lost."""
     plan.save(folder / "plan.json")
     source = f"{MODEL}:workload"
     write_json(

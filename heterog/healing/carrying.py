@@ -133,10 +133,8 @@ class RankCarrier:
                 try:
                     self._shelf.bring(f"{part.name}{INDEX}", index)
                     self._shelf.bring(part.name, content)
-                except (
-                    InputFileError
-                ) as error:  # the others go on: they have to be heard to the end
-                    failed = error
+                except InputFileError as error:
+                    failed = error  # the others go on, and have to be heard to the end
         dist.barrier(self._group)  # who carries nothing waits here, however long it takes
         if failed is not None:
             raise failed

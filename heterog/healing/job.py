@@ -5,7 +5,6 @@ another plan is better, all end and the next generation begins. Beside them are 
 a process that plans, which end with this process, whatever happens to it.
 """
 
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -30,7 +29,6 @@ from heterog.runtime.ranks.place import HERE, Place
 from heterog.runtime.ranks.watching import LaunchError
 from heterog.runtime.request import RunRequest
 from heterog.search.plan import Plan
-from heterog.user_code import trusted_source
 
 _FIRST_PLAN_S = 300.0
 """Longest wait for a plan after a loss: a search keeps its budget, but loading and compiling for
@@ -71,6 +69,19 @@ def check_can_heal(plan: Plan, path: Path) -> None:
             f"{path} has {modes[0].words}, and jobs that heal keep copies of one model only, and "
             "train what is left of a cluster exactly; run it without `heal`, with `save`."
         )
+
+
+def last_step(request: RunRequest) -> int:
+    """Number of the last step to train, counted from before the checkpoint that is resumed.
+
+    Raises:
+        InputFileError: there is no such checkpoint.
+    """
+    before = 0
+    if request.resume is not None:
+        index = read_json(request.resume / CHECKPOINT_INDEX, "checkpoint")
+        before = int(index["num_steps"])
+    return before + 1 + request.num_steps
 
 
 def _warn_about_redundancy(redundancy: int, num_hosts: int) -> None:
@@ -117,18 +128,12 @@ class HealingJob:
         self._plan, self._path = request.load(), request.plan.resolve()
         check_can_heal(self._plan, request.plan)
         self._whole = self._plan.cluster
-        self._source = request.model or trusted_source(
-            self._plan.graph.source, request.sources, str(request.plan)
-        )
+        self._source = request.source_of(self._plan)
         if request.save is not None:
             check_save_folder(request.save)
         self._crew = crew or LocalCrew(self._whole, request, place)
-        self._resume, steps_before = "", 0
-        if request.resume is not None:
-            self._resume = str(request.resume.resolve())
-            index = read_json(request.resume / CHECKPOINT_INDEX, "checkpoint")
-            steps_before = int(index["num_steps"])
-        self.last = steps_before + 1 + request.num_steps
+        self._resume = str(request.resume.resolve()) if request.resume is not None else ""
+        self.last = last_step(request)
         self._progress, self._say = progress, say
         _warn_about_redundancy(self.options.redundancy, self._whole.num_hosts)
         self.generation = 0
@@ -358,23 +363,14 @@ class HealingJob:
     def _measured(self) -> dict[str, Any]:
         """The measurements of ``run_ranks`` and a report of the healing."""
         trained = self.trained
-        numbers = sorted(trained.losses)
-        seconds = [trained.seconds[number] for number in numbers if number in trained.seconds]
-        median_s = statistics.median(seconds) if seconds else 0.0
         return {
             "model": self._plan.graph.name,
             "cluster": self._whole.name,
             "method": self._steering.running.method,
             "num_ranks": len(self._steering.running.device_of),
-            "num_steps_before": self.last - len(numbers),
-            "step_time_s": median_s,
-            "step_time_min_s": min(seconds, default=0.0),
-            "step_time_max_s": max(seconds, default=0.0),
-            "step_times_s": seconds,
+            "num_steps_before": self.last - len(trained.losses),
             "predicted_step_time_s": self._plan.step_time_s,
-            "losses": [trained.losses[number] for number in numbers],
-            "steps": numbers,
-            "moves": [asdict(move) for move in trained.moves],
+            **trained.measured(),
             "trials": [asdict(trial) for trial in self.trials],
             "snapshots": {
                 "number": trained.num_snapshots,

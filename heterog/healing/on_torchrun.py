@@ -18,12 +18,10 @@ What a host knows lies in a folder that ends with torchrun's agent (``elastic.fo
 import json
 import os
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +30,10 @@ import torch.distributed as dist
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
-from heterog.files import CHECKPOINT_INDEX, read_json, write_atomically, write_json
+from heterog.files import read_json, write_atomically, write_json
 from heterog.healing.assignment import Assignment
 from heterog.healing.elastic import exit_now, folder_of_host, on_sigterm
-from heterog.healing.job import check_can_heal
+from heterog.healing.job import check_can_heal, last_step
 from heterog.healing.journal import Journal, JournalReader
 from heterog.healing.options import HealOptions, Move, Trained
 from heterog.healing.question import FIRST_METHODS, Question
@@ -47,7 +45,6 @@ from heterog.runtime.rank import as_rank, end_together, is_of_another, meet
 from heterog.runtime.ranks.forks import end_with_parent
 from heterog.runtime.ranks.host_places import HOST, RankHas, own_place, ranks_in_plan, say_to_all
 from heterog.runtime.request import RunRequest
-from heterog.user_code import trusted_source
 
 _SILENT_S = 6.0
 """Least seconds without an answer after which a host counts as lost, as on Ray."""
@@ -123,6 +120,9 @@ class Generation:
     Attributes:
         number: Number of times ranks were started before.
         lost: Devices of the whole cluster that are not there.
+        devices: Device of the whole cluster of each rank of the plan.
+        device: That of this rank.
+        host: Name of this host in the plan.
     """
 
     def __init__(self, request: RunRequest, options: HealOptions) -> None:
@@ -141,25 +141,19 @@ class Generation:
         self._said = self._say(known.generation)
         cluster = self.whole.cluster
         self._device_of = ranks_in_plan(cluster, [each.place for each in self._said])
+        self.devices = sorted(self._device_of)
+        # The first device of each host that is there.
+        self._first_of = {_host(cluster, each): each for each in reversed(self.devices)}
         self.number = 1 + max(each.generation for each in self._said)
         self.lost = tuple(sorted(set(range(cluster.num_devices)) - set(self._device_of)))
         self._rank = int(os.environ["RANK"])
         self.device = self._device_of[self._rank]
-
-    @property
-    def devices(self) -> list[int]:
-        """Device of the whole cluster of each rank of the plan."""
-        return sorted(self._device_of)
-
-    @property
-    def host(self) -> str:
-        """Name of this host in the plan."""
-        return _host(self.whole.cluster, self.device)
+        self.host = _host(cluster, self.device)
 
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0 of the plan."""
-        return self.device == min(self._device_of)
+        return self.device == self.devices[0]
 
     def decide(self) -> Assignment:
         """What this generation runs; all ranks call it.
@@ -174,10 +168,9 @@ class Generation:
                 "the state is lost: no complete snapshot is left in memory. A larger `redundancy` "
                 "survives more."
             )
-        if self.is_first:
-            self.store.set("heterog/plan", self._plan_text())
+        own = self._plan_text() if self.is_first else ""
         limit_s = max(_PLANNED_S, self.request.limits.timeout_s)
-        text = _get(self.store, "heterog/plan", limit_s)
+        text = "".join(say_to_all(self.store, "heterog/plan/", own, limit_s))
         if text.startswith("error "):
             raise HeterogError(text.removeprefix("error "))
         path = self.folder / f"running-{self._rank}.json"
@@ -191,11 +184,11 @@ class Generation:
         return Assignment(
             generation=self.number,
             plan=str(path),
-            last=self._last(),
+            last=last_step(self.request),
             moment=moment,
             checkpoint=str(resume.resolve()) if resume is not None and moment is None else "",
             shelf=str(self.folder),
-            writers=tuple(self.devices.index(device) for device in self._firsts()),
+            writers=tuple(map(self.devices.index, sorted(self._first_of.values()))),
         )
 
     def note(self, assignment: Assignment) -> None:
@@ -212,17 +205,17 @@ class Generation:
 
     def questions(self) -> list[Question]:
         """A question about the loss of each host that is there, but for the last."""
-        cluster, hosts = self.whole.cluster, self._hosts()
+        cluster = self.whole.cluster
         lost = [
             {*self.lost, *(device for device in self.devices if _host(cluster, device) == host)}
-            for host in hosts
+            for host in sorted(self._first_of, key=self._first_of.__getitem__)
         ]
         return [self._question(each) for each in lost if len(each) < cluster.num_devices]
 
     @property
     def is_first_of_host(self) -> bool:
         """Whether this is the first rank of its host."""
-        return self.device in self._firsts()
+        return self.device == self._first_of[self.host]
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -232,24 +225,6 @@ class Generation:
             self.store, "heterog/said/", json.dumps(asdict(own)), self.request.limits.timeout_s
         )
         return [parse_dataclass(json.loads(text), Said, "what a rank says") for text in texts]
-
-    def _hosts(self) -> list[str]:
-        cluster = self.whole.cluster
-        return list(dict.fromkeys(_host(cluster, device) for device in self.devices))
-
-    def _firsts(self) -> list[int]:
-        """The first device of each host that is there."""
-        found: dict[str, int] = {}
-        for device in self.devices:
-            found.setdefault(_host(self.whole.cluster, device), device)
-        return list(found.values())
-
-    def _last(self) -> int:
-        before = 0
-        if self.request.resume is not None:
-            index = read_json(self.request.resume / CHECKPOINT_INDEX, "checkpoint")
-            before = int(index["num_steps"])
-        return before + 1 + self.request.num_steps
 
     def _plan_text(self) -> str:
         """The plan for the hosts that are there, or ``error`` and why there is none."""
@@ -271,10 +246,7 @@ class Generation:
 
     def about(self) -> dict[str, Any]:
         """What the planning process has to know first."""
-        source = self.request.model or trusted_source(
-            self.whole.graph.source, self.request.sources, str(self.request.plan)
-        )
-        return {"whole": str(self.request.plan), "source": source}
+        return {"whole": str(self.request.plan), "source": self.request.source_of(self.whole)}
 
     def _question(self, lost: Collection[int]) -> Question:
         """The question for a plan, by what ran before."""
@@ -361,15 +333,15 @@ class TorchrunRank(HealingRank):
 
 def measured(generation: Generation) -> dict[str, Any]:
     """What this host knows of all generations, as ``HealingJob`` has it."""
-    trained, before = Trained(), Known()
+    trained, before = Trained(), set[int]()
     cluster = generation.whole.cluster
     for event in JournalReader(generation.folder / "journal.jsonl").new_events():
         if event["event"] != "began":
             trained.hear(event)
             continue
-        now = Known(lost=tuple(event["lost"]))
+        now = set(event["lost"])
         if trained.losses:
-            gone, back = set(now.lost) - set(before.lost), set(before.lost) - set(now.lost)
+            gone, back = now - before, before - now
             kind = "lost" if gone or not back else "back"
             move = Move(kind=kind, why=_in_words(cluster, gone, back))
             move.num_ranks, move.method = int(event["num_ranks"]), str(event["method"])
@@ -377,17 +349,12 @@ def measured(generation: Generation) -> dict[str, Any]:
             trained.moves.append(move)
             trained.last_event_s = float(event["at_s"])
         before = now
-    seconds = list(trained.seconds.values())
-    numbers = sorted(trained.losses)
     return {
         "model": generation.whole.graph.name,
         "cluster": cluster.name,
         "num_ranks": len(generation.devices),
-        "step_time_s": statistics.median(seconds) if seconds else 0.0,
         "predicted_step_time_s": generation.whole.step_time_s,
-        "losses": [trained.losses[number] for number in numbers],
-        "steps": numbers,
-        "moves": [asdict(move) for move in trained.moves],
+        **trained.measured(),
     }
 
 
@@ -438,12 +405,6 @@ def main() -> None:
 
 def _host(cluster: Cluster, device: int) -> str:
     return cluster.hosts[cluster.host_of[device]].name
-
-
-def _get(store: Any, key: str, timeout_s: float) -> str:
-    store.wait([key], timedelta(seconds=timeout_s))
-    found: str = store.get(key).decode()
-    return found
 
 
 def _in_words(cluster: Cluster, gone: Collection[int], back: Collection[int]) -> str:

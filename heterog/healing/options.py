@@ -1,6 +1,7 @@
 """Settings of healing, and the record of what happened."""
 
-from dataclasses import dataclass, field
+import statistics
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from heterog.errors import HeterogError
@@ -140,6 +141,20 @@ class Trained:
             case "done":
                 self.is_done = True
         self.last_event_s = at_s
+
+    def measured(self) -> dict[str, Any]:
+        """What was measured of the steps, and the changes of plan."""
+        numbers = sorted(self.losses)
+        seconds = [self.seconds[number] for number in numbers if number in self.seconds]
+        return {
+            "step_time_s": statistics.median(seconds) if seconds else 0.0,
+            "step_time_min_s": min(seconds, default=0.0),
+            "step_time_max_s": max(seconds, default=0.0),
+            "step_times_s": seconds,
+            "losses": [self.losses[number] for number in numbers],
+            "steps": numbers,
+            "moves": [asdict(move) for move in self.moves],
+        }
 
     def _forget_after(self, step: int) -> None:
         """Drop the steps after the one that training resumes from; they will be repeated."""

@@ -74,11 +74,18 @@ class RunRequest:
                 f"{self.plan} has the background job {plan.background.model}, which was read from "
                 "a graph file; plan with a model's name or file.py:function as the background."
             )
-        if not self.model:
-            trusted_source(plan.graph.source, self.sources, str(self.plan))
+        self.source_of(plan)
         if plan.background is not None:
             trusted_source(plan.background.source, self.sources, str(self.plan))
         return plan
+
+    def source_of(self, plan: Plan) -> str:
+        """Source of the workload that trains with the plan.
+
+        Raises:
+            InputFileError: a model is made by a file that nobody named.
+        """
+        return self.model or trusted_source(plan.graph.source, self.sources, str(self.plan))
 
     def to_json(self) -> str:
         """The text of a run file that means the same in every folder."""

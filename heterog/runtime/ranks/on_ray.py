@@ -35,7 +35,7 @@ from heterog.runtime.ranks.forks import rank_forks
 from heterog.runtime.ranks.ray_nodes import CPU, GPU, AskedOfNode, asked_of_nodes, in_words, offers
 from heterog.runtime.ranks.watching import wait_for_ranks
 from heterog.runtime.request import RunRequest
-from heterog.user_code import is_from_file, trusted_source
+from heterog.user_code import is_from_file
 from heterog.workers import connect_to_ray
 
 PLACED_S = 60.0
@@ -115,7 +115,7 @@ def for_nodes(request: RunRequest) -> RunRequest:
             "a plan with a background job runs on one machine only; plan without `background`, "
             "or run it there."
         )
-    source = request.model or trusted_source(plan.graph.source, request.sources, str(request.plan))
+    source = request.source_of(plan)
     if is_from_file(source):
         path, _, function = source.rpartition(":")
         source = f"{Path(path).expanduser().resolve()}:{function}"
