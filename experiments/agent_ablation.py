@@ -5,13 +5,17 @@
 Arms: ``trained`` (``--policy``), ``untrained`` (the same network with the analytic prior alone;
 the seed draws its weights, too), ``no_messages`` (trained as ``default`` is, but with the encoder
 ``NoMessages``; ``train_zoo.py`` says how), ``thumb`` (a rule of thumb) and ``uniform`` (all that
-fits is alike). An arm ``NAME+search``
-begins a local search of the CPU seconds, led by the shipped policy for moves if it is trained and
-blind else; without, it answers once: 64 draws, stages, segments, finishing and refining.
+fits is alike). Each answers once as ``agent`` does: 64 draws, stages, segments, refining; drafts;
+moves until the seconds of an answer are over. These are led by the shipped policy for moves in
+arms that are trained, by one with random weights in ``untrained``, and are blind else.
+``NAME:rows`` is the beginner alone: its draws without drafts and moves. ``NAME+search`` goes on
+with a local search of the CPU seconds, with the same moves.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +28,11 @@ from heterog.agents.benchmark.rivals import Fixed, thumb, untrained
 from heterog.agents.checkpoint import load_checkpoint
 from heterog.agents.config import PolicyConfig
 from heterog.agents.encoder import ENCODERS, mlp
+from heterog.agents.improver import Improver, led_by, load_improver
 from heterog.agents.planners import DEFAULT_POLICY, Agent, AgentSearch
 from heterog.agents.policy import Policy
 from heterog.envs.observation import NUM_BLOCK_FEATURES, NUM_CANDIDATE_FEATURES
+from heterog.methods.local_search.planner import Lead
 from heterog.methods.planner import Budget, Planner
 from heterog.simulator.evaluator import Evaluator
 
@@ -52,12 +58,19 @@ class NoMessages(torch.nn.Module):
         )
 
 
-def ask(
-    policy: Callable[[int], Policy], method: Callable[[Policy], Planner], evaluator: Evaluator,
-    seed: int, budget: Budget,
-) -> Line:  # fmt: skip
-    """The answer of a policy."""
-    return judged(method(policy(seed)), evaluator, seed, budget)
+@dataclass(frozen=True)
+class Arm:
+    """Where scores come from, and what leads moves, of a seed."""
+
+    policy: Callable[[int], Policy]
+    lead: Callable[[int], Lead | None] = lambda seed: None
+
+    def ask(
+        self, method: Callable[..., Planner], evaluator: Evaluator, seed: int, budget: Budget
+    ) -> Line:
+        """The answer of a method with this policy and lead."""
+        planner = method(self.policy(seed), lead=partial(self.lead, seed))
+        return judged(planner, evaluator, seed, budget)
 
 
 def main() -> None:
@@ -68,16 +81,26 @@ def main() -> None:
     asked = parser.parse_args()
     ENCODERS[NoMessages.__name__] = NoMessages
     trained, without = (load_checkpoint(file).policy for file in (asked.policy, asked.no_messages))
-    policies: dict[str, Callable[[int], Policy]] = {
-        "trained": lambda seed: trained,
-        "untrained": lambda seed: untrained(seed, trained.config),
-        "no_messages": lambda seed: without,
-        "thumb": thumb,
-        "uniform": lambda seed: Fixed(0.0, 0.0, 0.0).eval(),
+    moves = led_by(load_improver())
+    own = {
+        "trained": Arm(lambda seed: trained, lambda seed: moves),
+        "untrained": Arm(
+            lambda seed: untrained(seed, trained.config),
+            lambda seed: led_by(Improver.untrained(seed)),
+        ),
+        "no_messages": Arm(lambda seed: without, lambda seed: moves),
+        "thumb": Arm(thumb),
+        "uniform": Arm(lambda seed: Fixed(0.0, 0.0, 0.0).eval()),
     }
-    arms = {name: partial(ask, each, Agent) for name, each in policies.items()}
-    for name, each in policies.items():
-        arms[f"{name}+search"] = partial(ask, each, partial(AgentSearch, is_led=name == "trained"))
+    ways: dict[str, Callable[..., Planner]] = {
+        "": Agent,
+        ":rows": partial(Agent, drafts=False),
+        "+search": AgentSearch,
+    }
+    arms = {
+        f"{name}{way}": partial(arm.ask, method)
+        for (name, arm), (way, method) in product(own.items(), ways.items())
+    }
     run_board(asked, arms)
 
 

@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--policy", default=DEFAULT_POLICY)
     asked = parser.parse_args()
     known = default_methods(asked.policy)
-    blind = known.having(AgentSearch(asked.policy, is_led=False))
+    blind = known.having(AgentSearch(asked.policy, lead=lambda: None))
     arms = {
         "blind": partial(auto, blind, (), 1.0),
         "with": partial(auto, known, (), 1.0),

@@ -21,7 +21,7 @@ package:
 - ``run`` is what torchrun starts on every host, ``heal`` where plans heal, ``__main__`` the
   command ``heterog``.
 - ``workers`` runs independent jobs in processes or on Ray, ``memo`` keeps what methods returned,
-  ``grouped`` sorts values by keys.
+  ``garbage`` spares the collector, ``grouped`` sorts values by keys.
 """
 
 from importlib import import_module

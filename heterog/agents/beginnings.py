@@ -48,7 +48,7 @@ MOST_TASKS = 1_500_000
 LARGEST = 250_000
 """Most tasks of a draft that is simulated, if few of its devices do alike: half a second."""
 NUM_MOVES, LEAST_MOVES = 64, 4
-"""Moves of a local search that finishes the best drafts: fewer where a simulation takes longer."""
+"""Moves that finish the best under a budget in evaluations: fewer where one takes longer."""
 LIMIT = 1.5
 """Times the best step so far above which nobody asks how slow a draft is."""
 
@@ -204,7 +204,9 @@ class Beginnings:
 
 
 class DraftAgent(Planner):
-    """Answers with the best of some drafts, finished by a few moves of a local search.
+    """Answers with the best of some drafts and of a problem's seeds, finished by a local search.
+
+    A budget in seconds is used up; of one in evaluations, a few moves.
 
     Args:
         lead: Leads the moves of the local search.
@@ -242,19 +244,26 @@ class DraftAgent(Planner):
                     beginnings.go_on()
             for each in beginnings.best()[:NUM_PARENTS]:
                 search.engine.cost(each.state)
-            left = MOST_TASKS // max(problem.evaluator.num_tasks, 1)
-            if problem.budget.evaluations is not None:
-                left = min(left, problem.budget.evaluations - spending.evaluations)
-            if left >= LEAST_MOVES:
-                search.is_seeded = True
-                budget = Budget(evaluations=min(NUM_MOVES, left))
-                search.advance(replace(problem, budget=budget, seeds=()))
+            search.is_seeded = True
+            if (budget := _rest(problem, spending)) is not None:
+                search.advance(replace(problem, budget=budget))
         search.spending = spending  # what is left of it is for making plans simpler
         candidates: tuple[Candidate, ...] = ()
         for candidate in search.result().candidates:
             is_late = bool(candidates) and spending.is_cut
             candidates += (candidate if is_late else _judged(candidate, problem),)
         return PlanResult(candidates=candidates, num_evaluations=spending.evaluations)
+
+
+def _rest(problem: Problem, spending: Spending) -> Budget | None:
+    """Budget of the moves; ``None`` if too little is left."""
+    if problem.budget.seconds is not None:
+        left_s = problem.budget.seconds - spending.seconds
+        return Budget(seconds=left_s) if left_s > 0.0 else None
+    assert problem.budget.evaluations is not None
+    left = problem.budget.evaluations - spending.evaluations
+    left = min(left, MOST_TASKS // max(problem.evaluator.num_tasks, 1), NUM_MOVES)
+    return Budget(evaluations=left) if left >= LEAST_MOVES else None
 
 
 def _is_next_late(spending: Spending, tried: int, problem: Problem) -> bool:

@@ -5,8 +5,8 @@ of the best draws, refines the best rows for a bounded number of simulated tasks
 four (``proposals``, ``op_level``). No baseline is among them and none is improved. Beside other
 methods an answer is whole or not begun: ``auto`` gives it the seconds that it takes
 (``whole_s``), or none. Asked again, ``agent`` makes further draws. Beside the draws, whole plans
-are drafted, alone in what the draws have left of ``answer_limit_s``, and the best of these are
-finished by a few moves (``beginnings``).
+are drafted, alone in what the draws have left of ``answer_limit_s``, and the best of both are
+finished by led moves for the rest of it (``beginnings``).
 ``agent+search`` gives the same proposals to local search as seeds, lets its moves use parts of
 further draws, so that the policy's probabilities order them, and has them led by the policy that
 improves plans (``improver``).
@@ -15,6 +15,7 @@ torch is imported when one is asked to plan.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -30,8 +31,8 @@ from heterog.agents.proposals import (
     Proposed,
     answer_s,
 )
-from heterog.methods.local_search.planner import LocalSearch
-from heterog.methods.planner import Budget, Candidate, Planner, PlanResult, Problem, Spending
+from heterog.methods.local_search.planner import Lead, LocalSearch
+from heterog.methods.planner import Budget, Candidate, Planner, PlanResult, Problem
 from heterog.methods.registry import Methods, built_in_methods
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.evaluator import Evaluator
@@ -51,7 +52,7 @@ LEAST_FOR_DRAFTS, LEAST_DRAFTS_S = 64, 0.1
 ANSWER_LIMITS = ((16, 1.0), (64, 2.0), (1024, 5.0))
 """Devices, and seconds of an answer with drafts that is asked for alone: fewer drafts are tried
 where the rows have taken most of them. Between devices by the logarithm."""
-_LAST_S, _HAS_ASKED, _HAS_DRAFTED = "last_s", "has_asked", "has_drafted"  # in a method's memory
+_LAST_S, _HAS_ASKED, _DRAFTED = "last_s", "has_asked", "drafted"  # in a method's memory
 _TOO_MANY = PlanResult(
     candidates=(),
     num_evaluations=0,
@@ -135,13 +136,26 @@ def answer_limit_s(num_devices: int) -> float:
     return float(np.interp(np.log(num_devices), np.log(devices), seconds))
 
 
-def drafts_budget(problem: Problem, spending: Spending, evaluations: int) -> Budget:
-    """What an answer leaves for drafts: all, beside other methods; alone, up to a limit."""
-    left = _left(problem.budget, evaluations, spending.seconds)
-    if problem.seeds or left.seconds is None:
+def drafts_budget(left: Budget, num_devices: int, spent_s: float = 0.0) -> Budget:
+    """What drafts have of a budget: seconds up to ``answer_limit_s``, less what draws have spent.
+
+    >>> drafts_budget(Budget(seconds=60.0), 16, spent_s=0.75).seconds
+    0.25
+    """
+    if left.seconds is None:
         return left
-    limit_s = answer_limit_s(problem.evaluator.cluster.num_devices)
-    return Budget(seconds=max(min(left.seconds, limit_s - spending.seconds), 1e-3))
+    return Budget(seconds=max(min(left.seconds, answer_limit_s(num_devices) - spent_s), 1e-3))
+
+
+def shipped_lead() -> Lead:
+    """The shipped policy that improves plans, as what leads moves."""
+    from heterog.agents.improver import led_by, load_improver
+
+    return led_by(load_improver())
+
+
+NewLead = Callable[[], Lead | None]
+"""Makes what leads the moves of a search; ``None`` for blind ones."""
 
 
 def _not_begun(needed_s: float, problem: Problem) -> PlanResult:
@@ -159,7 +173,8 @@ class Agent(Planner):
         policy: Name of a shipped policy, a file, or the network itself.
         name: Name of the method.
         num_samples: Number of draws, the greedy one included.
-        drafts: Whether whole plans are drafted beside the draws.
+        drafts: Whether whole plans are drafted beside the draws, and the best of both finished.
+        lead: What leads the moves that finish them.
     """
 
     stage = "zero_shot"
@@ -172,11 +187,12 @@ class Agent(Planner):
         *,
         name: str = "agent",
         num_samples: int = NUM_SAMPLES,
-        drafts: bool = False,
+        drafts: bool = True,
+        lead: NewLead = shipped_lead,
     ) -> None:
         self.name = name
         self.policy = policy
-        self._num_samples, self._drafts = num_samples, drafts
+        self._num_samples, self._drafts, self._lead = num_samples, drafts, lead
 
     def prepare(self, evaluator: Evaluator) -> None:
         """Import what a policy needs, and load it."""
@@ -197,13 +213,17 @@ class Agent(Planner):
         proposals = problem.resumed(lambda asked: _make(self.policy, asked, self._num_samples))
         found = _more(proposals, self.policy, problem, self._num_samples)
         problem.memory[_LAST_S] = spending.seconds * (1.0 if found.is_whole else 2.0)
-        drafted = _NO_DRAFTS
-        rest = replace(problem, budget=drafts_budget(problem, spending, found.num_evaluations))
-        is_due = not problem.memory.get(_HAS_DRAFTED)
+        drafted: PlanResult | None = problem.memory.get(_DRAFTED)
+        left = _left(problem.budget, found.num_evaluations, spending.seconds)
         # Drafts take about as long; beside other methods they wait for when there is time.
-        if self._drafts and is_due and not _is_too_short(answer_s(problem.evaluator), rest):
-            drafted = _drafted(rest)
-            problem.memory[_HAS_DRAFTED] = True
+        has_time = not _is_too_short(answer_s(problem.evaluator), replace(problem, budget=left))
+        if self._drafts and has_time and drafted is None:
+            spent_s = 0.0 if problem.seeds else spending.seconds
+            budget = drafts_budget(left, problem.evaluator.cluster.num_devices, spent_s)
+            asked = replace(problem, budget=budget, seeds=found.candidates)
+            drafted = _drafted(asked, self._lead)
+            problem.memory[_DRAFTED] = replace(drafted, num_evaluations=0)
+        drafted = drafted or _NO_DRAFTS
         return PlanResult(
             candidates=_best((*found.candidates, *drafted.candidates)),
             num_evaluations=found.num_evaluations + drafted.num_evaluations,
@@ -216,8 +236,8 @@ class AgentSearch(Planner):
     Args:
         policy: Name of a shipped policy, a file, or the network itself.
         name: Name of the method.
-        is_led: Whether the shipped ``improver`` leads its moves.
         drafts: As for ``Agent``; where other methods have searched before, it begins from theirs.
+        lead: What leads its moves.
     """
 
     stage = "search"
@@ -231,12 +251,12 @@ class AgentSearch(Planner):
         policy: "str | Policy" = DEFAULT_POLICY,
         *,
         name: str = "agent+search",
-        is_led: bool = True,
-        drafts: bool = False,
+        drafts: bool = True,
+        lead: NewLead = shipped_lead,
     ) -> None:
         self.name = name
         self.policy = policy
-        self._is_led, self._drafts = is_led, drafts
+        self._drafts, self._lead = drafts, lead
 
     def prepare(self, evaluator: Evaluator) -> None:
         """Import what a policy needs, and load it."""
@@ -270,7 +290,8 @@ class AgentSearch(Planner):
         drafted = _NO_DRAFTS
         if self._drafts and not problem.seeds:
             rest = _left(problem.budget, found.num_evaluations, spending.seconds)
-            drafted = _drafted(replace(problem, budget=rest.part(0.5)))
+            budget = drafts_budget(rest.part(0.5), problem.evaluator.cluster.num_devices)
+            drafted = _drafted(replace(problem, budget=budget), self._lead)
         rng = np.random.default_rng([problem.seed, NUM_PROPOSALS])
         rows = draw(found.scores, found.pair, NUM_PROPOSALS, rng).rows
         table = found.pair.table
@@ -296,11 +317,7 @@ class AgentSearch(Planner):
         )
 
     def _search(self) -> LocalSearch:
-        if not self._is_led:
-            return LocalSearch()
-        from heterog.agents.improver import led_by, load_improver
-
-        return LocalSearch(led_by(load_improver()))
+        return LocalSearch(self._lead())
 
 
 _NO_DRAFTS = PlanResult(candidates=(), num_evaluations=0)
@@ -315,16 +332,14 @@ def _best(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
     return tuple(ranked[:NUM_RETURNED])
 
 
-def _drafted(problem: Problem) -> PlanResult:
-    """The best drafts, finished by led moves; none if hardly an evaluation is left for them."""
-    from heterog.agents.improver import led_by, load_improver
-
+def _drafted(problem: Problem, lead: NewLead) -> PlanResult:
+    """The best drafts and seeds, finished by moves; none if hardly an evaluation is left."""
     evaluations = problem.budget.evaluations
     if evaluations is not None and evaluations < LEAST_FOR_DRAFTS:
         return _NO_DRAFTS
     if problem.budget.seconds is not None and problem.budget.seconds < LEAST_DRAFTS_S:
         return _NO_DRAFTS
-    return DraftAgent(lead=led_by(load_improver())).plan(problem)
+    return DraftAgent(lead=lead()).plan(problem)
 
 
 def _prepare(policy: "str | Policy", evaluator: Evaluator) -> None:
@@ -358,7 +373,7 @@ def policy_methods(policy: str = DEFAULT_POLICY) -> tuple[Agent, AgentSearch]:
     """
     if policy != DEFAULT_POLICY:
         _policies.get(policy)
-    return Agent(policy, drafts=True), AgentSearch(policy, drafts=True)
+    return Agent(policy), AgentSearch(policy)
 
 
 def default_methods(policy: str = DEFAULT_POLICY) -> Methods:

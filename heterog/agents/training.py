@@ -26,6 +26,7 @@ from heterog.agents.ways import draw_in, make_ways
 from heterog.envs.pair import Pair
 from heterog.envs.reward import RewardFunction, reward_of
 from heterog.errors import HeterogError, HeterogWarning, InputFileError
+from heterog.garbage import settled
 from heterog.methods.planner import Budget
 from heterog.names import own_name
 from heterog.workers import HERE, Workers
@@ -258,6 +259,7 @@ class Trainer:
         """Number of strategies simulated, searches included."""
         return self._spent + self.learner.num_evaluations
 
+    @settled()
     def run(self) -> TrainingResult:
         """Train to the end, or until interrupted; return the best policy."""
         begin = time.perf_counter()

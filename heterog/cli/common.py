@@ -3,7 +3,6 @@
 The first Ctrl-C asks for the best so far, the second one ends at once.
 """
 
-import gc
 import json
 import signal
 import sys
@@ -19,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from heterog.cli import completion
 from heterog.errors import HeterogError, UnknownNameError, named
+from heterog.garbage import without_collector
 from heterog.units import format_seconds
 from heterog.user_code import is_from_file
 
@@ -165,27 +165,14 @@ def load_model(model: str, batch_size: int | None) -> "tuple[OpGraph, Rehearse |
         return graph, None
     from heterog.zoo import load_workload
 
-    workload = load_workload(model, batch_size)
-    # Only now, so that a wrong name is reported without waiting for torch.
-    from heterog.graph import capture as capturing
-    from heterog.runtime.measure.rehearsal import rehearsal_of
+    with without_collector():
+        workload = load_workload(model, batch_size)
+        # Only now, so that a wrong name is reported without waiting for torch.
+        from heterog.graph import capture as capturing
+        from heterog.runtime.measure.rehearsal import rehearsal_of
 
-    captured = capturing.capture_step(workload)
-    return captured.graph, rehearsal_of(captured)
-
-
-@contextmanager
-def settled() -> Iterator[None]:
-    """Keep objects that are in memory now out of garbage collection inside the block.
-
-    Libraries and a captured step are a million objects, and collecting among them takes as long as
-    a search does between two collections.
-    """
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+        captured = capturing.capture_step(workload)
+        return captured.graph, rehearsal_of(captured)
 
 
 def load_model_graph(model: str, batch_size: int | None) -> "OpGraph":

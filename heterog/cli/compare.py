@@ -28,7 +28,6 @@ from heterog.cli.common import (
     out,
     print_json,
     progress_line,
-    settled,
     split_names,
     stop_when_interrupted,
     termination_as_interrupt,
@@ -108,11 +107,7 @@ def compare(
     def found(crew: Workers) -> "Iterator[Comparison]":
         if crew is HERE:
             for graph, target, rehearse in cases():
-                with (
-                    settled(),
-                    stop_when_interrupted() as stop,
-                    progress_line(as_json) as progress,
-                ):
+                with stop_when_interrupted() as stop, progress_line(as_json) as progress:
                     session = Session(progress=progress, stop=stop)
                     result = compare_methods(request_for(graph, target), session)
                     result = _rehearsed(result, rehearse, stop)

@@ -31,7 +31,6 @@ from heterog.cli.common import (
     load_model_graph,
     print_json,
     progress_line,
-    settled,
     stop_when_interrupted,
 )
 from heterog.cli.objective import (
@@ -215,7 +214,6 @@ def plan(
     )
     about_codec = ""
     with (
-        settled(),
         open_seats(workers) as seats,
         stop_when_interrupted(seats.stop if seats else lambda: None) as stop,
         progress_line(as_json) as progress,

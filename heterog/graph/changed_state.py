@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from heterog.garbage import without_collector
 from heterog.graph.higher_order import plain_control_flow
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.graph.python_state import PythonState, Slot
@@ -97,22 +98,6 @@ def _are_counted() -> bool:
 
 
 _FOUND = _FunctionCaches()
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Switch off Python's search for reference cycles.
-
-    A capture or a rehearsal makes hundreds of thousands of objects, which reference counts free;
-    the search would start again and again, and each time look through all of torch and the graph.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 _MOST_ENTRIES = 1_000

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from heterog.cluster import Cluster
+from heterog.garbage import settled
 from heterog.graph.op_graph import OpGraph
 from heterog.methods.planner import Budget, MethodRow, Spending, Stop
 from heterog.methods.registry import AUTO
@@ -87,6 +88,7 @@ def _picked(rows: Sequence[MethodRow], spent: Sequence[MethodRow]) -> MethodRow:
     )
 
 
+@settled()
 def compare_methods(request: Request, session: Session | None = None) -> Comparison:
     """Run methods, each with the full budget; ``auto`` picks from all rows that were computed.
 

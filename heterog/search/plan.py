@@ -19,6 +19,7 @@ from heterog.errors import (
     UnknownNameError,
 )
 from heterog.files import write_json
+from heterog.garbage import settled
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.lowering import lower
@@ -365,6 +366,7 @@ def load_plan(path: str | Path) -> Plan:
     return plan
 
 
+@settled()
 def make_plan(
     request: Request,
     session: Session | None = None,

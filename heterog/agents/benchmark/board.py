@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from heterog.agents.benchmark.statistics import (
 from heterog.agents.benchmark.tiles import placed_s
 from heterog.errors import InputFileError
 from heterog.files import write_atomically
+from heterog.garbage import settled
 from heterog.methods.planner import Budget, Planner, Problem
 from heterog.search.judging import run_method
 from heterog.simulator.evaluator import Evaluator
@@ -151,11 +152,13 @@ class Board:
                     continue
                 graph, cluster = pair.load(self.graphs)
                 for entry in missing:
-                    line = self._line(entry, pair.pair, Evaluator(graph, cluster), seed)
+                    # What an earlier row has found out about the model costs this one, too.
+                    line = self._line(entry, pair.pair, Evaluator(replace(graph), cluster), seed)
                     with self.results.open("a") as file:
                         file.write(json.dumps(line) + "\n")
                     report(line)
 
+    @settled()
     def _line(self, entry: Entry, pair: str, evaluator: Evaluator, seed: int) -> Line:
         evaluator.warm_up()
         key = {"pair": pair, "arm": entry.name, "seed": seed}

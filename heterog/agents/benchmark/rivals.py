@@ -29,12 +29,14 @@ from heterog.agents.benchmark.row_search import (
 from heterog.agents.checkpoint import load_checkpoint
 from heterog.agents.config import PolicyConfig, TrainingConfig
 from heterog.agents.graph_data import PairBatch
+from heterog.agents.improver import Improver, led_by
 from heterog.agents.learner import Task, learner_of
 from heterog.agents.planners import DEFAULT_POLICY, Agent, default_methods
 from heterog.agents.policy import Policy, Scores
 from heterog.agents.sources import PairSource
 from heterog.envs.observation import PAIR_SLOWER
 from heterog.envs.pair import Pair, Score
+from heterog.methods.local_search.planner import Lead
 from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.methods.registry import Methods
 from heterog.simulator.evaluator import Evaluator
@@ -86,17 +88,24 @@ class WithoutTraining(Planner):
     Args:
         name: Name of the row.
         policy: Makes the policy of a seed.
+        lead: Makes what leads the moves that finish an answer, of a seed; by default blind.
     """
 
     stage = "zero_shot"
     is_random = True
 
-    def __init__(self, name: str, policy: Callable[[int], Policy]) -> None:
-        self.name, self._policy = name, policy
+    def __init__(
+        self,
+        name: str,
+        policy: Callable[[int], Policy],
+        lead: Callable[[int], Lead | None] = lambda seed: None,
+    ) -> None:
+        self.name, self._policy, self._lead = name, policy, lead
 
     def plan(self, problem: Problem) -> PlanResult:
         """Answer as the policy does."""
-        return Agent(self._policy(problem.seed)).plan(problem)
+        lead = partial(self._lead, problem.seed)
+        return Agent(self._policy(problem.seed), lead=lead).plan(problem)
 
 
 class Sb3Search(Planner):
@@ -222,7 +231,7 @@ def known_rows() -> Methods:
     """All methods, and those that are only here."""
     return default_methods().having(
         *(rival.method(name, TUNED.get(name, {})) for name, rival in RIVALS.items()),
-        WithoutTraining("untrained", untrained),
+        WithoutTraining("untrained", untrained, lambda seed: led_by(Improver.untrained(seed))),
         WithoutTraining("thumb", thumb),
         Sb3Search("ppo", "sb3:PPO"),
         Sb3Search("maskable_ppo", "sb3_contrib:MaskablePPO"),

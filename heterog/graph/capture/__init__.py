@@ -33,9 +33,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heterog.errors import CaptureError
+from heterog.garbage import without_collector
 from heterog.graph.capture.reading import CapturedStep, Reader
 from heterog.graph.capture.tracing import clear_errors, trace
-from heterog.graph.changed_state import caches_without_fakes, without_collector
+from heterog.graph.changed_state import caches_without_fakes
 from heterog.graph.one_sample import add_ops_of_more_samples
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.optimizer_probe import group_numbers, parameter_groups

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from heterog.errors import StrategyError
+from heterog.garbage import without_collector
 from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.capture import CapturedStep
-from heterog.graph.changed_state import without_collector
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.lowering.program import FIRST_LINK_KIND, RECUT_KINDS, Program, TaskKind
 from heterog.lowering.tables import graph_tables
