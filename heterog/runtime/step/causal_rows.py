@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad
 
 from heterog.graph.placement import OpCall
@@ -61,6 +60,9 @@ def on_masked_rows(
     """
     (query,), (key,) = positions(call, "query"), positions(call, "key")
     num, rows = inputs[query].shape[_ROWS], inputs[key].shape[_ROWS]
+    # Here, because it imports torch's compiler: a second, for every rank and every plan.
+    from torch.nn.attention.bias import causal_lower_right
+
     seen = first + num
     made = kernel(_with_keys(call, list(inputs), 0, seen), causal_lower_right(num, seen))
     if "grad_out" not in call.args:
