@@ -46,6 +46,7 @@ from heterog.cli.objective import (
 from heterog.cli.outputs import HTML, JSON, YAML, not_replaced
 from heterog.cli.run_file import run_file, save_settings
 from heterog.errors import HeterogError, HeterogWarning
+from heterog.garbage import settled
 from heterog.units import format_seconds
 from heterog.workers import open_seats
 
@@ -214,6 +215,7 @@ def plan(
     )
     about_codec = ""
     with (
+        settled(),
         open_seats(workers) as seats,
         stop_when_interrupted(seats.stop if seats else lambda: None) as stop,
         progress_line(as_json) as progress,
