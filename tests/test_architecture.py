@@ -30,6 +30,7 @@ LAYERS = (
         "units",
         "files",
         "memo",
+        "garbage",
         "grouped",
         "records",
         "yaml_files",
