@@ -106,11 +106,8 @@ def _calibrate_on_runs(
     from heterog.cli.common import load_model_graph
     from heterog.fidelity.comparison import read_runs
     from heterog.fidelity.run_fit import cases_of, fit_runs
-    from heterog.pricing.calibration import cost_model_of
+    from heterog.pricing.calibration import cost_model_of, save_run_models
     from heterog.pricing.device_models.model import DeviceModels
-    from heterog.pricing.device_models.run_file import (
-        save_run_models,
-    )
 
     rows = read_runs(runs, model=model, cluster=cluster)
     for path in {name for row in rows for name in (row.model, row.cluster)}:

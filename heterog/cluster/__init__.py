@@ -5,8 +5,7 @@ that runs steps on it; ``hardware`` is what it is made of and what hosts cost, a
 ``fingerprint`` says which are equal. ``catalog`` finds entries of ``data``.
 
 A file goes from ``spec`` through ``schema`` (text with lines, and fields) and ``building`` into a
-cluster, and back.
-``json_record`` reads what ``Cluster.to_dict`` makes.
+cluster, and back; ``spec`` also reads what ``Cluster.to_dict`` makes.
 """
 
 from heterog.cluster.catalog import device_type, device_type_names

@@ -467,7 +467,7 @@ class Cluster:
         Raises:
             ClusterError: A field is missing, unknown or makes no sense.
         """
-        from heterog.cluster.json_record import (
+        from heterog.cluster.spec import (
             cluster_from_dict,  # its records are built on this module
         )
 

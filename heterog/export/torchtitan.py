@@ -5,11 +5,16 @@ from collections.abc import Sequence
 
 from heterog.export.as_layout import ORDER, layout_of
 from heterog.export.deepspeed import check_even, stage_of
-from heterog.export.folder import RANKS_FILE, Export, ExportError, digest, fill
-from heterog.export.ranks import RankEntry, launch_script, ranks_document, ranks_of
-from heterog.export.readme import launch_command, readme
+from heterog.export.folder import RANKS_FILE, Export, ExportError, digest, fill, on_used_devices
+from heterog.export.ranks import (
+    RankEntry,
+    launch_command,
+    launch_script,
+    ranks_document,
+    ranks_of,
+    readme,
+)
 from heterog.export.uniform import refuse_modes, uniform_micro_batches, uniform_remarks
-from heterog.export.used import on_used_devices
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.search.plan import Plan

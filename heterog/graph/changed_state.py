@@ -27,11 +27,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from heterog.graph.higher_order import plain_control_flow
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.graph.python_state import PythonState, Slot
 from heterog.graph.repeated_calls import has_parameters
-from heterog.graph.static_shapes import with_static_shapes
+from heterog.graph.static_shapes import plain_control_flow, with_static_shapes
 from heterog.graph.step import Step
 from heterog.graph.value_checks import answered_guards
 from heterog.graph.value_numbers import Results

@@ -294,6 +294,7 @@ def contradiction(plan: "Plan", document: Mapping[str, Any]) -> str:
         again = plan.summary() | {"source": plan.graph.source}
     except ValueError:
         return "field 'noisy_step_times_s' has different lengths for methods that are compared"
+    told: list[tuple[str, Mapping[str, Any], Mapping[str, Any], tuple[str, ...]]]
     told = [("", document, again, PlanRecord.FOLLOWS)]
     for number, rows in enumerate(zip(document["methods"], again["methods"], strict=True)):
         told.append((f"methods.{number}.", *rows, RowRecord.FOLLOWS))
