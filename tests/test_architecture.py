@@ -68,7 +68,6 @@ ROOMS = {
     "torch": (
         *(
             "graph/capture/",
-            "graph/changed_state.py",
             "graph/optimizer_probe.py",
             "graph/python_state.py",
             "graph/repeated_calls.py",

@@ -35,9 +35,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from heterog.errors import CaptureError
 from heterog.graph.capture.reading import CapturedStep, Reader
 from heterog.graph.capture.tracing import clear_errors, trace
-from heterog.graph.changed_state import caches_without_fakes, without_collector
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.optimizer_probe import group_numbers, parameter_groups
+from heterog.graph.repeated_calls import caches_without_fakes, without_collector
 from heterog.graph.sharding_rules.matmul import pattern_key
 from heterog.graph.sparse_pattern import SparsePattern
 from heterog.graph.sparse_product import SparseProduct

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.capture import CapturedStep
-from heterog.graph.changed_state import without_collector
 from heterog.graph.op_graph import OpGraph, TensorKind
+from heterog.graph.repeated_calls import without_collector
 from heterog.lowering.program import FIRST_LINK_KIND, RECUT_KINDS, Program, TaskKind
 from heterog.lowering.tables import graph_tables
 from heterog.methods.planner import TimeUp

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from heterog.errors import StrategyError
 from heterog.graph.capture import CapturedStep
-from heterog.graph.changed_state import WatchedState
 from heterog.graph.op_graph import OpGraph
+from heterog.graph.repeated_calls import WatchedState
 from heterog.graph.workload import Workload
 from heterog.lowering.program import Program
 from heterog.lowering.tables import graph_tables
@@ -24,8 +24,7 @@ from heterog.modes.mode import fault_of_modes
 from heterog.runtime.accelerators import from_every_rank
 from heterog.runtime.step.optimizer import LossScale, op_that_begins_backward
 from heterog.search.plan import Plan
-from heterog.strategy.stepping import scope_fault
-from heterog.strategy.strategy import Strategy
+from heterog.strategy.strategy import Strategy, scope_fault
 
 
 def check_world(plan: Plan) -> None:
