@@ -196,8 +196,7 @@ def _from(module: str, function: str) -> Callable[[int], Workload]:
 
     def build_now(batch_size: int) -> Workload:
         builder = getattr(importlib.import_module(f"heterog.zoo.{module}"), function)
-        workload: Workload = builder(batch_size)
-        return workload
+        return builder(batch_size)
 
     return build_now
 
