@@ -96,11 +96,12 @@ def resnet18(batch_size: int = 8) -> Workload:
 
     def model() -> nn.Module:
         torch.manual_seed(0)
-        return transformers.ResNetForImageClassification(
+        made: nn.Module = transformers.ResNetForImageClassification(
             transformers.ResNetConfig(
                 layer_type="basic", hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2]
             )
         )
+        return made
 
     torch.manual_seed(1)
     batch = {
@@ -115,7 +116,7 @@ def llama(batch_size: int = 8) -> Workload:
 
     def model() -> nn.Module:
         torch.manual_seed(0)
-        return transformers.LlamaForCausalLM(
+        made: nn.Module = transformers.LlamaForCausalLM(
             transformers.LlamaConfig(
                 vocab_size=2048,
                 hidden_size=128,
@@ -126,6 +127,7 @@ def llama(batch_size: int = 8) -> Workload:
                 use_cache=False,
             )
         )
+        return made
 
     torch.manual_seed(1)
     words = torch.randint(0, 2048, (batch_size, 64))

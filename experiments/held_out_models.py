@@ -58,7 +58,8 @@ def _tokens(
 def _classifier(kind: str, **options: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         config = getattr(transformers, f"{kind}Config")(num_labels=_CLASSES, **options)
-        return getattr(transformers, f"{kind}ForImageClassification")(config)
+        made: nn.Module = getattr(transformers, f"{kind}ForImageClassification")(config)
+        return made
 
     return make
 
@@ -99,13 +100,14 @@ def qwen(batch_size: int = 8) -> Workload:
     """A language model with few keys, of half a billion parameters."""
 
     def make() -> nn.Module:
-        return transformers.Qwen2ForCausalLM(
+        made: nn.Module = transformers.Qwen2ForCausalLM(
             transformers.Qwen2Config(
                 hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
                 num_attention_heads=14, num_key_value_heads=2, vocab_size=151_936,
                 tie_word_embeddings=True, use_cache=False,
             )
         )  # fmt: skip
+        return made
 
     return _tokens("qwen", batch_size, 512, 151_936, make)
 

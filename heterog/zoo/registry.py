@@ -196,7 +196,8 @@ def _from(module: str, function: str) -> Callable[[int], Workload]:
 
     def build_now(batch_size: int) -> Workload:
         builder = getattr(importlib.import_module(f"heterog.zoo.{module}"), function)
-        return builder(batch_size)
+        workload: Workload = builder(batch_size)
+        return workload
 
     return build_now
 
