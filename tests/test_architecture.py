@@ -69,9 +69,6 @@ ROOMS = {
     "torch": (
         *(
             "graph/capture/",
-            "graph/changed_state.py",
-            "graph/higher_order.py",
-            "graph/one_sample.py",
             "graph/optimizer_probe.py",
             "graph/python_state.py",
             "graph/repeated_calls.py",
@@ -102,7 +99,7 @@ ROOMS = {
         "graph/graph_records.py",
         "strategy/serialize.py",
         "pricing/op_fits.py",
-        "pricing/device_models/run_file.py",
+        "pricing/calibration.py",
         "fidelity/comparison.py",
         *("search/plan_file.py", "search/history.py"),
         "agents/checkpoint.py",
