@@ -83,6 +83,7 @@ class Trial:
         planned_s: from there until torchrun has started all new ranks.
         moved_s: from there until they have their state; with what they import.
         first_step_s: from there to the end of their first step.
+        decided_s: from the start of the ranks of a plan until they know what they run.
         total_s: from the fault to the end of the first step; if ranks train on, of the next one.
         caught_up_s: from the fault to the first step that had not been done before.
         num_ranks: that go on.
@@ -100,6 +101,7 @@ class Trial:
     planned_s: float = 0.0
     moved_s: float = 0.0
     first_step_s: float = 0.0
+    decided_s: float = 0.0
     total_s: float = math.inf
     caught_up_s: float = math.inf
     num_ranks: int = 0
@@ -319,17 +321,17 @@ def measured_plan(
     )
     steps = [each for each in later if each["what"] == "step"]
     first = next(each for each in steps if each["at_s"] > taken_up["at_s"])
-    ends = (hit_s, began["at_s"], taken_up["at_s"], first["at_s"])
-    planned_s, moved_s, first_step_s = (b - a for a, b in itertools.pairwise(ends))
+    noticed_s = min((each["at_s"] for each in later if each["what"] == "gave up"), default=hit_s)
+    ends = (hit_s, noticed_s, began["at_s"], taken_up["at_s"], first["at_s"])
+    split = dict(zip(PARTS, (b - a for a, b in itertools.pairwise(ends)), strict=True))
     most = max(each["step"] for each in every if each["at_s"] < began["at_s"])
     expected = losses_of(len(output["losses"]))
     pairs = zip(output["losses"], expected, strict=True)
     return Trial(
         victims=victims,
         killed_in_step=max(each["step"] for each in every if each["at_s"] <= hit_s),
-        planned_s=planned_s,
-        moved_s=moved_s,
-        first_step_s=first_step_s,
+        **split,
+        decided_s=began["seconds"],
         total_s=first["at_s"] - hit_s,
         caught_up_s=next(each["at_s"] for each in steps if each["step"] > most) - hit_s,
         num_ranks=output["num_ranks"],
@@ -467,7 +469,7 @@ def main() -> None:
         "failed": len(trials) - len(good),
         "medians_s": {
             part: round(statistics.median(each[part] for each in good), 3)
-            for part in (*PARTS, "total_s", "caught_up_s")
+            for part in (*PARTS, "decided_s", "total_s", "caught_up_s")
             if good
         },
         "most_s": max((each["total_s"] for each in good), default=math.inf),

@@ -26,13 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.files import read_json, write_atomically, write_json
 from heterog.healing.assignment import Assignment
-from heterog.healing.elastic import exit_now, folder_of_host, on_sigterm
+from heterog.healing.elastic import end_cut_links, exit_now, folder_of_host, on_sigterm
 from heterog.healing.job import check_can_heal, last_step
 from heterog.healing.journal import Journal, JournalReader
 from heterog.healing.options import HealOptions, Move, Trained
@@ -126,6 +125,7 @@ class Generation:
     """
 
     def __init__(self, request: RunRequest, options: HealOptions) -> None:
+        self._begun_s = time.monotonic()
         self.request, self.options = request, options
         self.whole = request.load()
         check_can_heal(self.whole, request.plan)
@@ -177,8 +177,12 @@ class Generation:
         write_atomically(path, text.encode())
         if self.is_first_of_host:
             method = str(read_json(path, "plan").get("method", ""))
-            Journal(self.folder / "journal.jsonl").write(
-                "began", lost=self.lost, num_ranks=len(self.devices), method=method
+            self.tell(
+                "began",
+                lost=self.lost,
+                num_ranks=len(self.devices),
+                method=method,
+                seconds=time.monotonic() - self._begun_s,
             )
         os.environ[HOST] = self.host  # by which the plan's ranks are found
         return Assignment(
@@ -216,6 +220,11 @@ class Generation:
     def is_first_of_host(self) -> bool:
         """Whether this is the first rank of its host."""
         return self.device == self._first_of[self.host]
+
+    def tell(self, event: str, **said: Any) -> None:
+        """Write an event that each host knows, if this rank is its first."""
+        if self.is_first_of_host:
+            Journal(self.folder / "journal.jsonl").write(event, **said)
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -297,7 +306,7 @@ class TorchrunRank(HealingRank):
         )
         generation.note(assignment)
         self._asked = generation.questions()
-        dist.barrier()
+        end_cut_links()
 
     def look(self, number: int) -> None:
         """Publish plans that were prepared, and take those that were published."""
@@ -335,8 +344,11 @@ def measured(generation: Generation) -> dict[str, Any]:
     """What this host knows of all generations, as ``HealingJob`` has it."""
     trained, before = Trained(), set[int]()
     cluster = generation.whole.cluster
+    detect_s = 0.0
     for event in JournalReader(generation.folder / "journal.jsonl").new_events():
         if event["event"] != "began":
+            if event["event"] == "gave up":
+                detect_s = float(event["at_s"]) - trained.last_event_s
             trained.hear(event)
             continue
         now = set(event["lost"])
@@ -345,6 +357,7 @@ def measured(generation: Generation) -> dict[str, Any]:
             kind = "lost" if gone or not back else "back"
             move = Move(kind=kind, why=_in_words(cluster, gone, back))
             move.num_ranks, move.method = int(event["num_ranks"]), str(event["method"])
+            move.detect_s, detect_s = detect_s, 0.0
             move.plan_s = float(event["at_s"]) - trained.last_event_s
             trained.moves.append(move)
             trained.last_event_s = float(event["at_s"])
@@ -375,7 +388,12 @@ def heal(path: Path) -> None:
     generation = Generation(request, options)
     assignment = generation.decide()
     rank = TorchrunRank(generation, assignment)
-    is_done = rank.train()
+    try:
+        is_done = rank.train()
+    except RuntimeError as error:
+        if is_of_another(error):
+            generation.tell("gave up")
+        raise
     rank.end(is_done)
     if not is_done:
         exit_now()  # torchrun starts ranks again where no host leaves
