@@ -41,6 +41,7 @@ from rows import asked_of, finish, keep_row, option, progress, read_rows
 from heterog import heal
 from heterog.files import read_json, write_json
 from heterog.graph.capture import capture
+from heterog.healing.on_torchrun import warm
 from heterog.runtime.launch import free_port, parent_of, signals_as_exit
 from heterog.runtime.rank import draw_alike
 from heterog.runtime.ranks.host_places import HOST
@@ -129,6 +130,7 @@ def run_agent(place: tuple[str, str], host: int, arguments: list[str], said: Pat
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     tempfile.tempdir = None  # which was read from the environment before
+    warm(arguments[-1])
     main(["--local-addr", place[1], *arguments])
 
 

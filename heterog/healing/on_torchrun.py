@@ -19,8 +19,10 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ from heterog.healing.rank import HealingRank
 from heterog.healing.service import Service
 from heterog.healing.shelf import Part, Shelf, newest_complete
 from heterog.records import parse_dataclass
+from heterog.runtime.accelerators import has_accelerator
 from heterog.runtime.rank import as_rank, end_together, is_of_another, meet
 from heterog.runtime.ranks.forks import end_with_parent
 from heterog.runtime.ranks.host_places import HOST, RankHas, own_place, ranks_in_plan, say_to_all
@@ -277,6 +280,33 @@ class Generation:
         )
 
 
+def warm(path: str) -> None:
+    """Plan once in a process that ranks are forked off: what that loads takes each two seconds.
+
+    Args:
+        path: The file that the ranks will be given; nothing is done if it is no plan's.
+    """
+    from heterog.healing.planning import Planning
+
+    with suppress(HeterogError), tempfile.TemporaryDirectory(prefix="heterog-") as folder:
+        request, options = read_healing(Path(path))
+        devices = range(request.load().cluster.num_devices)
+        planning = Planning()
+        planning.answer({"whole": str(request.plan), "source": ""})
+        question = Question(
+            lost=(devices[-1],),
+            slow={},
+            methods=FIRST_METHODS,
+            budget=options.first_budget,
+            steps_left=request.num_steps,
+            restart_s=_RESTART_S,
+            running=str(request.plan),
+            running_on=tuple(devices),
+            path=f"{folder}/plan.json",
+        )
+        planning.answer(asdict(question))
+
+
 class TorchrunRank(HealingRank):
     """A rank that brings prepared plans to its host.
 
@@ -290,7 +320,9 @@ class TorchrunRank(HealingRank):
         self._looked_s, self._taken, self._given = 0.0, 0, 0
         self._planning: Service | None = None
         if generation.is_first:  # it imports and captures while ranks do
-            self._planning = Service("heterog.healing.planning")
+            # Nothing was computed yet, and no accelerator, which no fork could use, is here.
+            is_forked = not has_accelerator()
+            self._planning = Service("heterog.healing.planning", is_forked=is_forked)
             self._planning.ask(generation.about())
         stop = generation.folder / f"stop{generation.number}"
         stop.unlink(missing_ok=True)  # of one that did not get as far as to train
