@@ -17,7 +17,6 @@ and their difference is told beside the first.
 """
 
 import itertools
-import json
 import multiprocessing
 import os
 import random
@@ -51,6 +50,7 @@ from rows import asked_of, option, progress
 from heterog import heal
 from heterog.files import read_json, write_json
 from heterog.graph.capture import capture
+from heterog.healing.journal import Event, JournalReader
 from heterog.healing.on_torchrun import warm
 from heterog.runtime.launch import free_port, signals_as_exit
 from heterog.runtime.rank import draw_alike
@@ -117,8 +117,8 @@ class Hosts:
         script: list[str],
     ) -> None:
         self._folder = folder
-        self._places, self._events = places, list[dict[str, Any]]()
-        self._read: dict[Path, int] = {}
+        self._places, self._events = places, list[Event]()
+        self._readers: dict[Path, JournalReader] = {}
         # As the documentation has it; ranks are looked after ten times a second, as is default.
         settings = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
         arguments = [
@@ -132,25 +132,20 @@ class Hosts:
             self.agents.append(FORKS.Process(target=run_agent, args=of_agent))
             self.agents[-1].start()
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Event]:
         """All that ranks have told, in order of time."""
         for log in [self._folder / "log.jsonl", *self._folder.glob("*/journal.jsonl")]:
-            with suppress(FileNotFoundError), log.open() as file:
-                file.seek(self._read.get(log, 0))
-                for line in file.read().splitlines(keepends=True):
-                    if line.endswith("\n"):
-                        self._events.append(as_told(json.loads(line)))
-                        self._read[log] = self._read.get(log, 0) + len(line)
-        self._events.sort(key=lambda told: told["at_s"])
+            self._events += self._readers.setdefault(log, JournalReader(log)).new_events()
+        self._events.sort(key=lambda told: float(told["at_s"]))
         return self._events
 
-    def wait_for(self, what: str, is_it: Any, begin: int = 0) -> dict[str, Any]:
+    def wait_for(self, what: str, is_it: Any, begin: int = 0) -> Event:
         """Wait for an event that a condition holds for, from the given one on."""
         deadline_s = time.monotonic() + _LIMIT_S
         while time.monotonic() < deadline_s:
             events = self.events()
             for number in range(begin, len(events)):
-                if events[number]["what"] == what and is_it(events[number]):
+                if events[number]["event"] == what and is_it(events[number]):
                     return events[number]
             begin = len(events)
             time.sleep(0.005)
@@ -188,13 +183,6 @@ class Hosts:
             set_link(self._places[1 + host][0], "up")
 
 
-def as_told(event: dict[str, Any]) -> dict[str, Any]:
-    """An event of a plan's journal, in the words of the loop's."""
-    if "event" not in event:
-        return event
-    return event | {"what": event["event"], "host": 0, "rank": 0}
-
-
 def run_trial(
     places: list[tuple[str, str]],
     folder: Path,
@@ -214,7 +202,7 @@ def run_trial(
         last = hosts.wait_for("step", lambda told: told["step"] >= step)
         victims = tuple(chance.sample(range(HOSTS), 2 if fault == "two" else 1))
         if fault in ("first", "leader"):
-            victims = (last["host"],)
+            victims = (last.get("host", 0),)  # a plan's first is the first
         hit_s = time.monotonic()
         hosts.hit(fault, victims)
         if plan is None:
@@ -262,25 +250,25 @@ def write_run(plan: Plan, folder: Path, num_steps: int) -> Path:
 
 def measured_plan(
     folder: Path,
-    events: list[dict[str, Any]],
+    events: list[Event],
     hit_s: float,
     victims: tuple[int, ...],
     left: tuple[str, ...],
 ) -> Trial:
     """What the journals and the output of a plan's trial say."""
     output = read_json(folder / "out.json", "output")
-    every = [each for each in events if each["what"] == "step"]
+    every = [each for each in events if each["event"] == "step"]
     later = [each for each in events if each["at_s"] > hit_s]
-    steps = [each for each in later if each["what"] == "step"]
+    steps = [each for each in later if each["event"] == "step"]
     most = max(each["step"] for each in every if each["at_s"] <= hit_s)
     split: dict[str, Any] = {"source": "ranks trained on"}
-    if taken_up := [each for each in later if each["what"] == "taken up"]:
+    if taken_up := [each for each in later if each["event"] == "taken up"]:
         *_, began = (
             each
             for each in later
-            if each["what"] == "began" and each["at_s"] < taken_up[-1]["at_s"]
+            if each["event"] == "began" and each["at_s"] < taken_up[-1]["at_s"]
         )
-        noticed = (each["at_s"] for each in later if each["what"] == "gave up")
+        noticed = (each["at_s"] for each in later if each["event"] == "gave up")
         most = max(each["step"] for each in every if each["at_s"] < began["at_s"])
         own = [each for each in steps if each["at_s"] > taken_up[-1]["at_s"]]
         ends = hit_s, min(noticed, default=hit_s), began["at_s"], taken_up[-1]["at_s"]
@@ -323,14 +311,14 @@ def losses_of(num_steps: int) -> list[float]:
 
 
 def measured(
-    events: list[dict[str, Any]], hit_s: float, victims: tuple[int, ...], left: tuple[str, ...]
+    events: list[Event], hit_s: float, victims: tuple[int, ...], left: tuple[str, ...]
 ) -> Trial:
     """What the log says of a trial."""
-    steps = [each for each in events if each["what"] == "step"]
+    steps = [each for each in events if each["event"] == "step"]
     old = [each for each in steps if each["at_s"] <= hit_s]
-    begun = [each for each in events if each["what"] == "began" and each["at_s"] > hit_s]
-    again = [each for each in events if each["what"] == "restored" and each["at_s"] > hit_s]
-    failed = [each["at_s"] for each in events if each["what"] == "failed"]
+    begun = [each for each in events if each["event"] == "began" and each["at_s"] > hit_s]
+    again = [each for each in events if each["event"] == "restored" and each["at_s"] > hit_s]
+    failed = [each["at_s"] for each in events if each["event"] == "failed"]
     failed = [at_s for at_s in failed if at_s > hit_s]
     later = [each for each in steps if each["at_s"] > hit_s]
     split: dict[str, Any] = {}

@@ -37,10 +37,10 @@ from heterog.healing.elastic import end_cut_links, exit_now, folder_of_host, on_
 from heterog.healing.job import check_can_heal, last_step
 from heterog.healing.journal import Journal, JournalReader
 from heterog.healing.options import HealOptions, Move, Trained
-from heterog.healing.question import FIRST_METHODS, Question
+from heterog.healing.question import Question
 from heterog.healing.rank import HealingRank
 from heterog.healing.service import Service
-from heterog.healing.shelf import Part, Shelf, newest_complete
+from heterog.healing.shelf import Moment, Part, Shelf, newest_complete
 from heterog.records import parse_dataclass
 from heterog.runtime.accelerators import has_accelerator
 from heterog.runtime.rank import as_rank, end_together, is_of_another, meet
@@ -75,21 +75,6 @@ class Known:
     host: str = ""
     generation: int = -1
     lost: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """What each rank says before anything is decided.
-
-    Attributes:
-        place: What it has.
-        generation: Number of the last generation that its host knows, -1 if of none.
-        parts: Parts of snapshots on its host.
-    """
-
-    place: RankHas
-    generation: int
-    parts: tuple[Part, ...]
 
 
 def read_healing(path: Path) -> tuple[RunRequest, HealOptions]:
@@ -141,16 +126,19 @@ class Generation:
             os.environ[HOST] = known.host
         self._before = known
         self.store = meet(request.limits.timeout_s)
-        self._said = self._say(known.generation)
+        # What each rank has, the last generation that its host knows, and parts that are there.
+        own = asdict(own_place()), known.generation, self.shelf.parts()
+        texts = say_to_all(self.store, "heterog/said/", json.dumps(own), request.limits.timeout_s)
+        places, numbers, self._parts = zip(*map(json.loads, texts), strict=True)
         cluster = self.whole.cluster
-        self._device_of = ranks_in_plan(cluster, [each.place for each in self._said])
-        self.devices = sorted(self._device_of)
+        device_of = ranks_in_plan(cluster, [RankHas(**each) for each in places])
+        self.devices = sorted(device_of)
         # The first device of each host that is there.
         self._first_of = {_host(cluster, each): each for each in reversed(self.devices)}
-        self.number = 1 + max(each.generation for each in self._said)
-        self.lost = tuple(sorted(set(range(cluster.num_devices)) - set(self._device_of)))
+        self.number = 1 + max(numbers)
+        self.lost = tuple(sorted(set(range(cluster.num_devices)) - set(device_of)))
         self._rank = int(os.environ["RANK"])
-        self.device = self._device_of[self._rank]
+        self.device = device_of[self._rank]
         self.host = _host(cluster, self.device)
 
     @property
@@ -164,9 +152,10 @@ class Generation:
         Raises:
             HeterogError: nothing fits on what is left, or the state is lost.
         """
-        moment = newest_complete([each.parts for each in self._said])
+        parts = [[Part(Moment(*when), number) for when, number in each] for each in self._parts]
+        moment = newest_complete(parts)
         resume = self.request.resume
-        if moment is None and any(each.parts for each in self._said):
+        if moment is None and any(parts):
             raise HeterogError(
                 "the state is lost: no complete snapshot is left in memory. A larger `redundancy` "
                 "survives more."
@@ -231,13 +220,6 @@ class Generation:
 
     # --- parts -----------------------------------------------------------------------------------
 
-    def _say(self, generation: int) -> list[Said]:
-        own = Said(place=own_place(), generation=generation, parts=tuple(self.shelf.parts()))
-        texts = say_to_all(
-            self.store, "heterog/said/", json.dumps(asdict(own)), self.request.limits.timeout_s
-        )
-        return [parse_dataclass(json.loads(text), Said, "what a rank says") for text in texts]
-
     def _plan_text(self) -> str:
         """The plan for the hosts that are there, or ``error`` and why there is none."""
         if not self.lost:
@@ -269,8 +251,6 @@ class Generation:
         name = "-".join(map(str, sorted(lost)))
         return Question(
             lost=tuple(sorted(lost)),
-            slow={},
-            methods=FIRST_METHODS,
             budget=self.options.first_budget,
             steps_left=self.request.num_steps,
             restart_s=_RESTART_S,
@@ -288,6 +268,8 @@ def warm(path: str) -> None:
     """
     from heterog.healing.planning import Planning
 
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # those of OpenMP would be missing in who is forked
     with suppress(HeterogError), tempfile.TemporaryDirectory(prefix="heterog-") as folder:
         request, options = read_healing(Path(path))
         devices = range(request.load().cluster.num_devices)
@@ -295,8 +277,6 @@ def warm(path: str) -> None:
         planning.answer({"whole": str(request.plan), "source": ""})
         question = Question(
             lost=(devices[-1],),
-            slow={},
-            methods=FIRST_METHODS,
             budget=options.first_budget,
             steps_left=request.num_steps,
             restart_s=_RESTART_S,
@@ -305,6 +285,7 @@ def warm(path: str) -> None:
             path=f"{folder}/plan.json",
         )
         planning.answer(asdict(question))
+    torch.set_num_threads(num_threads)
 
 
 class TorchrunRank(HealingRank):
