@@ -24,7 +24,7 @@ _SENT_AGAIN = 3
 _LENGTH = 104
 """Bytes of <linux/tcp.h>'s ``tcp_info`` that are read."""
 _RETRANSMITS, _LAST_ACK_RECEIVED = 2, 56
-"""Where it has ``tcpi_retransmits`` (in a row; one byte) and ``tcpi_last_ack_recv`` (ms)."""
+"""Where it has tcpi_retransmits (in a row; one byte) and tcpi_last_ack_recv (ms)."""
 
 
 class Connection(NamedTuple):
