@@ -338,6 +338,12 @@ class TorchrunRank(HealingRank):
             write_atomically(generation.folder / name, text.encode())
             self._taken += 1
 
+    def end(self, is_done: bool) -> None:
+        """See ``HealingRank``; what is not prepared by now is not needed."""
+        super().end(is_done)
+        if self._planning is not None:
+            self._planning.close()
+
     def _prepare(self, planning: Service) -> None:
         """Ask for plans one after another, and publish them."""
         for reply in planning.replies():

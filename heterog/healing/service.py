@@ -45,7 +45,8 @@ class Service:
         self._process: subprocess.Popen[bytes] | BaseProcess
         if is_forked and module in sys.modules:
             main = sys.modules[module].main
-            self._process = get_context("fork").Process(target=_be, args=(main, asked, said))
+            given = main, asked, said
+            self._process = get_context("fork").Process(target=_be, args=given, daemon=True)
             self._process.start()
         else:
             self._process = subprocess.Popen(
