@@ -222,7 +222,7 @@ class Fault:
         if not self.killed_s and int(words[1]) >= self._step:
             self.killed_s = time.monotonic()
             self._kill()
-        elif self._fault == "paused":
+        elif self.killed_s and self._fault == "paused":
             self.again_s = self.again_s or time.monotonic()
         elif self.killed_s and not self._copy_to.exists():
             for told in Path(tempfile.gettempdir()).glob("heterog-*/assignment[1-9].json"):
