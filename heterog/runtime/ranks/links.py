@@ -16,9 +16,9 @@ from contextlib import suppress
 from typing import NamedTuple
 
 CUT_S = 2.0
-"""Seconds without an acknowledgement after which a link counts as cut. Longer than it takes to
-change to the other of two bonded links, and four packets are sent in it; a machine whose processes
-are stopped, or at a load of 30, answers within milliseconds."""
+"""Seconds without an acknowledgement after which a link counts as cut; in them data is sent four
+times. One that is down for a second, as where one of two bonded links takes over, does not; one
+that is down for 1.5 s may, as data is sent for the fifth time only 3 s after the first."""
 _SENT_AGAIN = 3
 """Times that the same data has to have been sent again in it."""
 _LENGTH = 104
