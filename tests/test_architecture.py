@@ -224,6 +224,11 @@ def test_one_place_knows_accelerators() -> None:
     assert not unused, f"no exceptions any more: {unused}"
 
 
+def test_one_place_opens_process_groups() -> None:
+    """Which knows how long ranks wait in them: torch's own limit is half an hour."""
+    assert naming(r"\bnew_group\b") == {"runtime/step/collectives.py"}
+
+
 def test_importing_heterog_is_quick_and_prints_nothing() -> None:
     code = (
         "import sys, heterog; "
