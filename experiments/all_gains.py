@@ -5,11 +5,11 @@
     python experiments/all_gains.py --folder gains --summary --beside before   # of another commit
 
 Sections, most wanted first: ``paper`` (eight models on 2 V100 + 4 GTX 1080 Ti + 2 P100, two
-networks), ``large`` (HeteroG's six large settings), ``free`` (without a step barrier), ``order``
-(what the order of tasks is worth), ``rates`` (the network at 0.2, 0.5 and 1.0 of its line rate),
-``presets`` (five models on four other clusters). Rows are kept pair by pair in one file for each
-section: a run that was stopped, or whose minutes are over, goes on where it ended. Budgets are in
-evaluations and the same for every method of a section, so that rows are the same on any machine.
+networks), ``large`` (HeteroG's six large settings), ``free`` (without a step barrier), ``rates``
+(the network at 0.2, 0.5 and 1.0 of its line rate), ``presets`` (five models on four other
+clusters). Rows are kept pair by pair in one file for each section: a run that was stopped, or
+whose minutes are over, goes on where it ended. Budgets are in evaluations and the same for every
+method of a section, so that rows are the same on any machine.
 
 Rows are those of ``heterog compare --methods auto``: each search has the whole budget, all are
 judged by the referee. With ``--beside`` each number stands beside the one of another run
@@ -33,14 +33,11 @@ from heterog.agents.sources import captured
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.grouped import grouped
-from heterog.methods.planner import Budget, MethodRow
+from heterog.methods.planner import Budget
 from heterog.methods.registry import AUTO
 from heterog.search.compare import compare_methods
-from heterog.search.portfolio import best_row, run_methods
 from heterog.search.request import Request
 from heterog.search.stability import DATA_PARALLEL, REFERENCES
-from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluator
 
 MODELS = (
     "vgg19,resnet200,inception_v3,mobilenet_v2,nasnet_large,transformer_6l,bert_large_24l,"
@@ -59,8 +56,6 @@ SHOWN = (
     "ddp", "best_ddp", "tuned_uniform", "megatron_grid", "model_parallel", "deeppool", "pipeline",
     "poplar", "two_segment", "hap", "local_search", "agent", "agent+search",
 )  # fmt: skip
-FIXED = ("cp_ar", "tuned_uniform")
-SEARCHES = ("two_segment", "pipeline", "local_search")
 
 Row = dict[str, Any]
 Pair = tuple[str, str, int, bool]
@@ -92,7 +87,6 @@ SECTIONS = {
         budget="300e",
     ),
     "free": Section(models=MODELS, clusters=PAPER, budget="30e", step_barrier=False),
-    "order": Section(models=MODELS, clusters=PAPER, budget="30e"),
     "rates": Section(
         models=MODELS.replace("nasnet_large,", ""),
         clusters="paper_8gpu@0.2,paper_8gpu@0.5,paper_8gpu@1.0",
@@ -162,78 +156,11 @@ def compare(model: str, cluster: str, section: Section, kept: Kept) -> None:
     print(f"{model} on {cluster}: {shown(best)} s", file=sys.stderr)
 
 
-def order_rows(evaluator: Evaluator, budget: Budget, *, step_barrier: bool) -> list[Row]:
-    """What the order of tasks is worth: rows of each fixed strategy and of the search.
-
-    By the referee: two fixed strategies in all orders, and a search that may choose the order (or
-    takes the strategy of the other in its best order) against the same search that may not. A
-    searched strategy in an order that it was not made for would overstate the gain.
-    """
-
-    def found(methods: tuple[str, ...], orders: tuple[Order, ...]) -> list[MethodRow]:
-        return run_methods(
-            evaluator,
-            Request(
-                graph=evaluator.graph,
-                cluster=evaluator.cluster,
-                methods=methods,
-                budget=budget,
-                step_barrier=step_barrier,
-                orders=orders,
-            ),
-        )
-
-    rows = []
-    for row in found(FIXED, tuple(Order)):
-        assert row.candidate is not None
-        choice = evaluator.encode(replace(row.candidate.strategy, step_barrier=step_barrier))
-        seconds = [evaluator.referee(choice, order) for order in Order]
-        fits = seconds[0].is_ok
-        rows.append(
-            {
-                "strategy": row.method,
-                "fifo_s": seconds[0].step_time_s if fits else None,
-                "best_s": min(each.step_time_s for each in seconds) if fits else None,
-            }
-        )
-    fifo = best_row(found(SEARCHES, (Order.FIFO,)))
-    assert fifo.candidate is not None
-    free = best_row(found(SEARCHES, tuple(Order)))
-    # What the search with one order finds is there for the one with all orders, too: a gain below
-    # 1 would be the luck of the search.
-    choice = evaluator.encode(replace(fifo.candidate.strategy, step_barrier=step_barrier))
-    reordered = [evaluator.referee(choice, order) for order in Order]
-    best_s = min(each.step_time_s for each in reordered if each.is_ok)
-    rows.append(
-        {
-            "strategy": "searched",
-            "fifo_s": fifo.step_time_s,
-            "best_s": min(best_s, free.step_time_s or best_s),
-        }
-    )
-    return [row | {"model": evaluator.graph.name, "step_barrier": step_barrier} for row in rows]
-
-
-def compare_orders(model: str, section: Section, kept: Kept) -> None:
-    """What the order is worth to one model, with and without a barrier, unless it is there."""
-    if model in {row["model"] for row in read_rows(kept.rows)}:
-        return
-    evaluator = Evaluator(kept.graph(model), kept.cluster(PAPER))
-    budget = Budget.parse(section.budget)
-    for step_barrier in (True, False):
-        for row in order_rows(evaluator, budget, step_barrier=step_barrier):
-            keep_row(kept.rows, row)
-
-
 def pieces(name: str, kept: Kept) -> Iterator[None]:
     """Make a section, one pair at a time."""
     section = SECTIONS[name]
     kept.graphs.mkdir(parents=True, exist_ok=True)
     for model in section.models.split(","):
-        if name == "order":
-            compare_orders(model, section, kept)
-            yield
-            continue
         for cluster in section.clusters.split(","):
             compare(model, cluster, section, kept)
             yield
@@ -320,22 +247,6 @@ def table(
         yield f"\n{text}."
 
 
-def order_table(path: Path) -> Iterator[str]:
-    """Gains of the best order over first come, first served, in Markdown."""
-    rows = read_rows(path)
-    columns = list(dict.fromkeys((row["strategy"], row["step_barrier"]) for row in rows))
-    names = [f"{name}{'' if barrier else ', no barrier'}" for name, barrier in columns]
-    yield "| model | " + " | ".join(names) + " |"
-    yield "|---" * (len(names) + 1) + "|"
-    for model in dict.fromkeys(row["model"] for row in rows):
-        own = {(r["strategy"], r["step_barrier"]): r for r in rows if r["model"] == model}
-        cells = []
-        for column in columns:
-            fifo, best = own[column]["fifo_s"], own[column]["best_s"]
-            cells.append(f"{fifo / best:.3f}" if fifo and best else "-")
-        yield f"| {model} | " + " | ".join(cells) + " |"
-
-
 def summary(folder: Path, beside: Path | None) -> Iterator[str]:
     """Every section that is there, as tables in Markdown."""
     for name, section in SECTIONS.items():
@@ -343,9 +254,6 @@ def summary(folder: Path, beside: Path | None) -> Iterator[str]:
         if not path.exists():
             continue
         yield f"## {name}, {section.budget} for each method\n"
-        if name == "order":
-            yield from order_table(path)
-            continue
         now = pairs_of(path)
         then = pairs_of(beside / path.name if beside is not None else None)
         for cluster in dict.fromkeys(key[1] for key in now):

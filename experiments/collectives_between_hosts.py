@@ -4,7 +4,7 @@
 
 DIR holds ``nccl_h100_efa.csv`` (Hugging Face, Ultra-Scale Playbook, Apache-2): bus bandwidth of
 collectives of 256 MiB on hosts of 8 H100 behind EFA. ``ring`` and ``tree`` with their growths are
-those of ``heterog.pricing.collectives``; ``links.yaml`` has them for ``efa_p5``. Errors are
+those of ``heterog.pricing.cost_model``; ``links.yaml`` has them for ``efa_p5``. Errors are
 of each number of hosts by a fit to the others.
 """
 

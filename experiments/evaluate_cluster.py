@@ -39,7 +39,7 @@ def main() -> None:
     planners: list[Planner] = [
         Agent(asked.policy, name="agent_greedy", num_samples=1, drafts=False),
         Agent(asked.policy, name="agent_16", num_samples=16, drafts=False),
-        Agent(asked.policy),
+        Agent(asked.policy, drafts=False),  # what the draws alone say
         AgentSearch(asked.policy),
         *(known[name] for name in ("ev_ps", "ev_ar", "cp_ps", "cp_ar")),
     ]

@@ -7,35 +7,45 @@ Each trial trains on four hosts of one device (gloo), kills at a random step and
 on. Faults: ``rank`` (one of four local ranks); on four raylets of this machine, ``node`` (any:
 the raylet, its actor with snapshots, and its rank, by SIGKILL at once), ``first`` (that of rank
 0), ``two`` (at once, with redundancy 2), ``leader`` (the actor that leads; its ranks train on),
-``both`` of a node and the leader, ``frozen`` (a node by SIGSTOP), ``cut`` (a node's link: each is
-in a network namespace, which takes root), ``command`` (that which started the job; the next one
-watches it) and ``leaving`` (SIGTERM to a node's actor, or Ray drains it; it is killed once
-training goes on elsewhere). Then the same is done without healing: four local ranks train up to
-the step that was gone on from and save a checkpoint, and ranks of the new plan resume it. Losses
-have to be equal step by step. Processes and temporary files that stay are looked for.
+``both`` of a node and the leader, ``frozen`` (a node by SIGSTOP), ``paused`` (so, for 3 s: its
+ranks train on), ``cut`` (a node's link: each is in a network namespace, which takes root),
+``command`` (that which started the job; the next one watches it) and ``leaving`` (SIGTERM to a
+node's actor, or Ray drains it; it is killed once training goes on elsewhere). Then the same is
+done without healing: four local ranks train up to the step that was gone on from and save a
+checkpoint, and ranks of the new plan resume it. Losses have to be equal step by step. Processes
+and temporary files that stay are looked for.
 """
 
 import json
-import math
 import multiprocessing
 import os
 import random
 import shutil
 import signal
-import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fault_trials import (
+    KINDS,
+    MODEL,
+    PARTS,
+    PAUSE_S,
+    Trial,
+    cluster,
+    left_behind,
+    mark_processes,
+    options,
+    processes,
+    run_trials,
+)
 from namespaces import inside, namespaces, set_link
-from rows import asked_of, finish, keep_row, option, progress, read_rows
+from rows import asked_of, option, progress
 
-from heterog.cluster import Cluster, Device, Host, Link, device_type
-from heterog.errors import HeterogError
 from heterog.graph.capture import capture
 from heterog.healing.job import HealingJob
 from heterog.healing.on_ray import heal_on_ray
@@ -55,64 +65,15 @@ from heterog.search.request import Request
 from heterog.workers import connect_to_ray
 from heterog.zoo import load_workload
 
-MODEL = Path(__file__).with_name("healing_model.py")
-KINDS = ("V100-16GB", "V100-16GB", "T4", "T4")
 FAULTS = (
     *("rank", "node", "first", "two", "leader", "both"),
-    *("frozen", "cut", "command", "leaving"),
+    *("frozen", "paused", "cut", "command", "leaving"),
 )
-_MARK = "HETEROG_HEALING_TRIALS"
-"""Variable of all processes that trials start, with the id of this one."""
-_GONE_S = 20.0
-"""Longest wait until what was killed is gone: who removes its files waits, too."""
-STAYS = ("leader", "command")
+NOBODY = ("leader", "command")
+"""Faults of no host."""
+STAYS = (*NOBODY, "paused")
 """Faults after which the same ranks train on."""
 TIMES = ("detect_s", "plan_s", "move_s", "first_step_s")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """What one fault led to.
-
-    Attributes:
-        victims: hosts that were killed; none where only the leader was.
-        killed_in_step: that rank 0 had begun.
-        move: of ``HealOptions``: what was gone on with; none if ranks were not stopped.
-        total_s: from the last event before the fault to the end of the first step after it; where
-            ranks train on, from the kill of the leader until it says that it is there again.
-        most_difference: of a loss, from the runs without healing, relative.
-        is_complete: every step counts once, and the plan was changed once at most.
-        left_behind: processes and files that are still there.
-        why: the reason if it failed.
-    """
-
-    victims: tuple[int, ...] = ()
-    killed_in_step: int = 0
-    move: dict[str, Any] = field(default_factory=dict)
-    total_s: float = math.inf
-    most_difference: float = math.inf
-    is_complete: bool = False
-    left_behind: tuple[str, ...] = ()
-    why: str = ""
-
-
-def cluster() -> Cluster:
-    """Four hosts with one device each, and links that let data parallelism pay."""
-    inner = Link(kind="loopback", bandwidth_bytes_per_s=100e9)
-    hosts = [
-        Host(name=f"h{number}", nic_line_rate_bytes_per_s=100e9, nic_latency_s=1e-7, intra=inner)
-        for number in range(len(KINDS))
-    ]
-    devices = [
-        Device(
-            name=f"h{number}:0",
-            type=device_type(kind),
-            host_index=number,
-            usable_memory_bytes=device_type(kind).memory_bytes,
-        )
-        for number, kind in enumerate(KINDS)
-    ]
-    return Cluster(name="four_hosts", hosts=tuple(hosts), devices=tuple(devices))
 
 
 class Nodes:
@@ -142,6 +103,11 @@ class Nodes:
     def freeze(self, number: int) -> None:
         """Stop all that runs on a node."""
         self.signal(number, signal.SIGSTOP)
+
+    def pause(self, number: int) -> None:
+        """Stop all that runs on a node for a while."""
+        self.freeze(number)
+        threading.Timer(PAUSE_S, self.signal, (number, signal.SIGCONT)).start()
 
     def cut(self, number: int) -> None:
         """Cut the link of a node."""
@@ -223,16 +189,9 @@ def things_of_jobs() -> set[str]:
     """Processes of jobs, their temporary folders, and shared memory."""
     found = {str(path) for path in Path(tempfile.gettempdir()).glob("heterog-*")}
     found |= {str(path) for path in Path("/dev/shm").glob("torch*")}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_text().replace("\0", " ")
-            is_mine = f"{_MARK}={os.getpid()}\0".encode() in (folder / "environ").read_bytes()
-        except OSError:
-            continue
-        if not is_mine:
-            continue
+    for pid, (_, words) in processes().items():
         if words.startswith(("ray::_Leader", "ray::HealingHost")) or "heterog.healing." in words:
-            found.add(f"{folder.name} {words[:80].strip()}")
+            found.add(f"{pid} {words[:80]}")
     return found
 
 
@@ -263,6 +222,8 @@ class Fault:
         if not self.killed_s and int(words[1]) >= self._step:
             self.killed_s = time.monotonic()
             self._kill()
+        elif self.killed_s and self._fault == "paused":
+            self.again_s = self.again_s or time.monotonic()
         elif self.killed_s and not self._copy_to.exists():
             for told in Path(tempfile.gettempdir()).glob("heterog-*/assignment[1-9].json"):
                 if told.stat().st_ctime > self._begun_s:
@@ -283,6 +244,7 @@ class Fault:
                 continue
             ways: dict[str, Callable[[int], None]] = {
                 "frozen": self._nodes.freeze,
+                "paused": self._nodes.pause,
                 "cut": self._nodes.cut,
                 "leaving": self._nodes.announce,
             }
@@ -316,7 +278,7 @@ def run_trial(
     """Kill once."""
     before = things_of_jobs()
     step = chance.randint(3, 300) + 1000 * wait
-    number = {"two": 2}.get(fault, int(fault not in STAYS))
+    number = {"two": 2}.get(fault, int(fault not in NOBODY))
     victims = (0,) if fault == "first" else tuple(chance.sample(range(len(KINDS)), number))
     plan, left, saved = folder / "plan.json", folder / "left.json", folder / "saved"
     killer = Fault(fault, nodes, step, victims, left)
@@ -325,22 +287,19 @@ def run_trial(
         num_steps=step + (400 if fault in (*STAYS, "leaving") else 50),
         sources=(str(folder / "model.py"),),
     )
-    options = HealOptions(
+    healing = HealOptions(
         search_budget="", back_after_s=0.0, slow_factor=0.0, redundancy=max(number, 1)
     )
     if nodes is None:
-        measured = HealingJob(request, options=options, progress=killer, say=killer.say).run()
+        measured = HealingJob(request, options=healing, progress=killer, say=killer.say).run()
     else:
         if fault == "command":
-            lose_command(request, options, step)
+            lose_command(request, healing, step)
             killer.killed_s = killer.again_s = time.monotonic()
-        measured = heal_on_ray(request, options, progress=killer, say=killer.say)
+        measured = heal_on_ray(request, healing, progress=killer, say=killer.say)
         for each in victims:
             nodes.kill(each)  # what is frozen or cut off ends with its node
-    gone_s = time.monotonic() + _GONE_S
-    while things_of_jobs() - before and time.monotonic() < gone_s:
-        time.sleep(0.5)
-    left_behind = tuple(sorted(things_of_jobs() - before))
+    left_over = left_behind(lambda: things_of_jobs() - before)
     if nodes is not None:
         nodes.replace(victims)
     moves, last = measured["moves"], measured["steps"][-1]
@@ -359,11 +318,15 @@ def run_trial(
     return Trial(
         victims=victims,
         killed_in_step=step,
-        move=move,
+        **{part: move[each] for part, each in zip(PARTS, TIMES, strict=True) if move},
         total_s=sum(move[each] for each in TIMES) if move else killer.again_s - killer.killed_s,
+        num_ranks=measured["num_ranks"],
+        steps_done_again=move.get("steps_done_again", 0),
         most_difference=max(abs(healed / other - 1.0) for healed, other in pairs),
-        is_complete=measured["steps"] == list(range(1, last + 1)) and len(moves) <= 1,
-        left_behind=left_behind,
+        is_complete=measured["steps"] == list(range(1, last + 1))
+        and len(moves) <= (fault not in STAYS),
+        left_behind=left_over,
+        source=move.get("method", ""),
     )
 
 
@@ -371,16 +334,12 @@ def main() -> None:
     """Run the trials and print a table, or JSON."""
     arguments = asked_of(
         __doc__,
-        option("--fault", choices=FAULTS, default="rank"),
-        option("--kills", type=int, default=20),
-        option("--seed", type=int, default=0),
-        option("--results", type=Path, help="JSON lines of trials, which is gone on with"),
+        *options(FAULTS, "rank"),
         option("--wait", action="store_true", help="kill after plans were prepared"),
     )
-    fault, kept = arguments.fault, arguments.results and arguments.results.resolve()
-    os.environ[_MARK] = str(os.getpid())
-    of = {"fault": fault, "seed": arguments.seed, "wait": arguments.wait}
-    trials = [row["trial"] for row in read_rows(kept) if row["of"] == of]
+    fault, wait = arguments.fault, arguments.wait
+    arguments.results = arguments.results and arguments.results.resolve()
+    mark_processes()
     with ExitStack() as stack:
         stack.enter_context(signals_as_exit())
         stack.enter_context(rank_forks(RANKS_OWN))
@@ -392,36 +351,13 @@ def main() -> None:
         make_plan(
             Request(graph=graph, cluster=cluster(), methods=("cp_ar",), budget=Budget.parse("1e"))
         ).save(folder / "plan.json")
-        with nodes_for(fault) as nodes:
-            for number in range(len(trials), arguments.kills):
-                chance = random.Random(f"{arguments.seed} {fault} {number}")
-                try:
-                    trial = run_trial(folder, nodes, fault, chance, arguments.wait)
-                except Exception as error:
-                    trial = Trial(why=repr(error))
-                trials.append(asdict(trial))
-                keep_row(kept, {"of": of, "trial": trials[-1], "nice": os.nice(0)})
-                progress(f"{number:2} {trials[-1]}")
-                if trial.why:  # nodes may be in any state
-                    raise HeterogError(trial.why)
-    totals = [each["total_s"] for each in trials]
-    moves = [each["move"] for each in trials if each["move"]]
-    summary = {
-        "fault": fault,
-        "kills": len(trials),
-        "median_s": statistics.median(totals),
-        "most_s": max(totals),
-        "medians_s": {
-            part: round(statistics.median(move[part] for move in moves), 3)
-            for part in TIMES
-            if moves
-        },
-        "most_steps_again": max((move["steps_done_again"] for move in moves), default=0),
-        "most_difference": max(each["most_difference"] for each in trials),
-        "all_complete": all(each["is_complete"] for each in trials),
-        "nothing_left": not any(each["left_behind"] for each in trials),
-    }
-    finish(arguments, summary | {"trials": trials}, [summary])
+        nodes = stack.enter_context(nodes_for(fault))
+        run_trials(
+            arguments,
+            {"wait": wait},
+            lambda chance: run_trial(folder, nodes, fault, chance, wait),
+            goes_on=False,  # nodes may be in any state
+        )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ BEGUN_S = time.monotonic()  # before imports: when this rank was started
 import json  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.data import TensorDataset  # noqa: E402
 
 from heterog.balance import Balancer  # noqa: E402
+from heterog.healing.journal import Journal  # noqa: E402
 from heterog.healing.loop import HealingLoop  # noqa: E402
 from heterog.runtime.step.collectives import gather_texts  # noqa: E402
 
@@ -45,21 +47,7 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.Adam(model.parameters(), lr=1e-3)
 
 
-class Tell:
-    """Writes lines of JSON to a file that ranks share."""
-
-    def __init__(self, log: Path) -> None:
-        self._log = log
-        self._who = {"host": int(os.environ["HOST"]), "rank": int(os.environ["RANK"])}
-
-    def __call__(self, what: str, at_s: float = 0.0, **more: Any) -> None:
-        """Tell what happened, by the machine's monotonic clock."""
-        line = {"what": what, "at_s": at_s or time.monotonic(), **self._who, **more}
-        with self._log.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def train(tell: Tell, num_steps: int, kind: str, saved: Path) -> None:
+def train(tell: Callable[..., None], num_steps: int, kind: str, saved: Path) -> None:
     """Train up to a step."""
     tell("imported")
     dist.init_process_group("gloo")
@@ -129,8 +117,13 @@ def losses_over(batches: list[list[int]]) -> list[float]:
 def main() -> None:
     """Be a rank."""
     log, num_steps, kind = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    tell = Tell(log)
-    tell("began", BEGUN_S)
+    who = {"host": int(os.environ["HOST"]), "rank": int(os.environ["RANK"])}
+    journal = Journal(log)
+
+    def tell(event: str, **more: Any) -> None:
+        journal.write(event, **who, **more)
+
+    tell("began", at_s=BEGUN_S)
     try:
         train(tell, num_steps, kind, log.with_name("saved.pt"))
     except BaseException:

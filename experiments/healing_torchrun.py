@@ -9,39 +9,50 @@ is a store that stands outside of them, or etcd (``--etcd ENDPOINT``). Ranks are
 agent, which has imported what they need, or start as torchrun's do by default (``--start-method
 spawn``). Faults, at a random step: ``node`` (all of a host, by SIGKILL at once), ``first`` (that
 of rank 0), ``leader`` (only the agent of rank 0's host), ``two`` (hosts at once), ``cut`` (a
-host's link), ``frozen`` (a host by SIGSTOP), ``leaving`` (SIGTERM to an agent), and ``plain``, as
-``node`` but from a checkpoint instead of memory. Losses have to be those of one process that
+host's link), ``frozen`` (a host by SIGSTOP), ``paused`` (so, for 3 s: its ranks train on),
+``leaving`` (SIGTERM to an agent), and ``plain``, as ``node`` but from a checkpoint instead of
+memory. Losses have to be those of one process that
 trains on the same batches, every sample of an epoch dealt once; those of a plan are in float32,
 and their difference is told beside the first.
 """
 
 import itertools
-import json
-import math
 import multiprocessing
 import os
 import random
 import signal
-import statistics
 import tempfile
+import threading
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
-from healing import cluster
+from fault_trials import (
+    MODEL,
+    PARTS,
+    PAUSE_S,
+    Trial,
+    cluster,
+    left_behind,
+    mark_processes,
+    options,
+    processes,
+    run_trials,
+)
 from healing_loop import NUM_SAMPLES, losses_over
 from namespaces import enter, namespaces, set_link
-from rows import asked_of, finish, keep_row, option, progress, read_rows
+from rows import asked_of, option, progress
 
 from heterog import heal
 from heterog.files import read_json, write_json
 from heterog.graph.capture import capture
-from heterog.runtime.launch import free_port, parent_of, signals_as_exit
+from heterog.healing.journal import Event, JournalReader
+from heterog.healing.on_torchrun import warm
+from heterog.runtime.launch import free_port, signals_as_exit
 from heterog.runtime.rank import draw_alike
 from heterog.runtime.ranks.host_places import HOST
 from heterog.search.plan import Plan, make_plan
@@ -49,7 +60,7 @@ from heterog.search.request import Request
 from heterog.zoo import load_workload
 
 HOSTS = 4
-FAULTS = ("node", "first", "leader", "two", "cut", "frozen", "leaving", "plain")
+FAULTS = ("node", "first", "leader", "two", "cut", "frozen", "paused", "leaving", "plain")
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
@@ -60,55 +71,12 @@ FORKS.set_forkserver_preload(
         "namespaces",
     ]
 )
-MODEL = Path(__file__).with_name("healing_model.py").resolve()
 LOOP = Path(__file__).with_name("healing_loop.py").resolve()
-_MARK = "HETEROG_TORCHRUN_TRIALS"
 _LIMIT_S = 600.0
-_GONE_S = 20.0
 _AFTER = 200
 """Steps that are trained after the fault: enough for an agent that joins late to take part."""
 _AFTER_OF_PLAN = 800
 """As many seconds of a plan, whose steps have no pause."""
-PARTS = ("noticed_s", "planned_s", "moved_s", "first_step_s")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """What one fault led to.
-
-    Attributes:
-        victims: hosts that were hit.
-        killed_in_step: the last step that was done before.
-        noticed_s: from the fault to the first rank that gives up.
-        planned_s: from there until torchrun has started all new ranks.
-        moved_s: from there until they have their state; with what they import.
-        first_step_s: from there to the end of their first step.
-        total_s: from the fault to the end of the first step; if ranks train on, of the next one.
-        caught_up_s: from the fault to the first step that had not been done before.
-        num_ranks: that go on.
-        steps_done_again: because no complete snapshot, or no checkpoint, had them.
-        most_difference: of a loss, from one process's, relative.
-        is_complete: every step counts once, every sample of an epoch was dealt once.
-        left_behind: processes and files that are still there.
-        source: what was gone on from.
-        why: the reason if it failed.
-    """
-
-    victims: tuple[int, ...] = ()
-    killed_in_step: int = 0
-    noticed_s: float = 0.0
-    planned_s: float = 0.0
-    moved_s: float = 0.0
-    first_step_s: float = 0.0
-    total_s: float = math.inf
-    caught_up_s: float = math.inf
-    num_ranks: int = 0
-    steps_done_again: int = 0
-    most_difference: float = math.inf
-    is_complete: bool = False
-    left_behind: tuple[str, ...] = ()
-    source: str = ""
-    why: str = ""
 
 
 def run_agent(place: tuple[str, str], host: int, arguments: list[str], said: Path) -> None:
@@ -127,21 +95,8 @@ def run_agent(place: tuple[str, str], host: int, arguments: list[str], said: Pat
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     tempfile.tempdir = None  # which was read from the environment before
+    warm(arguments[-1])
     main(["--local-addr", place[1], *arguments])
-
-
-def processes() -> dict[int, tuple[int, str]]:
-    """Parent and command of all processes that trials have started."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{_MARK}={os.getpid()}\0".encode() not in (folder / "environ").read_bytes():
-                continue
-            words = (folder / "cmdline").read_text().replace("\0", " ").strip()
-            found[int(folder.name)] = parent_of(int(folder.name)), words
-        except OSError:  # it has ended
-            continue
-    return found
 
 
 class Hosts:
@@ -162,8 +117,8 @@ class Hosts:
         script: list[str],
     ) -> None:
         self._folder = folder
-        self._places, self._events = places, list[dict[str, Any]]()
-        self._read: dict[Path, int] = {}
+        self._places, self._events = places, list[Event]()
+        self._readers: dict[Path, JournalReader] = {}
         # As the documentation has it; ranks are looked after ten times a second, as is default.
         settings = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
         arguments = [
@@ -177,25 +132,20 @@ class Hosts:
             self.agents.append(FORKS.Process(target=run_agent, args=of_agent))
             self.agents[-1].start()
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Event]:
         """All that ranks have told, in order of time."""
         for log in [self._folder / "log.jsonl", *self._folder.glob("*/journal.jsonl")]:
-            with suppress(FileNotFoundError), log.open() as file:
-                file.seek(self._read.get(log, 0))
-                for line in file.read().splitlines(keepends=True):
-                    if line.endswith("\n"):
-                        self._events.append(as_told(json.loads(line)))
-                        self._read[log] = self._read.get(log, 0) + len(line)
-        self._events.sort(key=lambda told: told["at_s"])
+            self._events += self._readers.setdefault(log, JournalReader(log)).new_events()
+        self._events.sort(key=lambda told: float(told["at_s"]))
         return self._events
 
-    def wait_for(self, what: str, is_it: Any, begin: int = 0) -> dict[str, Any]:
+    def wait_for(self, what: str, is_it: Any, begin: int = 0) -> Event:
         """Wait for an event that a condition holds for, from the given one on."""
         deadline_s = time.monotonic() + _LIMIT_S
         while time.monotonic() < deadline_s:
             events = self.events()
             for number in range(begin, len(events)):
-                if events[number]["what"] == what and is_it(events[number]):
+                if events[number]["event"] == what and is_it(events[number]):
                     return events[number]
             begin = len(events)
             time.sleep(0.005)
@@ -220,7 +170,10 @@ class Hosts:
             elif fault == "cut":
                 set_link(self._places[1 + host][0], "down")
             else:
-                self.signal(host, signal.SIGSTOP if fault == "frozen" else signal.SIGKILL)
+                is_stopped = fault in ("frozen", "paused")
+                self.signal(host, signal.SIGSTOP if is_stopped else signal.SIGKILL)
+            if fault == "paused":
+                threading.Timer(PAUSE_S, self.signal, (host, signal.SIGCONT)).start()
 
     def end(self, hosts: tuple[int, ...]) -> None:
         """End what is left of hosts that were hit, and mend them."""
@@ -228,13 +181,6 @@ class Hosts:
             self.signal(host, signal.SIGKILL)
             self.agents[host].join()
             set_link(self._places[1 + host][0], "up")
-
-
-def as_told(event: dict[str, Any]) -> dict[str, Any]:
-    """An event of a plan's journal, in the words of the loop's."""
-    if "event" not in event:
-        return event
-    return event | {"what": event["event"], "host": 0, "rank": 0}
 
 
 def run_trial(
@@ -256,31 +202,33 @@ def run_trial(
         last = hosts.wait_for("step", lambda told: told["step"] >= step)
         victims = tuple(chance.sample(range(HOSTS), 2 if fault == "two" else 1))
         if fault in ("first", "leader"):
-            victims = (last["host"],)
+            victims = (last.get("host", 0),)  # a plan's first is the first
         hit_s = time.monotonic()
         hosts.hit(fault, victims)
         if plan is None:
             hosts.wait_for("ended", lambda told: told["rank"] == 0)
         else:
             hosts.wait_for("done", lambda told: True)
-        for host in set(range(HOSTS)) - set(victims):
+        for host in set(range(HOSTS)) - set(() if fault == "paused" else victims):
             hosts.agents[host].join(_LIMIT_S)
             if hosts.agents[host].exitcode != 0:
                 raise RuntimeError(f"agent {host} ended with {hosts.agents[host].exitcode}")
     finally:
         hosts.end(tuple(range(HOSTS)))
     servers = {pid for pid, (_, words) in processes().items() if "multiprocessing" in words}
-    gone_s = time.monotonic() + _GONE_S
-    while time.monotonic() < gone_s:
-        every = processes()
-        left = [f"{pid} {words[:80]}" for pid, (_, words) in every.items() if pid not in servers]
-        left += [str(path) for path in Path(tempfile.gettempdir()).glob("heterog-loop-*")]
-        if not left:
-            break
-        time.sleep(0.2)
+
+    def found() -> list[str]:
+        every = processes().items()
+        folders = Path(tempfile.gettempdir()).glob("heterog-loop-*")
+        return [
+            *(f"{pid} {words[:80]}" for pid, (_, words) in every if pid not in servers),
+            *map(str, folders),
+        ]
+
+    left = left_behind(found)
     if plan is not None:
-        return measured_plan(folder, hosts.events(), hit_s, victims, tuple(left))
-    return measured(hosts.events(), hit_s, victims, tuple(left))
+        return measured_plan(folder, hosts.events(), hit_s, victims, left)
+    return measured(hosts.events(), hit_s, victims, left)
 
 
 def write_run(plan: Plan, folder: Path, num_steps: int) -> Path:
@@ -302,42 +250,45 @@ def write_run(plan: Plan, folder: Path, num_steps: int) -> Path:
 
 def measured_plan(
     folder: Path,
-    events: list[dict[str, Any]],
+    events: list[Event],
     hit_s: float,
     victims: tuple[int, ...],
     left: tuple[str, ...],
 ) -> Trial:
     """What the journals and the output of a plan's trial say."""
     output = read_json(folder / "out.json", "output")
-    every = [each for each in events if each["what"] == "step"]
+    every = [each for each in events if each["event"] == "step"]
     later = [each for each in events if each["at_s"] > hit_s]
-    taken_up = [each for each in later if each["what"] == "taken up"][-1]
-    began = next(
-        each
-        for each in reversed(later)
-        if each["what"] == "began" and each["at_s"] < taken_up["at_s"]
-    )
-    steps = [each for each in later if each["what"] == "step"]
-    first = next(each for each in steps if each["at_s"] > taken_up["at_s"])
-    ends = (hit_s, began["at_s"], taken_up["at_s"], first["at_s"])
-    planned_s, moved_s, first_step_s = (b - a for a, b in itertools.pairwise(ends))
-    most = max(each["step"] for each in every if each["at_s"] < began["at_s"])
+    steps = [each for each in later if each["event"] == "step"]
+    most = max(each["step"] for each in every if each["at_s"] <= hit_s)
+    split: dict[str, Any] = {"source": "ranks trained on"}
+    if taken_up := [each for each in later if each["event"] == "taken up"]:
+        *_, began = (
+            each
+            for each in later
+            if each["event"] == "began" and each["at_s"] < taken_up[-1]["at_s"]
+        )
+        noticed = (each["at_s"] for each in later if each["event"] == "gave up")
+        most = max(each["step"] for each in every if each["at_s"] < began["at_s"])
+        own = [each for each in steps if each["at_s"] > taken_up[-1]["at_s"]]
+        ends = hit_s, min(noticed, default=hit_s), began["at_s"], taken_up[-1]["at_s"]
+        seconds = (b - a for a, b in itertools.pairwise((*ends, own[0]["at_s"])))
+        split = dict(zip(PARTS, seconds, strict=True))
+        split |= {"decided_s": began["seconds"], "total_s": own[0]["at_s"] - hit_s}
+        split["steps_done_again"] = most - taken_up[-1]["step"]
+        method = output["moves"][-1]["method"]
+        split["source"] = f"step {taken_up[-1]['step']} in memory, by {method}"
     expected = losses_of(len(output["losses"]))
     pairs = zip(output["losses"], expected, strict=True)
     return Trial(
         victims=victims,
         killed_in_step=max(each["step"] for each in every if each["at_s"] <= hit_s),
-        planned_s=planned_s,
-        moved_s=moved_s,
-        first_step_s=first_step_s,
-        total_s=first["at_s"] - hit_s,
         caught_up_s=next(each["at_s"] for each in steps if each["step"] > most) - hit_s,
         num_ranks=output["num_ranks"],
-        steps_done_again=most - taken_up["step"],
         most_difference=max(abs(told - other) for told, other in pairs) / expected[0],
         is_complete=output["steps"] == list(range(1, len(expected) + 1)),
         left_behind=left,
-        source=f"step {taken_up['step']} in memory, by {output['moves'][-1]['method']}",
+        **{"total_s": steps[0]["at_s"] - hit_s, **split},
     )
 
 
@@ -360,14 +311,14 @@ def losses_of(num_steps: int) -> list[float]:
 
 
 def measured(
-    events: list[dict[str, Any]], hit_s: float, victims: tuple[int, ...], left: tuple[str, ...]
+    events: list[Event], hit_s: float, victims: tuple[int, ...], left: tuple[str, ...]
 ) -> Trial:
     """What the log says of a trial."""
-    steps = [each for each in events if each["what"] == "step"]
+    steps = [each for each in events if each["event"] == "step"]
     old = [each for each in steps if each["at_s"] <= hit_s]
-    begun = [each for each in events if each["what"] == "began" and each["at_s"] > hit_s]
-    again = [each for each in events if each["what"] == "restored" and each["at_s"] > hit_s]
-    failed = [each["at_s"] for each in events if each["what"] == "failed"]
+    begun = [each for each in events if each["event"] == "began" and each["at_s"] > hit_s]
+    again = [each for each in events if each["event"] == "restored" and each["at_s"] > hit_s]
+    failed = [each["at_s"] for each in events if each["event"] == "failed"]
     failed = [at_s for at_s in failed if at_s > hit_s]
     later = [each for each in steps if each["at_s"] > hit_s]
     split: dict[str, Any] = {}
@@ -414,26 +365,20 @@ def main() -> None:
     """Run the trials and print a table, or JSON."""
     arguments = asked_of(
         __doc__,
+        *options(FAULTS, "node"),
         option("--of", choices=("loop", "plan"), default="loop", help="what ranks train"),
-        option("--fault", choices=FAULTS, default="node"),
-        option("--kills", type=int, default=20),
-        option("--seed", type=int, default=0),
         option("--start-method", choices=("fork", "spawn"), default="fork"),
         option("--etcd", default="", help="endpoint of an etcd server to meet at"),
-        option("--results", type=Path, help="JSON lines of trials, which is gone on with"),
     )
     from torch._C._distributed_c10d import TCPStore
 
-    os.environ[_MARK] = str(os.getpid())
-    fault, kept = arguments.fault, arguments.results and arguments.results.resolve()
-    start = arguments.start_method
-    of = {"fault": fault, "seed": arguments.seed, "etcd": bool(arguments.etcd), "start": start}
-    of |= {"of": "plan"} if arguments.of == "plan" else {}
-    plan = None
+    mark_processes()
+    start, plan = arguments.start_method, None
+    of = {"etcd": bool(arguments.etcd), "start": start}
     if arguments.of == "plan":
+        of["of"] = "plan"
         graph = capture(load_workload(f"{MODEL}:workload", None))
         plan = make_plan(Request(graph=graph, cluster=cluster(), methods=("cp_ar",)))
-    trials = [row["trial"] for row in read_rows(kept) if row["of"] == of]
     with ExitStack() as stack:
         stack.enter_context(signals_as_exit())
         places = stack.enter_context(namespaces(HOSTS, "tr", "10.77.0"))
@@ -448,35 +393,17 @@ def main() -> None:
             backend, endpoint = "c10d", f"{places[0][1]}:{port}"
         given = ["--rdzv-backend", backend, "--rdzv-endpoint", endpoint]
         given += ["--start-method", "fork", "--run-path"] if start == "fork" else []
-        for number in range(len(trials), arguments.kills):
-            chance = random.Random(f"{arguments.seed} {fault} {number}")
+
+        def run(chance: random.Random) -> Trial:
             with tempfile.TemporaryDirectory(prefix="healing-") as name:
                 try:
-                    trial = run_trial(places, Path(name), fault, given, chance, plan)
-                except Exception as error:
-                    trial = Trial(why=repr(error))
+                    return run_trial(places, Path(name), arguments.fault, given, chance, plan)
+                except Exception:
                     said = Path(name) / "said.txt"
                     progress(said.read_text()[-5000:] if said.exists() else "")
-            trials.append(asdict(trial))
-            keep_row(kept, {"of": of, "trial": trials[-1], "nice": os.nice(0)})
-            progress(f"{number:2} {trials[-1]}")
-    good = [each for each in trials if not each["why"]]
-    summary = {
-        "fault": fault,
-        "kills": len(trials),
-        "failed": len(trials) - len(good),
-        "medians_s": {
-            part: round(statistics.median(each[part] for each in good), 3)
-            for part in (*PARTS, "total_s", "caught_up_s")
-            if good
-        },
-        "most_s": max((each["total_s"] for each in good), default=math.inf),
-        "most_steps_again": max((each["steps_done_again"] for each in good), default=0),
-        "most_difference": max((each["most_difference"] for each in good), default=math.inf),
-        "all_complete": all(each["is_complete"] for each in trials),
-        "nothing_left": not any(each["left_behind"] for each in trials),
-    }
-    finish(arguments, summary | {"trials": trials}, [summary])
+                    raise
+
+        run_trials(arguments, of, run, goes_on=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heterog import Workload
-from heterog.zoo.tokens import token_workload
+from heterog.zoo.language import token_workload
 
 _CLASSES = 1000
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heterog import Workload
-from heterog.zoo.attention import EncoderLayer
-from heterog.zoo.tokens import token_workload
+from heterog.zoo.language import EncoderLayer, token_workload
 from heterog.zoo.vision import Classifier, ConvNorm, ResNet
 
 

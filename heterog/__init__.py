@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from heterog.graph.workload import Workload
     from heterog.local_losses import local_blocks
     from heterog.runtime.deploy import deploy
-    from heterog.runtime.step.loss_scale import LossScale
+    from heterog.runtime.step.optimizer import LossScale
     from heterog.search.plan import Plan, load_plan
     from heterog.strategy.strategy import Strategy
 
@@ -58,7 +58,7 @@ __all__ = [
 _HOME = {
     "Balancer": "heterog.balance.balancer",
     "Cluster": "heterog.cluster",
-    "LossScale": "heterog.runtime.step.loss_scale",
+    "LossScale": "heterog.runtime.step.optimizer",
     "Plan": "heterog.search.plan",
     "Strategy": "heterog.strategy.strategy",
     "Workload": "heterog.graph.workload",

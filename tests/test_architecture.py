@@ -30,6 +30,7 @@ LAYERS = (
         "units",
         "files",
         "memo",
+        "garbage",
         "grouped",
         "records",
         "yaml_files",
@@ -68,9 +69,6 @@ ROOMS = {
     "torch": (
         *(
             "graph/capture/",
-            "graph/changed_state.py",
-            "graph/higher_order.py",
-            "graph/one_sample.py",
             "graph/optimizer_probe.py",
             "graph/python_state.py",
             "graph/repeated_calls.py",
@@ -101,7 +99,7 @@ ROOMS = {
         "graph/graph_records.py",
         "strategy/serialize.py",
         "pricing/op_fits.py",
-        "pricing/device_models/run_file.py",
+        "pricing/calibration.py",
         "fidelity/comparison.py",
         *("search/plan_file.py", "search/history.py"),
         "agents/checkpoint.py",
@@ -224,6 +222,11 @@ def test_one_place_knows_accelerators() -> None:
     assert found <= set(VENDOR_ROOMS), f"ask runtime/accelerators.py: {found - set(VENDOR_ROOMS)}"
     unused = set(VENDOR_ROOMS) - found
     assert not unused, f"no exceptions any more: {unused}"
+
+
+def test_one_place_opens_process_groups() -> None:
+    """Which knows how long ranks wait in them: torch's own limit is half an hour."""
+    assert naming(r"\bnew_group\b") == {"runtime/step/collectives.py"}
 
 
 def test_importing_heterog_is_quick_and_prints_nothing() -> None:

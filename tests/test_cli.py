@@ -773,12 +773,12 @@ def test_peaks_have_intervals(run: Run, model: str, tmp_path: Path) -> None:
     assert "by the errors of 4 runs on GH200" in told
     assert "80 % interval" in told
     changes: list[tuple[str, object, str]] = [
-        ("peak_intervals_bytes", [[1, 2]] * 8, "not what follows from 'peak_memory_bytes'"),
-        ("peak_intervals_bytes", ends[:-1], "not what follows from 'peak_memory_bytes'"),
-        ("peak_intervals_bytes", [each[::-1] for each in ends], "not what follows"),
+        ("peak_intervals_bytes", [[1, 2]] * 8, "'peak_intervals_bytes' is [["),
+        ("peak_intervals_bytes", ends[:-1], "'peak_intervals_bytes' is [["),
+        ("peak_intervals_bytes", [each[::-1] for each in ends], "'peak_intervals_bytes' is [["),
         ("fit_probability", 0.5, "'fit_probability' is 0.5"),
         ("fit_probability", None, "'fit_probability' is None"),
-        ("peak_errors", None, "not what follows"),
+        ("peak_errors", None, "what it describes says []"),
         ("peak_errors", document["peak_errors"] | {"num_runs": 1}, "peak_errors.num_runs"),
         ("peak_errors", document["peak_errors"] | {"spread": 0.0}, "peak_errors.spread"),
     ]

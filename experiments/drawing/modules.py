@@ -9,8 +9,8 @@ from training_models import Cells, LanguageModel
 
 from drawing.families import TEST, TRAIN, VALIDATION, Draw, family, precision, tensors
 from heterog import Workload
-from heterog.zoo.attention import EncoderLayer, MultiHeadAttention
 from heterog.zoo.graphs import GraphConvolutions, GraphSage, full_batch
+from heterog.zoo.language import EncoderLayer, MultiHeadAttention
 from heterog.zoo.moe import BertMoe, moe_loss
 from heterog.zoo.vision import ConvNorm
 

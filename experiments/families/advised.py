@@ -83,8 +83,7 @@ def _video_masks_batch() -> Batch:
 )
 def video_masks(net: Any, frames: Tensor, hidden: Tensor) -> Tensor:
     """Refused: a mask as an index."""
-    loss: Tensor = net.model(pixel_values=frames, bool_masked_pos=hidden).loss
-    return loss
+    return net.model(pixel_values=frames, bool_masked_pos=hidden).loss
 
 
 def _taken(rows: Tensor, places: Tensor) -> Tensor:
@@ -142,8 +141,7 @@ def time_series(net: Any, past: Tensor, times: Tensor, future: Tensor, later: Te
     made = net.model(past_values=past, past_time_features=times,
                       past_observed_mask=torch.ones_like(past), future_values=future,
                       future_time_features=later)  # fmt: skip
-    loss: Tensor = made.loss
-    return loss
+    return made.loss
 
 
 class Spectra(nn.Module):
@@ -233,8 +231,7 @@ def _adaptive_parts() -> dict[str, nn.Module]:
 @trained("adaptive_softmax", _adaptive_parts, _words_batch, refused="head.log_prob(x)")
 def adaptive_softmax(net: Any, words: Tensor, following: Tensor) -> Tensor:
     """Refused: each cluster of words is computed for the samples that have one of them."""
-    loss: Tensor = net.head(net.body(words), following).loss
-    return loss
+    return net.head(net.body(words), following).loss
 
 
 @trained("adaptive_log_prob", _adaptive_parts, _words_batch)

@@ -37,8 +37,7 @@ class CheckedTokens(nn.Module):
         mask = torch.arange(words.shape[1]) < lengths[:, None]
         mean = (found * mask[..., None]).sum(1) / lengths[:, None]
         assert mean.isnan().sum() == 0
-        out: Tensor = self.head(mean)
-        return out
+        return self.head(mean)
 
 
 @family("checked_tokens")
@@ -75,8 +74,7 @@ def moving_average(net: Any, x: Tensor) -> Tensor:
     found = net.body(x)
     with torch.no_grad():
         net.average.mul_(0.9).add_(found.mean(0), alpha=0.1)
-    out: Tensor = net.head(found - net.average)
-    return out
+    return net.head(found - net.average)
 
 
 class OwnTeacher(nn.Module):
@@ -171,8 +169,7 @@ class Spectral(nn.Module):
         mixed = torch.zeros_like(waves)
         kept = waves[:, :, : self.kept]
         mixed[:, :, : self.kept] = torch.einsum("bix,iox->box", kept, self.mix)
-        out: Tensor = self.drop(functional.gelu(lifted + torch.fft.irfft(mixed, n=x.shape[-1])))
-        return out
+        return self.drop(functional.gelu(lifted + torch.fft.irfft(mixed, n=x.shape[-1])))
 
 
 @family("fourier_operator")
@@ -211,8 +208,7 @@ class UnreadHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found = self.body(x)
         self.unread(found)
-        out: Tensor = self.head(found.mean((2, 3)))
-        return out
+        return self.head(found.mean((2, 3)))
 
 
 @family("unread_head")
@@ -275,8 +271,7 @@ class MaskedConvolutions(nn.Module):
         for layer in (self.first, self.second):
             layer.weight.data *= self.mask
             x = functional.relu(layer(x))
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 @family("masked_convolutions")
@@ -305,5 +300,4 @@ def weights_by_columns(net: Any, x: Tensor) -> Tensor:
     scale = torch.tanh(scale)
     made = torch.cat([kept, changed * scale.exp() + shift], 1)
     likely = (0.5 * made.pow(2).sum(1) - scale.sum(1)).mean() - net.scale.sum()
-    out: Tensor = likely - torch.linalg.slogdet(net.mix)[1]
-    return out
+    return likely - torch.linalg.slogdet(net.mix)[1]

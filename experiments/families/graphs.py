@@ -66,8 +66,7 @@ def gin() -> Workload:
 
     def layer(width_in: int, width: int) -> nn.Module:
         inner = nn.Sequential(nn.Linear(width_in, 8), nn.ReLU(), nn.Linear(8, width))
-        made: nn.Module = pyg.GINConv(inner, train_eps=True)
-        return made
+        return pyg.GINConv(inner, train_eps=True)
 
     return of_layers(layer)
 
@@ -112,8 +111,7 @@ def _dense_graph_batch() -> Batch:
 def dense_graph(net: Any, x: Tensor, adjacency: Tensor) -> Tensor:
     """Graphs of equal size with dense adjacency: each sample is a graph."""
     x = torch.relu(net.first(x, adjacency))
-    found: Tensor = net.head(net.second(x, adjacency).mean(1))
-    return found
+    return net.head(net.second(x, adjacency).mean(1))
 
 
 enter(

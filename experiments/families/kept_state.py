@@ -99,8 +99,7 @@ def layer_drop_in_python() -> Workload:
             for layer in self.layers:
                 if random.random() > 0.2:
                     x = x + layer(x).relu()
-            out: Tensor = self.head(x)
-            return out
+            return self.head(x)
 
     return sgd(lambda: Drawn().double(), labelled, loss=functional.cross_entropy)
 
@@ -114,8 +113,7 @@ def layer_drop_as_input() -> Workload:
             x = self.first(x)
             for place, layer in enumerate(self.layers):
                 x = x + keep[place] * layer(x).relu()
-            out: Tensor = self.head(x)
-            return out
+            return self.head(x)
 
     def batch() -> Batch:
         x, labels = labelled()
@@ -133,8 +131,7 @@ def layer_drop_by_torch() -> Workload:
             x = self.first(x)
             for layer in self.layers:
                 x = torch.where(torch.rand(()) < 0.2, x, x + layer(x).relu())
-            out: Tensor = self.head(x)
-            return out
+            return self.head(x)
 
     return sgd(lambda: Drawn().double(), labelled, loss=functional.cross_entropy)
 
@@ -166,8 +163,7 @@ def cond_and_guards(net: Any, x: Tensor) -> Tensor:
 def complex_parameters(net: Any, x: Tensor) -> Tensor:
     """Weights that are complex numbers."""
     made = net.first(x.to(torch.complex128))
-    out: Tensor = net.head(torch.complex(made.real.relu(), made.imag.relu())).abs()
-    return out
+    return net.head(torch.complex(made.real.relu(), made.imag.relu())).abs()
 
 
 @trained(
@@ -187,8 +183,7 @@ def linear_recurrent_unit(net: Any, x: Tensor) -> Tensor:
     state = torch.zeros(x.shape[0], 8, dtype=torch.complex128)
     for place in range(x.shape[1]):
         state = factor * state + net.into(x[:, place])
-    out: Tensor = net.head(state.real)
-    return out
+    return net.head(state.real)
 
 
 @family("kan", tolerance=FLOAT32)

@@ -199,8 +199,7 @@ def t5_encoder_regression() -> Workload:
 
         def forward(self, input_ids: Tensor, scores: Tensor) -> Tensor:
             hidden = self.encoder(input_ids=input_ids).last_hidden_state
-            found: Tensor = ((self.head(hidden.mean(1)).squeeze(-1) - scores) ** 2).mean()
-            return found
+            return ((self.head(hidden.mean(1)).squeeze(-1) - scores) ** 2).mean()
 
     def batch() -> Batch:
         return {"input_ids": tokens(), "scores": torch.randn(BATCH)}

@@ -51,8 +51,7 @@ class Dlrm(nn.Module):
         every = torch.stack([dense, *found, self.history(history)], 1)
         products = torch.bmm(every, every.transpose(1, 2))
         row, column = torch.triu_indices(5, 5, 1)
-        out: Tensor = self.top(torch.cat([dense, products[:, row, column]], 1)).squeeze(1)
-        return out
+        return self.top(torch.cat([dense, products[:, row, column]], 1)).squeeze(1)
 
 
 def _clicks() -> Batch:
@@ -151,8 +150,7 @@ class Perceiver(nn.Module):
         latents = self.latents.expand(elements.shape[0], -1, -1)
         latents = latents + self.read(latents, known, known, key_padding_mask=is_missing)[0]
         latents = self.norm(latents + self.talk(latents, latents, latents)[0])
-        out: Tensor = self.head(latents.mean(1))
-        return out
+        return self.head(latents.mean(1))
 
 
 @family("perceiver")

@@ -91,8 +91,7 @@ def rwkv() -> Workload:
                 made.append((total + now * value) / (weight + now))
                 total = total * torch.exp(-self.decay.exp()) + key * value
                 weight = weight * torch.exp(-self.decay.exp()) + key
-            out: Tensor = x + self.maps[3](gates.sigmoid() * torch.stack(made, 1))
-            return out
+            return x + self.maps[3](gates.sigmoid() * torch.stack(made, 1))
 
     class Language(nn.Module):
         def __init__(self) -> None:
@@ -119,8 +118,7 @@ def scan_recurrence(net: Any, x: Tensor) -> Tensor:
         return state, state.clone()
 
     last, _ = scan(pass_of, x.new_zeros(x.shape[0], 8), x, dim=1)
-    out: Tensor = net.head(last)
-    return out
+    return net.head(last)
 
 
 @trained(
@@ -233,8 +231,7 @@ def graph_transformer(net: Any, nodes: Tensor, distances: Tensor, sizes: Tensor)
     found = functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
     states = states + found.transpose(1, 2).flatten(2)
     mean = (states * there[..., None]).sum(1) / sizes[:, None]
-    out: Tensor = net.head(mean)
-    return out
+    return net.head(mean)
 
 
 @trained(
@@ -253,8 +250,7 @@ def deep_equilibrium(net: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         for _ in range(5):
             state = torch.tanh(net.keep(state) + given)
-    out: Tensor = net.head(torch.tanh(net.keep(state) + given))
-    return out
+    return net.head(torch.tanh(net.keep(state) + given))
 
 
 @trained(

@@ -37,10 +37,9 @@ from heterog.graph.sharding_rules import Special
 from heterog.lowering import lower
 from heterog.runtime.deploy import deploy
 from heterog.runtime.step.local_op import LocalOp, Share
-from heterog.runtime.step.placed import cut, join
-from heterog.runtime.step.random_stream import RandomStream
 from heterog.runtime.step.rank_program import RankProgram
-from heterog.runtime.step.spans import Spans
+from heterog.runtime.step.spans import Spans, cut, join
+from heterog.runtime.step.special_ops import RandomStream
 from heterog.search.plan import Plan
 
 STEPS = 5

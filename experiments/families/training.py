@@ -38,8 +38,7 @@ class Lora(nn.Module):
         self.up = nn.Parameter(torch.randn(base.out_features, rank) * 0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.base(x) + 2.0 * (x @ self.down.T) @ self.up.T
-        return found
+        return self.base(x) + 2.0 * (x @ self.down.T) @ self.up.T
 
 
 @family("lora_llama", tolerance=FLOAT32)
@@ -52,8 +51,7 @@ def lora_llama() -> Workload:
         for layer in made.model.layers:
             layer.self_attn.q_proj = Lora(layer.self_attn.q_proj, 2)
             layer.self_attn.v_proj = Lora(layer.self_attn.v_proj, 2)
-        adapted: nn.Module = made.double()
-        return adapted
+        return made.double()
 
     return sgd(model, causal_batch)
 
@@ -181,8 +179,7 @@ class _Round(torch.autograd.Function):
 def custom_autograd(net: Any, x: Tensor) -> Tensor:
     """A quantised network with an autograd function of its own."""
     hidden: Tensor = _Round.apply(torch.tanh(net.first(x)))
-    out: Tensor = net.second(hidden)
-    return out
+    return net.second(hidden)
 
 
 class TokenModel(nn.Module):
@@ -196,8 +193,7 @@ class TokenModel(nn.Module):
 
     def scores(self, words: Tensor) -> Tensor:
         x = self.embedding(words)
-        out: Tensor = self.head(x + torch.tanh(self.mix(x.transpose(1, 2)).transpose(1, 2)))
-        return out
+        return self.head(x + torch.tanh(self.mix(x.transpose(1, 2)).transpose(1, 2)))
 
 
 @family("where_masked_target")

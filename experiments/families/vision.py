@@ -298,8 +298,7 @@ def vision_hybrid() -> Workload:
 
         def forward(self, image: Tensor) -> Tensor:
             x = self.stem(image).flatten(2).transpose(1, 2) + self.place
-            found: Tensor = self.head(self.encoder(x).amax(1))
-            return found
+            return self.head(self.encoder(x).amax(1))
 
     return sgd(
         Network,

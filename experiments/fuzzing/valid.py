@@ -33,13 +33,9 @@ from heterog.graph.workload import Workload
 from heterog.lowering import lower
 from heterog.lowering.channels import ChannelTable
 from heterog.methods.planner import Budget
-from heterog.pricing.calibration import Calibration, calibrate
+from heterog.pricing.calibration import Calibration, calibrate, read_run_models, save_run_models
 from heterog.pricing.device_models.model import DeviceModels
 from heterog.pricing.device_models.parameters import InTraining
-from heterog.pricing.device_models.run_file import (
-    read_run_models,
-    save_run_models,
-)
 from heterog.pricing.op_fits import (
     LinkMeasurement,
     Measurements,

@@ -64,8 +64,7 @@ class _InPlace(torch.autograd.Function):
         sums = exponentials.sum(-1, keepdim=True)
         context.save_for_backward(exponentials, sums)
         context.dtype = logits.dtype
-        found: Tensor = sums.log().mean()
-        return found
+        return sums.log().mean()
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Tensor:

@@ -112,8 +112,7 @@ class _Round(nn.Module):
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         normed = self.norm(x)
         told = self.ahead(normed, edges) + self.back(normed, edges.flip(0))
-        out: Tensor = x + nn.functional.gelu(told)
-        return out
+        return x + nn.functional.gelu(told)
 
 
 def _means(values: Tensor, index: Tensor, count: int) -> Tensor:

@@ -52,8 +52,7 @@ class Scores:
 
         def cut(tensor: Tensor, *sizes: int) -> FloatArray32:
             part = tensor[index][tuple(slice(size) for size in sizes)]
-            array: FloatArray32 = part.detach().numpy().astype(np.float32)
-            return array
+            return part.detach().numpy().astype(np.float32)
 
         return PairScores(
             unary=cut(self.unary, blocks, candidates),

@@ -4,15 +4,14 @@
 
 - ``balancer`` is for loops of PyTorch; ``for_trainer``, ``for_accelerate`` and ``for_lightning``
   are for frameworks, ``elastic`` lets ranks train alone and merges them.
-- ``shares`` says how much of a batch each rank gets, in which parts, ``start`` what it begins
-  with; ``dealing``, ``sampler`` (once ``loader``), ``tokens`` and ``streams`` deal the samples.
-- ``weights`` and ``gradients`` make the update that of one process. ``updates`` and ``open_steps``
-  notice where updates and steps end, ``replicas`` ranks whose weights differ, ``same_deals`` those
-  that deal other samples, ``batch_norms`` ranks with few samples.
-- What a loss is a mean of, for frameworks: ``loss_means``, ``loss_probe`` (which needs
-  ``fixed_draws``) and ``label_means``.
-- ``clock`` measures what a rank computes between its waits, ``speeds`` fits it, ``rebalancing``
-  decides when shares change and ``following`` changes them. ``group`` are the ranks of the job.
+- ``shares`` says how much of a batch each rank gets, in which parts, and what it begins with;
+  ``dealing``, ``sampler`` (once ``loader``), ``tokens`` and ``streams`` deal the samples.
+- ``weights`` make the update that of one process. ``updates`` notices where updates and steps end,
+  ``replicas`` ranks whose weights differ or that deal other samples, ``batch_norms`` ranks with
+  few samples.
+- What a loss is a mean of, for frameworks: ``loss_means``, ``loss_probe`` and ``label_means``.
+- ``speeds`` measures what a rank computes between its waits, and fits it; ``rebalancing`` decides
+  when shares change, and changes them. ``group`` are the ranks of the job.
 """
 
 from heterog.balance.balancer import Balancer

@@ -11,31 +11,34 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from heterog.balance.batch_norms import BatchNorms
-from heterog.balance.clock import StepClock, watch_waits
 from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches, without_singles
-from heterog.balance.following import INTERVAL, ScalarWriter, SpeedFollower
-from heterog.balance.gradients import average_gradients
 from heterog.balance.group import RankGroup
 from heterog.balance.label_means import MeanCounts, check_mean_over_samples
-from heterog.balance.open_steps import OpenSteps
-from heterog.balance.rebalancing import DEAD_BAND, Rebalancer
-from heterog.balance.replicas import ReplicaCheck, check_data_parallel
-from heterog.balance.same_deals import SameDeals
+from heterog.balance.rebalancing import (
+    DEAD_BAND,
+    INTERVAL,
+    Rebalancer,
+    ScalarWriter,
+    SpeedFollower,
+)
+from heterog.balance.replicas import ReplicaCheck, SameDeals, check_data_parallel
 from heterog.balance.sampler import BalancedLoader, ShareSampler, check_data
 from heterog.balance.shares import (
     BalanceError,
+    Start,
     check_shares,
     cut_batch,
+    first_shares,
     forward_communicates,
     gradients_stay_local,
     num_parts,
     scaled_shares,
 )
-from heterog.balance.start import Start, first_shares
+from heterog.balance.speeds import StepClock, watch_waits
 from heterog.balance.streams import StreamBatches, check_stream
 from heterog.balance.tokens import TokenBatches
-from heterog.balance.updates import watch_updates
-from heterog.balance.weights import StepWeights, check_loss
+from heterog.balance.updates import OpenSteps, watch_updates
+from heterog.balance.weights import StepWeights, average_gradients, check_loss
 from heterog.errors import HeterogWarning
 from heterog.runtime.accelerators import CPU
 

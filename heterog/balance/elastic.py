@@ -26,12 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from heterog.balance.clock import StepClock
 from heterog.balance.dealing import IndexArray, epoch_order
-from heterog.balance.following import ScalarWriter
 from heterog.balance.group import RankGroup
+from heterog.balance.rebalancing import ScalarWriter
 from heterog.balance.shares import BalanceError
-from heterog.balance.speeds import SpeedEstimate
+from heterog.balance.speeds import SpeedEstimate, StepClock
 from heterog.errors import experimental
 from heterog.grouped import grouped
 from heterog.runtime.accelerators import CPU

@@ -30,10 +30,9 @@ from transformers.trainer_utils import seed_worker
 
 from heterog.balance.balancer import Balancer
 from heterog.balance.dealing import Deal, GlobalBatches, IndexArray, SampleBatches
-from heterog.balance.fixed_draws import undisturbed
 from heterog.balance.label_means import MeanCounts
 from heterog.balance.loss_means import LossMean
-from heterog.balance.loss_probe import UNCOUNTED, Batch, CountOf, Measurement, measure
+from heterog.balance.loss_probe import UNCOUNTED, Batch, CountOf, Measurement, measure, undisturbed
 from heterog.balance.sampler import BalancedLoader, ShareSampler
 from heterog.balance.shares import BalanceError
 from heterog.balance.streams import StreamBatches, check_stream

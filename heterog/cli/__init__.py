@@ -1,13 +1,14 @@
 """The command line: it parses, calls, and prints; every decision is made elsewhere.
 
 With ``--json`` one document goes to stdout and nothing else; progress and notes go to stderr. Bad
-input ends with exit code 2 and one clear line. Each command is a module here and a line below.
+input ends with exit code 2 and one clear line.
 
-- Planning: ``capture``, ``plan``, ``compare``, ``report``, ``export``; options about money are in
-  ``objective``, what is printed about a new plan in ``found``, settings in a file in ``run_file``.
-- Running: ``run``, ``profile``, ``calibrate``, ``fidelity``.
-- Agents and jobs: ``dataset``, ``train``, ``evaluate``, ``bench``, ``policy``, ``schedule``. What
-  there is: ``listing``, ``cluster``.
+- ``plan`` has the commands that make and show plans, ``compare`` that of methods; options about
+  money are in ``objective``, what is printed about a new plan in ``found``, settings in a file in
+  ``run_file``.
+- ``run`` runs, ``calibrate`` has profiles, fits and the errors of predictions, too.
+- ``train`` has the commands about agents, ``schedule`` that of arriving jobs, ``listing`` what
+  there is: names, graphs, machines.
 - Shared: ``common`` options, printing and Ctrl-C, ``outputs`` for files and streams that commands
   write, and the spelling of settings in errors, ``completion`` for shells.
 """
@@ -22,25 +23,7 @@ from typing import Annotated, TextIO
 import typer
 
 import heterog
-from heterog.cli import (
-    bench,
-    calibrate,
-    capture,
-    cluster,
-    compare,
-    dataset,
-    evaluate,
-    export,
-    fidelity,
-    listing,
-    plan,
-    policy,
-    profile,
-    report,
-    run,
-    schedule,
-    train,
-)
+from heterog.cli import calibrate, compare, listing, plan, run, schedule, train
 from heterog.cli.outputs import errors_spelled, outputs_checked, standard_streams
 from heterog.cli.run_file import FromRunFile
 from heterog.errors import HeterogError, HeterogWarning
@@ -54,25 +37,25 @@ app = typer.Typer(
 )
 for _command in (
     *(listing.models, listing.clusters, listing.devices, listing.links, listing.methods),
-    *(capture.capture, plan.plan, compare.compare, dataset.dataset, train.train),
-    *(evaluate.evaluate, run.run),
-    *(schedule.schedule, profile.profile, calibrate.calibrate, fidelity.fidelity),
-    *(report.report, export.export),
+    *(listing.capture, plan.plan, compare.compare, train.dataset, train.train),
+    *(train.evaluate, run.run),
+    *(schedule.schedule, calibrate.profile, calibrate.calibrate, calibrate.fidelity),
+    *(plan.report, plan.export),
 ):
     _kind = FromRunFile if _command is plan.plan else None
     app.command(cls=_kind)(errors_spelled(outputs_checked(_command)))
 
 cluster_app = typer.Typer(help="Make cluster files.", no_args_is_help=True)
-cluster_app.command("detect")(errors_spelled(outputs_checked(cluster.detect)))
+cluster_app.command("detect")(errors_spelled(outputs_checked(listing.detect)))
 app.add_typer(cluster_app, name="cluster")
 
 bench_app = typer.Typer(help="Compare methods on suites.", no_args_is_help=True)
-bench_app.command("agents")(errors_spelled(outputs_checked(bench.agents)))
+bench_app.command("agents")(errors_spelled(outputs_checked(train.agents)))
 app.add_typer(bench_app, name="bench")
 
 policy_app = typer.Typer(help="Share policies.", no_args_is_help=True)
-policy_app.command("pack")(errors_spelled(outputs_checked(policy.pack)))
-policy_app.command("pull")(errors_spelled(outputs_checked(policy.pull)))
+policy_app.command("pack")(errors_spelled(outputs_checked(train.pack)))
+policy_app.command("pull")(errors_spelled(outputs_checked(train.pull)))
 app.add_typer(policy_app, name="policy")
 
 

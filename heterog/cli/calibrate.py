@@ -1,13 +1,31 @@
-"""``heterog calibrate``: fit a cost model to measurements."""
+"""``heterog calibrate``: fit a cost model to measurements.
 
+``heterog fidelity``: predictions beside recorded runs.
+
+``heterog profile``: measure models on this machine, a testbed, or the ranks of torchrun.
+"""
+
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heterog.cli.common import JsonOption, load_cluster, print_result
+from heterog.cli import completion
+from heterog.cli.common import (
+    BatchOption,
+    JsonOption,
+    load_cluster,
+    load_model_graph,
+    out,
+    print_result,
+    progress_line,
+    split_names,
+    stage_progress,
+)
 from heterog.cli.outputs import JSON, not_replaced
 from heterog.errors import HeterogError
+from heterog.units import format_bytes, format_bytes_range, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,6 +33,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from heterog.cluster import Cluster
+    from heterog.fidelity.comparison import Compared
     from heterog.pricing.op_fits import Measurements
 
 _SLACK = 0.01
@@ -106,11 +125,8 @@ def _calibrate_on_runs(
     from heterog.cli.common import load_model_graph
     from heterog.fidelity.comparison import read_runs
     from heterog.fidelity.run_fit import cases_of, fit_runs
-    from heterog.pricing.calibration import cost_model_of
+    from heterog.pricing.calibration import cost_model_of, save_run_models
     from heterog.pricing.device_models.model import DeviceModels
-    from heterog.pricing.device_models.run_file import (
-        save_run_models,
-    )
 
     rows = read_runs(runs, model=model, cluster=cluster)
     for path in {name for row in rows for name in (row.model, row.cluster)}:
@@ -187,3 +203,239 @@ def _fit_tables(types: dict[str, Any], links: dict[str, Any]) -> "Iterator[Table
             count = f"{row['measurements']:,}"
             lines.add_row(name.replace("_", " "), count, *factors, percent(row["error"]))
         yield lines
+
+
+def fidelity(
+    runs: Annotated[
+        Path,
+        typer.Argument(
+            help="CSV file with columns model, batch_size, cluster, layout, seconds, peak_bytes, "
+            "family"
+        ),
+    ],
+    model: Annotated[
+        str, typer.Option("--model", help="of all rows: zoo name, file.py:function or a graph")
+    ] = "",
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="of all rows: a preset or a cluster file")
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Compare predictions with recorded runs.
+
+    Prints errors by family, how many steps and peaks of memory lie in their 80 % intervals, and
+    how many pairs of alternatives are ordered rightly.
+    """
+    from functools import lru_cache
+
+    from heterog.fidelity.comparison import family_errors, in_words, read_runs
+    from heterog.fidelity.run_fit import cases_of, compared
+
+    rows = read_runs(runs, model=model, cluster=cluster)
+    found = []
+    cases = cases_of(rows, load_model_graph, lru_cache(load_cluster))
+    for number, (row, case) in enumerate(cases, 1):
+        found.append(compared(row, case))
+        if not as_json:
+            each = found[-1]
+            out.print(
+                f"{number}/{len(rows)} {each.name}: measured {each.measured_s:.4g} s, predicted "
+                f"{each.predicted_s:.4g} ({each.error:+.0%}){_peak(each)}",
+                soft_wrap=True, highlight=False,
+            )  # fmt: skip
+    families = sorted({each.family for each in found})
+    errors = [
+        family_errors(name, [each for each in found if each.family == name]) for name in families
+    ]
+    if len(families) > 1:
+        errors.append(family_errors("all", found))
+    document = {"families": list(map(asdict, errors)), "runs": list(map(asdict, found))}
+    print_result(as_json, document, *map(in_words, errors))
+
+
+def _peak(run: "Compared") -> str:
+    """The recorded peak beside its interval, if one was recorded."""
+    if run.measured_bytes is None or run.predicted_bytes is None or run.interval_bytes is None:
+        return ""
+    ends = format_bytes_range(*run.interval_bytes, around=run.predicted_bytes)
+    return (
+        f"; peak {format_bytes(run.measured_bytes)}, predicted "
+        f"{format_bytes(run.predicted_bytes)} ({ends})"
+    )
+
+
+def profile(
+    models: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL[,MODEL...]",
+            help="names of 'heterog models' or file.py:function",
+            autocompletion=completion.several(completion.models),
+        ),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="measurements.json"), JSON] = Path(
+        "measurements.json"
+    ),
+    batch_size: BatchOption = None,
+    testbed: Annotated[
+        str,
+        typer.Option(
+            "--testbed",
+            help="measure on its ranks: a shipped name or a YAML file",
+            autocompletion=completion.testbeds,
+        ),
+    ] = "",
+    cluster: Annotated[
+        str,
+        typer.Option(
+            "--cluster",
+            help="names the device types; needed under torchrun",
+            autocompletion=completion.clusters,
+        ),
+    ] = "",
+    device_type: Annotated[
+        str, typer.Option("--device-type", help="what cluster files call this device")
+    ] = "",
+    timeout: Annotated[str, typer.Option("--timeout", help="of a job of several ranks")] = "1h",
+    as_json: JsonOption = False,
+) -> None:
+    """Measure models on this machine or a testbed.
+
+    Started by torchrun it measures on all ranks. What is done is kept beside the output, and the
+    same command goes on with it.
+    """
+    import os
+
+    from heterog.files import check_folder_writable
+    from heterog.units import parse_seconds
+
+    journal = check_folder_writable(output.with_name(f"{output.name}.partial"))
+    timeout_s = parse_seconds(timeout)
+    sources = split_names(models)
+    _check_profile_options(testbed, cluster, device_type)
+    as_rank = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not testbed
+    rank = int(os.environ.get("RANK", "0")) if as_rank else 0
+    named = load_cluster(cluster) if cluster else None
+    if testbed:
+        from heterog.runtime.ranks.testbed import load_testbed
+
+        named = load_testbed(testbed)
+    if named is not None:
+        not_replaced(named.calibration, f"the calibration of {named.name}", output)
+    for source in sources:
+        _check_workload(source, batch_size)
+    from heterog.runtime.measure import profiler
+
+    measured: Measurements | None = None
+    with progress_line(as_json or rank > 0) as show:
+
+        def tell(stage: str) -> None:
+            show(*stage_progress(stage))
+
+        if testbed:
+            assert named is not None
+            measured = profiler.profile_cluster(
+                sources, named, journal, batch_size=batch_size, timeout_s=timeout_s, tell=tell
+            )
+        elif as_rank:
+            if named is None:
+                raise HeterogError(
+                    "links are measured between the devices of a cluster: pass --cluster FILE "
+                    "('heterog cluster detect' writes a first one)."
+                )
+            if device_type:
+                raise HeterogError(
+                    f"--device-type {device_type} under torchrun: {cluster} says the type of each "
+                    "rank's device; leave it out."
+                )
+            measured = profiler.profile_as_rank(
+                sources,
+                named,
+                journal,
+                batch_size=batch_size,
+                timeout_s=timeout_s,
+                tell=tell,
+            )
+        else:
+            kind = device_type or (named.devices[0].type.name if named else _local_type_name())
+            measured = profiler.profile_here(
+                sources,
+                journal,
+                kind,
+                batch_size=batch_size,
+                compiles=named is not None and named.execution == "compiled",
+                tell=tell,
+            )
+    if measured is not None:
+        measured.save(output)
+    profiler.remove_journal(journal)
+    if measured is not None:
+        _print_measured(measured, output, as_json=as_json)
+    if as_rank:
+        from heterog.runtime.rank import end_together
+
+        end_together()
+
+
+def _check_profile_options(testbed: str, cluster: str, device_type: str) -> None:
+    for name, value in (("--cluster", cluster), ("--device-type", device_type)):
+        if testbed and value:
+            raise HeterogError(f"{name} {value} and --testbed {testbed}: a testbed has its own.")
+
+
+def _check_workload(source: str, batch_size: int | None) -> None:
+    """Refuse a model that cannot be made, before any slow work."""
+    if source.endswith((".json", ".json.gz")):
+        raise HeterogError(
+            f"{source} is a saved graph, which cannot be run; name the model itself, as "
+            "file.py:function."
+        )
+    from heterog.zoo import load_workload
+
+    load_workload(source, batch_size)
+
+
+def _local_type_name() -> str:
+    from heterog.runtime.measure.detect import local_type_name
+
+    return local_type_name()
+
+
+def _print_measured(measured: "Measurements", output: Path, *, as_json: bool) -> None:
+    from heterog.pricing.op_fits import STEP
+
+    types = sorted({row.device_type for row in measured.ops})
+    models = sorted({row.model for row in measured.ops})
+    summary: dict[str, Any] = {
+        "file": str(output),
+        "models": models,
+        "device_types": types,
+        "num_ops": len({row.signature for row in measured.ops if row.signature}),
+        "num_op_measurements": len(measured.ops),
+        "num_link_measurements": len(measured.links),
+        "steps": [
+            {
+                "model": row.model,
+                "device_type": row.device_type,
+                "samples": row.samples,
+                "step_time_s": row.seconds,
+                "peak_memory_bytes": round(row.num_bytes),
+            }
+            for row in measured.ops
+            if row.kind == STEP
+        ],
+        "environment": dict(measured.environment),
+    }
+    print_result(
+        as_json,
+        summary,
+        f"{summary['num_ops']:,} ops of {', '.join(models)} on {', '.join(types)} in "
+        f"{len(measured.ops):,} measurements, {len(measured.links):,} of links -> {output}",
+        *(
+            f"{step['model']}, {step['samples']} samples on {step['device_type']}: "
+            f"{format_seconds(step['step_time_s'])} a step, at most "
+            f"{format_bytes(step['peak_memory_bytes'])}"
+            for step in summary["steps"]
+        ),
+        f"next: heterog calibrate {output} -o calibration.json",
+    )

@@ -10,8 +10,13 @@ from heterog.explain.explanation import Explanation
 from heterog.modes.built_in import method_names
 from heterog.pricing.calibration import Calibration, cost_model_of, extrapolated_by
 from heterog.pricing.device_models.model import DeviceModels, provenance
-from heterog.report.answer import answer, brief_answer
-from heterog.report.tables import explanation_text, memory_table, methods_table
+from heterog.report.tables import (
+    answer,
+    brief_answer,
+    explanation_text,
+    memory_table,
+    methods_table,
+)
 from heterog.search.background import BackgroundPlan
 from heterog.search.plan import Plan
 from heterog.search.portfolio import UNPLAYED

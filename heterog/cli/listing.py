@@ -1,12 +1,33 @@
-"""Built-in things: ``heterog models``, ``clusters``, ``devices``, ``links`` and ``methods``."""
+"""Built-in things: ``heterog models``, ``clusters``, ``devices``, ``links`` and ``methods``.
 
+``heterog capture``: one training step of a model as a graph file.
+
+``heterog cluster``: make cluster files.
+"""
+
+import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from heterog.cli.common import JsonOption, out, print_json, print_result
+import typer
+
+from heterog.cli.common import (
+    BatchOption,
+    JsonOption,
+    ModelArgument,
+    load_model_graph,
+    out,
+    print_json,
+    print_result,
+)
+from heterog.cli.outputs import JSON, YAML
+from heterog.errors import UnknownNameError
+from heterog.units import format_bytes
 
 if TYPE_CHECKING:
     from heterog.cluster.catalog import ListedType
+    from heterog.graph.op_graph import OpGraph
 
 
 def models(as_json: JsonOption = False) -> None:
@@ -111,3 +132,97 @@ def methods(as_json: JsonOption = False) -> None:
 
     document = _fields(METHODS, "name", "stage", "what", "needs")
     print_result(as_json, document, planners_table(METHODS))
+
+
+def capture(
+    model: ModelArgument,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="graph.json or graph.json.gz"), JSON
+    ],
+    batch_size: BatchOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Capture one training step of a model as a graph file."""
+    from heterog.graph.serialize import save_graph
+
+    begin = time.perf_counter()
+    graph = load_model_graph(model, batch_size)
+    seconds = time.perf_counter() - begin
+    save_graph(graph, output)
+    summary = graph_summary(graph) | {"capture_seconds": seconds, "file": str(output)}
+    unruled = summary["ops_without_rule"]
+    print_result(
+        as_json,
+        summary,
+        f"{graph.name}: {summary['num_ops']:,} ops ({summary['num_kernels']:,} kernels), "
+        f"{graph.num_parameters:,} parameters, batch {graph.batch_size}, "
+        f"{summary['flops'] / 1e12:.2f} TFLOP and {format_bytes(summary['bytes_moved'])} moved "
+        f"per step, {format_bytes(summary['peak_live_bytes'])} at the peak on one device, "
+        f"{summary['num_groups']} groups; {seconds:.1f} s -> {output}",
+        *[f"without a sharding rule, run replicated: {unruled}"] * bool(unruled),
+    )
+
+
+def graph_summary(graph: "OpGraph") -> dict[str, Any]:
+    """The most important facts about a graph."""
+    from heterog.graph.batch_plan import batch_plan
+    from heterog.graph.grouping import group_ops
+
+    batch = batch_plan(graph)
+    return {
+        "name": graph.name,
+        "batch_size": graph.batch_size,
+        "num_ops": graph.num_ops,
+        "num_kernels": int((~graph.is_view).sum()),
+        "num_parameters": graph.num_parameters,
+        "num_groups": group_ops(graph).num_groups,
+        "flops": float(graph.flops.sum()),
+        "bytes_moved": float(graph.bytes_moved.sum()),
+        "peak_live_bytes": graph.peak_live_bytes,
+        "optimizer": graph.optimizer,
+        "optimizer_state_ratio": graph.optimizer_state_ratio,
+        "ops_without_rule": sorted({graph.ops[index].kind for index in batch.unruled}),
+        "fingerprint": graph.fingerprint,
+    }
+
+
+def detect(
+    output: Annotated[Path, typer.Option("-o", "--output", help="cluster.yaml"), YAML],
+    on: Annotated[
+        str,
+        typer.Option(
+            "--on",
+            help="of what: local (this machine), ray (nodes of RAY_ADDRESS), torchrun (it starts "
+            "this on each machine) or slurm (nodes of this job)",
+        ),
+    ] = "local",
+    as_json: JsonOption = False,
+) -> None:
+    """Write a first cluster file of this machine or of several; its comments say what to check."""
+    from heterog.cluster.spec import parse_cluster
+    from heterog.files import write_atomically
+    from heterog.report.tables import clusters_table
+    from heterog.runtime.measure.detect import cluster_yaml
+    from heterog.runtime.measure.detect import detect as detect_machine
+
+    if on == "local":
+        machines = [detect_machine()]
+    elif on in ("ray", "torchrun", "slurm"):
+        from heterog.runtime.measure.detect_hosts import detect_on
+
+        machines = detect_on(on)
+        if not machines:
+            return  # a rank of torchrun that is not the first
+    else:
+        raise UnknownNameError("engine", on, ("local", "ray", "torchrun", "slurm"))
+    text = cluster_yaml(*machines)
+    found = parse_cluster(text, output)
+    write_atomically(output, text.encode())
+    checks = [line.strip() for line in text.splitlines() if "check: " in line]
+    print_result(
+        as_json,
+        {"file": str(output), "cluster": found.to_dict(), "checks": checks},
+        clusters_table([found]),
+        f"cluster: {output}; check these lines:",
+        *(f"  {line}" for line in checks),
+    )

@@ -1,4 +1,9 @@
-"""``heterog plan``: find how to train a model on a cluster."""
+"""``heterog plan``: find how to train a model on a cluster.
+
+``heterog report``: plans as one HTML page.
+
+``heterog export``: a plan as a folder for another launcher or framework.
+"""
 
 import time
 import warnings
@@ -19,8 +24,10 @@ from heterog.cli.common import (
     ModelArgument,
     NoBarrierOption,
     OrderOption,
+    PlanArgument,
     PolicyOption,
     SeedOption,
+    SourceOption,
     WorkersOption,
     end_interrupted,
     load_asynchronous,
@@ -30,6 +37,7 @@ from heterog.cli.common import (
     load_model,
     load_model_graph,
     print_json,
+    print_result,
     progress_line,
     stop_when_interrupted,
 )
@@ -43,9 +51,10 @@ from heterog.cli.objective import (
     objective_for,
     parse_aim,
 )
-from heterog.cli.outputs import HTML, JSON, YAML, not_replaced
+from heterog.cli.outputs import FOLDER, HTML, JSON, YAML, not_replaced
 from heterog.cli.run_file import run_file, save_settings
 from heterog.errors import HeterogError, HeterogWarning
+from heterog.garbage import settled
 from heterog.units import format_seconds
 from heterog.workers import open_seats
 
@@ -53,6 +62,7 @@ if TYPE_CHECKING:
     from heterog.explain.explanation import Explanation
     from heterog.methods.planner import Budget, Planner
     from heterog.modes.codecs.value import Codec
+    from heterog.report.side_by_side import NamedPlan
     from heterog.search.plan import Plan
     from heterog.search.request import Request, Session
     from heterog.simulator.evaluator import Evaluator
@@ -214,6 +224,7 @@ def plan(
     )
     about_codec = ""
     with (
+        settled(),
         open_seats(workers) as seats,
         stop_when_interrupted(seats.stop if seats else lambda: None) as stop,
         progress_line(as_json) as progress,
@@ -358,3 +369,84 @@ def _written(
         (save_config, " (a run file)"),
     ]
     return [f"{path}{use}" for path, use in files if path is not None]
+
+
+def report(
+    plans: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PLAN",
+            help="files that 'heterog plan -o' wrote; several are put side by side",
+            autocompletion=completion.plans,
+        ),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="plan.html"), HTML],
+    as_json: JsonOption = False,
+) -> None:
+    """Write a plan, or several side by side, as an HTML page.
+
+    The page explains the plan and needs no network.
+    """
+    from heterog.search.plan import load_plan
+
+    if len(plans) == 1:
+        load_plan(plans[0]).report(output)
+    else:
+        from heterog.report.side_by_side import write_comparison_page
+
+        write_comparison_page(output, _named(plans))
+    document = {"file": str(output), "bytes": output.stat().st_size}
+    print_result(as_json, document, f"report (open it in a browser): {output}")
+
+
+def _named(paths: list[Path]) -> "list[NamedPlan]":
+    """The plans with the names of their files, or their paths if names are the same."""
+    from heterog.report.side_by_side import NamedPlan
+    from heterog.search.plan import load_plan
+
+    stems = [path.name.removesuffix(".gz").removesuffix(".json") for path in paths]
+    names = stems if len(set(stems)) == len(stems) else [str(path) for path in paths]
+    return [
+        NamedPlan(name=name, plan=load_plan(path)) for name, path in zip(names, paths, strict=True)
+    ]
+
+
+def export(
+    plan: PlanArgument,
+    target: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            help=f"one of {', '.join(completion.TARGETS)}",
+            autocompletion=completion.targets,
+        ),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="folder to make"), FOLDER],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="renew an export; an edited user.py is kept")
+    ] = False,
+    sources: SourceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a plan as a folder for other launchers."""
+    from heterog.export import check_folder, check_target, make_export, write_folder
+    from heterog.search.plan import load_plan
+
+    check_target(target)
+    check_folder(output, target, overwrite=overwrite)
+    made = make_export(load_plan(plan), target, sources=sources or ())
+    for path in (plan, *(sources or ())):
+        not_replaced(path, "an input", *(output / name for name in made.files))
+    written = write_folder(made, output, overwrite=overwrite)
+    document = {
+        "target": target,
+        "folder": str(output),
+        "files": [str(path) for path in written],
+        "not_expressed": list(made.not_expressed),
+    }
+    print_result(
+        as_json,
+        document,
+        f"{target}: {len(written)} files in {output}; its README.md says how to start it.",
+        *(f"not expressed: {remark}" for remark in made.not_expressed),
+    )

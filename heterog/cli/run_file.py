@@ -96,8 +96,7 @@ def _value(path: Path, name: str, value: object, parameter: Any) -> object:
 
 def run_file(context: typer.Context) -> Path | None:
     """The run file of the command that runs."""
-    found: Path | None = context.meta.get(_WHAT)
-    return found
+    return context.meta.get(_WHAT)
 
 
 def save_settings(context: typer.Context, path: Path) -> None:

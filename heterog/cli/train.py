@@ -1,30 +1,54 @@
-"""``heterog train``: train a policy on models and clusters."""
+"""``heterog train``: train a policy on models and clusters.
 
+``heterog bench agents``: methods on suites of models and clusters, with intervals.
+
+``heterog policy pack`` and ``pull``: policies as folders for a hub.
+
+``heterog evaluate``: a policy on models and clusters, zero-shot and fine-tuned.
+
+``heterog dataset``: solve models on clusters, and keep the plans for others to learn from.
+"""
+
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from heterog.agents.config import PolicyConfig, TrainingConfig
+from heterog.cli import completion
 from heterog.cli.common import (
+    BudgetOption,
+    ClustersOption,
+    EncoderOption,
     JsonOption,
+    LayoutOption,
     ModelsOption,
     SeedOption,
     WorkersOption,
     end_interrupted,
     err,
+    load_cluster,
+    load_layout,
+    load_methods,
+    model_graphs,
+    out,
+    print_json,
     print_result,
+    progress_line,
     split_names,
     termination_as_interrupt,
     use_encoder,
 )
-from heterog.cli.outputs import CACHE, POLICY, TRAINING
+from heterog.cli.outputs import CACHE, HTML, LINES, POLICY, TRAINING
 from heterog.errors import HeterogError
 from heterog.workers import open_workers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from heterog.agents.benchmark.board import Entry, Scored
     from heterog.agents.learner import Report
     from heterog.agents.policy import Policy
     from heterog.agents.sources import PairSource
@@ -258,3 +282,263 @@ def _reporter(quiet: bool) -> "Report":
         err.print(f"{stage} {fraction:4.0%} {text}", soft_wrap=True, markup=False, highlight=False)
 
     return report
+
+
+ROWS = "random,thumb,untrained,local_search,agent,agent+search"
+
+
+def agents(
+    suite: Annotated[
+        str,
+        typer.Option(
+            "--suite",
+            help="paper, families, scale, layouts, placement, or pairs.jsonl; several with commas",
+        ),
+    ] = "families",
+    methods: Annotated[
+        str,
+        typer.Option(
+            "--methods",
+            help="random, annealing, tpe, cma_es, tree, heterog_agent, gdp, placeto, ppo, "
+            "maskable_ppo, thumb, untrained, or as of compare",
+        ),
+    ] = ROWS,
+    budget: Annotated[
+        str, typer.Option("--budget", help="of each run: 2000e (evaluations), or 20s of CPU time")
+    ] = "2000e",
+    seeds: Annotated[
+        str,
+        typer.Option("--seeds", help="runs of each method on each pair, or from:to of others"),
+    ] = "10",
+    results: Annotated[
+        Path,
+        typer.Option("--results", help="file of runs, which goes on; graphs beside it"),
+        LINES,
+    ] = Path("board.jsonl"),
+    report: Annotated[
+        Path | None, typer.Option("--report", help="page.html of quality, profiles and time"), HTML
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare methods on a suite; what was stopped goes on."""
+    asked = _seeds(seeds)
+    suites = suite.split(",")
+    if report is not None and len(suites) > 1:
+        raise HeterogError(f"--report is of one suite, not of {suite}; ask for one at a time.")
+    from heterog.methods.planner import Budget
+
+    common = {
+        "entries": _entries(methods),
+        "budget": Budget.parse(budget),
+        "seeds": asked,
+        "results": results,
+    }
+    with termination_as_interrupt():
+        made = [_made(name, common) for name in suites]
+    if report is not None:
+        from heterog.agents.benchmark.page import write_board_page
+
+        write_board_page(report, f"{suite}, {budget} a run", made[0])
+    about = {"budget": budget, "results": str(results)}
+    found = {name: scored.summary() for name, scored in zip(suites, made, strict=True)}
+    documents = [{"suite": name} | about | {"rows": rows} for name, rows in found.items()]
+    words = [line for name, rows in found.items() for line in (name, *_table(rows))]
+    print_result(as_json, documents[0] if len(suites) == 1 else {"suites": documents}, *words)
+
+
+def _seeds(text: str) -> range:
+    """The seeds that are asked for: so many, or those from a first to before a last one.
+
+    >>> _seeds("10"), _seeds("10:20")
+    (range(0, 10), range(10, 20))
+    """
+    first, _, end = text.rpartition(":")
+    try:
+        found = range(int(first or "0"), int(end))
+    except ValueError:
+        found = range(0)
+    if not found or found.start < 0:
+        raise HeterogError(f"--seeds {text} names no seeds; give a number as 10, or 10:20.")
+    return found
+
+
+def _made(suite: str, common: dict[str, Any]) -> "Scored":
+    """What a suite's board has after the runs that were missing."""
+    from heterog.agents.benchmark.board import Board
+    from heterog.agents.benchmark.suites import pairs_of
+
+    graphs = common["results"].with_suffix(".graphs")
+    board = Board(pairs=pairs_of(suite), graphs=graphs, **common)
+    board.run(_tell)
+    return board.scored()
+
+
+def _tell(line: dict[str, Any]) -> None:
+    took = line["step_time_s"]
+    said = "does not fit" if took is None else f"{1e3 * took:.1f} ms"
+    err.print(f"{line['pair']}, seed {line['seed']}: {line['arm']} {said}", markup=False)
+
+
+def _entries(methods: str) -> "list[Entry]":
+    """The methods that are named, and what made each."""
+    import heterog
+    from heterog.agents.benchmark.board import Entry, code_of, judged
+    from heterog.agents.benchmark.rivals import known_rows
+    from heterog.user_code import is_from_file, split_source
+
+    entries = []
+    for name in methods.split(","):
+        names, known = load_methods(name, among=known_rows())
+        own = is_from_file(name)
+        code = code_of(split_source(name, "method")[0]) if own else heterog.__version__
+        planner = known[names[0]]
+        entries.append(Entry(planner.name, partial(judged, planner), code))
+    return entries
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The board in words, best first."""
+    if not rows:
+        return ["no pair has a run of every method, one of which fits"]
+    title = f"{rows[0]['pairs']} pairs, {rows[0]['seeds']} seeds; 1 is the best known step"
+    lines = [title, f"{'method':20} {'quality':22} {'beats the first':22} {'CPU':>9} evaluations"]
+    for row in rows:
+        quality, beats = (
+            "{value:.3f} [{low:.3f}, {high:.3f}]".format(**row[name])
+            for name in ("quality", "beats_first")
+        )
+        misfits = f", {row['do_not_fit']} do not fit" if row["do_not_fit"] else ""
+        lines.append(
+            f"{row['arm']:20} {quality:22} {beats:22} {row['cpu_s']:7.1f} s "
+            f"{row['evaluations']:.0f}{misfits}"
+        )
+    return lines
+
+
+def pack(
+    policy: Annotated[str, typer.Argument(help="policy.pt, or the name of a shipped one")],
+    folder: Annotated[Path, typer.Argument(help="folder for weights, configuration, card"), CACHE],
+) -> None:
+    """Write a policy as a folder that a hub can hold."""
+    from heterog.agents.checkpoint import load_checkpoint
+    from heterog.agents.hub import pack as packed
+
+    packed(load_checkpoint(policy), folder)
+    out.print(f"{folder}: read its README.md before you share it", markup=False)
+
+
+def pull(
+    address: Annotated[str, typer.Argument(help="folder, https://..., s3://..., hf://...")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="policy.pt"), POLICY],
+) -> None:
+    """Read a policy that was packed; nothing of it is run."""
+    from heterog.agents.checkpoint import save_checkpoint
+    from heterog.agents.hub import pull as pulled
+
+    save_checkpoint(output, pulled(address))
+    out.print(f"{output}: use it by --policy {output}", markup=False)
+
+
+def evaluate(
+    policy: Annotated[
+        str,
+        typer.Argument(
+            help="shipped name (default, heldout) or policy.pt",
+            autocompletion=completion.policies,
+        ),
+    ],
+    models: ModelsOption,
+    clusters: ClustersOption,
+    budget: BudgetOption = "30s",
+    finetune: Annotated[
+        str, typer.Option("--finetune", help="time or evaluations to fine-tune on each pair")
+    ] = "",
+    encoder: EncoderOption = "",
+    layout: LayoutOption = "",
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare a policy with baselines and searches."""
+    from heterog.methods.planner import Budget
+
+    parsed = Budget.parse(budget)
+    tuning = Budget.parse(finetune) if finetune else None
+    targets = [load_cluster(name) for name in split_names(clusters)]
+    given = load_layout(layout, is_required=False)
+
+    from heterog.agents.checkpoint import load_checkpoint
+    from heterog.agents.evaluation import evaluate_policy, summary
+    from heterog.agents.finetune import FineTuned
+    from heterog.report.tables import methods_table
+    from heterog.search.request import Request
+
+    if encoder:
+        use_encoder(encoder)
+    checkpoint = load_checkpoint(policy)
+    documents: list[dict[str, Any]] = []
+    for graph in model_graphs(models, as_json):
+        for target in targets:
+            with progress_line(as_json) as progress:
+                found = evaluate_policy(
+                    policy,
+                    Request(graph=graph, cluster=target, budget=parsed, seed=seed, given=given),
+                    tuned=None if tuning is None else FineTuned(checkpoint.policy, tuning),
+                    progress=progress,
+                )
+            documents += found.to_dicts()
+            if not as_json:
+                title = f"{graph.name}, batch {graph.batch_size}, on {target.name}, by {policy}"
+                out.print(methods_table(found.rows, target, title=title))
+                ratios = summary(found.rows)
+                shown = ", ".join(
+                    f"{name} {'does not fit' if value is None else f'{value:.3f}'}"
+                    for name, value in ratios.items()
+                )
+                out.print(f"over the best search: {shown}", soft_wrap=True, markup=False)
+    if as_json:
+        print_json({"policy": policy, "rows": documents})
+
+
+def dataset(
+    folder: Annotated[Path, typer.Argument(help="folder of solved pairs, added to"), CACHE],
+    models: ModelsOption,
+    clusters: ClustersOption,
+    methods: Annotated[str, typer.Option("--methods", help="as of compare")] = "auto",
+    budget: BudgetOption = "30s",
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Solve models on clusters and keep every method's plan, a file for each pair."""
+    from heterog.methods.planner import Budget
+    from heterog.search.dataset import SolvedPair, solved_before
+    from heterog.search.portfolio import run_methods
+    from heterog.search.request import Request, Session
+    from heterog.simulator.evaluator import Evaluator
+
+    names, known = load_methods(methods)
+    parsed = Budget.parse(budget)
+    targets = [load_cluster(name) for name in split_names(clusters)]
+    documents = []
+    for graph in model_graphs(models, as_json):
+        for target in targets:
+            pair = solved_before(SolvedPair(graph=graph, cluster=target), folder)
+            request = Request(
+                graph=graph,
+                cluster=target,
+                methods=tuple(names),
+                known=known,
+                budget=parsed,
+                seed=seed,
+            )
+            with progress_line(as_json) as progress:
+                rows = run_methods(Evaluator(graph, target), request, Session(progress=progress))
+            pair = pair.adding(rows, seed, str(parsed))
+            folder.mkdir(parents=True, exist_ok=True)
+            path = pair.save(folder)
+            best = pair.plans[0].step_time_s if pair.plans else None
+            documents.append({"file": str(path), "plans": len(pair.plans), "step_time_s": best})
+            if not as_json:
+                said = "none fits" if best is None else f"{1e3 * best:.1f} ms the fastest"
+                out.print(f"{path}: {len(pair.plans)} plans, {said}", markup=False)
+    if as_json:
+        print_json(documents)

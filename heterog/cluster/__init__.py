@@ -2,11 +2,10 @@
 
 ``topology`` has the cluster, numbers what transfers occupy, and knows the settings of the program
 that runs steps on it; ``hardware`` is what it is made of and what hosts cost, and checks it.
-``fingerprint`` says which are equal. ``catalog`` finds entries of ``data``.
+``catalog`` finds entries of ``data``.
 
 A file goes from ``spec`` through ``schema`` (text with lines, and fields) and ``building`` into a
-cluster, and back.
-``json_record`` reads what ``Cluster.to_dict`` makes.
+cluster, and back; ``spec`` also reads what ``Cluster.to_dict`` makes.
 """
 
 from heterog.cluster.catalog import device_type, device_type_names

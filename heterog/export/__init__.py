@@ -5,10 +5,9 @@
 Each target names the parts of the plan that it cannot express, or refuses. Any plan goes to
 ``torchrun``, ``slurm``, ``kubernetes`` and ``ray``, where heterog runs it, and on alike hosts to
 ``skypilot``; what is ``uniform`` also to ``accelerate``, whose data heterog deals, and to ``ddp``,
-``deepspeed`` and ``torchtitan``, which do without; ``torchtitan`` also takes what is a layout
-(``as_layout``). ``folder`` writes the files, ``stock`` the one
-that a person fills in, ``readme`` the one that a person reads; ``ranks`` says which rank runs
-where, ``used`` leaves out idle devices.
+``deepspeed`` and ``torchtitan``, which do without; ``torchtitan`` also takes what is a layout.
+``folder`` writes the files, without idle devices, ``stock`` the one that a person fills in,
+``ranks`` the one that a person reads, and which rank runs where.
 """
 
 from collections.abc import Callable, Mapping, Sequence

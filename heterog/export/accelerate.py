@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from heterog.export.folder import Export, ExportError, fill
-from heterog.export.ranks import by_host, ranks_of
-from heterog.export.readme import launch_command
+from heterog.export.folder import Export, ExportError, fill, on_used_devices
+from heterog.export.ranks import by_host, launch_command, ranks_of
 from heterog.export.torchrun import Target, runtime_folder
 from heterog.export.uniform import uniform_micro_batches, uniform_remarks
-from heterog.export.used import on_used_devices
 from heterog.search.plan import Plan
 
 TARGET = "accelerate"

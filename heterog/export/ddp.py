@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 from heterog.export.folder import RANKS_FILE, USER_FILE, Export, digest, fill
 from heterog.export.ranks import (
+    launch_command,
     launch_script,
     ranks_document,
     ranks_of,
+    readme,
 )
-from heterog.export.readme import launch_command, readme
 from heterog.export.stock import stock_user
 from heterog.export.uniform import uniform_micro_batches, uniform_remarks
 from heterog.search.plan import Plan

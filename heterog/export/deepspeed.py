@@ -10,8 +10,8 @@ from heterog.export.ranks import (
     by_host,
     ranks_document,
     ranks_of,
+    readme,
 )
-from heterog.export.readme import readme
 from heterog.export.stock import stock_user
 from heterog.export.uniform import uniform_micro_batches, uniform_remarks
 from heterog.search.plan import Plan

@@ -8,10 +8,9 @@ from typing import Any
 import yaml
 
 from heterog import __version__
-from heterog.export.folder import Export, ExportError
+from heterog.export.folder import Export, ExportError, on_used_devices
 from heterog.export.ranks import RankEntry, by_host, ranks_of
 from heterog.export.torchrun import Target, runtime_folder
-from heterog.export.used import on_used_devices
 from heterog.search.plan import Plan
 from heterog.units import format_bytes
 

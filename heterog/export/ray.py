@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from heterog.export.folder import Export, fill
+from heterog.export.folder import Export, fill, on_used_devices
 from heterog.export.kubernetes import dns_label
 from heterog.export.ranks import RankEntry, by_host, ranks_of
 from heterog.export.torchrun import MODEL_FILE, Target, runtime_folder
-from heterog.export.used import on_used_devices
 from heterog.search.plan import Plan
 
 TARGET = "ray"

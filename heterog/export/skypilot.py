@@ -4,11 +4,10 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
-from heterog.export.folder import Export, ExportError, fill
+from heterog.export.folder import Export, ExportError, fill, on_used_devices
 from heterog.export.kubernetes import dns_label
 from heterog.export.ranks import by_host, ranks_of
 from heterog.export.torchrun import Target, runtime_folder
-from heterog.export.used import on_used_devices
 from heterog.search.plan import Plan
 
 TARGET = "skypilot"

@@ -4,10 +4,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from heterog.cluster import Cluster
-from heterog.export.folder import Export, fill
+from heterog.export.folder import Export, fill, on_used_devices
 from heterog.export.ranks import RankEntry, by_host, ranks_of
 from heterog.export.torchrun import Target, runtime_folder
-from heterog.export.used import on_used_devices
 from heterog.grouped import grouped
 from heterog.search.plan import Plan
 

@@ -17,8 +17,14 @@ from heterog.export.folder import (
     in_docstring,
     in_markdown,
 )
-from heterog.export.ranks import RankEntry, launch_script, ranks_document, ranks_of
-from heterog.export.readme import launch_command, readme
+from heterog.export.ranks import (
+    RankEntry,
+    launch_command,
+    launch_script,
+    ranks_document,
+    ranks_of,
+    readme,
+)
 from heterog.files import read_bytes
 from heterog.search.plan import Plan
 from heterog.units import MIB

@@ -9,7 +9,8 @@ A placement states which part of a tensor a device holds when an axis (the batch
   keeps every view exact: (B, T, D) seen as (B*T, D) is split in dimension 0 with ``inner = T``.
 - ``P``: every device holds a tensor of full shape; their sum is the tensor.
 - ``H(dim, window)``: only for needed inputs: the rows of dimension ``dim`` that an op's part of
-  the output reads. They may reach into rows of neighbours (a *halo*; see ``heterog.graph.halo``).
+  the output reads. They may reach into rows of neighbours (a *halo*; see
+  ``heterog.graph.sparse_pattern``).
   ``neighbours(dim, key)``: likewise, but the rows are arbitrary: those that the entries of a
   sparse matrix name (``heterog.graph.sparse_pattern``).
 
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
 from heterog.errors import StrategyError
-from heterog.graph.halo import Rows
+from heterog.graph.sparse_pattern import Rows
 from heterog.names import shown
 from heterog.records import VALUE, Count, MadeBy, Series
 

@@ -112,8 +112,7 @@ class Workload:
                 f"workload '{self.name}': the example batch must be a non-empty tuple or dict of "
                 f"tensors, got {type(batch).__name__}."
             )
-        result: Batch = tuple(batch) if isinstance(batch, list) else batch
-        return result
+        return tuple(batch) if isinstance(batch, list) else batch
 
     def step_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         """The loss of one forward pass, as the class docstring defines it."""

@@ -16,7 +16,7 @@ from heterog.errors import InputFileError
 from heterog.healing.elastic import set_silence
 from heterog.healing.shelf import INDEX, Moment, Part, Shelf, parts_of
 from heterog.runtime.accelerators import CPU_BACKEND
-from heterog.runtime.step.collectives import gather_texts
+from heterog.runtime.step.collectives import gather_texts, open_group
 
 _SLOW_BYTES_PER_S = 1e7
 """As slowly as a hundred megabits a second may parts be carried, one after another."""
@@ -48,7 +48,7 @@ class RankCarrier:
         self._first = {host: self._host_of.index(host) for host in hosts}
         self._copies = min(redundancy, len(hosts) - 1)
         # Files are copied from and to memory of the host, whatever the ranks compute on.
-        self._group = dist.new_group(backend=CPU_BACKEND)
+        self._group = open_group(backend=CPU_BACKEND)
         self._silent_s = silent_s
 
     def copy(self, part: Part) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from heterog.cluster.topology import Cluster
 from heterog.healing.assignment import Assignment
@@ -50,8 +49,21 @@ def warm_ranks(plan: Path) -> None:
         forks.warm(RANK_MODULE, str(plan))
 
 
-class Crew(Protocol):
-    """Runs the ranks of one generation after another, beside snapshots that stay."""
+class Crew:
+    """Runs the ranks of one generation after another, beside snapshots that stay.
+
+    All ranks are processes of this machine, whose memory has the snapshots: all leave with it.
+    ``RayCrew`` overrides all of that.
+
+    Args:
+        cluster: The whole cluster.
+        request: What every rank gets, but for the plan.
+        place: Where the rank of each device of the whole cluster runs.
+    """
+
+    def __init__(self, cluster: Cluster, request: RunRequest, place: Place = HERE) -> None:
+        self._cluster, self._request, self._place = cluster, request, place
+        self._stack = ExitStack()
 
     def open(self, folder: Path, state: Callable[[], JobState]) -> JobState | None:
         """Begin.
@@ -61,8 +73,11 @@ class Crew(Protocol):
             state: Says what would have to be known to go on with the job.
 
         Returns:
-            What is known of the job if it has begun before.
+            What is known of the job if it has begun before; here it ends with this process.
         """
+        self._folder = folder
+        self._shelf = Shelf(self._stack.enter_context(temporary_folder()))
+        return None
 
     def run(
         self,
@@ -82,62 +97,6 @@ class Crew(Protocol):
         Raises:
             LaunchError: a rank failed or is lost; all have ended.
         """
-
-    def new_events(self) -> list[Event]:
-        """Events of rank 0 since the last call, in this process's monotonic time."""
-
-    def ask_to_stop(self) -> None:
-        """Ask the ranks to stop after a step."""
-
-    def parts(self) -> list[list[Part]]:
-        """Parts of snapshots that each host holds."""
-
-    def has_forgotten(self) -> bool:
-        """Whether some host's snapshots were lost since the last call."""
-        return False
-
-    def lend(self) -> tuple[Path, Moment | None]:
-        """A folder where the newest snapshot can be read until the next call; and which."""
-
-    def is_here(self, device: int) -> bool:
-        """Whether a rank could be started for a device."""
-        return True
-
-    def is_leaving(self, device: int) -> bool:
-        """Whether the host of a device has announced its end."""
-        return False
-
-    def close(self, why: str) -> None:
-        """End everything; ``why`` is the reason if the job has failed, else empty."""
-
-
-class LocalCrew(Crew):
-    """All ranks are processes of this machine, whose memory has the snapshots: all leave with it.
-
-    Args:
-        cluster: The whole cluster.
-        request: What every rank gets, but for the plan.
-        place: Where the rank of each device of the whole cluster runs.
-    """
-
-    def __init__(self, cluster: Cluster, request: RunRequest, place: Place = HERE) -> None:
-        self._cluster, self._request, self._place = cluster, request, place
-        self._stack = ExitStack()
-
-    def open(self, folder: Path, state: Callable[[], JobState]) -> JobState | None:
-        """See ``Crew``; the job ends with this process."""
-        self._folder = folder
-        self._shelf = Shelf(self._stack.enter_context(temporary_folder()))
-        return None
-
-    def run(
-        self,
-        generation: int,
-        devices: Sequence[int],
-        decide: Callable[[], Assignment],
-        watch: Callable[[str], None],
-    ) -> None:
-        """See ``Crew``."""
         run_file = self._folder / "run.json"
         self._request.write(run_file)
         assignment = self._folder / f"assignment{generation}.json"
@@ -164,23 +123,35 @@ class LocalCrew(Crew):
             deciding.join()
 
     def new_events(self) -> list[Event]:
-        """See ``Crew``."""
+        """Events of rank 0 since the last call, in this process's monotonic time."""
         return self._reader.new_events()
 
     def ask_to_stop(self) -> None:
-        """See ``Crew``."""
+        """Ask the ranks to stop after a step."""
         self._stop.touch()
 
     def parts(self) -> list[list[Part]]:
-        """See ``Crew``."""
+        """Parts of snapshots that each host holds."""
         return [self._shelf.parts()]
 
+    def has_forgotten(self) -> bool:
+        """Whether some host's snapshots were lost since the last call."""
+        return False
+
     def lend(self) -> tuple[Path, Moment | None]:
-        """See ``Crew``."""
+        """A folder where the newest snapshot can be read until the next call; and which."""
         return self._shelf.lend()
 
+    def is_here(self, device: int) -> bool:
+        """Whether a rank could be started for a device."""
+        return True
+
+    def is_leaving(self, device: int) -> bool:
+        """Whether the host of a device has announced its end."""
+        return False
+
     def close(self, why: str) -> None:
-        """See ``Crew``."""
+        """End everything; ``why`` is the reason if the job has failed, else empty."""
         self._stack.close()
 
 

@@ -1,11 +1,14 @@
 """What ranks that torchrun starts again and again need, whatever they train."""
 
+import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -14,9 +17,15 @@ from typing import Any
 import torch.distributed as dist
 
 from heterog.errors import HeterogError
+from heterog.runtime.ranks.links import CUT_S, end_connections, own_addresses
+from heterog.runtime.step.collectives import gather_texts
+
+_LOG = logging.getLogger(__name__)
 
 LEAVE_S = 5.0
 """Seconds for which a rank that is told to end may go on with its step; torchrun waits for 30."""
+_LOOK_S = 0.25
+"""Seconds between looks for machines that are cut off."""
 
 
 def on_sigterm(leave: Callable[[], object], seconds: float = LEAVE_S) -> None:
@@ -48,6 +57,24 @@ def set_silence(seconds: float, groups: Iterable[dist.ProcessGroup | None] = (No
 def all_groups() -> list[dist.ProcessGroup]:
     """All process groups that this rank has a part in."""
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def end_cut_links() -> None:
+    """From now on end connections with ranks' machines that are cut off; all ranks call it.
+
+    A rank that waits for one there fails as if that machine had ended.
+    """
+    own = own_addresses()
+    machines = {each for text in gather_texts(json.dumps([*own])) for each in json.loads(text)}
+
+    def watch(left: set[str]) -> None:
+        while left:
+            time.sleep(_LOOK_S)
+            for each in sorted(cut := end_connections(left)):
+                _LOG.warning("%s is cut off: nothing gets there in %g s", each, CUT_S)
+            left -= cut
+
+    threading.Thread(target=watch, args=(machines - own,), daemon=True).start()
 
 
 def end_at_once() -> None:

@@ -17,7 +17,7 @@ from heterog.errors import HeterogError, HeterogWarning
 from heterog.files import CHECKPOINT_INDEX, check_save_folder, read_json
 from heterog.healing.assignment import Assignment
 from heterog.healing.checkpoints import Writing
-from heterog.healing.crew import Crew, JobState, LocalCrew
+from heterog.healing.crew import Crew, JobState
 from heterog.healing.improving import MeasuredTrial
 from heterog.healing.options import HealOptions, Move, Trained
 from heterog.healing.service import Service
@@ -131,7 +131,7 @@ class HealingJob:
         self._source = request.source_of(self._plan)
         if request.save is not None:
             check_save_folder(request.save)
-        self._crew = crew or LocalCrew(self._whole, request, place)
+        self._crew = crew or Crew(self._whole, request, place)
         self._resume = str(request.resume.resolve()) if request.resume is not None else ""
         self.last = last_step(request)
         self._progress, self._say = progress, say

@@ -38,6 +38,7 @@ from heterog.files import CHECKPOINT_INDEX
 from heterog.healing.elastic import (
     LEAVE_S,
     end_at_once,
+    end_cut_links,
     exit_now,
     folder_of_host,
     on_sigterm,
@@ -66,9 +67,9 @@ class HealingLoop:
         others: Further objects with a state to keep, by name.
         checkpoint: Folder of a checkpoint written beside training; empty for none.
         checkpoint_s: Seconds between checkpoints.
-        silent_s: Seconds without an answer after which a rank gives up waiting for another one,
-            so that torchrun starts those that are left: a link that is cut says nothing. More
-            than any rank takes for a step; 0 leaves the timeout of the process group.
+        silent_s: Seconds without an answer after which a rank gives up waiting for another one
+            whose machine is not cut off, so that torchrun starts those that are left. More than
+            any rank takes for a step; 0 leaves the timeout of the process group.
 
     Attributes:
         num_steps: Number of steps done, in all epochs and by all generations of ranks.
@@ -104,6 +105,7 @@ class HealingLoop:
         self._others = dict(others or {})
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._who = gather_texts(f"{socket.gethostname()}:{os.environ.get('LOCAL_RANK', '0')}")
+        end_cut_links()
         if silent_s:  # from here on: ranks may start at different times
             set_silence(silent_s)
         self._local = int(os.environ.get("LOCAL_RANK", self._rank))

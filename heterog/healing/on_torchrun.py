@@ -19,28 +19,30 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.files import read_json, write_atomically, write_json
 from heterog.healing.assignment import Assignment
-from heterog.healing.elastic import exit_now, folder_of_host, on_sigterm
+from heterog.healing.elastic import end_cut_links, exit_now, folder_of_host, on_sigterm
 from heterog.healing.job import check_can_heal, last_step
 from heterog.healing.journal import Journal, JournalReader
 from heterog.healing.options import HealOptions, Move, Trained
-from heterog.healing.question import FIRST_METHODS, Question
+from heterog.healing.question import Question
 from heterog.healing.rank import HealingRank
 from heterog.healing.service import Service
-from heterog.healing.shelf import Part, Shelf, newest_complete
+from heterog.healing.shelf import Moment, Part, Shelf, newest_complete
 from heterog.records import parse_dataclass
+from heterog.runtime.accelerators import has_accelerator
 from heterog.runtime.rank import as_rank, end_together, is_of_another, meet
 from heterog.runtime.ranks.forks import end_with_parent
 from heterog.runtime.ranks.host_places import HOST, RankHas, own_place, ranks_in_plan, say_to_all
@@ -73,21 +75,6 @@ class Known:
     host: str = ""
     generation: int = -1
     lost: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """What each rank says before anything is decided.
-
-    Attributes:
-        place: What it has.
-        generation: Number of the last generation that its host knows, -1 if of none.
-        parts: Parts of snapshots on its host.
-    """
-
-    place: RankHas
-    generation: int
-    parts: tuple[Part, ...]
 
 
 def read_healing(path: Path) -> tuple[RunRequest, HealOptions]:
@@ -126,6 +113,7 @@ class Generation:
     """
 
     def __init__(self, request: RunRequest, options: HealOptions) -> None:
+        self._begun_s = time.monotonic()
         self.request, self.options = request, options
         self.whole = request.load()
         check_can_heal(self.whole, request.plan)
@@ -138,16 +126,19 @@ class Generation:
             os.environ[HOST] = known.host
         self._before = known
         self.store = meet(request.limits.timeout_s)
-        self._said = self._say(known.generation)
+        # What each rank has, the last generation that its host knows, and parts that are there.
+        own = asdict(own_place()), known.generation, self.shelf.parts()
+        texts = say_to_all(self.store, "heterog/said/", json.dumps(own), request.limits.timeout_s)
+        places, numbers, self._parts = zip(*map(json.loads, texts), strict=True)
         cluster = self.whole.cluster
-        self._device_of = ranks_in_plan(cluster, [each.place for each in self._said])
-        self.devices = sorted(self._device_of)
+        device_of = ranks_in_plan(cluster, [RankHas(**each) for each in places])
+        self.devices = sorted(device_of)
         # The first device of each host that is there.
         self._first_of = {_host(cluster, each): each for each in reversed(self.devices)}
-        self.number = 1 + max(each.generation for each in self._said)
-        self.lost = tuple(sorted(set(range(cluster.num_devices)) - set(self._device_of)))
+        self.number = 1 + max(numbers)
+        self.lost = tuple(sorted(set(range(cluster.num_devices)) - set(device_of)))
         self._rank = int(os.environ["RANK"])
-        self.device = self._device_of[self._rank]
+        self.device = device_of[self._rank]
         self.host = _host(cluster, self.device)
 
     @property
@@ -161,9 +152,10 @@ class Generation:
         Raises:
             HeterogError: nothing fits on what is left, or the state is lost.
         """
-        moment = newest_complete([each.parts for each in self._said])
+        parts = [[Part(Moment(*when), number) for when, number in each] for each in self._parts]
+        moment = newest_complete(parts)
         resume = self.request.resume
-        if moment is None and any(each.parts for each in self._said):
+        if moment is None and any(parts):
             raise HeterogError(
                 "the state is lost: no complete snapshot is left in memory. A larger `redundancy` "
                 "survives more."
@@ -177,8 +169,12 @@ class Generation:
         write_atomically(path, text.encode())
         if self.is_first_of_host:
             method = str(read_json(path, "plan").get("method", ""))
-            Journal(self.folder / "journal.jsonl").write(
-                "began", lost=self.lost, num_ranks=len(self.devices), method=method
+            self.tell(
+                "began",
+                lost=self.lost,
+                num_ranks=len(self.devices),
+                method=method,
+                seconds=time.monotonic() - self._begun_s,
             )
         os.environ[HOST] = self.host  # by which the plan's ranks are found
         return Assignment(
@@ -217,14 +213,12 @@ class Generation:
         """Whether this is the first rank of its host."""
         return self.device == self._first_of[self.host]
 
-    # --- parts -----------------------------------------------------------------------------------
+    def tell(self, event: str, **said: Any) -> None:
+        """Write an event that each host knows, if this rank is its first."""
+        if self.is_first_of_host:
+            Journal(self.folder / "journal.jsonl").write(event, **said)
 
-    def _say(self, generation: int) -> list[Said]:
-        own = Said(place=own_place(), generation=generation, parts=tuple(self.shelf.parts()))
-        texts = say_to_all(
-            self.store, "heterog/said/", json.dumps(asdict(own)), self.request.limits.timeout_s
-        )
-        return [parse_dataclass(json.loads(text), Said, "what a rank says") for text in texts]
+    # --- parts -----------------------------------------------------------------------------------
 
     def _plan_text(self) -> str:
         """The plan for the hosts that are there, or ``error`` and why there is none."""
@@ -257,8 +251,6 @@ class Generation:
         name = "-".join(map(str, sorted(lost)))
         return Question(
             lost=tuple(sorted(lost)),
-            slow={},
-            methods=FIRST_METHODS,
             budget=self.options.first_budget,
             steps_left=self.request.num_steps,
             restart_s=_RESTART_S,
@@ -266,6 +258,34 @@ class Generation:
             running_on=tuple(device for device in devices if device not in gone),
             path=str(self.folder / f"lost-{name}.json"),
         )
+
+
+def warm(path: str) -> None:
+    """Plan once in a process that ranks are forked off: what that loads takes each two seconds.
+
+    Args:
+        path: The file that the ranks will be given; nothing is done if it is no plan's.
+    """
+    from heterog.healing.planning import Planning
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # those of OpenMP would be missing in who is forked
+    with suppress(HeterogError), tempfile.TemporaryDirectory(prefix="heterog-") as folder:
+        request, options = read_healing(Path(path))
+        devices = range(request.load().cluster.num_devices)
+        planning = Planning()
+        planning.answer({"whole": str(request.plan), "source": ""})
+        question = Question(
+            lost=(devices[-1],),
+            budget=options.first_budget,
+            steps_left=request.num_steps,
+            restart_s=_RESTART_S,
+            running=str(request.plan),
+            running_on=tuple(devices),
+            path=f"{folder}/plan.json",
+        )
+        planning.answer(asdict(question))
+    torch.set_num_threads(num_threads)
 
 
 class TorchrunRank(HealingRank):
@@ -281,7 +301,9 @@ class TorchrunRank(HealingRank):
         self._looked_s, self._taken, self._given = 0.0, 0, 0
         self._planning: Service | None = None
         if generation.is_first:  # it imports and captures while ranks do
-            self._planning = Service("heterog.healing.planning")
+            # Nothing was computed yet, and no accelerator, which no fork could use, is here.
+            is_forked = not has_accelerator()
+            self._planning = Service("heterog.healing.planning", is_forked=is_forked)
             self._planning.ask(generation.about())
         stop = generation.folder / f"stop{generation.number}"
         stop.unlink(missing_ok=True)  # of one that did not get as far as to train
@@ -297,7 +319,7 @@ class TorchrunRank(HealingRank):
         )
         generation.note(assignment)
         self._asked = generation.questions()
-        dist.barrier()
+        end_cut_links()
 
     def look(self, number: int) -> None:
         """Publish plans that were prepared, and take those that were published."""
@@ -315,6 +337,12 @@ class TorchrunRank(HealingRank):
             name, _, text = store.get(f"heterog/prepared/{self._taken}").decode().partition("\n")
             write_atomically(generation.folder / name, text.encode())
             self._taken += 1
+
+    def end(self, is_done: bool) -> None:
+        """See ``HealingRank``; what is not prepared by now is not needed."""
+        super().end(is_done)
+        if self._planning is not None:
+            self._planning.close()
 
     def _prepare(self, planning: Service) -> None:
         """Ask for plans one after another, and publish them."""
@@ -335,8 +363,11 @@ def measured(generation: Generation) -> dict[str, Any]:
     """What this host knows of all generations, as ``HealingJob`` has it."""
     trained, before = Trained(), set[int]()
     cluster = generation.whole.cluster
+    detect_s = 0.0
     for event in JournalReader(generation.folder / "journal.jsonl").new_events():
         if event["event"] != "began":
+            if event["event"] == "gave up":
+                detect_s = float(event["at_s"]) - trained.last_event_s
             trained.hear(event)
             continue
         now = set(event["lost"])
@@ -345,6 +376,7 @@ def measured(generation: Generation) -> dict[str, Any]:
             kind = "lost" if gone or not back else "back"
             move = Move(kind=kind, why=_in_words(cluster, gone, back))
             move.num_ranks, move.method = int(event["num_ranks"]), str(event["method"])
+            move.detect_s, detect_s = detect_s, 0.0
             move.plan_s = float(event["at_s"]) - trained.last_event_s
             trained.moves.append(move)
             trained.last_event_s = float(event["at_s"])
@@ -375,7 +407,12 @@ def heal(path: Path) -> None:
     generation = Generation(request, options)
     assignment = generation.decide()
     rank = TorchrunRank(generation, assignment)
-    is_done = rank.train()
+    try:
+        is_done = rank.train()
+    except RuntimeError as error:
+        if is_of_another(error):
+            generation.tell("gave up")
+        raise
     rank.end(is_done)
     if not is_done:
         exit_now()  # torchrun starts ranks again where no host leaves

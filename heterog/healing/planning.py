@@ -62,14 +62,16 @@ class Planning:
         """Compute the reply to a request.
 
         The first request is ``{"whole": plan file, "source": workload}``; each later one is a
-        ``Question``, whose reply is an ``Answer``.
+        ``Question``, whose reply is an ``Answer``. Without a workload plans are not played on
+        shapes.
         """
         self._stop = Stop()
         if "whole" in request:
             plan = load_plan(request["whole"])
             self._whole = plan.cluster
-            workload = load_workload(request["source"], plan.graph.batch_size, must_take=False)
-            self._rehearse = rehearsal_of(capture_step(workload))
+            if request["source"]:
+                workload = load_workload(request["source"], plan.graph.batch_size, must_take=False)
+                self._rehearse = rehearsal_of(capture_step(workload))
             return {"busy_s": busy_seconds(Evaluator(plan.graph, plan.cluster), plan)}
         question = parse_dataclass(request, Question, "the question")
         left = remaining(self._whole_cluster, question.lost)

@@ -1,7 +1,7 @@
 """The question that a job asks the planning process, and the answer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from heterog.healing.service import Message
 
@@ -28,8 +28,8 @@ class Question:
     """
 
     lost: tuple[int, ...]
-    slow: Mapping[int, float]
-    methods: tuple[str, ...]
+    slow: Mapping[int, float] = field(default_factory=dict)
+    methods: tuple[str, ...] = FIRST_METHODS
     budget: str
     steps_left: int
     restart_s: float

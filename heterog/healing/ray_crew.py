@@ -8,7 +8,7 @@ ranks or snapshots: the host is back.
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.files import write_atomically
 from heterog.healing.assignment import Assignment
-from heterog.healing.crew import JobState
+from heterog.healing.crew import Crew, JobState
 from heterog.healing.journal import Event
 from heterog.healing.ray_host import Carrier, HealingHost
 from heterog.healing.shelf import Moment, Part, Shelf, newest_complete
@@ -42,7 +42,7 @@ _STARTED_S = 300.0
 """Seconds for nodes to start actors that have imported all that ranks need."""
 
 
-class RayCrew:
+class RayCrew(Crew):
     """A ``Crew`` of Ray's nodes.
 
     Args:
@@ -56,11 +56,11 @@ class RayCrew:
     def __init__(
         self, ray: Any, name: str, cluster: Cluster, request: RunRequest, redundancy: int
     ) -> None:
-        self._ray, self._name, self._cluster, self._request = ray, name, cluster, request
+        super().__init__(cluster, request)
+        self._ray, self._name = ray, name
         self._hosts: list[NodeHost] = []
         self._redundancy = redundancy
         self._shelves: dict[int, str] = {}
-        self._stack = ExitStack()
         self._events: list[Event] = []
         self._untold: dict[int, Event] = {}
         self._first, self._last_step = 0, 0

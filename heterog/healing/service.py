@@ -9,15 +9,19 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from heterog.errors import HeterogError
 from heterog.runtime.launch import with_package
 
 _END_S = 3.0
+_POLL_S = 0.01
 
 Message = dict[str, Any]
 
@@ -26,26 +30,42 @@ class Service:
     """Starts a module as such a process and talks to it.
 
     Args:
-        module: Name of a module that calls ``answer_requests``.
+        module: Name of a module whose ``main`` calls ``answer_requests``.
+        is_forked: Whether it may be forked off this process, if that has imported it; importing
+            takes seconds. Not where threads compute or an accelerator is used already.
     """
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, *, is_forked: bool = False) -> None:
         self._replies: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._last_id = 0
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": with_package()},
-        )
         self._module = module
+        asked, asking = os.pipe()
+        saying, said = os.pipe()
+        self._input, self._output = os.fdopen(asking, "wb"), os.fdopen(saying, "rb")
+        self._process: subprocess.Popen[bytes] | BaseProcess
+        if is_forked and module in sys.modules:
+            main = sys.modules[module].main
+            given = main, asked, said
+            self._process = get_context("fork").Process(target=_be, args=given, daemon=True)
+            self._process.start()
+        else:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                stdin=asked,
+                stdout=said,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": with_package()},
+            )
+        os.close(asked)
+        os.close(said)
         threading.Thread(target=self._read, daemon=True).start()
 
     @property
     def is_alive(self) -> bool:
         """Whether it still runs."""
+        if isinstance(self._process, BaseProcess):
+            return self._process.is_alive()
         return self._process.poll() is None
 
     def ask(self, request: Mapping[str, Any], *, niceness: int = 0) -> int:
@@ -60,10 +80,9 @@ class Service:
         """
         self._last_id += 1
         line = json.dumps({**request, "id": self._last_id, "niceness": niceness}) + "\n"
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
+            self._input.write(line.encode())
+            self._input.flush()
         except OSError as error:
             raise HeterogError(f"the process {self._module} has ended.") from error
         return self._last_id
@@ -86,25 +105,35 @@ class Service:
     def close(self) -> None:
         """End the process."""
         with suppress(OSError):
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
+            self._input.close()
+        end_s = time.monotonic() + _END_S
+        while self.is_alive and time.monotonic() < end_s:
+            time.sleep(_POLL_S)
+        if self.is_alive:
             self._process.kill()
-            self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        while self.is_alive:  # which also has the system forget it
+            time.sleep(_POLL_S)
+        self._output.close()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
         with suppress(ValueError, OSError):
-            for line in self._process.stdout:
+            for line in self._output:
                 with suppress(json.JSONDecodeError):  # output of a library
                     reply = json.loads(line)
                     if isinstance(reply, dict):
                         self._replies.put(reply)
         self._replies.put({})  # wakes a waiting reader: no more replies come
+
+
+def _be(main: Callable[[], None], asked: int, said: int) -> None:
+    """Become what ``python -m`` would be, after a fork."""
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for number, meant in ((asked, 0), (said, 1), (nothing, 2)):
+        os.dup2(number, meant)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # connections end with who made them
+    sys.stdin = open(0, closefd=False)
+    main()
 
 
 def answer_requests(

@@ -24,7 +24,7 @@ the bytes that stay on a device for the whole step. Modes rewrite the tape at th
 calls only files further down in this list: ``resident``, ``walk``, ``reduce``, ``slices``,
 ``gradients``, ``convert``, ``value_collectives``, ``sends``, ``tape``, ``choice``.
 
-A ``program`` is made on the graph's ``tables`` (``value_reads``, ``recuts``, ``sparse_tables``)
+A ``program`` is made on the graph's ``tables`` (``value_reads``, ``sparse_tables``)
 and the traffic of ``channels``; ``folding`` finds devices that do the same, ``space`` has
 strategies as rows of integers. ``kernels`` compiles.
 """

@@ -10,10 +10,10 @@ import numpy.typing as npt
 from heterog.lowering.channels import ChannelTable
 from heterog.lowering.kernels import by_reference, helper
 from heterog.lowering.program import FloatArray, IntArray
-from heterog.lowering.recuts import Recut
 from heterog.lowering.sparse_rows import SparseRows
 from heterog.lowering.tables import Domain, GraphTables
 from heterog.lowering.tape import NO_SCHEDULE, Turns, encode_turns
+from heterog.lowering.value_reads import Recut
 from heterog.modes.mode import EncodedMode
 from heterog.strategy.division import (
     Division,

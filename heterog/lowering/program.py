@@ -32,7 +32,7 @@ class TaskKind(IntEnum):
 
     COMPUTE = 0  # an op; subject: index among the compute ops
     RECOMPUTE = 1  # the same once more, shortly before its results are read; like COMPUTE
-    # Once more where its result is read, made of the batch (``remaking``); like COMPUTE.
+    # Once more where its result is read, made of the batch (``keeping``); like COMPUTE.
     REMAKE = 2
     ACCUMULATE = 3  # adds a micro-batch's gradient; subject: parameter
     FLATTEN = 4  # copies gradients into a bucket; subject: bucket

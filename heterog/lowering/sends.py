@@ -1,7 +1,7 @@
 """Sends of boxes: a value comes from where it lies to where it is needed.
 
 A piece is a part of a value that one device holds; it is sent to another and joined there. Instead
-of a transfer a value may be made where it is read: its ops run again; see ``remaking``.
+of a transfer a value may be made where it is read: its ops run again; see ``keeping``.
 """
 
 from heterog.lowering.choice import Choice, is_first

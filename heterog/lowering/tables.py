@@ -21,7 +21,6 @@ from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.placement import OpRules, Placement, TensorMeta
 from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES
 from heterog.lowering.kernels import by_reference
-from heterog.lowering.recuts import item_bytes, recut_of, row_bytes
 from heterog.lowering.sparse_tables import (
     IntArray,
     SparseTables,
@@ -33,16 +32,20 @@ from heterog.lowering.value_reads import (
     NO_WINDOW,
     Slot,
     ValueReads,
+    item_bytes,
+    recut_of,
+    row_bytes,
 )
 from heterog.strategy.keeping import (
     Recomputation,
+    Remake,
+    Remakes,
     attention_scores,
     kept_products,
     recomputations,
     scores_again,
 )
 from heterog.strategy.layouts.stages import layer_runs
-from heterog.strategy.remaking import Remake, Remakes
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -118,7 +121,7 @@ class GraphTables(NamedTuple):
     slot_axis: IntArray  # of the reader
     slot_pass: IntArray  # pass of the readers that it is for; see ``ANY_PASS``
     slot_window: IntArray  # step, before, after, all rows; see ``window_row``  # [num_slots, 4]
-    # Ops that make what a slot needs where it is read, from this size on; see ``remaking``.
+    # Ops that make what a slot needs where it is read, from this size on; see ``keeping``.
     remake_start: IntArray  # [num_slots + 1]
     remake_op: IntArray
     slot_remade_from: FloatArray  # bytes that a device would receive

@@ -2,14 +2,18 @@
 
 A *slot* is one way in which a value is needed somewhere else than where it was made: by another
 group, along another axis, or whole although it was made in parts.
+
+How a team changes what an op makes, as soon as it is made.
 """
 
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, IN_TEAM, AxisPlan
 from heterog.graph.grouping import CONSTANT_GROUP, Grouping
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import Placement
+from heterog.graph.sharding_rules import Special
 from heterog.graph.sharding_rules.matmul import ATTENTION_KINDS
 
 ANY_PASS, FORWARD_PASS, BACKWARD_PASS = 0, 1, 2
@@ -135,3 +139,45 @@ class ValueReads:
             return ANY_PASS
         is_backward = graph.ops[reader].phase == Phase.BACKWARD
         return BACKWARD_PASS if is_backward else FORWARD_PASS
+
+
+_LEAST_BYTES = 4
+
+
+class Recut(IntEnum):
+    """How a team changes the cut of an op's only output as soon as it is made."""
+
+    NONE = 0
+    SUMMED = 1
+    """Parts of a sum become slices: a reduce-scatter."""
+    EXCHANGED = 2
+    """Slices along one axis become slices along another: an all-to-all."""
+    COMPLETED = 3
+    """Slices are made once a number of each row of all members is there: an all-gather."""
+
+
+def recut_of(graph: OpGraph, plan: AxisPlan, op: int) -> Recut:
+    """How a team changes what an op makes."""
+    made = graph.outputs[op]
+    if plan.specials[op] == Special.NUMBERS_OF_ROWS:
+        return Recut.COMPLETED
+    if plan.scattered.intersection(made):
+        return Recut.SUMMED
+    return Recut.EXCHANGED if plan.exchanged.keys() & set(made) else Recut.NONE
+
+
+def row_bytes(graph: OpGraph, plan: AxisPlan, tensor: int) -> float:
+    """Bytes of a number of each row, in float32 at least, where a team gathers these."""
+    if recut_of(graph, plan, int(graph.producer[tensor])) != Recut.COMPLETED:
+        return 0.0
+    meta = graph.tensors[tensor].meta
+    num_rows = meta.num_elements / meta.shape[plan.placements[tensor].dim]
+    return num_rows * max(item_bytes(graph, tensor), _LEAST_BYTES)
+
+
+def item_bytes(graph: OpGraph, tensor: int) -> int:
+    """Bytes of each element of a tensor; 0 if it has no floating-point numbers."""
+    meta = graph.tensors[tensor]
+    if "float" not in meta.dtype or not meta.meta.num_elements:
+        return 0
+    return int(graph.tensor_bytes[tensor]) // meta.meta.num_elements

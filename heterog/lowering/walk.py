@@ -23,7 +23,6 @@ from heterog.lowering.gradients import (
 )
 from heterog.lowering.kernels import helper, kernel
 from heterog.lowering.program import IntArray, TaskKind
-from heterog.lowering.recuts import Recut
 from heterog.lowering.reduce import close_bucket, number_buckets, synchronise
 from heterog.lowering.sends import may_remake
 from heterog.lowering.slices import (
@@ -60,7 +59,7 @@ from heterog.lowering.value_collectives import (
     exchange_in_teams,
     scatter_in_teams,
 )
-from heterog.lowering.value_reads import BACKWARD_PASS
+from heterog.lowering.value_reads import BACKWARD_PASS, Recut
 from heterog.strategy.schedules import Pass
 from heterog.strategy.sync import Sharded
 

@@ -6,10 +6,10 @@
   enumerate (``enumeration``), ``pipeline`` and ``islands`` cut the model into stages.
 - ``local_search`` moves from neighbour to neighbour.
 - ``hap``, ``poplar``, ``deeppool`` and ``pipette`` are others' methods; ``dedication`` moves alike
-  hosts (``host_order``).
+  hosts (``host_order``: what near hosts are).
 - ``unit_search`` cuts samples along space, nodes, features or positions.
 - Several use ``changes`` of a strategy, ``repair`` of what does not fit, ``recomputing``,
-  ``teams``, and ``communities`` of near hosts.
+  ``teams``.
 
 A method knows the evaluator, and neither the search that runs it nor other methods' rooms.
 """

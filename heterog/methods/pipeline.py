@@ -19,8 +19,8 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import FloatArray
 from heterog.graph.placement import OpRules
 from heterog.lowering.program import IntArray
-from heterog.methods.communities import communities, in_best_order
 from heterog.methods.enumeration import Enumeration
+from heterog.methods.host_order import communities, in_best_order
 from heterog.methods.megatron_grid import MOST_TASKS
 from heterog.methods.model_parallel import stage_starts
 from heterog.methods.planner import Planner, PlanResult, Problem

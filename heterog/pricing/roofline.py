@@ -16,8 +16,7 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import Curve, FloatArray, OpGraph
 from heterog.lowering.channels import Channel
-from heterog.pricing.collectives import alpha_beta
-from heterog.pricing.cost_model import ChannelSeconds, CostModel
+from heterog.pricing.cost_model import ChannelSeconds, CostModel, alpha_beta
 
 _SPREAD = 0.35
 

@@ -256,8 +256,7 @@ def task_categories(timeline: Timeline) -> npt.NDArray[np.int64]:
     """Number of each task's category in ``CATEGORIES``.  # [num_tasks]"""
     labels, label = _labels(timeline)
     kinds = [_category(timeline.kind(task)) for task in labels.values()]
-    found: npt.NDArray[np.int64] = np.array(kinds, np.int64)[label]
-    return found
+    return np.array(kinds, np.int64)[label]
 
 
 def thinned(

@@ -22,12 +22,14 @@ from heterog.lowering.program import FloatArray, Program, TaskKind
 from heterog.modes.on_ranks import RankMode
 from heterog.runtime.accelerators import keep_freed_memory, rank_device
 from heterog.runtime.step.alike import (
+    Replicas,
     Signature,
     batch_by_tensor,
     batch_shapes,
     by_name,
     compare,
     compare_weights,
+    compared_after,
     compared_at,
     of_step,
     of_workload,
@@ -35,10 +37,10 @@ from heterog.runtime.step.alike import (
     resize,
     signature,
 )
-from heterog.runtime.step.buffer_owners import buffers_of
 from heterog.runtime.step.collectives import Communicator
 from heterog.runtime.step.compiled import Compiler
 from heterog.runtime.step.deploy_checks import (
+    Unchanged,
     as_planned,
     check_masters,
     check_modes,
@@ -47,16 +49,13 @@ from heterog.runtime.step.deploy_checks import (
     check_world,
 )
 from heterog.runtime.step.executor import StepExecutor, device_sets
-from heterog.runtime.step.feedback import ErrorFeedback
-from heterog.runtime.step.grouped_optimizer import make_optimizer
+from heterog.runtime.step.gradients import ErrorFeedback
 from heterog.runtime.step.local_op import local_ops
-from heterog.runtime.step.loss_scale import LossScale
-from heterog.runtime.step.optimizer import Masters
+from heterog.runtime.step.optimizer import LossScale, Masters, make_optimizer
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.recorder import Recorder, TaskTimes, gather_task_times
-from heterog.runtime.step.replicas import Replicas, compared_after
+from heterog.runtime.step.slices import buffers_of
 from heterog.runtime.step.step_order import StepOrder, step_order
-from heterog.runtime.step.unchanged import Unchanged
 from heterog.runtime.step.whole_model import ModelPart, WholeModel, one_model
 from heterog.search.plan import Plan
 from heterog.strategy.strategy import Strategy

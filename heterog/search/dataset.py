@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from heterog.cluster.json_record import cluster_from_dict
+from heterog.cluster.spec import cluster_from_dict
 from heterog.cluster.topology import Cluster
 from heterog.errors import InputFileError
 from heterog.files import read_json, write_json

@@ -153,8 +153,7 @@ def issue_order(program: Program, start: FloatArray, finish: FloatArray) -> IntA
     """
     moment = np.where(program.kind < FIRST_LINK_KIND, finish, start)
     _announce_ahead(program, start, moment)
-    order: IntArray = np.lexsort((np.arange(program.num_tasks), start, moment)).astype(np.int32)
-    return order
+    return np.lexsort((np.arange(program.num_tasks), start, moment)).astype(np.int32)
 
 
 def sends_by_op(

@@ -358,8 +358,7 @@ def _known_of(problem: Problem) -> _Known:
     found = problem.memory.get(_KNOWN)
     if found is None or found.evaluator is not problem.evaluator:
         found = problem.memory[_KNOWN] = _Known(problem.evaluator)
-    known: _Known = found
-    return known
+    return found
 
 
 def _most_robust(

@@ -325,7 +325,8 @@ def load_plan(path: str | Path) -> Plan:
     Raises:
         InputFileError: the file is missing, cut off, of another version, or does not fit together.
     """
-    record = read_plan_record(path, SCHEMA_VERSION)
+    record, document = read_plan_record(path, SCHEMA_VERSION)
+    row = row_of(record.row)
     where = f"plan {path}"
     graph = graph_from_dict(record.graph, where)
     try:
@@ -338,13 +339,13 @@ def load_plan(path: str | Path) -> Plan:
         graph=graph,
         cluster=cluster,
         strategy=strategy,
-        order=record.order,
+        order=row.order,
         task_order=tuple(record.task_order),
         sent_before=tuple((send, op) for send, op in record.sent_before),
         program_hash=record.program_hash,
-        outcome=record.outcome,
-        step_time_s=record.step_time_s,
-        peak_memory_bytes=tuple(record.peak_memory_bytes),
+        outcome=row.outcome,
+        step_time_s=row.step_time_s,
+        peak_memory_bytes=row.peak_memory_bytes,
         method=record.method,
         rows=tuple(row_of(row) for row in record.methods),
         lower_bound_s=record.lower_bound_s,
@@ -353,7 +354,7 @@ def load_plan(path: str | Path) -> Plan:
         calibration=record.calibration,
         search_seconds=record.search_seconds,
         num_evaluations=record.num_evaluations,
-        shortage=record.shortage,
+        shortage=row.shortage,
         interval_s=None if record.interval_s is None else Interval(*record.interval_s),
         peak_errors=record.peak_errors,
         background=background_of(record, where),
@@ -361,7 +362,7 @@ def load_plan(path: str | Path) -> Plan:
         objective=record.objective or FASTEST,
         offers=tuple(record.offers),
     )
-    if fault := contradiction(plan, record) or program_fault(plan):
+    if fault := contradiction(plan, document) or program_fault(plan):
         raise InputFileError(f"{where}: {fault}.")
     return plan
 

@@ -1,28 +1,25 @@
 """The shape of a plan's file, and what its fields must say about each other.
 
-Graph, cluster and strategy have readers of their own; here is everything else. What a file says
-twice (the batch size, a speed-up) has to be the same both times.
-
-Whether what a plan file says fits together: its order, its peaks and what follows from them.
+Graph, cluster and strategy have readers of their own; here is everything else. What follows from
+other fields (the batch size, a speed-up, what the chosen row says) is there for people: a plan is
+not made of it, but a file that says something else than its plan is refused.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from heterog.errors import BudgetError, InputFileError
+from heterog.files import read_json
 from heterog.lowering import lower
 from heterog.lowering.program import LAST_OP_KIND, TaskKind
 from heterog.methods.planner import OUTCOMES, Budget, MethodRow
 from heterog.names import shown
 from heterog.pricing.intervals import PeakErrors
 from heterog.records import (
-    Amount,
-    Count,
     Int32,
     Many,
     Name,
@@ -30,16 +27,13 @@ from heterog.records import (
     PositiveSeconds,
     Record,
     Seconds,
-    Share,
     Text,
     parse_record,
-    read_record,
 )
 from heterog.search.background import BackgroundPlan
 from heterog.search.cheapest import Offer
 from heterog.search.history import MethodHistory
 from heterog.search.objective import Objective, cost_per_step
-from heterog.search.stability import Gain
 from heterog.simulator.engine import Order
 
 if TYPE_CHECKING:
@@ -49,21 +43,37 @@ if TYPE_CHECKING:
 _ORDERS = tuple(order.name.lower() for order in Order)
 _Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 _Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
-_CLOSE = 1e-6
+_CLOSE = 1e-6  # of a number, or in all if that is more
+_OF_BACKGROUND = ("slow_down", "total_samples_per_s")
 _Pair = Annotated[list[Int32], Field(min_length=2, max_length=2)]
-_BytesPair = Annotated[list[NumBytes], Field(min_length=2, max_length=2)]
 
 
-class RowRecord(Record):
+class _Stated(Record):
+    """A record of what a plan takes from its file.
+
+    Attributes:
+        FOLLOWS: Fields that follow from these and from the plan; see ``contradiction``.
+    """
+
+    FOLLOWS: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_follows(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        return {name: each for name, each in value.items() if name not in cls.FOLLOWS}
+
+
+class RowRecord(_Stated):
     """Result of one method."""
 
-    model: Name
-    cluster: Name
+    FOLLOWS = ("model", "cluster", "lower_bound_s", "batch_size", "seed", "cost_per_step")
+
     method: Name
     stage: Literal["baseline", "search", "zero_shot", "finetuned"]
     outcome: str
     step_time_s: PositiveSeconds | None
-    lower_bound_s: Seconds
     order: str
     peak_memory_bytes: list[NumBytes]
     noisy_step_times_s: list[PositiveSeconds] = Field(default_factory=list)
@@ -73,39 +83,31 @@ class RowRecord(Record):
     is_rehearsed: bool = False
     note: Text = ""  # plans of earlier versions have none
     starved: bool = False
-    batch_size: Count
-    seed: _Seed
-    cost_per_step: Amount | None = None  # only where hosts have prices
 
 
-class PlanRecord(Record):
+_CHOSEN = ("outcome", "step_time_s", "order", "peak_memory_bytes", "shortage")
+"""What a plan says of its own row once more."""
+
+
+class PlanRecord(_Stated):
     """A plan's file."""
+
+    FOLLOWS = (
+        *("model", "source", "cluster", "batch_size", "step_barrier", *_CHOSEN, "gains"),
+        *("throughput_samples_per_s", "peak_intervals_bytes", "fit_probability"),
+    )
 
     schema_version: int
     heterog_version: Text
-    model: Name
-    source: Text
-    cluster: Name
-    outcome: str
-    step_time_s: PositiveSeconds | None
     interval_s: Annotated[list[PositiveSeconds], Field(min_length=2, max_length=2)] | None = None
-    throughput_samples_per_s: Amount | None
     method: Name
-    order: str
-    peak_memory_bytes: list[NumBytes]
-    peak_intervals_bytes: list[_BytesPair] = Field(default_factory=list)
-    fit_probability: Share | None = None
     peak_errors: PeakErrors | None = None  # plans of earlier versions have none of these
     lower_bound_s: Seconds
     search_seconds: Seconds
     num_evaluations: Int32
-    batch_size: Count
     seed: _Seed
     budget: Text
-    step_barrier: bool
     calibration: Text
-    shortage: Text
-    gains: list[Gain] = Field(default_factory=list)
     methods: Annotated[list[RowRecord], Field(min_length=1, max_length=1000)]
     strategy: dict[str, Any]
     background: dict[str, Any] | None = None  # plans of earlier versions have none
@@ -118,18 +120,27 @@ class PlanRecord(Record):
     cluster_description: dict[str, Any]
     graph: dict[str, Any]
 
+    @property
+    def row(self) -> RowRecord:
+        """The row of the plan's own method."""
+        return next(row for row in self.methods if row.method == self.method)
 
-def read_plan_record(path: str | Path, version: int) -> PlanRecord:
+
+def read_plan_record(path: str | Path, version: int) -> tuple[PlanRecord, Any]:
     """Read a plan's file; graph, cluster and strategy in it are still to be read.
+
+    Returns:
+        The record, and all that the file says.
 
     Raises:
         InputFileError: the file is missing, cut off, of another version, or contradicts itself.
     """
-    record = read_record(path, "plan", PlanRecord, versions=(version,))
+    document = read_json(path, "plan")
+    record = parse_record(document, PlanRecord, f"plan {path}", versions=(version,))
     fault = _fault(record)
     if fault:
         raise InputFileError(f"plan {path}: {fault}.")
-    return record
+    return record, document
 
 
 def _fault(record: PlanRecord) -> str:
@@ -143,13 +154,9 @@ def _fault(record: PlanRecord) -> str:
         return "field 'methods' has a method twice"
     if record.method not in methods:
         return f"field 'method' is '{record.method}', which is not among its methods"
-    chosen = record.methods[methods.index(record.method)]
-    for field in ("outcome", "step_time_s", "order", "shortage", "peak_memory_bytes"):
-        if getattr(chosen, field) != getattr(record, field):
-            return f"field '{field}' is not that of its method '{record.method}'"
+    step_time_s = record.row.step_time_s
     if record.interval_s is not None and not (
-        record.step_time_s is not None
-        and record.interval_s[0] <= record.step_time_s <= record.interval_s[1]
+        step_time_s is not None and record.interval_s[0] <= step_time_s <= record.interval_s[1]
     ):
         return "field 'interval_s' does not hold the step time"
     for each in record.history:
@@ -160,21 +167,18 @@ def _fault(record: PlanRecord) -> str:
         if sorted(set(steps), reverse=True) != list(steps):
             return f"field 'history' of method '{each.method}' has steps that do not fall"
     for number, row in enumerate(record.methods):
-        if why := _row_fault(row, record):
+        if why := _row_fault(row):
             return f"field 'methods.{number}.{why}"
-    return _order_fault(record) or _rate_fault(record)
+    return _order_fault(record)
 
 
-def _row_fault(row: RowRecord, record: PlanRecord) -> str:
+def _row_fault(row: RowRecord) -> str:
     if row.outcome not in OUTCOMES:
         return f"outcome' is none of {', '.join(OUTCOMES)}"
     if (row.outcome == "ok") != (row.step_time_s is not None):
         return "step_time_s' is there exactly where the outcome is ok, and is not here"
     if row.order not in (*_ORDERS, *([""] if row.outcome == "not_applicable" else [])):
         return f"order' is none of {', '.join(_ORDERS)}"
-    for field in ("model", "cluster", "batch_size", "seed", "lower_bound_s"):
-        if getattr(row, field) != getattr(record, field):
-            return f"{field}' is not the plan's"
     return ""
 
 
@@ -193,21 +197,6 @@ def _order_fault(record: PlanRecord) -> str:
         if max(send, op) >= num_tasks or place[send] >= place[op]:
             return f"field 'sent_before.{number}' names tasks that do not follow each other"
     return ""
-
-
-def _rate_fault(record: PlanRecord) -> str:
-    if record.step_time_s is None:
-        return "field 'throughput_samples_per_s' is there without a step time" * (
-            record.throughput_samples_per_s is not None
-        )
-    rate = record.batch_size / record.step_time_s
-    if not _close([record.throughput_samples_per_s or 0.0], [rate]):
-        return "field 'throughput_samples_per_s' is not the batch size over the step time"
-    return ""
-
-
-def _close(found: Sequence[float], wanted: Sequence[float]) -> bool:
-    return len(found) == len(wanted) and bool(np.allclose(found, wanted, rtol=_CLOSE, atol=0.0))
 
 
 def row_of(record: RowRecord) -> MethodRow:
@@ -233,14 +222,8 @@ def background_of(record: PlanRecord, where: str) -> BackgroundPlan | None:
     """The second job, if there is one; ``where`` names the file in errors."""
     if record.background is None:
         return None
-    told = dict(record.background)
-    derived = {name: told.pop(name, None) for name in ("slow_down", "total_samples_per_s")}
-    found = parse_record(told, BackgroundPlan, f"{where}: background")
-    for name, value in derived.items():
-        wanted = getattr(found, name)
-        if not isinstance(value, float) or not math.isclose(value, wanted, rel_tol=_CLOSE):
-            raise InputFileError(f"{where}: field 'background.{name}' contradicts the others.")
-    return found
+    told = {name: each for name, each in record.background.items() if name not in _OF_BACKGROUND}
+    return parse_record(told, BackgroundPlan, f"{where}: background")
 
 
 def row_to_dict(row: MethodRow, of: "Plan | Comparison") -> dict[str, Any]:
@@ -266,11 +249,6 @@ def row_to_dict(row: MethodRow, of: "Plan | Comparison") -> dict[str, Any]:
         "batch_size": of.graph.batch_size,
         "seed": of.seed,
     } | ({} if cost is None else {"cost_per_step": cost})
-
-
-_SAME_PEAK = 1e-6
-"""Largest relative difference of interval ends, and difference of probabilities, to ignore."""
-_Gain = tuple[str, float, float, float]
 
 
 def program_fault(plan: "Plan") -> str:
@@ -299,19 +277,9 @@ def program_fault(plan: "Plan") -> str:
     return ""
 
 
-def contradiction(plan: "Plan", record: PlanRecord) -> str:
-    """First field of a file that contradicts its graph, cluster or strategy; empty if none."""
+def contradiction(plan: "Plan", document: Mapping[str, Any]) -> str:
+    """First field in which a file says something else than its plan; empty if there is none."""
     num_devices = plan.cluster.num_devices
-    said = {
-        "model": (record.model, plan.graph.name),
-        "source": (record.source, plan.graph.source),
-        "cluster": (record.cluster, plan.cluster.name),
-        "batch_size": (record.batch_size, plan.graph.batch_size),
-        "step_barrier": (record.step_barrier, plan.strategy.step_barrier),
-    }
-    for field, (here, there) in said.items():
-        if here != there:
-            return f"field '{field}' is {shown(here)}, but what it describes says {shown(there)}"
     for row in plan.rows:
         if len(row.peak_memory_bytes) not in (num_devices, *([] if row.step_time_s else [0])):
             return (
@@ -323,36 +291,30 @@ def contradiction(plan: "Plan", record: PlanRecord) -> str:
         if beside is not None and len(getattr(beside, field)) != num_devices:
             return f"field 'background.{field}' needs an entry for each of {num_devices} devices"
     try:
-        gains = plan.gains
+        again = plan.summary() | {"source": plan.graph.source}
     except ValueError:
         return "field 'noisy_step_times_s' has different lengths for methods that are compared"
-    if fault := _peaks_fault(plan, record):
-        return fault
-    told = [(each.over, each.speedup, each.low, each.high) for each in record.gains]
-    if not _same_gains(told, [(g.over, g.speedup, g.low, g.high) for g in gains]):
-        return "field 'gains' is not what follows from the step times of its methods"
+    told: list[tuple[str, Mapping[str, Any], Mapping[str, Any], tuple[str, ...]]]
+    told = [("", document, again, PlanRecord.FOLLOWS)]
+    for number, rows in enumerate(zip(document["methods"], again["methods"], strict=True)):
+        told.append((f"methods.{number}.", *rows, RowRecord.FOLLOWS))
+    if beside is not None:
+        told.append(("background.", document["background"], again["background"], _OF_BACKGROUND))
+    for where, here, there, follows in told:
+        for name in follows:
+            if name in here and name in there and not _is_same(here[name], there[name]):
+                said = f"is {shown(here[name])}, but what it describes says {shown(there[name])}"
+                return f"field '{where}{name}' {said}"
     return ""
 
 
-def _peaks_fault(plan: "Plan", record: PlanRecord) -> str:
-    """Field about peaks that does not follow from them and their errors; empty if none."""
-    told, found = record.peak_intervals_bytes, plan.peak_intervals_bytes
-    # Whole bytes, of which the last may be rounded otherwise on another machine.
-    if len(told) != len(found) or not np.allclose(told, found, rtol=_SAME_PEAK, atol=1.0):
-        return (
-            "field 'peak_intervals_bytes' is not what follows from 'peak_memory_bytes' and "
-            "'peak_errors'"
-        )
-    here, there = record.fit_probability, plan.fit_probability
-    if (here is None) != (there is None) or abs((here or 0.0) - (there or 0.0)) > _SAME_PEAK:
-        return (
-            f"field 'fit_probability' is {here}, but peaks, their errors and usable memory say "
-            f"{there}"
-        )
-    return ""
-
-
-def _same_gains(told: Sequence[_Gain], found: Sequence[_Gain]) -> bool:
-    return [each[0] for each in told] == [each[0] for each in found] and np.allclose(
-        [each[1:] for each in told], [each[1:] for each in found], rtol=1e-6, atol=0.0
-    )
+def _is_same(here: object, there: object) -> bool:
+    """Whether a file says what its plan says; numbers may be rounded on another machine."""
+    if isinstance(here, dict) and isinstance(there, dict):
+        return here.keys() == there.keys() and all(_is_same(here[key], there[key]) for key in here)
+    if isinstance(here, list) and isinstance(there, list):
+        return len(here) == len(there) and all(map(_is_same, here, there))
+    if isinstance(here, int | float) and isinstance(there, int | float):
+        room = _CLOSE * max(abs(there), 1.0)
+        return there - room <= here <= there + room
+    return here == there

@@ -27,8 +27,7 @@ from heterog.pricing.price_table import RuleSets
 from heterog.simulator.engine import Order
 from heterog.simulator.lower_bound import floor_s
 from heterog.simulator.runs import Lowered, Runner
-from heterog.strategy.stepping import apart_fault
-from heterog.strategy.strategy import REPLICATED, Decision, Strategy
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy, apart_fault
 from heterog.units import format_bytes
 
 

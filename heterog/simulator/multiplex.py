@@ -63,8 +63,7 @@ class Foreground:
         busy = np.zeros(self.num_devices)
         on_device = self.device >= 0
         np.add.at(busy, self.device[on_device], self.seconds[on_device])
-        idle: FloatArray = 1.0 - busy / self.step_seconds
-        return idle
+        return 1.0 - busy / self.step_seconds
 
 
 class Multiplexed(NamedTuple):

@@ -3,7 +3,7 @@
 A synchronisation has two sides, which only this table combines: how sums travel, and how much
 of the training state each replica keeps a slice of instead of the whole. What the framework asks
 about a synchronisation is an attribute of its member, so a new one is a member here and, if its
-sums travel in a new way, a channel (``channels``), its price (``pricing.collectives``) and the
+sums travel in a new way, a channel (``channels``), its price (``pricing.cost_model``) and the
 call that moves it (``runtime.step.collectives``).
 """
 

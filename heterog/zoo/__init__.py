@@ -1,7 +1,7 @@
 """Built-in workloads.
 
-``registry`` is the table of them; ``vision``, ``language``, ``translation``, ``moe``, ``volumes``
-and ``graphs`` build the models from ``attention`` and ``tokens``.
+``registry`` is the table of them; ``vision``, ``language`` (translation, too), ``moe``,
+``volumes`` and ``graphs`` build the models.
 """
 
 from heterog.zoo.registry import ZooEntry, build, entry, load_workload, names, register

@@ -6,18 +6,82 @@ predicts the next token; positions with the label -100 do not count in the mean.
 
 ``transformers`` is optional (``pip install 'heterog[zoo]'``) and imported when a workload is
 built.
+
+Attention layers that the zoo's own transformers share, in plain torch and without dropout.
+
+Common parts of the workloads on token sequences: the example batch and the loss.
+
+The encoder-decoder transformer for translation (Vaswani et al. 2017), in plain torch.
+
+Widths of the paper's base model; one embedding serves source, target and output. There is no
+dropout, so that a training step is deterministic. Unlike the paper, every sub-layer normalises its
+input and not its output, because 24 + 24 layers do not train the other way.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from heterog.errors import HeterogError
 from heterog.graph.workload import Workload
-from heterog.zoo.tokens import token_workload
+
+if TYPE_CHECKING:
+    from heterog.graph.workload import Batch
+
+
+def token_cross_entropy(output: Any, labels: Tensor) -> Tensor:
+    """The mean cross-entropy over all positions whose label is not -100.
+
+    Args:
+        output: Logits ``[batch, tokens, vocabulary]``, or an object that has them as ``logits``.
+        labels: Wanted tokens ``[batch, tokens]``.
+    """
+    logits: Tensor = getattr(output, "logits", output)
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def token_workload(
+    name: str,
+    model: Callable[[], nn.Module],
+    batch_size: int,
+    vocabulary: int,
+    num_tokens: Mapping[str, int],
+    loss: Callable[[Any, Tensor], Tensor] = token_cross_entropy,
+) -> Workload:
+    """A workload on random tokens, trained with Adam.
+
+    Args:
+        name: Name of the workload.
+        model: Function that makes the model, which is called with the inputs by name.
+        batch_size: Number of sequences in a batch.
+        vocabulary: Number of different tokens.
+        num_tokens: Length of each input, and of ``"labels"``.
+        loss: Loss function, ``loss(output, labels)``.
+    """
+
+    def example_batch() -> Batch:
+        random = torch.Generator().manual_seed(0)
+        return {
+            key: torch.randint(vocabulary, (batch_size, length), generator=random)
+            for key, length in num_tokens.items()
+        }
+
+    return Workload(
+        model=model,
+        example_batch=example_batch,
+        loss=loss,
+        optimizer=torch.optim.Adam,
+        name=name,
+        source=name,
+    )
+
 
 BERT_VOCABULARY = 30_522
 XLNET_VOCABULARY = 32_000
@@ -176,3 +240,153 @@ def _attention(hub: Any) -> str:
 def _module(model: object) -> nn.Module:
     assert isinstance(model, nn.Module)
     return model
+
+
+class MultiHeadAttention(nn.Module):
+    """Scaled dot-product attention with several heads (Vaswani et al. 2017, section 3.2)."""
+
+    def __init__(self, width: int, num_heads: int, *, causal: bool = False) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.causal = causal
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        """Lets ``x`` attend to ``memory``, or to itself; both ``[batch, tokens, width]``."""
+        memory = x if memory is None else memory
+        heads = functional.scaled_dot_product_attention(
+            self._split(self.query(x)),
+            self._split(self.key(memory)),
+            self._split(self.value(memory)),
+            is_causal=self.causal,
+        )
+        out: Tensor = self.out(heads.transpose(1, 2).flatten(2))
+        return out
+
+    def _split(self, x: Tensor) -> Tensor:
+        batch_size, num_tokens, width = x.shape
+        heads = x.view(batch_size, num_tokens, self.num_heads, width // self.num_heads)
+        return heads.transpose(1, 2)  # [batch, heads, tokens, width / heads]
+
+
+class FeedForward(nn.Sequential):
+    """Two linear layers with an activation between them."""
+
+    def __init__(self, width: int, inner_width: int, activation: type[nn.Module]) -> None:
+        super().__init__(
+            nn.Linear(width, inner_width), activation(), nn.Linear(inner_width, width)
+        )
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention, then a feed-forward layer, each on its normalised input."""
+
+    def __init__(
+        self,
+        width: int,
+        inner_width: int,
+        num_heads: int,
+        activation: type[nn.Module],
+        eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width, eps=eps)
+        self.attention = MultiHeadAttention(width, num_heads)
+        self.feed_forward_norm = nn.LayerNorm(width, eps=eps)
+        self.feed_forward = FeedForward(width, inner_width, activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps ``[batch, tokens, width]`` to the same shape."""
+        x = x + self.attention(self.attention_norm(x))
+        out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return out
+
+
+VOCABULARY = 50_000
+NUM_TOKENS = 32
+WIDTH = 512
+INNER_WIDTH = 2048
+NUM_HEADS = 8
+
+
+def transformer_6l(batch_size: int) -> Workload:
+    """The transformer with 6 + 6 layers, 32 source and 32 target tokens per sentence."""
+    return _workload("transformer_6l", 6, batch_size)
+
+
+def transformer_24l(batch_size: int) -> Workload:
+    """The transformer with 24 + 24 layers, 32 source and 32 target tokens per sentence."""
+    return _workload("transformer_24l", 24, batch_size)
+
+
+def _workload(name: str, num_layers: int, batch_size: int) -> Workload:
+    num_tokens = dict.fromkeys(("input_ids", "decoder_input_ids", "labels"), NUM_TOKENS)
+    return token_workload(
+        name, lambda: Transformer(num_layers), batch_size, VOCABULARY, num_tokens
+    )
+
+
+class DecoderLayer(nn.Module):
+    """Causal attention over the target, attention over the source, a feed-forward layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(WIDTH)
+        self.attention = MultiHeadAttention(WIDTH, NUM_HEADS, causal=True)
+        self.cross_norm = nn.LayerNorm(WIDTH)
+        self.cross_attention = MultiHeadAttention(WIDTH, NUM_HEADS)
+        self.feed_forward_norm = nn.LayerNorm(WIDTH)
+        self.feed_forward = FeedForward(WIDTH, INNER_WIDTH, nn.ReLU)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        """Maps the target ``x`` and the encoded source ``memory`` to the shape of ``x``."""
+        x = x + self.attention(self.attention_norm(x))
+        x = x + self.cross_attention(self.cross_norm(x), memory)
+        out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return out
+
+
+class Transformer(nn.Module):
+    """The whole encoder-decoder model with its one tied embedding."""
+
+    positions: Tensor
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        nn.init.normal_(self.embedding.weight, std=WIDTH**-0.5)
+        self.register_buffer("positions", sinusoids(NUM_TOKENS, WIDTH), persistent=False)
+        self.encoder = nn.ModuleList(
+            EncoderLayer(WIDTH, INNER_WIDTH, NUM_HEADS, nn.ReLU) for _ in range(num_layers)
+        )
+        self.encoder_norm = nn.LayerNorm(WIDTH)
+        self.decoder = nn.ModuleList(DecoderLayer() for _ in range(num_layers))
+        self.decoder_norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, input_ids: Tensor, decoder_input_ids: Tensor) -> Tensor:
+        """Maps source and target ``[batch, tokens]`` to logits ``[batch, tokens, 50000]``."""
+        memory = self._embed(input_ids)
+        for layer in self.encoder:
+            memory = layer(memory)
+        memory = self.encoder_norm(memory)
+        x = self._embed(decoder_input_ids)
+        for layer in self.decoder:
+            x = layer(x, memory)
+        return functional.linear(self.decoder_norm(x), self.embedding.weight)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.embedding(token_ids)
+        return embedded * math.sqrt(WIDTH) + self.positions
+
+
+def sinusoids(num_tokens: int, width: int) -> Tensor:
+    """The position codes of the paper's section 3.5, ``[num_tokens, width]``.
+
+    PE[pos, 2i] = sin(pos / 10000^(2i/width)) and PE[pos, 2i+1] = cos of the same.
+    """
+    frequency = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000) / width))
+    angle = torch.arange(num_tokens)[:, None] * frequency  # [num_tokens, width / 2]
+    return torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)

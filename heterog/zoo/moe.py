@@ -19,8 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heterog.graph.workload import Workload
-from heterog.zoo.attention import FeedForward, MultiHeadAttention
-from heterog.zoo.tokens import token_cross_entropy, token_workload
+from heterog.zoo.language import (
+    FeedForward,
+    MultiHeadAttention,
+    token_cross_entropy,
+    token_workload,
+)
 
 VOCABULARY = 30_522
 MAX_TOKENS = 512

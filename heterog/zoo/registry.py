@@ -213,11 +213,11 @@ for _name, _family, _module, _batch_size, _num_parameters, _description in (
     ("cosmoflow_128", "vision", "volumes", 8, 35_258_020, "CosmoFlow, 128 x 128 x 128"),
     ("cosmoflow_512", "vision", "volumes", 1, 38_797_476, "CosmoFlow, 512 x 512 x 512"),
     ("unet3d", "vision", "volumes", 1, 19_071_459, "3D U-Net, 128 x 128 x 128, three labels"),
-    ("transformer_6l", "language", "translation", 720, 69_740_544, "Transformer, 6 + 6 layers"),
+    ("transformer_6l", "language", "language", 720, 69_740_544, "Transformer, 6 + 6 layers"),
     (
         "transformer_24l",
         "language",
-        "translation",
+        "language",
         120,
         202_156_032,
         "Transformer, 24 + 24 layers",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heterog.graph.workload import Workload
-from heterog.zoo.attention import EncoderLayer
+from heterog.zoo.language import EncoderLayer
 
 if TYPE_CHECKING:
     from heterog.graph.workload import Batch

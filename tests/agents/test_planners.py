@@ -247,7 +247,8 @@ def test_among_others_an_answer_is_whole_or_not_begun(
     pair = language_pair()
     evaluator = Evaluator(pair.graph, pair.cluster)
     clock = Clock(evaluator, monkeypatch)
-    whole = Agent().plan(replace(problem(), evaluator=evaluator, budget=Budget(seconds=1e3)))
+    alone = replace(problem(), evaluator=evaluator, budget=Budget(seconds=1e3))
+    whole = Agent(drafts=False).plan(alone)
     monkeypatch.setattr(heterog.agents.planners, "answer_s", lambda _: answer_s)
     monkeypatch.setattr(heterog.agents.planners, "_proposed", WeakKeyDictionary())
     budget, begin_s = Budget(seconds=20.0), clock.now_s

@@ -12,9 +12,9 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from heterog.balance import BalanceError, ElasticAveraging
-from heterog.balance.clock import StepClock
 from heterog.balance.dealing import epoch_order
 from heterog.balance.elastic import default_rule
+from heterog.balance.speeds import StepClock
 from heterog.runtime.accelerators import CPU
 from heterog.simulator.unequal_updates import MERGE_BOOST, ElasticRule, MegaBatch
 from tests.runtime.ranks import Ranks

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heterog.balance.fixed_draws import undisturbed
 from heterog.balance.group import RankGroup
 from heterog.balance.loss_means import LossMean
-from heterog.balance.loss_probe import Batch, measure
+from heterog.balance.loss_probe import Batch, measure, undisturbed
 from heterog.balance.shares import BalanceError
 from tests.runtime.ranks import Ranks
 

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
 from heterog.balance.dealing import SampleBatches
 from heterog.balance.group import RankGroup
-from heterog.balance.same_deals import SameDeals
+from heterog.balance.replicas import SameDeals
 from heterog.balance.sampler import ShareSampler
 from heterog.balance.shares import BalanceError
 from heterog.errors import HeterogWarning

@@ -10,7 +10,7 @@ from heterog.cluster import Cluster, PairLimit
 from heterog.cluster.spec import parse_cluster
 from heterog.errors import ClusterError, InputFileError
 from heterog.lowering.channels import Channel, ChannelTable
-from heterog.pricing.collectives import alpha_beta
+from heterog.pricing.cost_model import alpha_beta
 
 HOSTS = """schema_version: 1
 name: sites

@@ -13,7 +13,7 @@ from heterog.envs.pair import Pair
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
-from heterog.zoo.attention import EncoderLayer
+from heterog.zoo.language import EncoderLayer
 
 
 class SmallLanguageModel(nn.Module):

@@ -19,12 +19,9 @@ from heterog.fidelity.run_fit import Case, fit_runs
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.pricing.calibration import cost_model_of
+from heterog.pricing.calibration import cost_model_of, save_run_models
 from heterog.pricing.device_models.model import DeviceModels
 from heterog.pricing.device_models.parameters import InTraining
-from heterog.pricing.device_models.run_file import (
-    save_run_models,
-)
 from heterog.strategy.layouts.layout import parse_layout
 from heterog.strategy.layouts.placed import place_layout
 from tests.simulator.builders import cluster_of

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from heterog.errors import CaptureError
 from heterog.graph.capture import capture
-from heterog.graph.changed_state import WatchedState
 from heterog.graph.op_graph import OpGraph
+from heterog.graph.repeated_calls import WatchedState
 from heterog.graph.workload import Workload
 
 SCALE = {"loss": 1.0}

@@ -5,8 +5,8 @@ import gc
 
 import pytest
 
-from heterog.graph import changed_state
-from heterog.graph.changed_state import caches_without_fakes
+from heterog.graph import repeated_calls
+from heterog.graph.repeated_calls import caches_without_fakes
 
 
 def doubled(number: int) -> int:
@@ -63,7 +63,7 @@ def test_all_objects_are_looked_at_only_where_there_may_be_a_new_cache(
         return look(kind)
 
     monkeypatch.setattr(gc, "get_referrers", look_and_count)
-    monkeypatch.setattr(changed_state, "_FOUND", changed_state._FunctionCaches())
+    monkeypatch.setattr(repeated_calls, "_FOUND", repeated_calls._FunctionCaches())
     for _ in range(3):
         with caches_without_fakes():
             pass
@@ -73,8 +73,8 @@ def test_all_objects_are_looked_at_only_where_there_may_be_a_new_cache(
         new(1)
     assert len(looks) == 2
     # Where references to a type are not counted, always.
-    monkeypatch.setattr(changed_state, "_are_counted", lambda: False)
-    monkeypatch.setattr(changed_state, "_FOUND", changed_state._FunctionCaches())
+    monkeypatch.setattr(repeated_calls, "_are_counted", lambda: False)
+    monkeypatch.setattr(repeated_calls, "_FOUND", repeated_calls._FunctionCaches())
     for _ in range(3):
         with caches_without_fakes():
             new(1)

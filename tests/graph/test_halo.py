@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from heterog.errors import StrategyError
-from heterog.graph.halo import Rows, Stencil
 from heterog.graph.placement import Arg, OpCall, TensorMeta, TensorRef
 from heterog.graph.sharding_rules.legal import stencil_of
+from heterog.graph.sparse_pattern import Rows, Stencil
 from heterog.runtime.step.windows import Windows, fit, run_on_windows
 
 aten = torch.ops.aten

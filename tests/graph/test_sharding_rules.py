@@ -34,8 +34,12 @@ from heterog.graph.sharding_rules.pointwise import IDENTITIES, LINEAR_IN_FIRST, 
 from heterog.graph.sharding_rules.table import axis, choose, shape_of
 from heterog.graph.sparse_pattern import pattern_of
 from heterog.graph.sparse_product import multiply
-from heterog.runtime.step.causal_rows import on_causal_rows
-from heterog.runtime.step.own_words import completed, numbers_of_rows, on_own_words
+from heterog.runtime.step.special_ops import (
+    completed,
+    numbers_of_rows,
+    on_causal_rows,
+    on_own_words,
+)
 
 aten = torch.ops.aten
 Op = Callable[..., Any]

@@ -23,7 +23,6 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.files import read_json, write_atomically, write_json
 from heterog.graph.capture import capture
-from heterog.healing.crew import LocalCrew
 from heterog.healing.improving import NEAR
 from heterog.healing.job import HealingJob
 from heterog.healing.journal import JournalReader
@@ -112,7 +111,6 @@ def endless_job(folder: Path, progress: Callable[[str], None], **options: Any) -
 
 def is_cleared(job: HealingJob) -> bool:
     """Whether a job that ran here has left neither ranks nor snapshots."""
-    assert isinstance(job._crew, LocalCrew)
     return not ranks_of_this_process() and not job._crew._shelf.folder.exists()
 
 

@@ -31,8 +31,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.runs import Lowered
 from heterog.strategy.division import split_evenly, split_in_proportion
-from heterog.strategy.stepping import scope_fault
-from heterog.strategy.strategy import Decision, Sync
+from heterog.strategy.strategy import Decision, Sync, scope_fault
 from tests.search.asking import run_methods
 from tests.search.test_budget import clocked
 from tests.thorough import one_in

@@ -9,7 +9,7 @@ import pytest
 
 from heterog.cluster import Cluster
 from heterog.cluster.hardware import PairLimit
-from heterog.methods.communities import _greedy_path, _shortest_path, communities, in_best_order
+from heterog.methods.host_order import _greedy_path, _shortest_path, communities, in_best_order
 from heterog.methods.pipeline import stage_sequences
 from tests.simulator.builders import GBIT_PER_S, cluster_of
 

@@ -31,7 +31,7 @@ from heterog.search.judging import run_method
 from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
-from heterog.zoo.attention import EncoderLayer
+from heterog.zoo.language import EncoderLayer
 from heterog.zoo.moe import MixtureOfExperts
 from tests.envs.cases import language_graph, mixed_cluster
 from tests.methods.hap_cases import Layer, captured, prices_of, searched, v100_p100

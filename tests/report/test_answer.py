@@ -11,9 +11,9 @@ from heterog.cluster import Cluster
 from heterog.explain.explanation import Explanation, explain
 from heterog.explain.wording import chance_to_fit
 from heterog.graph.op_graph import OpGraph
-from heterog.report.answer import MOST_LINES, answer, brief_answer
 from heterog.report.html import report_html
 from heterog.report.modules import amounts, columns_by_host, legend, range_name
+from heterog.report.tables import MOST_LINES, answer, brief_answer
 from heterog.search.plan import Plan
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from heterog.units import format_bytes, format_seconds

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from heterog.graph.placement import OpCall, TensorRef
-from heterog.runtime.step.attention import attention, attention_backward
-from heterog.runtime.step.causal_rows import on_masked_rows
+from heterog.runtime.step.special_ops import attention, attention_backward, on_masked_rows
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

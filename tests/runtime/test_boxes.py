@@ -18,7 +18,7 @@ from heterog.runtime.checkpoint.boxes import (
     whole_piece,
 )
 from heterog.runtime.checkpoint.held import in_units
-from heterog.runtime.step.placed import cut
+from heterog.runtime.step.spans import cut
 
 
 def numbered(shape: tuple[int, ...]) -> Tensor:

@@ -1,11 +1,15 @@
 """Communication that nobody waits for does not disturb any other."""
 
 import time
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from heterog.runtime.step.collectives import Communicator
+from heterog.runtime.rank import is_of_another
+from heterog.runtime.step.collectives import Communicator, group_limit
 from tests.runtime.ranks import Ranks
 
 SIZE = 1 << 18
@@ -60,3 +64,31 @@ def test_exchanges_in_turns_do_not_mix(ranks: Ranks) -> None:
         assert summed == [3.0 * rank]
         for number, found in zip((4, 3, 2, 1, 0), gathered, strict=True):
             assert found == [10.0 * number + each for each in range(3)]
+
+
+def sum_without_the_other(rank: int, has_ended: Path) -> tuple[str, bool]:
+    """What rank 0 is told if rank 1 stays away from a collective of both until it was told."""
+    usual = group_limit()
+    _set_pg_timeout(timedelta(seconds=0.5))  # that of the job
+    try:
+        communicator = Communicator(rank, [(0, 1)])
+    finally:
+        _set_pg_timeout(usual)
+    if rank == 1:
+        end_s = time.monotonic() + usual.total_seconds() / 10
+        while not has_ended.exists() and time.monotonic() < end_s:
+            time.sleep(0.01)
+        return "", False
+    try:
+        communicator.all_reduce(torch.ones(3), (0, 1)).wait()
+    except RuntimeError as error:
+        has_ended.touch()
+        return str(error), is_of_another(error)
+    return "", False
+
+
+@pytest.mark.distributed
+def test_a_group_waits_no_longer_than_the_job(two_ranks: Ranks, tmp_path: Path) -> None:
+    told, is_of_the_other = two_ranks.run(sum_without_the_other, tmp_path / "ended")[0]
+    assert "Timed out waiting 500ms" in told
+    assert is_of_the_other

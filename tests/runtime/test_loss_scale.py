@@ -13,7 +13,7 @@ from heterog.errors import HeterogError, StrategyError
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.workload import Workload
-from heterog.runtime.step.loss_scale import LossScale, op_that_begins_backward
+from heterog.runtime.step.optimizer import LossScale, op_that_begins_backward
 from heterog.search.plan import load_plan
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.runtime.cases import EVERY, LOCAL

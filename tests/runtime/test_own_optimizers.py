@@ -21,8 +21,7 @@ from heterog.search.plan import load_plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.schedules import AS_IT_COMES
-from heterog.strategy.stepping import scope_fault
-from heterog.strategy.strategy import Strategy
+from heterog.strategy.strategy import Strategy, scope_fault
 from tests.own_optimizers import AdamW, Lookahead, Own
 from tests.runtime.cases import BATCH, captured_once
 from tests.runtime.ranks import PARENT, Ranks

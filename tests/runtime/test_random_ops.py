@@ -17,7 +17,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.runtime.deploy import deploy
 from heterog.runtime.step.local_op import LocalOp
-from heterog.runtime.step.random_stream import RandomStream
+from heterog.runtime.step.special_ops import RandomStream
 from heterog.search.plan import load_plan
 from heterog.strategy.strategy import Decision
 from tests.runtime.cases import (

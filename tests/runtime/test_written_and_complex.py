@@ -14,8 +14,7 @@ from heterog.graph.workload import Workload
 from heterog.runtime.deploy import deploy
 from heterog.search.plan import load_plan
 from heterog.strategy.layer_shardings import layer_shardings
-from heterog.strategy.stepping import scope_fault
-from heterog.strategy.strategy import Decision, Strategy, Sync
+from heterog.strategy.strategy import Decision, Strategy, Sync, scope_fault
 from heterog.strategy.tensor_parallel import merge_rules
 from tests.runtime.cases import BATCH, captured_once
 from tests.runtime.ranks import PARENT, Ranks

@@ -18,7 +18,7 @@ from heterog.lowering.program import LAST_OP_KIND, FloatArray, IntArray, Program
 from heterog.lowering.space import MAX_DEVICE_SETS, device_sets
 from heterog.methods.planner import Budget, Problem
 from heterog.methods.registry import built_in_methods
-from heterog.report.answer import brief_answer
+from heterog.report.tables import brief_answer
 from heterog.search.issue_order import sends_by_op
 from heterog.search.judging import FADES, Contender, next_of, run_method
 from heterog.search.plan import load_plan

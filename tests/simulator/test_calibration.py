@@ -24,7 +24,7 @@ from heterog.pricing.calibration import (
     fit_links,
     link_error,
 )
-from heterog.pricing.collectives import alpha_beta
+from heterog.pricing.cost_model import alpha_beta
 from heterog.pricing.op_fits import (
     LinkMeasurement,
     Measurements,

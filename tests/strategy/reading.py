@@ -15,7 +15,7 @@ from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.placement import OpRules, Placement, Window
 from heterog.graph.sharding_rules import Special
 from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES
-from heterog.strategy import remaking
+from heterog.strategy import keeping
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.keeping import Keeps, attention_scores, kept_products, recomputations
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
@@ -231,8 +231,8 @@ class Reading:
             work = max(
                 float(of[chosen].sum()) for of in (self.graph.bytes_moved, self.graph.flops)
             )
-            if work <= remaking.MOST_WORK * size:
-                found[need] = chosen, len(chosen) * remaking.BYTES_PER_LAUNCH
+            if work <= keeping.MOST_WORK * size:
+                found[need] = chosen, len(chosen) * keeping.BYTES_PER_LAUNCH
         return found
 
     def _made_of_batch(self, op: int) -> set[int] | None:

@@ -12,7 +12,7 @@ from heterog.lowering.channels import (
     balanced_slices,
     proportional_slices,
 )
-from heterog.pricing.collectives import alpha_beta
+from heterog.pricing.cost_model import alpha_beta
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator.builders import GBIT_PER_S, cluster_of
 

@@ -27,7 +27,7 @@ from heterog.modes.codecs.value import (
     parse_codec,
     with_rules,
 )
-from heterog.runtime.step.feedback import ErrorFeedback
+from heterog.runtime.step.gradients import ErrorFeedback
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict

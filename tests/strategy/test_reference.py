@@ -30,7 +30,7 @@ from heterog.lowering.program import (
 )
 from heterog.lowering.sparse_tables import matrix_of
 from heterog.lowering.tables import GraphTables, graph_tables
-from heterog.strategy import remaking
+from heterog.strategy import keeping
 from heterog.strategy.division import micro_shares
 from heterog.strategy.layouts.experts import expert_rules
 from heterog.strategy.layouts.layout import parse_layout
@@ -39,8 +39,7 @@ from heterog.strategy.layouts.tensor import team_rules
 from heterog.strategy.schedules import Pass, Turn, device_chunks
 from heterog.strategy.spatial_split import feature_splits, row_splits, spatial_splits
 from heterog.strategy.strategy import REPLICATED, Keeps, Strategy
-from heterog.zoo.tokens import token_workload
-from heterog.zoo.translation import VOCABULARY, Transformer
+from heterog.zoo.language import VOCABULARY, Transformer, token_workload
 from tests.runtime import graphs
 from tests.runtime.grids import grid_cluster
 from tests.runtime.padded import padded_workload
@@ -372,7 +371,7 @@ def test_what_is_kept_and_what_is_made_where_it_is_read(
 ) -> None:
     """Single ops run again; masks of any size are made on every stage."""
     rng = Random(f"{SEED} kept {number}")
-    monkeypatch.setattr(remaking, "BYTES_PER_LAUNCH", 0.0)
+    monkeypatch.setattr(keeping, "BYTES_PER_LAUNCH", 0.0)
     graph = replace(written_out())  # tables are remembered by graph
     rules = random_rules(rng, graph) if number % 4 == 3 else ()
     if number % 4 == 2:
@@ -391,7 +390,7 @@ def test_what_is_kept_and_what_is_made_where_it_is_read(
     ],
 )
 def test_masks_of_stages(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remaking, "BYTES_PER_LAUNCH", 0.0)
+    monkeypatch.setattr(keeping, "BYTES_PER_LAUNCH", 0.0)
     graph, cluster = replace(written_out()), grid_cluster(4)
     strategy = place_layout(parse_layout(text), graph, cluster).strategy
     kinds = lower(graph, cluster, strategy).kind

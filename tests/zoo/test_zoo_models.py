@@ -12,9 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from heterog.errors import HeterogError
 from heterog.zoo import registry
+from heterog.zoo.language import Transformer, sinusoids, token_cross_entropy
 from heterog.zoo.moe import BertMoe, MixtureOfExperts, MoeOutput, moe_loss
-from heterog.zoo.tokens import token_cross_entropy
-from heterog.zoo.translation import Transformer, sinusoids
 from heterog.zoo.vision import MobileNetV2, ResNet
 from tests.thorough import one_in
 

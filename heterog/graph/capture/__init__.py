@@ -36,16 +36,19 @@ from heterog.errors import CaptureError
 from heterog.garbage import without_collector
 from heterog.graph.capture.reading import CapturedStep, Reader
 from heterog.graph.capture.tracing import clear_errors, trace
-from heterog.graph.changed_state import caches_without_fakes
-from heterog.graph.one_sample import add_ops_of_more_samples
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.optimizer_probe import group_numbers, parameter_groups
+from heterog.graph.repeated_calls import caches_without_fakes
 from heterog.graph.sharding_rules.matmul import pattern_key
 from heterog.graph.sparse_pattern import SparsePattern
 from heterog.graph.sparse_product import SparseProduct
 from heterog.graph.static_shapes import statistics_of_unread_norms
 from heterog.graph.step import check_hooks
-from heterog.graph.traced_constants import make_repeated_constants_once, merge_equal_constants
+from heterog.graph.traced_constants import (
+    add_ops_of_more_samples,
+    make_repeated_constants_once,
+    merge_equal_constants,
+)
 from heterog.graph.value_numbers import DATA_DEPENDENT
 from heterog.graph.workload import Workload
 

@@ -33,11 +33,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 
 from heterog.errors import CaptureError
-from heterog.graph.higher_order import plain_control_flow
 from heterog.graph.op_graph import Phase
 from heterog.graph.python_state import PythonState
 from heterog.graph.repeated_calls import check_repeats
-from heterog.graph.static_shapes import with_static_shapes
+from heterog.graph.static_shapes import plain_control_flow, with_static_shapes
 from heterog.graph.step import Step
 from heterog.graph.traced_constants import MADE_AT, merge_equal_constants
 from heterog.graph.value_checks import answered_guards, spread_checks

@@ -17,7 +17,6 @@ from functools import lru_cache
 from itertools import combinations, product
 
 from heterog.errors import GraphError
-from heterog.graph.halo import Stencil
 from heterog.graph.op_costs import SPARSE_PRODUCT
 from heterog.graph.placement import H, L, OpCall, P, Placement, R, S, TensorMeta, Window
 from heterog.graph.sharding_rules.matmul import product_of_rows
@@ -29,6 +28,7 @@ from heterog.graph.sharding_rules.table import (
     integers,
     positions,
 )
+from heterog.graph.sparse_pattern import Stencil
 
 CONVOLUTION = "convolution.default"
 CONVOLUTION_BACKWARD = "convolution_backward.default"

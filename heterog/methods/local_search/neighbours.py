@@ -283,8 +283,7 @@ class Neighbours:
             changed.append(self._said_as[number, change])
         if changed == numbers:
             return row
-        said: IntArray = np.array(changed, np.int32)[np.searchsorted(numbers, row)]
-        return said
+        return np.array(changed, np.int32)[np.searchsorted(numbers, row)]
 
     def _fitted(self, state: State, schedule: PipelineSchedule) -> PipelineSchedule:
         """A schedule for the chunks that devices have in a state."""

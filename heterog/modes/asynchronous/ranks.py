@@ -28,6 +28,7 @@ from heterog.modes.asynchronous.weight_server import (
 )
 from heterog.modes.islands import island_of, islands
 from heterog.modes.on_ranks import RankMode, Reading, parts_of
+from heterog.runtime.step.collectives import group_limit
 from heterog.runtime.step.rank_program import RankProgram
 
 if TYPE_CHECKING:
@@ -164,9 +165,12 @@ class AsynchronousTraining(RankMode):
         options = options_now(self._optimizer, self._named)
         said = torch.tensor([float(ask), *options], dtype=torch.float64)
         coming, asked = [], []
+        # A team that settles waits for all steps of the others.
+        limits = [group_limit()] if ask == Ask.WEIGHTS else []
         for server, rows in self._pulls:
             values = [self._parameters[row].detach() for row in rows]
-            come = self._messages.start_receive(flat_like(values), server, Tag.NEW_WEIGHTS)
+            flat = flat_like(values)
+            come = self._messages.start_receive(flat, server, Tag.NEW_WEIGHTS, *limits)
             coming.append((values, come))
             asked.append(self._messages.start_send(said, server, Tag.ASK))
         try:

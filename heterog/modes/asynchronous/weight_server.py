@@ -41,10 +41,13 @@ from heterog.modes.asynchronous.value import (
     server_of_rows,
 )
 from heterog.modes.on_ranks import parts_of
+from heterog.runtime.accelerators import CPU_BACKEND
+from heterog.runtime.step.collectives import open_group
 from heterog.strategy.strategy import Strategy
 
 _MOST_IDLE = timedelta(days=1)
-"""Longest wait of a server for a team; a rank that ends is noticed at once."""
+"""Longest wait of a server for a team; a rank that ends is noticed at once. A team that waits for
+the weights of its next step gives up as in any other collective."""
 
 
 class Ask(IntEnum):
@@ -75,7 +78,7 @@ class Messages:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._group = dist.new_group(backend="gloo", timeout=_MOST_IDLE)
+        self._group = open_group(backend=CPU_BACKEND, limit=_MOST_IDLE)
         self._own: dict[Tag, SimpleQueue[Tensor | None]] = {tag: SimpleQueue() for tag in Tag}
 
     def start_send(self, tensor: Tensor, dst: int, tag: Tag) -> Callable[[], None]:
@@ -93,13 +96,16 @@ class Messages:
 
         return wait
 
-    def start_receive(self, into: Tensor, src: int, tag: Tag) -> Callable[[], Tensor]:
+    def start_receive(
+        self, into: Tensor, src: int, tag: Tag, limit: timedelta = _MOST_IDLE
+    ) -> Callable[[], Tensor]:
         """Begin to receive a tensor; the returned function waits for it.
 
         Args:
             into: Host memory of the tensor's shape and dtype, which may be used for it.
             src: Rank of the sender.
             tag: Kind of the message.
+            limit: How long it waits.
         """
         if src == self._rank:
             return lambda: self._take_own(tag)
@@ -107,7 +113,7 @@ class Messages:
         assert work is not None
 
         def wait() -> Tensor:
-            work.wait()
+            work.wait(limit)
             return into
 
         return wait

@@ -35,7 +35,7 @@ from heterog.runtime.checkpoint.left_out import Kept
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.measure.rehearsal import AFTER, Stage
 from heterog.runtime.step.collectives import Communicator, Pending
-from heterog.runtime.step.feedback import ErrorFeedback, Key
+from heterog.runtime.step.gradients import ErrorFeedback, Key
 from heterog.runtime.step.optimizer import Masters
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.whole_model import ModelPart

@@ -16,8 +16,7 @@ from heterog.cluster.hardware import DeviceType
 from heterog.cluster.topology import Cluster, Execution, Tf32
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph
 from heterog.lowering.channels import Channel, ChannelKind
-from heterog.pricing.collectives import over_measured_nics
-from heterog.pricing.cost_model import ChannelSeconds
+from heterog.pricing.cost_model import ChannelSeconds, over_measured_nics
 from heterog.pricing.device_models.fusion import fused_kernels
 from heterog.pricing.device_models.kernels import (
     ALIGNED_BYTES,

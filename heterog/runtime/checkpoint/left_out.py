@@ -20,7 +20,7 @@ from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
 from heterog.runtime.checkpoint.contents import Contents, dtype_of
 from heterog.runtime.checkpoint.held import name_and_shape
 from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.step.feedback import ErrorFeedback, Key
+from heterog.runtime.step.gradients import ErrorFeedback, Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

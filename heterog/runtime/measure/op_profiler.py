@@ -57,9 +57,8 @@ from heterog.runtime.step.alike import batch_by_tensor
 from heterog.runtime.step.collectives import Communicator, Pending
 from heterog.runtime.step.compiled import Compiler
 from heterog.runtime.step.executor import StepExecutor
-from heterog.runtime.step.grouped_optimizer import make_optimizer
 from heterog.runtime.step.local_op import local_ops
-from heterog.runtime.step.optimizer import Masters
+from heterog.runtime.step.optimizer import Masters, make_optimizer
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.step_order import step_order
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy

@@ -29,8 +29,7 @@ from heterog.graph.optimizer_probe import group_numbers, parameter_groups
 from heterog.graph.workload import Workload
 from heterog.runtime.accelerators import has_accelerator, is_on_cpus, stream_of_priority
 from heterog.runtime.launch import ALONE_STEPS, HEARTBEAT
-from heterog.runtime.step.grouped_optimizer import make_optimizer
-from heterog.runtime.step.optimizer import Masters
+from heterog.runtime.step.optimizer import Masters, make_optimizer
 from heterog.zoo import load_workload
 
 _LEAST_DUTY = 0.02

@@ -32,6 +32,7 @@ from heterog.runtime.launch import (
     with_package,
 )
 from heterog.runtime.ranks.forks import rank_forks
+from heterog.runtime.ranks.links import CUT_S, cut_off
 from heterog.runtime.ranks.ray_nodes import CPU, GPU, AskedOfNode, asked_of_nodes, in_words, offers
 from heterog.runtime.ranks.watching import wait_for_ranks
 from heterog.runtime.request import RunRequest
@@ -42,10 +43,10 @@ PLACED_S = 60.0
 _GONE = -9
 """Exit code of a rank whose node or actor is lost: as if it had been killed."""
 SILENT_S = 6.0
-"""Seconds without an answer after which a node counts as lost."""
+"""Seconds without an answer after which a node counts as lost, though its link is not cut."""
 _THREADS = 8
 _AGAIN_S = 0.5
-"""Seconds until a lost node is asked again."""
+"""Seconds until a node that is lost, or does not answer, is asked again."""
 END_S = 10.0
 QUICK_NEWS = {"env_vars": {"RAY_timeout_ms_task_wait_for_death_info": "100"}}
 """Runtime environment of actors that have to know at once that another one is lost: when the
@@ -177,6 +178,7 @@ class HostStatus(NamedTuple):
         end: Position after the last.
         events: Those of the journal, with their age in ``at_s``: clocks of nodes differ.
         is_leaving: Whether the node has announced its end.
+        address: Its address.
     """
 
     actor: str
@@ -186,6 +188,7 @@ class HostStatus(NamedTuple):
     end: int = 0
     events: Sequence[dict[str, Any]] = ()
     is_leaving: bool = False
+    address: str = ""
 
 
 class Host:
@@ -223,7 +226,7 @@ class Host:
             generation: Number of times ranks were started before.
             at: Position in its journal that is known.
         """
-        return HostStatus(self._id, *self._look(), at, at)
+        return HostStatus(self._id, *self._look(), at, at, address=self._address)
 
     def measured(self) -> Any:
         """What rank 0 measured."""
@@ -313,6 +316,7 @@ class NodeHost:
         self._lock = threading.Lock()
         self._asked: Any = None
         self._asked_s = 0.0
+        self._again: list[Any] = []
         self._is_known = True
 
     def look(self) -> None:
@@ -327,10 +331,9 @@ class NodeHost:
                 return
             self._asked, self._asked_s = self.actor.look.remote(*self.position), now_s
         if not self._ray.wait([self._asked], timeout=0)[0]:
-            limit_s = SILENT_S if self.told else PLACED_S  # an actor has to be started first
-            self.is_here = self.is_here and now_s - self._asked_s < limit_s
+            self.is_here = self.is_here and not self._is_lost(now_s - self._asked_s)
             return
-        answer, self._asked = self._asked, None
+        answer, self._asked, self._again = self._asked, None, []
         try:
             told = self._ray.get(answer)
         except self._ray.exceptions.RayTaskError:
@@ -340,6 +343,14 @@ class NodeHost:
             return
         self.is_here = self._is_known = True
         self.hear(told)
+
+    def _is_lost(self, silent_s: float) -> bool:
+        """Whether it counts as lost after so many seconds without an answer."""
+        if self.told is None:  # an actor has to be started first
+            return silent_s >= PLACED_S
+        if silent_s >= len(self._again) * _AGAIN_S:  # or the kernel has nothing to send
+            self._again.append(self.actor.look.remote(*self.position))
+        return silent_s >= SILENT_S or (silent_s >= CUT_S and self.told.address in cut_off())
 
     def hear(self, told: HostStatus) -> None:
         """Take in what it told."""

@@ -9,6 +9,7 @@ later work.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -107,8 +108,7 @@ class Communicator:
                 self._groups[devices] = group
 
     def _open(self, devices: tuple[int, ...]) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(list(devices))
-        return group
+        return open_group(devices)
 
     def _start_send(
         self, tensor: Tensor, dst: int, group: dist.ProcessGroup | None = None, tag: int = 0
@@ -452,6 +452,33 @@ def slice_counts(num_elements: int, parts: Sequence[float]) -> list[int]:
         ends.append(round(num_elements * total))
     ends[-1] = num_elements
     return [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def group_limit() -> timedelta:
+    """How long a rank waits for the others in the process group of all ranks."""
+    # There is no public function for it.
+    everybody = dist.distributed_c10d._get_default_group()
+    limit: timedelta = everybody._get_backend(everybody._device_types[0]).options._timeout
+    return limit
+
+
+def open_group(
+    devices: Sequence[int] | None = None,
+    backend: str | None = None,
+    limit: timedelta | None = None,
+) -> dist.ProcessGroup:
+    """Make a process group; every rank calls it.
+
+    Args:
+        devices: Its ranks; by default all.
+        backend: Its backend; by default that of all ranks.
+        limit: How long a rank waits in it for the others, by default as in that of all ranks.
+            torch's own default is half an hour (NCCL: ten minutes), whatever the job's limit is.
+    """
+    ranks = None if devices is None else list(devices)
+    limit = limit or group_limit()
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, backend=backend)
+    return group
 
 
 def gather_texts(text: str) -> list[str]:

@@ -15,10 +15,9 @@ from heterog.runtime.step.collectives import Communicator, Pending
 from heterog.runtime.step.halos import Halos
 from heterog.runtime.step.local_op import LocalOp
 from heterog.runtime.step.losses import Losses
-from heterog.runtime.step.own_words import completed
-from heterog.runtime.step.placed import cut, join, nested
 from heterog.runtime.step.rank_program import RankProgram, has_window
-from heterog.runtime.step.spans import EVERY, Span, Spans, overlap
+from heterog.runtime.step.spans import EVERY, Span, Spans, cut, join, nested, overlap
+from heterog.runtime.step.special_ops import completed
 from heterog.runtime.step.values import Held, Values
 
 

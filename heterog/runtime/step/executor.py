@@ -20,18 +20,23 @@ from heterog.lowering.program import Program, TaskKind
 from heterog.runtime.step.collectives import Communicator, Pending
 from heterog.runtime.step.compiled import Compiler
 from heterog.runtime.step.conversions import Conversions
-from heterog.runtime.step.feedback import ErrorFeedback
-from heterog.runtime.step.gradients import Gradients
+from heterog.runtime.step.gradients import ErrorFeedback, Gradients
 from heterog.runtime.step.interpreter import Interpreter
 from heterog.runtime.step.local_op import LocalOp
-from heterog.runtime.step.loss_scale import LossScale, op_that_begins_backward
 from heterog.runtime.step.losses import Losses
-from heterog.runtime.step.optimizer import Masters, Push, StepUpdates, Updates
-from heterog.runtime.step.random_stream import RandomStream
+from heterog.runtime.step.optimizer import (
+    LossScale,
+    Masters,
+    Push,
+    StepUpdates,
+    Updates,
+    op_that_begins_backward,
+)
 from heterog.runtime.step.rank_program import OP_KINDS, RankProgram
 from heterog.runtime.step.recorder import Recorder as Recorder
 from heterog.runtime.step.segments import Piece, Segments
 from heterog.runtime.step.slices import Slices
+from heterog.runtime.step.special_ops import RandomStream
 from heterog.runtime.step.step_order import LOSS, NORM, DueTask, StepOrder
 from heterog.runtime.step.values import Held, Values
 from heterog.strategy.strategy import Strategy

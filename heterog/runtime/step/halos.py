@@ -4,17 +4,26 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from heterog.graph.halo import Rows
 from heterog.graph.placement import S, Window
 from heterog.graph.sharding_rules import local_shape
-from heterog.graph.sparse_pattern import SparsePattern
+from heterog.graph.sparse_pattern import Rows, SparsePattern
 from heterog.lowering.program import TaskKind
 from heterog.lowering.sparse_tables import matrix_of
 from heterog.runtime.step.collectives import Communicator
-from heterog.runtime.step.placed import cut, join
 from heterog.runtime.step.rank_program import RankProgram
-from heterog.runtime.step.row_sets import RowSet, common, count, first, rows_of_neighbours, take
-from heterog.runtime.step.spans import Span, overlap, unit_rows
+from heterog.runtime.step.spans import (
+    RowSet,
+    Span,
+    common,
+    count,
+    cut,
+    first,
+    join,
+    overlap,
+    rows_of_neighbours,
+    take,
+    unit_rows,
+)
 from heterog.runtime.step.values import Held, Values, rows_held
 
 

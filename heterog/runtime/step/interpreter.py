@@ -13,10 +13,10 @@ from heterog.runtime.step.conversions import Conversions
 from heterog.runtime.step.local_op import LocalOp, Share
 from heterog.runtime.step.losses import Losses
 from heterog.runtime.step.optimizer import StepUpdates
-from heterog.runtime.step.random_stream import RandomStream
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.recipes import Recipe
 from heterog.runtime.step.spans import Span, Spans
+from heterog.runtime.step.special_ops import RandomStream
 from heterog.runtime.step.values import Held, Reader, Values
 
 

@@ -13,7 +13,6 @@ from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan
 from heterog.graph.batch_plan import values_per_channel
 from heterog.graph.capture import CapturedStep
 from heterog.graph.capture.reading import ATTENTION_ALIASES
-from heterog.graph.halo import Rows
 from heterog.graph.op_costs import SPARSE_PRODUCT
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.placement import Arg, OpCall, Placement, R, TensorMeta, TensorRef
@@ -26,12 +25,15 @@ from heterog.graph.sharding_rules import (
 )
 from heterog.graph.sharding_rules.legal import halo_dim
 from heterog.graph.sharding_rules.table import INSIDE_TEAMS, positions
-from heterog.runtime.step.attention import ATTENTION
-from heterog.runtime.step.causal_rows import on_causal_rows, on_masked_rows
-from heterog.runtime.step.own_words import numbers_of_rows, on_own_words
-from heterog.runtime.step.placed import nested
-from heterog.runtime.step.row_sets import ProductOfRows
-from heterog.runtime.step.spans import Span, unit_rows, window_rows
+from heterog.graph.sparse_pattern import Rows
+from heterog.runtime.step.spans import ProductOfRows, Span, nested, unit_rows, window_rows
+from heterog.runtime.step.special_ops import (
+    ATTENTION,
+    numbers_of_rows,
+    on_causal_rows,
+    on_masked_rows,
+    on_own_words,
+)
 from heterog.runtime.step.windows import Windows, run_on_windows
 
 _RESHAPES = frozenset({"view.default", "_unsafe_view.default"})

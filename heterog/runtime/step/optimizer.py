@@ -11,6 +11,22 @@ Master weights: copies with more digits that the optimizer updates.
 Updates smaller than half a step between two numbers of the model's dtype would be lost, one step
 after the other. So the optimizer has a copy with more digits, and the model gets it rounded after
 every step (Micikevicius et al. 2018, section 3.1).
+
+The user's optimizer of what a rank steps, with all parameter groups of the workload.
+
+Scaling of the loss, so that gradients in float16 do not vanish.
+
+Cards without bfloat16 (V100, T4, RTX 20) train in float16, whose smallest normal number is 6e-5:
+smaller gradients lose digits and then everything. So the backward pass begins with the scale
+instead of 1, and gradients are divided by it before they are clipped and used (Micikevicius et
+al., "Mixed Precision Training", ICLR 2018, section 3.2). The scale follows the rules of
+``torch.amp.GradScaler``.
+
+Optimizer state that is kept in fewer digits than it is computed in.
+
+Adam's two moments are twice as large as the parameters. Kept in bfloat16 they take half of that:
+before a step they are widened to the dtype of what is stepped, and rounded after it. The step
+itself loses nothing (as with Megatron-LM's ``exp-avg-dtype``).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,14 +36,132 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from heterog.errors import HeterogError
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.optimizer_probe import ParameterGroup
 from heterog.graph.step import CountedOptions, StepOptions
+from heterog.graph.workload import Workload
 from heterog.runtime.step.collectives import Communicator, Pending
 from heterog.runtime.step.gradients import Gradients, decoded
-from heterog.runtime.step.kept_state import is_narrow
-from heterog.runtime.step.loss_scale import LossScale
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.recorder import Recorder
 from heterog.runtime.step.slices import Slices
+
+_DTYPE = "state_dtype"
+"""Name of an optimizer's attribute: the dtype that its state is kept in."""
+
+
+def keep_state_in(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> None:
+    """Let an optimizer keep its state in another dtype between steps.
+
+    Counters stay as they are, and so does all state where ``dtype`` is ``None``.
+
+    Args:
+        optimizer: An optimizer; what it steps has as many digits as ``dtype`` or more.
+        dtype: Dtype of its state.
+    """
+    if dtype is None:
+        return
+    setattr(optimizer, _DTYPE, dtype)
+
+    def widen(stepper: torch.optim.Optimizer, *_: object) -> None:
+        _convert(stepper, None)
+
+    def narrow(stepper: torch.optim.Optimizer, *_: object) -> None:
+        _convert(stepper, dtype)
+
+    optimizer.register_step_pre_hook(widen)
+    optimizer.register_step_post_hook(narrow)
+    optimizer.register_load_state_dict_post_hook(narrow)
+
+
+def is_narrow(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether an optimizer keeps its state in a dtype of its own."""
+    return getattr(optimizer, _DTYPE, None) is not None
+
+
+def _convert(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> None:
+    """Convert the state of all that the optimizer steps; ``None``: to the dtype of that."""
+    for group in optimizer.param_groups:
+        for stepped in group["params"]:
+            state = optimizer.state.get(stepped, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() and value.is_floating_point():
+                    state[key] = value.to(dtype or stepped.dtype)
+
+
+@dataclass(slots=True, kw_only=True)
+class LossScale:
+    """A scale that grows while gradients are finite and shrinks where they are not.
+
+    A step whose gradients are not finite changes no parameter and no state of the optimizer. Every
+    rank has a ``LossScale`` of its own, and all of them change alike.
+
+    Attributes:
+        scale: Factor of the loss in the next step; the default is torch's.
+        growth_factor: Factor of the scale after ``growth_interval`` good steps in a row.
+        backoff_factor: Factor of the scale after a step whose gradients are not finite.
+        growth_interval: Number of good steps in a row after which the scale grows.
+        good_steps: Good steps in a row since the scale has changed.
+        num_skipped: Steps so far that changed nothing.
+    """
+
+    scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    good_steps: int = 0
+    num_skipped: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.scale <= 2.0**100:
+            raise HeterogError(f"a loss scale of {self.scale}; it must be above 0.")
+        if self.growth_factor <= 1.0 or not 0.0 < self.backoff_factor < 1.0:
+            raise HeterogError(
+                f"a loss scale with growth_factor {self.growth_factor} and backoff_factor "
+                f"{self.backoff_factor}; the first must be above 1, the second between 0 and 1."
+            )
+        if self.growth_interval < 1:
+            raise HeterogError(f"growth_interval is {self.growth_interval}; it must be 1 or more.")
+
+    def update(self, *, is_finite: bool) -> None:
+        """Take in whether all gradients of a step were finite."""
+        if not is_finite:
+            self.scale *= self.backoff_factor
+            self.good_steps = 0
+            self.num_skipped += 1
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.scale *= self.growth_factor
+            self.good_steps = 0
+
+    def state_dict(self) -> dict[str, float]:
+        """Numbers to keep in a checkpoint, as its ``extra``."""
+        return {
+            "scale": self.scale,
+            "good_steps": self.good_steps,
+            "num_skipped": self.num_skipped,
+        }
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from numbers that ``state_dict`` gave."""
+        self.scale = float(state["scale"])
+        self.good_steps = int(state["good_steps"])
+        self.num_skipped = int(state["num_skipped"])
+
+
+def op_that_begins_backward(graph: OpGraph) -> int | None:
+    """The op that makes the gradient of the loss by itself, a 1; ``None`` if there is none."""
+    loss = int(graph.storage[graph.loss])
+    return next(
+        (
+            index
+            for index, op in enumerate(graph.ops)
+            if op.kind == "ones_like.default" and int(graph.storage[op.inputs[0]]) == loss
+        ),
+        None,
+    )
 
 
 class Masters:
@@ -396,3 +530,31 @@ def _only_with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for group, values in zip(optimizer.param_groups, every, strict=True):
             group["params"] = values
+
+
+def make_optimizer(
+    workload: Workload,
+    groups: Sequence[ParameterGroup],
+    stepped: Sequence[nn.Parameter],
+    group_of: Sequence[int],
+) -> torch.optim.Optimizer:
+    """Make the user's optimizer of some tensors.
+
+    Every rank has all groups, those of which it steps nothing without tensors: so all of them can
+    make the same scheduler.
+
+    Args:
+        workload: The workload.
+        groups: Its parameter groups.
+        stepped: Tensors that the optimizer steps.
+        group_of: Number of the group of each of them.
+    """
+    members: list[list[nn.Parameter]] = [[] for _ in groups]
+    for value, group in zip(stepped, group_of, strict=True):
+        members[group].append(value)
+    optimizer = workload.optimizer(
+        [{**group.options, "params": own} for group, own in zip(groups, members, strict=True)],
+        **dict(workload.optimizer_options),
+    )
+    keep_state_in(optimizer, workload.state_dtype)
+    return optimizer

@@ -20,13 +20,12 @@ from heterog.lowering.program import (
     Program,
     TaskKind,
 )
-from heterog.lowering.recuts import Recut
 from heterog.lowering.tables import Domain, GraphTables, graph_tables
+from heterog.lowering.value_reads import Recut
 from heterog.modes.mode import MessageRule
 from heterog.runtime.step.op_inputs import needs, sources
-from heterog.runtime.step.placed import cut, join
 from heterog.runtime.step.slices import SlicedBucket, parameter_rings, sliced_buckets
-from heterog.runtime.step.spans import Spans, spans_of_groups
+from heterog.runtime.step.spans import Spans, cut, join, spans_of_groups
 from heterog.strategy.division import Ring
 from heterog.strategy.strategy import Strategy
 

@@ -39,9 +39,9 @@ from heterog.runtime.step.collectives import Communicator
 from heterog.runtime.step.compiled import Compiler
 from heterog.runtime.step.interpreter import NotedOp
 from heterog.runtime.step.optimizer import StepUpdates, Updates
-from heterog.runtime.step.random_stream import RandomStream
 from heterog.runtime.step.rank_program import OP_KINDS, RankProgram
 from heterog.runtime.step.recipes import Begin, Like, Recipe
+from heterog.runtime.step.special_ops import RandomStream
 from heterog.runtime.step.step_order import DueTask
 from heterog.runtime.step.values import Held, Values
 

@@ -1,10 +1,27 @@
-"""The samples and units of each device, for ranks to look up while they run."""
+"""The samples and units of each device, for ranks to look up while they run.
+
+Cutting and joining tensors along an axis (mostly the batch), in whichever dimension it lies.
+
+A tensor placed as ``S(dim, outer)`` has ``outer x units x inner`` entries in dimension ``dim``.
+
+Sets of rows, held or wanted: consecutive ones, or those that a sparse matrix reads.
+"""
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from heterog.graph.axis_plan import BATCH_AXIS
-from heterog.graph.halo import Rows
-from heterog.graph.placement import Placement
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.placement import OpCall, Placement
+from heterog.graph.sharding_rules.matmul import pattern_key
+from heterog.graph.sparse_pattern import Rows, SparsePattern
+from heterog.graph.sparse_product import multiply
 from heterog.strategy.division import Division, batch_shares, cut_division
 from heterog.strategy.strategy import Strategy
 
@@ -189,3 +206,199 @@ def unit_rows(units: Span, size: int, all_units: int) -> Rows:
     """Rows of some units, of a tensor with ``size`` rows."""
     inner = size // all_units
     return Rows(units[0] * inner, (units[0] + units[1]) * inner)
+
+
+def cut(tensor: Tensor, placement: Placement, total: int, begin: int, count: int) -> Tensor:
+    """The part of a tensor that belongs to some consecutive samples.
+
+    Args:
+        tensor: A tensor that holds ``total`` samples.
+        placement: Position of the samples in it.
+        total: Number of samples in ``tensor``.
+        begin: First wanted sample.
+        count: Number of wanted samples.
+
+    >>> cut(torch.arange(6), Placement("S"), total=3, begin=1, count=1)
+    tensor([2, 3])
+    """
+    if count == total:
+        return tensor
+    dim, outer = placement.dim, placement.outer
+    inner = tensor.shape[dim] // (outer * total)
+    if outer == 1:
+        part = tensor.narrow(dim, begin * inner, count * inner)
+        # Some kernels (layer norm's backward) read memory as if there were no strides.
+        return part.contiguous() if tensor.is_contiguous() else part
+    shape = tensor.shape
+    apart = tensor.reshape(*shape[:dim], outer, total * inner, *shape[dim + 1 :])
+    part = apart.narrow(dim + 1, begin * inner, count * inner)
+    return part.reshape(*shape[:dim], outer * count * inner, *shape[dim + 1 :])
+
+
+def put(tensor: Tensor, placement: Placement, total: int, begin: int, part: Tensor) -> None:
+    """Write some consecutive samples, in place, to the position that ``cut`` reads.
+
+    >>> whole = torch.zeros(6)
+    >>> put(whole, Placement("S"), total=3, begin=1, part=torch.ones(2))
+    >>> whole
+    tensor([0., 0., 1., 1., 0., 0.])
+    """
+    dim, outer = placement.dim, placement.outer
+    inner = tensor.shape[dim] // (outer * total)
+    count = part.shape[dim] // (outer * inner)
+    shape = tensor.shape
+    apart = tensor.view(*shape[:dim], outer, total * inner, *shape[dim + 1 :])
+    own = apart.narrow(dim + 1, begin * inner, count * inner)
+    own.copy_(part.reshape(own.shape))
+
+
+def nested(place: Placement, other: Placement, total: int, count: int) -> Placement:
+    """Placement of units in a tensor that holds only a part of another axis.
+
+    Args:
+        place: Placement of the units in the whole tensor.
+        other: Placement of the units of the other axis.
+        total: Units of the other axis in the whole tensor.
+        count: Units of the other axis in the part.
+
+    >>> from heterog.graph.placement import S
+    >>> nested(S(0, 8), S(0), total=8, count=2)  # positions inside samples, in one dimension
+    Placement(kind='S', dim=0, outer=2)
+    """
+    around = other.outer * total
+    if place.kind != "S" or other.kind != "S" or place.dim != other.dim or place.outer % around:
+        return place
+    return Placement("S", place.dim, place.outer // total * count)
+
+
+def join(parts: Sequence[Tensor], placement: Placement) -> Tensor:
+    """Join parts with consecutive samples: the inverse of ``cut``."""
+    dim, outer = placement.dim, placement.outer
+    if len(parts) == 1:
+        return parts[0]
+    if outer == 1:
+        return torch.cat(list(parts), dim)
+    apart = [part.reshape(*part.shape[:dim], outer, -1, *part.shape[dim + 1 :]) for part in parts]
+    whole = torch.cat(apart, dim + 1)
+    return whole.reshape(*whole.shape[:dim], -1, *whole.shape[dim + 2 :])
+
+
+RowSet = Rows | npt.NDArray[np.int64]
+"""Consecutive rows, or an ascending array of row numbers."""
+
+
+@lru_cache(maxsize=512)  # of each pattern, the rows of a rank and of those it sends to
+def needed_rows(pattern: SparsePattern, begin: int, end: int) -> npt.NDArray[np.int64]:
+    """Rows that are read by rows ``begin`` to ``end`` of a sparse product."""
+    return pattern.needed(begin, end)
+
+
+def rows_of_neighbours(pattern: SparsePattern, units: Span, all_units: int) -> RowSet:
+    """Rows that the rows of some units read.
+
+    Args:
+        pattern: Sparse pattern of the product.
+        units: Units of its result.
+        all_units: Units of the whole axis.
+    """
+    made = unit_rows(units, pattern.num_rows, all_units)
+    return needed_rows(pattern, made.begin, made.end)
+
+
+def pattern_of_placement(graph: OpGraph, place: Placement) -> SparsePattern:
+    """The sparse pattern that a placement names by its key."""
+    return next(each for each in graph.patterns if each.key == place.pattern)
+
+
+def count(rows: RowSet) -> int:
+    """Number of rows."""
+    return rows.num if isinstance(rows, Rows) else len(rows)
+
+
+def first(rows: RowSet) -> int:
+    """The first row, -1 if there is none."""
+    if isinstance(rows, Rows):
+        return rows.begin
+    return int(rows[0]) if len(rows) else -1
+
+
+def common(have: RowSet, want: RowSet) -> RowSet:
+    """Rows in both sets; at least one set is consecutive, or both are equal."""
+    if isinstance(have, Rows) and isinstance(want, Rows):
+        return have.overlap(want)
+    if isinstance(have, Rows):
+        have, want = want, have
+    assert not isinstance(have, Rows)
+    if not isinstance(want, Rows):
+        return np.intersect1d(have, want, assume_unique=True)
+    begin, end = np.searchsorted(have, [want.begin, want.end]).tolist()
+    return have[begin:end]
+
+
+def take(tensor: Tensor, dim: int, have: RowSet, want: RowSet) -> Tensor:
+    """Select rows of a tensor.
+
+    Args:
+        tensor: A tensor that holds the rows ``have`` along ``dim``.
+        dim: Dimension of the rows.
+        have: Rows that it holds.
+        want: Rows to select, a subset of ``have``.
+    """
+    if isinstance(want, Rows):
+        assert isinstance(have, Rows)
+        return tensor.narrow(dim, want.begin - have.begin, want.num).contiguous()
+    places = want - have.begin if isinstance(have, Rows) else np.searchsorted(have, want)
+    if len(places) == tensor.shape[dim]:
+        return tensor.contiguous()  # they are among them, so they are all
+    return tensor.index_select(dim, torch.from_numpy(places).to(tensor.device))
+
+
+class _Part(NamedTuple):
+    """Some rows of a sparse matrix, with columns numbered among the rows that they read."""
+
+    row_starts: Tensor
+    columns: Tensor
+    entries: slice
+
+
+class ProductOfRows:
+    """Computes some rows of a sparse product from only the rows that they read.
+
+    Args:
+        call: The op.
+        graph: Graph with the entries of the matrix.
+        all_units: Units of the axis along which rows are cut.
+    """
+
+    def __init__(self, call: OpCall, graph: OpGraph, all_units: int) -> None:
+        key = pattern_key(call.args)
+        self._pattern = next(each for each in graph.patterns if each.key == key)
+        self._all_units = all_units
+        self._parts: dict[tuple[Span, torch.device], _Part] = {}
+
+    def __call__(self, inputs: Sequence[Tensor], units: Span) -> list[Tensor]:
+        """Compute the rows of some units of the result.
+
+        Args:
+            inputs: Rows of features that are read, and the whole matrix.
+            units: Units of this rank.
+        """
+        dense, row_starts, _, weights = inputs
+        if dense.is_meta:
+            made = unit_rows(units, self._pattern.num_rows, self._all_units)
+            return [dense.new_empty((*dense.shape[:-2], made.num, dense.shape[-1]))]
+        part = self._part(units, row_starts)
+        return [multiply(dense, part.row_starts, part.columns, weights[part.entries])]
+
+    def _part(self, units: Span, row_starts: Tensor) -> _Part:
+        key = units, row_starts.device
+        if key not in self._parts:
+            pattern = self._pattern
+            made = unit_rows(units, pattern.num_rows, self._all_units)
+            starts = pattern.row_starts[made.begin : made.end + 1]
+            read = needed_rows(pattern, made.begin, made.end)
+            places = np.searchsorted(read, pattern.columns_of(made.begin, made.end))
+            arrays = (starts - starts[0], places)
+            local = [torch.from_numpy(array).to(row_starts) for array in arrays]
+            self._parts[key] = _Part(local[0], local[1], slice(int(starts[0]), int(starts[-1])))
+        return self._parts[key]

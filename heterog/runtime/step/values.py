@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING
-from heterog.graph.halo import Rows
 from heterog.graph.op_graph import TensorKind
 from heterog.graph.sharding_rules import local_shape
+from heterog.graph.sparse_pattern import Rows
 from heterog.lowering.program import RECUT_KINDS, TaskKind
 from heterog.runtime.step.collectives import Pending
 from heterog.runtime.step.local_op import LocalOp, Share
 from heterog.runtime.step.op_inputs import Need, Source
-from heterog.runtime.step.placed import cut, nested, put
 from heterog.runtime.step.rank_program import (
     CONVERSIONS,
     OP_KINDS,
@@ -27,14 +26,21 @@ from heterog.runtime.step.rank_program import (
     nearest,
 )
 from heterog.runtime.step.recipes import Begin, Notes, Recipe
-from heterog.runtime.step.row_sets import (
+from heterog.runtime.step.spans import (
+    EVERY,
     RowSet,
+    Span,
+    Spans,
     count,
+    cut,
+    nested,
     pattern_of_placement,
+    put,
     rows_of_neighbours,
     take,
+    unit_rows,
+    window_rows,
 )
-from heterog.runtime.step.spans import EVERY, Span, Spans, unit_rows, window_rows
 from heterog.runtime.step.windows import fit
 
 _ENCODE = TaskKind.ENCODE

@@ -18,10 +18,9 @@ from heterog.graph.sharding_rules import local_shape
 from heterog.graph.workload import Workload
 from heterog.lowering.program import Program
 from heterog.runtime.accelerators import rank_device
-from heterog.runtime.step.buffer_owners import Buffers
-from heterog.runtime.step.placed import cut, join, put
 from heterog.runtime.step.rank_program import sharded_parameters
-from heterog.runtime.step.slices import SlicedBucket, Slices, release, sliced_buckets
+from heterog.runtime.step.slices import Buffers, SlicedBucket, Slices, release, sliced_buckets
+from heterog.runtime.step.spans import cut, join, put
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 
 

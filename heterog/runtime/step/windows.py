@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heterog.graph.halo import Rows, Stencil
 from heterog.graph.placement import OpCall
 from heterog.graph.sharding_rules.legal import (
     CONVOLUTION,
@@ -23,6 +22,7 @@ from heterog.graph.sharding_rules.legal import (
     stencil_of,
 )
 from heterog.graph.sharding_rules.table import positions
+from heterog.graph.sparse_pattern import Rows, Stencil
 
 _aten = torch.ops.aten
 

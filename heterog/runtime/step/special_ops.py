@@ -1,0 +1,346 @@
+"""Ops that run differently on a part: words, attention, causal rows, random numbers.
+
+Ops on some words of a vocabulary: look-ups, and cross entropies that a team shares.
+
+A member of a team has some columns of the logits, and all of their rows. Log-softmax and its
+gradient need a number of each row (``numbers_of_rows``); members gather these, and make their
+columns with the numbers of all (``completed``). Labels among other members' words add nothing to
+the loss here, which is a part of a sum (Megatron-LM's vocab_parallel_cross_entropy, Shoeybi et
+al. 2019, section 3).
+
+Fused attention on devices other than the one it was captured on.
+
+The graph holds one canonical pair of ops, with the arguments of the CPU's kernels. What a forward
+kernel keeps for its backward kernel differs from device to device, so here the backward op runs
+the forward pass again and asks autograd: right on every device, for one more forward pass.
+
+Causal attention of some queries: those of the part of a sequence that one device has.
+
+The queries ``[first, first + n)`` see all keys before ``first``, and of the ``n`` keys from there
+on each query sees those up to its own. So two calls of the captured kernel do it, one without a
+mask and one causal, and no mask tensor is made. Their outputs are weighted by what the kernel
+keeps, the logarithms of the sums of exponents; given those of both together, the backward kernel
+finds each part's gradients alone (the two identities of ring attention, Liu et al. 2023). Keys
+behind the last query are never looked at: early positions cost less.
+
+Kernels of other devices keep other things. There it is one call, with a mask that ends at the last
+query; torch has a kind of mask for it that fused kernels know and that is not written out.
+
+Random numbers of ops on several ranks: dropout masks, noise.
+
+Every op of every step gets a seed of its own, made from what identifies it. So a run repeats with
+the same seed, whatever the order of its ops, and resuming needs only the number of the step. The
+default generator, which the user's own code draws from, is left as it was.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from heterog.graph.placement import OpCall
+from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES, MEAN, SUM
+from heterog.graph.sharding_rules.table import dimension, integer, positions
+from heterog.runtime.accelerators import default_generator
+
+_OF_NO_WORD = -100
+
+Run = Callable[[Sequence[Tensor], Mapping[str, Any]], Sequence[Tensor]]
+"""Runs an op's kernel on inputs, with some arguments instead of its own."""
+
+
+def on_own_words(
+    call: OpCall, run: Run, inputs: Sequence[Tensor], words: range, *, is_mean: bool = True
+) -> list[Tensor]:
+    """Run a look-up, or the choice of the labels' logits, on some words.
+
+    Args:
+        call: The op.
+        run: Its kernel.
+        inputs: Tensor inputs of the op: what it has of those words, and words among all.
+        words: The words.
+        is_mean: Whether a mean is divided by the weight of the labels here.
+    """
+    if "target" in call.args:
+        return _choose_own_words(call, run, inputs, words, is_mean)
+    if "index" in call.args:
+        return _of_own_columns(call, run, inputs, words)
+    table, wanted = positions(call, "weight", "indices")
+    own = inputs[wanted] - words.start
+    elsewhere = (own < 0) | (own >= len(words))
+    given = list(inputs)
+    given[wanted] = own.masked_fill(elsewhere, 0)
+    if not len(inputs[table]):
+        given[table] = inputs[table].new_zeros(1, inputs[table].shape[1])
+    return [found.masked_fill(elsewhere.unsqueeze(-1), 0.0) for found in run(given, {})]
+
+
+def _of_own_columns(
+    call: OpCall, run: Run, inputs: Sequence[Tensor], words: range
+) -> list[Tensor]:
+    """Elements that an index names in some columns, or sums that it adds to them."""
+    (columns,), (wanted,) = positions(call, "self"), positions(call, "index")
+    added = positions(call, "src")
+    if not len(words):
+        return [inputs[columns] if added else inputs[columns].new_zeros(inputs[wanted].shape)]
+    own = inputs[wanted] - words.start
+    elsewhere = (own < 0) | (own >= len(words))
+    given = list(inputs)
+    given[wanted] = own.masked_fill(elsewhere, 0)
+    for source in added:
+        given[source] = inputs[source].masked_fill(elsewhere, 0.0)
+    return [made if added else made.masked_fill(elsewhere, 0.0) for made in run(given, {})]
+
+
+def _choose_own_words(
+    call: OpCall, run: Run, inputs: Sequence[Tensor], words: range, is_mean: bool
+) -> list[Tensor]:
+    """The labels' part of a loss, or the gradient of that; the weight of all labels is whole."""
+    (target,) = positions(call, "target")
+    labels, given = inputs[target], list(inputs)
+    own = labels - words.start
+    elsewhere = (own < 0) | (own >= len(words)) | (labels == call.args["ignore_index"])
+    given[target] = own.masked_fill(elsewhere, _OF_NO_WORD)
+    for weight in positions(call, "weight"):
+        given[weight] = inputs[weight][words.start : words.stop]
+    instead: dict[str, Any] = {"ignore_index": _OF_NO_WORD}
+    reduction = call.args["reduction"]
+    if call.kind not in LABEL_COUNTING_LOSSES or not reduction:
+        return list(run(given, instead))
+    loss, _ = run(given, instead | {"reduction": SUM})
+    total = _label_weight(call, inputs, loss)
+    return [loss / total if is_mean and reduction == MEAN else loss, total]
+
+
+def _label_weight(call: OpCall, inputs: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Weight of all labels that count."""
+    (target,) = positions(call, "target")
+    counts = torch.ne(inputs[target], integer(call, "ignore_index"))
+    total = counts
+    for weight in positions(call, "weight"):
+        total = inputs[weight][inputs[target].where(counts, 0)] * counts
+    return total.sum().to(like.dtype)
+
+
+def numbers_of_rows(call: OpCall, inputs: Sequence[Tensor]) -> Tensor:
+    """The number of each row that a member finds in its columns.
+
+    Args:
+        call: The op.
+        inputs: Its tensor inputs, of this member.
+    """
+    along, columns = _along(call), _wide(inputs[0])
+    if len(inputs) > 1:
+        return columns.sum(along, keepdim=True)
+    return torch.logsumexp(columns, along, keepdim=True)
+
+
+def completed(call: OpCall, inputs: Sequence[Tensor], numbers: Sequence[Tensor]) -> Tensor:
+    """A member's columns of an op's output.
+
+    Args:
+        call: The op.
+        inputs: Its tensor inputs, of this member.
+        numbers: What each member has found.
+    """
+    columns, of_all = _wide(inputs[0]), torch.stack(list(numbers))
+    if len(inputs) > 1:
+        made = columns - _wide(inputs[1]).exp() * of_all.sum(0)
+    else:
+        made = columns - torch.logsumexp(of_all, 0)
+    dtype: torch.dtype = getattr(torch, call.outputs[0].dtype)
+    return made.to(dtype).contiguous()  # as the kernel's, whatever lay along the columns
+
+
+def _along(call: OpCall) -> int:
+    return dimension(call, "dim", len(call.inputs[0].shape), default=-1)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In float32 at least: a row has many words."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """The output, and a placeholder for the value that the backward op gets and does not use."""
+    output = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        # The CPU's kernels take several query heads for one of keys unasked.
+        enable_gqa=query.shape[-3] != key.shape[-3],
+    )
+    # Shaped like the logarithms of sums that CPU kernels keep, so that it can be split alike.
+    return output, query.new_zeros(query.shape[:-1], dtype=torch.float32)
+
+
+def attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value."""
+    with torch.enable_grad():
+        query, key, value = (each.detach().requires_grad_() for each in (query, key, value))
+        output, _ = attention(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )
+        return torch.autograd.grad(output, (query, key, value), grad_out)
+
+
+ATTENTION: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {"attention": attention, "attention_backward": attention_backward}
+)
+"""Functions that run canonical ops; arguments are in the order of the CPU kernels'."""
+
+
+Kernel = Callable[[Sequence[Tensor], bool], list[Tensor]]
+"""Runs the op on some tensor inputs, with a causal mask or without one."""
+
+MaskedKernel = Callable[[Sequence[Tensor], Tensor], list[Tensor]]
+"""Runs the op on some tensor inputs with a mask."""
+
+_ROWS = 2  # of queries, keys and values [B, H, S, D]
+
+
+def on_causal_rows(
+    call: OpCall, kernel: Kernel, inputs: Sequence[Tensor], first: int
+) -> list[Tensor]:
+    """Run causal attention, or its backward, on some of the queries and all keys.
+
+    Args:
+        call: The op.
+        kernel: Function that runs the op.
+        inputs: Its tensor inputs; those that belong to queries hold only the local ones.
+        first: Position of the first local query.
+
+    Returns:
+        The outputs of the op: for queries the local rows, for keys and values parts of a sum.
+    """
+    run = _backward if "grad_out" in call.args else _forward
+    return run(call, kernel, list(inputs), first)
+
+
+def on_masked_rows(
+    call: OpCall, kernel: MaskedKernel, inputs: Sequence[Tensor], first: int
+) -> list[Tensor]:
+    """Do the same with one call of a kernel that takes masks.
+
+    Args:
+        call: The op.
+        kernel: Function that runs the op with a mask.
+        inputs: Its tensor inputs; those that belong to queries hold only the local ones.
+        first: Position of the first local query.
+    """
+    (query,), (key,) = positions(call, "query"), positions(call, "key")
+    num, rows = inputs[query].shape[_ROWS], inputs[key].shape[_ROWS]
+    # Here, because it imports torch's compiler: a second of processor time for every rank.
+    from torch.nn.attention.bias import causal_lower_right
+
+    seen = first + num
+    made = kernel(_with_keys(call, list(inputs), 0, seen), causal_lower_right(num, seen))
+    if "grad_out" not in call.args:
+        return made
+    unseen = [0, 0, 0, rows - seen]
+    return [made[0], *(pad(each, unseen) for each in made[1:])]
+
+
+def _forward(call: OpCall, kernel: Kernel, inputs: list[Tensor], first: int) -> list[Tensor]:
+    (query,) = positions(call, "query")
+    num = inputs[query].shape[_ROWS]
+    own = kernel(_with_keys(call, inputs, first, num), True)
+    if first == 0:
+        return own
+    before = kernel(_with_keys(call, inputs, 0, first), False)
+    (out, sums), (earlier, earlier_sums) = own, before
+    total = torch.logaddexp(sums, earlier_sums)
+    wide = torch.promote_types(out.dtype, total.dtype)
+    parts = ((out, sums), (earlier, earlier_sums))
+    mixed = sum(each.to(wide) * (of - total).exp().unsqueeze(-1) for each, of in parts)
+    assert isinstance(mixed, Tensor)
+    return [torch.empty_like(out).copy_(mixed), total]
+
+
+def _backward(call: OpCall, kernel: Kernel, inputs: list[Tensor], first: int) -> list[Tensor]:
+    (query,), (key,) = positions(call, "query"), positions(call, "key")
+    num, rows = inputs[query].shape[_ROWS], inputs[key].shape[_ROWS]
+    of_query, of_key, of_value = kernel(_with_keys(call, inputs, first, num), True)
+    if first > 0:
+        earlier = kernel(_with_keys(call, inputs, 0, first), False)
+        of_query = of_query + earlier[0]
+        of_key = torch.cat((earlier[1], of_key), _ROWS)
+        of_value = torch.cat((earlier[2], of_value), _ROWS)
+    unseen = [0, 0, 0, rows - first - num]
+    return [of_query, pad(of_key, unseen), pad(of_value, unseen)]
+
+
+def _with_keys(call: OpCall, inputs: list[Tensor], first: int, num: int) -> list[Tensor]:
+    """The inputs with only some of the keys and values."""
+    keys = positions(call, "key", "value")
+    return [
+        each.narrow(_ROWS, first, num) if where in keys else each
+        for where, each in enumerate(inputs)
+    ]
+
+
+_EVERY_RANK = 0
+
+
+class RandomStream:
+    """Seeds for the ops of a rank.
+
+    Args:
+        seed: Seed of the run; the same on all ranks.
+        device: Device on which its ops draw.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = seed
+        self._generator = default_generator(device)
+
+    @contextmanager
+    def drawing(self, step: int, op: int, micro: int, *, rank: int | None) -> Iterator[None]:
+        """Draw the random numbers of the body from the stream of one op.
+
+        Args:
+            step: Number of the step.
+            op: Index of the op.
+            micro: Number of the micro-batch. An op that all ranks share ignores it and draws for
+                whole step.
+            rank: Rank whose numbers these are; ``None`` if every rank draws the same.
+        """
+        own = (_EVERY_RANK, 0) if rank is None else (1 + rank, micro)
+        mixed = np.random.SeedSequence((self._seed, step, op, *own)).generate_state(1, np.uint64)
+        state = self._generator.get_state()
+        # torch takes seeds as signed numbers of 64 bits.
+        self._generator.manual_seed(int(mixed[0]) >> 1)
+        try:
+            yield
+        finally:
+            self._generator.set_state(state)
