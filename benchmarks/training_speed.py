@@ -29,6 +29,7 @@ from heterog.agents.training import Trainer
 from heterog.cluster import Cluster
 from heterog.envs.pair import Pair
 from heterog.envs.registration import IMPROVE
+from heterog.garbage import settled
 
 NUM_ENVS = 8
 
@@ -62,8 +63,9 @@ def measure(seed: int, model: str, cluster: str, steps: int) -> dict[str, float]
     tell(f"{steps} steps")
     before = learner.num_evaluations
     begin, cpu = time.perf_counter(), time.process_time()
-    for number in range(steps):
-        learner.advance(number)
+    with settled():  # as a training runs
+        for number in range(steps):
+            learner.advance(number)
     seconds, cpu_s = time.perf_counter() - begin, time.process_time() - cpu
     for undo in restore:
         undo()

@@ -125,7 +125,7 @@ def test_an_agent_hands_over_drafts_beside_its_draws_once() -> None:
     assert judged[0] <= judged[1]
 
 
-@pytest.mark.parametrize(("left_s", "drafts_s"), [(59.3, 0.3), (0.1, 0.1)])
+@pytest.mark.parametrize(("left_s", "drafts_s"), [(59.3, 0.25), (0.1, 0.1)])
 def test_drafts_have_what_draws_have_left_of_the_seconds_of_an_answer(
     left_s: float, drafts_s: float
 ) -> None:
