@@ -14,7 +14,7 @@ from heterog import cli
 from heterog.agents.benchmark.board import Board, Entry, read_results
 from heterog.agents.benchmark.pair_lists import PairLine
 from heterog.agents.benchmark.placers import Gdp, HeterogAgent, Placeto, Settings, heterog_actions
-from heterog.agents.benchmark.rivals import RIVALS, known_rows
+from heterog.agents.benchmark.rivals import RIVALS, WithoutTraining, known_rows
 from heterog.agents.benchmark.row_search import Rows
 from heterog.agents.benchmark.sailor import sailor_s
 from heterog.agents.benchmark.statistics import (
@@ -31,6 +31,8 @@ from heterog.agents.benchmark.tiles import (
     graph_of,
     nodes_of,
 )
+from heterog.agents.checkpoint import load_checkpoint
+from heterog.agents.planners import DEFAULT_POLICY, shipped_lead
 from heterog.cluster import Cluster
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.errors import HeterogError, InputFileError
@@ -316,3 +318,38 @@ def test_arms_are_compared_on_what_all_of_them_have(tmp_path: Path) -> None:
     assert found["b"]["over_best"]["value"] == pytest.approx((2.0 / 0.5 * NO_FIT) ** 0.5)
     assert found["b"]["over_first"]["value"] == pytest.approx((2.0 * NO_FIT) ** 0.5)
     assert (found["b"]["do_not_fit"], found["b"]["close"], found["b"]["wall_s"]) == (1, 0, 1.0)
+
+
+def test_a_row_is_given_nothing_that_an_earlier_one_has_found_out(tmp_path: Path) -> None:
+    save_graph(chain_graph(), graph := tmp_path / "chain.json")
+    seen = []
+
+    def note(evaluator: Evaluator, seed: int, budget: Budget) -> dict[str, Any]:
+        seen.append(evaluator.graph)
+        assert "known" not in vars(evaluator.graph)
+        vars(evaluator.graph)["known"] = True
+        return {"step_time_s": 1.0, "evaluations": 1}
+
+    board = Board(
+        pairs=[PairLine(str(graph), "paper_8gpu", "p")],
+        entries=[Entry("a", note), Entry("b", note)],
+        budget=Budget(evaluations=1),
+        seeds=range(1),
+        results=tmp_path / "rows.jsonl",
+    )
+    board.run(lambda line: None)
+    assert len(seen) == 2
+    assert seen[0].fingerprint == seen[1].fingerprint
+
+
+def test_a_row_without_training_answers_as_agent_does_with_the_same_networks() -> None:
+    graph, cluster = chain_graph(num_layers=6), Cluster.load("paper_8gpu")
+    shipped = load_checkpoint(DEFAULT_POLICY).policy
+    row = WithoutTraining("row", lambda seed: shipped, lambda seed: shipped_lead())
+    answers = []
+    for method in (row, known_rows()["agent"]):
+        problem = Problem(evaluator=Evaluator(graph, cluster), budget=Budget(evaluations=400))
+        found = method.plan(problem)
+        assert found.num_evaluations > 200  # more than draws take: drafts, and moves
+        answers.append([each.strategy for each in found.candidates])
+    assert answers[0] == answers[1]
