@@ -755,6 +755,36 @@ def test_a_step_time_has_an_interval(run: Run, model: str, tmp_path: Path) -> No
     assert "interval_s" in refused.err
 
 
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda plan: plan["methods"][0].update(seed=plan["seed"] + 1), "seed"),
+        (lambda plan: plan["methods"][0].update(lower_bound_s=plan["lower_bound_s"] + 1e-9),
+         "lower_bound_s"),
+        (lambda plan: plan.update(step_time_s=plan["step_time_s"] + 1e-9), "step_time_s"),
+        (lambda plan: plan["peak_memory_bytes"].append(plan["peak_memory_bytes"].pop() + 1),
+         "peak_memory_bytes"),
+        (lambda plan: plan.update(
+            throughput_samples_per_s=plan["throughput_samples_per_s"] * (1.0 + 1e-5)),
+         "throughput_samples_per_s"),
+    ],
+)  # fmt: skip
+def test_what_a_plan_says_twice_is_the_same_to_the_last_digit(
+    planned: Path, tmp_path: Path, change: Callable[[Any], object], field: str
+) -> None:
+    """Or to a millionth where it is computed again."""
+    path = tmp_path / "plan.json"
+    plan = json.loads(planned.read_text())
+    for each in (plan, *plan["methods"]):
+        each["seed"] = 2**40  # so that 1 is less than a millionth of it
+    path.write_text(json.dumps(plan))
+    assert heterog.load_plan(path).seed == 2**40
+    change(plan)
+    path.write_text(json.dumps(plan))
+    with pytest.raises(InputFileError, match=field):
+        heterog.load_plan(path)
+
+
 def test_peaks_have_intervals(run: Run, model: str, tmp_path: Path) -> None:
     """They are printed, saved, checked when they are read, and on the page."""
     path = tmp_path / "plan.json"

@@ -43,8 +43,13 @@ if TYPE_CHECKING:
 _ORDERS = tuple(order.name.lower() for order in Order)
 _Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 _Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
-_CLOSE = 1e-6  # of a number, or in all if that is more
+_CLOSE = 1e-6
+"""Part of a number that is computed again in which it may differ on another machine."""
 _OF_BACKGROUND = ("slow_down", "total_samples_per_s")
+_ROOM = {"peak_intervals_bytes": 1.0, "fit_probability": 1e-6}
+"""How much some of these may differ in all: whole bytes may be rounded otherwise."""
+_COMPUTED = ("throughput_samples_per_s", "gains", "cost_per_step", *_OF_BACKGROUND, *_ROOM)
+"""Fields that are computed again when a file is read; the others are copies."""
 _Pair = Annotated[list[Int32], Field(min_length=2, max_length=2)]
 
 
@@ -302,19 +307,22 @@ def contradiction(plan: "Plan", document: Mapping[str, Any]) -> str:
         told.append(("background.", document["background"], again["background"], _OF_BACKGROUND))
     for where, here, there, follows in told:
         for name in follows:
-            if name in here and name in there and not _is_same(here[name], there[name]):
+            if name in here and name in there and not _is_same(name, here[name], there[name]):
                 said = f"is {shown(here[name])}, but what it describes says {shown(there[name])}"
                 return f"field '{where}{name}' {said}"
     return ""
 
 
-def _is_same(here: object, there: object) -> bool:
-    """Whether a file says what its plan says; numbers may be rounded on another machine."""
+def _is_same(name: str, here: object, there: object) -> bool:
+    """Whether a file says what its plan says in a field, or in a part of it."""
     if isinstance(here, dict) and isinstance(there, dict):
-        return here.keys() == there.keys() and all(_is_same(here[key], there[key]) for key in here)
+        same = here.keys() == there.keys()
+        return same and all(_is_same(name, here[key], there[key]) for key in here)
     if isinstance(here, list) and isinstance(there, list):
-        return len(here) == len(there) and all(map(_is_same, here, there))
-    if isinstance(here, int | float) and isinstance(there, int | float):
-        room = _CLOSE * max(abs(there), 1.0)
+        return len(here) == len(there) and all(
+            _is_same(name, *pair) for pair in zip(here, there, strict=True)
+        )
+    if name in _COMPUTED and isinstance(here, int | float) and isinstance(there, int | float):
+        room = max(_CLOSE * abs(there), _ROOM.get(name, 0.0))
         return there - room <= here <= there + room
     return here == there
