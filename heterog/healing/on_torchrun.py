@@ -247,17 +247,30 @@ class Generation:
         running, gone = self.folder / "running.json", self._before.lost
         if not running.exists():
             running, gone = self.request.plan, ()
-        devices = range(self.whole.cluster.num_devices)
-        name = "-".join(map(str, sorted(lost)))
-        return Question(
-            lost=tuple(sorted(lost)),
-            budget=self.options.first_budget,
-            steps_left=self.request.num_steps,
-            restart_s=_RESTART_S,
-            running=str(running),
-            running_on=tuple(device for device in devices if device not in gone),
-            path=str(self.folder / f"lost-{name}.json"),
-        )
+        devices = set(range(self.whole.cluster.num_devices))
+        on = devices.difference(gone)
+        return _question(self.request, self.options, lost, running, on, self.folder)
+
+
+def _question(
+    request: RunRequest,
+    options: HealOptions,
+    lost: Collection[int],
+    running: Path,
+    on: Collection[int],
+    folder: Path,
+) -> Question:
+    """The question for a plan without some devices, by the plan that runs on others now."""
+    name = "-".join(map(str, sorted(lost)))
+    return Question(
+        lost=tuple(sorted(lost)),
+        budget=options.first_budget,
+        steps_left=request.num_steps,
+        restart_s=_RESTART_S,
+        running=str(running),
+        running_on=tuple(sorted(on)),
+        path=str(folder / f"lost-{name}.json"),
+    )
 
 
 def warm(path: str) -> None:
@@ -275,15 +288,8 @@ def warm(path: str) -> None:
         devices = range(request.load().cluster.num_devices)
         planning = Planning()
         planning.answer({"whole": str(request.plan), "source": ""})
-        question = Question(
-            lost=(devices[-1],),
-            budget=options.first_budget,
-            steps_left=request.num_steps,
-            restart_s=_RESTART_S,
-            running=str(request.plan),
-            running_on=tuple(devices),
-            path=f"{folder}/plan.json",
-        )
+        last = devices[-1:]
+        question = _question(request, options, last, request.plan, devices, Path(folder))
         planning.answer(asdict(question))
     torch.set_num_threads(num_threads)
 

@@ -17,9 +17,8 @@ rates. Communication also takes compute time from its members: for every byte (*
 the time of the threads that move bytes, measured while nothing else ran; and for every operation
 (*overhead*), measured with small ones while all members computed.
 
-Rates of links and factors of collectives fitted to measurements.
-
-Device models fitted to recorded runs, as a file for ``calibration`` of a cluster.
+A file for ``calibration`` of a cluster may instead hold device models that were fitted to recorded
+runs (``save_run_models``).
 """
 
 import math
