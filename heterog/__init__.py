@@ -9,19 +9,18 @@
     for batch in loader: loss = step(batch)      # same loss, same weights as on one device
 
 Names are loaded when they are first used, so that ``import heterog`` is quick. ARCHITECTURE.md
-says how the packages hang together; the docstring of each package is a map of its modules. Of no
-package:
+says how the packages hang together; the docstring of each package is a map of its modules. These
+modules belong to no package:
 
-- ``api`` has the entry points above, ``local_losses`` models cut into blocks with their own
-  losses.
-- ``errors``, ``units`` and ``names`` are used everywhere: what users read, conversions, legal
-  names.
+- ``api`` has the entry points above; ``local_losses`` cuts a model into blocks, each with its own
+  loss.
+- ``errors``, ``units`` (conversions) and ``names`` (legal names) are used everywhere.
 - ``files``, ``records`` and ``yaml_files`` read what comes from outside, ``user_code`` Python
   files.
-- ``run`` is what torchrun starts on every host, ``heal`` where plans heal, ``__main__`` the
+- ``run`` is a rank under torchrun, ``heal`` a rank of a plan that heals, ``__main__`` the
   command ``heterog``.
-- ``workers`` runs independent jobs in processes or on Ray, ``memo`` keeps what methods returned,
-  ``garbage`` spares the collector, ``grouped`` sorts values by keys.
+- ``workers`` runs independent jobs in processes or on Ray, ``memo`` keeps results of methods,
+  ``garbage`` limits Python's collector, ``grouped`` sorts values by keys.
 """
 
 from importlib import import_module

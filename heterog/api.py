@@ -48,8 +48,8 @@ def plan(
             deadline; see ``heterog.search.objective``.
 
     Returns:
-        The best plan; ``plan.outcome`` says whether it fits and runs. That of a workload has been
-        rehearsed: played through on all ranks, without data.
+        The best plan; ``plan.outcome`` says whether it fits and runs. A plan of a workload has
+        been rehearsed: played through on all ranks, without data.
     """
     graph, rehearse = _captured(workload)
     known = default_methods(policy)
@@ -121,7 +121,7 @@ def layout(
         step_barrier: Whether a step ends with all updates.
 
     Returns:
-        A plan of one row, ``"given"``: its step time and memory as predicted. That of a workload
+        A plan of one row, ``"given"``, with predicted step time and memory. A plan of a workload
         has been rehearsed. It can be saved, reported, explained and deployed like any other.
 
     Raises:

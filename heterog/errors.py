@@ -14,8 +14,8 @@ _Named = TypeVar("_Named")
 class HeterogError(Exception):
     r"""Base class of every error that bad input or an impossible request can cause.
 
-    The command line prints its text as one line and exits with code 2. What cannot be printed, as
-    in the name of a file, is escaped.
+    The command line prints its text as one line and exits with code 2. Characters that cannot be
+    printed, as in the name of a file, are escaped.
 
     >>> print(HeterogError("cannot write \udcff.json"))
     cannot write \udcff.json
@@ -47,10 +47,10 @@ class UnknownNameError(HeterogError):
 
 
 def named(what: str, name: str, known: Mapping[str, _Named]) -> _Named:
-    """What has a name.
+    """The value of a name in a table.
 
     Raises:
-        UnknownNameError: nothing has it.
+        UnknownNameError: the table lacks the name.
     """
     if name not in known:
         raise UnknownNameError(what, name, known)
@@ -94,7 +94,7 @@ class ExperimentalWarning(FutureWarning):
 
 
 def moved(old: str, new: str) -> None:
-    """Let a module's old name be the module of its new one, with a warning that says so."""
+    """Keep a module's old name as an alias of the new module, with a warning."""
     warnings.warn(
         f"{old} is {new} now; the old name goes with the next release.",
         FutureWarning,
@@ -107,7 +107,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def experimental(made: _Class) -> _Class:
-    """Have a class of the package warn when it is used: it may change in any release."""
+    """Make a class warn when it is instantiated: it may change in any release."""
     begin: Any = made.__init__  # type: ignore[misc]
 
     @wraps(begin)

@@ -1,4 +1,4 @@
-"""Files: reading those of others within limits, writing whole or not at all.
+"""Reads files of any origin within limits; writes a file completely or not at all.
 
 Files may have been made by anybody. Only regular files are opened (a pipe would wait for ever),
 every kind has a largest size, compressed content counts by its unpacked size, and JSON is
@@ -29,7 +29,7 @@ _CONTAINER_BYTES, _TEXT_BYTES, _VALUE_BYTES = 96, 72, 40
 
 
 def check_writable(path: str | Path) -> Path:
-    """The path of a file that can be written, links followed: checked before long work.
+    """The path, links followed, of a file that can be written; to be called before long work.
 
     Raises:
         InputFileError: it exists and is no regular file (a folder, a device, a pipe), its folder
@@ -48,7 +48,7 @@ def check_writable(path: str | Path) -> Path:
 
 
 def check_folder_writable(path: str | Path, *, makes_parents: bool = False) -> Path:
-    """The path of a folder, there or new, in which files can be written.
+    """The path of a folder, existing or new, in which files can be written.
 
     Args:
         path: Path of the folder.
@@ -74,7 +74,7 @@ _NO_FILE = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a d
 def _existing(path: str | Path) -> tuple[Path, os.stat_result | None]:
     """The path with links followed, and what is there, if anything."""
     try:
-        # Not the path as given: what is written then replaces the file, not a link to it.
+        # Links are resolved, so that a write replaces the file and not a link to it.
         target = Path(os.path.realpath(path))
         try:
             return target, target.stat()
@@ -99,7 +99,7 @@ def _check_folder_of(path: str | Path, target: Path, status: os.stat_result | No
 def write_atomically(path: str | Path, content: bytes) -> None:
     """Write a file beside its place and move it there, so that no reader sees half of it.
 
-    A file that is replaced keeps its permissions; of a link, what it leads to is replaced.
+    A replaced file keeps its permissions; a link stays, and its target is replaced.
 
     Raises:
         InputFileError: the path is no file that can be written, or the system refuses.
@@ -107,7 +107,7 @@ def write_atomically(path: str | Path, content: bytes) -> None:
     target = check_writable(path)
     try:
         mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o644
-        # A short name: that of the file itself may be as long as names can be.
+        # A short name, because the file's own may already be as long as names can be.
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=".heterog-")
         try:
             with os.fdopen(handle, "wb") as file:

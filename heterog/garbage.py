@@ -1,7 +1,7 @@
-"""Keeps Python's garbage collector away from what lives long.
+"""Keeps Python's garbage collector away from objects that live long.
 
-torch, a captured step and its tables are half a million objects, and a full collection walks over
-all of them: 0.15 s, which a plan of a second paid for several times.
+torch, a captured step and its tables are half a million objects. A full collection walks over
+all of them in 0.15 s, and a plan of one second paid for several collections.
 """
 
 import gc
@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Leave what is in memory now out of collections inside the block; or decorate a function.
+    """Exclude all present objects from collections inside the block; also decorates functions.
 
-    A block in another one changes nothing.
+    A nested block changes nothing.
     """
     if gc.get_freeze_count():
         yield
@@ -30,8 +30,8 @@ def without_collector() -> Iterator[None]:
     """Switch off Python's search for reference cycles.
 
     An import, a capture or a rehearsal makes hundreds of thousands of objects, which reference
-    counts free; the search would start again and again, and each time look through all of torch
-    and the graph.
+    counts free. Meanwhile the search would start again and again, and each time look through all
+    of torch and the graph.
     """
     was_enabled = gc.isenabled()
     gc.disable()

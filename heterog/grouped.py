@@ -1,4 +1,4 @@
-"""Values by a key that several of them share, and sequences in even parts."""
+"""Groups values by a key; cuts sequences into even parts."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import pairwise
@@ -21,7 +21,7 @@ def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
 
 
 def cut(items: Sequence[_Value], count: int) -> list[list[_Value]]:
-    """Items in order, in parts as even as they can be.
+    """Items in order, in ``count`` parts as even as possible.
 
     >>> cut("abcde", 2)
     [['a', 'b'], ['c', 'd', 'e']]

@@ -174,9 +174,10 @@ class _Step:
 
 
 def _graph(tensor: Tensor) -> Iterator[Any]:
-    """Backward functions that a gradient of a tensor goes through, but for those of leaves.
+    """Backward functions that a gradient of a tensor passes, without those of leaves.
 
-    A parameter that blocks share (an embedding tied to heads) is no path between them.
+    Leaves are left out because a parameter that blocks share (an embedding tied to heads) is no
+    path between them.
     """
     waiting, seen = [tensor.grad_fn], set[Any]()
     while waiting:

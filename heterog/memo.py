@@ -1,4 +1,4 @@
-"""Results of methods that are found once for each object and arguments."""
+"""Caches results of methods for each object and its arguments."""
 
 from collections.abc import Callable
 from functools import update_wrapper
@@ -12,8 +12,8 @@ _T = TypeVar("_T")
 class kept(Generic[_S, _P, _T]):
     """A method that keeps what it has returned for as long as its object lives.
 
-    Its arguments are hashable and positional. As with ``cached_property``, what is kept lies in
-    the object's ``__dict__``; the object can no longer be pickled then.
+    Its arguments are hashable and positional. As with ``cached_property``, results lie in the
+    object's ``__dict__``; from then on the object cannot be pickled.
 
     >>> class Squares:
     ...     @kept
@@ -32,7 +32,8 @@ class kept(Generic[_S, _P, _T]):
         """The method of an object; Python asks once, then finds it in the object."""
         method, results = self._method, dict[Any, _T]()
 
-        # Not functools.cache: each new one would have a capture look for others once more.
+        # Not functools.cache: whenever there is a new one, ``graph.repeated_calls`` searches
+        # memory for all of them again.
         def found(*arguments: Any) -> _T:
             try:
                 return results[arguments]

@@ -1,10 +1,10 @@
 """Strict typed records: the shape of every document that is read from a file.
 
-A kind of file is a ``Record``: its fields, their types and their ranges. Parts of it (or all of
-it) are the dataclasses that the rest of heterog works with, where these hold what the file says:
-their fields then say the bounds, too, and ``VALUE`` is their ``__pydantic_config__``.
-``parse_record`` turns JSON values into one or reports in one line which field of which file is
-wrong. Relations between fields are checked by the class, or by the reader of the kind.
+A kind of file is a ``Record``: its fields, their types and their ranges. Where a dataclass of
+heterog has the fields of the file, the dataclass itself is the record or a part of it: its fields
+then give the bounds, too, and ``VALUE`` is its ``__pydantic_config__``. ``parse_record`` turns
+JSON values into a record or reports in one line which field of which file is wrong. Relations
+between fields are checked by the class, or by the reader of the kind.
 """
 
 import json
@@ -41,8 +41,8 @@ _MOST_SHOWN = 300
 STRICT = ConfigDict(extra="forbid", strict=True)
 """No unknown field, no value of another type; ``__pydantic_config__`` of a dataclass."""
 VALUE = ConfigDict(extra="forbid")
-"""That of a dataclass that is part of a record, whose lists become tuples and words enums; types
-of numbers and words are those below, which take nothing else."""
+"""Like ``STRICT``, for a dataclass that is part of a record: lists become tuples, words become
+enums. Its numbers and words have the types below, which are strict themselves."""
 
 
 class Record(BaseModel):
@@ -106,13 +106,13 @@ def within(low: float, high: float, **more: Any) -> Any:
 
 
 def finite(low: float, high: float) -> Any:
-    """The same of a float."""
+    """The bounds of a float, which has to be finite, too."""
     return within(low, high, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
 class MadeBy:
-    """The mark of a field that a function makes of its JSON value."""
+    """Marks a field whose value a function makes from JSON."""
 
     read: Callable[[Any], object]
 
@@ -121,7 +121,7 @@ class MadeBy:
 
 
 def member_of(kind: Iterable[Enum]) -> MadeBy:
-    """The mark of a field that names a member of an enumeration, in small letters."""
+    """Marks a field that names a member of an enumeration, in small letters."""
     known = {each.name.lower(): each for each in kind}
 
     def read(word: object) -> Enum:
@@ -135,7 +135,7 @@ def member_of(kind: Iterable[Enum]) -> MadeBy:
 Many: TypeAlias = Annotated[list[_T], FailFast()]
 """A list that is refused at its first wrong entry: there may be millions."""
 Series: TypeAlias = Annotated[tuple[_T, ...], FailFast()]
-"""The same as a tuple of a dataclass."""
+"""Like ``Many``, for a tuple in a dataclass."""
 Flag: TypeAlias = Annotated[bool, Strict()]
 Word: TypeAlias = Annotated[str, Strict()]
 Name: TypeAlias = Annotated[str, Strict(), AfterValidator(_checked_name)]
@@ -194,7 +194,7 @@ def parse_record(
 
     Args:
         value: Value of a JSON text.
-        kind: Class of the record, or a dataclass, which does not hold the version.
+        kind: Class of the record; or a dataclass, which has no field for the version.
         where: Beginning of every message: the kind and name of the file.
         versions: Values of ``schema_version`` that are read, if the record has one.
 
@@ -262,7 +262,7 @@ def _in_words(details: ErrorDetails) -> str:
         return f"unknown field '{field}'"
     if kind == "value_error":
         return f"field '{field}' {details['ctx']['error']}"
-    if kind == "dataclass_type":  # whose message names a class
+    if kind == "dataclass_type":  # pydantic's message would name a class
         return f"field '{field}' should be a valid dictionary, got {shown(details['input'])}"
     message = details["msg"].removeprefix("Input ")
     return f"field '{field}' {message[:1].lower()}{message[1:]}, got {shown(details['input'])}"

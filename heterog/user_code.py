@@ -1,7 +1,7 @@
 """Objects from a user's own Python file, named ``path/to/file.py:name`` on the command line.
 
-A workload, a method, an encoder and a reward are all given this way. The file is run, so only a
-name that the person typed is passed here. A name that a file holds (the source in a plan) goes
+A workload, a method, an encoder and a reward are all given this way. The file is run, so only
+names that the person typed are accepted. A name that stands in a file (the source in a plan) goes
 through ``trusted_source`` first.
 """
 
@@ -124,7 +124,7 @@ def callable_in(path: Path, name: str) -> object:
     """The function or class of that name in the file, which is run now.
 
     Raises:
-        InputFileError: there is none; names those that there are.
+        InputFileError: there is none; the text lists the existing ones.
     """
     module = _import(path)
     found: object = getattr(module, name, None)
@@ -141,8 +141,8 @@ def callable_in(path: Path, name: str) -> object:
 
 
 def _import(path: Path) -> ModuleType:
-    # A fresh name each time: two files of the same name, or an edited one, never meet in
-    # sys.modules, where the module must stand for dataclasses and pickling to find it.
+    # Dataclasses and pickling look the module up in sys.modules. Its name is new each time, so
+    # that two files of the same name, or an edited file, do not replace each other there.
     module_name = f"heterog_user_{next(_module_numbers)}_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:

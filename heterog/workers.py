@@ -2,10 +2,10 @@
 
 A job is ``work(shared, job)``: a function of a module, one large value for all jobs, which is
 sent to each worker once, and a small value of its own. Results come in the order of the jobs, so
-that they do not depend on where, or beside how many others, a job ran.
+they depend neither on where jobs run nor on how many run at the same time.
 
-``Seats`` are workers with memory: job ``i`` always runs on seat ``i``, so a job may continue where
-the one before it on the same seat ended.
+``Seats`` are workers with memory: job ``i`` always runs on seat ``i``, so it may continue where
+the previous job of that seat ended.
 """
 
 import atexit
@@ -118,7 +118,7 @@ HERE = Here()
 
 
 class _Remote(Workers):
-    """Common part of processes and Ray: never more jobs under way than are useful."""
+    """Common part of processes and Ray; it limits the number of jobs under way."""
 
     _is_stopped = False
 
@@ -224,8 +224,8 @@ class Seats(Closed):
 class Processes(_Remote):
     """Processes of this machine.
 
-    They leave Ctrl-C and SIGTERM, which reach all processes of a terminal or a batch job, to this
-    process, and end when it ends, in whatever way.
+    Ctrl-C and SIGTERM reach all processes of a terminal or a batch job; these processes ignore
+    them and leave them to their parent. They end when the parent ends, in whatever way.
 
     Args:
         count: Number of processes.
@@ -256,7 +256,7 @@ class Processes(_Remote):
             self._pool = ProcessPoolExecutor(self._count, context, _begin, self._ends[:1])
             self._folder = tempfile.TemporaryDirectory(prefix="heterog-")
         if not self._file or self._shared is not shared:
-            # A new file, because jobs with the one before may still be under way.
+            # A new file, because running jobs may still read the previous one.
             number, self._file = tempfile.mkstemp(dir=self._folder.name)
             with os.fdopen(number, "wb") as file:
                 pickle.dump(shared, file)
@@ -293,7 +293,7 @@ class Processes(_Remote):
             ) from error
 
     def close(self) -> None:
-        """End the processes; those that still work, though nobody waits, are killed."""
+        """End the processes; processes that still work are killed, as nobody waits for them."""
         if self._pool is not None:
             processes = list((getattr(self._pool, "_processes", None) or {}).values())
             is_idle = all(future.done() for future in self._handed)
@@ -417,7 +417,7 @@ class _RaySeat(RayWorkers):
 
     def __init__(self) -> None:
         super().__init__(1)
-        # Two calls at a time: one that works, and one that asks it to stop.
+        # Two calls at a time: ``run``, and ``stop`` while it runs.
         self._actor = self._ray.remote(max_concurrency=2)(_Remembering).remote()
 
     def _submit(self, work: Callable[[Any, Any], Any], job: Any) -> "Future[Any]":
@@ -465,7 +465,7 @@ def open_workers(text: str) -> Workers:
 
 @contextmanager
 def open_seats(text: str) -> Iterator[Seats | None]:
-    """Workers with memory for the same texts; ``None`` for ``"1"``: this process suffices."""
+    """``Seats`` for the texts of ``open_workers``; ``None`` for ``"1"``: this process suffices."""
     with open_workers(text) as crew:
         if crew is HERE:
             yield None
@@ -510,13 +510,13 @@ def is_asked_to_stop() -> bool:
 
 
 def _begin(open_while_wanted: Connection) -> None:
-    # At its end, Python would search all that was imported for garbage, which takes a second.
+    # When Python exits, it would search all imported modules for garbage, which takes a second.
     atexit.register(gc.freeze)
     threading.Thread(target=_watch, args=(open_while_wanted,), daemon=True).start()
 
 
 def _watch(open_while_wanted: Connection) -> None:
-    """Wait for the parent to close its end, or to die, which closes it, too."""
+    """Wait until the parent closes its end, by a call or because it dies."""
     with suppress(EOFError, OSError):
         open_while_wanted.recv_bytes()
     _asked.set()

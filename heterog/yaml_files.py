@@ -1,4 +1,4 @@
-"""YAML from outside, bounded before anything is built of it, every key once; YAML that ships."""
+"""Reads YAML files of users, within limits and without repeated keys, and those of the package."""
 
 from collections.abc import Hashable
 from importlib.resources.abc import Traversable
@@ -20,7 +20,7 @@ _V = TypeVar("_V")
 
 
 def load_shipped(file: Traversable) -> Any:
-    """The value of a YAML file that ships with the package, which needs no bounds."""
+    """The value of a YAML file of the package, which needs no limits."""
     return yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
 
 
@@ -118,7 +118,7 @@ def _check_aliases(root: yaml.Node, path: Path) -> None:
 
 
 def _refuse_duplicate_keys(node: yaml.Node, path: Path, seen: set[int]) -> None:
-    """Refuse equal keys, of which PyYAML silently keeps the last."""
+    """Refuse equal keys: PyYAML would silently keep the last one."""
     if id(node) in seen:
         return
     seen.add(id(node))

@@ -3,14 +3,14 @@
 With ``--json`` one document goes to stdout and nothing else; progress and notes go to stderr. Bad
 input ends with exit code 2 and one clear line.
 
-- ``plan`` has the commands that make and show plans, ``compare`` that of methods; options about
-  money are in ``objective``, what is printed about a new plan in ``found``, settings in a file in
+- ``plan`` has the commands that make and show plans, ``compare`` compares methods; options about
+  money are in ``objective``, the words about a new plan in ``found``, settings in a file in
   ``run_file``.
-- ``run`` runs, ``calibrate`` has profiles, fits and the errors of predictions, too.
-- ``train`` has the commands about agents, ``schedule`` that of arriving jobs, ``listing`` what
-  there is: names, graphs, machines.
-- Shared: ``common`` options, printing and Ctrl-C, ``outputs`` for files and streams that commands
-  write, and the spelling of settings in errors, ``completion`` for shells.
+- ``run`` trains; ``calibrate`` has profiles, fits and the errors of predictions.
+- ``train`` has the commands about agents, ``schedule`` the one about arriving jobs, ``listing``
+  lists names and makes files of graphs and machines.
+- Shared: ``common`` has options, printing and Ctrl-C, ``outputs`` the files and streams that
+  commands write and the spelling of settings in errors, ``completion`` completes in shells.
 """
 
 import atexit
@@ -99,7 +99,7 @@ def main() -> None:
     """Run the command line; exit code 2 and one line on bad input."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     warnings.showwarning = _show_warning
-    # At its end Python looks for garbage among all that was imported: a second for torch.
+    # When Python exits, it looks for garbage among all imported modules: a second for torch.
     atexit.register(gc.freeze)
     try:
         with standard_streams():

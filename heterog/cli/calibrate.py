@@ -1,8 +1,7 @@
-"""``heterog calibrate``: fit a cost model to measurements.
+"""Commands about cost models: ``heterog profile``, ``calibrate`` and ``fidelity``.
 
-``heterog fidelity``: predictions beside recorded runs.
-
-``heterog profile``: measure models on this machine, a testbed, or the ranks of torchrun.
+``profile`` measures models on this machine, a testbed, or the ranks of torchrun; ``calibrate``
+fits a cost model to measurements; ``fidelity`` compares predictions with recorded runs.
 """
 
 from dataclasses import asdict
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from heterog.pricing.op_fits import Measurements
 
 _SLACK = 0.01
-"""Mean error by which a fit may be worse on runs left out, which are known to first order."""
+"""Allowed rise of the mean error on left-out runs, whose errors are known to first order only."""
 
 
 def calibrate(

@@ -135,7 +135,7 @@ def print_json(value: Any) -> None:
 
 
 def print_result(as_json: bool, document: object, *said: object) -> None:
-    """Print one document on stdout, or what is said in its place: lines, never cut, and tables."""
+    """Print one JSON document on stdout, or else ``said``: tables, and lines without a cut."""
     if as_json:
         print_json(document)
     for each in () if as_json else said:
@@ -216,7 +216,7 @@ def load_cluster(source: str) -> "Cluster":
 
 
 def load_asynchronous(text: str, no_step_barrier: bool) -> "Planner | None":
-    """The method that ``--asynchronous`` asks for; ``None`` without the option."""
+    """The method of ``--asynchronous``; ``None`` without the option."""
     if not text:
         return None
     from heterog.modes.built_in import method_of
@@ -261,17 +261,17 @@ def split_names(text: str) -> list[str]:
 def load_methods(
     text: str, policy: str = "", encoder: str = "", among: "Methods | None" = None
 ) -> "tuple[list[str], Methods]":
-    """Names of methods, and the methods that they are looked up in; checked before slow work.
+    """Names of methods, and the ``Methods`` that have them; checked before slow work.
 
     Args:
         text: Names with commas. A method of your own is given as ``file.py:name``, and known by
             its own name from then on.
-        policy: Policy that ``agent`` and ``agent+search`` ask; the default one if empty.
+        policy: Policy that ``agent`` and ``agent+search`` use; the default one if empty.
         encoder: Encoder of that policy, if it has one of its own.
         among: Methods to look in; all built-in ones and policies' if ``None``.
 
     Raises:
-        HeterogError: a policy is given, but no method that asks it.
+        HeterogError: a policy is given, but no method that uses it.
     """
     from heterog.agents.planners import LEARNED, default_methods, policy_methods
     from heterog.methods.registry import AUTO

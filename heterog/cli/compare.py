@@ -125,7 +125,7 @@ def compare(
             for done, result in enumerate(crew.map(_compare, methods, requests), 1):
                 text = f"{result.graph.name} on {result.cluster.name}"
                 progress(text, done / len(everything), float("inf"))
-                # Here: the kernels of a captured step cannot be sent to workers.
+                # In this process: the kernels of a captured step cannot be sent to workers.
                 yield _rehearsed(result, everything[done - 1][2], stop)
             if stop.is_requested:
                 raise KeyboardInterrupt

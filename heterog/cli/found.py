@@ -1,4 +1,4 @@
-"""What ``heterog plan`` found, and how it says so."""
+"""The result of ``heterog plan`` as a printed answer and as JSON."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +26,12 @@ from heterog.units import format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A plan and what there is to say about it.
+    """A plan with everything that is printed about it.
 
     Attributes:
         plan: The plan.
-        explanation: Its explanation, if it is written out.
-        about_codec: What became of the codec that was asked for; empty without one.
+        explanation: Its explanation, if the plan ``is_written``.
+        about_codec: A sentence about the requested codec; empty without one.
         files: The files written, and their uses.
     """
 
@@ -101,7 +101,7 @@ def _not_rehearsed(found: Plan) -> list[str]:
 
 
 def _not_exact(found: Plan) -> list[str]:
-    """What a method that gives other weights was asked for, and how it compares."""
+    """A remark on each requested method that does not train exactly: chosen or not, and why."""
     return [
         f"{row.method} ({'chosen' if row.method == found.method else 'not chosen'}): "
         f"{row.note or row.shortage}"
@@ -111,7 +111,7 @@ def _not_exact(found: Plan) -> list[str]:
 
 
 def _beside(beside: BackgroundPlan, cluster: Cluster) -> str:
-    """One sentence or two: what a background job gets done, and what it costs."""
+    """One or two sentences on the speed of a background job and its cost for the step."""
     where = beside.devices
     text = f"Background {beside.model}, batch {beside.batch_size}: no device has room."
     if where:
@@ -130,7 +130,7 @@ def _beside(beside: BackgroundPlan, cluster: Cluster) -> str:
 
 
 def _extrapolated(found: Plan) -> dict[str, Any] | None:
-    """Part of a plan's compute time far from all measurements; ``None`` for the roofline."""
+    """Part of a plan's compute time that is far from all measurements; ``None`` for a roofline."""
     model = cost_model_of(found.cluster)
     if not isinstance(model, Calibration):
         return None

@@ -1,8 +1,7 @@
-"""Built-in things: ``heterog models``, ``clusters``, ``devices``, ``links`` and ``methods``.
+"""Commands that list built-in names, or make the files of a graph and of a cluster.
 
-``heterog capture``: one training step of a model as a graph file.
-
-``heterog cluster``: make cluster files.
+``heterog models``, ``clusters``, ``devices``, ``links`` and ``methods`` are the lists; ``capture``
+writes one training step as a graph, ``cluster`` makes cluster files.
 """
 
 import time

@@ -60,7 +60,7 @@ def check_amounts(
         if value < 1:
             raise HeterogError(f"{name} is {value}; it must be at least 1.")
     deadline_s = parse_duration(deadline) if deadline else None
-    # As if it were one step, so that errors are reported without waiting for the capture.
+    # With one step in place of the real number, to report errors before the capture.
     Objective(aim=aim, num_steps=1 if given else None, deadline_s=deadline_s)
     return deadline_s
 

@@ -1,13 +1,14 @@
 """Outputs of a command: all of them are checked before it begins.
 
 A parameter whose annotation has a ``Written`` names an output. ``outputs_checked`` refuses a call
-that could not write all of its outputs, would write one of them over a file that it reads or over
-another output, or over a file that by its name is of another kind (``-o model.py``).
+that could not write all of its outputs. It also refuses to overwrite an input, another output, or
+a file whose name says that it is of another kind (``-o model.py``).
 
 Standard streams may be closed, full, cut off or without Unicode; ``standard_streams`` copes.
 
-Below the command line a message names a setting as Python does, between single backticks. Where
-the command that runs has an option for it, its user reads that: ``--step-timeout``.
+Below the command line, messages name a setting as Python does, between single backticks. If the
+running command has an option for the setting, ``errors_spelled`` puts its spelling there:
+``--step-timeout``.
 """
 
 import errno
@@ -33,7 +34,7 @@ _SETTING = re.compile(r"`([a-z_]+)`")
 
 
 def options_of(command: Callable[..., None]) -> dict[str, str]:
-    """What each parameter of a command is called on the command line."""
+    """The option, as it is typed, of each parameter of a command."""
     parameters = inspect.signature(command, eval_str=True).parameters
     return {name: _option(name, each) for name, each in parameters.items()}
 
@@ -48,7 +49,7 @@ def _option(name: str, parameter: inspect.Parameter) -> str:
 
 
 def as_options(text: str, options: Mapping[str, str]) -> str:
-    """The text with options in the place of settings; other words between backticks stay."""
+    """The text with options in place of settings; other words between backticks stay."""
 
     def spelled(found: re.Match[str]) -> str:
         name = found[1]
@@ -76,7 +77,7 @@ def errors_spelled(command: Callable[P, None]) -> Callable[P, None]:
 _SUFFIXES = frozenset(
     ".csv .gz .htm .html .ipynb .json .jsonl .md .pt .pth .py .sh .toml .yaml .yml".split()
 )
-"""Endings of files that people write, or that are read here: each is of one kind."""
+"""Endings of files that people write or heterog reads; each ending means one kind of file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +89,8 @@ class Written:
             replaced.
         is_folder: Whether it is a folder, in which files are made.
         makes_parents: Whether folders above it are made, too.
-        index: Name of a file in the folder that is written, too.
-        renews: Parameter of an input that may be the same, as what goes on there is written here.
+        index: Name of a file that is written in the folder, too.
+        renews: Parameter of an input that may be the same path, because the output continues it.
     """
 
     suffixes: tuple[str, ...] = ()
@@ -233,11 +234,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """Make the standard streams fit to print any text, and end with all of it written.
+    """Let the standard streams print any text, and flush them at the end.
 
-    Without stdout nothing begins; a closed stderr loses what is printed there. A letter that the
-    encoding lacks is printed as an escape. A reader that goes away (``| head``) ends the program
-    quietly.
+    A closed stdout is refused at the beginning; text for a closed stderr is lost. Letters that the
+    encoding lacks are escaped. If the reader goes away (``| head``), the program ends quietly.
 
     Raises:
         InputFileError: stdout is closed, or what was printed could not be written.
@@ -258,7 +258,7 @@ def standard_streams() -> Iterator[None]:
         _lose_the_rest()
         sys.exit(1)
     except OSError as error:
-        # Files of ours have an error of their own, which names them.
+        # Errors of heterog's own files name the file, and are reported as such.
         if error.errno not in _FULL or error.filename is not None:
             raise
         _lose_the_rest()
@@ -266,7 +266,7 @@ def standard_streams() -> Iterator[None]:
 
 
 def _open_closed() -> list[int]:
-    """Open what is closed; a file opened later would get its number, and what is printed."""
+    """Open closed streams: a file opened later would get such a number and the printed text."""
     closed = []
     for number in range(3):
         try:
@@ -283,7 +283,7 @@ def _printable(stream: TextIO | None) -> TextIO:
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     if isinstance(stream.buffer, io.RawIOBase) and stream is sys.stdout:
-        # PYTHONUNBUFFERED: where a disk is full, a text is written in part, and nobody is told.
+        # With PYTHONUNBUFFERED a text is written in part, without an error, if the disk is full.
         raw = io.FileIO(stream.fileno(), "w", closefd=False)
         return io.TextIOWrapper(
             io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True
@@ -293,7 +293,7 @@ def _printable(stream: TextIO | None) -> TextIO:
 
 
 def _lose_the_rest() -> None:
-    """Let what is still to be printed go nowhere, as Python tries again at its end."""
+    """Discard unwritten text, because Python tries to write it again when it exits."""
     with suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

@@ -1,8 +1,7 @@
-"""``heterog plan``: find how to train a model on a cluster.
+"""Commands about plans: ``heterog plan`` finds one, ``report`` and ``export`` write it.
 
-``heterog report``: plans as one HTML page.
-
-``heterog export``: a plan as a folder for another launcher or framework.
+``report`` writes plans as one HTML page, ``export`` a plan as a folder for another launcher or
+framework.
 """
 
 import time
@@ -68,7 +67,7 @@ if TYPE_CHECKING:
     from heterog.simulator.evaluator import Evaluator
 
 NOTICED_S = 5.0
-"""Seconds of a capture that nobody is told of, whatever the budget."""
+"""Shortest capture, in seconds, that is reported when it takes longer than the budget."""
 
 
 def plan(
@@ -334,7 +333,7 @@ def _explained(
     *,
     with_changes: bool,
 ) -> "Explanation | None":
-    """The explanation, if the plan is written out, within what a budget in seconds has for it."""
+    """The explanation, if the plan ``is_written``, within its part of a budget in seconds."""
     from heterog.explain.explanation import explain
 
     allotment = session.allotment
@@ -352,7 +351,7 @@ def _explained(
 
 
 def _end_with_best(plan: "Plan", output: Path | None) -> None:
-    """After an interrupt, end with its exit code and a line about what there is."""
+    """After an interrupt, end with its exit code and a line about the best plan so far."""
     step = "does not fit" if plan.step_time_s is None else format_seconds(plan.step_time_s)
     where = "printed above" if output is None else f"written to {output}"
     end_interrupted(f"the best so far ({plan.method}, {step}) is {where}")

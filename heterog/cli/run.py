@@ -1,7 +1,7 @@
 """``heterog run``: train with a plan on local processes.
 
-``heterog run --heal``: train with a plan, and with others when that becomes necessary, and
-``--improve``: or better, as measured.
+With ``--heal`` the job changes to another plan when devices are lost or slow; with ``--improve``
+also when another plan is measured to be faster.
 """
 
 from collections.abc import Callable, Mapping
@@ -353,10 +353,10 @@ LOCAL, TORCHRUN, RAY = "local", "torchrun", "ray"
 
 
 def check_engine(on: str, plan: "Plan", testbed: str) -> None:
-    """Check what shall start the ranks.
+    """Check the name of what starts the ranks.
 
     Raises:
-        UnknownNameError: nothing is called so.
+        UnknownNameError: there is none of that name.
         HeterogError: it cannot be used from here; says what to do.
     """
     if on not in (LOCAL, TORCHRUN, RAY):
@@ -375,7 +375,7 @@ def check_engine(on: str, plan: "Plan", testbed: str) -> None:
 
 
 def _print_measured(measured: Mapping[str, Any], plan: "Plan", where: str) -> None:
-    """Print how long a step took and was predicted to take, and what was done beside it."""
+    """Print the measured and predicted seconds of a step, and the work of a background job."""
     first, last = (
         float("nan") if loss is None else loss
         for loss in (measured["losses"][0], measured["losses"][-1])

@@ -1,8 +1,8 @@
-"""Runs in files: ``heterog plan run.yaml`` with all that the command line can say.
+"""Run files: ``heterog plan run.yaml`` takes all settings of the command line from a file.
 
 A run file has a line for each option, under its long name without dashes in front, and one for the
-argument; what is on the command line as well counts more. So the command's options are the file's
-schema, and there is no other. ``--save-config`` writes one.
+argument; options on the command line take precedence. The command's options are the file's only
+schema. ``--save-config`` writes a run file.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ class FromRunFile(TyperCommand):
     """A command whose first argument, a text, may be a run file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take what a run file says for what is not on the command line.
+        """Take from the run file all settings that are not on the command line.
 
         Raises:
             InputFileError: the file cannot be read, or a value is of a wrong kind.
@@ -74,7 +74,7 @@ class FromRunFile(TyperCommand):
 
 
 NOT_SAID = ("save_config", "help")
-"""What only a command line says."""
+"""Options of the command line that a run file has not."""
 
 
 def name_of(parameter: Any) -> str:
@@ -84,7 +84,7 @@ def name_of(parameter: Any) -> str:
 
 
 def _value(path: Path, name: str, value: object, parameter: Any) -> object:
-    """A value, which is a yes or no for flags, and one number or text for all others."""
+    """A checked value: yes or no for flags, one number or text for all other parameters."""
     is_flag = bool(getattr(parameter, "is_flag", False))
     if isinstance(value, list) and not is_flag and value:
         value = ",".join(str(each) for each in value)
@@ -95,12 +95,12 @@ def _value(path: Path, name: str, value: object, parameter: Any) -> object:
 
 
 def run_file(context: typer.Context) -> Path | None:
-    """The run file of the command that runs."""
+    """The run file of the running command; ``None`` if it has none."""
     return context.meta.get(_WHAT)
 
 
 def save_settings(context: typer.Context, path: Path) -> None:
-    """Write what the command was asked as a run file."""
+    """Write the settings of the running command as a run file."""
     import yaml
 
     settings = {

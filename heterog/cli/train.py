@@ -1,12 +1,10 @@
-"""``heterog train``: train a policy on models and clusters.
+"""Commands about agents.
 
-``heterog bench agents``: methods on suites of models and clusters, with intervals.
-
-``heterog policy pack`` and ``pull``: policies as folders for a hub.
-
-``heterog evaluate``: a policy on models and clusters, zero-shot and fine-tuned.
-
-``heterog dataset``: solve models on clusters, and keep the plans for others to learn from.
+- ``heterog train`` trains a policy on models and clusters.
+- ``heterog evaluate`` compares a policy, zero-shot and fine-tuned, with other methods.
+- ``heterog bench agents`` compares methods on suites of models and clusters, with intervals.
+- ``heterog policy pack`` and ``pull`` exchange policies with a hub, as folders.
+- ``heterog dataset`` solves models on clusters, and keeps the plans for others to learn from.
 """
 
 from collections.abc import Sequence
@@ -129,7 +127,7 @@ def train(
     from heterog.envs.conformance import load_reward
     from heterog.envs.reward import reward_of
 
-    learner_of(algorithm)  # a name that is wrong shows before anything is captured
+    learner_of(algorithm)  # reports a wrong name before anything is captured
     network = _network(encoder, initial)
     judge = load_reward(reward) if reward else reward_of
     config = TrainingConfig(
@@ -347,7 +345,7 @@ def agents(
 
 
 def _seeds(text: str) -> range:
-    """The seeds that are asked for: so many, or those from a first to before a last one.
+    """The seeds of a text: ``"n"`` for the first n, or ``"from:to"`` without the last.
 
     >>> _seeds("10"), _seeds("10:20")
     (range(0, 10), range(10, 20))
@@ -363,7 +361,7 @@ def _seeds(text: str) -> range:
 
 
 def _made(suite: str, common: dict[str, Any]) -> "Scored":
-    """What a suite's board has after the runs that were missing."""
+    """The board of a suite, after its missing runs have been made."""
     from heterog.agents.benchmark.board import Board
     from heterog.agents.benchmark.suites import pairs_of
 
@@ -380,7 +378,7 @@ def _tell(line: dict[str, Any]) -> None:
 
 
 def _entries(methods: str) -> "list[Entry]":
-    """The methods that are named, and what made each."""
+    """The named methods as entries of the board, each with its origin."""
     import heterog
     from heterog.agents.benchmark.board import Entry, code_of, judged
     from heterog.agents.benchmark.rivals import known_rows

@@ -17,7 +17,7 @@ from heterog.strategy.division import micro_batch_table, micro_sizes, split_in_p
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 _MOST_RANGES = 8
-"""Most ranges of a strategy, the longest, that are tried one by one for a device that joins."""
+"""Most ranges of a strategy, the longest ones, in which a new device is tried one by one."""
 
 
 class ChangeKind(StrEnum):
@@ -56,10 +56,10 @@ def possible_changes(
       that type with the fewest devices, because a card in a machine without a free slot cannot be
       bought. A cluster of a single host has no network to join: there it goes into that host.
     - Each kind of NIC (by line rate) twice as fast, on all hosts that have it.
-    - Each line that several hosts share with others twice as fast, in both directions.
+    - Each line between hosts that several of them share twice as fast, in both directions.
     - Each kind of inner link twice as fast, on all hosts that have it and use it.
-    - Twice the memory on all devices of a type, where memory limits: some strategy needs more
-      than 90 % of what a device of the type has.
+    - Twice the memory on all devices of a type, if some strategy needs more than 90 % of the
+      memory of a device of this type.
 
     Args:
         cluster: The cluster as it is.
@@ -129,7 +129,7 @@ def _one_more(cluster: Cluster, number: int) -> ChangedCluster:
 
 
 def _with_one_more(cluster: Cluster, model: int, host: int) -> tuple[PairLimit, ...]:
-    """Limits between hosts after another host joins wherever a host like it is."""
+    """Shared limits between hosts, with a new host in each set that has the model host."""
 
     def with_it(hosts: tuple[int, ...]) -> tuple[int, ...]:
         return (*hosts, host) if model in hosts and host not in hosts else hosts
@@ -236,7 +236,7 @@ def strategies_with(
         try:
             joined.check(evaluator.graph, evaluator.cluster)
         except StrategyError:
-            continue  # rules or schedules of the others leave no place for the new devices
+            continue  # rules or schedules of other groups leave no place for the new devices
         yield joined
 
 
@@ -280,7 +280,7 @@ def _joined(
 def _in_proportion(strategy: Strategy, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     """Micro-batches of the same sizes, which every group cuts in proportion to its shares.
 
-    A table with each device's part of each micro-batch has no part for a new device.
+    They replace a table of each device's part, which has no part for a new device.
     """
     if not strategy.micro_batches:
         return ()
@@ -302,7 +302,7 @@ def _with_devices(
         for device in members
     )
     by_slices = decision.sync == Sync.REDUCE_SCATTER_ALL_GATHER or len(decision.devices) == 1
-    # A team of one cuts parameters differently from a larger one, so that no slice has one owner.
+    # Teams of different sizes cut parameters differently, so that a slice has no single owner.
     by_slices |= bool(decision.teams) and decision.sync.is_sharded
     part_of = dict(zip(decision.devices, decision.parts or decision.shares, strict=True))
     return replace(

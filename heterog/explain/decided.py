@@ -1,10 +1,9 @@
 """The decisions of a plan as facts that people can read: ranges of groups, devices, syncs.
 
-Ranges are cut where decisions change; everything else is read from the lowered program.
-
-That program also tells the work of each device and the ways of gradients. Nothing is read from a
-strategy's decisions where the program knows better: rules split ops along other axes than the
-batch, and parameters that live in slices are not aggregated whatever their group's decision.
+Ranges are cut where decisions change. The work of each device and the aggregation of gradients
+are read from the lowered program, because the decisions alone do not give them: rules split ops
+along other axes than the batch, and parameters that live in slices are not aggregated, whatever
+the decision of their group.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -69,8 +68,8 @@ class Aggregation:
     """The way in which the gradients of some parameters become the same everywhere.
 
     Attributes:
-        way: One of ``SYNC_NAMES``, or why nothing is aggregated: ``IN_SLICES``, ``MADE_WHOLE``,
-            ``ELSEWHERE``, ``ALONE``.
+        way: One of ``SYNC_NAMES``, or the reason why nothing is aggregated: ``IN_SLICES``,
+            ``MADE_WHOLE``, ``ELSEWHERE``, ``ALONE``.
         num_groups: Number of groups with such parameters.
         num_parameters: Number of parameters.
         num_bytes: Bytes of these parameters.
@@ -89,7 +88,7 @@ class Aggregation:
 
     @property
     def is_aggregated(self) -> bool:
-        """Whether gradients of several replicas are summed on the way."""
+        """Whether gradients of several replicas are summed."""
         return self.way in SYNC_NAMES
 
 
@@ -131,7 +130,7 @@ class Lowered:
 
     @property
     def recomputing(self) -> set[int]:
-        """Groups of which some op runs again before the backward pass."""
+        """Groups with an op that runs again before the backward pass."""
         again = self.program.kind == TaskKind.RECOMPUTE
         return set(self.tables.op_group[self.program.subject[again]].tolist())
 
@@ -149,7 +148,7 @@ class Lowered:
         """
         tables = self.tables
         rows = np.flatnonzero((tables.op_group >= groups.start) & (tables.op_group < groups.stop))
-        # Not zero, also for ops without FLOPs.
+        # Plus one, so that ops without FLOPs have a weight, too.
         work = self.graph.flops[tables.op_id[rows]] + 1.0
         found = []
         for axis in np.unique(tables.op_axis[rows]).tolist():
@@ -210,7 +209,7 @@ class Lowered:
 
     @cached_property
     def _tasks_about(self) -> dict[tuple[int, int], int]:
-        """A task for each pair of kind and subject."""
+        """One link task for each (kind, subject)."""
         program = self.program
         links = np.flatnonzero(program.kind >= FIRST_LINK_KIND).tolist()
         return {(int(program.kind[task]), int(program.subject[task])): task for task in links}

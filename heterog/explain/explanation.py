@@ -34,17 +34,17 @@ from heterog.simulator.memory_breakdown import Fit, memory_fit
 from heterog.simulator.timeline import Cause, Timeline
 
 SUFFICES = 0.01
-"""Most by which good enough data parallelism takes longer than the best, as a part."""
+"""Part by which data parallelism that suffices may take longer than the best."""
 
 _MANY_TASKS = 20_000
 """Tasks of a program beyond which each change gets fewer simulations."""
 
 
 _SAME_BOUND = 1e-6
-"""Relative difference that rounding in a plan's file may make in its bound."""
+"""Relative difference of a bound that rounding in a plan's file can explain."""
 _NO_LIMIT = 10**12  # evaluations
 _BASELINES_PART = 0.5
-"""Part of the seconds of an explanation for baselines that the plan was made without."""
+"""Part of an explanation's seconds for baselines that have no row in the plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +80,8 @@ class Quality:
     """The plan compared with methods that people would use without it.
 
     Attributes:
-        data_parallel: Name of the best method of data parallelism, ``""`` if none fits: the row
-            that gains are quoted over, or one as people run it if that suffices.
+        data_parallel: Name of the best method of data parallelism, ``""`` if none fits: the
+            reference of gains, or plain data parallelism if that suffices.
         data_parallel_s: Its seconds per step.
         suffices: Whether data parallelism as people run it is within 1 % of the best known.
     """
@@ -126,7 +126,7 @@ class Explanation:
         left_out: Devices without work, host by host.
         pieces: The critical path by place, purpose and module, the longest first; the seconds add
             up to ``step_time_s``.
-        queued: Collectives on the critical path that waited for others of their devices, by
+        queued: Collectives on the critical path that waited for their communicator, by
             communicator, the most seconds first.
         busy: Part of the step in which each device computes.
         bound: Lower bound of the plan, which no strategy can beat.
@@ -215,7 +215,7 @@ def explain(
         changes: Whether to simulate savings by purchases.
         evaluations: Approximate number of simulations for each change.
         progress: Function that gets the progress.
-        stop: Switch that leaves out savings by purchases, from then on.
+        stop: Switch; once it is set, savings by purchases are left out.
         seconds: Time that idle devices, remedies, baselines without rows in the plan, and
             simulations of purchases may take together; unlimited if ``None``. Whatever is not
             reached in time is left out.
@@ -281,7 +281,7 @@ def explain(
 
 
 def _bound_of(plan: Plan, evaluator: Evaluator) -> LowerBound:
-    """The bound that the plan was made with: with rules of single ops if a method used some."""
+    """The bound in the plan: it includes rules of single ops if a method used some."""
     bound = lower_bound_s(plan.graph, plan.cluster, evaluator.cost_model, with_op_rules=True)
     is_same = math.isclose(bound.seconds, plan.lower_bound_s, rel_tol=_SAME_BOUND)
     if is_same or plan.strategy.op_rules:

@@ -254,7 +254,7 @@ def _mostly(pieces: Sequence[PathPiece]) -> str:
     family, some = next(iter(families.items()))
     part = seconds_of(some) / seconds_of(pieces)
     blocks = merge_blocks(piece.block for piece in some)
-    # In a model of numbered modules only, the family of all is no place.
+    # If all modules are numbered children of the root, their family is the whole model.
     if part < 0.3 or not family:
         return ""
     name = blocks[0] if len(blocks) == 1 else f"{family}*"

@@ -1,12 +1,12 @@
-"""Simulated steps after one purchase, or if idle devices took part.
+"""Simulates the step after one purchase, with idle devices, or after a change that makes it fit.
 
-Both sides of every comparison are planned in the same way: the plan's own strategy where it is
-legal, the strategy with the new device in its ranges, and the quick methods ``tuned_uniform`` and
-``two_segment`` (and ``model_parallel`` or ``pipeline`` if the plan is of that kind), with the same
-small budget; the referee judges. A change is never worse than none, because a purchase need not be
-used, so a step that comes out longer counts as no saving.
+Both sides of every comparison are planned in the same way, with the same small budget. The
+candidates are the plan's own strategy where it is legal, the strategy with the new device in its
+ranges, and the quick methods ``tuned_uniform`` and ``two_segment`` (and ``model_parallel`` or
+``pipeline`` if the plan is of that kind); the referee judges. A purchase need not be used, so a
+longer step counts as no saving.
 
-Changes that would make a strategy fit: each is simulated, none is guessed.
+Changes that make a strategy fit are simulated, too; none is guessed.
 """
 
 import math
@@ -277,8 +277,8 @@ def remedies(
 ) -> tuple[Remedy, ...]:
     """Every change that makes a strategy fit; none if it fits already.
 
-    Micro-batches and batch sizes are found by doubling and bisection, as if more micro-batches or
-    fewer samples never needed more memory; the results were simulated and fit.
+    Micro-batches and batch sizes are found by doubling and bisection, which assumes that more
+    micro-batches or fewer samples never need more memory; the results were simulated and fit.
 
     Args:
         evaluator: Evaluator of the graph and cluster.
@@ -301,7 +301,7 @@ def remedies(
 def _recompute(evaluator: Evaluator, strategy: Strategy, order: Order) -> Remedy | None:
     """The quickest remedy that recomputes every group, if one helps.
 
-    Kinds that make less again free less: they are tried only as long as those before them fit.
+    A kind that recomputes less also frees less: the search ends at the first that does not fit.
     """
     found: list[Remedy] = []
     for keeps in reversed(kinds_worth_trying(evaluator.graph)):
@@ -344,8 +344,8 @@ class _Judge:
     def shrunk(self, batch_size: int) -> Evaluation:
         """The evaluation with a smaller batch in the same proportions.
 
-        The graph is still that of the whole batch: whatever does not depend on the samples of a
-        device stays as it is, everything else follows its samples.
+        The graph is still that of the whole batch: costs that depend on the samples of a device
+        shrink with them, all others stay.
         """
         return self._referee(batch_size, min(self.num_micro, batch_size))
 
@@ -363,7 +363,7 @@ def _choice(evaluator: Evaluator, strategy: Strategy, batch_size: int, num_micro
         micro_batches=micro_batch_table(sizes, evaluator.cluster.num_devices),
         schedule=strategy.schedule
         if num_micro == strategy.num_micro_batches
-        else replace(strategy.schedule, turns=()),  # these are for other micro-batches
+        else replace(strategy.schedule, turns=()),  # turns belong to a number of micro-batches
     )
     given = evaluator.encode(strategy)
     # Lowering divides the tables' batch in proportion, so they get this batch size.

@@ -123,7 +123,7 @@ def near_limit(errors: PeakErrors | None, peaks: Iterable[tuple[int, int]]) -> s
 
 
 def chance_to_fit(probability: float) -> str:
-    """Chance that a plan fits, with no more digits than four runs allow.
+    """Chance that a plan fits, in whole percent: the errors of four runs allow no more digits.
 
     >>> chance_to_fit(0.612), chance_to_fit(0.9996), chance_to_fit(0.002)
     ('chance to fit 61 %', 'chance to fit over 99 %', 'chance to fit under 1 %')
@@ -136,7 +136,7 @@ def chance_to_fit(probability: float) -> str:
 
 
 def provenance(errors: PeakErrors) -> str:
-    """One sentence about what an interval says and where it comes from.
+    """One sentence on the meaning and the source of an interval.
 
     >>> provenance(PeakErrors(spread=0.05, num_runs=4, measured_on="GH200"))
     'Four of five measured peaks are expected in their interval, by the errors of 4 runs on GH200.'
@@ -149,7 +149,7 @@ def provenance(errors: PeakErrors) -> str:
 
 _MOST_RANGES = 8
 SMALL = 0.02
-"""Part of a step below which pieces are summed up."""
+"""Pieces that take a smaller part of a step are summed up."""
 
 _ORDERS = {  # first come, first served is the usual order
     "rank": "Of several tasks that wait, the one with the longest way to the end goes first.",
@@ -203,7 +203,7 @@ def _span(each: Range) -> str:
 def _placed(each: Range, cluster: Cluster, batch: int) -> str:
     """Devices with their shares: ``"A:0 and A:1 (V100-16GB, 15 of 48 samples each)"``.
 
-    If rules split ops along other axes, the axis with most of the work, and its part of it.
+    If rules split ops along other axes, the text names the axis with most work, and its part.
     """
     if len(each.devices) == 1:
         device = cluster.devices[each.devices[0]]
@@ -245,7 +245,7 @@ def _axis(split: Split) -> str:
 
 def _micro_batches(decided: Decided, batch: int) -> str:
     if decided.num_micro_batches == 1:
-        late = _late_weights(decided.schedule)  # all that a schedule says of one micro-batch
+        late = _late_weights(decided.schedule)  # the rest of a schedule needs several
         return f"The batch goes through in one piece.{late}" if late else ""
     sizes = sorted(set(decided.micro_batch_sizes))
     about = " or ".join(str(size) for size in sizes)

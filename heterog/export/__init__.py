@@ -2,12 +2,14 @@
 
     export_plan(load_plan("plan.json"), "ddp", Path("job"))
 
-Each target names the parts of the plan that it cannot express, or refuses. Any plan goes to
-``torchrun``, ``slurm``, ``kubernetes`` and ``ray``, where heterog runs it, and on alike hosts to
-``skypilot``; what is ``uniform`` also to ``accelerate``, whose data heterog deals, and to ``ddp``,
-``deepspeed`` and ``torchtitan``, which do without; ``torchtitan`` also takes what is a layout.
-``folder`` writes the files, without idle devices, ``stock`` the one that a person fills in,
-``ranks`` the one that a person reads, and which rank runs where.
+Each target names the parts of the plan that it cannot express, or refuses the plan.
+
+- ``torchrun``, ``slurm``, ``kubernetes`` and ``ray`` take any plan, ``skypilot`` any plan on alike
+  hosts: heterog runs it there.
+- ``accelerate``, ``ddp``, ``deepspeed`` and ``torchtitan`` take ``uniform`` plans; the last three
+  run without heterog. ``torchtitan`` also takes plans that are layouts.
+- ``folder`` writes the files and leaves idle devices out, ``stock`` makes the file that a person
+  fills in, ``ranks`` the README, the launch script and the table of ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence

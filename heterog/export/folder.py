@@ -1,6 +1,6 @@
-"""An exported folder: its files, and writing them whole or not at all.
+"""An exported folder, which is written completely or not at all.
 
-A plan without the devices that it leaves idle, so that no job reserves them.
+``on_used_devices`` removes idle devices from a plan, so that no job reserves them.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from heterog.simulator.evaluator import Evaluator
 
 RANKS_FILE = "ranks.json"
 USER_FILE = "user.py"
-# A shell's ${#list[@]} begins no comment.
+# Comments are <# #>, because the shell's ${#list[@]} has jinja2's usual mark.
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("heterog.export"),
     undefined=jinja2.StrictUndefined,
@@ -61,7 +61,7 @@ class Export:
 
 
 def fill(template: str, **values: object) -> bytes:
-    """A file made of a template of ``templates/`` by jinja2, as all its words are given."""
+    """A file made by jinja2 from a template of ``templates/``; every variable has to be given."""
     return _TEMPLATES.get_template(template).render(values).encode()
 
 
@@ -176,10 +176,10 @@ def _mode(name: str) -> int:
 def on_used_devices(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
     """The plan on a cluster without idle devices, and remarks on what is not reserved.
 
-    Nothing runs on them and nothing crosses their links, so that the step stays as it is. Idle
+    Nothing runs on idle devices and nothing crosses their links, so the step stays as it is. Idle
     devices of a host with several types stay: a launcher counts the devices of a host, and would
-    give the plan others. So do those of a plan with a background job, or with a mode that trains
-    otherwise than one device, which may name devices.
+    give the plan others. They also stay in a plan with a background job or a mode, because both
+    may name devices.
     """
     cluster = plan.cluster
     if plan.background is not None or plan.strategy.modes:

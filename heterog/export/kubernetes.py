@@ -122,7 +122,7 @@ def jobset_spec(
     *,
     config_map: bool,
 ) -> dict[str, Any]:
-    """What a JobSet of a Job per host is; its pods find rank 0 by the JobSet's own service."""
+    """A JobSet's fields: a Job per host, whose pods find rank 0 by the JobSet's own service."""
     first = next(iter(hosts))
     volume: dict[str, Any] = {"name": "job"}
     if config_map:
@@ -133,7 +133,7 @@ def jobset_spec(
     for host, entries in hosts.items():
         pod = _pod(host, labels[host], entries, f"{name}-{labels[first]}-0-0.{name}", volume)
         job: dict[str, Any] = {
-            # A rank that is restarted alone finds no others: the JobSet restarts all or none.
+            # A rank that is restarted alone finds no peers: the JobSet restarts all or none.
             "spec": {"completions": 1, "parallelism": 1, "backoffLimit": 0, "template": pod}
         }
         if host == first:

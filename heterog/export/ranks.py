@@ -1,7 +1,4 @@
-"""The device and samples of each rank, and how the ranks of a host are started.
-
-The README of an exported folder.
-"""
+"""The device and samples of each rank, the script that starts a host's ranks, and the README."""
 
 import json
 import shlex
@@ -110,7 +107,7 @@ def launch_script(ranks: Sequence[RankEntry], train: str = "train.py") -> bytes:
     LOCAL_WORLD_SIZE"); otherwise the script starts the processes itself, under the same variables.
     """
     hosts = by_host(ranks)
-    # After "--" torchrun takes no option of the script for a short form of its own.
+    # After "--" torchrun cannot mistake an option of the script for an abbreviation of its own.
     script = train if train.startswith("-") else f"-- {train}"
     return fill(
         "launch.sh.jinja",

@@ -23,7 +23,7 @@ _DATA = (
     "from your data there."
 )
 _NOT_HERE = ("train.py", "launch.sh")
-"""What others start ranks with."""
+"""Files with which other targets start ranks; Ray needs none of them."""
 
 
 def export_ray(plan: Plan, sources: Sequence[str] = ()) -> Export:

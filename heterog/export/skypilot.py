@@ -21,7 +21,7 @@ _NAMES = {
     "A100-PCIe-80GB": "A100-80GB", "H100-80GB": "H100", "H100-SXM": "H100", "H200-141GB": "H200",
     "RTX-3090": "RTX3090", "RTX-4090": "RTX4090", "RTX-A6000": "RTXA6000",
 }  # fmt: skip
-"""Our names of GPUs that SkyPilot calls otherwise (its catalog, ``sky show-gpus``)."""
+"""SkyPilot's names of GPUs that have another name here (its catalog, ``sky show-gpus``)."""
 
 
 def export_skypilot(plan: Plan, sources: Sequence[str] = ()) -> Export:

@@ -1,10 +1,8 @@
 """Target ``torchtitan``: the TOML of a plan that is a uniform layout, without heterog.
 
-The layout that a plan is: what of it Megatron's and FSDP's words say, found by making it again.
-
-Degrees are read off the plan; where several layouts have them, each is made into a strategy, and
-the plan is the one whose strategy is its own. So a target that speaks in layouts says all of a
-plan, or names what differs.
+``layout_of`` finds the layout (in Megatron's and FSDP's words) that gives exactly the plan's
+strategy. It reads the degrees off the plan, makes a strategy of each layout with these degrees,
+and compares that with the plan's. So the export says all of a plan, or names what differs.
 """
 
 import json
@@ -36,7 +34,7 @@ from heterog.strategy.schedules import SCHEDULES
 from heterog.strategy.strategy import Decision
 
 ORDER = "order of passes"
-"""The subject on which a plan may differ from its layout: numbers and devices stay."""
+"""The one subject on which a plan may differ from its layout, as results and devices stay."""
 
 
 def layout_of(plan: Plan, target: str) -> tuple[Given, bool]:
@@ -47,7 +45,7 @@ def layout_of(plan: Plan, target: str) -> tuple[Given, bool]:
         target: Name of the target, for messages.
 
     Raises:
-        ExportError: no layout is the plan; says on what the nearest one differs.
+        ExportError: no layout gives the plan; says where the nearest one differs.
     """
     nearest: tuple[Difference, ...] | None = None
     reordered = None
@@ -92,7 +90,7 @@ def layout_of(plan: Plan, target: str) -> tuple[Given, bool]:
 
 
 def _candidates(plan: Plan) -> Iterator[Layout]:
-    """Layouts with the plan's degrees, those that are most often meant first."""
+    """Layouts with the plan's degrees, the usual ones first."""
     strategy, graph = plan.strategy, plan.graph
     stages = list(dict.fromkeys(each.devices for each in strategy.decisions))
     width = len(stages[0])
@@ -146,7 +144,7 @@ def _slices(decisions: tuple[Decision, ...]) -> dict[str, int]:
 
 
 def _recomputation(plan: Plan) -> dict[str, object]:
-    """How layers recompute, and of how many one does."""
+    """How layers recompute, and every how many layers one does."""
     in_layer = layers_of(plan.graph).of_group
     layers: dict[int, Decision] = {}
     for layer, decision in zip(in_layer, plan.strategy.decisions, strict=True):
@@ -199,15 +197,15 @@ _SCHEDULES = {
     "zero_bubble_v": "ZBVZeroBubble",
     "dual_pipe_v": "DualPipeV",
 }
-"""Our names of schedules, and those of ``torch.distributed.pipelining``."""
+"""Names of schedules here, and in ``torch.distributed.pipelining``."""
 
 
 def export_torchtitan(plan: Plan, sources: Sequence[str] = ()) -> Export:
     """The folder of a plan of even replicas, or of a layout with teams and stages.
 
     Raises:
-        ExportError: shares differ, some groups recompute or are sliced and others not, or the
-            plan is no layout that torchtitan has; says what of it.
+        ExportError: shares differ, only some groups recompute or are sliced, or the plan is no
+            layout that torchtitan has; says which.
     """
     refuse_modes(plan, TARGET)
     if plan.strategy.op_rules or len({each.devices for each in plan.strategy.decisions}) > 1:
@@ -327,7 +325,7 @@ def _of_layout(plan: Plan) -> tuple[Plan, tuple[RankEntry, ...], Layout, list[st
 
 
 def _parts(graph: OpGraph, layout: Layout) -> list[str]:
-    """The modules of each stage, where degrees alone do not say them; by the plan's names."""
+    """The modules of each stage by the plan's names; empty if degrees alone determine them."""
     usual = 1 if layout.schedule_name in ("1f1b", "gpipe") else 2
     if layout.pp == 1 or (not layout.layers and layout.num_chunks == usual):
         return []

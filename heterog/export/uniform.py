@@ -66,7 +66,7 @@ def uniform_remarks(plan: Plan, target: str, *, expressed: Sync | None = None) -
     remarks = []
     names = group_ops(plan.graph).names
     for sync in Sync:
-        if sync.aggregation == Aggregation.RING or sync == expressed:  # as stock ones do
+        if sync.aggregation == Aggregation.RING or sync == expressed:  # as stock frameworks do
             continue
         groups = [
             name or "(root)"
@@ -136,7 +136,7 @@ def _refuse_whole_batch_ops(plan: Plan, target: str) -> None:
 
 
 def _global_values(plan: Plan) -> list[str]:
-    """Sums over the batch that a part of the step reads, of which each rank has only its own."""
+    """Remarks about sums over the whole batch: in a stock framework each rank has only its own."""
     graph = plan.graph
     batch = batch_plan(graph)
     remarks: dict[str, None] = {}

@@ -1,7 +1,7 @@
 """Facts of an explanation as tables and bars of the report: places, limits, memory, changes.
 
 Every text that is inserted into the report's HTML is escaped here. Pictures stretch with the page,
-so they hold no text: labels are beside them as HTML, which keeps its size on every screen.
+so labels stand beside them as HTML, which keeps its size on every screen.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -144,7 +144,7 @@ _MEMORY_COLOURS = {kind: f"c{number}" for number, kind in enumerate(MemoryKind)}
 
 
 def coloured(explanation: Explanation) -> dict[int, int]:
-    """Number of each coloured range's colour: the longest ranges, in their order."""
+    """Colour number of each coloured range; the longest ranges have colours, in their order."""
     ranges = explanation.decided.ranges
     longest = sorted(range(len(ranges)), key=lambda i: -ranges[i].num_groups)[:NUM_COLOURS]
     return {index: colour for colour, index in enumerate(sorted(longest))}
@@ -423,7 +423,7 @@ def changes_section(explanation: Explanation) -> str:
 
 
 def words_section(explanation: Explanation) -> str:
-    """The same in words, folded."""
+    """The paragraphs of the explanation, folded."""
     paragraphs = "\n".join(f"<p>{escape(text)}</p>" for text in explanation.paragraphs)
     return (
         f'<details class="prose card"><summary>The same in words</summary>{paragraphs}</details>'

@@ -1,7 +1,7 @@
 """A plan as one HTML page that needs no network: numbers, words, timeline, memory, modules.
 
-The page's style and script are embedded, and its content security policy forbids every request
-and every script but that one, so no text of a model can do anything but be read.
+The page's style and script are embedded. Its content security policy forbids every request and
+every other script, so text from a model cannot run.
 """
 
 import base64
@@ -39,13 +39,13 @@ from heterog.units import format_bytes, format_bytes_range, format_seconds
 
 _PAGE = files("heterog.report") / "page"
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
-# At first the tree is open as far as it then shows at most this many modules.
+# Most modules that the tree shows when the page opens.
 _OPEN_MODULES = 24
 # Most modules shown, so that the page stays small: the deepest are left out.
 _MOST_MODULES = 3000
 _NONE = "-"
 _SAME = 1e-3
-"""Relative difference of two predictions of one plan that counts as none."""
+"""Two predictions of one plan with a smaller relative difference count as equal."""
 
 
 def write_report(path: str | Path, plan: Plan, *, explanation: Explanation | None = None) -> None:

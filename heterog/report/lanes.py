@@ -1,14 +1,13 @@
-"""A timeline as arrays for the report's canvas: lanes, tasks, critical path and memory.
+"""A timeline as lanes: arrays for the report's canvas, and a trace file.
 
-There is one lane for every device's compute stream and one for every link in use (NICs and ports,
-per direction), host by host. A transfer or collective is shown on every link that it loads.
+The canvas has one lane for every device's compute stream and one for every link in use (NICs and
+ports, per direction), host by host. A transfer or collective is shown on every link that it loads.
 Arrays travel as base64 of little-endian numbers.
 
-A timeline as a trace file for https://ui.perfetto.dev or chrome://tracing.
-
-The format is Chrome's trace events (JSON object format): every host is a process whose threads are
-the compute streams of its devices, and one more process, "links", has a thread for every pair of
-devices and every communicator. Times are microseconds.
+Trace files are for https://ui.perfetto.dev or chrome://tracing, in the format of Chrome's trace
+events (JSON object format). Every host is a process whose threads are the compute streams of its
+devices; one more process, "links", has a thread for every pair of devices and every communicator.
+Times are microseconds.
 """
 
 import base64
@@ -96,8 +95,8 @@ def view_lanes(timeline: Timeline) -> list[ViewLane]:
 def view_data(timeline: Timeline) -> dict[str, Any]:
     """Everything that the canvas draws, as JSON values.
 
-    In a program with very many tasks the short ones are drawn together: those of one row of one
-    lane, of one category, that begin within the same short span.
+    In a program with very many tasks, short tasks are drawn together if they lie in one row of
+    one lane, have one category and begin within the same short span.
     """
     program = timeline.program
     lanes = view_lanes(timeline)
@@ -293,7 +292,7 @@ def _lane(
 
 
 def _rows(start: Sequence[float], finish: Sequence[float]) -> npt.NDArray[np.uint8]:
-    """The lowest free row of each task, in order of start; if none is free, the next to be."""
+    """The lowest free row of each task, in order of start; or the row that is free next."""
     rows = np.zeros(len(start), np.uint8)
     free = list(range(_MAX_ROWS))
     taken: list[tuple[float, int]] = []
@@ -315,7 +314,7 @@ def _covered(start: FloatArray, finish: FloatArray) -> float:
 
 
 def _labels(timeline: Timeline) -> tuple[dict[tuple[int, ...], int], npt.NDArray[np.int64]]:
-    """A task for all with the same kind, subject and channel; and the number of that, by task."""
+    """One task for each (kind, subject, channel), and the number of these for every task."""
     program = timeline.program
     keys = np.stack([program.kind, program.subject, program.channel], axis=1)
     found, first, label = np.unique(keys, axis=0, return_index=True, return_inverse=True)
@@ -458,9 +457,9 @@ def _threads_and_tasks(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _without_overlap(timeline: Timeline, lane: Lane) -> Sequence[Sequence[int]]:
-    """A lane's tasks on as many rows as necessary: events of one thread must not overlap.
+    """A lane's tasks on as many rows as necessary, because events of a thread must not overlap.
 
-    Transfers of one pair do overlap, by their latency.
+    Transfers between two devices do overlap, by their latency.
     """
     rows: list[list[int]] = [[]]
     free_from = [0]

@@ -29,10 +29,10 @@ class ModuleNode:
         name: Last part of the path, or several parts if a module only contains another.
         children: Submodules in the order in which they first run.
         parameter_bytes: Bytes of parameters in the module and below it.
-        num_ops: Number of ops that cost something, likewise.
-        weight: FLOPs under each decision, likewise: the weights of mixed shares.
-        recomputed: Whether outputs of its ops are made again for the backward pass, likewise.
-        syncs: Synchronisations of its parameters, in words, likewise.
+        num_ops: Number of ops, in and below it, that take time.
+        weight: FLOPs, in and below it, by devices and shares: the weights of mixed shares.
+        recomputed: Whether ops in and below it run again for the backward pass.
+        syncs: Synchronisations of parameters in and below it, in words.
     """
 
     name: str
@@ -65,7 +65,7 @@ def module_tree(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> ModuleN
         for node in _path(root, op.module):
             node.num_ops += 1
             node.recomputed.add(decision.recompute)
-            # Not zero, also for an op without FLOPs: it is placed as well.
+            # Plus one, because an op without FLOPs is placed as well.
             node.weight[placed] = node.weight.get(placed, 0.0) + op.flops + 1.0
     ways = Lowered(lower(graph, cluster, strategy, num_steps=1), strategy, graph).ways
     for (op_index, tensor, _), home, way in zip(graph.updates, strategy.homes, ways, strict=True):
@@ -88,7 +88,7 @@ def _path(root: ModuleNode, module: str) -> Iterator[ModuleNode]:
 
 
 def _owner(graph: OpGraph, tensor: int, module: str) -> str:
-    """The module that a parameter is an attribute of; the op's if the name does not tell."""
+    """The module that has a parameter as attribute; the op's if the name has no dot."""
     return graph.tensors[tensor].name.rpartition(".")[0] or module
 
 

@@ -64,7 +64,7 @@ def _host_facts(explanation: Explanation, index: int) -> str:
 def _card(
     explanation: Explanation, hosts: Sequence[int], told: Mapping[int, list[tuple[str, str]]]
 ) -> str:
-    """The card of hosts that are alike and do alike, with the devices of the first."""
+    """The card of hosts with equal devices and equal work, with the devices of the first."""
     names = [explanation.plan.cluster.hosts[host].name for host in hosts]
     name = names[0]
     if len(names) > 1:
@@ -112,7 +112,7 @@ def _devices_svg(
 def _device_square(
     explanation: Explanation, device: int, told: Sequence[tuple[str, str]], number: int
 ) -> str:
-    """A square in stripes, with a dark bar at its right as high as the device is busy."""
+    """A striped square; the height of the dark bar at its right is the part of busy time."""
     x, y = number % _PER_ROW * (_SIZE + _GAP), number // _PER_ROW * (_SIZE + _GAP)
     place, busy = explanation.plan.cluster.devices[device], explanation.busy[device]
     colours = list(dict.fromkeys(colour for colour, _ in told))

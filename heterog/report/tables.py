@@ -1,10 +1,9 @@
-"""What a terminal of 100 columns shows: tables of methods, models and clusters, and explanations.
+"""Texts for a terminal: tables of methods, models and clusters, explanations, and short answers.
 
-An explanation is paragraphs with headings, and memory as a table.
+Tables are for 100 columns. An explanation is paragraphs with headings, and memory as a table.
 
-The answer of ``heterog plan`` in at most 15 lines: what to do, what it brings, what limits it.
-
-Every number is one of the explanation's; the longer words are ``Explanation.paragraphs``.
+``answer`` is what ``heterog plan`` prints: in at most 15 lines what to do, what it brings and what
+limits it. Its numbers are those of the explanation; ``Explanation.paragraphs`` has more words.
 """
 
 import textwrap
@@ -191,7 +190,7 @@ def planners_table(methods: Iterable[MethodNote]) -> Table:
 
 
 def _table(title: str, columns: Mapping[str, dict[str, Any]]) -> Table:
-    """A table without rows, whose lines take little width, of columns and how they are set."""
+    """A narrow table without rows, with columns and the rich options of each."""
     table = Table(title=escape(title) or None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for header, how in columns.items():
         table.add_column(header, **how)
@@ -251,7 +250,7 @@ def jobs_table(verdicts: Sequence[Verdict], *, title: str = "") -> Table:
 
 
 def _clock(time_s: float) -> str:
-    """Seconds since the first moment: ``0 s``, not in microseconds, at that moment."""
+    """Seconds since the first moment, which itself is ``0 s``, not ``0.0 us``."""
     return format_seconds(time_s) if time_s else "0 s"
 
 
@@ -320,7 +319,7 @@ def memory_table(fit: Fit) -> Table:
 
 MOST_LINES = 15
 NARROWEST = 60
-"""Width in columns below which lines are cut instead of being made to fit."""
+"""Narrowest terminal, in columns, for which lines are worded to fit; below it they are cut."""
 _LABEL = 8
 _LEAST_TABLE, _GOOD_TABLE = 4, 7
 _LINES = {"do": 4, "gain": 2, "memory": 2, "limits": 2, "also": 2}
@@ -371,7 +370,7 @@ def answer(
 def brief_answer(
     plan: Plan, *, width: int = 80, remarks: Sequence[str] = (), files: Sequence[str] = ()
 ) -> list[Text]:
-    """The same for a plan without explanation, whose step has too many tasks to look at each.
+    """Like ``answer``, for a plan whose step has too many tasks for an explanation.
 
     Args:
         plan: Plan that is not ``is_written``.

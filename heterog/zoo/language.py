@@ -1,21 +1,16 @@
-"""Standard transformers, built from the configurations of the package ``transformers``.
+"""Workloads on token sequences: language models, a transformer for translation, common layers.
 
 All weights are random: nothing is ever downloaded. There is no dropout, so that a training step is
 deterministic. Labels hold the wanted token of every position, already shifted where a model
 predicts the next token; positions with the label -100 do not count in the mean.
 
-``transformers`` is optional (``pip install 'heterog[zoo]'``) and imported when a workload is
-built.
+BERT, XLNet, GPT-2 and Llama are built from configurations of the package ``transformers``, which
+is optional (``pip install 'heterog[zoo]'``) and imported when a workload is built.
 
-Attention layers that the zoo's own transformers share, in plain torch and without dropout.
-
-Common parts of the workloads on token sequences: the example batch and the loss.
-
-The encoder-decoder transformer for translation (Vaswani et al. 2017), in plain torch.
-
-Widths of the paper's base model; one embedding serves source, target and output. There is no
-dropout, so that a training step is deterministic. Unlike the paper, every sub-layer normalises its
-input and not its output, because 24 + 24 layers do not train the other way.
+The encoder-decoder transformer for translation (Vaswani et al. 2017) is in plain torch, with the
+widths of the paper's base model; one embedding serves source, target and output. Unlike the
+paper, every sub-layer normalises its input and not its output, because 24 + 24 layers do not
+train the other way. Other transformers of the zoo share its attention layers.
 """
 
 from __future__ import annotations
@@ -111,8 +106,8 @@ def bert_large_48l(batch_size: int) -> Workload:
 def xlnet_large_24l(batch_size: int) -> Workload:
     """XLNet-large (Yang et al. 2019) on its content stream, 128 tokens.
 
-    Without a permutation mask, segments or a query stream, as when the model is fine-tuned; the
-    parameters of those (``mask_emb``, ``seg_embed``, ``r_s_bias``) exist and get no gradient.
+    As in fine-tuning, there is no permutation mask, no segment and no query stream; their
+    parameters (``mask_emb``, ``seg_embed``, ``r_s_bias``) exist and get no gradient.
     """
     return _xlnet("xlnet_large_24l", batch_size, num_layers=24)
 
@@ -181,8 +176,8 @@ def _bert(name: str, batch_size: int, *, width: int, num_layers: int, num_heads:
             intermediate_size=4 * width,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
-            # As the published results had it: the cards of those clusters (Pascal, Volta) have
-            # no flash attention, so the matrix products and the softmax are separate kernels.
+            # As in the published results: the cards of those clusters (Pascal, Volta) have no
+            # flash attention, so the matrix products and the softmax are separate kernels.
             attn_implementation="eager",
         )
         return _module(hub.BertForMaskedLM(config))
@@ -227,10 +222,10 @@ def _transformers(name: str) -> Any:
 def _attention(hub: Any) -> str:
     """The name of an attention that is torch's own and never gets a mask tensor.
 
-    No sequence of the zoo is padded. For an implementation that it does not know,
-    ``transformers`` makes no mask, and causal attention stays a flag of the kernel. For its own
-    ``"sdpa"`` it would, while a step is captured, make a mask that finds packed sequences by
-    indexing over the batch.
+    No sequence of the zoo is padded. ``transformers`` makes no mask for an implementation that it
+    does not know, and causal attention stays a flag of the kernel. For its own ``"sdpa"``, while a
+    step is captured, ``transformers`` would make a mask that finds packed sequences by indexing
+    over the batch.
     """
     name = "heterog_unmasked"
     hub.AttentionInterface.register(name, hub.AttentionInterface()["sdpa"])

@@ -57,7 +57,7 @@ def moe_loss(output: MoeOutput, labels: Tensor) -> Tensor:
 
 
 class MixtureOfExperts(nn.Module):
-    """Feed-forward experts of which every token uses two.
+    """Feed-forward experts; every token uses two of them.
 
     Args:
         width: Size of a token's vector.

@@ -474,7 +474,7 @@ class NasNetLarge(nn.Module):
         for width in (168, 336, 672):
             if width > 168:
                 self.cells.append(ReductionCell(last, before, width))
-                # The next cell looks past the reduction, to what the reduction looked back to.
+                # The next cell's older input is the older input of the reduction.
                 last = 4 * width
             for cell in range(6):
                 self.cells.append(NormalCell(last, before, width, halve=cell == 0))

@@ -1,17 +1,16 @@
 """Networks on volumes: CosmoFlow and a 3D U-Net, whose samples may be too large for one device.
 
-Both are those that were trained with samples cut along their depth (Oyama et al. 2020, "The Case
-for Strong Scaling in Deep Learning: Training Large 3D CNNs With Hybrid Parallelism", arXiv
-2007.12856), as the authors' LBANN repository has them. There is no dropout, so that a training
-step is deterministic.
-
-BatchNorm over the whole batch, however it is cut: an explicit alternative to the usual one.
+Oyama et al. trained both with samples cut along their depth (2020, "The Case for Strong Scaling in
+Deep Learning: Training Large 3D CNNs With Hybrid Parallelism", arXiv 2007.12856); the networks are
+those of the authors' LBANN repository. There is no dropout, so that a training step is
+deterministic.
 
 Where a batch or its samples are cut, ``nn.BatchNorm`` normalises each part by its own mean and
-variance, as data-parallel training does. ``whole_statistics`` replaces it by modules that
-compute the same from sums, which are added up over devices like any other sum: the numbers of one
-device, for two small all-reduces forward and two backward in each layer, and with one more
-activation kept (what ``SyncBatchNorm`` is to data-parallel training).
+variance, as data-parallel training does. ``whole_statistics`` replaces it by modules that use the
+statistics of the whole batch, as ``SyncBatchNorm`` does in data-parallel training. They compute
+them from sums, which are added up over devices like any other sum, and so give the numbers of one
+device. Each layer costs two small all-reduces forward and two backward, and one more kept
+activation.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 class WholeBatchNorm(_BatchNorm):
     """BatchNorm of any number of dimensions, written as sums.
 
-    Its running statistics are those of the whole, too. It has the parameters and buffers of
+    Its running statistics are those of the whole batch, too. It has the parameters and buffers of
     ``nn.BatchNorm1d``, ``2d`` and ``3d``, and loads their state.
     """
 
@@ -73,7 +72,7 @@ class WholeBatchNorm(_BatchNorm):
 
 
 def whole_statistics(model: nn.Module) -> nn.Module:
-    """The same model with every ``nn.BatchNorm`` normalising by statistics of the whole.
+    """The same model with every ``nn.BatchNorm`` normalising by statistics of the whole batch.
 
     Args:
         model: Model, which is changed in place unless it is a BatchNorm itself.
@@ -156,8 +155,8 @@ def segmentation(
         batch_size: Number of volumes in the global batch.
         width: Width of the cubes; halved once less than there are levels.
         channels: Channels of the two convolutions of each level, the last of them the bottom.
-        whole: Whether BatchNorm, if samples are cut, normalises by statistics of the whole, not
-            each part by its own.
+        whole: Whether BatchNorm normalises by statistics of the whole batch where samples are
+            cut, instead of each part by its own.
     """
 
     def example_batch() -> Batch:
