@@ -3,15 +3,15 @@
 ``Balancer`` is what a loop uses; the other names are its parts, for loops with special needs.
 
 - ``balancer`` is for loops of PyTorch; ``for_trainer``, ``for_accelerate`` and ``for_lightning``
-  are for frameworks, ``elastic`` lets ranks train alone and merges them.
-- ``shares`` says how much of a batch each rank gets, in which parts, and what it begins with;
-  ``dealing``, ``sampler`` (once ``loader``), ``tokens`` and ``streams`` deal the samples.
-- ``weights`` make the update that of one process. ``updates`` notices where updates and steps end,
-  ``replicas`` ranks whose weights differ or that deal other samples, ``batch_norms`` ranks with
+  are for frameworks; ``elastic`` lets ranks train alone and merges their models.
+- ``shares`` has the first and the best shares, and cuts a rank's batch into parts; ``dealing``,
+  ``sampler`` (once ``loader``), ``tokens`` and ``streams`` deal the samples.
+- ``weights`` make the update that of one process. ``updates`` finds where updates and steps end,
+  ``replicas`` finds ranks with other weights or other samples; ``batch_norms`` is for ranks with
   few samples.
-- What a loss is a mean of, for frameworks: ``loss_means``, ``loss_probe`` and ``label_means``.
-- ``speeds`` measures what a rank computes between its waits, and fits it; ``rebalancing`` decides
-  when shares change, and changes them. ``group`` are the ranks of the job.
+- ``loss_means``, ``loss_probe`` and ``label_means`` find what a loss is a mean of.
+- ``speeds`` measures the compute time of a rank between its waits, and fits it; ``rebalancing``
+  decides when shares change, and changes them. ``group`` has the ranks of the job.
 """
 
 from heterog.balance.balancer import Balancer

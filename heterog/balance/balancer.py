@@ -56,27 +56,26 @@ class Balancer:
             optimizer.zero_grad()
 
     ``model`` is wrapped in ``DistributedDataParallel`` or ``fully_shard`` as always; without
-    either, call ``average_gradients`` after the backward pass. All methods are to be called on all
-    ranks alike.
+    either, call ``average_gradients`` after the backward pass. All ranks call all methods alike.
 
     Args:
-        model: Wrapped model that is trained; needed for ``parts`` and ``average_gradients``. Where
-            a framework wraps it later, ``watch`` takes it then.
+        model: Wrapped model that is trained; needed for ``parts`` and ``average_gradients``. If a
+            framework wraps it later, give it to ``watch`` then.
         global_batch_size: Samples of a batch, of all ranks together.
         shares: Samples of each rank in the first steps.
         speeds: Instead of ``shares``: one speed for each rank, in any unit. First shares are in
             proportion to them.
-        plan: Instead of these: file of a data-parallel plan, whose device ``i`` is rank ``i``.
-            Without all three, ranks begin with equal shares.
+        plan: Instead of ``shares`` and ``speeds``: file of a data-parallel plan, whose device
+            ``i`` is rank ``i``. With none of the three, ranks begin with equal shares.
         fits: Number of samples that a rank can hold at once: one number, which may differ between
             ranks, or one for each. A rank gets no more.
         micro_batches: Whether a rank may get more than ``fits``, which ``parts`` then cuts.
         interval: Number of steps between measurements of all ranks, after which shares may change;
             0 keeps the first shares.
         dead_band: Least predicted gain of a change, as a fraction of the step time.
-        check_replicas: Whether ranks compare a few numbers about their weights now and then, which
-            differ where gradients are not averaged, or where a learning rate differs. Turn it off
-            for replicas that shall differ for a while (local SGD).
+        check_replicas: Whether ranks now and then compare a few numbers about their weights. These
+            differ if gradients are not averaged, or if learning rates differ. Turn it off for
+            replicas that shall differ for a while (local SGD).
         writer: TensorBoard writer for the shares and seconds of all ranks.
         tell: Function that gets a line about each change of shares. By default rank 0 logs it as a
             warning, which Python shows on standard error.
@@ -143,7 +142,7 @@ class Balancer:
         self.watch_norms(model)
 
     def watch_norms(self, model: nn.Module) -> None:
-        """See to the BatchNorm of a model, which need not be wrapped yet; ``watch`` does it."""
+        """Handle BatchNorm in a model, wrapped or not; ``watch`` calls this."""
         self._norms = BatchNorms(model)
         for sampler in self._existing_samplers():
             self._keep_from_singles(sampler)
@@ -183,8 +182,8 @@ class Balancer:
     ) -> BalancedLoader:
         """Make a loader of this rank's batches; each pass is the next epoch.
 
-        There may be several: others to validate with, say, or to train with in turn. Shares follow
-        the one that is trained with, that is, whose losses are weighed for a backward pass.
+        There may be several loaders: to validate with, say, or to train with in turn. Shares
+        follow the training loader, that is, the one whose losses are weighed for a backward pass.
 
         Args:
             dataset: Data set with a length, or an ``IterableDataset``, which all ranks read whole.
@@ -224,7 +223,7 @@ class Balancer:
         padded: bool = False,
         **options: Any,
     ) -> GlobalBatches:
-        """The batches of a loader with these arguments, on whatever ranks."""
+        """The global batches of a loader with these arguments, before ranks cut them."""
         check_data(dataset, options)
         size = self.global_batch_size
         if isinstance(dataset, IterableDataset):
@@ -241,7 +240,7 @@ class Balancer:
         return SampleBatches(num_samples, size, **order)
 
     def sampler(self, batches: GlobalBatches) -> ShareSampler:
-        """Make the sampler of a loader, with the shares of the one that is trained with."""
+        """Make the sampler of a loader, with the shares of the training loader."""
         total, num_ranks = batches.units_per_batch, self.group.num_ranks
         if self._training is not None:
             shares = scaled_shares(self._training.shares, total)
@@ -260,7 +259,7 @@ class Balancer:
         return sampler
 
     def train_with(self, sampler: ShareSampler) -> None:
-        """Follow this sampler from now on; else the one whose losses are weighed for training."""
+        """Follow this sampler; otherwise, the one whose losses are weighed for training."""
         self._training = sampler
         self._open = OpenSteps()
 
@@ -311,7 +310,7 @@ class Balancer:
             self._share_with_others(sampler)
 
     def end_pass(self, sampler: ShareSampler) -> None:
-        """Called by a loader when a pass ends or is left; an outer loop is in its step again."""
+        """Called by a loader when a pass ends or is left; returns to the step of an outer loop."""
         self._open.end_pass(sampler)
         is_empty = False
         if self._open.is_inside:
@@ -343,7 +342,7 @@ class Balancer:
         return self._followers[sampler]
 
     def _share_with_others(self, sampler: ShareSampler) -> None:
-        """Have loaders that are not trained with begin their next pass in the new shares."""
+        """Let the other loaders begin their next pass with the new shares."""
         for other in self._existing_samplers():
             if other is not sampler and other not in self._followers:
                 shares = scaled_shares(sampler.shares, sum(other.shares))
@@ -362,13 +361,14 @@ class Balancer:
         Args:
             loss: A mean over this rank's samples, or over what ``count`` counts.
             count: Number of items that the loss is a mean over, if not samples: labels without
-                padding, say. All ranks give it or none; it costs one all-reduce of a number. One
-                may give 0 if its loss is finite, as that of ``cross_entropy`` is in the gradient.
+                padding, say. Either all ranks give it or none; it costs one all-reduce of a
+                number. A rank may give 0 if its loss, or as with ``cross_entropy`` its gradient,
+                is finite.
 
         Raises:
-            BalanceError: it is no tensor of one element, or without a count a mean over labels of
-                which some do not count, or over elements of which samples have unlike numbers; or
-                the count is another than that of its labels.
+            BalanceError: the loss is no tensor of one element; or, without a count, it is a mean
+                over labels that do not all count, or over elements whose number differs between
+                samples; or the count is not that of its labels.
         """
         check_loss(loss)
         step = self._open.current
@@ -389,7 +389,7 @@ class Balancer:
         return weighed
 
     def _check_mean(self, loss: Tensor, count: float | Tensor | None) -> None:
-        """Check that a loss is a mean over samples, or over what a count counts."""
+        """Check that a loss is a mean over samples, or over as many items as ``count`` says."""
         own = self.weights.samples if count is None else count
         if own is None:
             return
@@ -404,7 +404,7 @@ class Balancer:
             )
 
     def time_backward(self, loss: Tensor) -> None:
-        """Note that this tensor trains, and measure its backward pass; ``weigh`` does it."""
+        """Note that this loss trains, and time its backward pass; ``weigh`` calls this."""
         if not loss.requires_grad:
             return
         step = self._open.current
@@ -463,8 +463,8 @@ class Balancer:
     def mean_loss(self) -> float:
         """The loss of the whole batch of this step; all ranks call it, after the backward pass.
 
-        Weighed losses of several backward passes add up, such as those of parts. Those that are
-        weighed after an optimizer's step, or after the last call, are a sum of their own: the loss
+        Weighed losses of several backward passes, such as those of parts, add up. A new sum begins
+        after an optimizer's step and after each call of this method, because the next loss is that
         of a second optimizer, or of the next call of a closure (LBFGS).
         """
         with self.clock.waiting():
@@ -475,8 +475,8 @@ class Balancer:
     def state_dict(self) -> dict[str, Any]:
         """Position in the data, and the shares; take it after the optimizer's step.
 
-        It has the positions of all loaders, first that of the one which is trained with. After a
-        ``break`` the position is still inside that epoch, where a loader goes on that loads it.
+        It has the positions of all loaders, the training loader's first. After a ``break`` the
+        position is still inside that epoch; a loader that loads it continues there.
         """
         training = self.share_sampler
         samplers = self._existing_samplers()
@@ -487,7 +487,7 @@ class Balancer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state; call it after the loaders are made, before they are used.
 
-        A position is that of the first loader which has the same samples next.
+        Each position goes to the first loader that has the same samples next.
 
         Raises:
             BalanceError: the state is inside an epoch of other data, or of data in another order.
@@ -510,7 +510,7 @@ class Balancer:
 
     @property
     def share_sampler(self) -> ShareSampler:
-        """The sampler of the loader that is trained with; before that, of the first one made.
+        """The sampler of the training loader; before training, of the first loader made.
 
         Raises:
             BalanceError: no loader has been made yet.
@@ -545,7 +545,7 @@ def checked_length(dataset: Dataset[Any]) -> int:
     """Number of samples of a data set.
 
     Raises:
-        BalanceError: it has none, and is no stream either.
+        BalanceError: it has no length, and is no stream either.
     """
     if not hasattr(dataset, "__len__"):
         raise BalanceError(
@@ -560,7 +560,7 @@ def _checked_size(size: object, old: object) -> int:
     """The number of samples of a global batch, also by its old name.
 
     Raises:
-        BalanceError: it is no whole number, or missing, or said twice.
+        BalanceError: it is no whole number, or missing, or given under both names.
     """
     if old is not None:
         warnings.warn(

@@ -1,9 +1,9 @@
 """BatchNorm on ranks with few samples or none.
 
-Plain BatchNorm normalizes with a rank's own samples: no other rank's are in its statistics, so a
-balanced job with it cannot equal one process. What is seen to here is that no rank runs a single
-sample, which PyTorch refuses, and that a rank without samples keeps its running statistics.
-``SyncBatchNorm`` normalizes with the samples of all ranks; a rank without samples adds none.
+Plain BatchNorm normalizes with a rank's own samples only, so a balanced job with it cannot equal
+one process. This module ensures that no rank runs a single sample, which PyTorch refuses, and that
+a rank without samples keeps its running statistics. ``SyncBatchNorm`` normalizes with the samples
+of all ranks; a rank without samples adds none.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ class BatchNorms:
         return 2 if self._plain else 1
 
     def begin_step(self, *, is_empty: bool) -> None:
-        """Keep running statistics in a step of a rank without samples, and only there."""
+        """Freeze running statistics if this rank has no samples in the step, else update them."""
         self._is_empty = is_empty
         for module, momentum, count in self._held:
             module.momentum = momentum
@@ -60,5 +60,5 @@ class BatchNorms:
     def _as_many_as_before(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
         if not (self._is_empty and module.training):
             return None
-        # The sum of nothing keeps this rank in the backward pass, which communicates.
+        # The sum of an empty tensor keeps this rank in the backward pass, which communicates.
         return output.new_zeros((self._num_samples, *output.shape[1:])) + output.sum()

@@ -1,8 +1,8 @@
 """Global batches and how each is cut among ranks: pure functions of seed, epoch, step and shares.
 
-Which samples are in the global batch of a step never depends on the shares. So shares may change
-at any step, and a job may go on with other shares or even another number of ranks, and each sample
-is still seen exactly once in an epoch.
+The samples in the global batch of a step never depend on the shares. So shares may change at any
+step, and a job may resume with other shares or even another number of ranks; each sample is still
+seen exactly once in an epoch.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,8 @@ class Deal:
         step: Number of the step in its epoch.
         samples: Number of samples of each rank.
         units: Size of each rank's part in the unit of shares: samples, or cost of their tokens.
-        ran: Units that each rank runs: its own, or those of the sample that fills an empty part.
+        ran: Units that each rank runs: its own, or those of the sample that fills an empty part
+            (the result does not count).
     """
 
     epoch: int
@@ -69,7 +70,7 @@ def length_of(batches: GlobalBatches, epoch: int) -> int:
     """Number of steps of an epoch, for ``len``.
 
     Raises:
-        TypeError: it is not known, as that of a stream.
+        TypeError: it is not known, as for a stream.
     """
     if not batches.has_length:
         raise TypeError("a loader of a stream has no length: its end is known when it is read.")
@@ -86,7 +87,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> In
 def without_singles(counts: Sequence[int]) -> tuple[int, ...]:
     """Counts of the same sum in which no rank has exactly one sample, if that is possible.
 
-    A rank with one gets another from the rank with most, or else gives its own away.
+    A rank with one sample gets another from the rank with most, or else gives its own away.
 
     >>> without_singles((7, 1)), without_singles((2, 1, 1)), without_singles((2, 1))
     ((6, 2), (2, 0, 2), (3, 0))

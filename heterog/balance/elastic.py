@@ -7,15 +7,15 @@ with the learning rate times b / b0. At the window's end
 
 - copies are merged, weighted by updates:  w = sum_i p_i w_i,  p_i = u_i / sum_j u_j
   (``merge_weights``);
-- batches of ranks with more updates than the mean grow by a step, those of others shrink, unless
-  updates are within a dead band (``ElasticRule``), so that all come to make equally many.
+- batches of ranks with more updates than the mean grow by a step and those of others shrink,
+  unless updates are within a dead band (``ElasticRule``); so all ranks come to equally many.
 
-Unlike the paper, who gets which batch is not decided while a window runs, but before it, by
-simulating the dispatch with the speeds that were measured so far. So a run follows from its
-measurements, and nothing is sent within a window. A rank that slows down meanwhile holds up the
-end of that window, and the next one knows. The paper's momentum on the merged model is left out.
+Unlike the paper, batches are assigned to ranks before a window, not while it runs, by simulating
+the dispatch with the speeds measured so far. So a run follows from its measurements, and nothing
+is sent within a window. A rank that slows down meanwhile delays the end of that window; the next
+window takes it into account. The paper's momentum on the merged model is left out.
 
-The weights that come out are not those of one process with the whole batch, but for a single rank.
+With several ranks, the weights are not those of one process with the whole batch.
 """
 
 import logging
@@ -43,7 +43,7 @@ from heterog.simulator.unequal_updates import (
 
 STATE_VERSION = 1
 STEPS_PER_BATCH = 16
-"""First batch over the rule's step, and over its least batch: 512 / 32, as in the paper's code."""
+"""First batch over step, and over least batch, of the rule: 512 / 32, as in the paper's code."""
 MOST_GROWTH = 2
 """Largest batch over the first one: 1,024 / 512."""
 
@@ -75,7 +75,7 @@ class _Batches(Sampler[list[int]]):
 class ElasticAveraging:
     """Lets unequal ranks train alone on batches that suit them, and merges their models.
 
-    Not the training of one process: choose it by name, compare losses. All ranks run
+    This is not the training of one process: compare losses. All ranks run
 
         elastic = ElasticAveraging(model, optimizer, batch_size=512, window=20_000)
         for epoch in range(10):
@@ -87,20 +87,21 @@ class ElasticAveraging:
                     optimizer.step()
                 ...                                        # all ranks have one model here
 
-    ``model`` is not wrapped. All methods are to be called on all ranks alike; within a window
-    ranks make different numbers of steps, so nothing there may wait for other ranks. Frozen
-    parameters stay as they are, and buffers become those of the rank with the most updates.
+    ``model`` is not wrapped. All ranks call all methods alike. Within a window ranks make
+    different numbers of steps, so no code there may wait for other ranks. Frozen parameters stay
+    as they are, and buffers become those of the rank with the most updates.
 
     Args:
         model: Model that is trained; all ranks begin with rank 0's.
         optimizer: Its optimizer. Its state stays on its rank.
         batch_size: Samples of the first batch of each rank, b0.
-        window: Samples of all ranks from one merge to the next; the last batch of a window is
-            whole, so that there may be more.
+        window: Samples of all ranks from one merge to the next; a little more if the last batch
+            exceeds it, as batches stay whole.
         speeds: One speed for each rank, in any unit, with which the first window is handed out;
             by default equal ones.
-        rule: Rule by which batches follow; by default steps of a sixteenth of ``batch_size``, from
-            that to twice ``batch_size``, with a dead band of one batch.
+        rule: Rule by which batch sizes change. By default the step and the least batch are a
+            sixteenth of ``batch_size``, the largest is twice ``batch_size``, and the dead band
+            one batch.
         boost: Fraction by which the largest weight grows and the smallest shrinks in a merge;
             ``MERGE_BOOST`` is the paper's, after which weights do not add up to 1.
         scales_rate: Whether learning rates are in proportion to batches, as in the paper.
@@ -194,10 +195,9 @@ class ElasticAveraging:
         return parts
 
     def _batch_seconds(self) -> list[float]:
-        """Seconds of each rank's batch by what was measured; by the given speeds before that.
+        """Seconds of each rank's batch as measured; from the given speeds before that.
 
-        To six digits: ranks that are free at the same time but for rounding take their turns in
-        order.
+        Rounded to six digits, so that ranks that are free at the same time take turns in order.
         """
         known = [each.speed for each in self._estimates]
         seconds = [
@@ -225,7 +225,7 @@ class ElasticAveraging:
         self._is_open = False
 
     def _end(self, parts: Sequence[_Part], *, is_cut: bool) -> None:
-        """Exchange what was measured, merge, and set the next batches; alike on all ranks."""
+        """Exchange measurements, merge, and set the next batches; alike on all ranks."""
         sizes = [
             [float(part.end - part.begin) for part in parts if part.rank == rank]
             for rank in range(self.group.num_ranks)
@@ -245,12 +245,12 @@ class ElasticAveraging:
         )
         self._num_windows += 1
         self._write(self.last)
-        if not is_cut:  # by the end of the epoch: few updates, which say little
+        if not is_cut:  # the end of an epoch cuts a window: its few updates say little
             self.batches = self._rule.next_batches(self.batches, updates)
             self._tell_change(self.last)
 
     def _merge(self, weights: Sequence[float]) -> None:
-        """Give all ranks the weighted sum of what they have trained."""
+        """Give all ranks the weighted sum of their parameters."""
         weight = weights[self.group.rank]
         if self.group.num_ranks == 1:
             return
@@ -259,7 +259,7 @@ class ElasticAveraging:
                 each for each in self._model.parameters() if each.requires_grad
             ):
                 flat = torch.cat([value.detach().reshape(-1) for value in values])
-                # Not times 0, which would leave what is not finite.
+                # Not multiplied by 0, because inf and nan would stay.
                 total = self.group.add_up(flat.mul_(weight) if weight else flat.zero_())
                 _take_over(values, total)
 
@@ -297,7 +297,7 @@ class ElasticAveraging:
     def state_dict(self) -> dict[str, Any]:
         """Position in the data, batches and measurements, as JSON values; between two windows.
 
-        The same on all ranks. The model is, too; the optimizer's state is each rank's own.
+        It is the same on all ranks, like the model; the optimizer's state is each rank's own.
 
         Raises:
             BalanceError: a window has begun.
@@ -315,7 +315,7 @@ class ElasticAveraging:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state, before windows are asked for.
 
-        With another number of ranks batches and measurements begin anew.
+        With another number of ranks, batches and measurements begin anew.
 
         Raises:
             BalanceError: the state has another version.

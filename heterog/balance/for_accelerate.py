@@ -7,8 +7,8 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 ...
 accelerator.backward(balancer.weigh(loss))
 
-A prepared scheduler steps once in each update, as the batch is that of all processes: what
-Accelerate does with ``split_batches=True``.
+A prepared scheduler steps once in each update, because the batch is that of all processes, as in
+Accelerate with ``split_batches=True``.
 """
 
 from collections.abc import Iterator
@@ -101,14 +101,14 @@ class AcceleratedBalancer(Balancer):
         super().begin_pass(sampler)
 
     def begin_step(self, deal: Deal, sampler: ShareSampler | None = None) -> None:
-        """Begin a step, in which schedulers step once and not once for each process."""
+        """Begin a step; schedulers step once in it, not once for each process."""
         for scheduler in self._accelerator._schedulers:
             if isinstance(scheduler, AcceleratedScheduler):
                 scheduler.split_batches = True
         super().begin_step(deal, sampler)
 
     def _skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader of the rest of the epoch; the next pass of the whole one is the next epoch."""
+        """A loader of the rest of the epoch; the next pass of the given one is the next epoch."""
         if not isinstance(dataloader, AcceleratedLoader):
             return self._skip(dataloader, num_batches)
         rest = copy(dataloader)
@@ -116,7 +116,7 @@ class AcceleratedBalancer(Balancer):
         return rest
 
     def _gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather what ranks have for their samples, of which one may have more than another."""
+        """Gather the results of ranks, which may have different numbers of samples."""
         active = self._accelerator.gradient_state.active_dataloader
         step = (
             self._open.of(active.share_sampler) if isinstance(active, AcceleratedLoader) else None
@@ -131,7 +131,7 @@ class AcceleratedBalancer(Balancer):
         return recursively_apply(gather, input_data, error_on_other_type=True)
 
     def _gather_parts(self, own: Tensor, samples: tuple[int, ...]) -> Tensor:
-        """Concatenate the parts of all ranks, without what ranks without samples ran."""
+        """Concatenate the parts of all ranks, without fill-ins of ranks without samples."""
         padded = own.new_zeros((max(samples), *own.shape[1:]))
         count = samples[self.group.rank]
         padded[:count] = own[:count]

@@ -4,9 +4,9 @@
     trainer = Trainer(callbacks=[balancer], strategy="ddp", ...)
     trainer.fit(module, balancer.loader(dataset), val_loader)
 
-It weighs what ``training_step`` returns: a loss that is a mean over samples, or where it is one
-over labels ``{"loss": loss, "count": number_of_labels}``. A module with manual optimization calls
-``weigh`` itself, before its manual backward pass.
+It weighs the result of ``training_step``: a loss that is a mean over samples, or
+``{"loss": loss, "count": number_of_labels}`` if the loss is a mean over labels. A module with
+manual optimization calls ``weigh`` itself, before its manual backward pass.
 """
 
 import warnings
@@ -30,9 +30,9 @@ from heterog.balance.shares import BalanceError
 
 
 class BalancedData:
-    """Data of a balanced job, as a loader; what it loads with is made in each process of the job.
+    """Data of a balanced job; each process of the job makes the actual loader.
 
-    Lightning gives the number of each epoch to ``sampler.set_epoch``, as to that of a
+    Lightning gives the number of each epoch to ``sampler.set_epoch``, as it does with a
     ``DistributedSampler``.
 
     Args:
@@ -54,11 +54,11 @@ class BalancedData:
 
     @property
     def sampler(self) -> "BalancedData":
-        """This object, of which Lightning sets the epoch."""
+        """This object; Lightning calls its ``set_epoch``."""
         return self
 
     def _attach(self, trainer: Trainer) -> None:
-        """Be the training data of a fit that was given this as its ``datamodule``."""
+        """Become the training data of a fit that got this object as its ``datamodule``."""
         connector = trainer._data_connector
         model = connector._datahook_selector.model  # type: ignore[union-attr]
         connector.attach_datamodule(model, None)
@@ -83,7 +83,7 @@ class BalancedData:
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
-        # Lightning makes its first iterator before it says which epoch is to be.
+        # A generator, because Lightning makes its first iterator before it sets the epoch.
         yield from self.loader()
 
     @property
@@ -193,7 +193,7 @@ class LightningBalancer(Callback):
             self.balancer.train_with(loaders[0].share_sampler)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell Lightning the length of this epoch; batches of tokens are not always as many."""
+        """Tell Lightning the length of this epoch: with tokens, epochs differ in batches."""
         fit, combined = trainer.fit_loop, _combined(trainer)
         lengths = [sized_len(each) for each in combined.flattened]
         if None in lengths:
@@ -211,13 +211,13 @@ class LightningBalancer(Callback):
             fit._data_fetcher.length = int(length)
 
     def take_none_ahead(self) -> None:
-        """Keep Lightning from taking a batch ahead of a stream, whose loss would be weighed so."""
+        """Keep Lightning from prefetching: losses would get the weights of the batch ahead."""
         fetcher = None if self._trainer is None else self._trainer.fit_loop._data_fetcher
         if isinstance(fetcher, _PrefetchDataFetcher):
             fetcher.prefetch_batches = 0
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Tell Lightning of the last batch of a stream, which it takes nothing ahead of.
+        """Tell Lightning of the last batch of a stream, as it cannot know without prefetching.
 
         Raises:
             BalanceError: there is training data beside the stream.
@@ -238,7 +238,7 @@ class LightningBalancer(Callback):
         self.balancer.release_norms()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state of an older checkpoint until there is a loader; newer ones load data."""
+        """Keep an older checkpoint's state until there is a loader; newer ones load into data."""
         self._to_load = state_dict or None
 
 

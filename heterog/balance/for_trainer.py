@@ -3,12 +3,12 @@
     trainer = BalancedTrainer(model, arguments, train_dataset=dataset)
     trainer.train()
 
-Each step has as many samples as the Trainer's own, its batch size on each rank, only dealt in
-other shares. The update is that of a Trainer on one process with all of them: what the loss is a
-mean of is measured on the first batch, see ``loss_probe``, and ranks are weighed by it. The loss
-that is logged is the global batch's.
+Each step has as many samples as with a plain Trainer (its batch size times the ranks), dealt in
+other shares. The update is that of a Trainer on one process with all samples: ``loss_probe``
+measures on the first batch what the loss is a mean of, and ranks are weighed by it. The logged
+loss is that of the global batch.
 
-What a Trainer's arguments say about its data is obeyed where a balanced job can, else refused.
+A Trainer's arguments about its data are obeyed or refused, never ignored.
 """
 
 import warnings
@@ -41,14 +41,14 @@ from heterog.errors import HeterogWarning
 from heterog.runtime.accelerators import is_accelerated
 
 POSITION_FILE = "balancer.pt"
-"""Where in a stream a run goes on, in the folder of a checkpoint."""
+"""File in a checkpoint's folder with the position in a stream."""
 
 
 def check_trainer(trainer: Any) -> None:
-    """Check what a Trainer is asked for.
+    """Check the arguments of a Trainer.
 
     Raises:
-        BalanceError: something would be ignored, or make other updates.
+        BalanceError: one would be ignored, or would change updates.
     """
     arguments = trainer.args
     if not arguments.average_tokens_across_devices:
@@ -200,8 +200,8 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         options: Keyword arguments of ``Trainer``.
 
     Raises:
-        BalanceError: an argument asks for what a balanced job does not do; while training, it is
-            unclear what the loss is a mean over.
+        BalanceError: a balanced job cannot do what an argument asks for; or, while training, it
+            is unclear what the loss is a mean over.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self._num_fetched = self._num_skipped = 0
         self._resumed: dict[str, Any] = {}
         self._is_first_step = True
-        # Also weighs the loss, and follows the step, of a subclass that has its own.
+        # Kept by name, so that a subclass's own loss is weighed and its own step followed, too.
         self._own_loss: Callable[..., Any] = self.compute_loss  # type: ignore[has-type]
         self._own_step: Callable[..., Tensor] = self.training_step  # type: ignore[has-type]
         self._weight: float | None = None
@@ -240,8 +240,8 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         loader = self.balancer.loader_type(
             dataset, self.balancer.sampler(batches), self.balancer, options
         )
-        # The Trainer fetches all batches of an update before it runs the first: steps are
-        # followed here instead.
+        # The Trainer fetches all batches of an update before it runs the first, so this class
+        # follows the steps itself.
         loader.follower = _Nobody()
         self.balancer.train_with(loader.share_sampler)
         if self.model is not None:
@@ -249,7 +249,7 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return loader
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save, beside the random numbers, where in a stream a run goes on."""
+        """Save the position in a stream beside the random numbers."""
         super()._save_rng_state(output_dir)
         sampler = self.balancer.share_sampler
         if sampler.stream is not None and self.args.should_save:
@@ -258,7 +258,7 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def _init_training_state(
         self, max_steps: int, num_update_steps: int, num_epochs: int, resumed: Any, trial: Any
     ) -> tuple[int, int]:
-        """The epoch and batch at which a run goes on, also where epochs are of unlike lengths."""
+        """The epoch and batch at which a run resumes, also if epochs differ in length."""
         epoch, skipped = super()._init_training_state(
             max_steps, num_update_steps, num_epochs, resumed, trial
         )
@@ -277,7 +277,7 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return epoch, 0 if self.args.ignore_data_skip else skipped
 
     def _run_epoch(self, **options: Any) -> None:
-        """Run an epoch, of which one of tokens may have a few batches more than the one before.
+        """Run an epoch; with batches of tokens, epochs may differ by a few batches.
 
         Raises:
             BalanceError: the data are not the balancer's.
@@ -303,7 +303,7 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
                 sampler.load_state_dict(self._resumed)
             else:
                 sampler.start_at(self._num_skipped)
-            options["steps_trained_in_current_epoch"] = 0  # the stream goes on by itself
+            options["steps_trained_in_current_epoch"] = 0  # the stream is already in its place
         super()._run_epoch(**options)
 
     def get_batch_samples(
@@ -368,7 +368,7 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return loss
 
     def _finalize_training(self, *arguments: Any, **options: Any) -> Any:
-        """End a run; losses of steps since the last log are those of the global batch, too."""
+        """End a run; make the losses since the last log those of the global batch, too."""
         group = self.balancer.group
         own = float(self._tr_loss)
         self._tr_loss.fill_(sum(loss for (loss,) in group.gather([own])) / group.num_ranks)
@@ -384,16 +384,16 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         loss, *others = found if isinstance(found, tuple) else (found,)
         if (
             self._loss_mean.is_over_samples
-        ):  # and not over padding, of which ranks have other parts
+        ):  # the check would refuse a mean over labels: ranks have unlike padding
             self._means.check(loss, self._num_samples, 0, looks=True)
-        # A mean over nothing is not a number, and does not count.
+        # A mean over no elements is nan; it must not count.
         weighed = loss * self._weight if self._weight else (loss * 0.0).nan_to_num()
         self.balancer.time_backward(weighed)
         return (weighed, *others) if isinstance(found, tuple) else weighed
 
     @contextmanager
     def _without_scale(self) -> Iterator[None]:
-        """Keep the Trainer from multiplying losses by the number of ranks, as weights do it."""
+        """Keep the Trainer from multiplying losses by the number of ranks: the weights do it."""
         self.args.average_tokens_across_devices = False
         try:
             yield
@@ -435,7 +435,7 @@ def _checked_loader(loader: Mapping[str, Any], balance: Mapping[str, Any]) -> di
     """The options of batches of tokens.
 
     Raises:
-        BalanceError: there are others, or no lengths where there is a budget of tokens.
+        BalanceError: an option is unknown, or there is a budget of tokens without lengths.
     """
     unknown = set(loader) - {"lengths", "cost", "padded"}
     if unknown or ("lengths" not in loader and (loader or "global_batch_size" in balance)):
@@ -448,7 +448,7 @@ def _checked_loader(loader: Mapping[str, Any], balance: Mapping[str, Any]) -> di
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model that ranks run on their own, without DistributedDataParallel or a compiler."""
+    """The model without DistributedDataParallel and compiler, as a rank can run it alone."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module

@@ -14,20 +14,19 @@ from heterog.runtime.accelerators import from_every_rank, wire_device
 def keep_to_the_end(group: dist.ProcessGroup) -> None:
     """Keep a process group of DistributedDataParallel until this process ends.
 
-    Else a script may hang in its last line: once ``destroy_process_group`` was called, the model
-    is the last to hold the group. Freeing it, Python holds the GIL and waits for gloo's thread to
-    end, which may need the GIL to free the barrier that has just been passed (PyTorch's issue
-    56297). Happens on busy CPUs, without a balancer too.
+    Otherwise a script may hang in its last line. After ``destroy_process_group`` the model is the
+    last owner of the group. When Python frees it, Python holds the GIL and waits for gloo's thread
+    to end, which may need the GIL to free the barrier that has just been passed (PyTorch's issue
+    56297). This happens on busy CPUs, without a balancer too.
     """
-    # A list here would free it with this module, where gloo's thread ends the process by SIGABRT.
+    # A global list would free it with this module; gloo's thread then ends the process (SIGABRT).
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 class RankGroup:
-    """The default process group, looked up at each call: launchers may make it late.
+    """The default process group, looked up at each call because launchers may make it late.
 
-    Before it exists, torchrun's variables say which rank this will be; without any, it is a job of
-    one rank.
+    Before it exists, torchrun's variables give the rank; without them, the job has one rank.
     """
 
     @property
@@ -65,7 +64,7 @@ class RankGroup:
         return [each.to(value.device) for each in from_every_rank(own)]
 
     def broadcast(self, value: Tensor, rank: int) -> Tensor:
-        """A tensor as one rank has it, on its own device. All ranks call it, with equal shapes."""
+        """One rank's tensor, on this rank's device. All ranks call it, with equal shapes."""
         if not self._communicates():
             return value
         sent = value.detach().to(wire_device(), copy=True)

@@ -1,16 +1,16 @@
-"""Finds losses that are no means over samples, by autograd's record.
+"""Finds losses that are no means over samples, from the graph of autograd.
 
 A loss that is weighed by samples has to be a mean over samples. ``cross_entropy`` with labels that
-do not count (``ignore_index``), or with class weights, is a mean over something else, and what its
-backward pass keeps tells so: the total weight that the sum was divided by. A sum that nothing
-divides is no mean either.
+do not count (``ignore_index``), or with class weights, is a mean over something else. Its backward
+node shows this: it keeps the total weight that the sum was divided by. A sum that nothing divides
+is no mean either.
 
-A mean over the tokens of padded sequences is one over samples only while all samples of a batch
+A mean over the tokens of padded sequences is a mean over samples only if all samples of a batch
 are equally long. Let rank r's mean be over n_r elements of its s_r samples. The weights s_r are
 right if n_r / s_r is the same everywhere, or if n_r does not depend on the samples at all. A sum
-over samples that is divided by n_r needs the former. A root of a mean, and a cross entropy in
-which samples are the classes of each other, need the latter: ranks' parts do not add up. Where a
-count is stated, that is s_r, and means are held to it.
+over samples that is divided by n_r needs the former. A root of a mean, and a cross entropy whose
+classes are the samples of the batch, need the latter, because such losses of ranks' parts do not
+add up. If the user gives a count, it takes the place of s_r.
 """
 
 import math
@@ -33,48 +33,48 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 """Numbers of no reduction, a mean and a sum in ATen (``at::Reduction``)."""
 _ADDS = ("AddBackward", "SubBackward", "Neg", "ToCopyBackward")
 _CURVES = ("Sqrt", "Rsqrt", "Pow", "Log", "Exp", "Abs", "Relu", "Softplus", "Sigmoid", "Tanh")
-"""Beginnings of the names of nodes that are not linear. Clamps are left out: most only guard."""
+"""Beginnings of names of nonlinear nodes. Clamps are left out: most are only guards."""
 _MOST_NODES = 64
-"""Nodes of the graph that are looked at: a loss is a few sums and factors away from its end."""
+"""Most nodes that are examined: the means lie a few sums and factors before the loss."""
 _MOST_COUNTS = 6
-"""Counts of one loss that ranks compare: of a loss and a few that are added to it."""
+"""Most counts of one loss that ranks compare: those of a loss and a few added terms."""
 _MOST_LOSSES = 4
-"""Losses of one step that are looked at: those of further ones are closures called again."""
+"""Most losses of one step that are examined: further ones are repeated calls of closures."""
 _EVERY = 64
 _Known = TypeVar("_Known")
 
 
 class Of(IntEnum):
-    """What a number of elements is of."""
+    """The kind of term that a number of elements belongs to."""
 
     MEAN = 0
     SUM = 1
     """A sum over samples, divided by that number."""
     CURVED = 2
-    """A mean of which the loss is a function that is not linear."""
+    """A mean that the loss depends on nonlinearly."""
     CLASSES = 3
     STATED = 4
     """A mean of a loss whose count is stated."""
 
 
 class Count(NamedTuple):
-    """A number of elements, and of what."""
+    """A number of elements, and the kind of term that it belongs to."""
 
     number: float
     of: Of = Of.MEAN
 
 
 def check_mean_over_samples(loss: Tensor, samples: float) -> None:
-    """Check that near the end of a loss is no sum, and no mean over some labels only.
+    """Check that a loss does not end in a sum, or in a mean over a part of the labels.
 
-    Warns where a compiled model or a kernel has made the loss, whose record says nothing of it.
+    Warns if a compiled model or a kernel made the loss, because its graph does not show means.
 
     Args:
         loss: Loss that is about to be weighed by the number of samples.
         samples: That number.
 
     Raises:
-        BalanceError: one is; says what to give.
+        BalanceError: it does; says what to give instead.
     """
     if None in _divisors(loss, samples):
         raise BalanceError(
@@ -96,7 +96,7 @@ def check_mean_over_samples(loss: Tensor, samples: float) -> None:
 
 
 def _hides_its_mean(loss: Tensor) -> bool:
-    """Whether a term of a loss is what a function of somebody's own returns."""
+    """Whether a term of a loss is the result of a custom autograd function."""
     return any(
         node.name() != "_DDPSinkBackward" and isinstance(node, BackwardCFunction)
         for node, _ in _nodes(loss, None, _below_divided)
@@ -104,7 +104,7 @@ def _hides_its_mean(loss: Tensor) -> bool:
 
 
 def counts_of(loss: Tensor, samples: float) -> list[Count]:
-    """Numbers of elements near the end of a loss: of its last means, and of what is like them.
+    """Numbers of elements of the last means of a loss, and of similar terms.
 
     >>> import torch
     >>> x = torch.ones(2, 3, requires_grad=True)
@@ -125,7 +125,7 @@ def counts_of(loss: Tensor, samples: float) -> list[Count]:
 
 
 def labels_of(loss: Tensor) -> list[Count]:
-    """Numbers that the last means of a loss divide by: of labels, the weight of those that count.
+    """Divisors of the last means of a loss; for means over labels, the weight of those that count.
 
     >>> import torch
     >>> x, labels = torch.zeros(3, 2, requires_grad=True), torch.tensor([1, -100, 0])
@@ -143,14 +143,14 @@ def labels_of(loss: Tensor) -> list[Count]:
 
 
 def _divisors(loss: Tensor, samples: float) -> Iterator[float | None]:
-    """What the sums over samples of a loss are divided by; ``None`` where by nothing."""
+    """The divisor of each sum over samples in a loss; ``None`` for a sum that nothing divides."""
     for node, divisor in _nodes(loss, None, _below_divided):
         if _is_sum(node, samples):
             yield divisor
 
 
 def _below_divided(node: Any, divisor: float | None) -> list[tuple[Any, float | None]]:
-    """What a node adds up, or divides by a number, and by what it is divided then."""
+    """The terms that a node adds up, or divides by a number, each with its divisor so far."""
     below = [each for each, _ in node.next_functions]
     if node.name().startswith(_ADDS):
         return [(each, divisor) for each in below]
@@ -180,9 +180,9 @@ def _is_sum(node: Any, samples: float) -> bool:
 
 
 def _last_nodes(loss: Tensor) -> Iterator[tuple[Any, bool]]:
-    """Nodes of autograd near the end of a loss, but none that is before a mean.
+    """Nodes of autograd from the end of a loss back to its last means.
 
-    Each with whether the loss is no linear function of it.
+    Each comes with whether the loss depends on it nonlinearly.
     """
 
     def below(node: Any, is_curved: bool) -> list[tuple[Any, bool]]:
@@ -195,7 +195,7 @@ def _last_nodes(loss: Tensor) -> Iterator[tuple[Any, bool]]:
 def _nodes(
     loss: Tensor, begin: _Known, below: Callable[[Any, _Known], list[tuple[Any, _Known]]]
 ) -> Iterator[tuple[Any, _Known]]:
-    """Nodes of autograd from the end of a loss, each with what is known of the way to it."""
+    """Nodes of autograd from the end of a loss, each with what ``below`` found on the way."""
     waiting: list[tuple[Any, _Known]] = [(loss.grad_fn, begin)]
     seen = 0
     while waiting and seen < _MOST_NODES:
@@ -226,12 +226,12 @@ def _count_of(node: Any) -> float | None:
     divided = node.next_functions[0][0]
     if divisor is None or divisor <= 0 or divided is None:
         return None
-    is_whole = divisor >= 1 and divisor.is_integer()  # else it counts nothing but a sum's weights
+    is_whole = divisor >= 1 and divisor.is_integer()  # another number is a count only below a sum
     return divisor if is_whole or divided.name() == "SumBackward0" else None
 
 
 def _number(given: object) -> float | None:
-    """The value of a number or of a tensor of one."""
+    """The value of a number or of a tensor with one element."""
     if isinstance(given, Tensor) and (given.dim() or given.is_complex() or given.is_meta):
         return None
     number = float(given) if isinstance(given, Tensor | int | float) else math.nan
@@ -239,7 +239,7 @@ def _number(given: object) -> float | None:
 
 
 class _Alike(NamedTuple):
-    """What is alike on all ranks of a number of elements: that of a sample, or the number."""
+    """The part of a count that is alike on all ranks: elements per sample, or elements."""
 
     of: Of
     per_sample: float | None
@@ -253,11 +253,11 @@ class _Alike(NamedTuple):
 
 @dataclass(slots=True)
 class _Seen:
-    """What one loss of a step was made of so far.
+    """The counts of one loss of a step so far.
 
     Attributes:
         num_calls: How often it was weighed.
-        counts: For each number of elements, what was alike on all ranks.
+        counts: For each number of elements, the part that was alike on all ranks.
     """
 
     num_calls: int = 0
@@ -265,7 +265,7 @@ class _Seen:
 
 
 class MeanCounts:
-    """Compares what losses are means over: among ranks now and then, with the first ones always.
+    """Compares the counts of losses: among ranks now and then, with earlier ones always.
 
     Args:
         group: The ranks.
@@ -291,12 +291,12 @@ class MeanCounts:
             loss: The loss.
             samples: Number of this rank's samples, or the stated count.
             place: Number of losses of this step that were weighed before.
-            looks: Whether to look at this loss where ranks compare nothing.
-            part: Whether it is one of further parts of a batch, of which ranks have unlike many.
-            is_stated: Whether it is a count that is stated, and not the number of samples.
+            looks: Whether to examine this loss even if ranks do not compare it.
+            part: Whether it belongs to a further part of a batch; ranks cut unlike many.
+            is_stated: Whether ``samples`` is a stated count.
 
         Raises:
-            BalanceError: it is a mean over elements of which samples have unlike numbers, or
+            BalanceError: it is a mean over elements whose number differs between samples, or
                 losses of ranks' parts do not add up to that of the batch.
         """
         if place >= _MOST_LOSSES and not part:
@@ -341,7 +341,7 @@ class MeanCounts:
 
     def _left(self, known: _Alike, count: float, samples: float) -> _Alike:
         if known.of == Of.CLASSES:
-            return known  # which only ranks together tell
+            return known  # only a comparison of ranks can tell
         before = known.per_sample, known.number
         per_sample, number = (
             each if each is not None and _alike([each, now]) is not None else None
@@ -356,7 +356,7 @@ class MeanCounts:
 
 
 def _right_if(of: Of, per_sample: float | None, number: float | None) -> _Alike:
-    """What has to be alike for weights by samples to be right."""
+    """The alike values that make weights by samples right; the others become ``None``."""
     if of == Of.CLASSES:  # places in a sequence differ, too, but not as samples do
         is_of_samples = number is None and per_sample is not None and per_sample.is_integer()
         return _Alike(of, None, None if is_of_samples else math.inf)
@@ -369,7 +369,7 @@ def _alike(values: list[float]) -> float | None:
 
 
 _SAME = 1e-5
-"""Relative difference of numbers that are alike: weights are sums, which round."""
+"""Largest relative difference of alike numbers: weights are sums, which round."""
 _UNLIKE = {
     Of.MEAN: "the loss is a mean over elements of which samples have unlike numbers ({}), but it "
     "is weighed by samples. Say over how many, weigh(loss, count=labels.numel()) for labels "

@@ -1,8 +1,8 @@
-"""What the loss of a job is a mean of, and so the weights of its ranks.
+"""Measures what the loss of a job is a mean of, which gives the weights of its ranks.
 
-It is measured on the first batch (see ``loss_probe``), by all ranks, and again on a few later
-ones. What cannot be told apart stays open as long as it makes the same weights, and is measured
-again on a batch for which it does not.
+All ranks measure it on the first batch (see ``loss_probe``), and again on a few later ones. Kinds
+of means that a measurement cannot tell apart stay open as long as they give the same weights; a
+batch for which weights differ is measured again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,9 @@ from heterog.balance.shares import BalanceError
 
 _SAME_WEIGHT = 1e-6
 _CLEARLY = 5.0
-"""Times the difference of the best kind that another must have to be ruled out by it."""
+"""A kind is ruled out if its difference is this many times that of the best kind."""
 _MEASURED_AGAIN = (2, 4, 8)
-"""Updates: the first batch may have labels of one class only, or a term may begin later."""
+"""Updates with a new measurement: the first batch may lack classes, or a term may begin later."""
 
 
 class Measured(Protocol):
@@ -44,13 +44,13 @@ class Measured(Protocol):
 
 
 class LossMean:
-    """What the loss of a job is a mean of, and so the weights of its ranks.
+    """The kind of mean of a job's loss, and the weights of ranks that follow from it.
 
     Args:
         group: The ranks.
         label_names: Names of labels in a batch.
-        stated: What the loss is a mean of, if somebody says so: one of ``KINDS``, or a function
-            from a batch to a number of items. Otherwise it is measured.
+        stated: What the loss is a mean of, if the user says so: one of ``KINDS``, or a function
+            from a batch to a number of items. It is measured if ``None``.
 
     Raises:
         BalanceError: ``stated`` is of another kind.
@@ -77,7 +77,7 @@ class LossMean:
     def weights(
         self, batches: Sequence[Batch], has_data: Sequence[Sequence[bool]], measured: Measured
     ) -> list[float]:
-        """What to multiply this rank's losses by, whose gradients are then averaged.
+        """Factors of this rank's losses, whose gradients are then averaged over ranks.
 
         Args:
             batches: This rank's batches of an update.
@@ -85,7 +85,7 @@ class LossMean:
             measured: Measures the loss on a batch.
 
         Raises:
-            BalanceError: it cannot be told what the loss is a mean of.
+            BalanceError: measurements do not show what the loss is a mean of.
         """
         if self._group.num_ranks == 1 or not batches:
             return [1.0] * len(batches)
@@ -125,12 +125,12 @@ class LossMean:
         self._find(batch, measured)
 
     def _find(self, batch: Batch, measured: Measured, *, again: bool = False) -> None:
-        """Leave open only what all ranks' measurements agree with.
+        """Leave open only the kinds that agree with the measurements of all ranks.
 
         Args:
             batch: This rank's samples.
             measured: Measures the loss on them.
-            again: Whether it was measured before, and need not tell more now.
+            again: Whether it was measured before, so that no kind need be ruled out now.
         """
         found: list[Measurement] = []
         for masked, training in ((True, True), (False, True), (False, False)):
@@ -153,7 +153,7 @@ class LossMean:
         raise BalanceError(_unclear(str(best)))
 
     def _left(self, told: Sequence[Sequence[float]], tolerance: float) -> list[str]:
-        """What agrees with differences on all ranks, and not far worse than the best of it."""
+        """Kinds that agree with all ranks' measurements, not far worse than the best kind."""
         worst = {
             name: max((each[index] for each in told), default=0.0)
             for index, name in enumerate(self._open)

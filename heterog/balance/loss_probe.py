@@ -1,20 +1,18 @@
-"""Losses of a batch and of its parts, by which sums, and means of different things, differ.
+"""Runs a loss on a batch and on its parts, to tell sums and kinds of means apart.
 
 Let L be the loss of samples that are cut into two parts with losses L_1, L_2 and counts c_1, c_2
-of what it may be a mean of (samples, or labels that are not ignored). Then
+of the elements that it may be a mean of (samples, or labels that are not ignored). Then
 
     L = L_1 + L_2                                 if it is a sum, which ``num_items_in_batch``
                                                   divides: L halves where that doubles;
     L = (c_1 L_1 + c_2 L_2) / (c_1 + c_2)         if it is a mean over what c counts.
 
-The parts have one and three samples, and labels of the three are ignored but for one in each
-sample, where labels can be: so these values differ.
+The parts have one and three samples. If labels can be ignored, all but one in each of the three
+samples are. So these values differ.
 
-A model that runs as in training, but without its draws and without leaving traces.
-
-Dropout keeps everything, other draws are replaced by their means, and batch norms use their
-running statistics. So the loss of some samples is a function of these samples, and losses of a
-batch and of its parts can be compared.
+Losses of a batch and of its parts can only be compared if a loss is a function of its samples. So
+``undisturbed`` runs the model as in training, but dropout keeps everything, other random draws are
+replaced by their means, batch norms use their running statistics, and no state changes.
 """
 
 import math
@@ -45,7 +43,7 @@ KINDS = (NUM_ITEMS, SAMPLES, LABELS, SHIFTED_LABELS)
 NUM_SAMPLES = 4
 _SAME_KERNELS = 1e-5
 _ROUNDING = 1e-6
-"""Absolute rounding of a loss in float32, which logarithms of nearly 1 have."""
+"""Absolute rounding of a loss in float32, due to logarithms of numbers near 1."""
 MOST_CANDIDATES = 16
 
 
@@ -68,7 +66,7 @@ def num_rows(batch: Batch, label_names: Sequence[str]) -> int:
 
 
 def candidates(batch: Batch, label_names: Sequence[str]) -> dict[str, CountOf]:
-    """What a loss may be a mean of, for batches like this one: names, and how to count."""
+    """Kinds of means that a loss of such batches may be: names, and functions that count."""
     found: dict[str, CountOf] = {SAMPLES: lambda batch: num_rows(batch, label_names)}
     label = label_of(batch, label_names)
     if label is not None:
@@ -107,9 +105,9 @@ class Measurement:
 
     Attributes:
         whole: Loss of all.
-        doubled: The same with twice as many items in ``num_items_in_batch``, if there are.
+        doubled: Loss of all with ``num_items_in_batch`` doubled; ``None`` if there is none.
         parts: Losses of both parts; ``None`` if the model could not run them.
-        counts: By candidate, what both parts count.
+        counts: By candidate, the counts of both parts.
         tolerance: Relative differences that rounding may make.
         failure: Why the model could not run the parts.
     """
@@ -122,7 +120,7 @@ class Measurement:
     failure: str = ""
 
     def expected(self, kind: str) -> float:
-        """Loss of the whole by those of its parts, if it is a sum or a mean of this kind."""
+        """Loss of the whole, from those of its parts, if it is a sum or a mean of this kind."""
         assert self.parts is not None
         first, rest = self.parts
         if kind == NUM_ITEMS:
@@ -133,7 +131,7 @@ class Measurement:
     def difference(self, kind: str) -> float:
         """Relative difference from what is expected of this kind, beyond rounding of float32."""
         doubled = self.whole if self.doubled is None else self.doubled
-        # These two are of the same samples, so the same kernels ran.
+        # Both losses are of the same samples, so the same kernels ran.
         is_divided = self._apart(2 * doubled, self.whole) <= _SAME_KERNELS
         if not is_divided and self._apart(doubled, self.whole) > _SAME_KERNELS:
             return math.inf
@@ -174,7 +172,7 @@ class Measurement:
 
 
 LossOf = Callable[[Batch, float], float]
-"""The loss of a batch, with so many times the items in ``num_items_in_batch``."""
+"""The loss of a batch, with ``num_items_in_batch`` times a factor."""
 
 
 def measure(
@@ -210,12 +208,12 @@ def measure(
         told = {name: (count(parts[0]), count(parts[1])) for name, count in counts.items()}
         losses = (loss_of(parts[0], 1.0), loss_of(parts[1], 1.0))
         return replace(found, parts=losses, counts=told)
-    except Exception as error:  # whatever a model says to inputs that it does not know
+    except Exception as error:  # a model may raise anything for inputs that it does not know
         return replace(found, failure=f"{type(error).__name__}: {error}".splitlines()[0][:200])
 
 
 def _chosen_samples(batch: Batch, label_names: Sequence[str], *, masked: bool) -> Batch | None:
-    """Samples of a batch: that with the most labels, then those with the fewest, but some."""
+    """Samples of a batch: the one with the most labels, then those with the fewest above zero."""
     number = num_rows(batch, label_names)
     label = label_of(batch, label_names)
     order = list(range(number))
@@ -235,14 +233,14 @@ def _chosen_samples(batch: Batch, label_names: Sequence[str], *, masked: bool) -
 
 
 def _may_be_ignored(label: Tensor) -> bool:
-    """Whether labels of -100 can do no harm: on GPUs an index out of range ends the process."""
+    """Whether labels of -100 are safe: on GPUs an index out of range ends the process."""
     if label.is_floating_point() or not label.dtype.is_signed:
         return False
     return label.device.type == "cpu" or bool((label == UNCOUNTED).any())
 
 
 def _with_few_labels(batch: Batch, label_names: Sequence[str]) -> Batch:
-    """Ignore all labels but one in each sample after the first, or where it has one, in all."""
+    """Ignore labels after the first sample: all but one in each, or in all if each has one."""
     changed = dict(batch)
     for name in label_names:
         label = batch.get(name)
@@ -272,9 +270,9 @@ _aten = torch.ops.aten
 
 @contextmanager
 def undisturbed(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Set a model's mode for the body; afterwards all is as it was before.
+    """Set a model's mode for the body, and restore its state afterwards.
 
-    Modes, buffers, what modules keep in attributes (counters, say) and generators are set back.
+    Modes, buffers, attributes of modules (counters, say) and random generators are restored.
 
     Args:
         model: The model.
@@ -304,7 +302,7 @@ def undisturbed(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces what PyTorch's ops draw by its mean."""
+    """Replaces random draws of PyTorch's ops by their means."""
 
     def __torch_dispatch__(
         self,
@@ -333,7 +331,7 @@ def _keep_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _probability(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The mean of zeros and ones, of which ``bernoulli`` has two forms."""
+    """The mean of zeros and ones; ``bernoulli`` has two forms."""
     probability = args[1] if len(args) > 1 else kwargs.get("p")
     if func.overloadpacket is _aten.bernoulli:
         return args[0].clone() if probability is None else torch.full_like(args[0], probability)
@@ -366,7 +364,7 @@ def _of_normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
 
 
 def _filled(value: float) -> Callable[..., Any]:
-    """What a function of shapes returns, with one value everywhere."""
+    """A function's result with one value everywhere."""
 
     def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs).fill_(value)

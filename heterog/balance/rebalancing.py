@@ -1,12 +1,10 @@
-"""The decision when shares change, and to what: a pure function of all ranks' measurements.
+"""Decides when shares change during training, and to what, and changes them at a step's end.
 
-Every rank gets the seconds of all ranks and comes to the same shares. They change only where the
-step is predicted to be quicker by more than a dead band, which grows with the noise of the
-measurements. So noise alone does not move shares, and speeds that stay leave them alone. A change
-that did not make steps quicker is taken back, and the next must promise twice as much: ranks may
-behave in ways that no line describes.
-
-Follows the speeds of ranks during training and changes their shares at a step's end.
+The decision (``Rebalancer``) is a pure function of all ranks' measurements: every rank gets the
+seconds of all ranks and comes to the same shares. Shares change only if the step is predicted to
+be quicker by more than a dead band, which grows with the noise of the measurements. So neither
+noise nor constant speeds move shares. A change that did not make steps quicker is taken back, and
+the next must promise twice as much, because a line does not describe every rank.
 """
 
 import logging
@@ -23,7 +21,7 @@ from heterog.balance.shares import best_shares, step_s
 from heterog.balance.speeds import SpeedEstimate, StepClock
 
 DEAD_BAND = 0.03
-"""Least predicted gain: a change is worth more than the rounding of shares of a few dozen."""
+"""Least predicted gain: more than the error from rounding shares of a few dozen samples."""
 NOISE_BANDS = 3.0
 """A gain must exceed this many standard errors of the noisiest rank; with fewer, shares swing in
 ``tests/balance/test_rebalancing.py``."""
@@ -31,7 +29,7 @@ NOISE_BANDS = 3.0
 MOST_CAUTION = 16.0
 """Largest factor of the dead band, after four changes that did not pay."""
 MOST_GROWTH = 1.5
-"""Largest growth of a share in one change: not far beyond sizes that were measured."""
+"""Largest growth of a share in one change, as speeds are measured at current sizes only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +97,7 @@ class Rebalancer:
             for estimate, sizes, told in zip(self.estimates, units, seconds, strict=True)
         ]
         if any(changed):
-            self._trial = None  # earlier step times no longer compare
+            self._trial = None  # earlier step times are not comparable any more
             for estimate in self.estimates:
                 estimate.forget_noise()
         measured_s = statistics.median(map(max, zip(*seconds, strict=True)))
@@ -131,7 +129,7 @@ class Rebalancer:
         return Change(shares=trial.before, gain=measured_s / trial.step_s, text=text)
 
     def _limits(self, shares: Sequence[int]) -> list[int | None]:
-        """Largest share of each rank: what it can hold, and not far above its current share."""
+        """Largest share of each rank: within its memory, and not far above its current share."""
         grown = [max(math.ceil(MOST_GROWTH * share), share + 1) for share in shares]
         if self._most is None:
             return list(grown)
@@ -198,7 +196,7 @@ class SpeedFollower:
         self._num_steps = 0
 
     def end_step(self, deal: Deal, sampler: ShareSampler) -> None:
-        """Take in a step that is done on all ranks."""
+        """Count a step that all ranks have done; exchange times if it is due."""
         self._clock.end_step()
         self._window.append(deal)
         self._num_steps += 1
@@ -217,7 +215,7 @@ class SpeedFollower:
         self._write(sampler.shares, seconds)
         if change is None:
             return
-        # Not before batches that any rank has drawn: these were dealt in the old shares.
+        # Not before the batches that some rank has drawn already, dealt in the old shares.
         sampler.set_shares(change.shares, from_step=int(max(each[-1] for each in told)))
         if self._tell is not None:
             self._tell(change.text)

@@ -1,9 +1,8 @@
-"""Whether the ranks of a loop still train one model, compared every so often.
+"""Checks that the ranks of a loop train one model, and that they deal the same batches.
 
-Whether all ranks deal the same batches of the same data in the same shares.
-
-Each rank deals for itself, from arguments that all of them have to give alike. A seed, a drawn
-split, or shares that differ by rank would train with some samples twice and leave others out.
+Both are compared in the first steps and now and then. Each rank deals for itself, from arguments
+that have to be the same on all ranks. If a seed, a random split, or shares differed, some samples
+would be trained with twice and others not at all.
 """
 
 import math
@@ -42,7 +41,7 @@ class ReplicaCheck:
         self._num_steps = 0
 
     def end_step(self) -> None:
-        """Compare after some steps; all ranks call it after each.
+        """Compare after some of the steps; all ranks call it after each step.
 
         Raises:
             BalanceError: parameters of ranks differ.
@@ -135,10 +134,10 @@ _FACTS = ("the data sets", "the orders of the samples", "the shares")
 
 
 def samples_of(dataset: Dataset[Any] | None) -> tuple[int, int]:
-    """Numbers that tell which samples a data set has, as far as it says so unread.
+    """Two hashes of the samples of a data set, as far as they are known without reading it.
 
-    The first is of its length, the indices of a ``Subset``, and the rows of one of tensors. The
-    second is the fingerprint of one of Hugging Face, which is drawn for what cannot be hashed.
+    The first is of its length, the indices of a ``Subset``, and first rows of a ``TensorDataset``.
+    The second is of Hugging Face's fingerprint, which is random if a transform cannot be hashed.
     """
     told: list[Any] = []
     while isinstance(dataset, Subset):
@@ -153,7 +152,7 @@ def samples_of(dataset: Dataset[Any] | None) -> tuple[int, int]:
 
 
 class SameDeals:
-    """Compares what ranks deal, in the first step of each loader that is trained with, and later.
+    """Compares the deals of ranks, in the first step of each training loader and later.
 
     Args:
         group: The ranks.
@@ -173,7 +172,7 @@ class SameDeals:
         if not compared_after(number):
             return
         (which, maybe), order = (0, 0), [deal.epoch, deal.step]
-        if sampler.stream is None:  # whose first samples are compared when they are read
+        if sampler.stream is None:  # first samples of streams are compared when they are read
             which, maybe = samples_of(sampler.dataset)
             order += sampler.first_samples(*order)
         own = [which, fingerprint(order), fingerprint(list(map(int, deal.samples))), maybe]

@@ -1,6 +1,6 @@
-"""The batch sampler that deals each global batch among the ranks in shares.
+"""The batch sampler that deals each global batch among the ranks in shares, and its loader.
 
-A ``DataLoader`` with it tells its balancer which step the loop is in.
+``BalancedLoader`` tells its balancer in which step the loop is.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,10 +27,10 @@ STATE_VERSION = 1
 class ShareSampler(Sampler[list[int]]):
     """Yields this rank's indices of every global batch, as ``DataLoader(batch_sampler=...)`` asks.
 
-    All ranks have the same number of steps, and every sample is dealt exactly once in an epoch. In
-    a step in which this rank has no samples it yields one index of another rank, because a loop
-    cannot run on nothing and collectives want every rank; ``deal(step).samples`` says 0 there, and
-    a ``Balancer`` weighs it with 0.
+    All ranks have the same number of steps, and every sample is dealt exactly once in an epoch. If
+    this rank has no samples in a step, it yields one index of another rank, because a loop cannot
+    run on nothing and collectives need every rank. ``deal(step).samples`` is 0 there, and a
+    ``Balancer`` weighs that sample with 0.
 
     Call ``set_epoch`` before each epoch, as with PyTorch's ``DistributedSampler``.
 
@@ -62,7 +62,7 @@ class ShareSampler(Sampler[list[int]]):
         self._batches, self._rank, self._num_ranks = batches, rank, num_ranks
         total = batches.units_per_batch
         given = split_evenly(total, num_ranks) if shares is None else tuple(shares)
-        # Steps of this epoch from which on shares hold, and the shares.
+        # (first step, shares) for each change of shares in this epoch.
         self._in_force = [(0, check_shares(given, num_ranks, total))]
         self.least = self._least = 1
         self.dataset: Dataset[Any] | None = None
@@ -102,7 +102,7 @@ class ShareSampler(Sampler[list[int]]):
 
     @property
     def num_drawn(self) -> int:
-        """Number of steps of this epoch dealt; a loader with workers is ahead of its loop."""
+        """Number of dealt steps of this epoch; a loader with workers is ahead of its loop."""
         return self._drawn
 
     def shares_at(self, step: int) -> tuple[int, ...]:
@@ -110,19 +110,19 @@ class ShareSampler(Sampler[list[int]]):
         return next(shares for begin, shares in reversed(self._in_force) if begin <= step)
 
     def set_epoch(self, epoch: int) -> None:
-        """Deal this epoch next, from where a state was loaded if that was in its middle."""
+        """Deal this epoch next, from the position of a loaded state if that is in its middle."""
         if epoch != self._epoch or self._begun is not None:
             self._epoch, self._start, self._drawn = epoch, 0, 0
             self._begun = None
             self._in_force = [(0, self.shares)]
 
     def begin_pass(self) -> None:
-        """Deal the next epoch if a loop has run a part of this one and was left."""
+        """Go on to the next epoch if a loop was left in the middle of this one."""
         if self._begun is not None:
             self.set_epoch(self._epoch + 1)
 
     def begin_step(self, deal: Deal) -> None:
-        """Note that a loop runs this step; a loader with workers has drawn more."""
+        """Note that a loop runs this step; a loader with workers has drawn further steps."""
         if deal.epoch == self._epoch:
             self._begun = deal.step
 
@@ -175,12 +175,12 @@ class ShareSampler(Sampler[list[int]]):
         return parts
 
     def _ran(self, part: IndexArray, indices: IndexArray) -> IndexArray:
-        """What a rank runs with this part of a batch."""
+        """Indices that a rank runs if this is its part of a batch: never none."""
         return part if len(part) else indices[: self._least]
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Nothing here may tell a second call from the first: loaders with workers ask for an
-        # iterator twice and use the last.
+        # Repeated calls must have the same result: loaders with workers ask for an iterator
+        # twice and use the last.
         self._drawn, self._least = self._start, self.least
         self._in_force = [(0, self.shares)]
         return self._dealt(self._epoch, self._start)
@@ -227,7 +227,7 @@ class ShareSampler(Sampler[list[int]]):
         }
 
     def first_samples(self, epoch: int, step: int) -> list[int]:
-        """A few indices of a batch, by which a state knows the data and order that it is of."""
+        """A few indices of a batch, by which a state recognizes its data and their order."""
         if step >= self._batches.num_steps(epoch):
             return []
         return [int(index) for index in self._batches.batch(epoch, step)[:8]]
@@ -326,7 +326,7 @@ class BalancedLoader(DataLoader[Any]):
         self._pass: object = None
         if shares.stream is None:
             super().__init__(dataset, batch_sampler=shares, **options)
-        else:  # samples one by one, of which batches are made here
+        else:  # samples one by one; this class makes batches of them
             self._collate = options.get("collate_fn") or default_collate
             super().__init__(dataset, **{**options, "batch_size": None, "collate_fn": _as_it_is})
 
@@ -341,7 +341,7 @@ class BalancedLoader(DataLoader[Any]):
         return self._followed()
 
     def _followed(self) -> Iterator[Any]:
-        """A pass, from its first batch on: frameworks make iterators that they never use."""
+        """A pass; it begins with its first batch, as frameworks make iterators and drop them."""
         sampler, follower = self.share_sampler, self.follower
         sampler.begin_pass()
         epoch, begin = sampler.epoch, sampler.start

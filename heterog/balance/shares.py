@@ -2,11 +2,10 @@
 
 A rank ``r`` with ``n`` samples computes for  t_r(n) = s_r (p_r + n)  seconds: s_r seconds for
 a sample and a fixed part that takes as long as p_r samples. The best shares are whole numbers
-with the given sum whose largest t_r(n_r) is least.
+with the given sum whose largest t_r(n_r) is least. The first shares (``first_shares``) are given,
+in proportion to speeds, from a plan, or equal.
 
-A rank's batch is cut in parts that fit its memory; their gradients are reduced once.
-
-Initial shares: given, in proportion to speeds, from a plan, or equal.
+``cut_batch`` cuts a rank's batch into parts that fit its memory; gradients are reduced once.
 """
 
 import heapq
@@ -35,8 +34,7 @@ class RankSpeed:
 
     Attributes:
         unit_s: Seconds for one unit, a sample or the cost of a token.
-        fixed_units: Part of a step that does not depend on the share, as the number of units that
-            take as long.
+        fixed_units: Part of a step that does not depend on the share, in units that take as long.
     """
 
     unit_s: float
@@ -63,9 +61,9 @@ def best_shares(
 ) -> tuple[int, ...]:
     """The shares whose slowest rank ends first; exact, and deterministic on every machine.
 
-    Below a time T that all ranks can keep, rank ``r`` does  min(most_r, T / s_r - p_r)  units. The
-    largest T that leaves something to do is found by halving; the last few units go one by one to
-    the rank that would end first with them. A rank that ends late with nothing gets nothing.
+    Within a time T, rank ``r`` does  min(most_r, T / s_r - p_r)  units. The largest T that leaves
+    units over is found by bisection; these last few units go one by one to the rank that would end
+    first with them. A rank whose fixed part alone takes too long gets nothing.
 
     Args:
         speeds: Speed of every rank.
@@ -189,7 +187,7 @@ def forward_communicates(model: object) -> bool:
 def cut_batch(batch: Any, num_samples: int, parts: int) -> Iterator[tuple[Any, int]]:
     """Cut a batch into parts as equal as possible, each with its number of samples.
 
-    A part that would be empty is the first sample with a count of 0.
+    In place of an empty part, it yields the first sample with a count of 0.
 
     Raises:
         BalanceError: the batch does not have the given number of samples.

@@ -1,33 +1,31 @@
-"""A rank's speed from measured steps, by medians, so that one slow step does not count.
+"""Measures how long a rank computes in a step, and estimates its speed from that.
 
-The model is  t(n) = s (p + n)  as in ``shares``. The unit time ``s`` is that of the last few
-windows of steps; a rank that is throttled is known after one. The fixed part ``p``, in units,
-stays when a rank slows down, and needs steps of different sizes: it is fitted to pairs of them
-(Theil 1950, Sen 1968) and counts as far as it is proved. Steps from before a sudden change of
-speed are forgotten.
+``SpeedEstimate`` uses medians, so that one slow step does not count. The model is
+t(n) = s (p + n)  as in ``shares``. The unit time ``s`` comes from the last few windows of steps; a
+throttled rank is found after one window. The fixed part ``p``, in units, stays when a rank slows
+down. It is fitted to pairs of steps of different sizes (Theil 1950, Sen 1968), and counts the less
+the more uncertain it is. Steps from before a sudden change of speed are forgotten.
 
-Steps of a window resemble each other more than those of the next: a machine does something else
-for a while, a quota is given every so often. So the error of a rank's speed is not only that of a
-median of steps, but also what whole windows of the same size differ by.
+Steps of one window resemble each other more than those of the next: a machine does something else
+for a while, or a quota is given now and then. So the error of a speed includes, besides the error
+of a median of steps, the differences between whole windows of the same size.
 
-How long a rank computes in a step, without its waits for other ranks.
-
-In data parallelism all ranks end a step together, so the wall time of a step says nothing about a
-rank. CPU time does not either: a throttled rank uses no more of it, it gets less per second. What
-tells them apart is when a rank has its gradients. So a step is measured in wall time, or on an
-accelerator in the time of its queue, from one such moment to the next, less the waits:
+``StepClock`` measures a step without the waits for other ranks. In data parallelism all ranks end
+a step together, so its wall time says nothing about a rank. CPU time does not either: a throttled
+rank uses as much CPU time as before, but gets less of it per second. Ranks differ in the moment at
+which their gradients are ready. So a step is measured in wall time, or on an accelerator in the
+time of its queue, from one end of a step to the next, less the waits:
 
 - At the end of the backward pass DistributedDataParallel waits for its all-reduces, in a callback
-  that it gives to autograd when the last gradient is there. ``backward_begins`` gives autograd one
-  before: it sees the time when this rank's gradients are ready and nobody has waited yet. It gives
-  another one, which autograd puts behind all that there are: the wait is over.
-- ``fully_shard`` waits for parameters before a module's forward and backward pass. Marks before
-  and after the hooks that wait enclose them. On a CPU it also waits in each reduce-scatter.
+  that it queues in autograd when the last gradient is ready. ``backward_begins`` queues a callback
+  before that one, which notes when this rank's gradients are ready and no wait has begun. This
+  callback queues another behind all existing ones, which notes the end of the wait.
+- ``fully_shard`` waits for parameters in hooks before a module's forward and backward pass. Marks
+  before and after these hooks enclose the wait. On a CPU it also waits in each reduce-scatter.
 - DistributedDataParallel sends its buffers before the forward pass; the same marks enclose it.
-- What this package itself exchanges is enclosed too.
+- Exchanges of this package are enclosed, too.
 
-Everything else counts: loading, both passes, the optimizer. A part that does not depend on the
-share is told apart by ``speeds``.
+Everything else counts: loading, both passes, the optimizer.
 """
 
 import time
@@ -51,25 +49,25 @@ from heterog.runtime.accelerators import is_accelerated, queue_mark, synchronize
 FloatArray = npt.NDArray[np.float64]
 
 REMEMBERED = 6
-"""Number of windows of which the slowest counts, so a rank is quickly found slow, but fast only
-after these. One that waits much looks faster than it is with more to do (its card is cool, its
-quota unspent), and believing it at once makes shares swing; with 4 they still do on simulated
-quotas, 8 gain nothing (``tests/balance/test_rebalancing.py``)."""
+"""Number of windows whose slowest counts: a rank is found slow at once, but fast only after all of
+them. A rank that waits much looks faster than it would be with more work (its card is cool, its
+quota unspent), and believing it at once makes shares swing. With 4 windows they still swing on
+simulated quotas, 8 gain nothing (``tests/balance/test_rebalancing.py``)."""
 KEPT_STEPS = 64
 """Number of steps that a fixed part is fitted to: several windows, and a few thousand pairs."""
 RECENT_STEPS = 24
 """Number of steps in the median of the unit time: three windows, unless the speed has changed."""
 DIFFERENT = 0.05
-"""Least relative difference of step sizes; smaller ones show noise, not a fixed part."""
+"""Least relative difference of step sizes; between closer sizes noise hides the fixed part."""
 SUDDEN = 1.25
-"""Factor between one window and the next from which a change of speed is not noise."""
+"""Factor between two windows above which the speed has changed; a smaller one is noise."""
 EXPECTED_FIXED = 0.2
-"""Expected size of a fixed part over a rank's share, which the fit's error is compared with."""
+"""Expected fixed part over a rank's share; the fit's error is compared with it."""
 NOISE_WINDOWS = 24
 """Number of differences between neighbouring windows whose median tells their noise."""
 LEAST_DIFFERENCES = 3
-"""Fewer differences between windows say nothing yet. So for four windows after a sudden change
-shares follow as if windows did not differ, and small errors of the first new shares are mended."""
+"""Least number of differences between windows for an estimate of noise. So for four windows after
+a sudden change shares follow without it, which corrects small errors of the first new shares."""
 _NORMAL_MAD = 1.4826  # standard deviation of normal numbers over their median absolute deviation
 _NORMAL_MEDIAN = 1.2533  # standard error of their median over that of their mean, sqrt(pi / 2)
 
@@ -99,7 +97,7 @@ class SpeedEstimate:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what another estimate has measured."""
+        """Take over the measurements of another estimate."""
         self._units = np.array(state["units"], np.float64)
         self._seconds = np.array(state["seconds"], np.float64)
         self._fixed_units = float(state["fixed_units"])
@@ -123,9 +121,9 @@ class SpeedEstimate:
     def relative_error(self) -> float:
         """Standard error of the unit time over that time.
 
-        The slowest of a few windows counts, so this is the noise of one window where that is
-        known: what neighbouring windows of the same size differ by, over the square root of 2. A
-        median of them ignores the one difference that a change of speed makes.
+        The slowest of a few windows counts, so this is the noise of one window if that is known:
+        the differences of neighbouring windows of the same size, over the square root of 2. Their
+        median ignores the one difference that a change of speed makes.
         """
         if len(self._differences) < LEAST_DIFFERENCES:
             return self._error_of_steps
@@ -158,11 +156,11 @@ class SpeedEstimate:
         return has_changed
 
     def forget_noise(self) -> None:
-        """Forget what windows differed by: some rank's speed has changed, and shares follow."""
+        """Forget differences of windows, because a rank's speed has changed and shares follow."""
         self._differences.clear()
 
     def _add_window(self, size: float, told: float) -> None:
-        """Add a window, and what it differs by from the one before if that had the same size."""
+        """Add a window, and its difference from the previous one if that had the same size."""
         if self._windows:
             size_before, told_before = self._windows[-1]
             if abs(size_before - size) < DIFFERENT * size:
@@ -209,7 +207,7 @@ def _spread(values: FloatArray) -> float:
 
 
 def _median(values: FloatArray) -> float:
-    """As that of numpy, which takes ten times as long for a few numbers."""
+    """The median; numpy's takes ten times as long for a few numbers."""
     ordered = np.sort(values)
     return float(ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
@@ -263,7 +261,7 @@ class StepClock:
             self.end_wait()
 
     def backward_begins(self, gradient: Tensor) -> None:
-        """Hook of the loss: note when this rank's gradients are ready, and when all ranks' are."""
+        """Hook of the loss: note when gradients are ready on this rank, and on all ranks."""
         _after_backward(self._gradients_are_ready)
 
     def _gradients_are_ready(self) -> None:
@@ -299,12 +297,12 @@ class StepClock:
 
 
 def _after_backward(call: Callable[[], None]) -> None:
-    """Call a function when the current backward pass is over, after those queued so far."""
+    """Call a function at the end of the current backward pass, after those queued so far."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def watch_waits(model: nn.Module, clock: StepClock) -> None:
-    """Register hooks that tell the clock when a model, as it is wrapped now, waits."""
+    """Register hooks that tell the clock when a wrapped model waits."""
     for module in list(model.modules()):
         if isinstance(module, DistributedDataParallel):
             module.register_forward_pre_hook(clock.begin_wait, prepend=True)
@@ -317,8 +315,8 @@ def watch_waits(model: nn.Module, clock: StepClock) -> None:
 def _watch_gathers(module: nn.Module, clock: StepClock) -> None:
     """Enclose the hooks in which a sharded module waits for its parameters.
 
-    Hooks run in the order in which they are registered: what comes first at a forward hook also
-    comes first at the gradient of the output.
+    Hooks run in the order of registration. The hook that is first in the forward pass also
+    registers first at the gradient of the output.
     """
     module.register_forward_pre_hook(clock.begin_wait, prepend=True)
     module.register_forward_pre_hook(clock.end_wait)
@@ -337,7 +335,7 @@ def _watch_gathers(module: nn.Module, clock: StepClock) -> None:
         module.set_custom_reduce_scatter(_TimedReduceScatter(clock))  # type: ignore[operator]
 
 
-# Its name since PyTorch 2.13.
+# Its name is reduce_scatter_single since PyTorch 2.13.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 

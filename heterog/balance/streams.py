@@ -1,7 +1,7 @@
-"""Streams: global batches of an ``IterableDataset``, which all ranks read and keep their part of.
+"""Global batches of a stream (``IterableDataset``): all ranks read it and keep their part.
 
-A state has the position of the stream itself where it has ``state_dict`` and ``load_state_dict``,
-torchdata's ``Stateful`` protocol; other streams are read again up to where a pass goes on.
+If the stream has ``state_dict`` and ``load_state_dict``, torchdata's ``Stateful`` protocol, a
+state has its position. Other streams are read again from the beginning up to the position.
 """
 
 import sys
@@ -27,7 +27,7 @@ from heterog.balance.shares import BalanceError
 class Stateful(Protocol):
     """An object with a state: a scheduler, or a stream, as for torchdata's ``StatefulDataLoader``.
 
-    A stream's is its position after the samples that were read, where its next iterator begins.
+    A stream's state is its position after the read samples, where its next iterator begins.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class HasEpochs(Protocol):
     """A stream with another order in each epoch, as those of the library ``datasets``."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the next iterator be of this epoch."""
+        """Let the next iterator have the order of this epoch."""
 
 
 class StreamBatches(SampleBatches):
@@ -72,11 +72,11 @@ class StreamBatches(SampleBatches):
         self._dataset, self._group = dataset, group
         self._ends: dict[int, int] = {}  # samples of the last epoch that was read to its end
         self._states: dict[tuple[int, int], dict[str, Any]] = {}  # by epoch and number of steps
-        self._marks: dict[tuple[int, int], int] = {}  # of first samples of batches, alike
-        self._known: dict[tuple[int, int], int] = {}  # that which was loaded
+        self._marks: dict[tuple[int, int], int] = {}  # of batches' first samples, same keys
+        self._known: dict[tuple[int, int], int] = {}  # the loaded mark
 
     def num_steps(self, epoch: int) -> int:
-        """Number of global batches of an epoch, once its last one is read; very many before."""
+        """Number of global batches of an epoch; very many until its last one is read."""
         whole, rest = divmod(self._ends.get(epoch, sys.maxsize), self._batch_size)
         return whole + bool(rest and not self._drop_last)
 
@@ -98,7 +98,7 @@ class StreamBatches(SampleBatches):
             is_here: Whether this process reads the stream, and not workers with copies of it.
 
         Returns:
-            Number of samples to leave out of what is then read.
+            Number of samples that the reader then has to skip.
         """
         if isinstance(self._dataset, HasEpochs):
             self._dataset.set_epoch(epoch)
@@ -147,7 +147,7 @@ class StreamBatches(SampleBatches):
         return batch
 
     def _keep(self, epoch: int, done: int) -> None:
-        """Keep the stream's state after so many steps, and those of the two steps before."""
+        """Keep the stream's state after so many steps, and the states of the two steps before."""
         assert isinstance(self._dataset, Stateful)
         kept = {key: state for key, state in self._states.items() if key[1] >= done - 2}
         self._states = {**kept, (epoch, done): deepcopy(self._dataset.state_dict())}
@@ -157,11 +157,11 @@ class StreamBatches(SampleBatches):
         return self._states.get((epoch, done))
 
     def mark_after(self, epoch: int, done: int) -> int | None:
-        """A number by which the sample that comes next is known, if it was read."""
+        """Hash of the sample that comes next, if it was read."""
         return self._marks.get((epoch, done))
 
     def load(self, state: dict[str, Any] | None, epoch: int, done: int, mark: int | None) -> None:
-        """Take a stream's state after so many steps, and the mark of what comes next.
+        """Take a stream's state after so many steps, and the mark of the next sample.
 
         Raises:
             BalanceError: this stream takes no states.
@@ -231,7 +231,7 @@ def check_stream(
 
 
 def fingerprint(sample: Any) -> int:
-    """A number by which samples differ; what is no number, text or tensor does not count."""
+    """A hash of a sample; only its numbers, texts and tensors count."""
     found = 0
     for leaf in pytree.tree_leaves(sample):
         if isinstance(leaf, Tensor):

@@ -11,8 +11,8 @@ from heterog.balance.shares import BalanceError
 class TokenBatches:
     """Global batches that cost at most a budget; a share is a part of the budget.
 
-    Samples are taken in the order of the epoch until the next one would not fit; one that alone
-    costs more is a batch of its own. Within a batch, samples go to ranks so that the costs are in
+    Samples are taken in the order of the epoch until the next one would not fit; a sample that
+    alone costs more is a batch of its own. Within a batch, ranks get samples whose costs are in
     proportion to the shares, as nearly as whole samples can be.
 
     Args:
@@ -23,8 +23,8 @@ class TokenBatches:
         drop_last: Whether to leave out the last batch of an epoch, which may be smaller.
         cost: Function from a sample's length to its cost in tokens, ``lambda n: n + n * n / 2048``
             where attention counts. By default the length.
-        padded: Whether the loader pads a rank's samples to the longest of them, so that all cost
-            as much. Samples of similar lengths then go to the same rank.
+        padded: Whether the loader pads a rank's samples to the longest of them, so that each
+            costs as much as the longest. Samples of similar lengths then go to the same rank.
 
     Raises:
         BalanceError: there are no samples, or a length or cost is not positive.
@@ -115,7 +115,7 @@ class TokenBatches:
         return [ordered[rank_of == rank] for rank in range(len(shares))]
 
     def _cut_ranges(self, ordered: IndexArray, shares: Sequence[int]) -> list[IndexArray]:
-        """Cut into ranges of similar samples that all end within the least time, by halving."""
+        """Cut into ranges of similar samples that end within the least time, by bisection."""
         costs = self._costs[ordered]
 
         def counts_within(time_s: float) -> list[int]:

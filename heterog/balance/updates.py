@@ -1,12 +1,12 @@
-"""Hooks of PyTorch's optimizers: where an update ends, and what it was made of.
+"""Follows updates of optimizers and steps of loops.
 
-Losses of unlike parts of a batch have to be weighed before an update is made of them.
+Hooks of PyTorch's optimizers check that losses of unlike parts of a batch were weighed before an
+update uses their gradients. An optimizer with a closure, such as LBFGS, decides by the closure's
+value how often to call it. If the value is a loss of the rank's own samples, ranks decide
+differently and then wait for each other for ever. So values of all ranks are compared before the
+second call in a step has any consequence.
 
-An optimizer with a closure, such as LBFGS, decides by the closure's value how often to call it. If
-that is a loss of the rank's own samples, ranks decide differently and then wait for each other for
-ever. So values of all ranks are compared before the second call in a step has any consequence.
-
-The steps that loops are in: one, or more where one loop runs inside another or beside it.
+``OpenSteps`` has the current step of each loop: several if loops are nested or run side by side.
 """
 
 import weakref
@@ -31,9 +31,10 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def watch_updates(weights: StepWeights, group: RankGroup) -> None:
-    """Tell weights where updates end, and check closures that weigh losses, while they exist.
+    """Tell ``weights`` where updates end, and check closures that weigh losses.
 
-    The hooks are for all optimizers of the process, because a loop does not tell which it has.
+    The hooks exist as long as ``weights``. They are for all optimizers of the process, because a
+    balancer does not know the loop's own.
     """
     held = weakref.ref(weights)
 
@@ -55,7 +56,7 @@ def watch_updates(weights: StepWeights, group: RankGroup) -> None:
 
 
 def _check_weighed(optimizer: Optimizer, weights: StepWeights) -> None:
-    """Check that an update of unlike parts of a batch is not one of losses that count alike.
+    """Check that losses were weighed before an update, if ranks have unlike parts of the batch.
 
     Raises:
         BalanceError: no loss has been weighed since the update before.
@@ -66,7 +67,7 @@ def _check_weighed(optimizer: Optimizer, weights: StepWeights) -> None:
         id(each)
         for group in optimizer.param_groups
         for each in group["params"]
-        if each.grad is not None  # else the batch was left out
+        if each.grad is not None  # without gradients the loop has left the batch out
     }
     if stepped and (weights.parameters is None or stepped & weights.parameters):
         raise BalanceError(
@@ -81,7 +82,7 @@ def _check_weighed(optimizer: Optimizer, weights: StepWeights) -> None:
 def _with_checks(
     arguments: tuple[Any, ...], options: dict[str, Any], weights: StepWeights, group: RankGroup
 ) -> _Arguments | None:
-    """The arguments of a step, optimizer first, with a closure that is checked; if it has one."""
+    """The arguments of a step, optimizer first, with its closure checked; ``None`` without one."""
     if callable(options.get("closure")):
         checked = _checked(options["closure"], weights, group)
         return arguments, {**options, "closure": checked}
@@ -101,7 +102,7 @@ def _checked(
         num_before = weights.num_weighed
         value = closure(*arguments, **options)
         num_calls += 1
-        # Every optimizer's first step has one call, and then there is nothing to decide by it.
+        # With one call nothing depends on its value, and every optimizer's first step has one.
         if num_calls == 2 and weights.num_weighed > num_before and value is not None:
             _check_alike(float(value), group)
         return value
@@ -124,7 +125,7 @@ def _check_alike(value: float, group: RankGroup) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class OpenStep:
-    """A batch that a loop has, and what it has done with it.
+    """The current step of a loop: its batch and the state of its training.
 
     Attributes:
         sampler: Sampler of the loop's loader.
@@ -146,7 +147,7 @@ class OpenStep:
 
 
 class OpenSteps:
-    """Finds the step that a loss is of, for loops that validate inside a step or zip loaders."""
+    """Finds the step of a loss, for loops that validate inside a step or zip loaders."""
 
     def __init__(self) -> None:
         self._steps: list[OpenStep] = []
@@ -176,7 +177,7 @@ class OpenSteps:
         return bool(self._steps)
 
     def back_to_training(self) -> OpenStep:
-        """The step of a loss to train with: validation that began inside it is over."""
+        """The step of a training loss; a validation that began inside this step is over."""
         if any(step.has_gradients for step in self._steps):
             while not self._steps[-1].has_gradients:
                 self._steps.pop()
@@ -192,7 +193,7 @@ class OpenSteps:
             step.is_timed = False
 
     def begin(self, sampler: ShareSampler, deal: Deal) -> None:
-        """Open a step; it ends the one before of the same loop."""
+        """Open a step; the previous step of the same loop ends."""
         before = self.of(sampler)
         if before is not None:
             index = self._steps.index(before)
@@ -209,10 +210,10 @@ class OpenSteps:
         self._steps = [step for step in self._steps if step.sampler is not sampler]
 
     def check_alone(self, rank: int) -> None:
-        """Check that a loss to train with can be of one step only, as far as weights go.
+        """Check that the weight of a training loss does not depend on the step that it is of.
 
         Raises:
-            BalanceError: loops are in several steps, of which this rank has different parts.
+            BalanceError: loops are in several steps, and this rank's part of them differs.
         """
         parts = {
             (each.deal.samples[rank], sum(each.deal.samples))

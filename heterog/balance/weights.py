@@ -1,4 +1,4 @@
-"""Weights that make unequal ranks add up to one process with the whole batch.
+"""Weights of losses with which unequal ranks make the update of one process.
 
 Rank ``r`` of ``R`` has a loss L_r that is a mean over c_r samples or tokens. One process
 with the whole batch would follow  sum_r (c_r / C) grad L_r,  C = sum_r c_r.
@@ -10,10 +10,9 @@ backward pass starts from
 The reduced gradients are those of the one process: clipping sees the right norm, and a gradient
 scaler multiplies everything alike. A rank with c_r = 0 runs its passes with the weight 0.
 
-The mean of gradients over ranks, for a model that is not wrapped.
-
-A parameter that no rank has used keeps no gradient, as on one process: with zeros in its place,
-weight decay and momentum would move it. One that some ranks have used counts as zeros elsewhere.
+``average_gradients`` averages over ranks for a model that is not wrapped. A parameter that no rank
+has used keeps no gradient, as on one process: weight decay and momentum would move it if its
+gradient were zero. If only some ranks have used a parameter, the others contribute zeros.
 """
 
 from collections import defaultdict
@@ -35,8 +34,8 @@ class StepWeights:
 
     Attributes:
         num_weighed: Number of losses weighed so far.
-        num_trained: Number of those to train with.
-        checks_updates: Whether an update has to be one of a loss that was weighed.
+        num_trained: Number of weighed losses that train.
+        checks_updates: Whether an update needs a weighed loss.
         is_unlike: Whether ranks have unlike numbers of samples in this step.
         parameters: Identities of the parameters that are trained, if they are known.
     """
@@ -48,13 +47,13 @@ class StepWeights:
         self._seen: list[Tensor] = []
         self._is_complete = False
         self.num_weighed = self.num_trained = 0
-        self._num_before = 0  # of the losses to train with, those of updates in earlier batches
+        self._num_before = 0  # ``num_trained`` at the last update of an earlier batch
         self._num_at_update: int | None = None
         self.checks_updates, self.is_unlike = True, False
         self.parameters: frozenset[int] | None = None
 
     def begin_batch(self, samples: Sequence[int]) -> None:
-        """Begin a step with a batch of which each rank has so many samples."""
+        """Begin a step, given each rank's number of samples in its batch."""
         self.begin_step()
         if self._num_at_update is not None:
             self._num_before, self._num_at_update = self._num_at_update, None
@@ -62,15 +61,15 @@ class StepWeights:
         self.is_unlike = len(set(samples)) > 1
 
     def begin_step(self) -> None:
-        """Forget the losses of the step before."""
+        """Forget the losses of the previous step."""
         self._seen, self._is_complete = [], False
 
     def kept(self) -> tuple[Any, ...]:
-        """What is known of this step, to be restored after another loop has run inside it."""
+        """The state of this step, to be restored after another loop has run inside it."""
         return self._count, self._total, self._seen, self._is_complete
 
     def restore(self, kept: tuple[Any, ...]) -> None:
-        """Go on with a step."""
+        """Return to a step, given its state from ``kept``."""
         self._count, self._total, self._seen, self._is_complete = kept
 
     @property
@@ -79,9 +78,9 @@ class StepWeights:
         return None if isinstance(self._total, Tensor) else float(self._count)
 
     def looks_at_mean(self, loss: Tensor) -> bool:
-        """Whether to look at what a loss of this rank's samples is a mean over.
+        """Whether to examine what a loss of this rank's samples is a mean over.
 
-        Always on a CPU; elsewhere the first times and now and then, as it waits for the device.
+        Always on a CPU; elsewhere at first and now and then, because it waits for the device.
         """
         if not loss.requires_grad:
             return False
@@ -89,7 +88,7 @@ class StepWeights:
         return loss.device.type == "cpu" or number & (number - 1) == 0 or number % 64 == 0
 
     def end_update(self) -> None:
-        """Called after an optimizer's step: losses that are weighed from now on are others."""
+        """Called after an optimizer's step: the next weighed loss begins a new sum."""
         self._is_complete = True
         self._num_at_update = self.num_trained
 
@@ -100,13 +99,13 @@ class StepWeights:
         return is_weighed or not self.is_unlike or not self.checks_updates
 
     def set(self, count: float | Tensor, total: float | Tensor) -> None:
-        """Set the weight of the next losses: means over ``count`` of ``total`` on all ranks."""
+        """Set the weight of the next losses: ``count`` items here, ``total`` on all ranks."""
         self._count, self._total = count, total
 
     def exchange(self, counts: list[float | Tensor]) -> list[Tensor]:
-        """Exchange counts that are known only now; returns this rank's, then the sum over ranks.
+        """Sum counts over ranks; returns this rank's counts, then the sum.
 
-        The one all-reduce of a step: a scalar, which stays on its device.
+        This is the one all-reduce of a step: a scalar, which stays on its device.
         """
         own = [torch.as_tensor(count).detach().to(torch.float64) for count in counts]
         return [*own, self._group.add_up(torch.stack(own).sum())]
@@ -116,8 +115,8 @@ class StepWeights:
 
         Args:
             loss: The loss.
-            counted: What it is a mean over, on this rank and on all, if that is not what the
-                other losses of the step are means over.
+            counted: Counts of this loss on this rank and on all ranks, if they differ from those
+                of the other losses of the step.
         """
         if self._is_complete:
             self.begin_step()
@@ -143,8 +142,8 @@ class StepWeights:
     def mean_loss(self) -> float:
         """Loss of the whole batch: the weighted mean of the losses that ranks weighed.
 
-        Losses of several backward passes add up until an optimizer has stepped or the sum is
-        read: the next one is a loss of another optimizer, or at other parameters.
+        Losses of several backward passes add up until an optimizer has stepped or the sum is read,
+        because the next loss is that of another optimizer, or at other parameters.
         """
         self._is_complete = True
         own = torch.stack(self._seen).sum() if self._seen else torch.zeros(1, dtype=torch.float64)
@@ -172,9 +171,9 @@ def check_loss(loss: object) -> None:
 def average_gradients(model: nn.Module, group: RankGroup) -> None:
     """Replace each gradient by its mean over the ranks.
 
-    One small all-reduce says who has which gradients, then one for each dtype and device sums the
-    dense ones. Sparse gradients (of ``nn.Embedding(sparse=True)``) are gathered and stay sparse,
-    unless another rank has a dense one.
+    One small all-reduce finds which ranks have which gradients; then one for each dtype and device
+    sums the dense ones. Sparse gradients (of ``nn.Embedding(sparse=True)``) are gathered and stay
+    sparse, unless another rank has a dense one.
     """
     if group.num_ranks == 1:
         return
@@ -198,7 +197,7 @@ def average_gradients(model: nn.Module, group: RankGroup) -> None:
 
 
 def _has_rows(gradient: Tensor) -> bool:
-    """Whether a gradient holds some rows of its parameter, as that of a sparse embedding."""
+    """Whether a gradient holds only some rows of its parameter, as for a sparse embedding."""
     return gradient.is_sparse and gradient.sparse_dim() == 1
 
 
