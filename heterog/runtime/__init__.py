@@ -1,7 +1,8 @@
 """Runs plans on real devices.
 
-- ``request`` says what to run, ``launch`` starts ``ranks``, ``rank`` is what one does.
+- ``request`` is a run as a value, ``launch`` starts ``ranks``, ``rank`` is the process of one.
   ``accelerators`` knows kinds of devices.
-- ``deploy`` makes a ``step`` of a plan and a workload. ``checkpoint`` keeps it under any plan.
-- ``measure`` times and describes what there is. ``batch_norm`` goes with the next release.
+- ``deploy`` makes a ``step`` of a plan and a workload. ``checkpoint`` saves it for any plan.
+- ``measure`` times ops and links and describes machines. ``batch_norm`` goes with the next
+  release.
 """

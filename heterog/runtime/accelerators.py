@@ -1,9 +1,9 @@
 """The one place that knows accelerators: their names in torch, and how their ranks communicate.
 
-Everything else asks here for a device, a stream, a clock or a generator and gets torch's own for
-the accelerator of this machine, or those of the CPU. A new kind of accelerator is a row of
-``_KNOWN``: torch's module of its name (``torch.get_device_module``) has the same functions for all
-of them. ROCm's GPUs are those of torch's CUDA interface, RCCL those of NCCL.
+Other modules ask here for a device, a stream, a clock or a generator and get torch's own for the
+accelerator of this machine, or for the CPU. A new kind of accelerator is a row of ``_KNOWN``,
+because torch's module of each kind (``torch.get_device_module``) has the same functions. In torch
+ROCm's GPUs are CUDA devices, and RCCL is NCCL.
 """
 
 import ctypes
@@ -56,11 +56,11 @@ _KNOWN = (
     Accelerator(device_type="xpu", backend="xccl", visible_devices=("ZE_AFFINITY_MASK",)),
 )
 _CPU_INSTEAD = frozenset({"mps"})
-"""Accelerators without a backend that sends from their memory: ranks use the CPU beside them."""
+"""Accelerators without a backend that sends from their memory: ranks use the CPU instead."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Numbers of two options in glibc's ``malloc.h``."""
 _LARGEST_MMAP_THRESHOLD = 32 * 2**20
-"""Bytes; glibc takes no larger one on 64 bits."""
+"""Bytes; the largest value that glibc accepts on 64 bits."""
 
 
 def accelerator() -> Accelerator | None:
@@ -69,7 +69,7 @@ def accelerator() -> Accelerator | None:
     Raises:
         HeterogError: torch sees an accelerator of an unknown kind.
     """
-    # Not torch's current accelerator, which is the one torch was built for, present or not.
+    # Not torch's current accelerator: torch names the one it was built for, present or not.
     if not torch.accelerator.is_available():
         return None
     found = torch.accelerator.current_accelerator()
@@ -130,15 +130,15 @@ def device_of(index: int) -> torch.device:
 def is_accelerated(where: torch.device | Tensor) -> bool:
     """Whether a device, or that of a tensor, is an accelerator: its kernels run behind a queue."""
     device = where.device if isinstance(where, Tensor) else where
-    # Not everything that is no CPU: rehearsals run on shapes, on torch's device "meta".
+    # Not merely "no CPU": rehearsals run on shapes, on torch's device "meta".
     return any(device.type == each.device_type for each in _KNOWN)
 
 
 def backends(num_local_ranks: int) -> str:
     """The backends of ``torch.distributed`` for the ranks of this machine, as torch writes them.
 
-    Tensors on accelerators have their own if each rank can have one to itself, which is what
-    their libraries of collectives require.
+    Tensors on accelerators have their own backend if each rank has an accelerator to itself, as
+    libraries of collectives require.
     """
     known = accelerator()
     if known is None or num_local_ranks > device_count():
@@ -155,12 +155,12 @@ def rank_device() -> torch.device:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep memory that is freed, as the allocators of accelerators do.
+    """Have the C library keep freed memory, as the allocators of accelerators do.
 
     A step frees its gradients at its end. glibc gives the end of the heap back to the system, and
     in the next step gets it again page by page: 13 MB in each step of a perceptron of 3.8 M
-    parameters, which cost a fifth of its processor time (``docs/notebook/compiled.md``). Peaks
-    stay what they are. Other C libraries are left as they are.
+    parameters, which cost a fifth of its processor time (``docs/notebook/compiled.md``). Peaks do
+    not change. Other C libraries are left alone.
     """
     if platform.libc_ver()[0] != "glibc":
         return
@@ -209,7 +209,7 @@ def stream_of_priority(device: torch.device, *, high: bool) -> Iterator[None]:
     stream.wait_stream(module.current_stream(device))
     with module.stream(stream):
         yield
-    stream.synchronize()  # the body is never more than one step ahead of the device
+    stream.synchronize()  # the next body may not run ahead of the device
 
 
 def default_generator(device: torch.device) -> torch.Generator:

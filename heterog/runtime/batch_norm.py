@@ -1,7 +1,7 @@
-"""How many samples each BatchNorm takes its statistics over.
+"""The number of samples in the statistics of each BatchNorm.
 
-Without a sharding rule these are a replica's own samples. With one (its channels are split, or
-each member of a team computes all of it) they are all samples of the team.
+Without a sharding rule these are a replica's own samples. With a rule (channels are split, or
+each member of a team computes the whole op) they are all samples of the team.
 """
 
 import warnings

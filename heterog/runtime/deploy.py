@@ -70,10 +70,10 @@ class DeployedStep:
 
     Parameters live where the plan puts them; ``state_dict`` brings them together.
 
-    A plan without a step barrier returns the loss while gradients and new parameters are still on
-    their way; the next step waits for each parameter where it is read. ``flush`` ends what is
-    open. So do ``state_dict``, ``model`` and ``parameters``, and like it they then have to be
-    called on every rank. End with one of them before the process group is destroyed.
+    With a plan without a step barrier, a call returns the loss while gradients and new parameters
+    are still in transit; the next step waits for each parameter where it is read. ``flush`` ends
+    open updates. So do ``state_dict``, ``model`` and ``parameters``; every rank then has to call
+    them. Call one of these before the process group is destroyed.
 
     Attributes:
         rank: Number of this process.
@@ -82,13 +82,13 @@ class DeployedStep:
         part: Part of the model that this rank holds.
         groups: Parameter groups of the workload, by names.
         optimizer: Optimizer of the parameters that this rank updates. It has all groups, even
-            where there is nothing to update, so that every rank can make the same scheduler. Its
-            options may be changed at any time: an update uses those that held when its own step
-            was called. Its state is up to date after ``flush``.
+            empty ones, so that every rank can make the same scheduler. Its options may be changed
+            at any time: an update uses the options at the time of its own step's call. Its state
+            is up to date after ``flush``.
         loss_scale: Scale of the loss, if it is scaled.
         communicator: Communicator with the other ranks.
         compiler: Compiler of the step, where the plan's cluster says ``execution: compiled``.
-        modes: What each mode of the plan does on this rank; empty in exact training.
+        modes: This rank's part of each mode of the plan; empty in exact training.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class DeployedStep:
         self._whole = WholeModel(self._model, graph, self.part, self.buffers, self.rank)
         self._is_closed = False
         self._shapes = batch_shapes()
-        self._replicas: tuple[Replicas, int] | None = None  # and the step of the first sight
+        self._replicas: tuple[Replicas, int] | None = None  # with the step of the first comparison
         self._workload, self._seed, self._program = workload, seed, program
         self.communicator = Communicator(self.rank, ())
         is_compiled = plan.cluster.execution == Execution.COMPILED
@@ -150,8 +150,8 @@ class DeployedStep:
         )
         self._by_shape = {self._planned: self._executor}
         self.modes = tuple(mode.on_rank(self) for mode in plan.strategy.modes)
-        # When this step is no longer referenced, or at exit: gloo may abort a process whose
-        # communication was not waited for.
+        # When this step is no longer referenced, or at exit: gloo may abort a process that has not
+        # waited for its communication.
         weakref.finalize(self, _abandon, self._by_shape)
 
     def _compare_workload(
@@ -170,7 +170,7 @@ class DeployedStep:
         compare(of_workload(workload, self.groups, asked), "when the plan is deployed")
 
     def _compare_step(self, batch: Any) -> None:
-        """Compare with other ranks what the next step trains with, in some of the steps."""
+        """Compare optimizer and batch with other ranks, before some of the steps."""
         # Ranks that run freely may be in different steps and cannot wait for each other.
         if self.is_free_running or self.plan.cluster.num_devices == 1:
             return
@@ -178,7 +178,7 @@ class DeployedStep:
         if compared_at(self.num_steps) or compared_after(self.num_steps):
             compare(of_step(self.optimizer, batch), when)
         self._shapes.begin_step(signature(batch), when)
-        # Lossy messages leave replicas apart by what messages lack.
+        # Lossy messages make replicas differ.
         if not self.modes:
             self._compare_replicas()
 
@@ -204,7 +204,7 @@ class DeployedStep:
         return self._max_grad_norm is not None or self.loss_scale is not None
 
     def _make_part(self, program: Program) -> ModelPart:
-        """Take the model apart into what this rank holds of it."""
+        """Take from the model the part that this rank holds."""
         graph, names = self.captured.graph, self._names
         named, group_of = dict(self._model.named_parameters()), group_numbers(self.groups)
         return ModelPart(
@@ -285,7 +285,7 @@ class DeployedStep:
             loss_scale=self.loss_scale,
             seed=self._seed,
             device=self.device,
-            # Other shapes are those of a last batch: compiling takes longer than running them.
+            # Other shapes are mostly of a last batch: compiling takes longer than running it.
             compiler=self.compiler if captured is self.captured else None,
         )
 
@@ -335,8 +335,8 @@ class DeployedStep:
     def model(self) -> nn.Module:
         """The module; parameters that this rank does not hold are zeros without memory.
 
-        So are those that ranks hold in slices (ZeRO-3).
-        Those that the plan shards have the shape of this rank's slice.
+        So are parameters that ranks hold in slices (ZeRO-3). Parameters that the plan shards have
+        the shape of this rank's slice.
         """
         self.flush()
         return self._model
@@ -356,7 +356,7 @@ class DeployedStep:
         """
         self._begin_step(batch)
         if self.is_free_running:
-            self.settle()  # or a rank would wait here for one that waits for its gradients
+            self.settle()  # otherwise this rank could wait for one that waits for its gradients
         program = self._executor.program
         mine = (program.kind == TaskKind.UPDATE) & (program.device == self.rank)
         tasks = np.flatnonzero(mine)
@@ -374,21 +374,21 @@ class DeployedStep:
         return loss, *gather_task_times(times, program.num_tasks)
 
     def _record_in(self, recorder: TaskTimes | None) -> None:
-        """Have a recorder notified of the tasks of the next steps, or nobody."""
+        """Have a recorder notified of the tasks of the next steps; ``None`` ends it."""
         self._executor.recorder = recorder
-        for mode in self.modes:  # steps alone, as the plan's timeline has them
+        for mode in self.modes:  # alone: the plan's timeline has steps without what modes add
             mode.record(recorder, is_alone=recorder is not None)
 
     @property
     def is_free_running(self) -> bool:
-        """Whether ranks may be in different steps, so that nothing may make them wait."""
+        """Whether ranks may be in different steps, so that no code may make them wait."""
         return any(mode.is_free_running for mode in self.modes)
 
     def notify(self, recorder: Recorder | None) -> None:
         """Notify a recorder of this rank's tasks in all further steps of the planned shapes.
 
-        ``record`` ends it. ``None`` notifies nobody. On an accelerator the times are those at
-        which kernels were issued.
+        ``record`` and ``None`` end it. On an accelerator the times are those at which kernels were
+        issued.
         """
         self._by_shape[self._planned].recorder = recorder
         for mode in self.modes:
@@ -396,7 +396,7 @@ class DeployedStep:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps called so far; to repeat steps, set it back with the weights."""
+        """Number of calls so far; to repeat steps, reset it together with the weights."""
         return self._executor.num_steps
 
     @num_steps.setter
@@ -417,7 +417,7 @@ class DeployedStep:
     def grad_norm(self) -> Tensor | None:
         """Norm of all gradients before clipping; ``None`` before the first one was clipped.
 
-        Without a step barrier that of the step before, until ``flush``.
+        Without a step barrier it is that of the previous step, until ``flush``.
         """
         return self._executor.grad_norm
 
@@ -426,12 +426,12 @@ class DeployedStep:
 
         A batch of another size than the planned one (the last of an epoch), or of another length,
         is shared out in the plan's proportions. Its step is captured and lowered when its shapes
-        are first seen, which takes seconds; a few shapes are kept. A mean is one over this batch.
+        are first seen, which takes seconds; a few shapes are kept. Means are over this batch.
 
         Raises:
             StrategyError: the batch has other tensors or dtypes than the plan was made for, the
                 plan cannot be run on its shapes, the step was closed, ranks do not train alike,
-                or the model has changed otherwise than by training.
+                or something other than training has changed the model.
         """
         self._begin_step(batch)
         return self._train(batch)
@@ -455,12 +455,12 @@ class DeployedStep:
             self._shapes.wait_for_compilers()
         for mode in self.modes:
             mode.end_step(self.num_steps)
-        # Schedulers warn if it has not stepped yet; it may still do so, or have nothing to do.
+        # Schedulers warn if the optimizer has not stepped; here it may step later, or never.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
 
     def _run(self, batch: Mapping[int, Tensor]) -> Tensor:
-        """Run a step, in the way of a mode if one has a way of its own."""
+        """Run a step; a mode that runs steps itself does it."""
         for mode in self.modes:
             loss = mode.run(batch, self.num_steps)
             if loss is not None:
@@ -471,8 +471,8 @@ class DeployedStep:
     def flush(self) -> None:
         """Finish all updates; every rank has to call it.
 
-        Without a step barrier some are open, and statistics of a BatchNorm whose channels a rule
-        splits come together on the first of the devices that have them.
+        Without a step barrier some updates are open. If a rule splits the channels of a BatchNorm,
+        its statistics are gathered on the first device that has some.
         """
         self._executor.flush()
         self._whole.join_statistics()
@@ -480,9 +480,9 @@ class DeployedStep:
     def close(self) -> None:
         """Finish all updates and close the process groups; every rank has to call it.
 
-        For a process that goes on with another plan: gloo's threads poll all the time, those of a
-        hundred groups take a tenth of a core. Before, read what is needed from ``state_dict`` or a
-        checkpoint: the step cannot be called again.
+        This is for a process that goes on with another plan: gloo's threads poll all the time, and
+        those of a hundred groups take a tenth of a core. Read ``state_dict`` or save a checkpoint
+        before: the step cannot be called again.
         """
         if self.is_free_running and not self._is_closed:
             self.settle()
@@ -495,13 +495,13 @@ class DeployedStep:
         """All parameters and buffers on rank 0, ``None`` on the others.
 
         A replicated parameter comes from its first replica, BatchNorm statistics from the first
-        one with samples.
+        replica with samples.
         """
         self.flush()
         return self._whole.state_dict()
 
     def require_averaged(self) -> None:
-        """Refuse to speak of one model while islands or teams have several.
+        """Refuse while islands or teams have different models.
 
         Raises:
             StrategyError: islands have trained apart since the last averaging.
@@ -511,7 +511,7 @@ class DeployedStep:
                 raise StrategyError(why)
 
     def settle(self) -> None:
-        """Bring islands or teams together now; every rank has to call it after as many steps.
+        """Give islands or teams one model; every rank has to call it after the same step.
 
         Islands average in the middle of a window; a server waits for all gradients; stages end
         the batches that are under way. Afterwards all ranks have the same parameters, to be read
@@ -522,13 +522,13 @@ class DeployedStep:
             mode.settle(self.num_steps)
 
     def take_late_losses(self) -> list[float]:
-        """Losses that no call has returned, where stages of a pipeline do not wait."""
+        """Losses that no call has returned yet, if stages of a pipeline do not wait."""
         return [loss for mode in self.modes for loss in mode.take_late_losses()]
 
     def _buffers(
         self, captured: CapturedStep, parameters: Mapping[int, nn.Parameter]
     ) -> dict[int, Tensor]:
-        """Inputs of the step that are neither batch nor trained here: buffers and constants."""
+        """Inputs of the step besides the batch and trained parameters: buffers and constants."""
         graph = captured.graph
         held = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
         found: dict[int, Tensor] = {}
@@ -556,7 +556,7 @@ def deploy(
         plan: Plan to run; device ``i`` of its cluster is rank ``i``.
         max_grad_norm: Largest norm over all parameters; larger gradients are scaled down to it, as
             ``torch.nn.utils.clip_grad_norm_`` does; updates then wait for all gradients.
-        loss_scale: Scale of the loss, for float16: steps whose gradients are not finite change
+        loss_scale: Scale of the loss, for float16: steps with gradients that are not finite change
             nothing; updates wait for all gradients. ``LossScale()`` follows torch's rules.
         seed: Seed of dropout and other random ops. Give all ranks the same; they draw different
             masks.

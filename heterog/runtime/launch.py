@@ -1,7 +1,7 @@
 """Starts one process per rank on this machine and makes sure that they end together.
 
-Ranks report their stage through small files, one each, from which the launcher also sees that
-they are alive; ``watching`` says when that ends the job.
+Each rank reports its stage through a small file, which also shows the launcher that the rank is
+alive; ``watching`` decides when this ends the job.
 """
 
 import fcntl
@@ -41,22 +41,22 @@ from heterog.search.plan import Plan
 from heterog.user_code import trusted_source
 
 ALONE_STEPS = 3
-"""Number of measured steps before a background job begins, which give the time alone."""
+"""Number of steps before a background job begins; they measure the step time without it."""
 HEARTBEAT = "HETEROG_HEARTBEAT"
 """Variable with the path of the file to which a rank writes its stage."""
 PORT_FILE = "HETEROG_PORT_FILE"
-"""Variable with the file to which rank 0 writes the port it chose; absent if it is given."""
+"""Variable with the file to which rank 0 writes the port it chose; absent if a port is given."""
 RANKS_OWN = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *(HEARTBEAT, PORT_FILE),
 )
-"""Variables that differ between the ranks of a process, and that nothing reads at import."""
+"""Variables that differ between the ranks of a launcher; no module reads them at import."""
 
 _END_S = 3.0
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 Beside = Callable[[int], list[str]]
-"""Gives the arguments of this Python for a process beside a rank, which ends with the ranks."""
+"""Python's arguments for a process beside a rank, by rank; the process ends with the ranks."""
 
 
 @dataclass(slots=True)
@@ -95,9 +95,10 @@ class LocalRank:
 
 
 def ranks_of_this_process() -> dict[int, int]:
-    """Process of each rank that this process has launched and that runs, by rank; Linux only.
+    """Processes of the running ranks of this process, by rank; Linux only.
 
-    A rank prints to a file with its number, and is a child of this process or forked off one.
+    They are found by the file that a rank prints to, which has its number in its name. A rank is
+    a child of this process or was forked by one.
     """
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -105,7 +106,7 @@ def ranks_of_this_process() -> dict[int, int]:
             pid = int(folder.name)
             prints_to = Path(os.readlink(folder / "fd" / "1")).name
             parents = {parent_of(pid), parent_of(parent_of(pid))}
-        except OSError:  # it has ended, or is somebody else's
+        except OSError:  # the process has ended, or belongs to another user
             continue
         rank = re.fullmatch(r"rank([0-9]+)\.err", prints_to)
         if rank is not None and os.getpid() in parents:
@@ -167,7 +168,7 @@ def run_ranks(
     Args:
         request: What to run.
         place: Where the ranks run.
-        progress: Called with what rank 0 does, whenever that changes.
+        progress: Called with the stage of rank 0, whenever it changes.
 
     Returns:
         The measurements of rank 0.
@@ -176,8 +177,8 @@ def run_ranks(
         InputFileError: nothing can be saved at ``save`` or read from ``resume``, or a model is
             made by a file that nobody named.
         LaunchError: a rank failed or the time is over; names the rank and its last words.
-        HeterogError: the plan cannot be run, or there are too few steps to compare with and
-            without a background job.
+        HeterogError: the plan cannot be run, or there are too few steps to measure the effect of
+            a background job.
     """
     plan = request.load()
     background = _beside_ranks(plan, request.num_steps)
@@ -239,13 +240,13 @@ def _beside_ranks(plan: Plan, num_steps: int) -> BackgroundPlan | None:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder that is gone when the body ends, even if this process is killed meanwhile.
+    """A folder that is removed when the body ends, even if this process is killed meanwhile.
 
-    A shell waits for the end of a pipe that only this process holds open, and then removes it. It
-    is in a session of its own, so that what is sent to this process's group does not reach it.
+    A shell waits for the end of a pipe that only this process holds open, and then removes the
+    folder. The shell has a session of its own, so that signals to this process's group miss it.
     """
     name = tempfile.mkdtemp(prefix="heterog-")
-    # The ranks end with this process, but may need a moment to be gone.
+    # The ranks end with this process, but may take a moment to end.
     script = 'read -r line; sleep 1; rm -rf -- "$1"'
     cleaner = subprocess.Popen(
         ["/bin/sh", "-c", script, "heterog-cleaner", name],
@@ -257,7 +258,7 @@ def temporary_folder() -> Iterator[Path]:
     try:
         yield Path(name)
     finally:
-        shutil.rmtree(name, ignore_errors=True)  # while the shell would do it, too
+        shutil.rmtree(name, ignore_errors=True)  # before the shell ends, in case of a kill here
         _signal_group(cleaner, signal.SIGKILL)
         cleaner.wait()
         assert cleaner.stdin is not None
@@ -270,7 +271,7 @@ def _background_summary(
     """Results of both jobs; see ``runtime.ranks.background`` for how the limit was kept."""
     times = measured["step_times_s"]
     alone, together = times[:ALONE_STEPS], times[ALONE_STEPS:]
-    # The background jobs of all ranks began after the steps without them.
+    # The background jobs of all ranks began after the first ``ALONE_STEPS`` steps.
     seconds = sum(together)
     return {
         "model": background.model,
@@ -296,8 +297,8 @@ def run_commands(
 ) -> dict[int, str]:
     """Run this Python with the same arguments once per rank, under torchrun's variables.
 
-    No rank survives: not an error, not a signal to this process, and on Linux not even its
-    sudden death.
+    All ranks end with this function: after an error, a signal to this process, and on Linux even
+    if this process is killed.
 
     Returns:
         The last words of processes beside ranks that ended before the ranks did, by rank.
@@ -307,7 +308,7 @@ def run_commands(
     """
     common = {
         "MASTER_ADDR": "127.0.0.1",
-        # For scripts that do not use ``rank.join``, which has rank 0 choose.
+        # For scripts without ``rank.join``; with it, rank 0 chooses a port.
         "MASTER_PORT": str(port or free_port()),
         "WORLD_SIZE": str(num_ranks),
         "GLOO_SOCKET_IFNAME": "lo",
@@ -343,14 +344,14 @@ def run_commands(
 
 
 def start_rank(command: Sequence[str], variables: Mapping[str, str], words: Path) -> RankProcess:
-    """Start a rank in a process group of its own, to be ended with all that it starts.
+    """Start a rank in a process group of its own, so that its children end with it.
 
-    A module of ours is forked off a process that has imported it, within ``forks.rank_forks``.
+    Within ``forks.rank_forks``, a module of heterog is forked off a process that has imported it.
 
     Args:
-        command: What to run.
+        command: Command line of the rank.
         variables: Its whole environment.
-        words: Path of the file for what it prints.
+        words: Path of the file for its output.
     """
     forks = open_forks()
     is_ours = [*command[:2]] == [sys.executable, "-m"] and command[2].startswith("heterog.")
@@ -410,7 +411,7 @@ def _signal_group(process: RankProcess, number: signal.Signals) -> None:
 
 @contextmanager
 def signals_as_exit() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the body like Ctrl-C does, so that it can clean up."""
+    """Let SIGTERM and SIGHUP end the body like Ctrl-C, so that it can clean up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,8 +1,8 @@
-"""What one rank of a job does: join the others, deploy the plan, train, report.
+"""The work of one rank of a job: join the others, deploy the plan, train, report.
 
-``heterog.run`` says how torchrun starts it. Rank and address come from the environment, as
-torchrun and ``heterog run`` set them; under torchrun a rank's number becomes that of its device in
-the plan.
+``heterog.run`` describes how torchrun starts a rank. Its number and address come from the
+environment, as torchrun and ``heterog run`` set it; under torchrun a rank takes the number of its
+device in the plan.
 """
 
 import json
@@ -70,8 +70,8 @@ def join(
         timeout_s: Seconds after which a rank gives up on the others, here and in every step.
         backend: Backend of ``init_process_group``; by default that of the accelerators, if every
             rank of this machine can have one, and gloo for everything else.
-        cluster: The plan's cluster, by whose devices ranks are numbered under torchrun; without
-            it they have torchrun's numbers.
+        cluster: The plan's cluster: under torchrun, ranks take the numbers of its devices; without
+            it, torchrun's numbers.
         store: The store of ``meet``, if the ranks have met.
 
     Raises:
@@ -88,10 +88,10 @@ def join(
 
 
 def meet(timeout_s: float) -> Any:
-    """The store through which the ranks that were started together meet.
+    """The store through which the ranks of one start meet.
 
-    It listens on the address ``MASTER_ADDR`` only, not on every interface as PyTorch's own does.
-    Under torchrun it may be that of torchrun's agents.
+    It listens on the address ``MASTER_ADDR`` only, not on every interface as PyTorch's own store
+    does. Under torchrun it may be the store of torchrun's agents.
 
     Raises:
         HeterogError: a variable is missing, or the port is in use.
@@ -122,9 +122,9 @@ def meet(timeout_s: float) -> Any:
 
 
 def draw_alike() -> None:
-    """Seed all generators of random numbers: ranks that draw a batch have to draw the same."""
+    """Seed all random generators, because all ranks have to draw the same batch."""
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002 - that is the one that workloads draw from
+    np.random.seed(0)  # noqa: NPY002 - workloads draw from numpy's global generator
     torch.manual_seed(0)
 
 
@@ -135,7 +135,7 @@ def tell(stage: str) -> None:
     """
     path = os.environ.get(HEARTBEAT)
     if path:
-        # Written whole, so that the last stage of a rank that is killed meanwhile is still known.
+        # Written whole, so that the last stage is known even if the rank is killed meanwhile.
         draft = Path(f"{path}.new")
         draft.write_text(stage)
         draft.replace(path)
@@ -146,7 +146,7 @@ def set_up(plan: Plan, request: RunRequest, store: Any = None) -> tuple[Deployed
 
     Args:
         plan: Plan to run; device ``i`` of its cluster is rank ``i``.
-        request: Says where the workload comes from, and how long to wait for the others.
+        request: Has the source of the workload, and how long to wait for the others.
         store: The store of ``meet``, if the ranks have met.
 
     Raises:
@@ -169,15 +169,15 @@ def set_up(plan: Plan, request: RunRequest, store: Any = None) -> tuple[Deployed
     step = deploy(workload, plan)
     if step.compiler is not None:
         step.compiler.tell = lambda part: tell(f"{COMPILING}, {part}")
-    draw_alike()  # ranks may have drawn unlike numbers to get here
+    draw_alike()  # until here, ranks may have drawn different numbers
     return step, workload
 
 
 def check_loss(loss: float, number: int, request: RunRequest) -> None:
-    """Refuse to go on after a step whose loss is infinite or not a number.
+    """Refuse to go on after a step with an infinite loss or nan.
 
     Raises:
-        HeterogError: it is, and the request does not allow that.
+        HeterogError: the loss is not finite, and the request does not allow that.
     """
     if not math.isfinite(loss) and not request.allow_nonfinite:
         raise HeterogError(
@@ -191,7 +191,7 @@ class Training:
 
     Args:
         plan: Plan to run.
-        request: How.
+        request: The request of the run.
     """
 
     def __init__(self, plan: Plan, request: RunRequest) -> None:
@@ -232,7 +232,7 @@ class Training:
             elif not step.is_free_running:
                 dist.barrier()
             self._do_step(number, is_recorded=request.record and number == last)
-        step.settle()  # where teams train apart: one model comes out, whatever the number of steps
+        step.settle()  # teams that train apart end with one model after any number of steps
         self._losses += _late_losses(step)
         together_s = (time.perf_counter() - measured_from) / request.num_steps
         if request.save is not None:
@@ -259,18 +259,18 @@ class Training:
                 loss = float(step(self._batch))
                 self._since += 1
         if not step.is_free_running:
-            dist.barrier()  # a step is done when it is done everywhere
+            dist.barrier()  # a step ends when all ranks have done it
         elapsed_s = time.perf_counter() - begin
         if self._beside and is_measured:
             self._beside.governor.observe(elapsed_s)
         late = max((mode.loss_delay for mode in step.modes), default=0)
         has_loss = not 0 < self._since <= late
-        # The loss is the same on all ranks: all of them stop here. With an asynchronous server a
-        # rank that stops is missed by the others, and one of no team has no loss.
+        # The loss is the same on all ranks, so all of them stop here. With an asynchronous server
+        # the others would wait for a rank that stops, and a rank without a team has no loss.
         if has_loss and not any(mode.is_idle for mode in step.modes):
             check_loss(loss, number, self._request)
         if self._request.save is not None and number == self._first:
-            # Before more training that would be lost.
+            # Checked now, before more training would be lost.
             from heterog.runtime.checkpoint.state import check_can_save
 
             check_can_save(step)
@@ -287,10 +287,10 @@ class Training:
         plan, seconds = self._plan, self._seconds
         background_steps = [0] * dist.get_world_size()
         if plan.background is not None:
-            # As texts: objects would be pickled.
+            # As texts, because objects would be pickled.
             own = self._beside.stop() if self._beside else 0
             background_steps = list(map(int, gather_texts(str(own))))
-        # Where islands average, one step in many takes longer, and the plan predicts the mean.
+        # If islands average, one step in many takes longer, and the plan predicts the mean.
         differ = any(mode.steps_differ for mode in plan.strategy.modes)
         step_s = statistics.mean(seconds) if differ else statistics.median(seconds)
         if any(mode.ends_late for mode in self._step.modes):  # a rank that ran ahead waits
@@ -316,7 +316,7 @@ class Training:
 
 
 def _compiling(compiler: Compiler | None) -> dict[str, Any]:
-    """How long the slowest rank has compiled, and what could not be compiled on the first."""
+    """Compile seconds of the slowest rank, and what the first rank with a refusal left out."""
     if compiler is None:
         return {"compile_s": 0.0, "not_compiled": ""}
     seconds, why = gather_texts(str(compiler.seconds)), gather_texts(compiler.refused)
@@ -332,14 +332,14 @@ def _all_at_once(step: DeployedStep) -> float:
 
 
 def _late_losses(step: DeployedStep) -> list[float]:
-    """Losses that no call has returned, where stages of a pipeline do not wait."""
+    """Losses that no call has returned yet, if stages of a pipeline do not wait."""
     if step.is_free_running:
         step.settle()
     return step.take_late_losses()
 
 
 def _beside(plan: Plan, sources: Sequence[str]) -> LowPriorityThread | None:
-    """Make the plan's background job, if it has to share this process; it is not started yet."""
+    """The plan's background job, not started, if it has to share this process."""
     background = plan.background
     if background is None or has_own_process(plan.cluster):
         return None
@@ -391,7 +391,7 @@ def as_rank(rank: int) -> Iterator[None]:
 
 
 def is_of_another(error: BaseException) -> bool:
-    """Whether an error comes from a rank that died, was ended or is frozen; by gloo's words."""
+    """Whether, by gloo's words, an error comes from another rank that died, ended or is frozen."""
     words = ("onnection", "imed out", "imeout", "roken pipe")
     return isinstance(error, RuntimeError) and any(each in str(error) for each in words)
 
@@ -399,11 +399,11 @@ def is_of_another(error: BaseException) -> bool:
 def end_together() -> None:
     """Wait for the other ranks and end this process, with exit code 0.
 
-    The orderly way may hang: gloo's threads are joined with the interpreter's lock held, and one
-    that lets go of a collective's tensors at that moment waits for this lock. A rank that
-    torchrun has forked returns instead: its agent waits for what it returns, and ends it so.
+    An ordinary exit may hang: Python holds the GIL while it joins gloo's threads, and a thread
+    that frees tensors of a collective at that moment waits for the GIL. A rank that torchrun has
+    forked returns instead, because its agent waits for the result and then ends the rank.
     """
-    dist.barrier()  # leaving while others still communicate aborts them
+    dist.barrier()  # a rank that leaves early would abort others that still communicate
     sys.stdout.flush()
     sys.stderr.flush()
     if multiprocessing.parent_process() is None:
@@ -418,7 +418,7 @@ def _jsonable(seconds: FloatArray) -> list[float | None]:
 def _leave(rank: int, why: str) -> NoReturn:
     """Print the reason in one line and end with exit code 2."""
     print(f"heterog: rank {rank}: {why}", file=sys.stderr, flush=True)
-    # Without the others there is no orderly way to leave the process group.
+    # Leaving the process group in an orderly way would need the other ranks.
     os._exit(2)
 
 
@@ -446,7 +446,7 @@ def _listen(address: str, port: int) -> socket.socket:
     )[0]
     listening = socket.socket(family, kind, protocol)
     try:
-        # As every server: the last job's connections may still be waiting to be forgotten.
+        # As usual for servers: connections of the last job may still be in TIME_WAIT.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(place)
         listening.listen()
@@ -470,7 +470,7 @@ def _published_port(path: Path, timeout_s: float) -> int:
 
 
 def _wait_for_store(address: str, port: int, timeout_s: float) -> None:
-    """Wait until rank 0 listens; after a refusal ``TCPStore`` itself sleeps for 0.25 to 0.75 s."""
+    """Wait until rank 0 listens, as ``TCPStore`` would sleep 0.25 to 0.75 s after each refusal."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         with suppress(OSError), socket.create_connection((address, port), _CONNECT_S):

@@ -1,7 +1,7 @@
-"""What is to be run, as one value.
+"""A run as one value, the ``RunRequest``.
 
-The command line and Python make it, whoever starts ranks takes it whole, and it goes to every rank
-as a *run file*: its fields as JSON, of which all but the plan may be left out.
+The command line and Python make it, launchers take it whole, and every rank gets it as a *run
+file*: its fields as JSON; all but the plan may be left out.
 
     {"plan": "plan.json", "num_steps": 20, "limits": {"timeout_s": 600}}
 """
@@ -60,8 +60,8 @@ class RunRequest:
         """The plan, if it can be run.
 
         Raises:
-            HeterogError: it is no plan, does not fit into memory, or has a background job of which
-                only the graph is known.
+            HeterogError: it is no plan, does not fit into memory, or has a background job without
+                a source of its workload.
             InputFileError: a model is made by a file that nobody named.
         """
         plan = load_plan(self.plan)
@@ -104,5 +104,5 @@ def read_request(path: Path) -> RunRequest:
     """
     value = read_json(path, "run file")
     if not isinstance(value, dict) or "plan" not in value:
-        return RunRequest(plan=path)  # whose reader says what is wrong, if it is no plan, either
+        return RunRequest(plan=path)  # if it is no plan either, its reader says what is wrong
     return parse_dataclass(value, RunRequest, f"run file {path}")

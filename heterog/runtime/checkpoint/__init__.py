@@ -6,23 +6,23 @@
         __0_0.distcp      tensors that rank 0 owns
         __1_0.distcp
 
-Everything is kept by the name of its parameter and written once, by the rank whose copy counts; so
-a plan for other devices, shares, homes or another number of ranks finds what it needs. What ranks
-own in slices (ZeRO, op rules, both) each writes as it has it, in boxes of the whole tensor:
-``model.weight[10:20,0:8]``. All ranks must see the folder.
+Every tensor is stored under the name of its parameter and written once, by the rank whose copy
+counts; so a plan for other devices, shares, homes or another number of ranks finds what it needs.
+If ranks hold a parameter in slices (ZeRO, op rules, both), each writes its own slice, in boxes of
+the whole tensor: ``model.weight[10:20,0:8]``. All ranks must see the folder.
 
 Every tensor and the index itself carry a checksum, which is compared when they are read.
 
-A new checkpoint gets a data folder of its own, and ``checkpoint.json`` is replaced when all of it
-is there: a crash at any time leaves the old one.
+A new checkpoint gets a data folder of its own, and ``checkpoint.json`` is replaced when the folder
+is complete: a crash at any time leaves the old checkpoint.
 
 Nothing is unpickled, neither from files nor from the network: ranks exchange JSON, and tensors are
 read by ``torch.load(weights_only=True)``. torch's own description of such a folder is a pickle
-(``data-3/.metadata``); it is written for torch's tools, ``checkpoint.json`` is what is read here.
+(``data-3/.metadata``). It is written for torch's tools; heterog reads ``checkpoint.json`` only.
 
-``steps`` saves and loads; what is here is loaded when it is first used. ``state`` says what a step
-saves and which rank saves it, and loads; ``held`` which ``boxes`` a rank holds, ``left_out`` what
-codecs have left out; ``contents`` is the index, ``files`` the rest.
+``steps`` saves and loads; the names here are imported at first use. ``state`` decides what a step
+saves and on which rank, and loads it; ``held`` finds the ``boxes`` that a rank holds, ``left_out``
+handles what codecs have left out; ``contents`` is the index, ``files`` the other files.
 """
 
 from importlib import import_module

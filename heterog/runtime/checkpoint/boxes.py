@@ -1,8 +1,8 @@
-"""Boxes of a whole tensor that lie in one place, whatever layout put them there.
+"""Boxes of a whole tensor, which describe the part that a rank holds under any layout.
 
-A box is a range in each dimension. A slice along an axis is a box, or several where the axis lies
-inside another one (the three parts of a fused projection). A run of elements of the flattened
-tensor, which is what ZeRO cuts, is at most two boxes for each dimension but the first, and one.
+A box is a range in each dimension. A slice along an axis is one box, or several if the axis lies
+inside another one (the three parts of a fused projection). ZeRO cuts runs of elements of the
+flattened tensor; a run is at most one box, and two more for each dimension but the first.
 """
 
 import math
@@ -57,7 +57,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 class Piece(NamedTuple):
-    """A box of a whole tensor, and its position in a tensor that somebody holds.
+    """A box of a whole tensor, and its position in a tensor that a rank holds.
 
     Attributes:
         box: Box of the whole tensor.
@@ -136,7 +136,7 @@ def run_pieces(shape: Sequence[int], begin: int, end: int, at: int = 0) -> list[
 
 
 def _boxes_of_run(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
-    """Boxes of the rest of a row, whole rows, and the start of a row; each row is cut likewise."""
+    """Boxes of the rest of a row, whole rows, and the start of a row; rows are cut in turn."""
     if begin >= end:
         return
     if not shape:
@@ -163,12 +163,12 @@ def _in_row(index: int, shape: tuple[int, ...], begin: int, end: int) -> Iterato
 def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     """Check that every element of a tensor is in exactly one of some boxes.
 
-    The corners of a box, with sign -1 where an odd number of its coordinates are upper ends,
-    determine it: they are the mixed derivative of the function that is 1 inside. So boxes tile the
-    whole if and only if their corners add up to its corners.
+    A corner of a box has the sign -1 if an odd number of its coordinates are upper ends. These
+    signed corners determine the box: they are the mixed derivative of the function that is 1
+    inside. So boxes tile the whole if and only if their corners add up to its corners.
 
     Raises:
-        ValueError: they are not, or are too many to check.
+        ValueError: they do not tile the whole, or are too many to check.
     """
     for box in boxes:
         if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):

@@ -38,7 +38,7 @@ from heterog.runtime.checkpoint.boxes import (
 )
 
 SCHEMA_VERSION = 4
-"""Since 4, parts of tensors are boxes. 3 had runs of elements, 2 no checksums, 1 no parts."""
+"""Version 4 has parts of tensors as boxes, 3 as runs of elements; 2 no checksums, 1 no parts."""
 _FIRST_WITH_CHECKSUMS = 3
 DATA_FOLDER = re.compile(r"data-(\d+)")
 _Digest = Annotated[Word, Field(pattern=r"^([0-9a-f]{64})?$")]
@@ -49,11 +49,11 @@ _FILE = re.compile(r"__\d+_\d+\.distcp")
 class SavedTensor:
     """Place of a tensor: ``num_bytes`` of a file from ``offset`` on.
 
-    ``sha256`` is that of its elements; empty in checkpoints of earlier versions.
+    ``sha256`` is the checksum of its elements; empty in checkpoints of earlier versions.
 
-    For a part of a larger tensor, ``whole`` is the larger one's name, ``whole_shape`` its shape
+    For a part of a larger tensor, ``whole`` is the larger tensor's name, ``whole_shape`` its shape
     and ``offsets`` the part's first indices in it. Earlier versions have runs of elements instead,
-    as flat tensors: without ``offsets``, with ``begin``, the first element.
+    as flat tensors: they have ``begin``, the first element, and no ``offsets``.
     """
 
     __pydantic_config__: ClassVar = VALUE
@@ -113,7 +113,7 @@ class Contents:
         data: Name of the folder with the tensors.
         tensors: Saved tensors by name: ``model.`` or ``optimizer.`` and the parameter's name.
         states: State of the optimizer, by parameter.
-        extra: Values that the caller wanted to keep.
+        extra: Values that the caller saved with it.
         sha256: Checksum of the file; see ``checksum_of``.
     """
 
@@ -159,7 +159,7 @@ class Contents:
 
 
 def read_contents(folder: str | Path) -> Contents:
-    """Read the index of a checkpoint; also checks that its files are all there.
+    """Read the index of a checkpoint; also checks that all its files exist.
 
     Raises:
         InputFileError: no checkpoint, of another version, or a damaged one.
@@ -214,7 +214,7 @@ def _check_contents(contents: Contents, *, summed: bool) -> None:
 
 
 def _check_complete(contents: Contents, whole: str, names: Sequence[str]) -> None:
-    """Check that the parts of a tensor are of one kind, do not overlap and are all there."""
+    """Check that the parts of a tensor are of one kind, do not overlap and are complete."""
     if whole in contents.tensors:
         raise ValueError(f"{whole} is there whole and in parts")
     shape, dtype = contents.shape(whole), contents.dtype(whole)

@@ -49,7 +49,7 @@ from heterog.runtime.checkpoint.contents import (
 )
 
 _BATCH_BYTES = 1 << 28
-"""Most bytes read at once, besides what a rank holds: 256 MiB; each read reopens the files."""
+"""Most bytes read at once, besides a rank's own tensors: 256 MiB. Each read reopens the files."""
 
 
 ReadSaved = Callable[[Sequence[str]], Mapping[str, Tensor]]
@@ -137,7 +137,7 @@ def write_tensors(entries: Sequence[Entry], data: Path, rank: int) -> dict[str, 
 
 
 def _cannot_save(data: Path, error: BaseException, own: Mapping[str, Tensor]) -> InputFileError:
-    """The error for tensors that could not be saved; recognises a full disk behind torch's."""
+    """The error for tensors that could not be saved; finds a full disk behind torch's error."""
     num_bytes = sum(value.numel() * value.element_size() for value in own.values())
     first: BaseException = error
     if isinstance(error, CheckpointException):
@@ -178,10 +178,10 @@ def read_boxes(
     wanted: Mapping[str, Sequence[tuple[Box, Tensor]]],
     read: ReadSaved | None = None,
 ) -> None:
-    """Fill tensors with boxes of saved ones, whatever boxes these were saved in.
+    """Fill tensors with boxes of saved tensors, which may have been saved in other boxes.
 
-    What was saved is read in batches of up to ``_BATCH_BYTES``, or one tensor at a time, so that
-    a rank never holds more than that beside what it wants.
+    Saved tensors are read in batches of up to ``_BATCH_BYTES``, or one tensor at a time, so that
+    a rank never holds more than a batch beside the tensors that it fills.
 
     Args:
         contents: Index of the checkpoint.
@@ -274,7 +274,7 @@ def publish(contents: Contents, index: Path, data: Path) -> None:
         raise cannot_write(data / ".metadata", error, len(metadata)) from error
     try:
         record = {"schema_version": SCHEMA_VERSION, **asdict(contents)}
-        # Through JSON, which turns tuples into lists: the checksum is of what is read later.
+        # Through JSON, which turns tuples into lists, so that a later read has the same checksum.
         record = json.loads(json.dumps({**record, "tensors": to_json(contents.tensors)}))
         write_json(index, {**record, "sha256": checksum_of(record)})
     except (TypeError, ValueError) as error:
@@ -285,7 +285,7 @@ def publish(contents: Contents, index: Path, data: Path) -> None:
 
 
 def _is_data(folder: Path) -> bool:
-    """Whether a folder holds nothing else than the data of a checkpoint."""
+    """Whether a folder holds only the data of a checkpoint."""
     return folder.is_dir() and all(
         path.suffix == ".distcp" or path.name == ".metadata" for path in folder.iterdir()
     )

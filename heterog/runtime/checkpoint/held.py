@@ -1,9 +1,9 @@
-"""The part of each parameter that a rank holds, in boxes of the whole one.
+"""The part of each parameter that a rank holds, in boxes of the whole parameter.
 
-A parameter may be there whole, as a slice along the axis of op rules, as a run of elements in the
-flat slice of a bucket (ZeRO), or as a run of a slice (ZeRO between teams). Nothing is brought
-together: what is saved are the boxes as they lie, and whoever resumes reads those that overlap
-with its own.
+A rank may hold a parameter whole, as a slice along the axis of op rules, as a run of elements in
+the flat slice of a bucket (ZeRO), or as a run of a slice (ZeRO between teams). No parameter is
+gathered: ranks save their boxes as they are, and a rank that resumes reads the saved boxes that
+overlap with its own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ def in_units(
         return [piece]
     dim = place.dim
     inner = shape[dim] // (place.outer * units)
-    block = count * inner  # entries of the slice that follow one another in the whole
+    block = count * inner  # number of entries of the slice that are neighbours in the whole
     first, size = piece.box.offsets[dim], piece.box.sizes[dim]
     found = []
     for number in range(first // block, -(-(first + size) // block)):
@@ -57,7 +57,7 @@ def _with_range(box: Box, dim: int, begin: int, size: int) -> Box:
 
 
 MASTER = "master_weight"
-"""Name of the optimizer's copy with more digits, in a parameter's saved state."""
+"""Name of the optimizer's copy in higher precision, in a parameter's saved state."""
 _SCALARS = frozenset({"step", "mu", "mu_product", "eta"})
 """State of torch's elementwise optimizers that is one number, whatever the parameter's shape."""
 
@@ -77,7 +77,7 @@ class Member(NamedTuple):
 
     @property
     def begins_here(self) -> bool:
-        """Whether its first element is here; its holder saves state that exists only once."""
+        """Whether its first element is here; that rank saves state that exists only once."""
         return any(piece.box.is_at_origin() for piece in self.pieces)
 
 
@@ -181,8 +181,7 @@ def _run_members(step: DeployedStep, bucket: SlicedBucket, run: SliceRun) -> Ite
 def is_saved_here(step: DeployedStep, row: int) -> bool:
     """Whether this rank saves a parameter that no bucket slices.
 
-    The home or the first replica does; for a parameter that lives in slices along an axis, the
-    first team.
+    The home or the first replica saves it; if it lives in slices along an axis, the first team.
     """
     if row in step.part.sharded:
         _, spans = step.part.sharded[row]

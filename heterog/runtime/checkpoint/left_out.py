@@ -1,11 +1,11 @@
 """Parts of gradients and of parameters' changes that codecs have left out, in a checkpoint.
 
-It is kept for each parameter and rank, as ``left_out.PARAMETER.RANK``, where islands average as
-``left_out_changes.PARAMETER.RANK``. A run that is resumed with messages of the same ranks goes on
-as if it had not stopped. If other ranks send the parameter's messages now, the first of them takes
-over what all have left out together, which is what is still missing in the parameter. Under a plan
-without codecs for it nobody sends it any more. Parameters that live in slices by rules of their
-ops are left out here; they begin with nothing.
+They are saved for each parameter and rank as ``left_out.PARAMETER.RANK``, and where islands
+average as ``left_out_changes.PARAMETER.RANK``. A run that resumes with messages of the same ranks
+continues as if it had not stopped. If other ranks send the parameter's messages now, the first of
+them takes over the sum of all left-out parts, which the parameter still lacks. Under a plan
+without codecs for the parameter these parts are lost. Parameters that live in slices by op rules
+have no such entries; they resume with nothing left out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,11 +25,11 @@ from heterog.runtime.step.gradients import ErrorFeedback, Key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """One kind of what codecs leave out on a rank.
+    """Left-out parts of one kind on a rank.
 
     Attributes:
         word: First part of the names in a checkpoint.
-        feedback: The rank's parts.
+        feedback: The rank's left-out parts.
         senders: Ranks that encode the messages of each key.
         rows: Rows of ``graph.updates`` in each of these messages.
         dtypes: Dtype of each of these messages.
@@ -43,7 +43,7 @@ class Kept:
 
 
 def left_out_entries(step: DeployedStep) -> Iterator[Entry]:
-    """Entries of what this rank has left out, by parameter."""
+    """Entries of the parts that this rank has left out, by parameter."""
     for kept in _every_kind(step):
         for key, flat in kept.feedback.left_out.items():
             for row, value in _by_row(step, kept.rows[key], flat):
@@ -52,7 +52,7 @@ def left_out_entries(step: DeployedStep) -> Iterator[Entry]:
 
 
 class NewLeftOut:
-    """What codecs left out, in the form in which a rank resumes with it.
+    """Left-out parts from a checkpoint, in the form that a resuming rank needs.
 
     Args:
         step: A freshly deployed step.
@@ -65,7 +65,7 @@ class NewLeftOut:
     ) -> None:
         self._step = step
         self._found: list[tuple[ErrorFeedback, dict[Key, Tensor]]] = []
-        self._reads: list[tuple[Tensor, Tensor]] = []  # (what is added to, what is read)
+        self._reads: list[tuple[Tensor, Tensor]] = []  # (sum, tensor that is read and added)
         for kept in _every_kind(step):
             own = [key for key, ranks in kept.senders.items() if step.rank in ranks]
             found = {}
@@ -81,7 +81,7 @@ class NewLeftOut:
         key: Key,
         wanted: dict[str, list[tuple[Box, Tensor]]],
     ) -> Tensor:
-        """A new tensor for what this rank takes over of a key, and what is to be read for it."""
+        """A new tensor for the parts of a key that this rank takes over; adds what it reads."""
         rows = kept.rows[key]
         num_elements = sum(_size(self._step, row) for row in rows)
         flat = torch.zeros(num_elements, dtype=kept.dtypes[key], device=self._step.device)
@@ -107,7 +107,7 @@ class NewLeftOut:
         return list(saved.values()) if rank == min(now) else []
 
     def take_over(self) -> None:
-        """Make it the state of the step's codecs."""
+        """Make the read parts the state of the step's codecs."""
         for value, read in self._reads:
             value += read.to(value)
         for feedback, found in self._found:
@@ -125,7 +125,7 @@ def _saved(contents: Contents, prefix: str) -> dict[int, str]:
 
 
 def _every_kind(step: DeployedStep) -> Iterator[Kept]:
-    """What is left out of gradients in steps, and of changes when islands average."""
+    """Left-out parts of gradients in steps, and of changes when islands average."""
     part = step.rank_program
     program = part.program
     senders: dict[Key, set[int]] = {}

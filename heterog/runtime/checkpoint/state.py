@@ -1,6 +1,6 @@
-"""The state of a deployed step that a checkpoint holds, and which rank saves which part.
+"""The state of a deployed step in a checkpoint: which rank saves which part, and loading it.
 
-Loading a checkpoint into a step: each rank reads what it now holds or updates.
+When a checkpoint is loaded, each rank reads the boxes that it now holds or updates.
 """
 
 import math
@@ -118,7 +118,7 @@ def check_can_save(step: DeployedStep) -> None:
     """Refuse a step that no checkpoint can hold; every rank calls it after a first step.
 
     Raises:
-        StrategyError: the optimizer keeps what cannot be cut, or what JSON cannot hold.
+        StrategyError: the optimizer has state that cannot be cut, or that JSON cannot hold.
     """
     own_entries(step, step.model)
 
@@ -130,13 +130,13 @@ def own_entries(
 
     Args:
         step: The step to save.
-        model: Model of the step; ``step.model`` needs all ranks, one of which may fail before.
+        model: Model of the step; ``step.model`` needs all ranks, and one may fail before.
 
     Returns:
         Tensors, and optimizer states by parameter.
 
     Raises:
-        StrategyError: the optimizer keeps what cannot be saved.
+        StrategyError: the optimizer has state that cannot be saved.
     """
     entries = [
         Entry.of_whole(f"model.{name}", value)
@@ -238,7 +238,7 @@ def _plain(key: str, value: Any) -> Any:
 
 
 class NewState:
-    """State that a rank resumes with: new tensors beside its current ones, as it may still fail.
+    """State that a rank resumes with: new tensors beside the current ones, as loading may fail.
 
     Args:
         step: A freshly deployed step.
@@ -256,7 +256,7 @@ class NewState:
         self.wanted: dict[str, list[tuple[Box, Tensor]]] = {}
         self._step = step
         self._contents = contents
-        self._targets: list[tuple[Tensor, Tensor]] = []  # (what the rank has, what it gets)
+        self._targets: list[tuple[Tensor, Tensor]] = []  # (tensor of the rank, its new elements)
         self._states: dict[int, dict[str, Any]] = {}
         self._counters: list[tuple[str, str, Tensor, Tensor]] = []
         for name, value in fixed_tensors(step, model).items():
@@ -288,7 +288,7 @@ class NewState:
     def _read(
         self, value: Tensor, dtype: torch.dtype, named: Sequence[tuple[str, list[Piece]]]
     ) -> Tensor:
-        """Make a new tensor like one, to be filled with elements of saved ones."""
+        """A new tensor of the same shape, to be filled with elements of saved tensors."""
         target = torch.empty(value.shape, dtype=dtype, device=value.device)
         for name, pieces in named:
             boxes = self.wanted.setdefault(name, [])
@@ -341,7 +341,7 @@ class NewState:
                 raise _unlike(members[0].name, each.name)
 
     def check_counters(self) -> None:
-        """Check that parameters of a slice have equal step counters, as it can have only one.
+        """Check that parameters of a slice have equal step counters: a slice has only one.
 
         Raises:
             StrategyError: they differ.
@@ -351,7 +351,7 @@ class NewState:
                 raise _unlike(first, other)
 
     def take_over(self) -> None:
-        """Make it the state of the step."""
+        """Make the new state that of the step."""
         with torch.no_grad():
             for value, new in self._targets:
                 value.copy_(new)
@@ -395,7 +395,7 @@ def new_options(
                     f"'{members[0]}' and '{name}' are in one group of the optimizer, but had "
                     f"different options when they were saved: {options[0]} and {other}."
                 )
-        # Also those that a scheduler has added.
+        # Saved options include those that a scheduler has added.
         found = options[0] if options else _options_elsewhere(number, group, contents)
         saved = {key: option_like(group.get(key), value) for key, value in found.items()}
         result.append({**group, **saved, "params": numbers})
@@ -405,11 +405,11 @@ def new_options(
 def _options_elsewhere(
     number: int, group: Mapping[str, Any], contents: Contents
 ) -> Mapping[str, Any]:
-    """Saved options of a group of which this rank steps nothing.
+    """Saved options of a group without parameters that this rank updates.
 
-    Nothing is saved of a group that trains nothing on any rank. It gets what others have and it
-    lacks, since a scheduler that goes on wants its entries in all groups; ``initial_lr`` is its
-    own rate, which nothing has changed yet.
+    If no rank trains the group, its options were not saved. It then gets the options that other
+    groups have and it lacks, because a scheduler needs its entries in all groups; ``initial_lr``
+    is the group's own rate, which is still unchanged.
     """
     states = contents.states.values()
     own = [state.options for state in states if state.group == number]

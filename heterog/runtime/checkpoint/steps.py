@@ -40,9 +40,9 @@ def save_checkpoint(
 ) -> None:
     """Save parameters, buffers and the optimizer's state; every rank calls it.
 
-    A replicated parameter comes from its first replica, one with a home from its home. BatchNorm
-    statistics come from the first replica that has samples (rank 0 in plain data parallelism):
-    the other replicas have seen other samples, and theirs are not kept.
+    A replicated parameter comes from its first replica, a parameter with a home from its home.
+    BatchNorm statistics come from the first replica that has samples (rank 0 in plain data
+    parallelism); those of other replicas, which have seen other samples, are not saved.
 
     Args:
         step: A step on which no call is running.
@@ -50,10 +50,10 @@ def save_checkpoint(
         extra: JSON values to keep with it, for example the epoch. Rank 0's are kept.
 
     Raises:
-        HeterogError: a rank cannot write, the optimizer keeps what JSON and tensors cannot hold,
-            or islands have trained apart. Every rank raises, and the old checkpoint is there.
+        HeterogError: a rank cannot write, the optimizer has state that JSON and tensors cannot
+            hold, or islands have trained apart. Every rank raises; the old checkpoint stays.
     """
-    model = step.model  # which ends what is open, on all ranks
+    model = step.model  # ends open updates, on all ranks
     step.require_averaged()
     target = Path(folder)
     number = 0
@@ -100,9 +100,9 @@ def save_checkpoint(
 def load_checkpoint(step: DeployedStep, folder: str | Path) -> dict[str, Any]:
     """Restore the state of a saved step; every rank calls it.
 
-    The plan may be another one than that of the saved step: each rank reads what it holds or
-    updates now. BatchNorm statistics become the saved ones on every rank. Random ops go on with
-    the numbers of the next step, for which the step needs the seed of the saved one.
+    The plan may differ from that of the saved step: each rank reads what it holds or updates now.
+    BatchNorm statistics become the saved ones on every rank. Random ops continue with the numbers
+    of the next step, if the step has the seed of the saved one.
 
     Args:
         step: A freshly deployed step with the saved one's model and optimizer class.
@@ -113,11 +113,11 @@ def load_checkpoint(step: DeployedStep, folder: str | Path) -> dict[str, Any]:
 
     Raises:
         InputFileError: no checkpoint, or a damaged one.
-        StrategyError: the checkpoint is of another model or optimizer; names what differs first.
-            Or the plan cuts what the optimizer keeps whole.
+        StrategyError: the checkpoint is of another model or optimizer (names the first
+            difference), or the plan cuts state that the optimizer keeps whole.
     """
-    model = step.model  # which ends what is open, on all ranks
-    # Into new tensors: a rank that fails leaves all ranks as they were.
+    model = step.model  # ends open updates, on all ranks
+    # Into new tensors, so that all ranks stay as they were if one fails.
     with _together():
         contents = read_contents(folder)
         check_fits(step, model, contents, folder)
@@ -132,7 +132,7 @@ def load_checkpoint(step: DeployedStep, folder: str | Path) -> dict[str, Any]:
 
 @contextmanager
 def _together() -> Iterator[None]:
-    """Wait for all ranks at the end; if the body fails on one of them, it fails on all."""
+    """Wait for all ranks at the end; if the body fails on one rank, it fails on all."""
     error: Exception | None = None
     try:
         yield

@@ -1,6 +1,6 @@
-"""Times of ops and links, memory, and what a machine is.
+"""Measures times and memory, and describes machines.
 
-``profiler`` measures a cluster (``op_profiler``, ``link_profiler``), ``peak_memory`` what a step
-fills, ``detect`` describes a machine, ``detect_hosts`` those of Ray, torchrun or Slurm.
-``rehearsal`` plays all ranks on shapes.
+``profiler`` measures a cluster: ops and the memory of a step (``op_profiler``) and links
+(``link_profiler``). ``detect`` describes this machine, ``detect_hosts`` the machines of Ray,
+torchrun or Slurm. ``rehearsal`` plays all ranks on shapes.
 """

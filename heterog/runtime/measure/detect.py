@@ -1,8 +1,8 @@
 """A first cluster file for this machine: its devices and links, measured or looked up.
 
 GPUs that the catalogue knows keep the numbers of their data sheets; all others, and the CPU, get
-the rates of a large matrix product and of a large copy. Those are what a large kernel reaches, so
-the efficiencies of such a type are 1. Comments in the file say which lines are guesses.
+the measured rates of a large matrix product and of a large copy. Large kernels reach these rates,
+so the efficiencies of such a type are 1. Comments in the file say which lines are guesses.
 """
 
 import json
@@ -35,7 +35,7 @@ _RESERVED_BYTES = GIB  # for context and communication buffers, as in cluster fi
 _MEASURE_S = 0.3
 _CPU_SIZE, _GPU_SIZE = 1024, 8192  # of square matrices
 _COPY_BYTES = 256 * 1024**2  # beyond all caches
-_NVLINK_BYTES_PER_S = 60e9  # no PCIe slot up to the fifth generation reaches it
+_NVLINK_BYTES_PER_S = 60e9  # a faster link is NVLink: no PCIe slot up to generation 5 reaches it
 _GUESSED_NIC_BYTES_PER_S = 1e9 / 8
 
 
@@ -62,7 +62,7 @@ class FoundLink:
 
     Attributes:
         kind: ``nvlink`` or ``pcie``.
-        bandwidth_bytes_per_s: Rate measured between neighbours; that of the slowest pair.
+        bandwidth_bytes_per_s: Measured rate of the slowest pair of neighbours.
     """
 
     kind: str
@@ -79,7 +79,7 @@ class FoundMachine:
         link: Link between the devices; ``None`` if there is only one.
         interface: Network interface of the default route; empty if unknown.
         nic_bytes_per_s: Line rate of that interface; ``None`` if the system does not report it.
-        nic_said: How that rate was found, if not by asking the system.
+        nic_said: How that rate was found, if the system did not report it.
     """
 
     host: str
@@ -115,8 +115,8 @@ def local_type_name() -> str:
 def catalogue_name(label: str, memory_bytes: int) -> str | None:
     """Name of the catalogue's type for a GPU, or ``None``.
 
-    The driver's words decide (a PCIe card is not the SXM module of the same name, which is
-    faster), then the memory.
+    The driver's words decide first (a PCIe card is slower than the SXM module of the same name),
+    then the memory.
 
     >>> catalogue_name("Tesla V100-SXM2-16GB", 16 * 2**30)
     'V100-16GB'
@@ -228,7 +228,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def _cpu(host: str) -> FoundDevice:
-    """The CPU as one device, measured with one thread, as a rank computes."""
+    """The CPU as one device, measured with one thread, because a rank uses one."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -259,7 +259,7 @@ def _gpus(host: str) -> list[FoundDevice]:
         if name is not None:
             of_type = device_type(name)
         else:
-            # Equal cards are one type: measured twice, they would differ by a little.
+            # Equal cards are one type, measured once: two measurements would differ a little.
             key = (label, memory)
             of_type = measured.get(key) or _measured_gpu(host, index, number=len(measured))
             measured[key] = of_type
@@ -287,7 +287,7 @@ def _measured_gpu(host: str, index: int, *, number: int) -> DeviceType:
 
 
 def usable_bytes(memory_bytes: int) -> int:
-    """What a plan may use of a device's memory."""
+    """Bytes of a device's memory that a plan may use."""
     return max(memory_bytes - _RESERVED_BYTES, memory_bytes // 2)
 
 
@@ -325,7 +325,7 @@ def _copy_bytes_per_s(device: torch.device) -> float:
 
 
 def _gpu_link(num_devices: int) -> FoundLink:
-    """The slowest link between neighbours: of a ring, they are what counts."""
+    """The slowest link between neighbours, because rings use these links only."""
     rates = []
     for index in range(num_devices):
         other = (index + 1) % num_devices
@@ -342,7 +342,7 @@ def _gpu_link(num_devices: int) -> FoundLink:
 
 
 def _shortest_s(act: Callable[[], object], device: torch.device, at_least_s: float) -> float:
-    """Seconds of the fastest of several calls, which leaves out what other processes take."""
+    """Seconds of the fastest of several calls, which other processes disturb the least."""
     shortest = float("inf")
     for phase_s in (0.0, at_least_s):  # the first call warms up
         begin = time.perf_counter()

@@ -1,8 +1,8 @@
-"""A first cluster file for several machines: nodes of Ray, torchrun's, or those of a Slurm job.
+"""A first cluster file for several machines: of Ray, of torchrun, or of a Slurm job.
 
-Each is described as ``detect`` describes one. Between neighbours in a ring of them a large tensor
-is moved; a host's NIC then has the best of the two rates in which it took part, which leaves out
-what a slower neighbour did to it.
+Each machine is described as in ``detect``. Neighbours in a ring of machines send each other a
+large tensor. A host's NIC gets the better of the two rates in which it took part, so that a slower
+neighbour does not count.
 """
 
 import json
@@ -46,7 +46,7 @@ def detect_on(engine: str, variables: Mapping[str, str] = os.environ) -> list[Fo
         The machines; none on ranks of torchrun that are not the first.
 
     Raises:
-        HeterogError: the engine is not there, or has no devices.
+        HeterogError: the engine is missing, or has no devices.
     """
     match engine:
         case "ray":
@@ -90,7 +90,7 @@ def _on_ray() -> list[FoundMachine]:
 
 
 def named_devices(has: Resources) -> list[FoundDevice]:
-    """The devices of a node whose names the catalogue knows; those by custom resources first."""
+    """Devices of a node that the catalogue knows; those named by custom resources come first."""
     custom = {key: has[key] for key in has if key not in (CPU, GPU) and matching_types(key)}
     accelerators = [key.removeprefix(ACCELERATOR) for key in has if key.startswith(ACCELERATOR)]
     counts = custom or {key: has.get(GPU, 0.0) for key in accelerators if matching_types(key)}
@@ -98,7 +98,7 @@ def named_devices(has: Resources) -> list[FoundDevice]:
 
 
 def listed(name: str) -> FoundDevice:
-    """A device of the catalogue; where a name leaves the memory open, with the least."""
+    """A device of the catalogue, with the least memory that its name allows."""
     kind = min(matching_types(name), key=lambda each: each.memory_bytes)
     return FoundDevice(
         label=name,
@@ -122,7 +122,7 @@ def _probe_bytes() -> list[Any]:
 
 
 def _fetch_bytes_per_s(box: Sequence[Any]) -> float:
-    """The best rate at which objects of another node come here."""
+    """The best rate at which this node fetches objects of another node."""
     ray = connect_to_ray()[0]
     seconds = []
     for each in ray.get(box[0]):
@@ -164,7 +164,7 @@ def _on_torchrun() -> list[FoundMachine]:
 
 def as_text(machine: FoundMachine) -> str:
     """A machine as JSON, for other ranks."""
-    return json.dumps(asdict(machine), default=dict)  # peaks of a device are a mapping of our own
+    return json.dumps(asdict(machine), default=dict)  # a device's peaks are a read-only mapping
 
 
 def from_text(text: str) -> FoundMachine:
@@ -173,10 +173,10 @@ def from_text(text: str) -> FoundMachine:
 
 
 def told_apart(found: Sequence[FoundMachine]) -> list[FoundMachine]:
-    """Machines whose names, and those of their devices' types, mean one thing each.
+    """Machines with unambiguous names of hosts and device types.
 
-    Machines of one name are numbered. Processors are of one type a machine; other devices that
-    were measured are alike if their drivers call them the same, whatever was measured.
+    Machines of one name are numbered. Processors of each machine have a type of their own. Other
+    measured devices are of one type if their drivers give them the same name.
     """
     if len(found) == 1:
         return list(found)
@@ -203,9 +203,10 @@ def told_apart(found: Sequence[FoundMachine]) -> list[FoundMachine]:
 
 
 def in_slurm(variables: Mapping[str, str]) -> list[FoundMachine]:
-    """The machines of a Slurm job, also of one with unlike parts, by its environment.
+    """The machines of a Slurm job, also of a heterogeneous one, from its environment.
 
-    Types are those that the job asked for (``--gpus-per-node a100:4``), else this machine's.
+    Device types are those that the job asked for (``--gpus-per-node a100:4``), else this
+    machine's.
 
     Raises:
         HeterogError: this is no Slurm job.
@@ -230,7 +231,7 @@ def in_slurm(variables: Mapping[str, str]) -> list[FoundMachine]:
 
 
 def nodes_of(names: str) -> list[str]:
-    """Names of the hosts of a list as Slurm writes it.
+    """Names of hosts in a list in Slurm's notation.
 
     >>> nodes_of("login,gpu[08-10,12]-a,t4")
     ['login', 'gpu08-a', 'gpu09-a', 'gpu10-a', 'gpu12-a', 't4']
@@ -256,7 +257,7 @@ def _machine(host: str, devices: Sequence[FoundDevice]) -> FoundMachine:
 
 
 def _ring(members: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Pairs of neighbours; one alone has none."""
+    """Pairs of neighbours in a ring; a single member has none."""
     count = len(members)
     return [(members[i], members[(i + 1) % count]) for i in range(count)] if count > 1 else []
 
@@ -264,12 +265,12 @@ def _ring(members: Sequence[Any]) -> list[tuple[Any, Any]]:
 def with_rates(
     found: Sequence[FoundMachine], rates: Sequence[float], said: str
 ) -> list[FoundMachine]:
-    """Machines with the NICs that transfers from each to the next one show.
+    """Machines with the NIC rates that transfers from each to the next one show.
 
     Args:
         found: The machines.
         rates: Bytes per second from each to the next in a ring; none for one machine.
-        said: How they were found.
+        said: How the rates were found.
     """
     if not rates:
         return list(found)

@@ -36,9 +36,9 @@ def profile_links(
 ) -> Iterator[LinkMeasurement]:
     """Measure transfers between all pairs and collectives over all devices; on every rank.
 
-    Only the devices that take part do anything. All ranks yield the same rows. Where accelerators
-    have a backend of their own tensors travel between them, and what that takes from their kernels
-    is not measured.
+    Devices that do not take part are idle. All ranks yield the same rows. If accelerators have a
+    backend of their own, tensors travel between accelerators; how much this slows their kernels is
+    not measured.
 
     Args:
         cluster: A cluster with one device per rank.
@@ -62,7 +62,7 @@ def profile_links(
 
 
 def _device_sets(num_ranks: int) -> list[tuple[int, ...]]:
-    """All devices, and all pairs: groups of collectives."""
+    """The groups of collectives: all devices, and all pairs."""
     everyone = tuple(range(num_ranks))
     pairs = [(a, b) for a in everyone for b in everyone if a < b]
     return list(dict.fromkeys([everyone, *pairs])) if num_ranks > 1 else []
@@ -82,8 +82,8 @@ def link_cases(num_ranks: int, payloads: Sequence[int]) -> list[_LinkCase]:
     return cases
 
 
-_NUM_ROUNDS = 5  # medians: a quota stops a process for tens of milliseconds somewhere
-_NUM_OPERATIONS = 12  # under way at once, as those of small tensors are
+_NUM_ROUNDS = 5  # in a median, because a quota stops a process for tens of milliseconds somewhere
+_NUM_OPERATIONS = 12  # under way at once, like collectives of small tensors in a step
 _SMALL_BYTES = 64 * 1024
 _NUM_BURSTS = 3
 _NUM_PRODUCTS = 8  # computed meanwhile if operations come one by one
@@ -158,7 +158,7 @@ def _collective(
     payload: int,
     stretch: float,
 ) -> LinkMeasurement:
-    """Time a collective; small ones several at once, to see how fast they follow one another."""
+    """Time a collective; small ones are issued several at once, to measure their rate."""
     takes_part = communicator.rank in devices
     issue = _issuer(communicator, kind, devices, payload)
     count = _NUM_OPERATIONS if payload <= _SMALL_BYTES else 1
@@ -223,9 +223,9 @@ def _while_computing(
 ) -> LinkMeasurement:
     """Time several small operations issued at once while their members compute.
 
-    Every step of a collective waits until the next member lets its communication run: on a CPU
-    that a quota has stopped, tens of milliseconds. And on a CPU communication takes time from the
-    member's own work: all that the process uses but for what its main thread computes.
+    Every step of a collective waits until the next member runs its communication; on a CPU that a
+    quota has stopped, this takes tens of milliseconds. On a CPU, communication also takes time
+    from the member's own work: the CPU time of the process less that of its main thread.
     """
     issue = _issuer(communicator, kind, devices, payload)
     square = torch.ones(_BUSY_SIZE, _BUSY_SIZE, device=wire_device())
@@ -245,15 +245,15 @@ def _while_computing(
     dist.barrier()
     if communicator.rank in devices:
         with ThreadPoolExecutor(1) as waiter:
-            # A quota is used up, a GPU's queue is full.
+            # Until then, quotas are used up and queues of GPUs are full.
             compute_until(waiter.submit(time.sleep, _BUSY_S))
             for _ in range(_NUM_BURSTS):
                 begin = time.perf_counter()
                 pending = [issue() for _ in range(_NUM_OPERATIONS)]
                 compute_until(waiter.submit(_wait, communicator, pending))
                 bursts.append((time.perf_counter() - begin) / _NUM_OPERATIONS)
-        # One after another, as gradients become ready: each wakes its own threads. None is waited
-        # for, as ranks do not wait either.
+        # One after another, like gradients that become ready: each wakes its own threads. Nothing
+        # waits for them, as ranks do not wait either.
         cpu, computed, pending = time.process_time(), 0.0, []
         for _ in range(_NUM_BURSTS * _NUM_OPERATIONS):
             pending.append(issue())

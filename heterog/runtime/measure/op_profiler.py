@@ -1,13 +1,13 @@
-"""Measures the ops of a training step on the device that this process runs on.
+"""Measures the ops and the memory of a training step on the device of this process.
 
-Ops are measured inside a real training step, not alone in a loop: caches hold what they will hold.
-The step is the executor's own, of a device with a part of the batch in data parallelism, with a
-communicator that sends nothing.
+Ops are measured inside a real training step, not alone in a loop, so that caches hold what they
+hold in training. The step is the executor's own, of one device with a part of the batch in data
+parallelism, with a communicator that sends nothing.
 
-Where steps are compiled, whole segments are measured. An op then takes its part of its segment's
-seconds, in proportion to what the segment's ops take by themselves.
+If steps are compiled, whole segments are measured. The ops of a segment then share its seconds in
+proportion to the seconds that they take when run by themselves.
 
-The most bytes that a rank holds during a step, measured.
+``peak_bytes`` measures the most bytes that a rank holds during a step.
 """
 
 import math
@@ -67,11 +67,11 @@ from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 def peak_bytes(step: DeployedStep, batch: Any) -> int:
     """Most bytes that this rank's tensors held during one more step; every rank has to call it.
 
-    Without a step barrier two steps are run: the second finishes what the first left open.
+    Without a step barrier two steps are run, because the second finishes updates of the first.
 
-    On a GPU by its allocator's own count. On a CPU by following every allocation and release of
-    the tensor allocator, those inside kernels included, on top of what is there all the time:
-    parameters, optimizer state, buffers and this rank's part of the batch.
+    On a GPU the allocator counts. On a CPU every allocation and release of the tensor allocator,
+    those inside kernels included, is added to the tensors that exist all the time: parameters,
+    optimizer state, buffers and this rank's part of the batch.
     """
     step.flush()
     highest = peak_during(lambda: _run(step, batch))
@@ -88,7 +88,7 @@ def _run(step: DeployedStep, batch: Any) -> None:
 def peak_during(call: Callable[[], object]) -> int:
     """Most bytes that tensors held during a call.
 
-    On a GPU the total; on a CPU in addition to what was there before.
+    On a GPU this is the total; on a CPU it is the increase over the beginning.
     """
     if has_accelerator():
         reset_peak_memory()
@@ -110,10 +110,10 @@ def peak_during(call: Callable[[], object]) -> int:
 
 @contextmanager
 def _without_notes() -> Iterator[None]:
-    """Drop the lines in which torch's profiler says that it begins, ends, or began late.
+    """Drop the lines in which torch's profiler reports that it begins, ends, or began late.
 
-    They come from its C++ side, straight to the process's standard error. All other output of
-    that time is passed on at the end.
+    Its C++ side writes them directly to the process's standard error. All other output of that
+    time is passed on at the end.
     """
     sys.stderr.flush()
     terminal = os.dup(2)
@@ -179,7 +179,7 @@ _UPDATE_REPEATS = 5
 
 
 class LoopbackCommunicator(Communicator):
-    """A communicator that sends nothing; what it would receive is already there."""
+    """A communicator that sends nothing; received tensors keep their present values."""
 
     def __init__(self) -> None:
         super().__init__(0, ())
@@ -203,9 +203,9 @@ class LoopbackCommunicator(Communicator):
 class _Clock:
     """Records the seconds of every task of a step.
 
-    On a CPU with one thread: the thread's CPU time over the share of a core that it may use. A
-    quota stops the process for tens of milliseconds wherever it happens to be; this spreads the
-    pauses over all tasks, as they are spread over many steps. On a GPU: events.
+    On a CPU with one thread, it divides the thread's CPU time by the share of a core that it may
+    use. A quota stops the process for tens of milliseconds at any place; the division spreads the
+    pauses over all tasks, as many steps would. On a GPU, it uses events.
     """
 
     def __init__(self, device: torch.device, quota: float | None) -> None:
@@ -339,7 +339,7 @@ def profile_ops(
 
 
 def _timed(executor: StepExecutor, batch: Mapping[int, Tensor], clock: _Clock) -> float:
-    """Run steps that a clock records, after one that it does not; mean seconds of a step."""
+    """Run an unrecorded step, then steps that a clock records; returns a step's mean seconds."""
     for _ in range(_WARM_UP_STEPS):
         executor(batch)
     executor.recorder = clock
@@ -357,7 +357,7 @@ def parts_of_segments(
     order: Sequence[int],
     ops: Set[int],
 ) -> dict[int, list[float]]:
-    """Seconds of every op as its part of its segment; what is not in a segment keeps its own.
+    """Seconds of every op as its part of its segment; ops outside segments keep their own.
 
     Args:
         segments: Seconds of each call of a segment, by its first task.
@@ -387,7 +387,7 @@ def _data_parallel(graph: OpGraph, samples: int) -> Program:
 
 
 def _pair() -> Cluster:
-    """Two devices of no particular kind: the program is lowered for them, not priced."""
+    """Two devices of no particular kind, as the program is lowered for them but not priced."""
     kind = DeviceType(
         name="profiled",
         peak_flops_per_s={"float32": 1e12},
@@ -496,7 +496,7 @@ def _step_row(
 
 
 def _trimmed_mean(values: Sequence[float]) -> float:
-    """Mean without the highest tenth, which interrupts have lengthened."""
+    """Mean without the highest tenth, which contains interrupts."""
     kept = sorted(values)[: math.ceil(0.9 * len(values))]
     return sum(kept) / len(kept)
 

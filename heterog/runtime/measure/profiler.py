@@ -1,12 +1,12 @@
-"""Measures ops and links on the devices that this process runs on.
+"""Measures ops and links on the devices of ranks, for ``heterog profile``.
 
-A job of ``heterog profile``: in this process, as a rank among others, or on every rank of a
-testbed. Each op is measured at several shares (``op_profiler``), then links (``link_profiler``).
+The job runs in this process alone, as a rank among others, or on every rank of a testbed. Each op
+is measured at several shares (``op_profiler``), then links (``link_profiler``).
 
     python -m heterog.runtime.measure.profiler ARGUMENTS  # one rank of ``profile_cluster``
 
-What is done, a model at a share or a link, is a line of the rank's journal, so that an interrupted
-run goes on where it stopped.
+Each finished measurement, a model at a share or a link, is a line of the rank's journal, so that
+an interrupted run continues where it stopped.
 """
 
 import hashlib
@@ -78,7 +78,7 @@ class Journal:
 
     Args:
         path: Path of the file, which is made if it does not exist.
-        of: Description of what is measured; a journal of something else is refused.
+        of: Description of the measurements; a journal with another one is refused.
 
     Raises:
         InputFileError: the file is no journal, or one of other measurements.
@@ -99,7 +99,7 @@ class Journal:
             for number, line in enumerate(lines[1:], 2)
         ]
         self._rows = {each.key: each.rows for each in found}
-        # Whole again: what follows a line that was cut off would be lost with it.
+        # Rewritten, because a new line after a cut-off one would be lost with it.
         records = [{"journal_of": of}, *lines[1:]]
         write_atomically(path, "".join(f"{json.dumps(each)}\n" for each in records).encode())
 
@@ -107,7 +107,7 @@ class Journal:
         return key in self._rows
 
     def rows(self, key: str) -> list[Any]:
-        """The rows of a measurement that is done."""
+        """The rows of a finished measurement."""
         return self._rows[key]
 
     def add(self, key: str, rows: list[OpMeasurement] | list[LinkMeasurement]) -> None:
@@ -205,7 +205,7 @@ def profile_local(
                         f"ops {number} of {len(SHARES) * len(distinct)}: {workload.name}, "
                         f"{samples} samples"
                     )
-                    is_new = samples not in measured  # a small batch has few parts
+                    is_new = samples not in measured  # shares of a small batch may be equal
                     measured.add(samples)
                     done.add(
                         key,
@@ -321,7 +321,7 @@ def profile_cluster(
         batch_size: Batch size of the workloads; their own by default.
         timeout_s: Seconds that the whole job may take.
         testbed: Whether to build the testbed; otherwise plain processes on this machine.
-        tell: Called with what rank 0 does, in words.
+        tell: Called with the stage of rank 0, in words.
     """
     arguments = {
         "sources": [*sources],
@@ -416,7 +416,7 @@ def profile_as_rank(
 def _journalled_links(
     cluster: Cluster, journal: Journal, *, quota: float | None, tell: Callable[[str], None]
 ) -> tuple[LinkMeasurement, ...]:
-    """All rows of links; rank 0's journal decides which are still to be measured."""
+    """All rows of links; rank 0's journal decides which ones are still missing."""
     keys = [f"link {case}" for case in link_cases(dist.get_world_size(), PAYLOADS)]
     known = list(itertools.takewhile(lambda key: key in journal, keys))
     num_done = int(gathered([len(known)])[0][0])

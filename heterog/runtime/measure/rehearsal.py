@@ -1,13 +1,12 @@
 """Runs a plan on all ranks at once, on shapes instead of data, to see whether it can run at all.
 
-Each rank's part is run by the code that ranks run (``StepExecutor`` and everything below it), on
+Each rank's part is run by the code of real ranks (``StepExecutor`` and everything below it), on
 torch's *meta* device, where tensors have shapes and dtypes but no memory. All ranks follow their
-one common order turn by turn, so a rank that would read what it does not have, wait for what
-nobody sends, or give a kernel what it refuses fails here, in words, and not on the cluster.
+common order turn by turn. So a rank that would read a missing value, wait for a message that no
+rank sends, or call a kernel with inputs that it refuses fails here, in words, and not on the
+cluster. Messages and reductions are compared between ranks instead of moved.
 
-What depends on data is not checked: values, and the memory that is really needed.
-
-Messages of a rehearsal: what ranks send, expect and reduce is compared instead of moved.
+Values, and the memory that is really needed, depend on data and are not checked.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,11 +34,11 @@ from heterog.search.issue_order import IssuedStep, Rehearse
 from heterog.strategy.strategy import Strategy
 
 _Key = tuple[int, int, tuple[int, ...] | None, int]
-"""Source, destination, group and tag, by which gloo tells messages apart."""
+"""Source, destination, group and tag, by which gloo matches messages."""
 
 
 class RehearsalError(Exception):
-    """A failure that would happen between ranks; its text says what it is."""
+    """A failure that would happen between ranks, described by its text."""
 
 
 class _Line:
@@ -48,8 +47,8 @@ class _Line:
     Attributes:
         src: Rank that sends them.
         dst: Rank that receives them.
-        sent: What was sent.
-        expected: What receives were issued for.
+        sent: Messages that were sent.
+        expected: Messages that receives were issued for.
     """
 
     __slots__ = ("dst", "expected", "sent", "src")
@@ -61,14 +60,14 @@ class _Line:
 
 
 class Wire:
-    """Everything that ranks have sent, expected and reduced, in order of issue."""
+    """All sends, receives and reductions of ranks, in order of issue."""
 
     def __init__(self) -> None:
         self.lines: dict[_Key, _Line] = {}
         self.reduced: dict[tuple[int, ...], dict[int, list[_Parcel]]] = {}
 
     def line(self, src: int, dst: int, group: tuple[int, ...] | None, tag: int) -> _Line:
-        """The line of a message, by all that tells messages apart."""
+        """The line of a message, by everything that gloo matches."""
         key = src, dst, group, tag
         line = self.lines.get(key)
         if line is None:
@@ -76,7 +75,7 @@ class Wire:
         return line
 
     def check_all_received(self) -> None:
-        """Check that every message was received when a plan has been run.
+        """Check, at the end of a run, that every message was received.
 
         Raises:
             RehearsalError: a message is left.
@@ -118,7 +117,7 @@ class _Expected:
         self._line, self._number = line, number
 
     def wait(self) -> None:
-        """Check that the sender has sent it, with the expected size and dtype."""
+        """Check that the sender has sent the message, with the expected size and dtype."""
         line, number = self._line, self._number
         if len(line.sent) <= number:
             raise RehearsalError(f"rank {line.src} has not begun to send what is waited for")
@@ -177,8 +176,8 @@ class RehearsedCommunicator(Communicator):
     def sum_over_all(self, tensor: Tensor) -> Pending:
         """Sum over all ranks.
 
-        The norm of all gradients is waited for in the turn that issues it, before the next rank of
-        the rehearsal has its turn, so whether all take part is checked at the end.
+        A rank waits for the norm of all gradients in the turn that issues it, before other ranks
+        have their turn. So whether all ranks take part is checked at the end.
         """
         self._start_all_reduce(tensor)
         return Pending(None, lambda: tensor)
@@ -201,10 +200,10 @@ META = torch.device("meta")
 CHECKED_EVERY = 256
 """Number of turns between two checks of the time."""
 _NUM_STEPS = 2
-"""Two, because the second step finishes what the first one has left open."""
+"""Two, because the second step finishes updates that the first one leaves open."""
 BEGIN, END, AFTER = -3, -4, -5
-"""Take the place of tasks: what every rank does at the start and at the end of a step, and what
-islands do after some of them."""
+"""Numbers in place of tasks: for the start and the end of a step on every rank, and for the
+averaging of islands after some steps."""
 _MOMENTS = {
     **{BEGIN: "begin of the step", END: "end of the step", AFTER: "averaging"},
     **{LOSS: "loss", NORM: "clipping"},
@@ -216,7 +215,7 @@ _OF_SLOTS = (
 
 
 def rehearsal_of(captured: CapturedStep) -> Rehearse:
-    """A function that tells planners whether a strategy of a captured step can be executed."""
+    """A function with which searches find out whether a strategy of a step can be executed."""
 
     def ask(strategy: Strategy, issued: IssuedStep, check: Callable[[], None]) -> str:
         return rehearse(
@@ -248,7 +247,7 @@ def rehearse(
         strategy: Strategy of the plan.
         program: Program lowered from both, for one step.
         task_order: Order of tasks of the plan.
-        sent_before: Pairs of tasks and sends to wait for, of the plan.
+        sent_before: The plan's pairs of a task and a send that it waits for.
         clips: Whether gradients are clipped.
         check: Called again and again; a ``TimeUp`` that it raises ends the rehearsal.
 
@@ -268,7 +267,7 @@ def rehearse(
 
 
 def _play(make: Callable[[], "Stage"]) -> str:
-    """Make and play a stage; see ``rehearse``. All that was made is freed when it returns."""
+    """Make and play a stage; see ``rehearse``. Everything is freed when this returns."""
     try:
         stage = make()
     except StrategyError as error:
@@ -277,7 +276,7 @@ def _play(make: Callable[[], "Stage"]) -> str:
 
 
 def _wrong_order(program: Program, task_order: Sequence[int]) -> str:
-    """Why an order cannot be followed: not all tasks, or one before what it needs."""
+    """Why an order cannot be followed: it lacks tasks, or has one before its inputs."""
     num_tasks = program.num_tasks
     if sorted(task_order) != list(range(num_tasks)):
         return f"the order lists {len(task_order)} tasks, not each of the {num_tasks} once"
@@ -356,7 +355,7 @@ class Stage:
         sent_before: Sequence[tuple[int, int]],
         clips: bool,
     ) -> None:
-        """Make the executor of a rank, or those of the batches that it has under way."""
+        """Make the executor of a rank, or the executors of all its batches under way."""
         self.check()
         graph = self.graph
         held = {
@@ -395,7 +394,7 @@ class Stage:
             self.executors.append(make_executor(None))
 
     def play(self) -> str:
-        """Run the steps and what they leave open; returns what went wrong."""
+        """Run the steps and their open updates; returns what went wrong, or an empty text."""
         try:
             if any([mode.play() for mode in self.modes]):
                 self.wire.check_all_received()
@@ -413,7 +412,7 @@ class Stage:
             self.wire.check_all_received()
         except TimeUp:
             raise
-        except Exception as error:  # whatever a kernel or the runtime does not like
+        except Exception as error:  # a kernel or the runtime may raise anything
             return f"{self._where()}: {_in_a_line(error)}"
         return ""
 
@@ -490,8 +489,8 @@ class _RehearsedOp(LocalOp):
 
     def _make(self, inputs: Sequence[Tensor], share: Share) -> list[Tensor]:
         if self._is_as_captured(inputs, share):
-            # Its outputs are known. Some kernels of the meta device refuse or shape what those
-            # of devices do not (_grouped_mm, _embedding_bag).
+            # Its outputs are known. Some kernels of the meta device refuse inputs, or give other
+            # shapes than those of devices (_grouped_mm, _embedding_bag).
             return [
                 torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=META)
                 for meta in self.call.outputs
@@ -504,7 +503,7 @@ class _RehearsedOp(LocalOp):
         return made
 
     def _is_as_captured(self, inputs: Sequence[Tensor], share: Share) -> bool:
-        """Whether an op gets and makes whole tensors, as it did when it was captured."""
+        """Whether an op's inputs and outputs are whole tensors, as in the capture."""
         given = [(tuple(value.shape), value.dtype) for value in inputs]
         return given == [
             (meta.shape, getattr(torch, meta.dtype)) for meta in self.call.inputs

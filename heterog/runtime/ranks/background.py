@@ -1,4 +1,4 @@
-"""A background job beside one rank: trains on whatever its device has left over.
+"""A background job beside one rank, which trains in the idle time of its device.
 
     python -m heterog.runtime.ranks.background MODEL BATCH_SIZE LIMIT OUTPUT
 
@@ -7,8 +7,8 @@ the lowest priority: the kernel runs it while the rank waits. On a GPU it must s
 process, since priorities of streams hold inside one context only: ``LowPriorityThread``.
 
 A *governor* keeps the foreground's slow-down under its limit, as DeepPool's runtime does (Park et
-al., MLSys 2022): the foreground first runs alone for some steps; then, whenever a step took more
-than the limit allows, the background rests a larger part of its time, and less when it did not.
+al., MLSys 2022). The foreground first runs alone for some steps. Then, after each step that took
+more than the limit allows, the background rests a larger part of its time, and otherwise less.
 """
 
 import json
@@ -106,8 +106,8 @@ class Governor:
     def observe(self, step_s: float) -> None:
         """Take in the duration of a foreground step.
 
-        The bound holds for the mean since the background began, not for every step: a slow step
-        is made up for by resting.
+        The limit holds for the mean since the background began, not for every step: after a slow
+        step the background rests.
         """
         if len(self._alone) < self._num_alone:
             self._alone.append(step_s)
@@ -148,7 +148,7 @@ class StepWatch:
             return []
         number = int(words[1])
         if self._first is None:
-            self._first = number  # it warms up
+            self._first = number  # the first step warms up
         last = self._last
         found: list[float] = []
         if last is not None and number > last[0]:
@@ -212,7 +212,7 @@ def train_beside(
 ) -> None:
     """Train beside a rank of CPUs until this process is ended.
 
-    After every step, ``output`` is rewritten with what was done so far.
+    After every step, ``output`` is rewritten with the progress so far.
     """
     trainer = Trainer(workload, torch.device("cpu"))
     governor = Governor(limit)

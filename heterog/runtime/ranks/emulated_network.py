@@ -19,16 +19,16 @@ Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 SUBNET = IPv4Network("10.77.0.0/16")
 INTERFACE = "eth0"
-# Jumbo frames: headers take 0.7 % of the rate instead of 4.4 %, so that large transfers reach it.
+# Jumbo frames: headers take 0.7 % of the rate instead of 4.4 %, so large transfers reach it.
 MTU = 9000
-# What may pass at once after a pause. Small, because a message below it is not shaped at all; more
-# at rates above 1 Gbit/s, because a timer that fires late must not lose bandwidth.
+# Bytes that may pass at once after a pause. Few, because a message below it is not shaped at all;
+# more at rates above 1 Gbit/s, because a timer that fires late must not lose bandwidth.
 _LEAST_BURST_BYTES = 32 * 1024
 _BURST_S = 0.25e-3
 # Above the largest TCP windows: a full queue would drop packets, and a lost last packet costs a
 # timeout of 200 ms, which no link of the model has.
 _QUEUE_BYTES = 64 * 1024**2
-# Shorter delays are the machine's own.
+# Shorter delays are not emulated: the machine itself has some.
 _LEAST_NETEM_DELAY_S = 1e-3
 
 _COMMAND_TIMEOUT_S = 30.0
@@ -53,8 +53,8 @@ def run_tool(name: str, *arguments: str) -> None:
     """
     command = [tool_path(name) or name, *arguments]
     try:
-        # To the end, even if Ctrl-C comes: a command that was left alone could still make
-        # something after everything has been removed.
+        # To the end, even after Ctrl-C: an abandoned command could still create something after
+        # everything has been removed.
         with deferred_signals():
             subprocess.run(
                 command,
@@ -94,13 +94,13 @@ def connect(
     ip("-n", switch, "link", "set", port, "master", "switch")
     for side, interface in ((namespace, INTERFACE), (switch, port)):
         _shape(side, interface, rate_bytes_per_s, delay_s)
-        if Path("/proc/sys/net/ipv6").exists():  # one address each: gloo takes what comes first
+        if Path("/proc/sys/net/ipv6").exists():  # gloo takes the first address: let there be one
             ip("-n", side, "link", "set", interface, "addrgenmode", "none")
         ip("-n", side, "link", "set", interface, "up")
 
 
 def _shape(namespace: str, interface: str, rate_bytes_per_s: float, delay_s: float) -> None:
-    """Limits what leaves an interface; the delay, if any, is before the limit."""
+    """Limits the rate at which data leaves an interface, after a delay if there is one."""
     parent = ["root"]
     if delay_s > 0:
         run_tool(
@@ -117,7 +117,7 @@ def _shape(namespace: str, interface: str, rate_bytes_per_s: float, delay_s: flo
 
 
 def emulates_delay(cluster: Cluster, namespace: str) -> bool:
-    """Whether ``netem`` can and must delay packets; warns where it must and cannot."""
+    """Whether ``netem`` can and must delay packets; warns if it must and cannot."""
     slowest = max(cluster.hosts, key=lambda host: host.nic_latency_s)
     if slowest.nic_latency_s <= _LEAST_NETEM_DELAY_S:
         return False

@@ -1,15 +1,15 @@
-"""Ranks that are forked off one process, which has imported what all of them import.
+"""Ranks that are forked off one process, which has imported the modules of all ranks.
 
 ``import torch`` and the rest take four to five seconds of a core in each rank, and again in each
-generation of a job that heals. So a launcher starts one process that imports them and then forks
-a rank whenever it is asked to (like the forkserver of ``multiprocessing``, but ranks are ended,
-told apart and timed like any others). It runs no thread and touches no accelerator, so a rank
-begins as if it had imported all that itself. It computes nothing but what ``warm`` asks for.
+generation of a job that heals. So a launcher starts one process, the *server*, that imports them
+and then forks a rank for each request (like the forkserver of ``multiprocessing``, but ranks are
+ended, told apart and timed like any processes). The server runs no thread and touches no
+accelerator, so a rank begins as if it had imported everything itself. It computes only ``warm``.
 
-The launcher writes a line of JSON for each rank to the process's input, and reads lines from its
-output: the id of the new process, and the exit code of each that ends. An ended rank stays a
-zombie until the launcher has read of it, so that a signal never reaches another process that got
-its id. All ranks end with that process, and it ends with the launcher.
+The launcher writes a line of JSON for each rank to the server's input, and reads lines from its
+output: the id of each new process, and the exit code of each that ends. An ended rank stays a
+zombie until the launcher has read its exit code, so that a signal never reaches another process
+with a reused id. All ranks end with the server, and the server ends with the launcher.
 """
 
 import ctypes
@@ -30,21 +30,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 PRELOADED = ("torch._dynamo", "torch.distributed", "numpy")
-"""What ranks import later than their own module does: capture, mostly."""
+"""Modules that ranks import later than their own module: capture, mostly."""
 
 SWITCH = "HETEROG_FORKS"
-"""Variable that is ``off`` where each rank shall be started by itself."""
+"""Environment variable; ``off`` starts each rank by itself."""
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _ROOM = 4000 * " "
-"""An argument in whose place a rank writes its command line."""
+"""A long argument whose memory a rank overwrites with its command line; see ``_show``."""
 _END_S = 3.0
 _IMPORTED_S = 120.0
 """Seconds for imports; if they take longer, ranks are started by themselves."""
 
 
 class RankProcess(Protocol):
-    """What is asked of a rank's process: a part of ``subprocess.Popen``."""
+    """The interface of a rank's process: a part of ``subprocess.Popen``."""
 
     @property
     def pid(self) -> int:
@@ -62,7 +62,7 @@ class RankProcess(Protocol):
 
 
 def end_with_parent(parent: int) -> None:
-    """End this process when its parent ends, by whatever; on Linux only.
+    """End this process when its parent ends for any reason; on Linux only.
 
     Args:
         parent: The parent's id, which may have ended already.
@@ -85,7 +85,7 @@ def fields_of_process(pid: int) -> list[str]:
 
 @contextmanager
 def rank_forks(own: Collection[str]) -> Iterator["Forks"]:
-    """Ranks that start in the body are forked off one process; so are those of bodies within.
+    """Fork the ranks that start in the body, and in nested bodies, off one process.
 
     Args:
         own: Environment variables in which ranks may differ: nothing reads them when imported.
@@ -103,7 +103,7 @@ def rank_forks(own: Collection[str]) -> Iterator["Forks"]:
 
 
 def open_forks() -> "Forks | None":
-    """That of the outermost ``rank_forks`` that this process is in."""
+    """The ``Forks`` of the outermost ``rank_forks``; ``None`` outside."""
     return _forks
 
 
@@ -132,7 +132,7 @@ class Forks:
         self._unread = b""
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
-        self._running: set[int] = set()  # whose end nobody was told
+        self._running: set[int] = set()  # ranks whose exit code was not read yet
         self._num_asked = 0
         self._is_lost = not hasattr(os, "pidfd_open")
 
@@ -149,7 +149,7 @@ class Forks:
             module: Module whose function ``main`` the rank runs.
             arguments: Its command-line arguments.
             variables: Its whole environment.
-            words: Path of the file for what it prints.
+            words: Path of the file for its output.
 
         Returns:
             The rank's process; ``None`` if it has to be started otherwise: forking is switched off
@@ -160,7 +160,7 @@ class Forks:
                 return None
             try:
                 folder = os.getcwd()
-            except OSError:  # removed meanwhile; a process of its own inherits it all the same
+            except OSError:  # the folder was removed; a process of its own still inherits it
                 return None
             number = self._num_asked
             self._num_asked += 1
@@ -179,7 +179,7 @@ class Forks:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0.0 and not self._running:
                     self.close()
-                # Ranks that run would end with the process, so nothing is given up for their sake.
+                # The server is not given up while ranks run, because they would end with it.
                 self._read(max(left_s, 1.0))
             if number not in self._pids:
                 return None
@@ -188,9 +188,9 @@ class Forks:
             return _Forked(self, pid)
 
     def warm(self, module: str, *arguments: str) -> None:
-        """Have the process do what every later rank would: ``warm`` of a module.
+        """Let the server call a module's ``warm``, whose work all later ranks then share.
 
-        It may start no thread and touch no accelerator. Nothing waits for it but the next rank.
+        It may start no thread and touch no accelerator. Only the next rank waits for it.
         """
         with self._lock:
             self._tell({"warm": module, "arguments": arguments})
@@ -198,11 +198,11 @@ class Forks:
     def hear_end(self, rank: "_Forked", timeout_s: float | None) -> None:
         """Set the exit code of a rank, if it ends within these seconds.
 
-        Several threads may wait for the same one: the process tells of it once.
+        Several threads may wait for one rank, whose exit code the server writes only once.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
-            if rank.code is not None:  # another thread has heard it
+            if rank.code is not None:  # another thread has read it
                 return
             self._read(0.0)
             while rank.pid not in self._codes and not self._is_lost:
@@ -211,7 +211,7 @@ class Forks:
                     return
                 self._read(left_s)
             self._running.discard(rank.pid)
-            # Without one, it ended with the process that it was forked off.
+            # Without an exit code, the rank was killed with the server.
             rank.code = self._codes.pop(rank.pid, -int(signal.SIGKILL))
             self._tell({"let_go": rank.pid})
 
@@ -237,7 +237,7 @@ class Forks:
             process.wait()
 
     def _has_begun(self, variables: Mapping[str, str]) -> bool:
-        """Whether the process runs in this environment, in which it is begun (again) if it can."""
+        """Whether the server runs in this environment; starts or restarts it there if possible."""
         common = {name: value for name, value in variables.items() if name not in self._own}
         if self._common != common and not self._running:
             self._end()
@@ -267,7 +267,7 @@ class Forks:
             self._is_lost = True
 
     def _read(self, timeout_s: float | None) -> None:
-        """Take in what the process says within these seconds; it has ended if it says nothing."""
+        """Read the server's output of these seconds; end of file means that it has ended."""
         if self._process is None or self._is_lost:
             return
         assert self._process.stdout is not None
@@ -310,16 +310,16 @@ class _Forked:
 
 
 class _Server:
-    """The other side: forks ranks and says how they end."""
+    """The server: forks ranks and reports their exit codes."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
         self._poll.register(0, select.POLLIN)
-        self._pids: dict[int, int] = {}  # by the descriptor that tells of its end
+        self._pids: dict[int, int] = {}  # by pidfd
         self._unread = b""
 
     def serve(self) -> dict[str, Any] | None:
-        """Fork what is asked for; in a rank its job, in this process ``None`` in the end."""
+        """Fork ranks on request; returns its job in a rank, ``None`` in the server at its end."""
         while True:
             for descriptor, _ in self._poll.poll():
                 if descriptor in self._pids:
@@ -341,18 +341,18 @@ class _Server:
                         return dict(what)
 
     def _is_rank(self, job: Mapping[str, Any]) -> bool:
-        """Fork a rank; whether this is the rank."""
+        """Fork a rank; ``True`` in the rank, ``False`` in the server."""
         for name in (job["module"], *job["preloaded"]):
-            # The rank meets the same error, and has a place to say it.
+            # The rank meets the same error, and can report it.
             with suppress(Exception):
                 import_module(name)
-        gc.freeze()  # or a rank's collector would copy all that was imported, for 0.3 s each time
+        gc.freeze()  # otherwise a rank's collector copies all imported pages, for 0.3 s each time
         pid = os.fork()
         if pid == 0:
             for descriptor in self._pids:
                 os.close(descriptor)
             return True
-        with suppress(OSError):  # whoever of both is first: it can be signalled from now on
+        with suppress(OSError):  # server and rank both do it, so that signals reach it from now on
             os.setpgid(pid, pid)
         descriptor = os.pidfd_open(pid)
         self._pids[descriptor] = pid
@@ -399,7 +399,7 @@ def _be_rank(job: Mapping[str, Any], parent: int) -> None:
         sys.path[0] = job["folder"]
     random.seed()
     with suppress(ImportError):
-        import_module("numpy").random.seed()  # each rank its own, as in processes of their own
+        import_module("numpy").random.seed()  # otherwise forked ranks would draw alike
     _show([sys.executable, "-m", job["module"], *job["arguments"]])
     module = import_module(job["module"])
     sys.argv = [str(module.__file__), *job["arguments"]]
@@ -407,9 +407,9 @@ def _be_rank(job: Mapping[str, Any], parent: int) -> None:
 
 
 def _show(command: Sequence[str]) -> None:
-    """Have ``ps`` and ``pgrep -f`` show a command as this process's, cut to the room there is.
+    """Let ``ps`` and ``pgrep -f`` show a command as this process's, cut to the available memory.
 
-    The kernel shows what lies where the arguments of a process lay; proc(5) says where that is.
+    The kernel shows the memory in which the arguments of a process lie; proc(5) says where it is.
     """
     with suppress(OSError, ValueError, IndexError):
         fields = fields_of_process(os.getpid())
@@ -423,7 +423,7 @@ def main() -> None:
     server = os.getpid()
     job = _Server().serve()
     if job is None:
-        os._exit(0)  # Python would first collect all that was imported
+        os._exit(0)  # an ordinary exit would first collect all imported modules
     _be_rank(job, server)
 
 

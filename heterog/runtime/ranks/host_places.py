@@ -1,7 +1,7 @@
-"""Which host of a plan each machine under torchrun is: the one whose devices it has.
+"""Finds the host of a plan that each machine under torchrun is, by its devices.
 
-torchrun numbers machines as they arrive. Before the ranks join, each says what it has, and takes
-the number that the plan gives its device.
+torchrun numbers machines as they arrive. Before the ranks join, each announces its device, and
+takes the number of that device in the plan.
 """
 
 import json
@@ -21,10 +21,10 @@ from heterog.errors import HeterogError
 from heterog.runtime.accelerators import device_label, has_accelerator
 
 DEVICE_TYPES = "HETEROG_DEVICE_TYPES"
-"""Variable with the types of a machine's devices, separated by commas, where their drivers' names
-are not those of the plan or processors stand for other devices."""
+"""Variable with the types of a machine's devices, separated by commas. It is needed if drivers use
+other names than the plan, or if processors stand for other devices."""
 HOST = "HETEROG_HOST"
-"""Variable with the name of this machine in the plan, where hosts with the same devices differ."""
+"""Variable with the name of this machine in the plan, if hosts with the same devices differ."""
 _ANY = ""
 """A processor, which may stand for a device of any type."""
 _KEY = "heterog/device/"
@@ -32,7 +32,7 @@ _KEY = "heterog/device/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankHas:
-    """What a rank of torchrun has.
+    """The machine and device of a rank under torchrun.
 
     Attributes:
         machine: Number of its machine.
@@ -68,7 +68,7 @@ def rank_in_plan(cluster: Cluster, store: Any, timeout_s: float) -> int:
 
 
 def say_to_all(store: Any, key: str, text: str, timeout_s: float) -> list[str]:
-    """What each rank says, by torchrun's numbers; for ranks that have met and not yet joined."""
+    """The text of each rank, by torchrun's numbers; for ranks that have met and not yet joined."""
     store.set(f"{key}{os.environ['RANK']}", text)
     keys = [f"{key}{each}" for each in range(int(os.environ["WORLD_SIZE"]))]
     store.wait(keys, timedelta(seconds=timeout_s))
@@ -76,15 +76,15 @@ def say_to_all(store: Any, key: str, text: str, timeout_s: float) -> list[str]:
 
 
 def own_place() -> RankHas:
-    """What this rank has."""
+    """The machine and device of this rank."""
     machine, host = int(os.environ["GROUP_RANK"]), os.environ.get(HOST, "")
     return RankHas(machine=machine, device=_own_device(), host=host)
 
 
 def ranks_in_plan(cluster: Cluster, ranks: Sequence[RankHas]) -> list[int]:
-    """Device in the plan of each rank of torchrun, of which there may be fewer.
+    """Device in the plan of each rank of torchrun; there may be fewer ranks than devices.
 
-    Machines that may be several hosts keep their order as far as the others allow.
+    Machines that match several hosts keep their order as far as the others allow.
 
     Raises:
         HeterogError: a machine is no host of the plan; the text says what it has and what is left.
@@ -131,7 +131,7 @@ def ranks_in_plan(cluster: Cluster, ranks: Sequence[RankHas]) -> list[int]:
 
 
 def _fits(own: Sequence[str], host: Sequence[str]) -> bool:
-    """Whether a machine has a host's devices, as far as it is known."""
+    """Whether a machine has a host's devices, as far as their types are known."""
     left = list(host)
     for device in sorted(own, key=lambda each: each == _ANY):
         kind = next((each for each in left if _is_type(device, each)), None)
@@ -142,7 +142,7 @@ def _fits(own: Sequence[str], host: Sequence[str]) -> bool:
 
 
 def _is_type(device: str, device_type: str) -> bool:
-    """Whether what a rank has is of a type, or may stand for any."""
+    """Whether a rank's device is of a type, or a processor, which may stand for any."""
     return device == _ANY or may_mean(device, device_type)
 
 

@@ -1,10 +1,10 @@
-"""Links to other machines that are cut, as the kernel knows them.
+"""Finds links to other machines that are cut, from the kernel's TCP connections.
 
-A process that is stopped, or waits on a busy machine for its turn, is not lost: its kernel goes on
-to acknowledge what others send it. A machine that is gone or cut off does not. TCP then sends the
-same again, after 0.2, 0.6, 1.4 and 3.0 s where a link is quick (RFC 6298: twice as long after each
-time), and gives up after a quarter of an hour by itself. So what a link is worth can be read from
-the connections that are there (Linux), and no machine has to be asked.
+A process that is stopped, or waits on a busy machine for its turn, is not lost: its kernel still
+acknowledges data that others send. A machine that is gone or cut off does not. TCP then sends the
+data again, on a quick link after 0.2, 0.6, 1.4 and 3.0 s (RFC 6298: the wait doubles each time),
+and gives up only after a quarter of an hour. So the state of a link can be read from existing
+connections (Linux), without asking any machine.
 """
 
 import os
@@ -16,15 +16,15 @@ from contextlib import suppress
 from typing import NamedTuple
 
 CUT_S = 2.0
-"""Seconds without an acknowledgement after which a link counts as cut; in them data is sent four
-times. One that is down for a second, as where one of two bonded links takes over, does not; one
-that is down for 1.5 s may, as data is sent for the fifth time only 3 s after the first."""
+"""Seconds without an acknowledgement after which a link counts as cut; data is sent four times
+within them. A link that is down for a second, as when one of two bonded links takes over, does not
+count; one that is down for 1.5 s may, as the fifth attempt comes only 3 s after the first."""
 _SENT_AGAIN = 3
-"""Times that the same data has to have been sent again in it."""
+"""Least number of times that the same data was sent again on a cut link."""
 _LENGTH = 104
 """Bytes of <linux/tcp.h>'s ``tcp_info`` that are read."""
 _RETRANSMITS, _LAST_ACK_RECEIVED = 2, 56
-"""Where it has tcpi_retransmits (in a row; one byte) and tcpi_last_ack_recv (ms)."""
+"""Offsets in it of tcpi_retransmits (in a row; one byte) and tcpi_last_ack_recv (ms)."""
 
 
 class Connection(NamedTuple):
@@ -33,7 +33,7 @@ class Connection(NamedTuple):
     Attributes:
         here: Address on this side.
         there: Address on the other.
-        sent_again: Times that the oldest data that is not acknowledged was sent again.
+        sent_again: Number of times that the oldest unacknowledged data was sent again.
         heard_s: Seconds since the last acknowledgement.
     """
 
@@ -44,9 +44,9 @@ class Connection(NamedTuple):
 
 
 def cut_off() -> set[str]:
-    """Addresses of machines that do not acknowledge what this process sends them.
+    """Addresses of machines that do not acknowledge data of this process.
 
-    None where no machine acknowledges anything: then it is this one that is cut off.
+    Empty if no machine acknowledges anything, because then this machine itself is cut off.
     """
     every = [each for _, each in _connections()]
     cut = _cut(every)
@@ -54,7 +54,7 @@ def cut_off() -> set[str]:
 
 
 def end_connections(machines: Collection[str]) -> set[str]:
-    """End connections with those of some machines that are cut off; returns which are."""
+    """End connections with some machines, as far as they are cut off; returns which these are."""
     cut = _cut([each for _, each in _connections()]) & set(machines)
     for connected, each in _connections() if cut else ():
         if each.there in cut:

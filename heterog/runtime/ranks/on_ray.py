@@ -1,8 +1,8 @@
 """Ranks on the nodes of a Ray cluster: an actor on each starts those of a host.
 
-A host of the plan is a bundle of a placement group, so that its ranks share a node, and no two
-hosts do. Files that ranks read or write, but for the plan, have the same path on all
-nodes, as what ``ray job submit`` brings in its working directory.
+Each host of the plan is a bundle of a placement group, so its ranks share a node, and different
+hosts have different nodes. Files that ranks read or write, except the plan, need the same path on
+all nodes, like files in the working directory of ``ray job submit``.
 """
 
 import os
@@ -43,15 +43,15 @@ PLACED_S = 60.0
 _GONE = -9
 """Exit code of a rank whose node or actor is lost: as if it had been killed."""
 SILENT_S = 6.0
-"""Seconds without an answer after which a node counts as lost, though its link is not cut."""
+"""Seconds without an answer after which a node counts as lost even if its link is not cut."""
 _THREADS = 8
 _AGAIN_S = 0.5
 """Seconds until a node that is lost, or does not answer, is asked again."""
 END_S = 10.0
 QUICK_NEWS = {"env_vars": {"RAY_timeout_ms_task_wait_for_death_info": "100"}}
-"""Runtime environment of actors that have to know at once that another one is lost: when the
-connection to an actor breaks, Ray waits so long for the reason before it says so, by default 1 s
-(its C++ configuration), and a node that died with its raylet cannot tell one."""
+"""Runtime environment of actors that have to notice a lost actor at once. When the connection to
+an actor breaks, Ray waits this long for the reason before it reports the loss, by default 1 s (its
+C++ configuration), although a node that died with its raylet cannot give one."""
 
 
 def run_on_ray(
@@ -61,7 +61,7 @@ def run_on_ray(
 
     Args:
         request: What to run.
-        progress: Called with what rank 0 does, whenever that changes.
+        progress: Called with the stage of rank 0, whenever it changes.
 
     Returns:
         The measurements of rank 0.
@@ -96,7 +96,7 @@ def run_on_ray(
 
 
 def end_hosts(ray: Any, group: Any, actors: Sequence[Any]) -> None:
-    """End the actors of hosts with all that is theirs, and give their nodes back."""
+    """End the actors of hosts with their ranks and files, and give their nodes back."""
     asked = [actor.close.remote() for actor in actors]
     ray.wait(asked, num_returns=len(asked), timeout=END_S) if asked else None
     for actor in actors:
@@ -105,7 +105,7 @@ def end_hosts(ray: Any, group: Any, actors: Sequence[Any]) -> None:
 
 
 def for_nodes(request: RunRequest) -> RunRequest:
-    """A request that means the same in every folder: the model's file by its whole path.
+    """A request that is valid in every folder: the model's file has an absolute path.
 
     Raises:
         HeterogError: the plan has a background job, or a model that nobody named.
@@ -132,11 +132,11 @@ def for_nodes(request: RunRequest) -> RunRequest:
 def variables_of_ranks(
     cluster: Cluster, devices: Sequence[int], address: str, port: int
 ) -> dict[int, dict[int, dict[str, str]]]:
-    """Variables that torchrun sets, of each rank, by host and rank.
+    """The variables that torchrun would set, for each host and rank.
 
     Args:
         cluster: The plan's cluster.
-        devices: Device of each rank; those of a host keep their number when others are lost.
+        devices: Device of each rank; a host's devices keep their numbers when others are lost.
         address: Address of the node of rank 0.
         port: Port that is free there.
     """
@@ -158,7 +158,7 @@ def variables_of_ranks(
 
 
 class RankStatus(NamedTuple):
-    """What a node tells of a rank; see ``watching.Watched``."""
+    """The state of a rank as reported by its node; see ``watching.Watched``."""
 
     code: int | None
     stage: str
@@ -168,15 +168,15 @@ class RankStatus(NamedTuple):
 
 
 class HostStatus(NamedTuple):
-    """What a node tells.
+    """The state of a node's ranks, as its actor reports it.
 
     Attributes:
-        actor: Its actor, which is another one after a restart.
+        actor: Id of its actor, which changes after a restart.
         generation: Number of times ranks were started before.
         ranks: Each of its ranks.
-        begin: Position in the journal of a healing job of the first of the events.
-        end: Position after the last.
-        events: Those of the journal, with their age in ``at_s``: clocks of nodes differ.
+        begin: Position of the first of ``events`` in the journal of a healing job.
+        end: Position after the last of them.
+        events: New events of the journal, with their age in ``at_s``, as nodes' clocks differ.
         is_leaving: Whether the node has announced its end.
         address: Its address.
     """
@@ -192,7 +192,7 @@ class HostStatus(NamedTuple):
 
 
 class Host:
-    """The class of an actor: starts the ranks of a host on its node and tells how they are.
+    """The class of an actor: starts the ranks of a host on its node and reports their state.
 
     Its methods run in several threads, so that it answers while ranks are being started.
     """
@@ -220,16 +220,16 @@ class Host:
         self._start(0, ["-m", "heterog.runtime.rank", str(run_file)], variables)
 
     def look(self, generation: int, at: int) -> HostStatus:
-        """How its ranks are; for a healing job also what happened in a generation.
+        """The state of its ranks; for a healing job also the events of a generation.
 
         Args:
             generation: Number of times ranks were started before.
-            at: Position in its journal that is known.
+            at: Position in its journal up to which events are known.
         """
         return HostStatus(self._id, *self._look(), at, at, address=self._address)
 
     def measured(self) -> Any:
-        """What rank 0 measured."""
+        """The measurements of rank 0."""
         return read_json(self._output, "measurement")
 
     def end(self) -> None:
@@ -289,7 +289,7 @@ class Host:
 
 
 class NodeHost:
-    """A host's actor, which is asked again and again how it is.
+    """The state of a host, which its actor is asked for again and again.
 
     Args:
         ray: The module.
@@ -297,9 +297,9 @@ class NodeHost:
         hear: Called with new events.
 
     Attributes:
-        told: What it told last.
+        told: Its last answer.
         is_here: Whether it answers.
-        position: The generation whose events are heard, and how much of its journal is known.
+        position: The generation whose events are read, and the known length of its journal.
     """
 
     def __init__(
@@ -320,7 +320,7 @@ class NodeHost:
         self._is_known = True
 
     def look(self) -> None:
-        """Take in what it has told since, and ask again; from any thread."""
+        """Read a new answer, if there is one, and ask again; from any thread."""
         with self._lock:
             self._look()
 
@@ -337,7 +337,7 @@ class NodeHost:
         try:
             told = self._ray.get(answer)
         except self._ray.exceptions.RayTaskError:
-            raise  # a mistake of ours, not a lost node
+            raise  # a bug of heterog, not a lost node
         except self._ray.exceptions.RayError:
             self.is_here = self._is_known = False
             return
@@ -346,14 +346,14 @@ class NodeHost:
 
     def _is_lost(self, silent_s: float) -> bool:
         """Whether it counts as lost after so many seconds without an answer."""
-        if self.told is None:  # an actor has to be started first
+        if self.told is None:  # the actor may still be starting
             return silent_s >= PLACED_S
-        if silent_s >= len(self._again) * _AGAIN_S:  # or the kernel has nothing to send
+        if silent_s >= len(self._again) * _AGAIN_S:  # gives the kernel data, to test the link
             self._again.append(self.actor.look.remote(*self.position))
         return silent_s >= SILENT_S or (silent_s >= CUT_S and self.told.address in cut_off())
 
     def hear(self, told: HostStatus) -> None:
-        """Take in what it told."""
+        """Take over an answer, and pass its events on."""
         self.told = told
         if (told.generation, told.begin) == self.position:
             self.position = told.generation, told.end
@@ -361,7 +361,7 @@ class NodeHost:
 
 
 class RankOnRay:
-    """A rank on a node, as its host's actor tells; see ``watching.Watched``."""
+    """A rank on a node, by the answers of its host's actor; see ``watching.Watched``."""
 
     def __init__(self, host: NodeHost, number: int, generation: int = 0) -> None:
         self.stage, self.since_s = "", time.monotonic()

@@ -1,8 +1,8 @@
-"""What the nodes of a Ray cluster have, and what the hosts of a plan ask of them.
+"""The devices of nodes of a Ray cluster, and what the hosts of a plan need of them.
 
 Ray knows a node's devices by a custom resource with the name of their type (``ray start
---resources '{"T4": 2}'``), or by its GPUs and their ``accelerator_type``; processors that nothing
-names are its CPUs.
+--resources '{"T4": 2}'``), or by its GPUs and their ``accelerator_type``. Processors without such
+a resource are its CPUs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from heterog.errors import HeterogError
 ACCELERATOR = "accelerator_type:"
 GPU, CPU = "GPU", "CPU"
 _SLIVER = 0.001
-"""Of a node's ``accelerator_type``: enough to be on a node that has it."""
+"""Amount of a node's ``accelerator_type`` that a host asks for, to get a node that has it."""
 
 Resources = Mapping[str, float]
 """Amounts by Ray's name of a resource."""
@@ -28,11 +28,11 @@ Resources = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedOfNode:
-    """What a host of the plan asks of one node.
+    """The resources that a host of the plan asks of one node.
 
     Attributes:
         host: The host's name.
-        bundle: All that its ranks need.
+        bundle: Resources of all its ranks.
     """
 
     host: str
@@ -40,7 +40,7 @@ class AskedOfNode:
 
 
 def asked_of_nodes(cluster: Cluster, nodes: Sequence[Resources]) -> list[AskedOfNode]:
-    """What each host of a cluster asks of a node, in Ray's names.
+    """The resources that each host of a cluster asks of a node, by Ray's names.
 
     Args:
         cluster: The plan's cluster.
@@ -67,7 +67,7 @@ def asked_of_nodes(cluster: Cluster, nodes: Sequence[Resources]) -> list[AskedOf
 
 
 def _names_of(device_type: str, nodes: Sequence[Resources]) -> Resources:
-    """What a rank on a device of a type needs, in the names that the nodes use; empty if none."""
+    """Resources of a rank on a device of a type, by the nodes' names; empty if no node has it."""
     keys = sorted({key for node in nodes for key in node})
     for key in keys:
         if may_mean(key, device_type):
@@ -85,7 +85,7 @@ def _check_enough(
     """Check that each host can have a node of its own.
 
     Raises:
-        HeterogError: one is left without; says what it needs and what there is.
+        HeterogError: a host gets none; says what it needs and what the nodes have.
     """
     fits = np.array(
         [
@@ -127,11 +127,11 @@ def offered(node: Mapping[str, Any]) -> Resources:
 
 
 def offers(ray: Any) -> list[Resources]:
-    """What each node of the cluster has."""
+    """The device resources of each node of the cluster."""
     return [offered(node) for node in ray.nodes()]
 
 
 def is_draining(ray: Any) -> bool:
-    """Whether the node of this actor is to be drained: its end was announced to Ray."""
+    """Whether Ray drains the node of this actor, because its end was announced."""
     node = ray.get_runtime_context().get_node_id()
     return bool(node in ray._private.state.state.get_draining_nodes())  # as Ray Train asks

@@ -10,8 +10,8 @@ namespace of its own, so that nothing is added to the machine's own network.
             environment = os.environ | testbed.environment(rank) | {"RANK": str(rank), ...}
             subprocess.Popen(testbed.command(rank, ["python", "train.py"]), env=environment)
 
-Everything carries the process id and the start time of its creator in its name: what a killed
-process leaves behind is removed when the next testbed starts.
+All names contain the process id and the start time of the creator, so that the next testbed can
+remove what a killed process has left behind.
 """
 
 import atexit
@@ -130,16 +130,16 @@ class Testbed(Place):
     those of the machine, unless the file gives a NIC more than 1 ms and the kernel has ``netem``:
     then a packet waits half of the sender's and half of the receiver's latency.
 
-    A host without ``cpu_quota`` leaves its ranks unthrottled. Each rank is pinned to one core,
-    such that the most loaded core has as little to do as possible.
+    A host without ``cpu_quota`` leaves its ranks unthrottled. Each rank is pinned to one core, so
+    that the largest load of a core is as small as possible.
 
     Args:
-        cluster: What to build.
+        cluster: Cluster to build.
         has_network: Build namespaces and links. Without them ranks meet on this machine's
             loopback, and only their CPU time is limited.
 
     Attributes:
-        cluster: What is built.
+        cluster: Cluster that is built.
         has_network: Whether it has namespaces and links of its own.
         num_ranks: One for each device of the cluster, in its order.
         name: What the names of all its namespaces and cgroups begin with; empty before it is open.
@@ -156,7 +156,7 @@ class Testbed(Place):
         self._is_open = False
         self._previous_handlers: dict[signal.Signals, Handler] = {}
         _check_hosts(cluster)
-        # Other systems than Linux cannot open it, and then report that.
+        # Systems other than Linux get here, and fail with a clear error when it is opened.
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
         quotas = [cluster.hosts[h].cpu_quota for h in cluster.host_of]
         self._core_of = _pin(quotas, cores)
@@ -292,14 +292,14 @@ class Testbed(Place):
             ip("-n", namespace, "address", "add", address, "dev", INTERFACE)
 
     def _close(self) -> None:
-        """Removes everything; a child of the owner, where this may be called too, must not."""
+        """Removes everything; does nothing in a forked child of the owner."""
         if os.getpid() != self._owner_pid:
             return
         self._is_open = False
         try:
             with deferred_signals():
                 _remove(self.name)
-                # Only now: a signal just before the removal leaves it to the end of the process.
+                # Only now: after a signal before the removal, the end of the process removes it.
                 atexit.unregister(self._close)
         finally:
             self._restore_handlers()
@@ -321,7 +321,7 @@ class Testbed(Place):
             signal.signal(*self._previous_handlers.popitem())
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._owner_pid:  # a forked child, which ends as without a handler
+        if os.getpid() != self._owner_pid:  # a forked child ends as if there were no handler
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -421,8 +421,8 @@ def _check_hosts(cluster: Cluster) -> None:
 def _pin(quotas: Sequence[float | None], cores: Sequence[int]) -> tuple[int, ...]:
     """The core of each rank: the largest quota first, to the core with the least load so far.
 
-    Equal quotas go round robin. Of all simple rules this one (Graham 1969, LPT) keeps ranks from
-    taking time from each other that their quotas promise, where that is possible.
+    Equal quotas go round robin. Of all simple rules this one (Graham 1969, LPT) best keeps ranks
+    from taking CPU time that the quotas of other ranks promise.
     """
     load = dict.fromkeys(cores, 0.0)
     core_of = [cores[0]] * len(quotas)
@@ -496,7 +496,7 @@ def _remove_leftovers() -> None:
 def _remove(name: str) -> None:
     """Kills all processes of a testbed and removes its cgroups and namespaces.
 
-    Whatever cannot be removed is logged, and the next testbed tries again; the rest goes on.
+    What cannot be removed is logged and skipped; the next testbed tries again.
     """
     try:
         _remove_cgroups(_cpu_controller().root / name)
@@ -518,7 +518,7 @@ def _remove_cgroups(folder: Path) -> None:
     groups = [*(path for path in folder.iterdir() if path.is_dir()), folder]
     for group in groups:
         while group.exists():
-            # Again and again: a process may fork while its siblings are killed.
+            # Repeatedly, because a process may fork while its siblings are killed.
             _kill_all(group)
             try:
                 group.rmdir()

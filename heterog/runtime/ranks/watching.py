@@ -1,7 +1,7 @@
 """Watches the ranks of a job until they are done, or one of them fails or stands still.
 
-A rank that died, that is stopped, or whose step takes too long ends the job. It does not matter
-where a rank runs: ``launch`` watches processes of this machine, ``ranks.on_ray`` those of nodes.
+The job ends if a rank has died, is stopped, or takes too long for a step. Ranks may run anywhere:
+``launch`` watches processes of this machine, ``ranks.on_ray`` those of Ray's nodes.
 """
 
 import signal
@@ -13,10 +13,10 @@ from typing import Protocol
 from heterog.errors import HeterogError
 
 COMPILING = "compiling the step"
-"""Begin of the stage of a rank that compiles, for which others may wait in a step."""
+"""Beginning of the stage of a rank that compiles; others may wait for it in a step."""
 POLL_S = 0.05
 _GRACE_S = 2.0  # the first rank seen to fail may not be the first that did: wait for the others
-_KILLED_GRACE_S = 0.5  # one that was killed is why the others fail; more may have been, at once
+_KILLED_GRACE_S = 0.5  # a killed rank is the cause; others may have been killed at the same time
 _STOPPED_S = 1.0  # a debugger or a suspended container stops a process for a moment only
 
 
@@ -42,7 +42,7 @@ class LaunchError(HeterogError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When ranks are given up.
+    """Seconds after which ranks are given up.
 
     Attributes:
         timeout_s: Seconds that the whole job may take, besides compiling.
@@ -61,9 +61,9 @@ class Watched(Protocol):
     """A rank, wherever it runs.
 
     Attributes:
-        stage: What it does.
-        since_s: Time since which it does that, by the monotonic clock.
-        stopped_since_s: Time since which a signal has stopped its process, if one has.
+        stage: Its current stage, in words.
+        since_s: Time at which the stage began, by the monotonic clock.
+        stopped_since_s: Time at which a signal stopped its process; ``None`` if it runs.
     """
 
     stage: str
@@ -91,7 +91,7 @@ def wait_for_ranks(
 
     Args:
         ranks: All ranks of the job, in order.
-        limits: When they are given up.
+        limits: Seconds after which they are given up.
         progress: Called with the stage of rank 0, whenever that changes.
 
     Raises:
@@ -152,7 +152,7 @@ def _check_alive(ranks: Sequence[Watched], now_s: float, step_timeout_s: float) 
                 lost=[number],
             )
     if _compile(ranks):
-        for rank in ranks:  # those that are in a step wait for it
+        for rank in ranks:  # the others wait in a step for a rank that compiles
             rank.since_s = now_s
         return
     slow = any(
@@ -190,8 +190,8 @@ def _where(ranks: Sequence[Watched]) -> str:
 def _failure(ranks: Sequence[Watched], first: Sequence[int]) -> LaunchError:
     """Make the error that names the rank that most likely failed by itself.
 
-    A rank that was killed, or that has something to say of its own, comes before those that lost
-    their connection to it; then those that were seen to fail first.
+    Ranks that were killed, or whose error is not about a connection, come before ranks that lost
+    their connection to them; among equals, those seen to fail first.
     """
     codes = {number: rank.poll() for number, rank in enumerate(ranks)}
     last = {number: ranks[number].last_words() for number, code in codes.items() if code}
