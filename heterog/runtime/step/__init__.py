@@ -1,14 +1,14 @@
 """One training step on a rank.
 
 - ``rank_program`` is a rank's part of the program, ``step_order`` the sequence that all ranks
-  follow; ``executor`` runs it: a first step op by op (``interpreter``), the others as functions
-  that ``segments`` makes (``compiled``). ``values`` holds what a rank has (``recipes``),
-  ``conversions`` and ``collectives`` exchange it (``under_way``), ``gradients`` and ``losses`` sum
-  up, ``optimizer`` updates. ``gradients`` also
-  keeps what codecs leave out, ``recorder`` when things happened.
-- One op on a share: ``local_op`` (``op_inputs``, ``windows``, ``special_ops``). Which samples and
-  rows: ``spans``, and how they travel: ``halos``. What a rank holds: ``slices``; ``whole_model``
-  has its part, and brings all together.
-- ``deploy_checks`` looks before a step is made, and whether a model is what was captured;
+  follow; ``executor`` runs it: a first step op by op (``interpreter``), later steps as functions
+  that ``segments`` makes (``compiled``). ``values`` holds a rank's values (and how ops read them:
+  ``recipes``), ``conversions`` and ``collectives`` exchange values (``under_way``), ``gradients``
+  and ``losses`` sum, ``optimizer`` updates. ``gradients`` also keeps what codecs leave out;
+  ``recorder`` records times.
+- ``local_op`` runs one op on a share (``op_inputs``, ``windows``, ``special_ops``). ``spans`` has
+  the samples and rows of each device, ``halos`` sends rows to neighbours. ``slices`` has a rank's
+  slices of parameters; ``whole_model`` has its part of the model, and gathers the whole.
+- ``deploy_checks`` checks a plan before its step is made, and that the model is still as captured;
   ``alike`` compares ranks and their weights.
 """

@@ -1,21 +1,20 @@
-"""What has to be alike on all ranks, compared in the first step and again every so often.
+"""Checks that ranks train alike: their settings, batches and weights; resizes a step for a batch.
 
 Ranks that train with other learning rates, options or batches run to the end without an error, and
-their replicas drift apart. A comparison is one number of eight bytes from each rank; only where
-these differ do ranks tell each other what they have.
+their replicas drift apart. So facts about the workload and the step are compared in the first
+steps and again now and then (``compare``). A comparison sends one number of eight bytes from each
+rank; only if these differ do ranks exchange the facts themselves.
 
-A plan's step on batches of other shapes: the last one of an epoch, other sequence lengths.
-
-Whether replicas are still one model: a few numbers about each tensor, compared between ranks.
-
-Replicas begin with equal parameters and make equal updates. Where gradients are not averaged, or a
-learning rate differs, parameters differ by a part of the way they have come. Unlike GPUs may round
-an update differently, which is far less: at most about one unit in the last place for each step,
-in either direction.
-
-A rank tells the sum of a tensor's elements with random signs. The sums of two ranks differ by
-about as much as their tensors do, as vectors, whatever the difference is:
+``Replicas`` and ``drift`` compare weights, by a few numbers about each tensor. Replicas begin with
+equal parameters and make equal updates. If gradients are not averaged, or learning rates differ,
+parameters differ by a part of the way that they have moved. Different GPUs may round an update
+differently, which is far less: at most about one unit in the last place for each step, in either
+direction. A rank sends the sum of a tensor's elements with random signs. The sums of two ranks
+differ by about as much as their tensors do, as vectors, for any difference d:
 E (u . d)^2 = |d|^2 for independent signs u.
+
+``resize`` makes a plan's step for batches of other shapes: the last batch of an epoch, or other
+sequence lengths.
 """
 
 import hashlib
@@ -48,17 +47,17 @@ from heterog.search.plan import Plan
 from heterog.strategy.strategy import Strategy
 
 MOST_ELEMENTS = 2**14
-"""Elements of each tensor that are looked at: an update touches nearly all, and their copies in
-double precision are a fraction of a megabyte beside a step."""
+"""Elements of each tensor that are compared: updates change nearly all elements, and copies of
+this many in double precision take only a fraction of a megabyte."""
 EVERY = 64
 """Steps between comparisons, after those at steps 1, 2, 4, ... up to here."""
 PART_OF_WAY = 1e-3
-"""Least difference that counts, as a part of the way from the first step. Averages that are
-forgotten make about 1; a learning rate that is 1 % larger 0.01."""
+"""Least difference that counts, as a part of the way from the first step. Gradients that are not
+averaged give about 1; a learning rate that is 1 % larger gives 0.01."""
 ROUNDING = 1e-6
 """Least difference that counts, as a part of a tensor's norm, for a step: about sixteen times
-the rounding of float32, and it grows with the root of the number of steps. Numbers of 16 bits go
-to another neighbour for a part eps32 / eps16 of the elements only, so their rounding counts
+the rounding of float32. It grows with the root of the number of steps. In 16 bits only a part
+eps32 / eps16 of the elements is rounded to another neighbour, so their rounding counts
 sqrt(eps16 / eps32) times as much."""
 
 _EPS_32 = torch.finfo(torch.float32).eps
@@ -72,8 +71,8 @@ class Drift:
     Attributes:
         place: Number of the tensor.
         ranks: Two ranks whose tensors differ most.
-        apart: By how much, as vectors.
-        way: How far training has moved the tensor.
+        apart: Norm of the difference of their tensors.
+        way: Norm of the change of the tensor by training.
     """
 
     place: int
@@ -89,10 +88,10 @@ def compared_after(num_steps: int) -> bool:
 
 
 class Replicas:
-    """What a rank tells about its tensors, and how it has changed since they were first seen.
+    """Facts about a rank's tensors, and how they have changed since this object was made.
 
     Args:
-        tensors: Tensors that several ranks may hold; ``None`` for one that this rank does not.
+        tensors: Tensors that several ranks may hold; ``None`` for one that this rank lacks.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
@@ -103,7 +102,7 @@ class Replicas:
         self._begin = [signed for signed, _ in self._sums()]
 
     def facts(self) -> list[float]:
-        """The sum, the way and the rounding of each tensor; NaN for one that is not held."""
+        """The sum, the way and the rounding of each tensor; NaN for a tensor that is not held."""
         found: list[float] = []
         for begin, (signed, rounding) in zip(self._begin, self._sums(), strict=True):
             found += [signed, abs(signed - begin), rounding]
@@ -131,7 +130,7 @@ def drift(told: Sequence[Sequence[float]], num_steps: int) -> Drift | None:
 
     Args:
         told: The facts of each rank.
-        num_steps: Number of steps since they were first seen.
+        num_steps: Number of steps since the ``Replicas`` were made.
     """
     worst: Drift | None = None
     worst_excess = 1.0
@@ -159,7 +158,7 @@ def drift(told: Sequence[Sequence[float]], num_steps: int) -> Drift | None:
 
 
 def _sum_and_squares(tensor: Tensor, signs: Tensor) -> Tensor:
-    """The sum of a tensor's elements with signs, and that of their squares."""
+    """The sum of a tensor's elements with signs, and the sum of their squares."""
     flat = tensor.detach()
     flat = torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat
     flat = flat.reshape(-1)
@@ -257,7 +256,7 @@ def by_name(graph: OpGraph, values: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def batch_by_tensor(graph: OpGraph, batch: Any) -> dict[int, Tensor]:
-    """Tensors of a batch by their ids in the graph; those of a dict are found by key.
+    """Tensors of a batch by their ids in the graph; tensors of a dict are found by key.
 
     Raises:
         StrategyError: tensors are missing or unknown, or one has a wrong shape or dtype.
@@ -284,8 +283,8 @@ COMPARED_EVERY = 16
 tenths of a millisecond between machines: a percent of a step of two milliseconds."""
 
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
-"""Options that loops and schedulers change; an optimizer counts in others, and only where it has
-something to step."""
+"""Options that loops and schedulers change. Other options may be an optimizer's counters, which
+differ between ranks that step different tensors."""
 
 _SAMPLED = 256
 """Elements of each tensor of a batch that are compared, at equal distances."""
@@ -294,25 +293,25 @@ _MOST_TOLD = 3
 """Most differences that an error names."""
 
 _STEPS_KEPT = 4
-"""Steps of which a rank's shapes can be asked for: without a barrier, others may be ahead."""
+"""Number of last steps whose shapes a rank publishes: without a barrier, it may be ahead."""
 
 _POLL_S = 1e-3
 _COMPILED_IN_S, _COMPILED_POLL_S = 3600.0, 0.05
-"""Longer than any model takes; a rank that is gone ends its job sooner."""
+"""Longer than any model compiles; if a rank is lost, the job ends sooner."""
 
 Facts = dict[str, str]
-"""What a rank has, by a name in words."""
+"""Facts about a rank's training, by names in words."""
 
 
 def compare(facts: Facts, when: str) -> None:
     """Compare facts with those of all other ranks; every rank calls it.
 
     Args:
-        facts: What this rank has.
-        when: When it has that, for the message.
+        facts: Facts of this rank.
+        when: Time of the comparison in words, for the message.
 
     Raises:
-        StrategyError: ranks have different ones; says which, and on which ranks. All ranks raise.
+        StrategyError: facts differ; says which, and on which ranks. All ranks raise.
     """
     text = json.dumps(facts, sort_keys=True)
     mine = torch.tensor([_number(text)], dtype=torch.int64)
@@ -329,12 +328,12 @@ def compare(facts: Facts, when: str) -> None:
 
 
 def compared_at(num_steps: int) -> bool:
-    """Whether ranks compare what they have before a step, after some number of others."""
+    """Whether ranks compare the facts of a step before it, after so many steps."""
     return num_steps < 2 or num_steps % COMPARED_EVERY == 0
 
 
 def of_workload(workload: Workload, groups: tuple[ParameterGroup, ...], extra: Facts) -> Facts:
-    """What a workload says that no step changes.
+    """Facts about a workload that no step changes.
 
     Args:
         workload: The workload.
@@ -359,7 +358,7 @@ def of_workload(workload: Workload, groups: tuple[ParameterGroup, ...], extra: F
 
 
 def of_step(optimizer: torch.optim.Optimizer, batch: Any) -> Facts:
-    """What a step trains with: options that change, and some elements of its batch.
+    """Facts about a step: options that change, and some elements of its batch.
 
     Args:
         optimizer: The rank's optimizer.
@@ -379,13 +378,13 @@ def of_step(optimizer: torch.optim.Optimizer, batch: Any) -> Facts:
 class BatchShapes:
     """Finds a rank whose batch has other shapes than those of the others, in any step.
 
-    Each rank notes the shapes of its batch in the job's store, which takes microseconds and waits
-    for nobody. A rank whose shapes change waits until all others have begun that step, and
-    compares: otherwise it would wait for messages that nobody sends.
+    Each rank writes the shapes of its batch to the job's store, which takes microseconds and waits
+    for no rank. A rank whose shapes change waits until all others have begun that step, and
+    compares; otherwise it could wait for messages that no rank sends.
 
     Args:
         store: The store of the process group.
-        name: What tells this step's notes from those of others, the same on all ranks.
+        name: Prefix of this object's keys in the store, the same on all ranks.
         rank: This rank.
         num_ranks: Number of ranks.
     """
@@ -393,15 +392,15 @@ class BatchShapes:
     def __init__(self, store: Store, name: str, rank: int, num_ranks: int) -> None:
         self._store, self._name, self._rank = store, name, rank
         self._keys = [f"{name}/{each}" for each in range(num_ranks)]
-        self._num_begun = 0  # steps can be repeated, so their numbers are not asked for
+        self._num_begun = 0  # counted here, because a step's own number can be repeated
         self._begun: dict[int, str] = {}
 
     def begin_step(self, shapes: Signature, when: str) -> None:
-        """Note the shapes of a step's batch, and compare them if they are others than before.
+        """Note the shapes of a step's batch, and compare them if they have changed.
 
         Args:
-            shapes: Those of this rank's batch.
-            when: Which step it is, for the message.
+            shapes: Shapes of this rank's batch.
+            when: The step in words, for the message.
 
         Raises:
             StrategyError: another rank has other shapes, or has not begun the step in time.
@@ -418,8 +417,8 @@ class BatchShapes:
     def wait_for_compilers(self) -> None:
         """Wait until every rank has compiled; every rank calls it, once.
 
-        A collective would give up on a rank that compiles for minutes while another found
-        everything in its cache.
+        A collective would time out if one rank compiles for minutes while another has everything
+        in its cache.
 
         Raises:
             StrategyError: another rank still compiles after an hour.
@@ -474,9 +473,9 @@ def compare_weights(names: Sequence[str], replicas: Replicas, num_steps: int, wh
 
     Args:
         names: Names of the parameters.
-        replicas: This rank's.
-        num_steps: Number of steps since they were first seen.
-        when: When it has them, for the message.
+        replicas: Facts about this rank's parameters.
+        num_steps: Number of steps since ``replicas`` was made.
+        when: Time of the comparison in words, for the message.
 
     Raises:
         StrategyError: replicas differ; names the first. All ranks raise.

@@ -1,9 +1,9 @@
 """Communication between ranks: process groups per device set, asynchronous, waited for once.
 
-Ranks issue communication in the plan's order, so they cannot deadlock. What gloo gets wrong is
-avoided: waiting twice on a point-to-point work hangs, blocking sends rendezvous, list collectives
-with uneven shapes fail (uneven slices travel as sends and receives), and coalescing silently drops
-later work.
+Ranks issue communication in the plan's order, so they cannot deadlock. The code avoids what gloo
+gets wrong: a second wait for a point-to-point work hangs, blocking sends rendezvous, list
+collectives with uneven shapes fail (uneven slices travel as sends and receives), and coalescing
+silently drops later work.
 """
 
 import time
@@ -22,9 +22,9 @@ from heterog.runtime.step.recorder import Recorder
 from heterog.runtime.step.under_way import InTurn, Sending, Works
 
 _LARGE_BYTES = 1 << 20
-"""Messages of an exchange for which turns take less time than they save."""
+"""Least size of an exchange's messages for which turns save more time than they take."""
 _FIRST_TAG, _NUM_TAGS = 1 << 30, 1 << 20
-"""Tags of exchanges; those below are for sends and receives."""
+"""Tags of exchanges; lower tags are for single sends and receives."""
 
 
 class Pending:
@@ -57,7 +57,7 @@ class Pending:
         """Wait for the tensor and return it; may be called any number of times."""
         if self._finish is not None:
             work, finish = self._work, self._finish
-            self._work = self._finish = None  # only waited for once, even if it fails
+            self._work = self._finish = None  # no second wait, even if this one fails
             if work is not None:
                 begin = time.perf_counter()
                 work.wait()
@@ -76,7 +76,7 @@ class Pending:
 class Communicator:
     """The process groups of a plan, seen from one rank.
 
-    What leaves the process goes through ``_open``, ``_start_send``, ``_start_receive`` and
+    All communication goes through ``_open``, ``_start_send``, ``_start_receive`` and
     ``_start_all_reduce``; a subclass may replace these (``rehearsal`` does).
 
     Args:
@@ -140,16 +140,16 @@ class Communicator:
         Args:
             tensor: Tensor that is sent.
             dst: Rank that receives it.
-            tag: Tag by which it is told apart from others.
-            devices: Device set over whose connections it goes; if ``None``, over those of all
-                ranks that most messages take.
+            tag: Tag that distinguishes it from other messages.
+            devices: Device set whose connections it uses; if ``None``, those of the group of all
+                ranks, which most messages use.
         """
         tensor = tensor.contiguous()
         work = self._start_send(tensor, dst, self._group(devices), tag)
         self._sent[tag] = self._keep(work, tensor, dst)
 
     def wait_for_send(self, tag: int) -> None:
-        """Wait until a sent tensor may be dropped, if it was sent here and not waited for."""
+        """Wait until a sent tensor may be dropped; does nothing if none waits under this tag."""
         if tag in self._sent:
             sending, number = self._sent.pop(tag)
             sending.wait(number)
@@ -194,10 +194,10 @@ class Communicator:
     def all_gather_slices(
         self, tensor: Tensor, devices: tuple[int, ...], counts: Sequence[int]
     ) -> Pending:
-        """Complete a flat tensor of which each rank has its own slice, in place.
+        """Complete a flat tensor in place, of which each rank has its own slice.
 
-        After ``reduce_scatter`` of the same tensor nothing that must still be sent is overwritten:
-        another rank sends its slice when it has all parts of it, this rank's too.
+        After ``reduce_scatter`` of the same tensor this overwrites nothing that must still be
+        sent: another rank sends its slice only when it has all parts of it, including this rank's.
         """
         slices = list(torch.split(tensor, list(counts)))
         own = slices[devices.index(self.rank)]
@@ -244,7 +244,7 @@ class Communicator:
                 total = before.wait()
             elif in_place and tensor is not None:
                 total = parts.pop()
-            elif not parts:  # nobody has a gradient in this slice group, unlike in others
+            elif not parts:  # only other slice groups have a gradient
                 total = like.new_zeros(counts[index])
             else:
                 total = parts.pop(0)
@@ -333,8 +333,8 @@ class Communicator:
     ) -> "Works":
         """Send one tensor to each other device and receive one from each.
 
-        Not by all-to-all: gloo's posts the sends first, so that its handshakes wait behind data on
-        the same connection, and the two directions of a link take turns.
+        It does not use all-to-all: gloo's posts the sends first, so its handshakes wait behind
+        data on the same connection, and the two directions of a link take turns.
         """
         group = self._groups[devices]
         own = devices.index(self.rank)
@@ -350,8 +350,8 @@ class Communicator:
                 if sent[index].numel()
             ]
             return Works(dist.batch_isend_irecv(operations) if operations else [])
-        # Every exchange has a tag, as receives that wait for their turn may begin after those of
-        # the next one.
+        # Every exchange has a tag of its own, because receives that wait for their turn may begin
+        # after receives of the next exchange.
         tag = _FIRST_TAG + self._num_exchanges[devices] % _NUM_TAGS
         self._num_exchanges[devices] += 1
         starts = [
@@ -387,13 +387,13 @@ class Communicator:
     def _keep_forgotten(self, work: "dist.Work | Works", finish: Callable[[], Tensor]) -> None:
         """Keep an abandoned communication and the memory that it writes to until ``flush``.
 
-        gloo's connection hangs if the memory of a receive that is under way is let go.
+        gloo's connection hangs if the memory of a receive under way is freed.
         """
         self._forgotten.append((work, finish))
 
     def flush(self) -> None:
         """Wait for all sends, and for communication that was abandoned on this rank."""
-        while self._forgotten:  # finishing one may release the last reference to another
+        while self._forgotten:  # the end of one may drop another, which then joins this list
             work, finish = self._forgotten.pop()
             work.wait()
             del finish
@@ -413,10 +413,10 @@ class Communicator:
 
 
 def _goes_in_turns(sent: Sequence[Tensor], received: Sequence[Tensor]) -> bool:
-    """Whether receives of an exchange wait for one another: a rank has several large ones.
+    """Whether receives of an exchange take turns: a rank has several, and all messages are large.
 
-    If there is a rank that it sends nothing to, or gets nothing from, links are not used evenly by
-    turns, and one slow link would keep the others waiting.
+    If a rank sends nothing to some rank, or receives nothing from it, turns do not use links
+    evenly, and one slow link would delay the others.
     """
     if len(received) < 2 or received[0].is_meta:
         return False
@@ -424,15 +424,15 @@ def _goes_in_turns(sent: Sequence[Tensor], received: Sequence[Tensor]) -> bool:
 
 
 def _room_for(flat: Tensor) -> Tensor:
-    """Memory for a tensor like a flat one; of torch's ways the fastest on the meta device."""
+    """Memory for a tensor like a flat one, made in the way that is fastest on the meta device."""
     return torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
 
 
 def add_in_place(total: Tensor, part: Tensor) -> None:
     """``total += part``.
 
-    In a rehearsal there is nothing to add once shapes and dtypes are equal; torch would take a
-    tenth of a millisecond to find that out, some ten thousand times.
+    In a rehearsal it only checks that shapes and dtypes are equal: torch's own addition would take
+    a tenth of a millisecond, some ten thousand times.
     """
     if total.is_meta and total.shape == part.shape and total.dtype == part.dtype:
         return
@@ -456,7 +456,7 @@ def slice_counts(num_elements: int, parts: Sequence[float]) -> list[int]:
 
 def group_limit() -> timedelta:
     """How long a rank waits for the others in the process group of all ranks."""
-    # There is no public function for it.
+    # torch has no public function for it.
     everybody = dist.distributed_c10d._get_default_group()
     limit: timedelta = everybody._get_backend(everybody._device_types[0]).options._timeout
     return limit
@@ -472,7 +472,7 @@ def open_group(
     Args:
         devices: Its ranks; by default all.
         backend: Its backend; by default that of all ranks.
-        limit: How long a rank waits in it for the others, by default as in that of all ranks.
+        limit: How long a rank waits in it for the others, by default as in the group of all ranks.
             torch's own default is half an hour (NCCL: ten minutes), whatever the job's limit is.
     """
     ranks = None if devices is None else list(devices)

@@ -1,6 +1,6 @@
-"""Compiles the kernels of segments with torch's inductor, those that do alike once.
+"""Compiles the kernels of segments with torch's inductor, equal segments once.
 
-Compiled code is kept by torch's own cache, across runs and ranks.
+torch's own cache keeps compiled code across runs and ranks.
 """
 
 import inspect
@@ -28,11 +28,11 @@ Kernels = Callable[[list[Tensor]], Sequence[Tensor]]
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """What is compiled together.
+    """Ops that are compiled together.
 
     Attributes:
         function: Its ops.
-        likes: What its inputs are like.
+        likes: Shape, strides, dtype and device of each input.
         num_ops: Number of its ops.
         run: The compiled function; ``function`` until there is one, or if it cannot be compiled.
     """
@@ -50,11 +50,11 @@ class Compiler:
     """Compiles functions of tensors.
 
     Attributes:
-        tell: Told what is compiled next.
+        tell: Called with the progress before each part.
         seconds: Seconds that compiling has taken so far.
         num_compiled: Number of parts that were compiled.
         num_refused: Number of parts that could not be compiled.
-        why: What the compiler said of the first of them.
+        why: The compiler's error for the first of them.
     """
 
     def __init__(self) -> None:
@@ -62,19 +62,19 @@ class Compiler:
         self.seconds = 0.0
         self.num_compiled = self.num_refused = 0
         self.why = ""
-        # Each keeps alive what its key knows by identity.
+        # Each part keeps the objects alive whose identities are in its key.
         self._parts: dict[tuple[Hashable, tuple[Like, ...]], Part] = {}
         self._waiting: list[Part] = []
 
     def part(
         self, key: Hashable, function: Kernels, likes: tuple[Like, ...], num_ops: int
     ) -> Part:
-        """The part that does the same, or a new one, which ``compile`` compiles.
+        """An existing part with the same key and inputs, or a new one for ``compile``.
 
         Args:
             key: Functions with equal keys do the same with equal inputs.
             function: The function.
-            likes: What its inputs are like.
+            likes: Shape, strides, dtype and device of each input.
             num_ops: Number of its ops.
         """
         if (key, likes) not in self._parts:
@@ -83,7 +83,7 @@ class Compiler:
         return self._parts[key, likes]
 
     def compile(self) -> None:
-        """Compile the parts that are new; those that cannot be are run as they are."""
+        """Compile the new parts; parts that cannot be compiled run as they are."""
         waiting, self._waiting = self._waiting, []
         begin = time.perf_counter()
         for number, part in enumerate(waiting):
@@ -95,7 +95,7 @@ class Compiler:
             try:
                 part.run = _compiled(part)
                 self.num_compiled += 1
-            except Exception as error:  # whatever the compiler or g++ does not like
+            except Exception as error:  # the compiler and g++ may raise anything
                 self.num_refused += 1
                 self.why = self.why or str(error).strip().partition("\n")[0][:200]
         self.seconds += time.perf_counter() - begin
@@ -114,7 +114,7 @@ class Compiler:
 
 
 def seconds_to_compile(num_ops: Sequence[int]) -> float:
-    """Seconds of one core until parts with these numbers of ops are compiled, if none is cached.
+    """Seconds of one core to compile parts with these numbers of ops, if none is cached.
 
     >>> f"{seconds_to_compile([20] * 14):.0f}"
     '45'
@@ -124,7 +124,7 @@ def seconds_to_compile(num_ops: Sequence[int]) -> float:
 
 _PART_S, _OP_S = 1.6, 0.08
 """Least squares over 25 parts of a Llama, a convolutional network and a Transformer encoder on a
-CPU (torch 2.13, inductor's C++): their sums are 28, 27 and 16 s, and 39, 17 and 15 s by this line.
+CPU (torch 2.13, inductor's C++): they took 28, 27 and 16 s; this line gives 39, 17 and 15 s.
 ``docs/notebook/testbeds.md`` has the parts. The first part takes some 10 s more."""
 _REFUSED_AT_FIRST = 2
 """Parts that are tried before it is concluded that nothing can be compiled."""
@@ -140,10 +140,10 @@ def _compiled(part: Part) -> Kernels:
 
 
 def _remove_half_written(error: Exception) -> bool:
-    """Remove the library of torch's cache that could not be loaded; whether there was one.
+    """Remove the library of torch's cache that could not be loaded; returns whether there was one.
 
-    A process that is killed while it compiles leaves part of a file, which torch would take for a
-    compiled library from then on.
+    A process that is killed while it compiles leaves a part of a file, which torch would later
+    take for a compiled library.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -156,14 +156,14 @@ def _remove_half_written(error: Exception) -> bool:
 
 
 def _inductor(function: Kernels, likes: Sequence[Like]) -> Kernels:
-    # Seconds to import, and only needed here.
+    # Imported here only, because it takes seconds.
     from torch._inductor.compile_fx import compile_fx
 
     return as_compiled(function, likes, lambda graph, given: boxed(compile_fx(graph, given)))
 
 
 def boxed(made: Any) -> Kernels:
-    """What torch wraps in functions of single tensors: it takes a list, and drops inputs early."""
+    """Torch's inner function, which takes a list and so can drop inputs early."""
     while inspect.isfunction(made) and made.__code__.co_flags & inspect.CO_VARARGS:
         made = made.__wrapped__  # type: ignore[attr-defined]
     kernels: Kernels = made
@@ -179,10 +179,10 @@ def as_compiled(
 
     Args:
         function: The function.
-        likes: What its inputs are like.
-        backend: Compiles the graph, for inputs like those given, which have no memory.
+        likes: Shape, strides, dtype and device of each input.
+        backend: Compiles the graph, given example inputs without memory.
     """
-    # Without an environment of shapes, torch's caches are bypassed.
+    # torch uses its caches only in an environment of shapes.
     shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     with torch.no_grad():
         with FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True):

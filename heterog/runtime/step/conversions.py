@@ -22,13 +22,13 @@ from heterog.runtime.step.values import Held, Values
 
 
 class Conversions:
-    """Runs the tasks that bring a value to the devices, and into the form, that its readers need.
+    """Runs the tasks that bring a value to its readers' devices, in the form that they need.
 
     Args:
         part: The program as this rank sees it.
         ops: The op of every index.
         values: Values of the current step.
-        losses: Loss of the current step; is given the weight of all labels.
+        losses: Loss of the current step; gets the weight of all labels.
         communicator: Communication with the other ranks.
     """
 
@@ -47,7 +47,7 @@ class Conversions:
         self._communicator = communicator
         self._halos = Halos(part, values, communicator)
         self._incomplete: dict[int, Sequence[Tensor]] = {}  # inputs of ops, by buffer
-        self._goes_back: list[bool] = []  # by task, if any does
+        self._goes_back: list[bool] = []  # by task; empty if none does
         for mode in part.strategy.modes:
             self._goes_back = mode.goes_back(part.program, part.tables) or self._goes_back
 
@@ -67,8 +67,7 @@ class Conversions:
         elif kind == TaskKind.CONCAT:
             self._concat(task, slot, micro)
         elif kind == TaskKind.SPLIT:
-            # Its reader determines the device; the piece is the only overlap of the task's size,
-            # found when it is sent.
+            # Only the reader knows the device that a piece is for, so it is cut when it is sent.
             (read,) = part.reads(task)
             held = self._values.held[read]
             for buffer in part.made(task):
@@ -133,7 +132,7 @@ class Conversions:
         self._values.held[made] = Held(received, samples, units)
 
     def _lane(self, task: int) -> tuple[int, ...] | None:
-        """Device set over whose connections a transfer goes; ``None``: those that most take."""
+        """Device set whose connections a transfer uses; ``None`` for the group of all ranks."""
         goes_back = self._goes_back and self._goes_back[task]
         return gradient_lane(self._part.program) if goes_back else None
 
@@ -238,7 +237,7 @@ class Conversions:
                 self._values.held[buffer] = Held(pending, samples)
 
     def _count_labels(self, task: int, op: int, value: int) -> None:
-        """Find the weight of all labels in the batch, which is here, without other ranks."""
+        """Find the weight of all labels from the whole batch, which every rank has."""
         weight = self._losses.whole_label_weight(op, self._ops[op])
         self._losses.keep_label_weight(value, Pending(None, lambda: weight))
         for buffer in self._part.made(task):
@@ -251,7 +250,7 @@ class Conversions:
         in_batch, on_axis = self._places(slot)
         along, _ = part.target_of_slot(slot)
         if part.program.units[task] > 0 and in_batch.kind != "S":
-            along = self._maker(slot)  # made whole before it goes to other devices
+            along = self._maker(slot)  # the makers' team gathers it before it goes to others
         if part.program.units[task] > 0:
             made = along.team_samples(micro, devices[0]), (0, along.units)
             if in_batch.kind != "S":
@@ -271,7 +270,7 @@ class Conversions:
         samples, units = boxes[part.rank]
         is_empty = counts[devices.index(part.rank)] == 0
         for buffer in part.reads(task):
-            # In the backward pass it also waits for a gradient.
+            # In the backward pass the task also reads a gradient, to wait for it.
             is_value = part.value_in(buffer)[0] == int(part.tables.slot_value[slot])
             if is_value and not is_empty and buffer in self._values.held:
                 held = self._values.held[buffer]
@@ -292,7 +291,7 @@ class Conversions:
                 self._values.held[buffer] = Held(pending, *made)
 
     def recut(self, task: int, kind: TaskKind, value: int, micro: int) -> None:
-        """Change together with a team what its members have just made."""
+        """Change the placement of a value in a team whose members have just made it."""
         if kind == TaskKind.SCATTER_VALUE:
             self._scatter(task, value, micro)
         elif kind == TaskKind.EXCHANGE_VALUE:
@@ -301,7 +300,7 @@ class Conversions:
             self._complete(task, value, micro)
 
     def _scatter(self, task: int, value: int, micro: int) -> None:
-        """Sum over a team a value that its members have just made; each keeps its own slice."""
+        """Sum the parts of a value over the team that made them; each keeps its own slice."""
         part = self._part
         tensor = int(part.tables.value_tensor[value])
         along = part.spans_of_value(value)
@@ -332,11 +331,11 @@ class Conversions:
                 self._values.held[buffer] = Held(summed, samples, along.units_of(part.rank))
 
     def keep_inputs(self, buffer: int, inputs: Sequence[Tensor]) -> None:
-        """Keep the inputs of an op that has made numbers of rows, with which they are read."""
+        """Keep the inputs of an op that has made one number per row; ``_complete`` reads them."""
         self._incomplete[buffer] = inputs
 
     def _complete(self, task: int, value: int, micro: int) -> None:
-        """Gather the numbers of rows that a team's members have found; each makes its columns."""
+        """Gather the numbers per row of a team's members; each then makes its columns."""
         part = self._part
         tensor = int(part.tables.value_tensor[value])
         along, call = part.spans_of_value(value), self._ops[part.maker(value)].call
@@ -367,10 +366,9 @@ class Conversions:
                 self._values.held[buffer] = Held(pending, samples, along.units_of(part.rank))
 
     def _exchange(self, task: int, value: int, micro: int) -> None:
-        """Cut a value that its team's members have just made along another axis.
+        """Cut a value along another axis, in the team whose members have just made it.
 
-        Each sends every member what lies in its own box of before and in the other's box of
-        afterwards.
+        Each member sends every other the overlap of its own old box with the other's new box.
         """
         part = self._part
         tensor = int(part.tables.value_tensor[value])
@@ -412,7 +410,7 @@ class Conversions:
 
 
 class TwoCuts(NamedTuple):
-    """A value of a team that is cut along one axis before an all-to-all, another afterwards."""
+    """A value of a team, cut along one axis before an all-to-all and along another after it."""
 
     shape_of_all: tuple[int, ...]
     batch_size: int
@@ -437,13 +435,13 @@ class TwoCuts(NamedTuple):
         )
 
     def begin(self, micro: int, src: int) -> int:
-        """First sample, or first unit before, of what comes from a device."""
+        """First sample, or first unit of the old axis, of the piece from a device."""
         if self.before.axis == BATCH_AXIS:
             return self.before.samples(micro, src)[0]
         return self.before.units_of(src)[0]
 
     def place_of_parts(self, micro: int, dst: int) -> Placement:
-        """How the parts that a device receives lie in what it has afterwards."""
+        """Placement of received parts in a device's new part."""
         if self.before.axis == BATCH_AXIS:
             units = self.after.units_of(dst)[1]
             return nested(self.in_batch, self.wanted, self.after.units, units)
@@ -460,7 +458,7 @@ class TwoCuts(NamedTuple):
         return overlap(self.before.samples(micro, src), self.after.samples(micro, dst))
 
     def shape(self, micro: int, src: int, dst: int) -> tuple[int, ...]:
-        """Shape of what goes from one device to another."""
+        """Shape of the piece that goes from one device to another."""
         count = self._samples(micro, src, dst)[1]
         shape = local_shape(self.shape_of_all, self.in_batch, count, self.batch_size)
         made, wanted = self._inside(self.made, count), self._inside(self.wanted, count)
@@ -473,7 +471,7 @@ class TwoCuts(NamedTuple):
         return local_shape(shape, wanted, self.after.units_of(dst)[1], self.after.units)
 
     def piece(self, local: Tensor, micro: int, src: int, dst: int) -> Tensor:
-        """What a device sends to another of its part before."""
+        """The piece of a device's old part that it sends to another device."""
         low, owned = self.before.samples(micro, src)
         begin, count = self._samples(micro, src, dst)
         units = self.before.units_of(src)[1]
@@ -487,11 +485,11 @@ class TwoCuts(NamedTuple):
 
 
 def gradient_lane(program: Program) -> tuple[int, ...]:
-    """Device set over whose connections gradients go back to earlier stages that do not wait.
+    """Device set whose connections gradients use on their way to earlier stages that do not wait.
 
-    gloo has one connection between two ranks of a group, and the word that a rank is ready to
-    receive goes there behind the data that it sends. So with one group for both directions inputs
-    would wait for gradients that travel against them, though lines take both at once.
+    gloo has one connection between two ranks of a group, and a rank's notice that it is ready to
+    receive queues there behind the data that it sends. So with one group for both directions,
+    activations would wait for gradients in the other direction, though lines carry both at once.
     """
     return tuple(range(program.num_devices))
 

@@ -1,9 +1,9 @@
-"""Whether ranks can run a plan together: their number, the captured step, its program.
+"""Checks that ranks can run a plan together, and that the model does not change afterwards.
 
-What a model may not change once its step is captured: what trains, how modules behave, ties.
-
-A step is traced once. A parameter that is frozen afterwards would go on training, a module in
-evaluation mode go on dropping out, a temperature would stay what it was.
+Before a step is made: the number of ranks, the captured step, its program. In every step:
+``Unchanged`` compares which parameters train, how modules behave, and ties. It is needed because a
+step is traced once: a parameter that is frozen later would go on training, a module that is put in
+evaluation mode would go on dropping out, and a changed temperature would have no effect.
 """
 
 from dataclasses import replace
@@ -38,10 +38,10 @@ def check_world(plan: Plan) -> None:
 
 
 def as_planned(captured: CapturedStep, plan: Plan, name: str) -> CapturedStep:
-    """The captured step, with the plan's word on an optimizer that was planned by its name.
+    """The captured step; an optimizer that was planned by name is treated as in the plan.
 
     Raises:
-        StrategyError: it is another step, or its optimizer would train otherwise under the plan.
+        StrategyError: the step differs, or its optimizer would train differently under the plan.
     """
     graph = captured.graph
     difference = plan.graph.describe_difference(graph)
@@ -58,7 +58,7 @@ def as_planned(captured: CapturedStep, plan: Plan, name: str) -> CapturedStep:
 
 
 def check_scaled(graph: OpGraph, loss_scale: LossScale | None) -> None:
-    """Refuse a loss scale where no one loss begins the backward pass."""
+    """Refuse a loss scale if no single loss begins the backward pass."""
     if loss_scale is not None and op_that_begins_backward(graph) is None:
         raise StrategyError(
             f"loss_scale cannot scale the loss of '{graph.name}': its backward pass does not "
@@ -67,7 +67,7 @@ def check_scaled(graph: OpGraph, loss_scale: LossScale | None) -> None:
 
 
 def check_same_everywhere(program_hash: str) -> None:
-    """All ranks must have lowered the same program, or their messages would not match."""
+    """Refuse ranks that have lowered different programs, as their messages would not match."""
     mine = torch.tensor([int(program_hash, 16) >> 1], dtype=torch.int64)
     hashes = from_every_rank(mine)
     differing = [rank for rank, each in enumerate(hashes) if not torch.equal(each, mine)]
@@ -79,14 +79,14 @@ def check_same_everywhere(program_hash: str) -> None:
 
 
 def check_masters(strategy: Strategy, workload: Workload) -> None:
-    """Refuse master weights beside a mode that has none."""
+    """Refuse master weights with a mode that does not support them."""
     faults = [mode.masters_fault for mode in strategy.modes if mode.masters_fault]
     if faults and workload.master_dtype is not None:
         raise StrategyError(faults[0])
 
 
 def check_modes(graph: OpGraph, strategy: Strategy, program: Program, *, clips: bool) -> None:
-    """Refuse what the modes of a plan cannot do."""
+    """Refuse settings that the modes of a plan do not support."""
     if clips and not all(mode.takes_clipping for mode in strategy.modes):
         raise StrategyError(
             "max_grad_norm is a norm over one gradient, and loss_scale asks for it, but the "
@@ -108,7 +108,7 @@ _MOST_NAMED = 3
 
 
 class Unchanged:
-    """Compares a model and an optimizer with what they were.
+    """Compares a model and an optimizer with their state at deployment.
 
     Args:
         workload: The workload.
@@ -132,7 +132,7 @@ class Unchanged:
         ]
 
     def check(self) -> None:
-        """Refuse to go on with what has changed.
+        """Refuse a model or optimizer that has changed.
 
         Raises:
             StrategyError: a parameter, a module, the number of parameter groups, or something

@@ -1,9 +1,9 @@
 """Runs a rank's part of a program: kernels, transfers, collectives, optimizer steps.
 
-The program says what happens and the plan in which order; nothing here decides. A rank goes
-through the order of ``step_order`` and does the tasks it takes part in: communication is issued at
-once and waited for where its result is needed. The first step is interpreted (``interpreter``); in
-later ones the ops between two points of communication are one function (``segments``).
+The program has the tasks and the plan their order; this module decides nothing. A rank follows the
+order of ``step_order`` and does the tasks in which it takes part: communication is issued at once
+and waited for where its result is needed. The first step is interpreted (``interpreter``); in
+later steps the ops between two points of communication are one function (``segments``).
 ``conversions`` moves values between divisions, ``gradients`` and ``optimizer`` make new
 parameters.
 """
@@ -55,22 +55,22 @@ class StepExecutor:
         buffers: Buffers and constants of the model, by tensor id.
         optimizer: Optimizer of the parameters that this rank updates.
         slices: Slices of parameters that this rank owns.
-        masters: The optimizer's copies of what it steps, if it has any.
-        push: Sink of gradients that are stepped elsewhere; if ``None``, the optimizer steps here.
+        masters: The optimizer's copies of the tensors that it steps, if it has any.
+        push: Sink of gradients for updates elsewhere; if ``None``, the optimizer steps here.
         read_parameter: Reads a parameter, by tensor id, as the batch's forward pass has read it,
-            where several batches are under way; if ``None``, parameters are read as they are.
+            if several batches are under way; if ``None``, parameters are read as they are.
         max_grad_norm: Largest norm over all parameters; larger gradients are scaled down to it.
         loss_scale: Scale of the loss, if it is scaled.
         seed: Seed of random ops; the same on all ranks.
-        device: Device where this rank computes; all tensors it is given are there.
-        compiler: Compiles what is run from the second step on; ``None`` runs it as it is.
+        device: Device on which this rank computes; all given tensors are there.
+        compiler: Compiles segments from the second step on; ``None`` runs them as they are.
 
     Attributes:
         turns: This rank's tasks in a step, in order.
         num_steps: Number of steps called; random ops draw other numbers in each.
         feedback: Parts of this rank's gradients that codecs have left out so far.
-        times_segments: Whether ``recorder`` is told of segments, each by its first task, not of
-            all tasks one by one.
+        times_segments: Whether ``recorder`` is notified of whole segments, each by its first task,
+            instead of single tasks.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class StepExecutor:
         # As lists: single elements are looked up for every task of every step.
         self._subject: list[int] = self.program.subject.tolist()
         self._micro: list[int] = self.program.micro.tolist()
-        # With a barrier all parameters are there when a step begins.
+        # With a barrier all parameters are complete when a step begins.
         is_late = not (self._is_alone and part.strategy.step_barrier)
         self._segments = Segments(
             part=part,
@@ -212,19 +212,19 @@ class StepExecutor:
             self.begin(batch)
             self.play(self.turns)
             loss = self.end()
-            self._pieces_of(self.turns)  # after the first step, so that the second is like others
+            self._pieces_of(self.turns)  # made after the first step, so the second is not slower
             return loss
 
     def begin(self, batch: Mapping[int, Tensor]) -> None:
-        """Begin a step: the first part of a call, which ``rehearsal`` goes through part by part.
+        """Begin a step; ``rehearsal`` calls the parts of a step one by one.
 
         Args:
             batch: The global batch, by tensor id.
         """
         self._before, self._open = self._open, None
         self._values.begin(batch)
-        # Values must not change while they are sent, and a parameter may at the next update.
-        # Values that were received and not read are freed.
+        # Sends must end first: a sent parameter may change at the next update. Received values
+        # that no task has read are freed.
         if self._is_alone:
             self._communicator.flush()
         self._interpreter.begin()
@@ -246,7 +246,7 @@ class StepExecutor:
         self._summed_loss = None
 
     def play(self, turns: Sequence[DueTask]) -> None:
-        """Run some turns that follow one another: one by one at first, then as segments."""
+        """Run some consecutive turns: one by one in the first step, then as segments."""
         if not turns:
             return
         recorder, step, values = self._updates.recorder, self._step, self._values
@@ -281,13 +281,13 @@ class StepExecutor:
         if task == LOSS:
             if self.program.num_devices > 1:
                 self._summed_loss = self._sum_loss()
-        elif step is not None:  # there is none before the first
+        elif step is not None:  # the first step has none before it
             self._play(task, step)
             if task >= 0 and not of_step_before:
                 self._values.drop_read_by(task)
 
     def _sum_loss(self) -> Pending | None:
-        """Sum the parts of the loss: of all ranks, or of those that a mode names."""
+        """Sum the parts of the loss of all ranks, or of the ranks that a mode names."""
         total = self._losses.total
         if self._loss_part is None:
             return self._communicator.sum_over_all(total)
@@ -313,7 +313,7 @@ class StepExecutor:
         """End the forward pass of a batch whose backward pass comes later.
 
         Returns:
-            The loss, the same on every rank, which is still being summed.
+            The loss, the same on every rank; its sum may still be under way.
         """
         loss, self._summed_loss = self._summed_loss, None
         assert loss is not None
@@ -412,7 +412,7 @@ class StepExecutor:
         step.gradients.keep_gathered(task, slot, micro)
 
     def _gather(self, task: int, number: int, micro: int, step: StepUpdates) -> None:
-        """Gather the parameters of a bucket: to keep, or for the ops that read them next."""
+        """Gather the parameters of a bucket, to keep them or for the next ops that read them."""
         if self._part.ends_update(task):
             self._updates.gather(number)
             return

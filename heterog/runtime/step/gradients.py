@@ -1,14 +1,13 @@
 """The gradients of one step: accumulated, copied into buckets, pushed and summed over devices.
 
-Error feedback: what a codec leaves out of a gradient is added to the next one.
-
-So is what it leaves out of the changes that an island sends when parameters are averaged.
+``ErrorFeedback`` adds what a codec leaves out of a gradient to the next gradient. The same holds
+for the changes that an island sends when parameters are averaged.
 
     m_t = encode(g_t + e_t),   e_{t+1} = g_t + e_t - decode(m_t),   e_0 = 0
 
 (Seide et al. 2014 for one bit, Stich et al. 2018 for top-k.) Each rank keeps what its own messages
-left out, in the gradient's dtype. Activations have none: their elements belong to other samples in
-every step.
+left out, in the gradient's dtype. Activations have no feedback, because their elements belong to
+other samples in every step.
 """
 
 from collections.abc import Mapping
@@ -74,7 +73,7 @@ class Gradients:
         parameters: This rank's parameters, by tensor id.
         communicator: Communication with the other ranks.
         slices: Slices of parameters that this rank owns.
-        feedback: What codecs have left out of gradients in the steps before.
+        feedback: Parts of gradients that codecs have left out in earlier steps.
 
     Attributes:
         own: Sums over this rank's micro-batches so far, by row.
@@ -97,17 +96,17 @@ class Gradients:
         self.own: dict[int, Tensor | Pending] = {}
         # By (row, micro-batch): a device that waits for an earlier one continues with the next.
         self._fresh: dict[tuple[int, int], Tensor | Pending] = {}
-        self._to_replicas: dict[tuple[int, int], Tensor] = {}  # for replicas without any
+        self._to_replicas: dict[tuple[int, int], Tensor] = {}  # for replicas that make none
         self._feedback = feedback
         self._messages: dict[_InRing, Tensor] = {}  # not sent yet
         self._coming: dict[int, Pending] = {}  # decoded messages, by their tasks
-        self._pushed: dict[int, list[Pending]] = {}  # to this rank, which serves the parameter
+        self._pushed: dict[int, list[Pending]] = {}  # received as the parameter's server
         self._sums: dict[int, Tensor] = {}
         self._flat: dict[_InRing, Tensor] = {}
         self._parts: dict[_InRing, Pending] = {}
         self._totals: dict[_InRing, Pending] = {}
         self._slices: dict[int, Pending] = {}  # under ZeRO, by bucket
-        # Where each micro-batch's gradients are scattered.
+        # The next three are used if each micro-batch's gradients are scattered.
         self._of_micro: dict[tuple[int, int], Tensor | Pending] = {}  # by row and micro-batch
         self._flat_of_micro: dict[tuple[int, int], Tensor] = {}  # by bucket and micro-batch
         self._scattered: list[Pending] = []  # not waited for yet
@@ -116,7 +115,7 @@ class Gradients:
         self._summed: dict[int, Tensor] = {}  # views of buckets that are summed, by row
 
     def keep(self, task: int, spans: Spans | None, micro: int) -> list[tuple[int, Recipe | None]]:
-        """Keep the gradients that an op has made; returns their rows, and how they were read."""
+        """Keep the gradients that an op has made; returns their rows and recipes."""
         part, found = self._part, []
         for buffer in part.made(task):
             value, whole = part.value_in(buffer)
@@ -141,7 +140,7 @@ class Gradients:
                     self._keep(row, {part.value_in(buffer): buffer}, spans, micro)
 
     def _keep(self, row: int, near: Near, spans: Spans | None, micro: int) -> Recipe | None:
-        """Keep a gradient, or what will be one when the collective that makes it whole is done."""
+        """Keep a gradient, which a collective may still have to complete."""
         values, tensor = self._values, self._part.graph.updates[row][2]
         reader = values.reader(spans, micro)
         ((_, buffer),) = near.items()
@@ -160,7 +159,7 @@ class Gradients:
     def keep_row(self, row: int, micro: int, kept: Tensor | Pending) -> None:
         """Keep a parameter's gradient, which may be under way."""
         if (row, micro) in self._part.given_to_replicas:
-            # Sums over devices and micro-batches change it in place, maybe before it is sent.
+            # A copy, as sums over devices and micro-batches may change it before it is sent.
             kept = _waited(kept)
             self._to_replicas[row, micro] = kept.clone()
         bucket = self._part.sliced_bucket(row)
@@ -176,7 +175,7 @@ class Gradients:
             self.own[row] = gradient
 
     def accumulate(self, task: int, row: int) -> None:
-        """Add the gradient of a micro-batch to those before, in place where possible."""
+        """Add the gradient of a micro-batch to the sum of earlier ones, in place if possible."""
         micro = int(self._part.program.micro[task])
         own, fresh = _waited(self.own[row]), _waited(self._fresh.pop((row, micro)))
         is_shared = any(self._values.is_needed_after(task, b) for b in self._part.reads(task))
@@ -191,7 +190,7 @@ class Gradients:
         members = self._part.bucket_members[bucket]
         sliced = self._part.sliced.get(bucket)
         if sliced is not None and sliced.by_micro:
-            # Free what was scattered before: ranks that run ahead would keep all of it.
+            # Frees earlier scattered buckets; ranks that run ahead would keep all of them.
             while len(self._scattered) > 1:
                 self._scattered.pop(0).wait()
             if len(members) == 1:
@@ -208,9 +207,10 @@ class Gradients:
         self._flat[bucket, ring.devices] = flat
 
     def _take_of_micro(self, row: int, micro: int) -> Tensor:
-        """A micro-batch's gradient; zeros where this rank makes only others of its bucket.
+        """A micro-batch's gradient; zeros if this rank makes only other gradients of its bucket.
 
-        Ops with rules run on the samples of the team, also where a device has none of its own.
+        This happens because ops with rules run on the samples of the team, even on a device
+        without samples of its own.
         """
         gradient = self._of_micro.pop((row, micro), None)
         return self._zeros(row) if gradient is None else _waited(gradient)
@@ -220,7 +220,7 @@ class Gradients:
         part = self._part
         is_last = len([each for each in part.rings(row) if part.rank in each.devices]) == 1
         own = self._take_own(row) if is_last else self._own_or_zeros(row)
-        # Every second column is a view that runs through memory in steps; gloo would not.
+        # gloo ignores strides, which a part of the columns has.
         return part.cut_to_ring(own, row, ring).reshape(-1).contiguous()
 
     def synchronise(self, task: int, kind: TaskKind, bucket: int) -> None:
@@ -249,7 +249,7 @@ class Gradients:
 
         def total(parts: list[Tensor]) -> Tensor:
             flat.zero_()
-            for each in parts:  # in one order everywhere: replicas stay alike to the last bit
+            for each in parts:  # the same order on all ranks keeps replicas equal to the last bit
                 codec.add_decoded(flat, each)
             return flat
 
@@ -298,14 +298,14 @@ class Gradients:
             in_place=not bucket.by_micro,
         )
         if not bucket.by_micro:
-            # A communicator's operations run one after another. Now that the next one is issued,
-            # the memory that the one before was received into is freed.
+            # A communicator's operations run one after another. As the next one is issued now, the
+            # receive buffer of the previous one can be freed.
             last = self._last_scatter.get(bucket.devices)
             if last is not None:
                 last.wait()
             self._last_scatter[bucket.devices] = self._slices[number]
         else:
-            if flat is None:  # it has not flattened anything
+            if flat is None:  # ``flatten``, which frees them, did not run here
                 for pending in self._scattered:
                     pending.wait()
                 self._scattered.clear()
@@ -332,9 +332,9 @@ class Gradients:
                 flat = _waited(self._of_micro.pop((bucket, micro))).reshape(-1)
             return flat
         if key not in self._flat:
-            # A replica without a gradient gives zeros to each of its rings, which need no copy.
+            # Also for a replica without a gradient, which gives zeros to each of its rings.
             own = self._in_ring(bucket, self._part.ring_over(bucket, key[1]))
-            # Collectives add in place, so not if the gradient is still read.
+            # A copy if the gradient is still read, because collectives add in place.
             is_shared = any(self._values.is_needed_after(task, b) for b in self._part.reads(task))
             self._flat[key] = own.clone() if is_shared else own
         return self._flat[key]
@@ -344,7 +344,7 @@ class Gradients:
         return self._slices[bucket].wait()
 
     def push(self, task: int, row: int) -> None:
-        """Send a gradient to the device that sums it or lacks it, or receive it there."""
+        """Send a gradient to the device that sums it or has none, or receive it there."""
         src, dst = self._part.channel(task).devices
         micro = int(self._part.program.micro[task])
         is_served = self._part.is_served_by(row, dst)
@@ -354,7 +354,7 @@ class Gradients:
             message = self._messages.pop((row, (src, dst)), None)
             self._communicator.send(_waited(gradient) if message is None else message, dst, task)
             if is_served:
-                self.own.pop(row, None)  # it is needed there and nowhere else
+                self.own.pop(row, None)  # only the server needs it
             return
         parameter = self._parameter(row)
         like = torch.empty(
@@ -375,7 +375,7 @@ class Gradients:
             self._put(row, micro, pending)
 
     def add_pushed(self, task: int, row: int) -> None:
-        """Add gradients pushed to this rank, and its own one if that is a part of the sum."""
+        """Add the gradients pushed to this rank, and its own if that is a part of the sum."""
         parts = [pending.wait() for pending in self._pushed[row]]
         kept = self.own.get(row)
         makers = [int(self._part.program.buffer_maker[b]) for b in self._part.reads(task)]
@@ -447,7 +447,7 @@ class Gradients:
             pending.wait()
 
     def _take_own(self, row: int) -> Tensor:
-        """Take this rank's gradient out; from here on there is a copy of it."""
+        """Take this rank's gradient out, because its bucket now has a copy."""
         gradient = self._own_or_zeros(row)
         self.own.pop(row, None)
         return gradient

@@ -56,7 +56,7 @@ class Halos:
         """Run one task."""
         values, part = self._values, self._part
         if kind == TaskKind.SPLIT:
-            # The piece is cut out when it is sent, as its reader is known then.
+            # The piece is cut when it is sent, because its reader is known only then.
             (read,) = part.reads(task)
             for buffer in part.made(task):
                 values.held[buffer] = values.held[read]

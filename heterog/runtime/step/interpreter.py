@@ -22,21 +22,21 @@ from heterog.runtime.step.values import Held, Reader, Values
 
 @dataclass(slots=True, kw_only=True)
 class NotedOp:
-    """What a task does that runs an op, and how it read its inputs when it last ran.
+    """A task that runs an op: what it does, and how it read its inputs when it last ran.
 
     Attributes:
         local_op: The op.
         share: This rank's share of it.
-        reader: This rank, as the op reads.
+        reader: This rank as a reader, with the op's samples and units.
         micro: The micro-batch.
         units: Part of its outputs.
         draws_for: Rank whose random numbers it draws; ``None`` if every rank draws the same.
-        is_again: Whether the step has run the op before, and drops what it makes.
-        is_incomplete: Whether its team completes what it makes.
+        is_again: Whether the op runs a second time in the step (recomputation).
+        is_incomplete: Whether its team has to complete its output.
         own_buffers: Inputs, by position, that it must not change.
-        is_special: Whether it needs more of the step than its inputs, so that it is no part of a
+        is_special: Whether it needs more of the step than its inputs, so that it cannot be in a
             segment.
-        inputs: How each input was read; ``None`` where more was done than views and cuts.
+        inputs: Recipe of each input; ``None`` if reading it took more than views and cuts.
         gradients: Rows of ``graph.updates`` whose gradients it made, and how they were read.
     """
 
@@ -55,12 +55,12 @@ class NotedOp:
 
     @property
     def recipes(self) -> list[Recipe | None]:
-        """How it read its inputs and the gradients that it made."""
+        """Recipes of its inputs and of the gradients that it made."""
         return [*self.inputs, *(recipe for _, recipe in self.gradients)]
 
     @property
     def is_plain(self) -> bool:
-        """Whether all that it does is known."""
+        """Whether its recipes are complete, and it is not special."""
         return not self.is_special and None not in self.recipes
 
 
@@ -72,12 +72,12 @@ class Interpreter:
         ops: Local op of every index.
         values: Values of the step.
         losses: Parts of the loss.
-        conversions: Completes what a team makes together.
+        conversions: Completes outputs that a team makes together.
         random: Random numbers of ops.
         begins_backward: The op whose output is scaled as the loss is; ``None`` if none is.
 
     Attributes:
-        noted: What is known of tasks that have run, by task.
+        noted: Notes on tasks that have run, by task.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class Interpreter:
         op, spans = local_op.index, reader.spans
         inputs = self._inputs(task, noted)
         if local_op.counts_steps and spans is None:
-            # Other micro-batches of one step would count it again.
+            # A counter counts a step once, not each of its micro-batches.
             if op in self._counted:
-                inputs = [inputs[0], inputs[0]]  # nothing changes
+                inputs = [inputs[0], inputs[0]]  # copies the counter onto itself
             self._counted.add(op)
         outputs = self._outputs(noted, inputs, number)
         if op == self._begins_backward:
@@ -137,7 +137,7 @@ class Interpreter:
             if self._losses.has_all_labels(op, spans):
                 # No other device to reduce with, and the backward pass reads it.
                 outputs[1] = weight
-        made = self._part.made(task)[: len(outputs)]  # a token may follow, which only orders tasks
+        made = self._part.made(task)[: len(outputs)]  # without a token, which only orders tasks
         if noted.is_incomplete:
             self._conversions.keep_inputs(made[0], inputs)
         for buffer, output in zip(made, outputs, strict=True):
@@ -164,26 +164,26 @@ class Interpreter:
         return inputs
 
     def _outputs(self, noted: NotedOp, inputs: Sequence[Tensor], number: int) -> list[Tensor]:
-        """What an op makes of its inputs."""
+        """Outputs of an op for some inputs."""
         local_op = noted.local_op
         if local_op.is_of_whole_batch:
             outputs = self._part.graph.outputs[local_op.index]
             return [self._values.from_batch(tensor) for tensor in outputs]
         if not local_op.is_random:
             return local_op(inputs, noted.share)
-        # Seeded by what identifies the op: run again, it draws the same numbers.
+        # Seeded by the op's identity, so that recomputation draws the same numbers.
         with self._random.drawing(number, local_op.index, noted.micro, rank=noted.draws_for):
             return local_op(inputs, noted.share)
 
     def _first_call(self, task: int, row: int, micro: int) -> NotedOp:
-        """What is known of a task before its op runs for the first time."""
+        """Notes on a task before its op runs for the first time."""
         part, op = self._part, self._op[row]
         spans, local_op = part.spans_of_task(task, op), self._ops[op]
         reader = self._values.reader(spans, micro)
         is_again = part.kinds[task] is not TaskKind.COMPUTE
         share = reader.share or local_op.whole
         is_incomplete = local_op.is_incomplete(share)
-        # BatchNorm would update its statistics again.
+        # With copies of its buffers, because BatchNorm would update its statistics again.
         own_buffers = self._buffers_read(op) if is_again else ()
         return NotedOp(
             local_op=local_op,
@@ -220,7 +220,7 @@ class Interpreter:
         if along_axis or spans.axis == BATCH_AXIS:
             return self._part.rank
         if spans.num_teams == 1 and self._part.num_micro == 1:
-            return None  # the whole of it, on all devices
+            return None  # every device draws for the whole output
         return spans.speaker(micro, self._part.rank)
 
     def _buffers_read(self, op: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""One op of the graph on a device's share: its arguments, its kernel, and what keeps it exact."""
+"""One op of the graph on a device's share: its local arguments, its kernel, and corrections."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -41,7 +41,7 @@ _SUM_REDUCTION = 2
 _RANDOM = frozenset({Special.OWN_RANDOM_STREAM, Special.SHARED_RANDOM_STREAM})
 _OF_POSITION = frozenset({Special.CAUSAL_ROWS, Special.OWN_WORDS})
 _AROUND = frozenset({Special.OWN_ROWS, Special.MEAN_TO_SUM})
-"""What is done before or after a kernel, on any share."""
+"""Corrections before or after a kernel, which any share needs."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _INSTEAD = {"attention": "Use dropout_p=0 in attention, and torch.nn.Dropout after it."}
 
@@ -49,7 +49,7 @@ _WRITTEN_OUT = {
     "_conj.default": torch.ops.aten.conj_physical.default,
     "_neg_view.default": torch.ops.aten.neg.default,
 }
-"""Ops that only set a flag of their input, which no message carries."""
+"""Ops that only set a flag of their input, and ops that compute the same: messages lose flags."""
 
 _FAST: Mapping[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.aten.t.default: torch.t,
@@ -82,14 +82,14 @@ _PLAIN = (int, float, bool, type(None))
 
 
 class Share(NamedTuple):
-    """What an op runs on.
+    """The part of the batch and of an axis that an op runs on.
 
     Attributes:
         samples: Number of samples of the batch.
         units: Number of units of the axis of its rule.
         first_unit: Number of the first of them.
-        is_first: Whether this device adds what must enter a sum over the batch once.
-        is_first_member: Whether this device adds what must enter a sum over a team once.
+        is_first: Whether this device adds summands that must enter a sum over the batch once.
+        is_first_member: Whether this device adds summands that must enter a team's sum once.
     """
 
     samples: int
@@ -124,31 +124,31 @@ class Kernel(NamedTuple):
 class LocalOp:
     """Calls the kernel of one op on local tensors.
 
-    An op follows the batch, or it has a rule: then it follows the batch between teams of devices,
-    and the axis of its rule inside a team.
+    An op without a rule is split along the batch. With a rule it is split along the batch between
+    teams of devices, and along the axis of its rule inside a team.
 
     Args:
         graph: Graph of the captured step.
         plan: Placements of the graph along the batch and other axes.
         index: Index of the op.
-        node: The fx node that it was read from.
-        device: Device where it runs; tensors that the graph creates on the CPU are created there.
+        node: Its fx node in the capture.
+        device: Device on which it runs, and on which it creates tensors.
 
     Attributes:
         whole: The share of one device alone.
         along_batch: Rule of the op along the batch.
         along_axis: Rule along its axis inside a team; all whole if it has none.
         has_windows: Whether it reads rows that neighbours own.
-        minds_position: Whether its result depends on where its units begin.
+        minds_position: Whether its result depends on the number of its first unit.
         is_random: Whether it draws from torch's default generator.
         draws_own: Whether each share of it draws numbers of its own, along the batch and along its
             axis.
-        is_of_whole_batch: Whether it makes something of the whole batch, on any share.
+        is_of_whole_batch: Whether every share makes the output of the whole batch.
         weighs_labels: Whether it divides by the weight of all labels of the batch.
         steps_buffers: Positions of the running statistics that it updates in a copy of their
             units.
         counts_steps: Whether it counts a step in a buffer.
-        steps_statistics: Whether it normalises a batch, and steps running statistics as it runs.
+        steps_statistics: Whether it normalises a batch, and updates running statistics itself.
 
     Raises:
         StrategyError: the op cannot be executed on a part of the batch.
@@ -193,7 +193,7 @@ class LocalOp:
             )
         self._target: Callable[..., Any] = _WRITTEN_OUT.get(self.call.kind, target)
         if device.type not in ("cpu", "meta") and self.call.kind in ATTENTION:
-            # Captured as a kernel of the CPU; each kind of device has kernels of its own.
+            # It was captured as a kernel of the CPU; other devices have other kernels.
             self._target = ATTENTION[self.call.kind]
         self._schema = target._schema
         self._original = {
@@ -227,19 +227,19 @@ class LocalOp:
         """Run on local inputs.
 
         Args:
-            inputs: Tensor inputs of the op, placed as its rules want them.
+            inputs: Tensor inputs of the op, placed as its rules need them.
             share: The local share.
 
         Returns:
             The local outputs.
 
         Raises:
-            StrategyError: a BatchNorm has one value per channel, of which there is no variance.
+            StrategyError: a BatchNorm has one value per channel, which has no variance.
         """
         return self.kernel(share)(inputs)
 
     def kernel(self, share: Share) -> Kernel:
-        """What a call on a share comes to; see ``__call__``."""
+        """The kernel of a call on a share; see ``__call__``."""
         if share not in self._kernels:
             self._kernels[share] = self._make_kernel(share)
         return self._kernels[share]
@@ -281,7 +281,7 @@ class LocalOp:
             name = ATTENTION_ALIASES.get(argument.name, argument.name)
             value: Any = local.get(name)
             if not _holds_tensor(value) and value == self.call.args.get(name):
-                # Unchanged: dtypes and devices are text in the graph, objects here.
+                # The original object: the graph has dtypes and devices as text.
                 value = self._original[argument.name]
             if self.weighs_labels and argument.name == "reduction":
                 value = _SUM_REDUCTION
@@ -295,7 +295,7 @@ class LocalOp:
         )
 
     def _on_windows(self, share: Share, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The op, which reads rows that neighbours own."""
+        """Run an op that reads rows of neighbours."""
         units = share.first_unit, share.units
         if self._of_rows is not None:
             return self._of_rows(inputs, units)
@@ -312,7 +312,7 @@ class LocalOp:
         )
 
     def _specially(self, share: Share, kernel: Kernel, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The op with all that keeps it exact on a part of its inputs."""
+        """Run the op with the corrections that make it exact on a part of its inputs."""
         given = list(inputs)
         for summand in self._summands(share):
             given[summand] = torch.zeros_like(given[summand])
@@ -355,7 +355,7 @@ class LocalOp:
     def _on_own_words(
         self, inputs: Sequence[Tensor], share: Share, kernel: Kernel
     ) -> list[Tensor]:
-        """A look-up, or a choice of labels, among the words of some units."""
+        """Run a look-up, or a choice of labels, on the words of some units."""
 
         def run(given: Sequence[Tensor], instead: Mapping[str, Any]) -> list[Tensor]:
             return self._instead(kernel, instead)(given)
@@ -369,12 +369,12 @@ class LocalOp:
         return on_own_words(self.call, run, inputs, words, is_mean=is_mean)
 
     def is_incomplete(self, share: Share) -> bool:
-        """Whether the op finds a number of each row, with which its team then makes columns."""
+        """Whether the op makes one number per row, from which its team then makes the columns."""
         is_part = share.units < self.whole.units
         return is_part and self.along_axis.special == Special.NUMBERS_OF_ROWS
 
     def _windows(self, units: Span) -> Windows:
-        """Rows of an op that reads rows which neighbours own."""
+        """Rows at hand and rows to make of an op that reads rows of neighbours."""
         rule, all_units = self.along_axis, self.whole.units
         dim = halo_dim(rule.inputs)
         assert dim is not None
@@ -396,7 +396,7 @@ class LocalOp:
         )
 
     def as_view(self, output: int, share: Share) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        """A function of the op's only input, and its further arguments, that makes an output."""
+        """A function that makes an output from the op's only input, and its other arguments."""
         kernel = self.kernel(share)
         first, *others = kernel.positional
         is_method = first == TensorRef(0) and not any(map(_holds_tensor, others))
@@ -423,7 +423,7 @@ class LocalOp:
         return local_shape(shape, inside, share.units, self.whole.units)
 
     def _summands(self, share: Share) -> list[int]:
-        """Inputs that enter a sum over devices once, and not on the device of this share."""
+        """Inputs that enter a sum over devices once, on another device than this share's."""
         enters = (self.along_batch, share.is_first), (self.along_axis, share.is_first_member)
         return [
             self._summand(rule)
@@ -432,7 +432,7 @@ class LocalOp:
         ]
 
     def _summand(self, rule: RuleResult) -> int:
-        if "other" in self.call.args:  # of two that are added, or chosen from, what all have
+        if "other" in self.call.args:  # of two operands, the one that all devices have
             both = positions(self.call, "self", "other")
             return next(position for position in both if rule.inputs[position] == R)
         (summand,) = positions(self.call, "bias" if "bias" in self.call.args else "self")

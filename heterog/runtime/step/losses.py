@@ -77,7 +77,7 @@ class Losses:
     ) -> Tensor:
         """Weight of this rank's labels over all micro-batches.
 
-        Members of a team have the same labels: one counts for all, or with ``speaks`` each does.
+        Members of a team have the same labels: one member counts them, or with ``speaks`` each.
         """
         part = self._part
         inputs = part.graph.ops[op].inputs
@@ -96,14 +96,14 @@ class Losses:
             counts = ne(target, ignored)
             if local_op.call.args.get("weight") is not None:
                 weight = self._known(op, 2, inputs[2], reader)
-                # No mask selects elements: their number would be known to the data alone.
+                # Not by a mask that selects elements: shapes would depend on data.
                 total += (weight[where(counts, target, 0)] * counts).sum()
             else:
                 total += counts.sum()
         return total
 
     def whole_label_weight(self, op: int, local_op: LocalOp) -> Tensor:
-        """Weight of the labels of the whole batch, which every rank has, counted here."""
+        """Weight of the labels of the whole batch, which every rank has and can count."""
         inputs = self._part.graph.ops[op].inputs
         ignored = integer(local_op.call, "ignore_index")
         target = self._values.from_batch(inputs[1])
@@ -115,5 +115,5 @@ class Losses:
         return total + (weight[where(counts, target, 0)] * counts).sum()
 
     def _known(self, op: int, position: int, tensor: int, reader: Reader) -> Tensor:
-        """An input of the loss that follows from the batch, before the op that makes it runs."""
+        """An input of the loss that depends on the batch only, before its own op runs."""
         return self._values.cut_whole(self._values.from_batch(tensor), op, position, reader)

@@ -1,4 +1,4 @@
-"""Where tensors come from and how ops need their inputs, looked up once for all ranks."""
+"""The sources of tensors, and the placements in which ops need them, found once for all ranks."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,7 +14,7 @@ class Source(NamedTuple):
     Attributes:
         maker: The op that makes it; -1 for a step input.
         output: Its position among the outputs of that op.
-        is_view: Whether that op only shows its first input in another way.
+        is_view: Whether that op makes a view of its first input.
         in_batch: Placement along the batch.
         on_axis: Placement along the axis of the rule that made it, or along the batch.
         is_ruled: Whether a rule made it.
@@ -52,7 +52,7 @@ class Need(NamedTuple):
 
 @lru_cache(maxsize=8)
 def sources(graph: OpGraph, op_rules: OpRules = ()) -> tuple[Source, ...]:
-    """Where each tensor of a step comes from.
+    """The source of each tensor of a step.
 
     Args:
         graph: The captured step.

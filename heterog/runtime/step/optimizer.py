@@ -1,32 +1,25 @@
 """New parameters: the user's optimizer makes them here, servers send them to the other ranks.
 
-An update of a whole parameter may be late: it is made when the first reader of its parameter
-comes, or at the end of the step, together with others that wait. Without a step barrier that is in
-the next step, and it still uses the learning rate that the optimizer had when its own step was
-called. A slice is stepped at its turn: its gradients were sent on and are let go then, which is
-the memory that ZeRO is chosen for.
+``make_optimizer`` makes the optimizer of a rank's tensors, with all parameter groups. ``Updates``
+may delay the update of a whole parameter: it runs at the parameter's first read, or at the end of
+the step, together with other waiting updates. Without a step barrier it runs in the next step, and
+still uses the learning rate at the call of its own step. A slice is stepped at its turn, because
+then its gradients, which were sent on, are freed: this is the memory that ZeRO is chosen for.
 
-Master weights: copies with more digits that the optimizer updates.
+``Masters`` are copies in higher precision that the optimizer updates. In the model's dtype,
+updates smaller than half the distance of two numbers would be lost, one step after the other. So
+the model gets the copy rounded after every step (Micikevicius et al. 2018, section 3.1).
 
-Updates smaller than half a step between two numbers of the model's dtype would be lost, one step
-after the other. So the optimizer has a copy with more digits, and the model gets it rounded after
-every step (Micikevicius et al. 2018, section 3.1).
+``LossScale`` keeps gradients in float16 from vanishing. Cards without bfloat16 (V100, T4, RTX 20)
+train in float16, whose smallest normal number is 6e-5: smaller gradients lose digits and then
+become 0. So the backward pass begins with the scale instead of 1, and gradients are divided by it
+before they are clipped and used (Micikevicius et al., "Mixed Precision Training", ICLR 2018,
+section 3.2). The scale follows the rules of ``torch.amp.GradScaler``.
 
-The user's optimizer of what a rank steps, with all parameter groups of the workload.
-
-Scaling of the loss, so that gradients in float16 do not vanish.
-
-Cards without bfloat16 (V100, T4, RTX 20) train in float16, whose smallest normal number is 6e-5:
-smaller gradients lose digits and then everything. So the backward pass begins with the scale
-instead of 1, and gradients are divided by it before they are clipped and used (Micikevicius et
-al., "Mixed Precision Training", ICLR 2018, section 3.2). The scale follows the rules of
-``torch.amp.GradScaler``.
-
-Optimizer state that is kept in fewer digits than it is computed in.
-
-Adam's two moments are twice as large as the parameters. Kept in bfloat16 they take half of that:
-before a step they are widened to the dtype of what is stepped, and rounded after it. The step
-itself loses nothing (as with Megatron-LM's ``exp-avg-dtype``).
+``keep_state_in`` stores optimizer state in lower precision than it is computed in. Adam's two
+moments are twice as large as the parameters; in bfloat16 they take half of that. They are widened
+to the dtype of the stepped tensor before a step, and rounded after it. The step itself loses
+nothing (as with Megatron-LM's ``exp-avg-dtype``).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,10 +47,10 @@ _DTYPE = "state_dtype"
 def keep_state_in(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> None:
     """Let an optimizer keep its state in another dtype between steps.
 
-    Counters stay as they are, and so does all state where ``dtype`` is ``None``.
+    Counters stay as they are, and so does all state if ``dtype`` is ``None``.
 
     Args:
-        optimizer: An optimizer; what it steps has as many digits as ``dtype`` or more.
+        optimizer: An optimizer; its tensors have the precision of ``dtype`` or a higher one.
         dtype: Dtype of its state.
     """
     if dtype is None:
@@ -81,7 +74,7 @@ def is_narrow(optimizer: torch.optim.Optimizer | None) -> bool:
 
 
 def _convert(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> None:
-    """Convert the state of all that the optimizer steps; ``None``: to the dtype of that."""
+    """Convert the state of all stepped tensors to a dtype, or to their own if ``None``."""
     for group in optimizer.param_groups:
         for stepped in group["params"]:
             state = optimizer.state.get(stepped, {})
@@ -92,10 +85,10 @@ def _convert(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> Non
 
 @dataclass(slots=True, kw_only=True)
 class LossScale:
-    """A scale that grows while gradients are finite and shrinks where they are not.
+    """A scale that grows while gradients are finite and shrinks when they are not.
 
-    A step whose gradients are not finite changes no parameter and no state of the optimizer. Every
-    rank has a ``LossScale`` of its own, and all of them change alike.
+    A step with gradients that are not finite changes no parameter and no state of the optimizer.
+    Every rank has a ``LossScale`` of its own, and all of them change alike.
 
     Attributes:
         scale: Factor of the loss in the next step; the default is torch's.
@@ -125,7 +118,7 @@ class LossScale:
             raise HeterogError(f"growth_interval is {self.growth_interval}; it must be 1 or more.")
 
     def update(self, *, is_finite: bool) -> None:
-        """Take in whether all gradients of a step were finite."""
+        """Adapt the scale to whether all gradients of a step were finite."""
         if not is_finite:
             self.scale *= self.backoff_factor
             self.good_steps = 0
@@ -145,14 +138,14 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from numbers that ``state_dict`` gave."""
+        """Continue from numbers of ``state_dict``."""
         self.scale = float(state["scale"])
         self.good_steps = int(state["good_steps"])
         self.num_skipped = int(state["num_skipped"])
 
 
 def op_that_begins_backward(graph: OpGraph) -> int | None:
-    """The op that makes the gradient of the loss by itself, a 1; ``None`` if there is none."""
+    """The op that makes the gradient of the loss with respect to itself, a 1; or ``None``."""
     loss = int(graph.storage[graph.loss])
     return next(
         (
@@ -169,7 +162,7 @@ class Masters:
 
     Args:
         dtype: Dtype of the copies; ``None`` makes none, and the values themselves are updated.
-        values: Parameters and slices to update; those that have the dtype already need no copy.
+        values: Parameters and slices to update; values that have the dtype need no copy.
 
     Attributes:
         stepped: Tensors of the optimizer, in the order of the values.
@@ -217,7 +210,7 @@ _WITHOUT_COPIES = {"cpu"}
 
 
 def in_parts(rows: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Cut rows into parts, in order, of at most so many bytes where a row is not larger itself.
+    """Cut rows, in order, into parts of at most ``most`` bytes; a larger row is a part alone.
 
     >>> in_parts([4, 5, 6, 7], [10, 30, 50, 10], 40)
     [[4, 5], [6], [7]]
@@ -259,14 +252,14 @@ class Updates:
     """Brings this rank's parameters up to date.
 
     Args:
-        part: the program as this rank sees it.
-        parameters: this rank's parameters by tensor id.
-        optimizer: steps those that this rank updates; ``None`` if there are none.
-        communicator: talks to the other ranks.
-        device: where this rank computes.
-        slices: that this rank owns.
-        masters: the optimizer's copies of what it steps.
-        push: takes gradients that a server steps the optimizer with; ``None``: it is stepped here.
+        part: The program as this rank sees it.
+        parameters: This rank's parameters by tensor id.
+        optimizer: Optimizer of the parameters that this rank updates; ``None`` if there are none.
+        communicator: Communication with the other ranks.
+        device: Device on which this rank computes.
+        slices: Slices that this rank owns.
+        masters: The optimizer's copies of the tensors that it steps.
+        push: Takes gradients for a server's optimizer; ``None`` if the optimizer steps here.
 
     Attributes:
         recorder: Recorder notified of every call of the optimizer, if set.
@@ -301,14 +294,14 @@ class Updates:
             for row in range(len(part.graph.updates))
             if part.rank in part.owners(row) and not part.zero_stage(row)
         ]
-        # Those of which the optimizer gets a gradient in another dtype than it was summed in.
+        # Rows whose gradients are converted from the dtype of their sum for the optimizer.
         self._copied = {
             row
             for row, (_, tensor, _) in enumerate(part.graph.updates)
             if tensor in parameters
             and masters.of(parameters[tensor]).dtype != part.gradient_dtype(row)
         }
-        self._step: StepUpdates | None = None  # that all waiting parameters belong to
+        self._step: StepUpdates | None = None  # the step of all waiting parameters
         self._waiting: dict[int, int] = {}  # row by tensor id
         self._arriving: dict[int, Pending] = {}  # by tensor id
         self._gathering: dict[int, Pending] = {}  # by bucket
@@ -346,7 +339,7 @@ class Updates:
             self._step = step
             self._waiting[self._part.graph.updates[row][1]] = row
             return
-        # A slice cuts through parameters: all of them must be free to change.
+        # A slice has parts of several parameters, and all of them must be free to change.
         step.updated[bucket.number] = step.updated.get(bucket.number, 0) + 1
         if step.updated[bucket.number] == len(bucket.rows):
             total = step.gradients.slice_total(bucket.number)
@@ -367,7 +360,7 @@ class Updates:
                 value if codec is None else self._messages.pop(task), dst, task
             )
             return
-        like = self.read(tensor).detach()  # the one before may be under way if nobody read it
+        like = self.read(tensor).detach()  # waits for an earlier receive that no op has read
         if codec is not None:
             self._arriving[tensor] = decoded(self._communicator, like, src, task, codec, into=like)
             return
@@ -411,8 +404,8 @@ class Updates:
         Args:
             step: The step that the gradients belong to.
             max_norm: Largest norm; ``None`` leaves the norm as it is.
-            loss_scale: Scale of the loss, out of which gradients are taken first; with one, a step
-                whose norm is not finite is skipped.
+            loss_scale: Scale of the loss; gradients are divided by it first, and a step whose norm
+                is not finite is skipped.
         """
         # In double precision: squares of large norms overflow where the norms do not.
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -424,7 +417,7 @@ class Updates:
             if own.numel() and self._slices.buckets[number].is_first
         ]
         norms = [
-            # The norm of small float16 numbers may be too large for one.
+            # The norm of small float16 numbers may itself be too large for float16.
             torch.linalg.vector_norm(
                 part, dtype=torch.float32 if part.dtype == torch.float16 else None
             )
@@ -443,7 +436,7 @@ class Updates:
             loss_scale.update(is_finite=not step.is_skipped)
 
     def step(self) -> None:
-        """Update the whole parameters that wait for it, in as few calls as possible."""
+        """Update the waiting whole parameters, in as few calls as possible."""
         if not self._waiting:
             return
         assert self._step is not None
@@ -451,9 +444,8 @@ class Updates:
         self._step, self._waiting = None, {}
         gradients = step.gradients
         rows = list(waiting.values())
-        # One by one where gradients are copied into another dtype: the copies of all of them would
-        # be there together.
-        # So it is where state is widened for the step.
+        # One by one if gradients are converted to another dtype, or state is widened for the step:
+        # otherwise all these copies would exist at the same time.
         is_copied = is_narrow(self._optimizer) or not self._copied.isdisjoint(rows)
         one_by_one = is_copied and not self._together
         for part in [[row] for row in rows] if one_by_one else self._stepped_together(rows):
@@ -469,9 +461,9 @@ class Updates:
     def _stepped_together(self, rows: list[int]) -> list[list[int]]:
         """Rows in parts that the optimizer steps in one call each.
 
-        PyTorch's own optimizers have kernels for many tensors on a GPU, which make intermediate
-        copies of all of them: in parts, these take little memory beside the gradients. Those that
-        step parameters independently of each other get the same numbers.
+        On a GPU PyTorch's own optimizers have kernels for many tensors, which make intermediate
+        copies of all of them; in parts, the copies take little memory beside the gradients. The
+        results are the same if the optimizer steps parameters independently of each other.
         """
         if self._push is not None or self._together or self._device.type in _WITHOUT_COPIES:
             return [rows]
@@ -498,7 +490,7 @@ class Updates:
         assert self._options is not None
         stepped = [self._masters.of(parameter) for parameter, _ in targets]
         for parameter, (_, total) in zip(stepped, targets, strict=True):
-            # A factor is taken in the wider dtype: 1/65536 has few digits in float16.
+            # The factor has the wider dtype, because 1/65536 has few digits in float16.
             gradient = total.contiguous()
             scale = step.scale
             if scale is not None:
@@ -540,8 +532,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make the user's optimizer of some tensors.
 
-    Every rank has all groups, those of which it steps nothing without tensors: so all of them can
-    make the same scheduler.
+    It has all groups on every rank, empty ones included, so that all ranks can make the same
+    scheduler.
 
     Args:
         workload: The workload.

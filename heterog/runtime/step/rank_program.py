@@ -38,14 +38,14 @@ CONVERSIONS = frozenset(
         *(TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE),
     }
 )
-"""Kinds of tasks that bring a value to the devices, and into the form, that readers need."""
+"""Kinds of tasks that bring a value to its readers' devices, in the form that they need."""
 OP_KINDS = frozenset({TaskKind.COMPUTE, TaskKind.RECOMPUTE, TaskKind.REMAKE})
 """Kinds of tasks that run an op; their subject is its row in the tables."""
 _ENDS_UPDATE = frozenset({TaskKind.UPDATE, TaskKind.PULL})
 _CODES = frozenset({TaskKind.ENCODE, TaskKind.DECODE, TaskKind.DECODE_SUM})
 
 WINDOW = -1
-"""Marks a value that holds rows of neighbours, in place of how much of it was gathered."""
+"""Marks a value that holds rows of neighbours, in place of the extent to which it was gathered."""
 Near = dict[tuple[int, int], int]
 """Buffer of each value that a task reads, by (value, how much of it was gathered)."""
 
@@ -56,14 +56,14 @@ def has_window(tables: GraphTables, slot: int) -> bool:
 
 
 def gathered(bucket: int) -> tuple[int, int]:
-    """Key of the parameters of a bucket, gathered for some ops, in place of a value."""
+    """Key, in place of a value's, of a bucket's parameters that are gathered for some ops."""
     return -2 - bucket, EVERYTHING
 
 
 def nearest(near: Near, value: int, whole: int) -> int | None:
-    """Find the buffer that holds as much of a value as a reader needs; ``None`` if there is none.
+    """The buffer that holds as much of a value as a reader needs; ``None`` if there is none.
 
-    A value that needed no conversion is found as it was made.
+    If the value needed no conversion, this is the buffer of its maker.
     """
     for level in _LEVELS[whole]:
         if (value, level) in near:
@@ -112,12 +112,12 @@ def _messages(program: Program) -> dict[int, int]:
 
 
 def _groups_of_readers(program: Program, tables: GraphTables) -> dict[int, int]:
-    """Group of the ops that read what is made again for them, by the task that makes it."""
+    """Group of the readers of each value that is made again for them, by the making task."""
     found: dict[int, int] = {}
     is_remade = program.kind == TaskKind.REMAKE
     maker = program.buffer_maker[program.read_buffer]
     reader = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
-    chosen = np.flatnonzero(is_remade[maker])[::-1]  # readers that are made again themselves first
+    chosen = np.flatnonzero(is_remade[maker])[::-1]  # first the readers that are remade themselves
     for task, by in zip(maker[chosen].tolist(), reader[chosen].tolist(), strict=True):
         group = found.get(by) if is_remade[by] else int(tables.op_group[program.subject[by]])
         assert group is not None
@@ -178,16 +178,16 @@ class RankProgram:
         num_micro: Number of micro-batches of the step.
         micro_begin: First sample of each micro-batch.
         value_of: Value of each tensor that owns its memory, by tensor id.
-        is_recut: Whether a team cuts anew what an op makes, by row of the tables.
+        is_recut: Whether a team cuts an op's output anew, by row of the tables.
         sharded: Placement and spans of the parameters that live in slices, by row.
         parameters_of_value: Rows of ``graph.updates`` whose gradient a value holds, by value.
         makes_gradients: Ops that make gradients, as rows of the tables.
-        accumulated: Gradients, as (row, micro-batch), that this rank adds to those before.
+        accumulated: Gradients, as (row, micro-batch), that this rank adds to earlier ones.
         given_to_replicas: Gradients, as (row, micro-batch), that this rank gives to replicas
             without one.
         bucket_members: Rows of each bucket, in their order in it.
         sliced: Buckets that this rank updates in slices, by number.
-        sliced_of_tensor: The same buckets by tensor id of the parameters in them.
+        sliced_of_tensor: Buckets of ``sliced`` by tensor id of their parameters.
         is_mine: Whether this rank takes part in each task of the program.
         message_of: Transfer or collective of a message, by the task that encodes or decodes it.
     """
@@ -258,7 +258,7 @@ class RankProgram:
         return found
 
     def seen_from(self, rank: int) -> "RankProgram":
-        """The same program as another rank sees it; what does not depend on the rank is shared."""
+        """The same program as another rank sees it; shares data that do not depend on the rank."""
         other = copy.copy(self)
         other._look_from(rank)
         return other
@@ -297,9 +297,9 @@ class RankProgram:
         return self._spans_of_op[op]
 
     def spans_of_task(self, task: int, op: int) -> Spans | None:
-        """Spans along an op's axis of the group for which a task runs it.
+        """Spans, along an op's axis, of the group for which a task runs it.
 
-        What is made again where it is read is made for its readers' group.
+        This is the readers' group if the task makes a value again where it is read.
         """
         if self.kinds[task] is not TaskKind.REMAKE:
             return self.spans_of_op(op)
@@ -308,14 +308,14 @@ class RankProgram:
         return self._spans[int(self.plan.op_axis[op])][self._remade_for[task]]
 
     def spans_of_value(self, value: int) -> Spans | None:
-        """Spans of a value's group along the axis that it lies along; ``None`` for constants."""
+        """Spans of a value's group along the value's axis; ``None`` for constants."""
         group = int(self._group[self.maker(value)])
         return self._spans[int(self.tables.value_axis[value])][group] if group >= 0 else None
 
     def target_of_slot(self, slot: int) -> tuple[Spans, Spans]:
-        """Spans of the group that a slot brings its value to.
+        """Spans of the group to which a slot brings its value.
 
-        One along the axis of the value, one along that of the reader.
+        The first are along the axis of the value, the second along that of the reader.
         """
         tables, group = self.tables, int(self.tables.slot_group[slot])
         made = int(tables.value_axis[tables.slot_value[slot]])
@@ -338,7 +338,7 @@ class RankProgram:
         return dtype
 
     def gradient_is_converted(self, row: int) -> bool:
-        """Whether a gradient is made in parts here, which a collective completes."""
+        """Whether this rank makes a part of a gradient, which a collective completes."""
         slot = int(self.tables.gradient_slot[row])
         return slot >= 0 and slot in self._gathered_slots
 
@@ -366,7 +366,7 @@ class RankProgram:
         return self._rings[row]
 
     def is_in_one_ring(self, bucket: int) -> bool:
-        """Whether a ring of this rank sums all of a bucket, of parameters that are whole here."""
+        """Whether one ring of this rank sums a whole bucket, whose parameters are whole here."""
         known = self._in_one_ring.get(bucket)
         if known is None:
             members = self.bucket_members[bucket]
@@ -379,7 +379,7 @@ class RankProgram:
         return known
 
     def is_own(self, row: int, micro: int) -> bool:
-        """Whether a micro-batch's gradient is the first here, and is nothing but added to."""
+        """Whether a micro-batch's gradient is the first on this rank, and only begins a sum."""
         sliced = self.sliced_bucket(row)
         return (
             (row, micro) not in self.accumulated
@@ -426,7 +426,7 @@ class RankProgram:
                 while self.kinds[maker] is TaskKind.ENCODE:
                     maker = int(program.buffer_maker[self.reads(maker)[0]])
                 if self.kinds[maker] is TaskKind.FLATTEN:
-                    # Slice groups add up later what was scattered first.
+                    # Only the first task counts: slice groups add up later what was scattered.
                     self._ring_devices.setdefault(maker, self.channel(task).devices)
 
     def cut_to_ring(self, gradient: Tensor, row: int, ring: Ring) -> Tensor:
@@ -449,7 +449,7 @@ class RankProgram:
         return join(shaped, place)
 
     def senders(self, task: int) -> list[int]:
-        """Devices that give gradients to a reduce-scatter, besides slices of earlier ones."""
+        """Devices that give gradients to a reduce-scatter, without slices of earlier ones."""
         program = self.program
         found = {
             int(program.buffer_device[buffer])
@@ -461,8 +461,8 @@ class RankProgram:
     def is_served_by(self, row: int, device: int) -> bool:
         """Whether gradients of a parameter are pushed to a device because it is the server.
 
-        A server that is also a replica, of which each has the whole gradient, may have made none
-        itself; then it gets each micro-batch's like any other replica.
+        If each replica has the whole gradient, the server may be a replica that has made none;
+        then it gets each micro-batch's gradient like any other replica.
         """
         if self.strategy.homes[row] != device:
             return False
@@ -476,8 +476,8 @@ class RankProgram:
     def gives(self, row: int, micro: int) -> bool:
         """Whether this rank's gradient of a parameter enters the sum over devices.
 
-        Where all devices are in one ring, only the first of the team members that made the same
-        gradient gives it.
+        If all devices are in one ring, only the first of the team members with the same gradient
+        gives it.
         """
         if not any(ring.is_once for ring in self.rings(row)):
             return True

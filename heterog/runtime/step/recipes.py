@@ -1,4 +1,4 @@
-"""How an input is read in every step: noted in the first, followed in the others."""
+"""Recipes: how an input is read in every step, noted in the first and followed in the others."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Begin(Enum):
-    """What a recipe begins with."""
+    """The kind of tensor that a recipe begins with."""
 
     HELD = 0
     PARAMETER = 1
@@ -18,7 +18,7 @@ class Begin(Enum):
 
 
 class Like(NamedTuple):
-    """What tensors have in common that kernels can be compiled for."""
+    """The properties of a tensor for which a kernel is compiled."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -27,7 +27,7 @@ class Like(NamedTuple):
 
     @classmethod
     def of(cls, value: Tensor) -> "Like":
-        """What a tensor is like."""
+        """The properties of a tensor."""
         return cls(value.shape, value.stride(), value.dtype, value.device)
 
 
@@ -42,9 +42,9 @@ class Recipe(NamedTuple):
         begin: Whether it begins with a buffer, a parameter, a tensor of the batch, or a buffer of
             the model.
         key: Number of the buffer, or the tensor's id.
-        like: What the tensor is like that it begins with.
+        like: Properties of the first tensor.
         steps: Functions of a tensor and their further arguments, in order: views and cuts.
-        is_view: Whether what is read has the memory of what it begins with.
+        is_view: Whether the result shares the memory of the first tensor.
     """
 
     begin: Begin
@@ -55,7 +55,7 @@ class Recipe(NamedTuple):
 
 
 class Notes:
-    """Notes of one reading; ``fails`` if it does something else than views and cuts."""
+    """Notes of one reading; ``fails`` if it takes more than views and cuts."""
 
     def __init__(self) -> None:
         self.begin: tuple[Begin, int, Tensor] | None = None
@@ -63,7 +63,7 @@ class Notes:
         self.fails = False
 
     def recipe(self, read: Tensor) -> Recipe | None:
-        """What was noted on the way to a tensor, if that is all there is to it."""
+        """The recipe of a tensor that was read; ``None`` if the notes are not complete."""
         if self.fails or self.begin is None:
             return None
         begin, key, value = self.begin

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Recorder(Protocol):
-    """Is notified when a rank begins and ends its tasks."""
+    """An object that is notified when a rank begins and ends its tasks."""
 
     def begin_task(self, task: int) -> None:
         """Called before a task of the program runs."""
@@ -39,9 +39,9 @@ class Recorder(Protocol):
 class TaskTimes:
     """Records when this rank ran each task of one step.
 
-    Times are seconds of ``time.perf_counter`` since ``origin``. A wait at the start of
-    a task counts for the communication that it waited for. Communication ends when a reader has
-    waited for it, at the latest.
+    Times are seconds of ``time.perf_counter`` since ``origin``. A wait at the start of a task
+    counts for the communication that it waited for. Communication ends at the latest when a reader
+    has waited for it.
 
     Args:
         update_task: Task of each row of ``graph.updates`` that this rank updates.
@@ -100,9 +100,9 @@ class TaskTimes:
 def gather_task_times(times: TaskTimes, num_tasks: int) -> "tuple[FloatArray, FloatArray]":
     """Start and finish of all tasks on all ranks, in seconds; NaN where none was recorded.
 
-    Communication starts when its last member has issued it and ends when the last one has it.
-    Ranks of one machine have one clock; those of several are taken to have begun together, as
-    far as a barrier sees to it.
+    Communication starts when its last member has issued it and ends when the last member has it.
+    Ranks of one machine have one clock; ranks of several machines are assumed to begin together,
+    after a barrier.
     """
     mine = torch.full((2, num_tasks), -1.0, dtype=torch.float64)
     behind = _seconds_behind(times.origin)
@@ -125,6 +125,6 @@ def _seconds_behind(origin: float) -> float:
 
 
 def _machine() -> str:
-    """What tells machines apart: on Linux a name that is drawn at each start."""
+    """A name of this machine; on Linux one that is drawn at each start."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text("ascii") if boot.exists() else platform.node()

@@ -1,7 +1,7 @@
-"""Code of what a rank does between two points where it has to talk to other ranks.
+"""Generates code for a rank's ops between two points of communication.
 
-The first step is interpreted, op by op, and notes how each op reads its inputs. From then on a run
-of ops is a function of generated Python, straight-line code on local variables:
+The first step is interpreted, op by op, and notes how each op reads its inputs. From then on
+consecutive ops are one function of generated Python, straight-line code on local variables:
 
     v0 = batch[c0]
     v1 = addmm(parameters[c1], cut(v0, c2, 8, 0, 4), t(parameters[c3]))
@@ -10,13 +10,14 @@ of ops is a function of generated Python, straight-line code on local variables:
 
 Everything else (communication, conversions, ops that need more of the step than tensors) is a turn
 of its own between two segments, in the same order as before. A value is dropped after the last op
-that reads it, as in the interpreter. What differs between segments that do alike (parameters,
-buffers, samples) is a constant ``c``, so that they have one text, which Python compiles once.
+that reads it, as in the interpreter. Equal segments differ only in constants ``c`` (parameters,
+buffers, samples), so that they have one text, which Python compiles once.
 
-Where steps are compiled, the ops of a segment are a function of their own, which inductor compiles
-(``compiled``): what it reads goes in, what others read comes out. Ops that draw random numbers or
-step statistics stay outside, and draw the same numbers as ever. A segment then ends where
-gradients of micro-batches are added up, so that they need not all be there at once.
+If steps are compiled, the ops of a segment are a function of their own, which inductor compiles
+(``compiled``). Its arguments are the tensors that it reads, its results those that other turns
+read. Ops that draw random numbers or update statistics stay outside, and draw the same numbers as
+ever. A segment then ends where gradients of micro-batches are added up, so that they need not all
+exist at once.
 """
 
 import re
@@ -46,7 +47,7 @@ from heterog.runtime.step.step_order import DueTask
 from heterog.runtime.step.values import Held, Values
 
 Segment = Callable[[dict[int, Held], Mapping[int, Tensor], StepUpdates, int], None]
-"""Takes what is held, the batch, the state of the step and its number."""
+"""Takes the held values, the batch, the state of the step and its number."""
 
 
 class _Way(Enum):
@@ -62,7 +63,7 @@ class Piece(NamedTuple):
 
     Attributes:
         turn: The first turn.
-        segment: Runs all of them; ``None`` if the turn is alone, and run in another way.
+        segment: Runs all of them; ``None`` for a single turn that the executor runs.
     """
 
     turn: DueTask
@@ -77,13 +78,13 @@ class Segments:
         part: The program as this rank sees it.
         values: Values of the step.
         parameters: Parameters of this rank, by tensor id.
-        read_parameter: Reads a parameter that may be under way; ``None`` if none is in a step.
+        read_parameter: Reads a parameter that may be under way; ``None`` if none ever is.
         buffers: Buffers and constants of the model, by tensor id.
-        updates: Is told which parameters may be updated.
+        updates: Gets the parameters that may be updated.
         random: Random numbers of ops.
         communicator: Communication with the other ranks.
         sent_before: Transfers that ops wait for, by task.
-        noted: What is known of tasks that run ops, by task.
+        noted: Notes on tasks that run ops, by task.
         compiler: Compiles segments; ``None`` runs them as they are.
     """
 
@@ -100,10 +101,10 @@ class Segments:
     compiler: Compiler | None = None
 
     def pieces(self, turns: Sequence[DueTask], *, apart: bool) -> list[Piece]:
-        """Cut turns into segments and what is between them.
+        """Cut turns into segments and single turns between them.
 
         Args:
-            turns: Turns that follow one another.
+            turns: Consecutive turns.
             apart: Whether each turn is a piece of its own, so that it can be timed.
         """
         pieces: list[Piece] = []
@@ -122,7 +123,7 @@ class Segments:
         return pieces
 
     def _first_to_wait(self, turns: Sequence[DueTask]) -> frozenset[int]:
-        """Tasks that are the first to read something that another rank sends."""
+        """Tasks that are the first to read a value from another rank."""
         first: dict[int, int] = {}
         for task, of_step_before in turns:
             if task >= 0 and not of_step_before:
@@ -138,12 +139,12 @@ class Segments:
     def _compiled_parts(
         self, turns: Sequence[DueTask], waiting: frozenset[int]
     ) -> list[list[DueTask]]:
-        """Cut turns into what is compiled together.
+        """Cut turns into parts that are compiled together.
 
-        They are cut where a numbered layer of the model ends, since layers that do alike are many,
-        and before an op that waits for another rank: the ops before it do not. What is shorter
-        than a layer stays with what comes before it, so that it can be fused. They are always cut
-        where an op comes again, which a compiler would do only once.
+        They are cut at the ends of numbered layers, because equal layers are compiled once, and
+        before an op that waits for another rank, because earlier ops need not wait. A part that is
+        shorter than a layer stays with the next one, so that they can be fused. They are always
+        cut before an op that comes again, because a compiler would compute it only once.
         """
         parts: list[list[DueTask]] = [[]]
         done: set[tuple[int, int]] = set()  # ops of the last part, with their micro-batches
@@ -199,7 +200,7 @@ class _Body:
         self.lines.append(line)
 
     def constant(self, value: object) -> str:
-        """The name of something that is the same in every step."""
+        """The name of a value that is the same in every step."""
         key = (type(value), value) if type(value) in _BY_VALUE else id(value)
         name, _ = self._constants.setdefault(key, (f"c{len(self._constants)}", value))
         return name
@@ -228,8 +229,9 @@ class _Body:
 class _Writer:
     """Writes one segment.
 
-    Where it is compiled, its ops are in a function of their own, ``inner``, which is called after
-    the lines of ``outer`` that read and before those that keep what was made (``after``).
+    If it is compiled, its ops are in a function of their own, ``inner``. The call of ``inner``
+    comes after the lines of ``outer`` that read values and before those (``after``) that keep
+    results.
     """
 
     def __init__(self, given: Segments, turns: Sequence[DueTask], *, compiles: bool) -> None:
@@ -252,8 +254,8 @@ class _Writer:
         noted = [given.noted[task] for task in self._tasks if task in given.noted]
         self._read_again = _read_again(recipe for each in noted for recipe in each.recipes)
         self._views: dict[_View, str] = {}  # in local variables
-        self._made: set[int] = set()  # here
-        self._own: set[int] = set()  # those that no task outside of this segment looks for
+        self._made: set[int] = set()  # buffers that are made here
+        self._own: set[int] = set()  # of these, buffers that only this segment reads
 
     def segment(self) -> Segment:
         """The function."""
@@ -274,7 +276,7 @@ class _Writer:
         return self._outer.function("held, batch, step, number")
 
     def _call_inner(self) -> None:
-        """Have the ops compiled, and called between what reads and what keeps."""
+        """Have the ops compiled, and call them between the lines that read and that keep."""
         compiler, outer, inner = self._given.compiler, self._outer, self._inner
         assert compiler is not None
         if self._outputs:
@@ -302,7 +304,7 @@ class _Writer:
         call = f"{inner.constant(kernel.function)}({', '.join(given)})"
         values = self._given.values
         of_gradients = {recipe.key for _, recipe in noted.gradients if recipe is not None}
-        # A token may follow what is made, which only orders tasks.
+        # Without a token at the end, which only orders tasks.
         num_made = 1 if kernel.kept is None else len(kernel.kept)
         outputs = self._given.part.made(task)[:num_made]
         kept = [b for b in outputs if values.is_ever_read(b) or b in of_gradients]
@@ -326,7 +328,7 @@ class _Writer:
         self._keep(noted, kept)
 
     def _keep(self, noted: NotedOp, kept: Sequence[int]) -> None:
-        """Keep what an op has made for those who look for it."""
+        """Keep an op's outputs for readers outside of the segment, and its gradients."""
         values, constant = self._given.values, self._outer.constant
         for buffer in kept:
             if values.num_value_reads(buffer) > self._op_reads[buffer]:
@@ -363,7 +365,7 @@ class _Writer:
             self._inner.add(f"del {', '.join(gone)}")
 
     def _drop_read_by(self, task: int) -> None:
-        """Drop the buffers of which a task is the last reader, here or in the step."""
+        """Drop the buffers whose last reader, here or in the step, is this task."""
         part, values = self._given.part, self._given.values
         for buffer in dict.fromkeys(part.reads(task)):
             if self._last_reader[buffer] != task:
@@ -371,12 +373,12 @@ class _Writer:
             self._drop(buffer)
             is_held = buffer not in self._own and part.value_in(buffer)[0] != -1  # no token
             if is_held and values.is_last_reader(task, buffer):
-                # Before compiled ops are called, if it is not they that make it.
+                # Before the call of compiled ops, unless these make it.
                 lines = self._after if buffer in self._made else self._outer.lines
                 lines.append(f"held.pop({self._outer.constant(buffer)}, None)")
 
     def _read(self, recipe: Recipe) -> str:
-        """An expression that reads as noted."""
+        """An expression that follows a recipe."""
         begin, key, like, steps, _ = recipe
         constant = self._outer.constant
         if begin is Begin.HELD:
@@ -443,14 +445,14 @@ def _part_of(recipe: Recipe, num_steps: int) -> _View:
 
 
 def _read_again(recipes: Iterable[Recipe | None]) -> frozenset[_View]:
-    """Views that are read, or shown in another way, more than once; they take no memory."""
+    """Views that are read, or viewed in turn, more than once; they take no memory."""
     counts: Counter[_View] = Counter()
     for recipe in recipes:
         if recipe is not None and recipe.is_view:
             for number in range(len(recipe.steps), 0, -1):
                 view = _part_of(recipe, number)
                 counts[view] += 1
-                if counts[view] > 1:  # its beginning is counted
+                if counts[view] > 1:  # shorter beginnings are counted already
                     break
     return frozenset(view for view, count in counts.items() if count > 1)
 
@@ -458,12 +460,12 @@ def _read_again(recipes: Iterable[Recipe | None]) -> frozenset[_View]:
 _LAYER = re.compile(r"[^0-9]*[0-9]+(?=\.|$)")
 """The first numbered module of a path: ``encoder.layer.3`` of ``encoder.layer.3.output.dense``."""
 _LEAST_OF_A_LAYER = 12
-"""Ops of a part that is compiled by itself: a layer of a transformer has some 15 in each pass, and
-the modules of a perceptron one, which are better fused."""
+"""Least number of ops of a compiled part: a transformer's layer has some 15 in each pass, a
+perceptron's module only one, so that several are better fused."""
 _LITERALS = (int, bool, type(None))
 _BY_VALUE = (int, tuple, type(None), MethodType)
 _SHOWN = (int, float, tuple, list, immutable_list, type(None), slice, Placement, torch.dtype)
-"""Types whose values do the same if they look alike."""
+"""Types whose values are interchangeable if their texts are equal."""
 _TEXT = """\
 def make({names}):
     def segment({parameters}):

@@ -1,11 +1,12 @@
 """Parameters under ZeRO: the flat buckets that hold them, and this rank's slice of each.
 
 The parameters of a bucket lie one after another in a flat tensor, which is cut at element
-boundaries into one slice per device. Where every device keeps whole parameters (stages 1 and 2)
-they are views of the flat tensor, and so is the slice that the optimizer steps; nothing is copied
-when the new parameters are gathered. In stage 3 there is nothing but the slice.
+boundaries into one slice per device. In stages 1 and 2 every device keeps whole parameters: they
+are views of the flat tensor, and so is the slice that the optimizer steps, so nothing is copied
+when the new parameters are gathered. In stage 3 only the slice exists.
 
-Owners of buffers: running statistics are those of the first device that runs the module.
+``buffers_of`` finds the owners of buffers: running statistics are those of the first device that
+runs the module.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,15 +44,15 @@ class SlicedBucket:
     Attributes:
         number: Number of the bucket in the program.
         stage: Stage of ZeRO, 1 to 3.
-        by_micro: Whether each micro-batch's gradients are reduced, and not their sum.
+        by_micro: Whether each micro-batch's gradients are reduced, instead of their sum.
         rows: Rows of ``graph.updates``, in the order in which they lie in the flat tensor.
         sizes: Number of elements of each of ``rows``.
         devices: Devices that own slices.
         counts: Number of elements of each device's slice, 0 allowed.
-        ring: The devices, which of them have a part of the sum of the gradients, and which units
-            of parameters that live in slices they hold.
-        is_first: Whether no bucket of the same number before this one, among other devices, has
-            the same elements.
+        ring: The devices, the ones among them with a part of the gradients' sum, and the units
+            that they hold of parameters that live in slices.
+        is_first: Whether this is the first bucket of its number, among all device sets, with these
+            elements.
     """
 
     number: int
@@ -128,7 +129,7 @@ def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list
 def parameter_rings(graph: OpGraph, strategy: Strategy) -> list[tuple[Ring, ...]]:
     """The rings that sum the gradients of each parameter, by row of ``graph.updates``.
 
-    Empty for a parameter that a server updates; in slice groups, one ring for each of them.
+    There is none for a parameter that a server updates, and one for each slice group.
     """
     tables = graph_tables(graph, strategy.op_rules, strategy.blocks)
     axes = tuple(int(units) for units in tables.axis_units[1:])
@@ -149,7 +150,7 @@ class SliceRun(NamedTuple):
     Attributes:
         value: The elements, which the optimizer steps as one tensor: a view, or the whole slice.
         begin: First element in the slice.
-        end: The one after the last.
+        end: Element after its last.
         group: Number of the parameter group.
     """
 
@@ -160,7 +161,7 @@ class SliceRun(NamedTuple):
 
 
 class Slices:
-    """The slices that this rank owns, made from whole parameters, which become views or empty.
+    """This rank's slices, made from whole parameters, which become views or lose their memory.
 
     Args:
         buckets: All buckets of the program.
@@ -170,7 +171,7 @@ class Slices:
 
     Attributes:
         own: Slices that this rank updates, by bucket; a slice may be empty.
-        runs: Parts of them that the optimizer steps, by bucket: one for each run of parameters of
+        runs: Parts of them that the optimizer steps, by bucket: one for consecutive parameters of
             one group, none of an empty slice.
         whole: The flat tensor of each bucket of stages 1 and 2, by bucket.
     """
@@ -248,7 +249,7 @@ def _begin_and_length(span: tuple[int, int]) -> tuple[int, int]:
 
 
 class SplitBuffer(NamedTuple):
-    """A buffer of which each member of a team updates its own units.
+    """A buffer whose units are divided among a team; each member updates its own.
 
     Attributes:
         placement: Position of the units in the buffer.
@@ -262,11 +263,11 @@ class SplitBuffer(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Rank whose copy of each buffer counts, by name of the buffer.
+    """The owners of buffers, by name of the buffer.
 
     Attributes:
         owners: Rank whose copy counts.
-        split: Buffers that rules split; their owner holds only its own units of them.
+        split: Buffers that rules split; the owner of such a buffer has only its own units.
     """
 
     owners: dict[str, int]
@@ -276,10 +277,9 @@ class Buffers(NamedTuple):
 def buffers_of(graph: OpGraph, strategy: Strategy) -> Buffers:
     """Find which rank's copy of each buffer counts.
 
-    A module runs where its group is, so a rank that computes none of it has statistics that never
-    change. A constant that is made of a buffer is made everywhere; whoever writes the buffer then
-    says where it changes. Buffers that depend on no sample (counters) are updated wherever there
-    are samples.
+    A module runs on the devices of its group, so statistics never change on other ranks. Constants
+    made of a buffer are made on every rank; the op that writes the buffer then determines its
+    owner. Buffers that depend on no sample (counters) are updated on all ranks with samples.
     """
     group = group_ops(graph).group
     plan = axis_plan(graph, strategy.op_rules)

@@ -1,10 +1,11 @@
-"""The samples and units of each device, for ranks to look up while they run.
+"""Samples and units of each device, cutting and joining of tensors, and sets of rows.
 
-Cutting and joining tensors along an axis (mostly the batch), in whichever dimension it lies.
+``Spans`` has the samples and units of each device, for ranks to look up while they run.
 
-A tensor placed as ``S(dim, outer)`` has ``outer x units x inner`` entries in dimension ``dim``.
+``cut``, ``put`` and ``join`` work along an axis (mostly the batch), in any dimension: a tensor
+placed as ``S(dim, outer)`` has ``outer x units x inner`` entries in dimension ``dim``.
 
-Sets of rows, held or wanted: consecutive ones, or those that a sparse matrix reads.
+Sets of rows, held or wanted, are consecutive rows or the rows that a sparse matrix reads.
 """
 
 from collections.abc import Sequence
@@ -26,13 +27,13 @@ from heterog.strategy.division import Division, batch_shares, cut_division
 from heterog.strategy.strategy import Strategy
 
 Span = tuple[int, int]
-"""First one and number of consecutive samples or units."""
+"""The first, and the number, of consecutive samples or units."""
 EVERY: Span = (0, -1)
 """A span of everything."""
 
 
 def overlap(one: Span, other: Span) -> Span:
-    """What is in both of two spans."""
+    """The intersection of two spans."""
     begin = max(one[0], other[0])
     return begin, max(min(one[0] + one[1], other[0] + other[1]) - begin, 0)
 
@@ -135,7 +136,7 @@ class Spans:
         return self._team.get(device) == first
 
     def speaks(self, micro: int, device: int) -> bool:
-        """Whether a device is the first of its team that has work."""
+        """Whether a device is the first one in its team that has work."""
         return device in self._team and self.speaker(micro, device) == device
 
     def speaker(self, micro: int, device: int, among: "Spans | None" = None) -> int:
@@ -157,7 +158,7 @@ class Spans:
     def first_team(self) -> list[int]:
         """Members of the first team that holds values split along the axis.
 
-        A team whose members all have weight 0, as shares may be, holds nothing.
+        A team whose members all have weight 0, as shares allow, holds nothing.
         """
         return list(next(team for team in self._teams if any(self._units[d][1] for d in team)))
 
@@ -227,7 +228,7 @@ def cut(tensor: Tensor, placement: Placement, total: int, begin: int, count: int
     inner = tensor.shape[dim] // (outer * total)
     if outer == 1:
         part = tensor.narrow(dim, begin * inner, count * inner)
-        # Some kernels (layer norm's backward) read memory as if there were no strides.
+        # Some kernels (layer norm's backward) ignore strides.
         return part.contiguous() if tensor.is_contiguous() else part
     shape = tensor.shape
     apart = tensor.reshape(*shape[:dim], outer, total * inner, *shape[dim + 1 :])
@@ -287,7 +288,7 @@ RowSet = Rows | npt.NDArray[np.int64]
 """Consecutive rows, or an ascending array of row numbers."""
 
 
-@lru_cache(maxsize=512)  # of each pattern, the rows of a rank and of those it sends to
+@lru_cache(maxsize=512)  # for each pattern: a rank's own rows, and rows of its receivers
 def needed_rows(pattern: SparsePattern, begin: int, end: int) -> npt.NDArray[np.int64]:
     """Rows that are read by rows ``begin`` to ``end`` of a sparse product."""
     return pattern.needed(begin, end)
@@ -349,7 +350,7 @@ def take(tensor: Tensor, dim: int, have: RowSet, want: RowSet) -> Tensor:
         return tensor.narrow(dim, want.begin - have.begin, want.num).contiguous()
     places = want - have.begin if isinstance(have, Rows) else np.searchsorted(have, want)
     if len(places) == tensor.shape[dim]:
-        return tensor.contiguous()  # they are among them, so they are all
+        return tensor.contiguous()  # a subset of the same size is the whole
     return tensor.index_select(dim, torch.from_numpy(places).to(tensor.device))
 
 

@@ -1,36 +1,30 @@
 """Ops that run differently on a part: words, attention, causal rows, random numbers.
 
-Ops on some words of a vocabulary: look-ups, and cross entropies that a team shares.
+**Words**: look-ups, and cross entropies that a team shares. A member of a team has some columns of
+the logits, and all of their rows. Log-softmax and its gradient need one number per row
+(``numbers_of_rows``); members gather these numbers, and each makes its columns from all of them
+(``completed``). A member's loss is a part of a sum, to which labels among other members' words add
+nothing (Megatron-LM's vocab_parallel_cross_entropy, Shoeybi et al. 2019, section 3).
 
-A member of a team has some columns of the logits, and all of their rows. Log-softmax and its
-gradient need a number of each row (``numbers_of_rows``); members gather these, and make their
-columns with the numbers of all (``completed``). Labels among other members' words add nothing to
-the loss here, which is a part of a sum (Megatron-LM's vocab_parallel_cross_entropy, Shoeybi et
-al. 2019, section 3).
+**Fused attention** on devices other than that of the capture: the graph holds one canonical pair
+of ops, with the arguments of the CPU's kernels. Each kind of device keeps other tensors from the
+forward kernel for the backward kernel, so here the backward op runs the forward pass again under
+autograd. This is right on every device, at the cost of one more forward pass.
 
-Fused attention on devices other than the one it was captured on.
+**Causal rows**: causal attention of the queries in one device's part of a sequence. The queries
+``[first, first + n)`` see all keys before ``first``; of the next ``n`` keys each query sees those
+up to its own. So two calls of the captured kernel suffice, one without a mask and one causal, and
+no mask tensor is made. The kernel also returns the logarithms of the sums of exponents, which
+weight the two outputs; given their combination, the backward kernel finds each part's gradients
+alone (the two identities of ring attention, Liu et al. 2023). Keys behind the last query are never
+read: early positions cost less. Kernels of other devices return other tensors. There one call
+suffices, with a mask that ends at the last query; torch's fused kernels know this kind of mask
+without a mask tensor.
 
-The graph holds one canonical pair of ops, with the arguments of the CPU's kernels. What a forward
-kernel keeps for its backward kernel differs from device to device, so here the backward op runs
-the forward pass again and asks autograd: right on every device, for one more forward pass.
-
-Causal attention of some queries: those of the part of a sequence that one device has.
-
-The queries ``[first, first + n)`` see all keys before ``first``, and of the ``n`` keys from there
-on each query sees those up to its own. So two calls of the captured kernel do it, one without a
-mask and one causal, and no mask tensor is made. Their outputs are weighted by what the kernel
-keeps, the logarithms of the sums of exponents; given those of both together, the backward kernel
-finds each part's gradients alone (the two identities of ring attention, Liu et al. 2023). Keys
-behind the last query are never looked at: early positions cost less.
-
-Kernels of other devices keep other things. There it is one call, with a mask that ends at the last
-query; torch has a kind of mask for it that fused kernels know and that is not written out.
-
-Random numbers of ops on several ranks: dropout masks, noise.
-
-Every op of every step gets a seed of its own, made from what identifies it. So a run repeats with
-the same seed, whatever the order of its ops, and resuming needs only the number of the step. The
-default generator, which the user's own code draws from, is left as it was.
+**Random numbers** of ops on several ranks (dropout masks, noise): every op of every step gets a
+seed made from its identity. So a run with the same seed repeats, whatever the order of its ops,
+and resuming needs only the number of the step. The default generator, from which the user's own
+code draws, is not changed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,9 +56,9 @@ def on_own_words(
     Args:
         call: The op.
         run: Its kernel.
-        inputs: Tensor inputs of the op: what it has of those words, and words among all.
-        words: The words.
-        is_mean: Whether a mean is divided by the weight of the labels here.
+        inputs: Tensor inputs of the op: columns or rows of these words, and ids of any words.
+        words: The words of this member.
+        is_mean: Whether a mean is divided by the weight of the local labels.
     """
     if "target" in call.args:
         return _choose_own_words(call, run, inputs, words, is_mean)
@@ -100,7 +94,7 @@ def _of_own_columns(
 def _choose_own_words(
     call: OpCall, run: Run, inputs: Sequence[Tensor], words: range, is_mean: bool
 ) -> list[Tensor]:
-    """The labels' part of a loss, or the gradient of that; the weight of all labels is whole."""
+    """The local labels' part of a loss, or its gradient; the weight is that of all labels."""
     (target,) = positions(call, "target")
     labels, given = inputs[target], list(inputs)
     own = labels - words.start
@@ -128,7 +122,7 @@ def _label_weight(call: OpCall, inputs: Sequence[Tensor], like: Tensor) -> Tenso
 
 
 def numbers_of_rows(call: OpCall, inputs: Sequence[Tensor]) -> Tensor:
-    """The number of each row that a member finds in its columns.
+    """One number per row, from the columns of this member.
 
     Args:
         call: The op.
@@ -146,7 +140,7 @@ def completed(call: OpCall, inputs: Sequence[Tensor], numbers: Sequence[Tensor])
     Args:
         call: The op.
         inputs: Its tensor inputs, of this member.
-        numbers: What each member has found.
+        numbers: The numbers per row of each member.
     """
     columns, of_all = _wide(inputs[0]), torch.stack(list(numbers))
     if len(inputs) > 1:
@@ -154,7 +148,7 @@ def completed(call: OpCall, inputs: Sequence[Tensor], numbers: Sequence[Tensor])
     else:
         made = columns - torch.logsumexp(of_all, 0)
     dtype: torch.dtype = getattr(torch, call.outputs[0].dtype)
-    return made.to(dtype).contiguous()  # as the kernel's, whatever lay along the columns
+    return made.to(dtype).contiguous()  # like the kernel's own output, for any strides of inputs
 
 
 def _along(call: OpCall) -> int:
@@ -162,7 +156,7 @@ def _along(call: OpCall) -> int:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In float32 at least: a row has many words."""
+    """In float32 at least, as a sum over a row has many words."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -176,7 +170,7 @@ def attention(
     attn_mask: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The output, and a placeholder for the value that the backward op gets and does not use."""
+    """The output, and a placeholder for a tensor that the backward op gets but does not use."""
     output = scaled_dot_product_attention(
         query,
         key,
@@ -185,10 +179,10 @@ def attention(
         dropout_p,
         is_causal,
         scale=scale,
-        # The CPU's kernels take several query heads for one of keys unasked.
+        # Must be asked for: the CPU's kernels accept several query heads for one of keys anyway.
         enable_gqa=query.shape[-3] != key.shape[-3],
     )
-    # Shaped like the logarithms of sums that CPU kernels keep, so that it can be split alike.
+    # It has the shape of the logarithms of sums of CPU kernels, so that it can be split alike.
     return output, query.new_zeros(query.shape[:-1], dtype=torch.float32)
 
 
@@ -250,7 +244,7 @@ def on_causal_rows(
 def on_masked_rows(
     call: OpCall, kernel: MaskedKernel, inputs: Sequence[Tensor], first: int
 ) -> list[Tensor]:
-    """Do the same with one call of a kernel that takes masks.
+    """Like ``on_causal_rows``, with one call of a kernel that takes masks.
 
     Args:
         call: The op.
@@ -260,7 +254,7 @@ def on_masked_rows(
     """
     (query,), (key,) = positions(call, "query"), positions(call, "key")
     num, rows = inputs[query].shape[_ROWS], inputs[key].shape[_ROWS]
-    # Here, because it imports torch's compiler: a second of processor time for every rank.
+    # Imported here, because it imports torch's compiler: a second of CPU time for every rank.
     from torch.nn.attention.bias import causal_lower_right
 
     seen = first + num

@@ -2,14 +2,14 @@
 
 Nothing can deadlock, because all turns of all steps form one sequence that every rank follows:
 
-* What a turn needs is made by turns before it, in the same step or in the one before.
+* The inputs of a turn are made by earlier turns, in the same step or in the previous one.
 * A rank waits only for turns that come before its own in the sequence (communication is issued
-  without waiting; what was sent in one step is waited for when the next one begins).
-* So the first turn that is not done has all its ranks at it, or on their way to it through turns
-  that are done: nobody waits for anybody who waits for something later.
+  without waiting; a rank waits for sends of one step when the next one begins).
+* So all ranks of the first turn that is not done are at it, or on their way to it through turns
+  that are done: no rank waits for a rank that waits for a later turn.
 
-That is why nothing about the order may depend on a rank, on what has arrived, or on time; and why
-a flush, which plays the end of a step before the next one begins, has to come from all ranks.
+Therefore the order may not depend on a rank, on arrivals, or on time; and all ranks have to call a
+flush, which plays the end of a step before the next one begins.
 """
 
 from collections.abc import Sequence
@@ -26,21 +26,21 @@ NORM = -2
 """Takes the place of a task: the norm of all gradients is computed, to clip them."""
 
 _OF_GRADIENTS = frozenset({TaskKind.SUM, TaskKind.DECODE_SUM, TaskKind.ALL_GATHER})
-"""Kinds that have to wait for gradients, as updates do; others only issue communication."""
+"""Kinds that wait for gradients, as updates do; other kinds only issue communication."""
 
 
 class DueTask(NamedTuple):
-    """A task of this step, or a task that the step before has left open."""
+    """A task of this step, or a task that the previous step has left open."""
 
     task: int
     of_step_before: bool = False
 
 
 class StepOrder(NamedTuple):
-    """The order of a step, and of the tasks that end one whose updates wait for the next.
+    """The order of a step, and of the tasks that end a step whose updates wait for the next.
 
     Attributes:
-        turns: Turns of one step; those of the step before are skipped if nothing is open.
+        turns: Turns of one step; turns of the previous step are skipped if nothing is open.
         end: Tasks that are still open after ``turns``.
     """
 
@@ -65,16 +65,16 @@ def step_order(part: RankProgram, task_order: Sequence[int], *, clips: bool) -> 
         clips: Whether all updates come after the norm of all gradients.
 
     With a step barrier this is the plan's order; clipping moves the updates to the end. Without
-    one, what has to wait for gradients moves into the next step: before an op that reads a
-    parameter come the tasks that make its new value on that device, and whatever they need. Slices
-    that the plan updates between ops stay where they are, because it counts on the memory of their
-    gradients from then on.
+    one, tasks that wait for gradients move into the next step: the tasks that make the new value
+    of a parameter on a device, and the tasks that they need, come before the first op that reads
+    it there. Updates of slices that the plan has between ops stay where they are, because the plan
+    counts on the memory of their gradients from then on.
 
     An optimizer that does not treat each element on its own is called once in a step: all updates
-    come after all gradients, and what sends new parameters after them.
+    come after all gradients, and sends of new parameters come after all updates.
     """
     together = not part.graph.updates_elementwise
-    # Label counts need nothing: they come first on every rank, so that the loss finds them.
+    # Label counts have no inputs: they come first on every rank, so that the loss finds them.
     tasks = sorted((int(task) for task in task_order), key=lambda task: not part.is_early(task))
     kinds = part.kinds
     if part.strategy.step_barrier:
@@ -94,7 +94,7 @@ def step_order(part: RankProgram, task_order: Sequence[int], *, clips: bool) -> 
     ]
     late = set(end)
     begun = [task for task in tasks if task not in late]
-    whole = range(0)  # places in ``end`` of what has to be done before any new parameter is read
+    whole = range(0)  # places in ``end`` of tasks that precede any read of a new parameter
     if clips or together:
         end.sort(
             key=lambda task: (
@@ -126,7 +126,7 @@ def _updates_between_ops(part: RankProgram, tasks: Sequence[int]) -> set[int]:
 
 
 def _with_loss(part: RankProgram, tasks: Sequence[int]) -> list[int]:
-    """Insert the sum of the loss as soon as all its parts are there."""
+    """Insert the sum of the loss after the last of its parts."""
     program = part.program
     rows = np.flatnonzero(part.tables.op_id == part.loss_op())
     is_part = (program.kind == TaskKind.COMPUTE) & np.isin(program.subject, rows)
@@ -146,7 +146,7 @@ def _makers(part: RankProgram, end: Sequence[int]) -> dict[tuple[int, int], int]
         if part.kinds[task] == TaskKind.GATHER_PARAMETERS:
             rows, devices = part.bucket_members[subject], part.channel(task).devices
             makes |= {(row, device): task for row in rows for device in devices}
-        else:  # a slice is followed by its gather
+        else:  # a slice's gather, which follows, replaces its update
             makes.setdefault((subject, int(program.device[task])), task)
     return makes
 
@@ -154,12 +154,12 @@ def _makers(part: RankProgram, end: Sequence[int]) -> dict[tuple[int, int], int]
 def _interleaved(
     part: RankProgram, begun: Sequence[int], end: Sequence[int], whole: range
 ) -> list[DueTask]:
-    """The tasks of a step, each after those that the step before has left open for it.
+    """The tasks of a step, each after the open tasks of the previous step that it needs.
 
     Args:
         part: The program.
         begun: Tasks of the step itself.
-        end: Tasks that the step before has left open.
+        end: Tasks that the previous step has left open.
         whole: Places in ``end`` of tasks that are done together: the norm, all updates.
     """
     program, tables = part.program, part.tables

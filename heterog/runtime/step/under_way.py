@@ -1,4 +1,4 @@
-"""Communication under way: sends hold their tensors, receives take turns, several end together."""
+"""Communication under way: tensors of sends, receives that take turns, and groups of both."""
 
 import queue
 import threading
@@ -16,15 +16,15 @@ _HELD_BYTES = 1 << 20
 class Sending:
     """Sends to one rank; holds each tensor until it has been sent.
 
-    gloo reports the end of a send only to the thread that waits for it. A thread does, so that
-    memory is freed at once and not at the end of the step; it takes the processor from the one
-    that computes, so it gets small tensors several at a time. An accelerator's wait orders streams
-    and does not block, so its tensors are held until ``wait``.
+    gloo reports the end of a send only to a thread that waits for it. So a thread waits, and
+    memory is freed at once and not at the end of the step. The thread takes CPU time from the one
+    that computes, so it gets several small tensors at a time. On an accelerator, a wait orders
+    streams and does not block, so tensors are held until ``wait``.
     """
 
     def __init__(self) -> None:
         self._under_way: queue.SimpleQueue[tuple[dist.Work, Tensor] | None] = queue.SimpleQueue()
-        self._held: deque[tuple[dist.Work, Tensor]] = deque()  # after those of the thread
+        self._held: deque[tuple[dist.Work, Tensor]] = deque()  # not yet handed to the thread
         self._held_bytes = 0
         self._sent: list[Tensor] = []
         self._num_added = self._num_done = 0
@@ -43,7 +43,7 @@ class Sending:
         return self._num_added
 
     def _hand_over(self) -> None:
-        """Have the thread wait for what is held."""
+        """Have the thread wait for the held sends."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait, daemon=True)
             self._thread.start()
@@ -107,15 +107,15 @@ class Sending:
 
 
 class InTurn:
-    """Receives of one exchange of which each begins when the one before has ended.
+    """Receives of one exchange; each begins when the previous one has ended.
 
-    Where all ranks exchange with all others at once, flows share each link's both ends, and not
-    evenly: one of them is done early, and its end of a link idles until the others are. In turns
-    every link carries one flow each way. gloo sends a message only when its receiver is ready for
-    it, so that receivers alone make the turns. A thread starts them, as other work goes on.
+    If all ranks exchange with all others at once, flows share both ends of each link unevenly: one
+    flow is done early, and its end of a link then idles until the others are done. In turns, every
+    link carries one flow each way. gloo sends a message only when its receiver is ready for it, so
+    receivers alone determine the turns. A thread starts them, so that other work can go on.
 
     Args:
-        starts: Each starts a receive.
+        starts: Functions that each start a receive.
     """
 
     def __init__(self, starts: Sequence[Callable[[], Any]]) -> None:

@@ -49,14 +49,13 @@ _READS_VALUES = CONVERSIONS | OP_KINDS | RECUT_KINDS
 
 @dataclass(slots=True)
 class Held:
-    """Contents of a buffer: a tensor or one under way, and which part of the value it is.
+    """Contents of a buffer: a tensor, perhaps still under way, and the part of the value in it.
 
     Attributes:
         value: The tensor.
         samples: Samples of the micro-batch, if the value is split along the batch.
-        units: Units of the axis of the rule that made it, if the value is split along that.
-        rows: Rows that it holds, if they were gathered for a reader of more than the rows of its
-            own units.
+        units: Units of the axis of the rule that made it, if the value is split along that axis.
+        rows: Rows that it holds, if its reader needs more than the rows of its own units.
     """
 
     value: Tensor | Pending
@@ -72,7 +71,7 @@ class Held:
 class Reader(NamedTuple):
     """The reader of a tensor in a micro-batch, and the samples and units that it works on.
 
-    Without spans, a constant: it reads and makes whole tensors.
+    A reader without spans is a constant: it reads and makes whole tensors.
     """
 
     spans: Spans | None
@@ -82,7 +81,7 @@ class Reader(NamedTuple):
     all_samples: Span = (0, 0)  # of the batch
     units: Span = (0, 1)
     all_units: int = 1
-    share: Share | None = None  # of ops, if it is not all
+    share: Share | None = None  # for ops; ``None`` if it is the whole
 
 
 class Values:
@@ -122,7 +121,7 @@ class Values:
         self._buffers = buffers
         self.device = device
         self._last_reader: dict[int, int] = {}  # of each buffer that is ever read
-        self._num_value_reads: dict[int, int] = {}  # by tasks that look for the value here
+        self._num_value_reads: dict[int, int] = {}  # by tasks that read it from ``held``
         self._last_op: dict[int, int] = {}  # position of the last op or conversion that reads it
         self._position: dict[int, int] = {}
         kinds = part.kinds
@@ -137,7 +136,7 @@ class Values:
                 if reads_values:
                     self._num_value_reads[buffer] = self.num_value_reads(buffer) + 1
                     self._last_op[buffer] = position
-        # Where parameters lie in their buckets.
+        # Places of parameters in their buckets.
         self._span: dict[int, slice] = {}
         buckets = {id(bucket): bucket for bucket in part.sliced_of_tensor.values()}
         for bucket in buckets.values():
@@ -149,7 +148,7 @@ class Values:
         self.batch: Mapping[int, Tensor] = {}
         self._from_batch: dict[int, Tensor] = {}
         self._readers: dict[tuple[Spans | None, int], Reader] = {}
-        self._notes: Notes | None = None  # of the reading under way, where it is noted
+        self._notes: Notes | None = None  # of the current reading, if it is noted
 
     def begin(self, batch: Mapping[int, Tensor]) -> None:
         """Start a step with the global batch, by tensor id."""
@@ -158,7 +157,7 @@ class Values:
         self._from_batch = {}
 
     def let_go(self) -> None:
-        """Drop the batch at the end of a step, and what follows from it."""
+        """Drop the batch at the end of a step, and tensors that follow from it."""
         self.batch, self._from_batch = {}, {}
 
     def reader(self, spans: Spans | None, micro: int) -> Reader:
@@ -188,7 +187,7 @@ class Values:
                 samples=samples[1],
                 units=units[1],
                 first_unit=units[0],
-                # The micro-batches of a step are summed like its devices.
+                # The first micro-batch only, because a sum runs over micro-batches, too.
                 is_first=micro == 0 and is_first,
                 is_first_member=not is_ruled or spans.speaks(micro, rank),
             ),
@@ -199,7 +198,7 @@ class Values:
         return buffer in self._last_reader
 
     def num_value_reads(self, buffer: int) -> int:
-        """Number of this rank's tasks that look for a buffer's value in ``held``."""
+        """Number of this rank's tasks that read a buffer's value from ``held``."""
         return self._num_value_reads.get(buffer, 0)
 
     def is_needed_after(self, task: int, buffer: int) -> bool:
@@ -214,7 +213,7 @@ class Values:
         return self._last_reader[buffer] == task
 
     def drop_read_by(self, task: int) -> None:
-        """Drop the buffers that a task that has run was the last to read."""
+        """Drop the buffers whose last reader is this task, which has run."""
         for buffer in self._part.reads(task):
             if self.is_last_reader(task, buffer):
                 self.held.pop(buffer, None)
@@ -225,10 +224,10 @@ class Values:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def noted(self, read: Callable[[], Tensor]) -> tuple[Tensor, Recipe | None]:
-        """Read, and note how: all that decides about it is the same in every step.
+        """Read, and note how; the way is the same in every step.
 
         Returns:
-            The tensor, and its recipe; none where more is done than views and cuts.
+            The tensor, and its recipe; ``None`` if it takes more than views and cuts.
         """
         notes = self._notes = Notes()
         try:
@@ -271,8 +270,8 @@ class Values:
             return seen.value
         self._cut_free(seen, need, reader, along_axis=True)
         if need.in_batch.kind == "P":
-            # A whole value read as a part of a sum enters it once: on the first device, or team.
-            # So does what all members of a team have alike.
+            # A whole value that is read as a part of a sum enters the sum once: on the first
+            # device, or team. So does a value that all members of a team have alike.
             micro = reader.micro
             holders = None if seen.made is None else self._part.spans_of_op(seen.made.maker)
             speaks = spans.speaker(micro, rank, among=holders) == rank
@@ -292,7 +291,7 @@ class Values:
         return seen.value
 
     def _window(self, need: Need, near: Near, reader: Reader) -> Tensor:
-        """The rows of a tensor that an op on this rank reads, those of neighbours among them."""
+        """The rows of a tensor that an op on this rank reads, rows of neighbours included."""
         part, plan, graph = self._part, self._part.plan, self._part.graph
         tensor, place, samples = need.tensor, need.on_axis, reader.samples
         select: Callable[..., Tensor] = take if place.pattern else fit
@@ -314,7 +313,7 @@ class Values:
         whole = graph.tensors[tensor].shape
         shape = list(local_shape(whole, need.in_batch, samples[1], reader.all_samples[1]))
         shape[place.dim] = count(wanted)
-        if buffer is None:  # this device needs none of it, and has none
+        if buffer is None:  # this device needs no rows, and has none
             return self.zeros(tensor, tuple(shape))
         held = self.held[buffer]
         result = held.tensor()
@@ -343,7 +342,7 @@ class Values:
         Args:
             tensor: The gradient.
             near: Buffer that holds it.
-            held: Contents of that buffer now or before they were dropped.
+            held: Contents of that buffer, which may have been dropped since.
             reader: This rank, as the op that made the gradient.
         """
         ((_, whole),), (buffer,) = near.keys(), near.values()
@@ -355,7 +354,7 @@ class Values:
         return found
 
     def _cut_free(self, seen: "Seen", need: Need, reader: Reader, *, along_axis: bool) -> None:
-        """Cut whole values where an op wants only its own samples or units."""
+        """Cut a whole value to an op's own samples or units, if it needs only these."""
         if reader.spans is None:
             return
         in_batch, on_axis = need.in_batch, need.on_axis
@@ -372,7 +371,7 @@ class Values:
             seen.has_units = True
 
     def look(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
-        """Read a tensor through the views between it and the value that they show."""
+        """Read a tensor through the views between it and its value."""
         source = self._sources[tensor]
         if source.maker < 0:
             return self._step_input(tensor, whole, near, reader)
@@ -381,7 +380,7 @@ class Values:
         need = self._needs[source.maker][0]
         inner = max(whole, need.whole)
         seen = self.look(need.tensor, inner, near, reader)
-        if inner == EVERYTHING:  # and so is everything after it
+        if inner == EVERYTHING:  # then the views after it are whole, too
             return Seen(self._view(source, seen.value, self._ops[source.maker].whole))
         self._cut_free(seen, need, reader, along_axis=inner == AS_MADE)
         share = Share(
@@ -394,7 +393,8 @@ class Values:
     def from_batch(self, tensor: int) -> Tensor:
         """The whole of a tensor that follows from the batch (``BatchPlan.follows_batch``).
 
-        Every rank has the whole batch, so nothing needs to be sent. Kept until the step ends.
+        Every rank has the whole batch, so nothing needs to be sent. The result is kept until the
+        step ends.
         """
         known = self._from_batch.get(tensor)
         if known is not None:
@@ -442,14 +442,14 @@ class Values:
         )
 
     def _value(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
-        """The value in a buffer, narrowed to the samples and units that are wanted."""
+        """The value in a buffer, cut to the samples and units that the reader needs."""
         part, source = self._part, self._sources[tensor]
         value = part.value_of[tensor]
         in_batch, on_axis, is_ruled = source.in_batch, source.on_axis, source.is_ruled
         buffer = nearest(near, value, whole)
         is_part = in_batch.kind == "P" or on_axis.kind == "P"
         if whole == AS_MADE and is_part:
-            buffer = near.get((value, AS_MADE))  # the whole sum beside it is none of its parts
+            buffer = near.get((value, AS_MADE))  # not the whole sum, which may be here as well
         if buffer is None:
             assert is_part, f"tensor {tensor} is not here"
             # A whole value seen as a partial sum: it is on another device, and zero on this one.
@@ -522,10 +522,10 @@ class Seen:
         has_units: Whether it is cut to the reader's units.
         is_part_of_sum: Whether it is a part of a sum over the batch.
         is_alike_in_team: Whether all members of a team have the same part.
-        is_part_in_team: Whether it is a part of a sum over the team (or, where there is none, a
-            device's own part of one over the batch).
-        is_converted: Whether it was a part of a sum and has come from elsewhere as the whole.
-        made: Where it comes from, if it is on the devices that made it.
+        is_part_in_team: Whether it is a part of a sum over the team (or, without a team, a
+            device's own part of a sum over the batch).
+        is_converted: Whether it was a part of a sum, and a conversion has brought the whole.
+        made: Its source, if it is on the devices that made it.
     """
 
     value: Tensor

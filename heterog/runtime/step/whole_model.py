@@ -1,7 +1,7 @@
 """The part of a model that one rank holds, and the whole model.
 
-A part is whole parameters, slices of them, and buffers. The whole is made alike on every rank, and
-brought together from what ranks hold of it.
+A part has whole parameters, slices of parameters, and buffers. Every rank makes the same whole
+model first; later the whole is gathered from the parts of ranks.
 """
 
 import math
@@ -27,8 +27,8 @@ from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 class ModelPart:
     """The part of a model that one rank holds under a strategy.
 
-    Making it takes the model apart: parameters that the rank does not hold give their memory back,
-    and those that live in slices become slices.
+    Making it takes the model apart: parameters that the rank does not hold lose their memory, and
+    parameters that live in slices become slices.
 
     Args:
         graph: Graph of the step.
@@ -44,7 +44,7 @@ class ModelPart:
         group_of: Number of the parameter group of each row of ``graph.updates``.
         updated: Whole parameters, and runs of slices, that this rank's optimizer updates.
         updated_groups: Number of the parameter group of each of them.
-        sharded: Placement and spans of the parameters of which each rank holds its own slice, by
+        sharded: Placement and spans of the parameters that ranks hold in slices along an axis, by
             row of ``graph.updates``.
         buckets: All buckets of the program whose parameters are updated in slices (ZeRO).
         slices: Slices of them that this rank owns.
@@ -67,7 +67,7 @@ class ModelPart:
         self._owners: tuple[int, ...] = next(filter(None, owners), ())
         self.sharded = sharded_parameters(graph, strategy)
         for row, (place, spans) in self.sharded.items():
-            # A slice of its own memory, so that the whole is given back.
+            # A slice with memory of its own, so that the whole parameter can be freed.
             value = parameters[graph.updates[row][1]]
             begin, count = spans.units_of(rank)
             value.data = cut(value.data, place, spans.units, begin, count).clone(
@@ -132,7 +132,7 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True)
 class WholeModel:
-    """Brings parameters and buffers together; every rank has to call a method, or none.
+    """Gathers parameters and buffers; either every rank calls a method or none.
 
     Attributes:
         model: Model as this rank has it.
@@ -152,7 +152,7 @@ class WholeModel:
         """All parameters and buffers on rank 0, ``None`` on the others.
 
         A replicated parameter comes from its first replica, BatchNorm statistics from the first
-        one with samples.
+        replica with samples.
         """
         graph = self.graph
         named = dict(self.model.named_parameters())
@@ -190,7 +190,7 @@ class WholeModel:
         """Gather buffers that are updated in parts on their owner."""
         if not self.buffers.split:
             return
-        # Also frozen parameters, which the forward pass may write (a target network).
+        # Frozen parameters, too, as the forward pass may write them (a target network).
         named = {name: value.detach() for name, value in self.model.named_parameters()}
         named |= dict(self.model.named_buffers())
         for name, (place, spans, members) in self.buffers.split.items():
@@ -270,7 +270,7 @@ class WholeModel:
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Names of the state dict that are other names of a parameter or buffer."""
+    """Further names in the state dict of tied parameters and buffers."""
     first: dict[int, str] = {id(value): name for name, value in model.named_parameters()}
     first |= {id(value): name for name, value in model.named_buffers()}
     every = (
@@ -288,7 +288,7 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 def one_model(workload: Workload, device: torch.device) -> nn.Module:
     """The model on a device, with rank 0's weights everywhere.
 
-    All of them run through memory row by row, as in a capture, whatever the model made of them.
+    All weights become contiguous, as in a capture, whatever strides the model gave them.
     """
     model = workload.make_model().to(device)
     with torch.no_grad():

@@ -1,9 +1,9 @@
-"""Ops on some of their rows: exact, given the rows that they read of their inputs.
+"""Ops on some of their rows: exact, given the rows of their inputs that they read.
 
-Each function here takes, for every tensor that is cut along ``dim``, the rows of it that are at
-hand, and makes exactly the rows that are asked for. Padding is put on at the true borders of the
-tensor alone: a window is widened, or cut, to what the op reads with its padding, and the op then
-runs without padding along this dimension.
+Each function here gets, for every tensor that is cut along ``dim``, the rows at hand, and makes
+exactly the requested rows. Padding is added only at the true borders of the tensor: a window is
+widened, or cut, to the rows that the op reads with its padding, and the op then runs without
+padding along this dimension.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,10 +29,10 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """The rows that are at hand of an op's inputs, and the rows to make.
+    """The rows at hand of an op's inputs, and the rows to make.
 
     Attributes:
-        dim: The dimension that is cut, the same in all tensors that are.
+        dim: The dimension that is cut, the same in all tensors that are cut.
         rows: Rows at hand of each tensor input; ``None`` if the input is whole.
         made: Rows to make of each output that is cut; ``None`` for the others.
         own: For gradients of weights, the rows of the op's output gradient that count here.
@@ -45,7 +45,7 @@ class Windows:
 
 
 def fit(tensor: Tensor, dim: int, have: Rows, want: Rows, value: float = 0.0) -> Tensor:
-    """Make wanted rows of a tensor from those at hand; ``value`` outside of them.
+    """Make wanted rows of a tensor from the rows at hand; other rows have ``value``.
 
     >>> fit(torch.ones(2), 0, have=Rows(0, 2), want=Rows(-1, 1))
     tensor([0., 1.])
@@ -197,7 +197,7 @@ def _input_gradient(local: _Local, made: Rows) -> Tensor:
         return gradient
     have = local.rows("grad_output")
     window = local.given("grad_output")
-    if have.num == 0:  # rows that nobody reads
+    if have.num == 0:  # no output row reads these rows
         return window.new_zeros(shape)
     gradients = window.shape
     more = []
@@ -213,9 +213,9 @@ def _input_gradient(local: _Local, made: Rows) -> Tensor:
 
 
 def _weight_gradient(local: _Local) -> Tensor:
-    """The part of the weight's gradient that some rows of the output give.
+    """The part of the weight's gradient from some rows of the output.
 
-    For a transposed convolution, the part that this rank's rows of its input give.
+    For a transposed convolution, it is the part from this rank's rows of the input.
     """
     rank, dim, call = _rank(local), local.dim, local.call
     stencil, weight = stencil_of(call, dim), local.given("weight")
@@ -251,7 +251,7 @@ def _pool_args(local: _Local) -> tuple[list[int], list[int], list[int]]:
 
 
 def _nothing(local: _Local, made: Rows) -> list[Tensor]:
-    """Outputs with the wanted number of rows, where nothing is to be computed."""
+    """Outputs with the wanted number of rows, if there is nothing to compute."""
     found = []
     for meta in local.call.outputs:
         shape = list(meta.shape)
@@ -312,7 +312,7 @@ def _average_pool_backward(local: _Local) -> list[Tensor]:
 
 
 def _moved(indices: Tensor, local: _Local, shape: Sequence[int], by: int, onto: int) -> Tensor:
-    """Indices into planes of a shape, as indices into planes with ``onto`` rows, ``by`` later."""
+    """Indices into planes of a shape, shifted by ``by`` rows, for planes with ``onto`` rows."""
     dim, flat = local.dim, 1
     for size in shape[dim + 1 :]:
         flat *= size
@@ -365,7 +365,7 @@ def _op(local: _Local) -> Callable[..., Any]:
 
 
 def _upsample(local: _Local) -> list[Tensor]:
-    """Repeat or blend rows, then cut off those that the edges of the window spoil."""
+    """Repeat or blend rows, then cut off the rows that the window's edges falsify."""
     made = local.made
     have = local.rows("self")
     if made.num == 0:
@@ -393,7 +393,7 @@ def _upsample_backward(local: _Local) -> list[Tensor]:
 
 
 def _resampling(local: _Local) -> list[Any]:
-    """Arguments behind the sizes; scales follow from these."""
+    """Arguments after the sizes, from which scales follow."""
     rank, args = _rank(local), local.call.args
     corners = [args["align_corners"]] if "align_corners" in args else []
     return [*corners, *[None] * rank]
