@@ -41,6 +41,7 @@ _MOST_COUNTS = 6
 _MOST_LOSSES = 4
 """Most losses of one step that are examined: further ones are repeated calls of closures."""
 _EVERY = 64
+"""Weighings between two comparisons of ranks, after the 1st, 2nd, 4th, ... up to here."""
 _Known = TypeVar("_Known")
 
 

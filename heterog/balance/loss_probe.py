@@ -40,7 +40,7 @@ LABELS = "labels"
 SHIFTED_LABELS = "shifted_labels"
 KINDS = (NUM_ITEMS, SAMPLES, LABELS, SHIFTED_LABELS)
 
-NUM_SAMPLES = 4
+NUM_SAMPLES = 4  # one in the first part, three in the second
 _SAME_KERNELS = 1e-5
 _ROUNDING = 1e-6
 """Absolute rounding of a loss in float32, due to logarithms of numbers near 1."""

@@ -129,7 +129,7 @@ def _replicated(model: nn.Module) -> Iterator[Tensor]:
                 yield parameter
 
 
-_MOST_INDICES = 4096
+_MOST_INDICES = 4096  # of a ``Subset``, at equal distances
 _FACTS = ("the data sets", "the orders of the samples", "the shares")
 
 

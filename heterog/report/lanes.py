@@ -44,6 +44,7 @@ MAX_MEMORY_POINTS = 2000
 MAX_PIECES = 60_000
 """Number of tasks beyond which short ones are drawn together, so that the page stays small."""
 _ALL_MEMORY_POINTS = 64_000
+"""Most points of the lines of all devices together."""
 # Overlapping tasks on one link are drawn in this many rows at most.
 _MAX_ROWS = 5
 

@@ -56,7 +56,7 @@ from heterog.search.plan import Plan, load_plan
 from heterog.user_code import trusted_source
 from heterog.zoo import load_workload
 
-WARM_UP_STEPS = 1
+WARM_UP_STEPS = 1  # they train, but are not measured
 _POLL_S = 0.02
 _CONNECT_S = 5.0
 

@@ -302,6 +302,7 @@ class EncoderLayer(nn.Module):
 
 VOCABULARY = 50_000
 NUM_TOKENS = 32
+# Widths of the paper's base model.
 WIDTH = 512
 INNER_WIDTH = 2048
 NUM_HEADS = 8

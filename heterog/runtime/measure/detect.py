@@ -36,7 +36,7 @@ _MEASURE_S = 0.3
 _CPU_SIZE, _GPU_SIZE = 1024, 8192  # of square matrices
 _COPY_BYTES = 256 * 1024**2  # beyond all caches
 _NVLINK_BYTES_PER_S = 60e9  # a faster link is NVLink: no PCIe slot up to generation 5 reaches it
-_GUESSED_NIC_BYTES_PER_S = 1e9 / 8
+_GUESSED_NIC_BYTES_PER_S = 1e9 / 8  # if the system reports no rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,7 @@ def link_cases(num_ranks: int, payloads: Sequence[int]) -> list[_LinkCase]:
 
 _NUM_ROUNDS = 5  # in a median, because a quota stops a process for tens of milliseconds somewhere
 _NUM_OPERATIONS = 12  # under way at once, like collectives of small tensors in a step
-_SMALL_BYTES = 64 * 1024
+_SMALL_BYTES = 64 * 1024  # up to this size ``_NUM_OPERATIONS`` are timed at once
 _NUM_BURSTS = 3
 _NUM_PRODUCTS = 8  # computed meanwhile if operations come one by one
 _BUSY_SIZE = 256  # a matrix product of about a millisecond on one core

@@ -40,11 +40,12 @@ from heterog.user_code import is_from_file
 from heterog.workers import connect_to_ray
 
 PLACED_S = 60.0
+"""Seconds to wait for nodes, and for the first answer of an actor."""
 _GONE = -9
 """Exit code of a rank whose node or actor is lost: as if it had been killed."""
 SILENT_S = 6.0
 """Seconds without an answer after which a node counts as lost even if its link is not cut."""
-_THREADS = 8
+_THREADS = 8  # of an actor, so that it answers while ranks are being started
 _AGAIN_S = 0.5
 """Seconds until a node that is lost, or does not answer, is asked again."""
 END_S = 10.0

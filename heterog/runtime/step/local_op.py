@@ -37,7 +37,7 @@ from heterog.runtime.step.special_ops import (
 from heterog.runtime.step.windows import Windows, run_on_windows
 
 _RESHAPES = frozenset({"view.default", "_unsafe_view.default"})
-_SUM_REDUCTION = 2
+_SUM_REDUCTION = 2  # at::Reduction::Sum
 _RANDOM = frozenset({Special.OWN_RANDOM_STREAM, Special.SHARED_RANDOM_STREAM})
 _OF_POSITION = frozenset({Special.CAUSAL_ROWS, Special.OWN_WORDS})
 _AROUND = frozenset({Special.OWN_ROWS, Special.MEAN_TO_SUM})

@@ -42,7 +42,7 @@ from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES, MEAN, 
 from heterog.graph.sharding_rules.table import dimension, integer, positions
 from heterog.runtime.accelerators import default_generator
 
-_OF_NO_WORD = -100
+_OF_NO_WORD = -100  # for labels among other members' words, which the call then ignores
 
 Run = Callable[[Sequence[Tensor], Mapping[str, Any]], Sequence[Tensor]]
 """Runs an op's kernel on inputs, with some arguments instead of its own."""
