@@ -32,7 +32,7 @@ from heterog.runtime.launch import ALONE_STEPS, HEARTBEAT
 from heterog.runtime.step.optimizer import Masters, make_optimizer
 from heterog.zoo import load_workload
 
-_LEAST_DUTY = 0.02  # while the mean step is under the limit: a duty of 0 could not grow
+_LEAST_DUTY = 0.02  # while the mean step is under the limit, and to begin to grow from 0
 _BACK_OFF = 0.5  # factor of the duty after a step above the aim
 _SPEED_UP = 1.15  # factor of the duty after any other step
 _MARGIN = 0.5
