@@ -26,6 +26,7 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parameters_to_vector
 
 from heterog.agents.graph_data import PairBatch
 from heterog.agents.learner import Learner, MakeLearner, Task
@@ -65,6 +66,7 @@ class CandidateScores(BaseFeaturesExtractor):
         self.num_candidates = shape[1]
         super().__init__(observation_space, features_dim=self.num_candidates + 1)
         self.policy = copy.deepcopy(policy)
+        self._weights = tuple(self.policy.parameters())
         self._pairs = pairs
         self._known: tuple[float, dict[int, Scores]] = (np.nan, {})
 
@@ -94,7 +96,7 @@ class CandidateScores(BaseFeaturesExtractor):
 
     def _scores_of(self, number: int) -> Scores:
         """The policy's scores of a pair; without gradients they are kept until weights change."""
-        stamp = float(sum(weight.detach().sum() for weight in self.policy.parameters()))
+        stamp = float(parameters_to_vector(self._weights).detach().sum())
         if stamp != self._known[0]:
             self._known = stamp, {}
         if number in self._known[1] and not torch.is_grad_enabled():

@@ -394,11 +394,12 @@ def _micro_batches(judge: _Judge) -> Remedy | None:
 
 
 def _batch_size(judge: _Judge) -> Remedy | None:
-    """The largest batch that fits, with at least one sample for each device of the cluster."""
-    smallest = judge.shrunk(judge.num_devices)
+    """The largest batch that fits, of at least a sample a device if the batch has that many."""
+    fewest = judge.num_devices if judge.num_devices < judge.batch_size else 1
+    smallest = judge.shrunk(fewest)
     if not smallest.is_ok:
         return None
-    amount, found = _bisect(judge.batch_size, judge.num_devices, smallest, judge.shrunk)
+    amount, found = _bisect(judge.batch_size, fewest, smallest, judge.shrunk)
     return Remedy(kind=RemedyKind.BATCH_SIZE, amount=amount, step_time_s=found.step_time_s)
 
 

@@ -1,8 +1,9 @@
 """Plans near the one that runs, tried on the job's own steps and taken back if they do not pay.
 
 The planning process goes on from the running plan by a short search, in which devices compute as
-quickly as they were measured to, and answers with its best plan that was not tried before. The
-ranks run that for ``NUM_STEPS`` steps. Then they go back to the one before if that ends the job
+quickly as they were measured to, and answers with its best plan that does not repeat the changes
+of an earlier trial: a prediction that errs, errs about all plans that share the change. The ranks
+run that plan for ``NUM_STEPS`` steps. Then they go back to the one before if that ends the job
 earlier,
 
     steps_left (after_s - before_s) > moving_s

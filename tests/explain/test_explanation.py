@@ -168,6 +168,20 @@ def test_what_would_make_it_fit_was_simulated() -> None:
     assert found[RemedyKind.MEMORY].amount == fit.fullest.peak_bytes
 
 
+def test_a_batch_of_fewer_samples_than_devices_is_made_smaller() -> None:
+    """All of it on one of six devices, whose memory lacks 1 % of what four samples need."""
+    graph = linear_chain(tuple("abcdefgh"), batch_size=4, width=8)
+    cluster = cluster_of((10.0, ["T4"] * 6))
+    strategy = strategy_of(graph, cluster, Decision(devices=(0,), shares=(4,)))
+    needs = Evaluator(graph, cluster).referee(strategy, Order.FIFO).peak_memory_bytes[0]
+    small = [replace(each, usable_memory_bytes=round(0.99 * needs)) for each in cluster.devices]
+    changed = replace(cluster, devices=tuple(small))
+    evaluator, there = Evaluator(graph, changed), replace(strategy, cluster=changed.fingerprint())
+    fit = memory_fit(evaluator, there, Order.FIFO)
+    found = {remedy.kind: remedy for remedy in remedies(evaluator, there, Order.FIFO, fit)}
+    assert found[RemedyKind.BATCH_SIZE].amount == 3
+
+
 def test_no_more_is_made_again_than_it_takes_to_fit() -> None:
     """With more and more room: everything, all but every other product, scores of attention."""
     graph = written_out()

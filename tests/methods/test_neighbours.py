@@ -12,7 +12,7 @@ from heterog.methods.local_search.group_rules import (
     GroupRules,
 )
 from heterog.methods.local_search.neighbours import Neighbours, State
-from heterog.methods.local_search.planner import LocalSearch, Search
+from heterog.methods.local_search.planner import Changes, LocalSearch, Search
 from heterog.methods.planner import Budget, Candidate, Problem
 from heterog.methods.teams import without_needless_rules
 from heterog.simulator.engine import Order
@@ -132,6 +132,37 @@ def test_the_search_keeps_what_it_was_given_and_scores_it_once(kind: str) -> Non
     best = LocalSearch().plan(problem).candidates[0].strategy
     referee = Evaluator(graph, cluster()).referee
     assert referee(best).step_time_s <= referee(given).step_time_s
+
+
+def test_changes_that_did_not_pay_are_not_made_again() -> None:
+    """By hand, and by searches that are refused what the ones before them have found."""
+    before = State(np.array([0, 0, 0, 0], np.int32), 0, Order.RANK)
+    moved = before.with_row(np.array([0, 1, 1, 1], np.int32))
+    changes = Changes(before, moved)
+    for row, makes_them in (([2, 1, 1, 0], True), ([0, 1, 0, 0], False), ([0, 2, 2, 2], False)):
+        assert changes.are_in(before.with_row(np.array(row, np.int32))) == makes_them, row
+    # A setting counts as much as all groups: half of the changes may be made again.
+    both = Changes(before, replace(moved, bucket_bytes=1))
+    assert both.are_in(replace(moved, bucket_bytes=1))
+    assert not both.are_in(moved)
+    assert not both.are_in(replace(before, bucket_bytes=1))
+    assert not Changes(before, before).are_in(before)
+
+    graph = graph_of("gpt")
+    evaluator = Evaluator(graph, cluster())
+    problem = Problem(
+        evaluator=evaluator,
+        budget=Budget(evaluations=200),
+        seeds=(Candidate(strategy=everywhere(graph), orders=(Order.RANK,)),),
+    )
+    refused: list[Strategy] = []
+    for _ in range(2):
+        search = Search(problem, refused=refused)
+        found = search.run(problem).candidates[0]
+        state = search._states(found)[0]
+        assert not any(each.are_in(state) for each in search._refused)
+        assert found.strategy not in (everywhere(graph), *refused)
+        refused.append(found.strategy)
 
 
 @pytest.mark.parametrize("name", ["gpt", "moe"])

@@ -12,7 +12,7 @@ budget anneals with the referee as the judge.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
@@ -77,6 +77,8 @@ class LocalSearch(Planner):
 
     Args:
         lead: Maker of what proposes moves, such as a policy; by default they are blind.
+        refused: Strategies whose changes, beside the problem's first seed, are not made again;
+            see ``Changes``.
     """
 
     name = "local_search"
@@ -85,12 +87,41 @@ class LocalSearch(Planner):
     improves = True
     is_random = True
 
-    def __init__(self, lead: Lead | None = None) -> None:
-        self._lead = lead
+    def __init__(self, lead: Lead | None = None, refused: Sequence[Strategy] = ()) -> None:
+        self._lead, self._refused = lead, refused
 
     def plan(self, problem: Problem) -> PlanResult:
         """Search until the budget is over; return the best few different strategies."""
-        return problem.resumed(lambda asked: Search(asked, self._lead)).run(problem)
+        return problem.resumed(lambda asked: Search(asked, self._lead, self._refused)).run(problem)
+
+
+class Changes:
+    """What a point changes beside another one: groups, and settings of the whole step.
+
+    A plan that was measured and did not pay says nothing good of plans that make the same change,
+    however many others they make beside it, as long as the prediction errs about that change.
+
+    Args:
+        before: The point that is changed.
+        after: The changed point.
+    """
+
+    def __init__(self, before: State, after: State) -> None:
+        self._groups = np.flatnonzero(before.row != after.row)
+        self._row = after.row[self._groups]
+        self._settings = [
+            (number, new)
+            for number, (old, new) in enumerate(zip(before.key[1:], after.key[1:], strict=True))
+            if old != new
+        ]
+
+    def are_in(self, state: State) -> bool:
+        """Whether a point makes more than half of the changes; all groups count as one."""
+        key = state.key[1:]
+        parts = [float(key[number] == new) for number, new in self._settings]
+        if len(self._groups):
+            parts.append(float(np.mean(state.row[self._groups] == self._row)))
+        return bool(parts) and sum(parts) > 0.5 * len(parts)
 
 
 class _Judge:
@@ -137,6 +168,7 @@ class Search:
     Args:
         problem: The first problem.
         lead: See ``LocalSearch``.
+        refused: See ``LocalSearch``.
 
     Attributes:
         evaluator: Evaluator of the problem.
@@ -144,7 +176,9 @@ class Search:
         space: Candidates of the rows.
     """
 
-    def __init__(self, problem: Problem, lead: Lead | None = None) -> None:
+    def __init__(
+        self, problem: Problem, lead: Lead | None = None, refused: Sequence[Strategy] = ()
+    ) -> None:
         self.problem = problem
         self.evaluator = problem.evaluator
         self.rng = np.random.default_rng(problem.seed)
@@ -158,6 +192,11 @@ class Search:
         self.neighbours = Neighbours(problem, self.space, self.rules, self.rng)
         self.moves: Moves = self.neighbours if lead is None else lead(self)
         self._uniform_until = _UNIFORM_UNTIL if lead is None else _UNIFORM_UNTIL_LED
+        self._refused: list[Changes] = []
+        for strategy in refused:
+            first = self._states(problem.seeds[0])[0]
+            other = self._states(replace(problem.seeds[0], strategy=strategy))[0]
+            self._refused.append(Changes(first, other))
         self._simulated: tuple[StateKey, Evaluation] | None = None
         self.engine = _Judge(partial(self._ask, problem.evaluator.evaluate))
         self.referee = _Judge(
@@ -395,8 +434,10 @@ class Search:
         state: State,
         limit_s: float,
     ) -> Evaluation:
-        choice = self._choice(state)
         self._simulated = None
+        if any(changes.are_in(state) for changes in self._refused):
+            return _refused(state.order)
+        choice = self._choice(state)
         if limit_s < math.inf:
             least_s = floor_s(self.evaluator.prices, choice)
             if least_s > limit_s:
@@ -492,6 +533,17 @@ class Search:
 
 _NOT_SIMULATED = 1e15
 """Above any overflow of memory; finite, because differences of costs decide."""
+
+
+def _refused(order: Order) -> Evaluation:
+    return Evaluation(
+        outcome=Outcome.CANNOT_RUN,
+        step_time_s=math.inf,
+        peak_memory_bytes=(),
+        order=order,
+        shortage="its changes were measured, and did not pay",
+        overflow_bytes=math.inf,
+    )
 
 
 def _judged_cost(candidate: Candidate) -> float:
