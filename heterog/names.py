@@ -7,6 +7,7 @@ Python. Everything that is written into such a file is escaped all the same.
 
 import re
 import reprlib
+from collections.abc import Sequence
 
 MAX_NAME = 200
 MAX_TEXT = 4000
@@ -17,6 +18,16 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel = 3
 _BRIEF.maxstring = _BRIEF.maxother = 200
+
+
+def first_of(words: Sequence[str], most: int = 8) -> str:
+    """The first of some words, and the number of the others.
+
+    >>> first_of(["a", "b", "c"]), first_of(["a", "b", "c"], most=1)
+    ('a, b, c', 'a and 2 more')
+    """
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
 
 
 def own_name(value: object) -> str:

@@ -48,7 +48,7 @@ from heterog.cluster.hardware import (
 )
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError, InputFileError
-from heterog.names import shown
+from heterog.names import first_of, shown
 from heterog.records import Name, Text, field_name
 from heterog.units import GIB, parse_bandwidth, parse_bytes, parse_flops_per_s, parse_seconds
 from heterog.yaml_files import parse_yaml
@@ -209,14 +209,11 @@ def _members(
     members: dict[int, None] = {}
     for name in names:
         if name not in hosts:
-            raise PairsError(here, f"there is no host '{name}'; the hosts are {_listed(hosts)}.")
+            raise PairsError(
+                here, f"there is no host '{name}'; the hosts are {first_of(list(hosts))}."
+            )
         members.update(dict.fromkeys(hosts[name]))
     return tuple(members)
-
-
-def _listed(hosts: Mapping[str, Sequence[int]]) -> str:
-    names = list(hosts)
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _of_matrix(

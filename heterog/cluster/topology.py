@@ -34,6 +34,7 @@ from heterog.cluster.hardware import (
     check_share,
 )
 from heterog.errors import ClusterError
+from heterog.names import first_of
 
 
 def identity(record: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +146,7 @@ def pair_resources(
     resources = []
     for number, limit in enumerate(pairs):
         sides = [
-            hosts[side[0]].name + (f" and {len(side) - 1} more" if side[1:] else "")
+            first_of([hosts[host].name for host in side], most=1)
             for side in (limit.sources, limit.targets)
         ]
         resources.append(

@@ -12,6 +12,7 @@ from heterog.explain.decided import ranges_of
 from heterog.graph.grouping import group_ops
 from heterog.grouped import grouped
 from heterog.lowering.channels import proportional_slices
+from heterog.names import first_of
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import micro_batch_table, micro_sizes, split_in_proportion
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
@@ -157,7 +158,7 @@ def _faster_lines(cluster: Cluster) -> Iterator[ChangedCluster]:
         line = cluster.pairs[numbers[0]]
         rate = line.bandwidth_bytes_per_s
         ends = [
-            cluster.hosts[hosts[0]].name + (f" and {len(hosts) - 1} more" if hosts[1:] else "")
+            first_of([cluster.hosts[host].name for host in hosts], most=1)
             for hosts in (line.sources, line.targets)
         ]
         yield ChangedCluster(

@@ -14,6 +14,7 @@ from heterog.export.ranks import (
 )
 from heterog.export.stock import stock_user
 from heterog.export.uniform import uniform_micro_batches, uniform_remarks
+from heterog.names import first_of
 from heterog.search.plan import Plan
 from heterog.strategy.strategy import Sync
 
@@ -102,7 +103,7 @@ def _check_hosts(ranks: Sequence[RankEntry]) -> None:
 
 def _listed(values: Mapping[str, object]) -> str:
     words = [f"{device}: {value}" for device, value in values.items()]
-    return ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
+    return first_of(words)
 
 
 def stage_of(plan: Plan) -> Sync | None:

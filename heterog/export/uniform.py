@@ -6,6 +6,7 @@ from heterog.export.folder import ExportError
 from heterog.graph.batch_plan import batch_plan, reads_across_samples
 from heterog.graph.grouping import group_ops
 from heterog.graph.sharding_rules import Special
+from heterog.names import first_of
 from heterog.search.plan import Plan
 from heterog.strategy.division import micro_shares
 from heterog.strategy.strategy import Decision
@@ -118,7 +119,7 @@ def _in_words(plan: Plan, samples: Mapping[int, int]) -> str:
     """Shares as ``A:0 (5 samples), B:0 (3)``."""
     devices = plan.cluster.devices
     words = [f"{devices[device].name} ({share})" for device, share in samples.items()]
-    return ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
+    return first_of(words)
 
 
 def _refuse_whole_batch_ops(plan: Plan, target: str) -> None:

@@ -40,6 +40,7 @@ from heterog.grouped import grouped
 from heterog.methods.changes import renumbered
 from heterog.methods.planner import Budget, Candidate, MethodRow
 from heterog.methods.registry import AUTO
+from heterog.names import first_of
 from heterog.records import VALUE, Amount, Name, PositiveSeconds, Series
 from heterog.search.allotment import (
     Allotment,
@@ -68,11 +69,7 @@ class HostSubset:
     def name(self) -> str:
         """Names of the hosts, or of the first few and how many more there are."""
         names = [self.whole.hosts[host].name for host in self.hosts]
-        return (
-            ", ".join(names)
-            if len(names) <= 4
-            else f"{', '.join(names[:3])} and " + (f"{len(names) - 3} more")
-        )
+        return first_of(names, most=4 if len(names) == 4 else 3)
 
     @property
     def is_whole(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from heterog.errors import InputFileError
-from heterog.names import shown
+from heterog.names import first_of, shown
 from heterog.strategy.layouts.layout import MOST, Layout, LayoutError
 
 _MOST_UNREAD = 40
@@ -226,9 +226,8 @@ class Fields:
         left.sort(key=lambda name: not _TELLING.search(name))
         telling = sum(1 for name in left if _TELLING.search(name))
         most = max(telling, _MOST_UNREAD)
-        listed = ", ".join(shown(name)[1:-1] for name in left[:most])
-        more = f" and {len(left) - most} more" if len(left) > most else ""
-        return [f"Not used from the file: {listed}{more}."]
+        names = [shown(name)[1:-1] for name in left]
+        return [f"Not used from the file: {first_of(names, most)}."]
 
     def _is_known(self, path: str) -> bool:
         section, _, name = path.rpartition(".")
