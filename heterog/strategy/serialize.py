@@ -73,7 +73,7 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
 
 
 def _rarely_said(decision: Decision) -> dict[str, Any]:
-    """Fields of a decision that are written only where they say something."""
+    """Fields of a decision that are written only if they differ from the default."""
     said: dict[str, Any] = {}
     if decision.slice_groups:
         said["slice_groups"] = [list(group) for group in decision.slice_groups]

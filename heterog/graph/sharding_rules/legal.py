@@ -321,8 +321,8 @@ def legal_rules(
 ) -> tuple[RuleResult, ...]:
     """All rules of an op, for searches over programs.
 
-    Tries P and every split S(dim, outer) on one and on two inputs at a time, with all other inputs
-    R, if ``outer x axis_size`` divides the dimension. Keeps the rules that need no conversion.
+    Tries R, P and every split S(dim, outer) on one and on two inputs at a time, with all others R,
+    if ``outer x axis_size`` divides the dimension. Keeps the rules that need no conversion.
 
     Args:
         call: The op.
