@@ -252,7 +252,7 @@ def matching_types(name: str) -> tuple[DeviceType, ...]:
 
 
 def _is_model(each: ListedType, words: _Words) -> bool:
-    """Whether a name's model is that of a type, whatever its form and memory."""
+    """Whether a name and a type have the same model; form and memory may differ."""
     if words.vendor and each.vendor and words.vendor != each.vendor:
         return False
     own = each.model

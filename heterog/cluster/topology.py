@@ -1,12 +1,12 @@
 """Clusters: devices on hosts, and the routes of transfers between them.
 
-Rates are effective rates of one direction. A transfer occupies resources (``LinkResource``), each
-of which may be its bottleneck. Inside a host these are the out port of its source and the in port
+Rates are effective rates of one direction. A transfer occupies resources (``LinkResource``); any
+of them may be its bottleneck. Inside a host these are the out port of its source and the in port
 of its destination (or the one bus of the host), between hosts the out side of one NIC and the in
-side of the other. The switch between the hosts never blocks, unless a ``PairLimit`` limits some of
-them: a line between two sites, or the rate that was measured for a pair of hosts.
+side of the other. The switch between the hosts never blocks, unless a ``PairLimit`` limits some
+hosts: a line between two sites, or the rate that was measured for a pair of hosts.
 
-Also here: the settings of the program that runs steps, as far as predictions depend on them, and
+This module also has the settings of the program that runs steps on which predictions depend, and
 the fingerprint of a cluster's record, with the difference of two records in words.
 """
 

@@ -12,10 +12,10 @@ A placement states which part of a tensor a device holds when an axis (the batch
 - ``H(dim, window)``: only for needed inputs: the rows of dimension ``dim`` that an op's part of
   the output reads. They may reach into rows of neighbours (a *halo*; see
   ``heterog.graph.sparse_pattern``).
-  ``neighbours(dim, key)``: likewise, but for any rows: those that the entries of a sparse matrix
-  name (``heterog.graph.sparse_pattern``).
+  ``neighbours(dim, key)``: only for needed inputs: the rows that the entries of a sparse matrix
+  name (``heterog.graph.sparse_pattern``), which may be any rows.
 
-``OpRule`` states for one op how it runs on its group's devices along an axis of its own.
+``OpRule`` states how one op runs on its group's devices along another axis than the group's.
 """
 
 import math

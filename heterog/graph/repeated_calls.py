@@ -46,7 +46,7 @@ from heterog.graph.workload import Workload
 
 _OFTEN = 720_720_000
 """Number of calls that is a multiple of every n up to 16, and of tens, hundreds and thousands, so
-that whatever happens every n-th time happens then; all warm-ups have ended by then."""
+that a change at every n-th call happens at it; all warm-ups have ended before."""
 _FAR = (_OFTEN - 1, _OFTEN, 120)
 _LONG = 1_000
 """Entries that are appended to a growing list to try its state after many calls."""

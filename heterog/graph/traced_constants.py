@@ -44,7 +44,7 @@ def insert_before(
         before: Op before which it runs.
         target: Function of the op.
         args: Arguments, with nodes for tensors.
-        keywords: Keyword arguments, likewise.
+        keywords: Keyword arguments, with nodes for tensors.
 
     Returns:
         The node, with the (fake) value that it makes.

@@ -76,7 +76,7 @@ class ValueNumbers:
 
     @contextmanager
     def run(self, inputs: Mapping[str, Tensor]) -> Iterator[None]:
-        """Number what is computed in the body, which is one run of the step on some inputs."""
+        """Number the values that the body computes, which is one run of the step on inputs."""
         self._run += 1
         self._num_draws = self._num_met = 0
         self._met = set()

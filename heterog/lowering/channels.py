@@ -327,8 +327,7 @@ class ChannelTable:
     ) -> None:
         """Spread a host's sent (side 0) or received (1) bytes over the NICs of its members.
 
-        Libraries do so by several rings over the same devices, each of which leaves a host by
-        another NIC.
+        Libraries do so by several rings over the same devices that leave a host by different NICs.
         """
         nics = self.cluster.nics(members, side)
         for nic in nics:

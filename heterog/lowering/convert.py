@@ -62,7 +62,7 @@ def _rows_of(
     tables: GraphTables, choice: Choice, slot: int, source: int, target: int, micro: int,
     device: int, other: int,
 ) -> int:  # fmt: skip
-    """Number of rows that a device needs among those that another device (or itself) owns.
+    """Number of rows that a device needs from the rows of another device (or of itself).
 
     Args:
         tables: Tables of the graph.

@@ -140,8 +140,8 @@ def join_pieces(
 
 
 ALL, FIRST, FIRST_TEAM, FIRSTS = 0, 1, 2, 3
-"""Devices that get a copy of a whole value: all, or only those that count it in a partial sum: the
-first reader, the readers of the first team, or the first reader of each team."""
+"""Devices that get a copy of a whole value: all readers; or, if readers add the value to a partial
+sum, the first reader, the readers of the first team, or the first reader of each team."""
 OWN, TEAMS = 4, 5
 """Samples that a target device gets: its own or those of its team; with ``FIRSTS`` the first
 reader of each team gets the samples of the team."""

@@ -118,7 +118,7 @@ class Axis:
 
     Attributes:
         inputs: For each tensor input, the dimension that carries the index, or R (or L).
-        outputs: The same for each output; P where the index was summed away.
+        outputs: The dimension of each output that carries the index; P if the op sums over it.
         special: Change of the op on a part; see ``Special``.
         units: A count that must be cut evenly as well, such as the groups of a convolution.
     """
