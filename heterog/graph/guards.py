@@ -315,7 +315,7 @@ def _only_says(statement: ast.stmt, frame: FrameType) -> bool:
 
 
 _LEVELS = ("debug", "info", "warn", "error", "critical", "exception", "log")
-"""Prefixes of the logging functions; libraries add functions such as ``warning_once``."""
+"""Prefixes of the logging functions: libraries add functions with such prefixes to loggers."""
 
 
 def _value(name: ast.Name, frame: FrameType) -> object:
