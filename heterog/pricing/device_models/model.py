@@ -329,9 +329,9 @@ def _shares_of_issuing(
 
     The kernels of a queue are issued in sum(host_s) and run in sum(seconds); they take the longer
     of both. sum(host_s) is divided among the ops in proportion to their seconds at the whole
-    batch. If a part of the batch shrinks all kernels alike, the sum of ``max(seconds, host_s x
-    share)`` over the ops is max(sum(seconds), sum(host_s)). A share depends only on the graph and
-    the type, so that the seconds of an op never grow when its work falls.
+    batch. If a part of the batch shrinks all kernels alike, the sum over the ops of
+    ``max(seconds, host_s x share)`` is max(sum(seconds), sum(host_s)). A share depends only on the
+    graph and the type, so that the seconds of an op never grow when its work falls.
 
     Returns:
         (share of each op [num_ops], share over the sum of shares of the op's pass [num_ops]).
