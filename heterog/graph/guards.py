@@ -98,7 +98,7 @@ def is_number_of_guard(frame: FrameType) -> bool:
 def _instructions(
     frame: FrameType,
 ) -> tuple[dis.Instruction | None, dis.Instruction | None]:
-    """The instruction that a frame executes, and the one before it, which made what it reads."""
+    """The instruction that a frame executes, and the one before it, which made its operand."""
     # During a call ``f_lasti`` may point into the instruction's inline cache.
     begun = [each for each in dis.get_instructions(frame.f_code) if each.offset <= frame.f_lasti]
     return (begun[-1], begun[-2]) if len(begun) > 1 else (None, None)

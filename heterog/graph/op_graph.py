@@ -36,22 +36,23 @@ norm (Muon, Adafactor, LARS, LAMB) or at all parameters together (LBFGS)."""
 
 
 class UpdateScope(StrEnum):
-    """What the update of an element depends on, besides the options of its group.
+    """Values on which the update of an element depends, besides the options of its group.
 
-    ``graph.optimizer_probe`` finds it out by stepping the optimizer.
+    ``graph.optimizer_probe`` finds the scope by stepping the optimizer.
     """
 
     ELEMENT = "element"
-    """The element alone: slices may be updated, each in a call of its own."""
+    """Only those of the element: slices may be updated, each in a separate call."""
     PARAMETER = "parameter"
-    """Its whole parameter, or the number of calls of the optimizer: parameters are updated whole,
-    in one call a step."""
+    """Those of its whole parameter, or the number of calls of the optimizer: parameters are
+    updated whole, in one call per step."""
     MODEL = "model"
-    """All parameters: a device that updates any of them updates all, in one call a step."""
+    """Those of all parameters: a device that updates any of them updates all, in one call per
+    step."""
 
     @property
     def words(self) -> str:
-        """What the optimizer does, after its name."""
+        """Words that follow the optimizer's name in a sentence about its scope."""
         return {
             UpdateScope.ELEMENT: "treats every element on its own",
             UpdateScope.PARAMETER: "looks at whole parameters",
@@ -354,7 +355,7 @@ class OpGraph:
 
     @cached_property
     def scope(self) -> UpdateScope:
-        """What the update of an element depends on: as seen, or else by the optimizer's name.
+        """Scope of the optimizer: as probed, or else by its name.
 
         If the step itself writes to a trained parameter, parameters are updated whole.
         """

@@ -1,13 +1,13 @@
-"""Finds out what an optimizer looks at, by stepping small tensors whole, one by one and in slices.
+"""Finds the ``UpdateScope`` of an optimizer by stepping small tensors whole, singly and in slices.
 
-All ways get the same gradients. If parameters end elsewhere when each has an optimizer of its own
-than when one steps them together, the optimizer looks at all of them. If flat slices do, each
-stepped in a call of its own, it looks at whole parameters.
+All ways get the same gradients. If parameters end at other values with one optimizer for each than
+with one for all, the optimizer looks at all parameters. If flat slices, each stepped in a separate
+call, end at other values than whole parameters, it looks at whole parameters.
 
-Also reads the parameter groups: which parameters the optimizer steps with which options. A user's
-function returns groups that hold the parameters of one model. Here groups hold names instead,
-because the function is called with two models: by capture with one without memory, and by every
-rank with its own, before that is taken apart.
+This module also reads the parameter groups: which parameters the optimizer steps with which
+options. A user's function returns groups that hold the parameters of one model. Here groups hold
+names instead, because the function is called with two models: capture calls it with a model
+without memory, every rank with its own model before this is taken apart.
 """
 
 import random
@@ -103,7 +103,7 @@ class _Groups(torch.optim.Optimizer):
 
 
 def _checked_by_torch(workload: Workload, model: nn.Module) -> list[dict[str, Any]]:
-    """What the user's function returns, as torch has it in ``param_groups``."""
+    """The groups that the user's function returns, in the form of torch's ``param_groups``."""
     assert workload.parameter_groups is not None
     try:
         given = list(workload.parameter_groups(model))
@@ -207,11 +207,11 @@ def update_scope(
     options: Mapping[str, Any],
     groups: Iterable[ProbedGroup],
 ) -> UpdateScope:
-    """What an optimizer looks at when it updates an element.
+    """The update scope of an optimizer.
 
-    Torch's own elementwise optimizers are known. Others are stepped, once for each class and
-    options, and leave the program's random numbers as they are. An optimizer that cannot be
-    stepped is assumed to look at everything, with a warning.
+    The scope of torch's elementwise optimizers is known. Other optimizers are stepped, once for
+    each class and options, without a change of the program's random numbers. If an optimizer
+    cannot be stepped, its scope is taken as ``MODEL``, with a warning.
 
     Args:
         optimizer: Class of the optimizer.
@@ -246,7 +246,7 @@ def probed_scope(
     options: Mapping[str, Any],
     groups: Sequence[ProbedGroup],
 ) -> UpdateScope:
-    """What an optimizer is seen to look at; see ``UpdateScope``."""
+    """The update scope that probing an optimizer shows."""
     if not groups:
         return UpdateScope.MODEL
     failure = ""
@@ -423,7 +423,7 @@ class _Probe:
         """Values of pieces at the start and after each step.
 
         Args:
-            pieces: What one optimizer steps.
+            pieces: Pieces that one optimizer steps.
             calls: Numbers of the pieces in each call of the optimizer in a step.
         """
         torch.default_generator.manual_seed(0)

@@ -228,7 +228,7 @@ class OpCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scatter:
-    """How the members of a team cut a value as soon as it is made, along an axis of its own.
+    """How the members of a team cut a value as soon as it is made, along another axis.
 
     A part of a sum is added up in slices, by a reduce-scatter. Slices along the rule's axis become
     slices along this axis, by an all-to-all: each member sends every other member the overlap of

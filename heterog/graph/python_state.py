@@ -116,7 +116,7 @@ class Slot:
 
     @property
     def text(self) -> str:
-        """Where it is, in words, and what it held if that is short."""
+        """The place in words, with its values before and after if these are short."""
         name = self.holder.text(self.key)
         is_short = all(
             isinstance(value, bool | int | float) for value in (self.before, self.after)

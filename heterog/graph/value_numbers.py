@@ -65,7 +65,7 @@ class ValueNumbers:
         self._run = 0
         self._value_of: dict[Any, Value] = {}
         self._of_tensor: dict[int, tuple[Value, int]] = {}  # by id, with the run
-        self._of_storage: dict[int, tuple[Value, int]] = {}  # what was written to it
+        self._of_storage: dict[int, tuple[Value, int]] = {}  # value last written to it
         self._alive: list[Tensor] = []  # keeps tensors alive, so that ids stay unique
         self._unknown: set[int] = set()  # constants of unknown values
         self._num_met: int = 0

@@ -105,7 +105,7 @@ class Keeps(IntEnum):
 
     @property
     def words(self) -> str:
-        """What is made again, in words."""
+        """The values that are recomputed, in words."""
         return _WORDS[self]
 
 

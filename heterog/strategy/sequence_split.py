@@ -68,7 +68,8 @@ def _sequences(graph: OpGraph) -> Iterator[tuple[int, int, int]]:
 def unit_counts(graph: OpGraph, most: int = MOST_UNITS) -> tuple[int, ...]:
     """Numbers of units that divide all lengths of sequences, the largest first.
 
-    A number of units equal to the number of samples comes last: the two axes look the same.
+    A number of units equal to the number of samples comes last, because lengths then do not tell
+    the sequence axis from the batch axis.
     """
     common = gcd(*lengths(graph))
     counts = [units for units in range(2, min(common, most) + 1) if common % units == 0]

@@ -491,7 +491,7 @@ def scope_fault(graph: OpGraph, strategy: "Strategy", scope: UpdateScope) -> str
     Args:
         graph: Graph that the strategy was made for, perhaps for an optimizer of another scope.
         strategy: Strategy in question.
-        scope: What the optimizer looks at.
+        scope: Update scope of the optimizer.
     """
     groups = [int(group_ops(graph).group[op]) for op, _, _ in graph.updates]
     decisions = [strategy.decisions[group] for group in groups]
@@ -513,7 +513,7 @@ def needs_whole(graph: OpGraph, scope: UpdateScope | None = None) -> str:
 
     Args:
         graph: The graph.
-        scope: What the optimizer looks at; by default ``graph.scope``.
+        scope: Update scope of the optimizer; by default ``graph.scope``.
     """
     if graph.written:
         name = graph.tensors[min(graph.written)].name

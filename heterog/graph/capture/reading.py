@@ -396,7 +396,7 @@ class Reader:
         return found
 
     def _update_scope(self, trained: Iterable[int]) -> UpdateScope:
-        """What the optimizer looks at, probed with the kinds of parameters of each group."""
+        """The optimizer's update scope, probed with the kinds of parameters of each group."""
         group_of = group_numbers(self.groups)
         kinds: list[dict[Kind, None]] = [{} for _ in self.groups]
         for parameter in trained:

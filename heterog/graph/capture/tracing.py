@@ -100,7 +100,7 @@ class _Kind(type):
 
 
 class _Type(type, metaclass=_Kind):
-    """What functions find by the name ``type``."""
+    """Stands in for the builtin ``type`` in functions."""
 
 
 def is_users(filename: str) -> bool:
@@ -140,7 +140,7 @@ def _users_lines() -> str:
 
 
 def users_line() -> str:
-    """The innermost line of the user's code that runs now, with what it says."""
+    """Place and text of the innermost line of the user's code that runs now."""
     place = _users_lines().split(" ")[0]
     path, _, line = place.rpartition(":")
     return f"{path}:{line} (`{linecache.getline(path, int(line)).strip()}`)" if path else ""

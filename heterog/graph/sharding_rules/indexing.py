@@ -244,5 +244,5 @@ def _indexed_dims(call: OpCall) -> list[tuple[int, Entry, tuple[Entry, ...]]]:
     *("_unique2.default", "unique_dim.default", "searchsorted.Tensor", "repeat_interleave.Tensor"),
 )
 def _whole_only(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    # What one row yields depends on the others, and so does the output's very shape.
+    # The result of a row, and even the output's shape, depend on the other rows.
     return choose(call, placements, axis_size)
