@@ -7,7 +7,7 @@
             log(factors of products, fused attention, streams and float32)
 
 and a normal prior around the shipped values (a ridge). So a few runs move only the parameters that
-they depend on. Derivatives are finite differences, because a step time is piecewise smooth in all
+they depend on. Derivatives are finite differences; a step time is piecewise smooth in all
 parameters.
 """
 
