@@ -1,11 +1,11 @@
 """Clusters: devices, hosts and links; the catalogue of device types; presets and cluster files.
 
-``topology`` has the cluster, numbers what transfers occupy, and knows the settings of the program
-that runs steps on it; ``hardware`` is what it is made of and what hosts cost, and checks it.
-``catalog`` finds entries of ``data``.
+``topology`` has the cluster, the resources that transfers occupy, and the settings of the program
+that runs steps. ``hardware`` has devices, hosts, links and prices, and checks them. ``catalog``
+finds entries of ``data``.
 
-A file goes from ``spec`` through ``schema`` (text with lines, and fields) and ``building`` into a
-cluster, and back; ``spec`` also reads what ``Cluster.to_dict`` makes.
+A file goes from ``spec`` through ``schema`` (its YAML text and its fields) and ``building`` into a
+cluster, and back; ``spec`` also reads the records of ``Cluster.to_dict``.
 """
 
 from heterog.cluster.catalog import device_type, device_type_names

@@ -1,6 +1,6 @@
 """Makes the cluster that a cluster file describes, and writes such files.
 
-They have names of the catalogue where these load as the same, else all numbers.
+A written file uses a name of the catalogue if it loads as the same value, else all numbers.
 """
 
 import os
@@ -58,7 +58,7 @@ from heterog.units import (
     parse_seconds,
 )
 
-# Stand for links that no route can use: inside a host of one device, and out of the only host.
+# Rates of links that no route uses: inside a host of one device, and out of the only host.
 _UNUSED_INTRA = Link(kind="loopback", bandwidth_bytes_per_s=10e9)
 _UNUSED_NIC_BYTES_PER_S = 1.25e9
 _Location: TypeAlias = tuple[int | str, ...]
@@ -80,7 +80,7 @@ class _Builder:
         self._spec = spec
         self._document = document
         self._types: dict[str, DeviceType] = {}
-        self._listed: dict[str, list[str]] = {}  # names of types by what the file calls them
+        self._listed: dict[str, list[str]] = {}  # names of types, by the name in the file
         self._host_names: set[str] = set()
         self._device_names: set[str] = set()
         self._num_hosts = sum(h.count or 1 for h in spec.hosts)
@@ -133,7 +133,7 @@ class _Builder:
             if name not in known and name not in self._listed:
                 fault = f"no device is of type '{name}'; there are {', '.join(sorted(known))}."
                 self._document.refuse(("prices", "device_hour", name), fault)
-            # A type with other numbers has another name, but not another price.
+            # A type whose numbers the file overrides has another name, but the same price.
             by_type |= {each: price for each in self._listed.get(name, ()) if each not in by_type}
         by_type |= {name: price for name, price in spec.device_hour.items() if name in known}
         members = self._members()
@@ -155,7 +155,7 @@ class _Builder:
         return priced
 
     def _members(self) -> dict[str, list[str]]:
-        """Hosts by every name that the file may use: their own, or an entry's with a count."""
+        """Names of hosts, by every name that the file may use: a host's, or an entry's."""
         members: dict[str, list[str]] = {}
         for spec in self._spec.hosts:
             own = (
@@ -219,7 +219,7 @@ class _Builder:
         network = self._network(nic, here)
         rails = network.rails if network else 1
         num_ports = rails * (nic.count if nic else 1)
-        # A device with several of them to itself sends through them as through one.
+        # If there are more ports than devices, a device uses its several ports as one.
         num_nics = min(num_ports, num_devices)
         port = network.line_rate_bytes_per_s / rails if network else nic and nic.line_rate
         collectives = network.collectives if network else None

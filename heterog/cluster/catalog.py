@@ -1,14 +1,13 @@
-"""Device types with the numbers of their data sheets: ``data/devices.yaml``, found by name.
+"""The catalogue: device types and kinds of links, with the numbers of their data sheets.
 
-A type is found by its name, by the name that a driver gives the card
-(``NVIDIA A100-SXM4-80GB``), and by what people write (``rtx3090``, ``A6000``).
+A device type of ``data/devices.yaml`` is found by its name, by the name that a driver gives the
+card (``NVIDIA A100-SXM4-80GB``), and by common short names (``rtx3090``, ``A6000``).
 
-Kinds of links, by the names that cluster files use; ``data/links.yaml`` has their rates.
-
-``intra`` of a host names a link between its devices. The simulated rate is the one that large
-transfers reach: a measured fraction of the sheet's rate or, where it was not measured here, the
-fraction of the generation before. ``nic`` of a host names a network: its line rate is the
-sheet's, and ``efficiency`` of the cluster is the fraction of it that transfers reach.
+A kind of link of ``data/links.yaml`` is found by the name that cluster files use. ``intra`` of a
+host names a link between its devices. Its simulated rate is the rate that large transfers reach: a
+measured fraction of the sheet's rate or, if it was not measured, the fraction of the generation
+before. ``nic`` of a host names a network: its line rate is the sheet's, and ``efficiency`` of the
+cluster is the fraction of it that transfers reach.
 """
 
 import re
@@ -29,7 +28,7 @@ from heterog.yaml_files import read_shipped
 
 _TERA = 1e12
 _LEAST_MATRIX_GAIN = 3.0
-"""Ratio of the peak of 16 bits to that of float32 which shows units for matrices; vector units
+"""Ratio of the 16-bit peak to the float32 peak above which a chip has matrix units; vector units
 that take two numbers at a time reach 2."""
 _FILE = resources.files("heterog.cluster") / "data" / "devices.yaml"
 _GIGA = 1e9
@@ -38,15 +37,15 @@ _Positive = Annotated[float, Field(gt=0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedType:
-    """A device type of the catalogue, and its names among people and drivers.
+    """A device type of the catalogue, with further names and numbers of its chip.
 
     Attributes:
         type: The device type with its numbers.
         vendor: Maker, as in ``"NVIDIA"``; empty for the CPU.
-        form: ``"sxm"``, ``"pcie"`` or ``"nvl"`` where modules and cards of one name differ.
+        form: ``"sxm"``, ``"pcie"`` or ``"nvl"`` if modules and cards of one name differ.
         sheet_gb: Memory in GB according to the data sheet.
         aliases: Further names, in the form that ``device_type`` compares.
-        tf32_flops_per_s: Peak of float32 matrix products with TF32, where the hardware has it. Not
+        tf32_flops_per_s: Peak of float32 matrix products with TF32, if the hardware has it. Not
             used by default: for training with ``torch.backends.cuda.matmul.allow_tf32`` give the
             devices of a cluster file ``peak_flops: {float32: ...}``.
         matrix_flops_per_s: Peak of float32 matrix products on matrix units, which the vendor's
@@ -55,7 +54,7 @@ class ListedType:
             multiprocessors, compute units); 0 for the CPU.
         cache_mib: Size of the last cache before the memory, in MiB.
         board_w: Most power that the board may draw, in watts; 0 for the CPU.
-        process_nm: Size that the process is named by, in nm; 0 for the CPU.
+        process_nm: Nominal size of the manufacturing process in nm; 0 for the CPU.
     """
 
     type: DeviceType
@@ -77,7 +76,7 @@ class ListedType:
 
     @property
     def has_matrix_units(self) -> bool:
-        """Whether products of 16 bits have units of their own (tensor cores, matrix cores)."""
+        """Whether 16-bit products have units of their own (tensor cores, matrix cores)."""
         peaks = self.type.peak_flops_per_s
         is_fast = peaks.get("float16", 0.0) > _LEAST_MATRIX_GAIN * peaks["float32"]
         return is_fast or bool(self.tf32_flops_per_s or self.matrix_flops_per_s)
@@ -137,7 +136,7 @@ class _Sheets(Record):
 
 @cache
 def _by_name() -> Mapping[str, ListedType]:
-    """The catalogue by name; read when it is first asked for."""
+    """The catalogue by name; read at the first call."""
     sheets = read_shipped(_FILE, _Sheets)
     return {each.name: each.listed() for each in sheets.types}
 
@@ -147,7 +146,7 @@ _OTHER_WORDS = {
     "intel": "Intel", "habana": "Intel", "apple": "Apple", "google": "Google",
 }  # fmt: skip
 _NO_WORDS = {"graphics", "gpu", "corporation", "tensor", "core", "accelerator"}
-# The beginning of a model's name shows its maker, also for models that the catalogue lacks.
+# The beginning of a model's name shows its maker, even if the catalogue lacks the model.
 _FAMILIES = (
     (re.compile(r"mi\d|rx\d"), "AMD"),
     (re.compile(r"gaudi|hpu|arc[ab]?\d|max1\d\d\d|pvc"), "Intel"),
@@ -158,13 +157,13 @@ _FAMILIES = (
 _FORM = re.compile(r"(sxm|pcie?|nvl)\d*")
 _MEMORY = re.compile(r"(\d+)gi?b?")
 _HBM = re.compile(r"hbm\d?e?|gddr\d?x?")
-# 80GB behind a module's name that ends in a digit or a letter, as in A100-80.
+# A memory size without a unit after a model's name, as in A100-80.
 _BARE_MEMORY = re.compile(r"(12|16|24|32|40|48|64|80|94|96|141|180|192)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Words:
-    """The parts of a name: all of it, and model, form, memory and vendor if it has them."""
+    """A name without vendor and fillers, and its parts: model, form, memory and vendor, if any."""
 
     whole: str
     model: str
@@ -175,7 +174,7 @@ class _Words:
 
 @cache
 def _vendor_words() -> Mapping[str, str]:
-    """Makers by the words that name them: those of the catalogue by their own names."""
+    """Makers by the words that name them, including the makers' own names in the catalogue."""
     named = (each.vendor for each in _by_name().values() if each.vendor)
     return _OTHER_WORDS | {vendor.lower(): vendor for vendor in named}
 
@@ -218,7 +217,7 @@ def listed_types() -> tuple[ListedType, ...]:
 
 
 def listed_type(name: str) -> ListedType | None:
-    """The entry of a type, which a cluster file may have changed, if there is one."""
+    """The catalogue's entry of a type, also if a cluster file has changed it; ``None`` if none."""
     return _by_name().get(listed_name(name))
 
 
@@ -228,10 +227,10 @@ def device_type_names() -> tuple[str, ...]:
 
 
 def matching_types(name: str) -> tuple[DeviceType, ...]:
-    """The types that a name can mean, best first; several where the name leaves the memory open.
+    """The types that a name can mean, best first; several if the name leaves the memory open.
 
     Case, spaces for hyphens, the maker's name and a missing "GB" do not matter. A name without a
-    form means the SXM module where there is one: a PCIe card of the same name is slower.
+    form means the SXM module if there is one; a PCIe card of the same name is slower.
 
     >>> [kind.name for kind in matching_types("Tesla V100-PCIE")]
     ['V100-PCIe-16GB', 'V100-PCIe-32GB']
@@ -253,7 +252,7 @@ def matching_types(name: str) -> tuple[DeviceType, ...]:
 
 
 def _is_model(each: ListedType, words: _Words) -> bool:
-    """Whether a name's model is that of a type, whatever its form and memory."""
+    """Whether a name and a type have the same model; form and memory may differ."""
     if words.vendor and each.vendor and words.vendor != each.vendor:
         return False
     own = each.model
@@ -265,7 +264,7 @@ def _is_model(each: ListedType, words: _Words) -> bool:
 
 
 def may_mean(name: str, device_type: str) -> bool:
-    """Whether a name, as drivers, launchers or people write it, can be that of a type.
+    """Whether a name, as drivers, launchers or people write it, can mean a type.
 
     >>> may_mean("Tesla T4", "T4"), may_mean("V100", "V100-32GB"), may_mean("CPU", "T4")
     (True, True, False)
@@ -301,7 +300,7 @@ def device_type(name: str) -> DeviceType:
 
 
 def listed_name(type_name: str) -> str:
-    """The catalogue's name of a type that a cluster file changes.
+    """The catalogue's name of a type that a cluster file may have changed.
 
     >>> listed_name("GH200-custom2"), listed_name("GH200")
     ('GH200', 'GH200')
@@ -312,8 +311,8 @@ def listed_name(type_name: str) -> str:
 def product_peak(kind: DeviceType, dtype: str) -> float:
     """Peak FLOP/s of matrix products of a dtype, which libraries sum in float32.
 
-    Without units for matrices those of 16 bits run at the rate of float32, whatever the sheet says
-    of arithmetic in 16 bits: on a P100 that is half of it, on a P40 64 times.
+    On a chip without matrix units, 16-bit products run at the rate of float32, whatever the sheet
+    says of 16-bit arithmetic: half of the sheet's rate on a P100, 64 times that rate on a P40.
 
     >>> [product_peak(device_type(name), "float16") / 1e12 for name in ("P40", "V100-16GB")]
     [12.0, 125.0]
@@ -325,7 +324,7 @@ def product_peak(kind: DeviceType, dtype: str) -> float:
 
 
 def _advice(name: str) -> str:
-    """A sentence with the nearest types of the same maker, and advice where there is none."""
+    """A sentence with the nearest types of the same maker, or what to write without any."""
     words = _read(name)
     written = "write its numbers as type: {name, peak_flops, memory_bandwidth, memory}"
     same = [each for each in listed_types() if words.vendor in ("", each.vendor)]
@@ -340,7 +339,7 @@ def _advice(name: str) -> str:
 
 
 def _closest(model: str, among: Iterable[ListedType]) -> list[str]:
-    """At most two names: those that contain the model's, or else those that look like it."""
+    """At most two names: first those that contain the model's name, then similar ones."""
     names: dict[str, str] = {}
     for each in among:
         for key in (each.model, re.sub(r"\W+", "", each.type.name.lower()), *each.aliases):
@@ -361,7 +360,7 @@ class LinkKind(Record):
         name: Name for ``intra`` in cluster files.
         kind: Word for people.
         aliases: Further names.
-        effective_gb_per_s: Rate of one direction as it is simulated.
+        effective_gb_per_s: Simulated rate of one direction.
         share: Source of the effective rate.
         sheet_gb_per_s: Rate of one direction in the data sheet, per device.
         sheet: Name of the data sheet.
@@ -395,7 +394,7 @@ class NetworkKind(Record):
         aliases: Further names.
         sheet: Source of the line rate.
         rails: NICs that share the line rate.
-        collectives: What collectives between hosts were measured to reach, if they were.
+        collectives: Measured slowdown of collectives between hosts; ``None`` if not measured.
     """
 
     name: str
@@ -419,7 +418,7 @@ class _LinkSheets(Record):
 
 @cache
 def _sheets() -> _LinkSheets:
-    """The file, read when it is first asked for."""
+    """The file, read at the first call."""
     return read_shipped(_LINKS_FILE, _LinkSheets)
 
 

@@ -1,9 +1,7 @@
-"""Devices, hosts and links, and the limits between hosts.
+"""Devices, hosts and links, limits between hosts, and prices of hosts.
 
-Rates are effective rates of one direction. What names, texts, rates and shares may be is checked
-here, and what holds for a cluster as a whole.
-
-Prices of hosts per hour.
+Rates are effective rates of one direction. Names, texts, rates and shares are checked here, and so
+are the conditions on a cluster as a whole. Prices are per hour:
 
     prices:
       currency: USD
@@ -11,9 +9,9 @@ Prices of hosts per hour.
       host_hour: {B: 1.90}                         # the whole host, whatever is in it
 
 A host is rented whole: it is paid for as soon as a plan uses one of its devices, for as long as
-the training takes, idle devices included. A host with a price of its own costs that; any other
-costs the sum of its devices. Prices change no step time and no fingerprint, so a plan stays valid
-when they change.
+the training takes, idle devices included. A host with a price of its own costs that price; any
+other host costs the sum of its devices. Prices change no step time and no fingerprint, so a plan
+stays valid when they change.
 """
 
 import math
@@ -31,7 +29,7 @@ from heterog.units import format_bytes
 
 _LEAST = 1e-6  # of rates in bytes/s or FLOP/s, and of shares
 MAX_DEVICES = 2048
-"""Limit because channels are numbered by pairs of devices: there would be four million."""
+"""Limit because channels are numbered by pairs of devices: these are four million already."""
 MOST_BYTES = 2**60
 # Far above any machine, far below where sums and quotients leave the range of floats.
 _Rate: TypeAlias = Annotated[float, finite(0.0, 1e24)]
@@ -41,7 +39,7 @@ _Hosts: TypeAlias = Annotated[tuple[Int32, ...], Field(max_length=MAX_DEVICES)]
 
 
 def check_name(name: str, what: str) -> None:
-    """Refuse an empty name and one that names cannot be; ``what`` begins the message."""
+    """Refuse an empty or invalid name; ``what`` begins the message."""
     if not name:
         raise ClusterError(f"{what} has an empty name; give it one.")
     if (fault := name_fault(name)) is not None:
@@ -49,7 +47,7 @@ def check_name(name: str, what: str) -> None:
 
 
 def check_text(text: str, what: str) -> None:
-    """Refuse a text that no line can have."""
+    """Refuse a text that is not one printable line; ``what`` begins the message."""
     if (fault := text_fault(text)) is not None:
         raise ClusterError(f"{what}, {shown(text)}, {fault}.")
 
@@ -75,7 +73,7 @@ def check_share(value: float, what: str) -> None:
 
 
 def _check_least(value: float, what: str) -> None:
-    """Check that seconds that follow from a rate stay within the range of floats."""
+    """Refuse a rate or share so small that seconds from it could leave the range of floats."""
     if value < _LEAST:
         raise ClusterError(f"{what} is {value:g}; it must be at least {_LEAST:g}.")
 
@@ -114,9 +112,9 @@ class DeviceType:
     Attributes:
         name: Unique inside a cluster.
         peak_flops_per_s: Peak by dtype name; "float32" (without TF32) is always there, another
-            dtype only where the hardware has it.
+            dtype only if the hardware has it.
         memory_bandwidth_bytes_per_s: Peak of the data sheet.
-        memory_bytes: Whole size; what a job may use is ``Device.usable_memory_bytes``.
+        memory_bytes: Whole size; a job may use ``Device.usable_memory_bytes`` of it.
         source: Where the numbers come from.
         compute_efficiency: Share of the peak FLOP/s that a large kernel reaches.
         memory_efficiency: Share of the peak memory bandwidth that a large kernel reaches.
@@ -201,7 +199,7 @@ class Device:
         name: Unique in the cluster, for example "A:0".
         type: Its kind.
         host_index: Position of its host in ``Cluster.hosts``.
-        usable_memory_bytes: Memory size less what contexts and communication buffers take.
+        usable_memory_bytes: Memory size minus the reserve for contexts and communication buffers.
     """
 
     name: str
@@ -224,10 +222,10 @@ class Device:
 class SlowedCollectives:
     """How much longer NCCL's collectives between hosts take than the rate of their NICs says.
 
-    With H hosts, a ring through all devices (reduce-scatter, all-gather) takes ``ring`` H to the
-    power ``ring_growth`` times as long, a tree over the hosts (all-reduce) ``tree`` times log2 H
-    to the power ``tree_growth``. Where some devices of a host take
-    part, the rate is still that of all its NICs, up to that of theirs.
+    With H hosts, a ring through all devices (reduce-scatter, all-gather) takes
+    ``ring`` H ^ ``ring_growth`` times as long, and a tree over the hosts (all-reduce)
+    ``tree`` (log2 H) ^ ``tree_growth`` times. If only some devices of a host take part, the rate
+    is still that of all its NICs, up to the rate of the devices' own.
     """
 
     __pydantic_config__: ClassVar = VALUE
@@ -255,9 +253,8 @@ class Host:
         num_nics: Number of NICs; neighbouring devices share one.
         nic_latency_s: Time of an empty transfer to another host.
         intra: The link between the devices of this host.
-        cpu_quota: Share of one core that each rank gets on a testbed; None where unlimited.
-        collectives: What collectives over these NICs were measured to reach; None where nobody
-            has measured.
+        cpu_quota: Share of one core that each rank gets on a testbed; None if unlimited.
+        collectives: Measured slowdown of collectives over these NICs; None if not measured.
     """
 
     __pydantic_config__: ClassVar = VALUE
@@ -301,13 +298,13 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairLimit:
-    """A limit that all transfers from some hosts to some others share besides their NICs.
+    """A limit that all transfers from some hosts to some other hosts share, besides NICs.
 
     Attributes:
         sources: Positions in ``Cluster.hosts`` of the hosts that send.
         targets: Positions of the hosts that receive; none is among ``sources``.
         bandwidth_bytes_per_s: Effective rate of this direction, for all transfers together.
-        latency_s: Time of an empty transfer, if it is longer than that of the NICs.
+        latency_s: Time of an empty transfer, if it is longer than the latency of the NICs.
     """
 
     __pydantic_config__: ClassVar = VALUE
@@ -319,7 +316,7 @@ class PairLimit:
 
     @property
     def is_shared(self) -> bool:
-        """Whether it concerns more than one pair of hosts."""
+        """Whether it limits more than one pair of hosts."""
         return len(self.sources) > 1 or len(self.targets) > 1
 
     def to_dict(self) -> dict[str, Any]:
@@ -333,7 +330,7 @@ class PairLimit:
 
 
 def check_cluster(cluster: str, hosts: Sequence[Host], devices: Sequence[Device]) -> None:
-    """Check that devices have names of their own and are listed host by host, on every host.
+    """Check that names are unique, and that devices are listed host by host, on every host.
 
     Raises:
         ClusterError: They are not.
@@ -391,7 +388,7 @@ MAX_PAIRS = 128 * 127
 
 
 def check_pairs(cluster: str, hosts: Sequence[Host], pairs: Sequence[PairLimit]) -> None:
-    """Check that limits between hosts name hosts that there are, on one side each.
+    """Check that limits between hosts name existing hosts, each on one side only.
 
     Raises:
         ClusterError: They do not.

@@ -1,7 +1,7 @@
-"""What a cluster file may say, field by field; ``spec`` shows a whole file.
+"""The fields of a cluster file; ``spec`` shows a whole file.
 
-Quantities have units, and mappings refuse unknown fields. Of pairs of hosts it states lines
-between sites, and measured rates:
+Quantities have units, and mappings refuse unknown fields. ``pairs`` limits transfers between hosts
+by lines between sites, or by measured rates:
 
     pairs:
       lines:
@@ -10,13 +10,12 @@ between sites, and measured rates:
         unit: MB/s
         bandwidth: [[0, 1200, 900], [1190, 0, 910], [905, 900, 0]]     # from row to column
 
-A line is shared by all transfers from the hosts of one side to those of the other; each direction
-has its own. The matrix has a measured rate for every single pair of hosts, to which the file's
-efficiency does not apply. The name of a host entry with a count means all of its hosts.
+All transfers from the hosts of one side to the hosts of the other share a line; each direction has
+its own. The matrix has a measured rate for every pair of hosts, and the file's efficiency does not
+apply to it. The name of a host entry with a count means all of its hosts.
 
-The YAML text of a cluster file, and errors that name its line and field.
-
-Device types that a cluster file writes out or changes, and CPUs with a testbed's quota.
+``Document`` is the YAML text of a file, and makes errors that name its line and field. Also here:
+device types that a file writes out or changes, and CPUs under a testbed's quota (``throttled``).
 """
 
 import math
@@ -68,7 +67,7 @@ def reading(parse: Callable[[Any], Any]) -> BeforeValidator:
             raise PydanticCustomError(
                 "value", "{text}", {"text": str(error).rstrip(".")}
             ) from error
-        except (ValueError, OverflowError) as error:  # of float, which quotes all of a text
+        except (ValueError, OverflowError) as error:  # float() would quote the whole text
             raise PydanticCustomError(
                 "value", "{text} is no number", {"text": shown(value)}
             ) from error
@@ -252,7 +251,7 @@ def _of_matrix(
 
 
 def pairs_record(cluster: Cluster) -> dict[str, Any]:
-    """A record from which ``pair_limits`` reads these limits: a matrix if possible, or lines."""
+    """The limits of a cluster as a record for ``pair_limits``: a matrix if possible, or lines."""
     pairs, count = cluster.pairs, cluster.num_hosts
     ends = [(limit.sources, limit.targets) for limit in pairs]
     every = [
@@ -312,7 +311,7 @@ class LinkSpec(Spec):
 
 
 class CollectivesSpec(Spec):
-    """What collectives over a host's NICs were measured to reach: see ``SlowedCollectives``."""
+    """Measured slowdown of collectives over a host's NICs; see ``SlowedCollectives``."""
 
     ring: Annotated[float, POSITIVE]
     ring_growth: Annotated[float, NOT_NEGATIVE]
@@ -323,8 +322,8 @@ class CollectivesSpec(Spec):
 class NicSpec(Spec):
     """The NICs of a host: ``count`` NICs of a line rate or of a network of the catalogue.
 
-    Neighbouring devices share one where there are more devices than NICs; a device has several
-    to itself where there are fewer.
+    Neighbouring devices share a NIC if there are more devices than NICs. If there are fewer
+    devices, each has several NICs to itself.
     """
 
     line_rate: Bandwidth | None = None
@@ -346,7 +345,7 @@ class NicSpec(Spec):
 class TestbedSpec(Spec):
     """Throttling of the ranks of a host, for a host that is a process group on one machine."""
 
-    __test__ = False  # for pytest: a name, not a test
+    __test__ = False  # pytest would collect the class because of its name
 
     cpu_quota: Share | None = None
 
@@ -356,7 +355,7 @@ def _name_or_mapping(value: object) -> str:
 
 
 class DeviceSpec(Spec):
-    """Some equal devices of a host; most fields override the type's number of that name."""
+    """Some equal devices of a host; most fields override the number of that name of the type."""
 
     type: Annotated[
         Annotated[Name, Tag("name")] | Annotated[TypeSpec, Tag("mapping")],
@@ -456,7 +455,7 @@ class Document:
                 found = _pair(node, str(step))
                 if found is not None:
                     line, node = found[0].start_mark.line, found[1]
-                # Elsewhere a step is pydantic's own (which branch of a union): not in the file.
+                # Other steps are pydantic's own (the branch of a union), and not in the file.
                 if found is not None or last:
                     shown = f"{shown}.{step}" if shown else str(step)
         return line + 1, shown
@@ -472,14 +471,14 @@ class Document:
         location = errors[0]["loc"]
         if errors[0]["type"] == "unknown_field":
             location = (*location, str(errors[0]["ctx"]["field"]))
-        if location and location[-1] == "mapping":  # pydantic's own: which branch of a union
+        if location and location[-1] == "mapping":  # pydantic's own step: the branch of a union
             location = location[:-1]
         more = f" ({len(errors) - 1} more after this one)" if len(errors) > 1 else ""
         self.refuse(location, _fault(errors[0]) + more)
 
 
 def _pair(node: yaml.MappingNode, key: str) -> tuple[yaml.Node, yaml.Node] | None:
-    # The last one, because what a merge key brings in comes before the node's own fields.
+    # The last one, because fields of a merge key come before the node's own fields.
     return next((pair for pair in reversed(node.value) if pair[0].value == key), None)
 
 
@@ -544,7 +543,7 @@ def _merged(peaks: Mapping[str, float], given: Mapping[Dtype, float] | None) -> 
 
 
 def overridden(base: DeviceType, entry: DeviceSpec) -> DeviceType:
-    """The type with the entry's numbers; ``base`` itself where these change nothing."""
+    """The type with the entry's numbers; ``base`` itself if they change nothing."""
     given = {
         "peak_flops_per_s": _merged(base.peak_flops_per_s, entry.peak_flops),
         "memory_bandwidth_bytes_per_s": entry.memory_bandwidth,
@@ -572,7 +571,7 @@ def throttled(kind: DeviceType, quota: float) -> DeviceType:
 
 
 def is_cpu(type_name: str) -> bool:
-    """Whether a type of device is a core, or the share of one that ``throttled`` leaves.
+    """Whether a type of device is a CPU core, throttled or not.
 
     >>> is_cpu("CPU@0.4")
     True

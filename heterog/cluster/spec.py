@@ -5,10 +5,10 @@
     efficiency: 0.7                     # usable share of every NIC's line rate
     reserved_memory: 1.0 GiB            # per device: context and communication buffers
     calibration: lab_calibration.json   # optional, relative to this file; or roofline: data sheets
-    sends: overlapped                   # or blocking: who executes computes only when all is sent
+    sends: overlapped                   # or blocking: the program computes only when all is sent
     execution: eager                    # or megatron, compiled: which program runs steps
-    tf32: convolutions                  # or none, everything: what of float32 uses TF32
-    pairs: {}                           # optional: what lies between hosts, see cluster.pairs
+    tf32: convolutions                  # or none, everything: float32 products that use TF32
+    pairs: {}                           # optional: limits between hosts, see cluster.schema
     prices: {currency: USD, device_hour: {V100-16GB: 2.48, P100-12GB: 1.46}}    # optional
     hosts:
       - name: A
@@ -22,9 +22,9 @@
         nic: {line_rate: 50 Gbit/s}
         testbed: {cpu_quota: 0.8}       # only for ranks that are throttled processes
 
-``nic`` may be left out where there is one host, ``intra`` where each host has one device.
+``nic`` may be left out if there is one host, ``intra`` if each host has one device.
 
-A cluster from JSON values, as plans and requests carry it.
+``cluster_from_dict`` makes a cluster from JSON values, the form in plans and requests.
 """
 
 from importlib import resources
@@ -59,7 +59,7 @@ from heterog.records import Int32, Record, parse_record
 
 _PRESETS = resources.files("heterog.cluster") / "presets"
 MAX_FILE_BYTES = 1024**2
-"""Size limit of a cluster file: a hundred times what one with 512 hosts takes."""
+"""Size limit of a cluster file: a hundred times the size of a file with 512 hosts."""
 
 
 def preset_names() -> tuple[str, ...]:
@@ -96,7 +96,7 @@ def parse_cluster(text: str, path: Path) -> Cluster:
 
     Args:
         text: YAML.
-        path: Where it was read; named in errors, and ``calibration`` is relative to its folder.
+        path: Path of the file: errors name it, and ``calibration`` is relative to its folder.
 
     Raises:
         InputFileError: Names file, line and field.

@@ -1,16 +1,13 @@
 """Clusters: devices on hosts, and the routes of transfers between them.
 
-Rates are effective rates of one direction. Two resources are one bottleneck each: a transfer
-inside a host uses the out port of its source and the in port of its destination (or the one bus
-of the host), a transfer between hosts uses the out side of one NIC and the in side of the other.
-The switch between the hosts never blocks, unless a ``PairLimit`` limits some of them: a line
-between two sites, or the rate that was measured for a pair of hosts.
+Rates are effective rates of one direction. A transfer occupies resources (``LinkResource``); any
+of them may be its bottleneck. Inside a host these are the out port of its source and the in port
+of its destination (or the one bus of the host), between hosts the out side of one NIC and the in
+side of the other. The switch between the hosts never blocks, unless a ``PairLimit`` limits some
+hosts: a line between two sites, or the rate that was measured for a pair of hosts.
 
-The program that runs steps, as far as predictions depend on it.
-
-What transfers occupy: sides of NICs, ports inside hosts and limits between hosts.
-
-The fingerprint of a cluster's record, and where two records differ.
+This module also has the settings of the program that runs steps on which predictions depend, and
+the fingerprint of a cluster's record, with the difference of two records in words.
 """
 
 import hashlib
@@ -38,7 +35,7 @@ from heterog.names import first_of
 
 
 def identity(record: dict[str, Any]) -> dict[str, Any]:
-    """What of a cluster's record the fingerprint covers; devices have their type in full."""
+    """The part of a cluster's record that the fingerprint covers; devices have full types."""
     types = [{k: v for k, v in t.items() if k != "source"} for t in record["device_types"]]
     devices = [
         {
@@ -49,7 +46,7 @@ def identity(record: dict[str, Any]) -> dict[str, Any]:
         }
         for d in record["devices"]
     ]
-    # Clusters without limits keep their fingerprint from before there were any.
+    # Clusters without limits keep the fingerprint that they had before limits existed.
     pairs = {"pairs": record["pairs"]} if "pairs" in record else {}
     seen = {"efficiency": record["efficiency"], "hosts": record["hosts"], "devices": devices}
     return seen | pairs
@@ -102,24 +99,24 @@ class Sends(StrEnum):
     """Whether the executing program computes while its messages are being sent."""
 
     OVERLAPPED = "overlapped"
-    """It computes meanwhile: heterog's own runtime."""
+    """It computes meanwhile, as heterog's own runtime does."""
     BLOCKING = "blocking"
-    """It waits until activations and their gradients are sent: Megatron-LM's 1F1B."""
+    """It waits until activations and their gradients are sent, as Megatron-LM's 1F1B does."""
 
 
 class Execution(StrEnum):
-    """The program that runs steps, on which the time of kernels depends."""
+    """The program that runs steps; the time of kernels depends on it."""
 
     EAGER = "eager"
     """PyTorch op by op, as in heterog's own runtime and in FSDP."""
     MEGATRON = "megatron"
-    """Megatron-LM under DeepSpeed, of 2022, whose host takes longer."""
+    """Megatron-LM under DeepSpeed, of 2022; its host code takes longer to issue kernels."""
     COMPILED = "compiled"
     """PyTorch with ``torch.compile``: inductor makes one kernel of several ops."""
 
 
 class Tf32(StrEnum):
-    """Which products of float32 the program makes with TF32, where the hardware has it."""
+    """Which float32 products the program computes in TF32, if the hardware has it."""
 
     NONE = "none"
     """None: ``torch.backends.cudnn.allow_tf32 = False``."""
@@ -141,7 +138,13 @@ class LinkResource:
 def pair_resources(
     hosts: Sequence[Host], pairs: Sequence[PairLimit], first: int
 ) -> tuple[tuple[LinkResource, ...], dict[tuple[int, int], tuple[int, ...]]]:
-    """Limits between hosts, numbered from ``first`` on, and those of each pair of hosts."""
+    """Resources of limits between hosts, and their indices for each pair of hosts.
+
+    Args:
+        hosts: Hosts of the cluster.
+        pairs: The limits.
+        first: Index of the first of these resources.
+    """
     between: dict[tuple[int, int], tuple[int, ...]] = {}
     resources = []
     for number, limit in enumerate(pairs):
@@ -151,7 +154,7 @@ def pair_resources(
         ]
         resources.append(
             LinkResource(
-                # Numbered, since calibrations know links by their names.
+                # Numbered, because calibrations identify links by their names.
                 name=f"{sides[0]} to {sides[1]} limit {number}",
                 bandwidth_bytes_per_s=limit.bandwidth_bytes_per_s,
                 host_index=limit.sources[0],
@@ -166,9 +169,9 @@ def pair_resources(
 def nic_resources(
     hosts: Sequence[Host], host_devices: Sequence[Sequence[int]], efficiency: float
 ) -> tuple[tuple[LinkResource, ...], tuple[tuple[int, int], ...]]:
-    """The sides of all NICs, and for each device the indices of its own (out, in).
+    """The sides of all NICs, and for each device the indices of its NIC's (out, in).
 
-    Host by host, so with one NIC each host h has 2h (out) and 2h + 1 (in).
+    They are ordered by host: if every host has one NIC, host h has 2h (out) and 2h + 1 (in).
     """
     resources: list[LinkResource] = []
     nic_of = [(0, 0)] * sum(map(len, host_devices))
@@ -190,7 +193,7 @@ def nic_resources(
 def inner_resources(
     hosts: Sequence[Host], devices: Sequence[Device], first: int
 ) -> tuple[tuple[LinkResource, ...], tuple[tuple[int, int], ...]]:
-    """Ports inside hosts, numbered from ``first`` on, and for each device its own (out, in).
+    """Ports inside hosts, with indices from ``first`` on, and each device's own (out, in).
 
     If the link is shared, both are the bus.
     """
@@ -223,7 +226,7 @@ SCHEMA_VERSION = 1
 DEVICE_MODELS = "device-models"
 ROOFLINE = "roofline"
 SHIPPED_MODELS = (DEVICE_MODELS, ROOFLINE)
-"""Values in place of a calibration's path: models of GPU types that ship with the package."""
+"""Cost models that ship with the package; ``Cluster.calibration`` names them instead of a path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,11 +242,11 @@ class Cluster:
         hosts: At least one, each with at least one device.
         devices: Listed host by host.
         efficiency: Usable share of every NIC's line rate.
-        calibration: Path of measured cost tables, or one of ``SHIPPED_MODELS``: measured models of
-            such GPUs, or data sheets alone. ``None`` means the former.
-        sends: Behaviour of the executing program while it sends; predictions follow it.
-        execution: The program that runs steps; device models follow it.
-        tf32: Which products of float32 that program makes with TF32; likewise.
+        calibration: Path of measured cost tables, or one of ``SHIPPED_MODELS``: models fitted to
+            measurements of GPU types, or data sheets alone. ``None`` means these fitted models.
+        sends: Behaviour of the executing program while it sends; predictions depend on it.
+        execution: The program that runs steps; device models depend on it.
+        tf32: Which float32 products that program computes in TF32; device models depend on it.
         pairs: Limits between hosts besides their NICs.
         prices: Prices of hosts, if the file has any.
         num_hosts: Number of hosts.
@@ -251,9 +254,9 @@ class Cluster:
         device_types: The distinct types by value, in order of first appearance.
         type_index: Position in ``device_types``, per device.
         host_of: Position in ``hosts``, per device.
-        host_kind: Number of its kind, per host: hosts of one kind have the same devices, link and
-            NICs, and are on the same side of every limit that several hosts share. Rates measured
-            between two single hosts make no kinds: every host would be one.
+        host_kind: Number of the kind of each host: hosts of one kind have the same devices, link
+            and NICs, and are on the same side of every limit that several hosts share. Rates
+            between two single hosts are ignored, because every host would be a kind of its own.
         resources: All resources that a transfer can occupy.
 
     >>> cluster = Cluster.load("paper_8gpu")
@@ -332,7 +335,7 @@ class Cluster:
         return self._host_devices[host_index]
 
     def part(self, devices: Iterable[int]) -> "Cluster":
-        """Some devices, in ascending order, with their hosts and what lies between these.
+        """The cluster of some devices, in ascending order, their hosts and limits between them.
 
         Raises:
             ClusterError: there is no device.
@@ -437,7 +440,7 @@ class Cluster:
         return resource >= self._first_pair
 
     def latency_s(self, src: int, dst: int) -> float:
-        """Time of an empty transfer: the slowest of the NICs and limits, or the inner link."""
+        """Time of an empty transfer: the longest of NICs and limits, or that of the inner link."""
         if src == dst:
             return 0.0
         src_host, dst_host = self.hosts[self.host_of[src]], self.hosts[self.host_of[dst]]
@@ -452,7 +455,7 @@ class Cluster:
 
     @property
     def _first_pair(self) -> int:
-        """The resource of the first of ``pairs``; these come last."""
+        """Index of the resource of the first of ``pairs``; these come last."""
         return len(self.resources) - len(self.pairs)
 
     def bottleneck_bytes_per_s(self, src: int, dst: int) -> float:
@@ -463,14 +466,11 @@ class Cluster:
         )
 
     def fingerprint(self) -> str:
-        """First 16 hex digits of the SHA-256 of the canonical JSON that a planner can see."""
+        """First 16 hex digits of the SHA-256 of the canonical JSON of ``identity``."""
         return self._fingerprint
 
     def describe_difference(self, other: "Cluster") -> str | None:
-        """The first host or device that differs from ``other``, or None if there is none.
-
-        None exactly where the fingerprints are equal.
-        """
+        """The first difference from another cluster in words; None if fingerprints are equal."""
         return difference(self.to_dict(), other.to_dict())
 
     @staticmethod

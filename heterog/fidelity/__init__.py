@@ -1,5 +1,5 @@
-"""Accuracy of predictions: recorded runs beside the simulator's predictions of them.
+"""Accuracy of predictions: recorded runs compared with the simulator's predictions.
 
-``run_fit`` simulates recorded runs and fits a few parameters of the device models to them;
-``comparison`` reads their table and has the statistics of the differences.
+``comparison`` reads a table of recorded runs and has the statistics of the errors; ``run_fit``
+simulates recorded runs and fits a few parameters of the device models to them.
 """

@@ -1,11 +1,10 @@
-"""Predictions beside recorded runs, and statistics of their differences.
+"""Compares predictions with recorded runs: reads a table of runs, and has statistics of errors.
 
-Recorded runs as a table in a file: model, cluster, layout, and measurements.
-
-A CSV file with a head line and a row for each run:
+The table is a CSV file with a head line and a row for each run:
 
 ``model``
-    a zoo name or a captured graph (``.json``, ``.json.gz``); no Python file, which would be run.
+    a zoo name or a captured graph (``.json``, ``.json.gz``); no Python file, because reading the
+    table would run it.
 ``batch_size``
     samples of a step; empty for the model's own.
 ``cluster``
@@ -17,12 +16,12 @@ A CSV file with a head line and a row for each run:
 ``peak_bytes``
     the largest peak of a device; empty if not recorded.
 ``execution``
-    program that ran it: ``eager``, ``megatron`` or ``compiled``; empty for what the cluster file
-    says.
+    program that ran it: ``eager``, ``megatron`` or ``compiled``; empty for that of the cluster
+    file.
 ``family``
     name under which errors are reported together; empty for the model's name.
 
-Other columns are ignored. What a column would say of every row may be given once instead.
+Other columns are ignored. A model or cluster that all rows share may be given once instead.
 """
 
 import csv
@@ -61,8 +60,8 @@ class Compared:
         measured_bytes: Largest measured peak of a device; ``None`` if none was recorded.
         predicted_bytes: Largest predicted peak of a device.
         interval_bytes: Interval around the predicted peak; ``None`` if none was made.
-        choice: Name shared by runs that are alternatives: one model, cluster and batch, unlike
-            layouts. Empty where there are none.
+        choice: Name shared by runs that are alternatives: other layouts of one model, cluster and
+            batch. Empty if there are none.
         is_doubtful: Whether the row contradicts physics; errors are given with and without it.
     """
 
@@ -85,7 +84,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """Pairs of alternatives that differ by more than a twentieth.
+    """Pairs of alternatives whose measured seconds differ enough to count.
 
     Attributes:
         number: Number of pairs.
@@ -107,7 +106,8 @@ class FamilyErrors:
         median: Median of the absolute errors.
         p90: Their 90th percentile.
         bias: Median of the signed errors.
-        spearman: Rank agreement; ``None`` for fewer than three runs, or all alike.
+        spearman: Spearman's rank correlation of measured and predicted seconds; ``None`` for fewer
+            than three runs, or equal ones.
         interval_coverage: Share of the runs inside their intervals.
         interval_width: Median of (high - low) / predicted.
         is_coverage_sound: Whether a binomial test at 95 % does not reject ``COVERAGE``.
@@ -116,7 +116,7 @@ class FamilyErrors:
         memory_width: Median of (high - low) / predicted of these intervals.
         is_memory_coverage_sound: Result of the same binomial test of ``memory_coverage``.
         pairs: Pairs of alternatives.
-        regret: Of the best-liked alternative, and of the best of the five best-liked.
+        regret: Regret of the alternative with the shortest prediction, and of the five shortest.
     """
 
     name: str
@@ -233,16 +233,16 @@ def ordered_pairs(
 def regret(
     runs: Sequence[Compared], *, liked: int = 1, subset: int = 20, draws: int = 200
 ) -> float | None:
-    """How much longer the best of the best-liked alternatives takes than the best of all.
+    """How much longer the best of the ``liked`` shortest predictions takes than the best of all.
 
     The mean over random subsets of each set of alternatives, as a share of the best one's seconds;
-    ``None`` where no run has an alternative.
+    ``None`` if no run has an alternative.
 
     Args:
         runs: The runs.
-        liked: Number of alternatives of the shortest predictions that would be tried.
-        subset: Alternatives of a subset.
-        draws: Subsets of each set.
+        liked: Number of alternatives, with the shortest predictions, that would be tried.
+        subset: Number of alternatives in a subset.
+        draws: Number of subsets of each set.
 
     >>> one = Compared(family="", name="a", choice="x", measured_s=1.0, predicted_s=1.2)
     >>> two = Compared(family="", name="b", choice="x", measured_s=1.5, predicted_s=1.1)
@@ -262,7 +262,7 @@ def regret(
 
 
 def _alternatives(runs: Sequence[Compared]) -> list[list[Compared]]:
-    """Runs that are alternatives to each other, two and more."""
+    """Sets of at least two runs that are alternatives to each other."""
     of_choice = grouped((run.choice, run) for run in runs if run.choice)
     return [members for members in of_choice.values() if len(members) > 1]
 
@@ -313,9 +313,9 @@ class RecordedRun(Record):
 
     Attributes:
         line: Line of the file, for messages.
-        model: Zoo name or file, or what was given for all rows.
+        model: Zoo name or file, from the row or given for all rows.
         batch_size: Samples of a step; ``None`` for the model's own.
-        cluster: Preset or file, or what was given for all rows.
+        cluster: Preset or file, from the row or given for all rows.
         layout: Layout as text; empty for data parallelism.
         seconds: Seconds of a step.
         peak_bytes: Largest peak of a device; ``None`` if not recorded.

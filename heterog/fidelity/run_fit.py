@@ -1,13 +1,14 @@
-"""Predictions of recorded runs, and a few parameters of the device models fitted to them.
+"""Simulates recorded runs, and fits a few parameters of the device models to them.
 
     log T(theta) is fitted to log T_measured by Gauss-Newton, with
 
-    theta = log(seconds to issue a kernel), log(1 + what a member of a team adds to them where
-            stages lie on several hosts), and for each GPU type
+    theta = log(seconds to issue a kernel), log(1 + the share that each member of a team adds to
+            these seconds if stages lie on several hosts), and for each GPU type
             log(factors of products, fused attention, streams and float32)
 
-and a normal prior around what ships (a ridge): five runs move what they tell of, and leave the
-rest as it was. Derivatives are differences; a step time is piecewise smooth in all of them.
+and a normal prior around the shipped values (a ridge). So a few runs move only the parameters that
+they depend on. Derivatives are finite differences; a step time is piecewise smooth in all
+parameters.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,12 +39,12 @@ _FACTOR_SPREAD = 0.3
 _HOST_SPREAD = 1.0
 """Standard deviation of the logarithm of factors and of the host's seconds before any run."""
 _RUNS_BEFORE, _SPREAD_BEFORE = 3, 0.12
-"""Number of runs that a new spread counts as seen before, and how far they were off."""
+"""Prior of the fitted spread: a number of imagined runs, and the size of their errors."""
 _MOST_LEVERAGE = 0.9
 _ITERATIONS = 8
 _STEP = 0.05
 _GAIN = 0.999
-"""Largest ratio of the cost after a step to that before, for which another step is made."""
+"""Another step is made only if the last one has reduced the cost at least by this factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,7 +74,7 @@ class RunFit:
     """Result of a fit.
 
     Attributes:
-        models: Device models that explain the runs best.
+        models: The fitted device models.
         before: Errors log(predicted / measured) of each run by the models before.  # [num_cases]
         after: Errors log(predicted / measured) of each run by the fitted models.  # [num_cases]
         left_out: Errors of each run as if it had not been fitted, to first order: the
@@ -92,7 +93,7 @@ def fit_runs(cases: Sequence[Case], start: DeviceModels, *, with_host: bool = Tr
     Args:
         cases: At least one run.
         start: Device models before the fit.
-        with_host: Whether the host's seconds to issue a kernel are fitted, too.
+        with_host: Whether the parameters of the host are fitted, too.
     """
     start = start.on(cases[0].cluster)
     types = sorted({kind.name for case in cases for kind in case.cluster.device_types})
@@ -112,7 +113,7 @@ def fit_runs(cases: Sequence[Case], start: DeviceModels, *, with_host: bool = Tr
         )
         if iteration == 0:
             before = off
-        if cost > least:  # beyond a bend: what was hidden decides now
+        if cost > least:  # past a kink, where other tasks became critical: go back half way
             at = (at + best) / 2.0
             continue
         is_last = cost > _GAIN * least
@@ -143,7 +144,7 @@ def _derivatives(
     like: DeviceModels,
     is_fitted: NDArray[np.bool_],
 ) -> FloatArray:
-    """Derivatives of log T by parameters, given log T there.  # [num_cases, num_parameters]"""
+    """Derivatives of log T at ``at``, where it is ``here``.  # [num_cases, num_parameters]"""
     jacobian = np.zeros((len(cases), len(at)))
     for row, case in enumerate(cases):
         own = {kind.name for kind in case.cluster.device_types}
@@ -200,7 +201,7 @@ Clusters = Callable[[str], Cluster]
 def cases_of(
     runs: Sequence[RecordedRun], graphs: Graphs, clusters: Clusters
 ) -> Iterator[tuple[RecordedRun, Case]]:
-    """The runs, each ready to be simulated; those of one model and batch size share a graph.
+    """The runs, each ready to be simulated; runs of one model and batch size share a graph.
 
     Raises:
         InputFileError: a layout does not fit its model or cluster, or one of them is not known.
@@ -233,7 +234,7 @@ def _cluster_of(run: RecordedRun, clusters: Clusters) -> Cluster:
 
 
 def compared(run: RecordedRun, case: Case) -> Compared:
-    """A run beside its prediction, by the cost model that its cluster names."""
+    """A run with its prediction by the cost model of its cluster."""
     evaluator = Evaluator(case.graph, case.cluster)
     found = evaluator.evaluate(case.strategy, Order.FIFO)
     predicted_bytes, interval_bytes = largest_peak(found.peak_memory_bytes, case.cluster)
@@ -254,12 +255,12 @@ def compared(run: RecordedRun, case: Case) -> Compared:
 
 
 def largest_peak(peaks_bytes: Sequence[int], cluster: Cluster) -> tuple[int, Interval]:
-    """The largest peak of a device and its interval, bytes, both with what the device reserves.
+    """The largest peak of a device and its interval, in bytes, both with the device's reserve.
 
-    The reserve is the cluster file's, so that the interval knows of no error in it.
+    The reserve is a number of the cluster file, so it does not widen the interval.
 
     Args:
-        peaks_bytes: Predicted peak of each device, without what it reserves.
+        peaks_bytes: Predicted peak of each device, without its reserve.
         cluster: Cluster of the devices.
     """
     reserved = [each.type.memory_bytes - each.usable_memory_bytes for each in cluster.devices]

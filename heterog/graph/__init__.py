@@ -1,17 +1,17 @@
-"""The operator graph of a training step: how it is captured, and how its ops may be cut.
+"""The operator graph of a training step: its capture, and the ways in which its ops may be split.
 
-- ``workload`` is what is trained, ``op_graph`` its graph, ``serialize`` a graph's file
-  (``graph_records`` is its schema, ``graph_reader`` makes a graph of it).
-- ``capture`` traces a ``step`` on fake tensors, again with other ``python_state``
-  (``repeated_calls``, compared by ``value_numbers``), and notices what has changed since. Its
-  helpers: ``static_shapes`` (what torch and its control flow do otherwise meanwhile),
-  ``traced_constants`` (constants that all samples share, steps on one sample), ``guards`` and
-  ``value_checks`` (questions about values that only guard).
-  ``op_costs`` counts FLOPs and bytes; ``optimizer_probe`` finds out what an optimizer looks at,
-  and which parameters it steps with which options.
-- ``placement`` says how a tensor lies along an axis, ``sharding_rules`` what each op allows.
-  ``batch_plan`` cuts the batch with them, ``axis_plan`` also ops with rules of their own (held to
-  what each op allows by ``rule_checks``). ``sparse_pattern``
-  and ``sparse_product`` are for ops that read rows of neighbours.
-- ``grouping`` cuts the ops into groups that share one decision.
+- ``workload`` is a model with its data, loss and optimizer, ``op_graph`` its graph, ``serialize``
+  a graph's file (``graph_records`` is its schema, ``graph_reader`` makes a graph from records).
+- ``capture`` traces a ``step`` on fake tensors. ``repeated_calls`` runs the step again after
+  ``python_state`` has changed, and compares both by ``value_numbers``. Helpers of a capture:
+  ``static_shapes`` (changes torch and its control flow meanwhile), ``traced_constants``
+  (constants that all samples share, steps on one sample), ``guards`` and ``value_checks``
+  (conditions on values that only decide whether to raise an error).
+- ``op_costs`` counts FLOPs and bytes. ``optimizer_probe`` finds the tensors that an optimizer
+  reads, and the parameters that it steps with each set of options.
+- ``placement`` says how a tensor is split along an axis, ``sharding_rules`` which splits each op
+  allows. ``batch_plan`` splits the batch by these rules; ``axis_plan`` also splits ops along other
+  axes, by rules of a strategy (``rule_checks`` checks them). ``sparse_pattern`` and
+  ``sparse_product`` are for ops that read rows of neighbours.
+- ``grouping`` divides the ops into groups that share one decision.
 """

@@ -21,10 +21,11 @@ from heterog.graph.sharding_rules import Special, propagate
 
 BATCH_AXIS = 0
 EVERYWHERE = 0
-"""Units of the axis of ops whose rule splits nothing: each device with samples does all."""
+"""Units of the axis of ops whose rule splits nothing: each device with samples runs all of the
+op."""
 AS_MADE, IN_TEAM, EVERYTHING = 0, 1, 2
-"""How much of a value a reader needs: the part on its own device, all that its team of devices
-has together, or everything. With one team of all devices the last two are equal."""
+"""How much of a value a reader needs: the part on its own device, all parts that its team holds,
+or the value on all teams. If all devices are one team, the last two are equal."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,7 +33,7 @@ class AxisPlan:
     """Placements along the batch and other axes, and the resulting work.
 
     Attributes:
-        batch: Placements along the batch; for ops with rules those between teams of devices.
+        batch: Placements along the batch; for ops with rules, those between teams of devices.
         placements: Placement of each tensor, as its readers find it.  # [num_tensors]
         needed: Needed placement of each input of each op.  # [num_ops][num_inputs]
         specials: Change that keeps each op exact on a part, if it needs one.  # [num_ops]
@@ -40,12 +41,13 @@ class AxisPlan:
         op_axis: Axis whose shares divide the work of each op among devices.  # [num_ops]
         tensor_axis: Axis along which each tensor is placed.  # [num_tensors]
         viewed: Tensors that are views of others.
-        reshaped: Views with the same rows as their values, one for one, if there is one sample.
-        scattered: Tensors that their ops make as parts of a sum, and that a reduce-scatter right
-            after them turns into slices.
-        exchanged: Tensors that their ops make in slices along one axis, and that an all-to-all
-            right after them turns into slices along another; with their placements before it.
-        sharded: Parameters of which each device holds only its own slice.
+        reshaped: Views that have the same rows as the viewed tensor, one for one, when the batch
+            has one sample.
+        scattered: Tensors that an op makes as parts of a sum, and that a reduce-scatter right
+            after the op turns into slices.
+        exchanged: Tensors that an op makes in slices along one axis, and that an all-to-all right
+            after the op turns into slices along another; with their placements before it.
+        sharded: Parameters that devices hold in slices, each its own.
         flops_fixed: FLOPs that every device does, whatever its share.  # [num_ops]
         flops_per_unit: FLOPs per unit of the local share.  # [num_ops]
         bytes_fixed: Bytes moved whatever the share.  # [num_ops]
@@ -89,7 +91,7 @@ class AxisPlan:
 
     @cached_property
     def _axis_of_op(self) -> list[int]:
-        """``op_axis`` as a list, of which single elements are looked up faster."""
+        """``op_axis`` as a list: looking up a single element is faster than in an array."""
         axes: list[int] = self.op_axis.tolist()
         return axes
 
@@ -111,8 +113,9 @@ class AxisPlan:
     def _has_rows_for(self, tensor: int, needed: Placement, axis: int) -> bool:
         """Whether a reader that needs a window of rows can use the rows of a team's devices.
 
-        Rows of a view may differ from those of its value, and samples must be apart from rows.
-        Neighbours in a graph are also found through views that keep the rows of one sample.
+        A view may have other rows than the viewed tensor, so views are excluded, and the samples
+        must lie along another dimension than the rows. Ops that read neighbours in a graph may
+        also read views in ``reshaped``, if the batch has one sample.
         """
         if self.placements[tensor] != S(needed.dim) or int(self.tensor_axis[tensor]) != axis:
             return False
@@ -122,12 +125,12 @@ class AxisPlan:
         return tensor not in self.viewed and along.kind == "S" and along.dim != needed.dim
 
     def window_needed(self, op: int, position: int, tensor: int) -> Window | None:
-        """Rows that an op needs of an input, if it gets only those that its device lacks."""
+        """Window of rows that an op needs of an input; ``None`` unless ``is_brought``."""
         is_brought = self.is_brought(op, position, tensor)
         return self.needed[op][position].window if is_brought else None
 
     def is_brought(self, op: int, position: int, tensor: int) -> bool:
-        """Whether an op gets those rows of an input that its device lacks, and no others."""
+        """Whether an op is sent only the rows of an input that its device lacks."""
         is_split = self.placements[tensor].kind == "S"
         return is_split and self.whole_needed(op, position, tensor) == AS_MADE
 
@@ -395,10 +398,10 @@ class _Propagation:
     def _is_along_batch(self, op: int) -> bool:
         """Whether a rule over as many units as there are samples is one over the samples.
 
-        Its split is then that of the batch, at least in a part; or all readers of its result take
-        the part of their own samples (encodings of positions, repeated for every sample). A sum of
-        gradients by columns, of which the batch splits nothing and no op takes samples, is no rule
-        over the samples.
+        It is if it splits a tensor as the batch does, or if all readers of its result take the
+        part of their own samples (encodings of positions, repeated for every sample). A sum of
+        gradients by columns is not: the batch splits none of its tensors, and no reader takes
+        samples of it.
         """
         graph, batch = self.graph, self.batch
         rule, _ = self.rules[op]
@@ -547,7 +550,10 @@ class _Propagation:
         return True
 
     def _placed(self, tensor: int, known: dict[int, Placement], units: int) -> Placement | None:
-        """Placement of a tensor that follows by views from a known one; ``None`` if none does."""
+        """Placement of a tensor, through views, from that of a viewed tensor in ``known``.
+
+        ``None`` if a view does not keep the split.
+        """
         if tensor not in known:
             view = int(self.graph.producer[tensor])
             source = self._placed(self.graph.ops[view].inputs[0], known, units)

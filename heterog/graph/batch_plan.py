@@ -33,9 +33,9 @@ class BatchPlan:
         needed: Placement in which each op needs each input.  # [num_ops][num_inputs]
         specials: Change that keeps each op exact on a part of the batch, if any.  # [num_ops]
         unruled: Ops without a rule, run replicated on gathered inputs.
-        follows_batch: Whether the forward pass makes each tensor from the batch, buffers and
-            constants alone, without parameters or random numbers: every rank can make the whole of
-            it before the step.  # [num_tensors]
+        follows_batch: Whether the forward pass makes a tensor from the batch, buffers and
+            constants alone, without parameters or random numbers: every rank can then make the
+            whole tensor before the step.  # [num_tensors]
         flops_fixed: FLOPs that every device does, whatever its share.  # [num_ops]
         flops_per_sample: FLOPs per sample of the local share.  # [num_ops]
         bytes_fixed: Bytes moved whatever the share.  # [num_ops]
@@ -57,10 +57,10 @@ class BatchPlan:
 def batch_plan(graph: OpGraph) -> BatchPlan:
     """Propagate the batch through a graph.
 
-    Expansions of constants (a mask or position row repeated for every sample), and what is made
-    of them, come out replicated in a first pass, since nothing about them says that they hold the
-    batch. Where all their readers only use the part of the local samples, a second pass splits
-    them at birth, if that adds no conversion anywhere.
+    Expansions of constants (a mask or position row repeated for every sample), and tensors made
+    from them, come out replicated in a first pass, because nothing marks one of their dimensions
+    as the batch. Where all their readers use only the part of the local samples, a second pass
+    splits them where they are made. It counts if it needs no more conversions than the first.
     """
     placements, needed, specials, unruled, follows = _propagate(graph, {})
     seeds = _split_at_birth(graph, placements, needed)
@@ -89,7 +89,7 @@ def batch_plan(graph: OpGraph) -> BatchPlan:
 
 
 def _read(needed: tuple[Placement, ...], special: str | None) -> tuple[Placement, ...]:
-    """Placements of what an op reads in fact."""
+    """Placements in which an op really reads its inputs."""
     return tuple(R for _ in needed) if special == Special.OF_WHOLE_BATCH else needed
 
 
@@ -115,13 +115,13 @@ def _propagate(graph: OpGraph, seeds: Mapping[int, RuleResult]) -> _State:
         elif op.phase == Phase.UPDATE:
             # The gradient is synchronised before the update sees it; the lowering decides how.
             result = RuleResult(given, (R,) * op.num_outputs)
-        elif op.rule is not None:  # graphs made elsewhere say themselves how their ops split
+        elif op.rule is not None:  # an imported graph states how its ops split
             result = RuleResult(*op.rule)
         else:
             result = _rule_of(graph, index, given, counting, follows)
             if is_known and result is not None and set(result.outputs) == {P}:
-                # Whoever reads a sum of the batch's own numbers makes it of the whole batch, which
-                # every rank has: it is there in each micro-batch, and nothing is sent.
+                # Every rank has the numbers of the whole batch before the step, so each computes
+                # this sum from all of them: every micro-batch has it, and nothing is sent.
                 result = RuleResult(given, (R,) * op.num_outputs, Special.OF_WHOLE_BATCH)
         if result is None:
             # Always right, never fast: every device gathers the inputs and does all of the op.
@@ -157,10 +157,10 @@ def _rule_of(
         ):
             return None
         if result is not None and op.kind in _SUMS and {given[0], given[-1]} == {P, R}:
-            # A penalty on the weights, say, beside the loss of the samples.
+            # For example a penalty on the weights, added to the loss of the samples.
             return RuleResult(given, (P,), Special.BIAS_ON_ONE_RANK)
         if op.kind == "where.self" and given[0] == R and set(given[1:]) == {P, R}:
-            # A mask over the gradient of what all samples share: position biases of T5.
+            # A mask over the gradient of a value that all samples share: position biases of T5.
             return RuleResult(given, (P,), Special.BIAS_ON_ONE_RANK)
     return result
 
@@ -168,7 +168,7 @@ def _rule_of(
 def _by_own_rows(
     graph: OpGraph, op: int, given: tuple[Placement, ...], counting: frozenset[int]
 ) -> RuleResult | None:
-    """Rule of an op that takes from each sample what one of its indices names, if there is one."""
+    """Rule of an op that reads only each sample's own row, by an index that counts the samples."""
     if graph.ops[op].kind not in INDEXED or counting.isdisjoint(graph.ops[op].inputs):
         return None
     for position, tensor in enumerate(graph.ops[op].inputs):
@@ -210,9 +210,9 @@ _SAME_ORDER = frozenset(
         *("view.default", "_unsafe_view.default", "_to_copy.default", "clone.default"),
     }
 )
-"""Ops that keep the order of the elements where they keep their number."""
+"""Ops that keep the order of the elements if they keep the number of elements."""
 _SUMS = frozenset({"add.Tensor", "sub.Tensor"})
-"""Sums of a part that is spread over devices and of one that all have, which enters once."""
+"""Sums of a partial and a replicated operand; the replicated one may enter only once."""
 
 
 @lru_cache(maxsize=256)
@@ -233,8 +233,8 @@ def micro_batches_refused(graph: OpGraph, num_micro: int) -> str:
 def norms_of_lone_values(graph: OpGraph) -> tuple[int, ...]:
     """Forward BatchNorms that have one value per channel on a device with one sample.
 
-    There is no variance of one value: torch refuses to train on it. Maps of 1 x 1 have it so, as
-    do plain features (``nn.BatchNorm1d``).
+    One value has no variance, so torch refuses to train on it. This happens with maps of 1 x 1
+    and with plain features (``nn.BatchNorm1d``).
     """
     specials = batch_plan(graph).specials
     return tuple(
@@ -258,11 +258,11 @@ def values_per_channel(shape: Sequence[int]) -> int:
 def ops_of_the_whole_batch(graph: OpGraph) -> list[int]:
     """Ops that would compute something else if they saw one micro-batch at a time.
 
-    They need a tensor whole of which each device has some samples or a part of a sum, such as the
-    mean over the batch by which something is divided; or they make a gradient that every
-    micro-batch would make alike, so that it would count several times; or they step a buffer of
-    the model, as spectral norm does once a step (BatchNorm's statistics are local anyway). The
-    number of labels that count is known before the step and is no such tensor.
+    There are three kinds. Some need the whole of a tensor that is split or partial along the
+    batch, such as a mean over the batch as a divisor. Some make a gradient that is the same in
+    every micro-batch, so that it would count several times. Some write a buffer of the model once
+    a step, as spectral norm does (BatchNorm's statistics are local anyway). Reading the number of
+    labels that count is allowed, because it is known before the step.
     """
     plan = batch_plan(graph)
     found = []
@@ -283,10 +283,10 @@ def ops_of_the_whole_batch(graph: OpGraph) -> list[int]:
 
 
 def reads_across_samples(graph: OpGraph) -> Iterator[tuple[int, int]]:
-    """(op, tensor) wherever an op reads more of a tensor than its own samples gave.
+    """(op, tensor) wherever an op reads more of a tensor than its device's own samples made.
 
-    The tensor is split along the batch and needed whole (a sum over earlier samples, say), or a
-    partial sum of which the op needs the total.
+    The tensor is split along the batch and needed whole (for a sum over earlier samples, say), or
+    it is a partial sum and the op needs the total.
     """
     plan = batch_plan(graph)
     for index, op in enumerate(graph.ops):
@@ -299,7 +299,7 @@ def reads_across_samples(graph: OpGraph) -> Iterator[tuple[int, int]]:
 
 
 def _counts_labels(graph: OpGraph, plan: BatchPlan, tensor: int) -> bool:
-    """Whether a tensor is the weight of all labels, which is there before the first op runs."""
+    """Whether a tensor is the total weight of the labels, known before the first op runs."""
     maker = int(graph.producer[tensor])
     return (
         maker >= 0
@@ -309,11 +309,11 @@ def _counts_labels(graph: OpGraph, plan: BatchPlan, tensor: int) -> bool:
 
 
 def counts_known_labels(graph: OpGraph, op: int, follows_batch: Sequence[bool]) -> bool:
-    """Whether the weight of all labels of a loss can be summed up before the step.
+    """Whether the total weight of the labels of a loss can be computed before the step.
 
-    Each device divides its part of a mean by that weight, so it has to be there when the first
-    part of the loss is computed. Labels that the model itself makes come too late for that, and
-    where nothing reads the weight nothing sums it up: such a loss runs on gathered inputs.
+    Each device divides its part of a mean by that weight, so it must be known when the first
+    part of the loss is computed. Labels that the model itself makes come too late for that. If no
+    op reads the weight, the graph does not sum it. In both cases the loss runs on gathered inputs.
     """
     labels, weight = graph.ops[op].inputs[1:], graph.outputs[op][1]
     if graph.ops[op].args.get("reduction", MEAN) == NO_REDUCTION:
@@ -333,8 +333,8 @@ def built_in_rule(
         name: Name of the op, for messages.
 
     Raises:
-        GraphError: the op has other arguments, inputs or outputs than its kind has. Without a
-            placement for each output, all tensors after it would have that of another one.
+        GraphError: the op has other arguments, inputs or outputs than its kind has. If an output
+            had no placement, all tensors after it would get the placement of their neighbour.
     """
     try:
         found = propagate(call, given, batch_size)
@@ -356,13 +356,13 @@ def built_in_rule(
 def _split_at_birth(
     graph: OpGraph, placements: list[Placement], needed: list[tuple[Placement, ...]]
 ) -> dict[int, RuleResult]:
-    """Rules of ops that make only the local samples' part of what all readers want split."""
+    """Rules by which ops make only the local samples of a value that all readers want split."""
     wanted: dict[int, set[Placement]] = {}
     for op, places in zip(graph.ops, needed, strict=True):
         for tensor, place in zip(op.inputs, places, strict=True):
             wanted.setdefault(tensor, set()).add(place)
-    # Found backwards: a replicated tensor is wanted split if each reader slices it, or makes of a
-    # slice of it what its own readers want. Such readers are in ``rules``, with what they read.
+    # The ops are visited backwards. A replicated tensor is wanted split if each reader slices it,
+    # or can make from a slice what its own readers want; those readers are in ``rules``.
     rules: dict[int, RuleResult] = {}
     seeds: dict[int, RuleResult] = {}
     split: dict[int, Placement] = {}
@@ -371,7 +371,7 @@ def _split_at_birth(
         if op.num_outputs != 1 or op.phase == Phase.UPDATE:
             continue
         if graph.is_constant[index] and not graph.is_view[index]:
-            continue  # runs whole on every device: what it reads and makes is whole, too
+            continue  # runs whole on every device, with whole inputs and outputs
         tensor = graph.outputs[index][0]
         if placements[tensor].kind != "R":
             continue
@@ -389,7 +389,7 @@ def _split_at_birth(
         if place.kind != "S" or place.dim >= len(shape):
             continue
         if shape[place.dim] % graph.batch_size:
-            continue  # of that size by chance, or split along something else
+            continue  # the dimension does not hold samples, or is split along something else
         split[tensor] = place
         made = _made_at_birth(graph, index, place)
         if made is not None:
@@ -401,12 +401,12 @@ def _split_at_birth(
     for index, rule in rules.items():
         reads = zip(graph.ops[index].inputs, rule.inputs, strict=True)
         if not any(place.kind == "S" and tensor in split for tensor, place in reads):
-            seeds[index] = rule  # of tensors that stay whole; the others follow their inputs
+            seeds[index] = rule  # its inputs stay whole; other rules follow from split inputs
     return seeds
 
 
 def _made_at_birth(graph: OpGraph, index: int, place: Placement) -> RuleResult | None:
-    """Rule of an expansion or fill that makes only some samples: it does not care how many."""
+    """Rule of an expansion or fill that makes only the local samples, however many they are."""
     op = graph.ops[index]
     shape = graph.tensors[graph.outputs[index][0]].shape
     if shape[place.dim] != graph.batch_size or place.outer != 1:
@@ -424,7 +424,7 @@ def _made_at_birth(graph: OpGraph, index: int, place: Placement) -> RuleResult |
 def _of_a_slice(
     graph: OpGraph, index: int, place: Placement, placements: list[Placement]
 ) -> RuleResult | None:
-    """Rule by which an op on whole inputs makes a part from a slice of one of them."""
+    """Rule by which an op makes its part at ``place`` from a slice of one whole input."""
     op, batch = graph.ops[index], graph.batch_size
     if op.rule is not None or any(placements[tensor] != R for tensor in op.inputs):
         return None
@@ -450,7 +450,7 @@ def _of_a_slice(
 
 @lru_cache(maxsize=1024)
 def _divisors(number: int) -> tuple[int, ...]:
-    """Divisors of a positive number in order; flattened dimensions may have millions of rows."""
+    """Divisors of a positive number in order, in O(sqrt(number)): dimensions may have millions."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(dict.fromkeys((*small, *(number // n for n in reversed(small)))))
 
@@ -489,7 +489,7 @@ def op_work(
     ]
     total = float(sum(graph.tensor_bytes[tensor] for tensor, _ in sizes))
     split = float(sum(graph.tensor_bytes[tensor] for tensor, place in sizes if place.is_split))
-    # Ops that touch only part of an input (embedding) are priced below their tensors' sizes.
+    # An op that touches only a part of an input (embedding) moves fewer bytes than its tensors.
     moved = op.bytes_read + op.bytes_written
     if batched and moved < 0.5 * total:
         split, total = moved, moved

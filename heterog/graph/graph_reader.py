@@ -1,4 +1,4 @@
-"""Graphs of the records of a file: names are resolved, ops ordered, tensors numbered anew."""
+"""Makes a graph from the records of a file: resolves names, orders ops, renumbers tensors."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -171,10 +171,10 @@ class GraphReader:
         return tuple((share, seconds) for share, seconds in points)
 
     def _rules(self, order: Sequence[int], placements: dict[int, Placement]) -> list[_Rule | None]:
-        """The rule of each op that states one, or for which it follows from ``batch_dims``."""
+        """Rules of the ops that state one or give ``batch_dims``; ``None`` for other ops."""
         ops = self.spec.ops
         rules: list[_Rule | None] = [None] * len(ops)
-        # Only batch_dims need the layouts of their inputs.
+        # Only a rule that follows from batch_dims depends on the placements of the op's inputs.
         must_follow = any(op.batch_dims is not None for op in ops)
         for index in order:
             op = ops[index]

@@ -1,4 +1,4 @@
-"""The records of a graph's file (``serialize`` says what they mean), checked one by one."""
+"""Schema of a graph's file: its records, each checked alone (``serialize`` explains them)."""
 
 import math
 from collections.abc import Callable

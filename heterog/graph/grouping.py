@@ -1,10 +1,10 @@
 """Groups: ops that share one decision.
 
 Modules are the natural unit: a person can read a plan by module, and a parameter, its gradient
-and its update belong together. The module tree is cut so that no group holds more than a set part
-of the step's work where it can be divided further. Then groups are joined where different
-decisions would break something: all readers of one parameter (tied weights), an op that
-makes a gradient and the parameter's group, and local statistics with their readers.
+and its update belong together. The module tree is cut until no group holds more than
+``MAX_SHARE_OF_WORK`` of the step's work, or cannot be divided further. Then groups are joined
+whose decisions must agree: all readers of one parameter (tied weights), an op that makes a
+gradient and the parameter's group, and local statistics with their readers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,8 +50,8 @@ class Grouping:
 def group_ops(graph: OpGraph) -> Grouping:
     """Cut a graph into groups; see the module docstring for the rule.
 
-    A graph of the same step on another batch (``OpGraph.grouped_like``) has the same groups: the
-    work of its modules may differ, but a strategy decides about the groups that it knows.
+    A graph of the same step on another batch takes the groups of ``OpGraph.grouped_like``: the
+    work of its modules may differ, but the strategy was made for those groups.
     """
     if graph.grouped_like is not None:
         return group_ops(graph.grouped_like)
@@ -69,9 +69,9 @@ def group_ops(graph: OpGraph) -> Grouping:
 
 @lru_cache(maxsize=16)
 def alike_groups(graph: OpGraph) -> IntArray:
-    """Number of each group's kind: repeated layers give groups of the same kind.
+    """Kind of each group, as a number: repeated layers give groups of the same kind.
 
-    Groups are alike if they make the same calls in the same order, so that rules of ops of one
+    Groups are alike if they make the same calls in the same order, so that op rules of one group
     are legal in the other. Attention with a mask and attention without one are not alike.
 
     Returns:
@@ -91,13 +91,13 @@ def alike_groups(graph: OpGraph) -> IntArray:
 
 
 def _all_but_factors(call: OpCall) -> object:
-    """A call as sharding rules see it: they ask for no factor, which may differ by layer."""
+    """A call without float arguments, which sharding rules ignore and which differ by layer."""
     args = {name: "" if isinstance(arg, float) else arg for name, arg in call.args.items()}
     return call.kind, str(args), call.inputs, call.outputs
 
 
 def _cut_module_tree(graph: OpGraph) -> list[str]:
-    """Label of each op: the path of the module that it is grouped by."""
+    """Label of each op: the path of the module whose group it joins."""
     work = graph.flops + _FLOPS_PER_BYTE * graph.bytes_moved
     weight: dict[str, float] = {}
     children: dict[str, set[str]] = {}
@@ -123,7 +123,7 @@ def _cut_module_tree(graph: OpGraph) -> list[str]:
             continue
         own = weight[path] - sum(weight[child] for child in inside)
         if path and own > weight[path] / 2:
-            continue  # a module with most of its work in itself stays whole
+            continue  # a module with most of its work outside its children stays whole
         opened.add(path)
         num_leaves += len(inside) - 1
         frontier.extend(inside)
@@ -142,10 +142,11 @@ def _leaf(path: str, opened: set[str]) -> str:
 
 
 def _labels_of_ops(graph: OpGraph, leaf_of: dict[str, str], opened: set[str]) -> list[str]:
-    """Label each op; those that run directly in an opened module follow a neighbour.
+    """Label each op; an op that runs directly in an opened module follows a neighbour.
 
-    Such forward ops (a residual add, the loss) follow the op they read from last; backward ops
-    follow their forward twins' module in the same way, through their first non-constant input.
+    It takes the label of the op inside that module which made its last such input (for a residual
+    add or the loss), else of the maker of its first labelled input. Without either, it takes the
+    label of its first reader.
     """
     labels: list[str] = []
     for op in graph.ops:
@@ -158,7 +159,7 @@ def _labels_of_ops(graph: OpGraph, leaf_of: dict[str, str], opened: set[str]) ->
             label = (near or own or [label])[-1 if near else 0]
         labels.append(label)
     for index, op in enumerate(graph.ops):
-        # Tracing puts what updates a buffer of the model at the end of the step, in no module.
+        # Tracing puts writes to the model's buffers at the end of the step, outside any module.
         if op.is_write and graph.producer[op.inputs[-1]] >= 0:
             labels[index] = labels[int(graph.producer[op.inputs[-1]])]
     for index in range(graph.num_ops - 1, -1, -1):
@@ -191,7 +192,8 @@ def _join(graph: OpGraph, plan: BatchPlan, labels: list[str]) -> dict[str, str]:
             join([update, made])
     for index, op in enumerate(graph.ops):
         if op.is_write and op.phase != Phase.UPDATE:
-            # A buffer of the model is updated where it is read; otherwise readers would miss it.
+            # A buffer of the model is updated on the devices that read it: others would keep the
+            # old value.
             join([index, *_readers_through_constants(graph, readers, int(storage[op.inputs[0]]))])
     for tensor, place in enumerate(plan.placements):
         if place.kind == "L" and graph.producer[tensor] >= 0:
@@ -202,7 +204,7 @@ def _join(graph: OpGraph, plan: BatchPlan, labels: list[str]) -> dict[str, str]:
 def _readers_through_constants(
     graph: OpGraph, readers: Mapping[int, Sequence[int]], source: int
 ) -> list[int]:
-    """Ops that read a tensor or a constant that is made of it: they follow how it changes."""
+    """Ops that read a tensor, or a constant computed from it."""
     found: dict[int, None] = {}
     waiting = [source]
     while waiting:

@@ -1,10 +1,10 @@
-"""Finds whether a value that code asks for only guards: an ``assert``, or an ``if`` that raises.
+"""Recognizes guards: conditions on values that only raise (``assert``, ``if ...: raise``) or log.
 
-Code that goes on after such a question has always had the same answer, so the answer changes no
-graph: it can be asked when the step runs. An ``if`` that only prints, warns or logs changes none
-either. One that mends values which are not finite is taken for one that raises if there are any.
-Any other question about values decides which ops run. What is asked is read from the syntax tree
-of the frame that asks: CPython tells the place of each instruction in its source (PEP 657).
+Code that goes on after a guard has always got the same answer, so a guard changes no graph: it can
+be checked when the step runs. An ``if`` that only prints, warns or logs changes no graph either.
+An ``if`` that repairs values which are not finite is treated as one that raises. Any other
+condition on values decides which ops run. The condition is found in the syntax tree of the running
+frame: CPython gives the place of each instruction in the source (PEP 657).
 """
 
 import ast
@@ -20,18 +20,18 @@ from pathlib import PurePath
 from types import FrameType
 
 _LONGEST_TEXT = 120
-"""Characters of a guard that are shown: tests of several lines say enough in their first."""
+"""Characters of a guard in a message: the beginning of a long test says enough."""
 _Place = tuple[int, int, int, int]
 """First line, last line, first column and last column of a piece of source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A question whose answer only decides whether the code goes on.
+    """A condition that only decides whether the code raises an error, or writes a message.
 
     Attributes:
-        wanted: Answer with which it goes on in silence.
-        raises: Whether the other answer raises an error; else it only says something.
+        wanted: Answer with which the code goes on silently.
+        raises: Whether the other answer raises an error; else it only prints, warns or logs.
         text: File, line and statement, for messages.
     """
 
@@ -41,27 +41,27 @@ class Guard:
 
 
 def guard_of_truth(frame: FrameType) -> Guard | None:
-    """Guard whose test needs the truth of a tensor at the instruction that a frame executes.
+    """Guard whose test converts a tensor to bool at the instruction that a frame executes.
 
     Args:
-        frame: Frame that has asked, by ``if``, ``assert``, ``not``, ``and``, ``or``, ``bool()``,
+        frame: Frame that converts, by ``if``, ``assert``, ``not``, ``and``, ``or``, ``bool()``,
             ``all()`` or ``any()``.
 
     Returns:
-        ``None`` if the answer may change something else than whether an error is raised.
+        ``None`` if the answer may decide more than whether an error is raised.
     """
     now, before = _instructions(frame)
     if now is None or before is None:
         return None
     source = _source_of(frame)
-    if "CALL" in now.opname:  # a function of Python's own asks, if it is one that passes truth on
+    if "CALL" in now.opname:  # a built-in function converts: bool, all and any are understood
         for leaf in source.at(now):
             if isinstance(leaf, ast.Call) and (name := _called(leaf)) in ("bool", "all", "any"):
                 guard = source.guard(leaf, frame)
                 of_all = {"all": True, "any": False}
                 return guard if guard and of_all.get(name, guard.wanted) == guard.wanted else None
         return None
-    # Python 3.13 compares and asks for the truth of the result in one instruction.
+    # Python 3.13 compares and converts the result to bool in one instruction.
     is_compared = now.opname == "COMPARE_OP" and sys.version_info >= (3, 13)
     if not is_compared and not now.opname.startswith(("POP_JUMP", "JUMP_IF", "TO_B", "UNARY_NOT")):
         return None
@@ -70,10 +70,10 @@ def guard_of_truth(frame: FrameType) -> Guard | None:
 
 
 def guard_of_answer(frame: FrameType) -> Guard | None:
-    """Guard whose test has, as a part, the call that a frame executes, which returns a ``bool``.
+    """Guard whose test contains the call that a frame executes; the call returns a ``bool``.
 
     Args:
-        frame: Frame that has called a function, or has asked with ``in``.
+        frame: Frame that calls a function, or compares with ``in``.
     """
     now, _ = _instructions(frame)
     if now is None:
@@ -87,9 +87,9 @@ def guard_of_answer(frame: FrameType) -> Guard | None:
 
 
 def is_number_of_guard(frame: FrameType) -> bool:
-    """Whether the number that a frame reads (by ``.item()``) is only computed with in guards.
+    """Whether the number that a frame reads (by ``.item()``) is used only in tests of guards.
 
-    It may be in a variable meanwhile, which the function reads in guards only.
+    It may be assigned to a variable, if the function reads that variable in guards only.
     """
     now, _ = _instructions(frame)
     return now is not None and _source_of(frame).is_number_of_guard(now, frame)
@@ -98,8 +98,8 @@ def is_number_of_guard(frame: FrameType) -> bool:
 def _instructions(
     frame: FrameType,
 ) -> tuple[dis.Instruction | None, dis.Instruction | None]:
-    """The instruction that a frame executes, and the one before it, which made what it reads."""
-    # During a call the frame may stand in the room behind the instruction (its inline cache).
+    """The instruction that a frame executes, and the one before it, which made its operand."""
+    # During a call ``f_lasti`` may point into the instruction's inline cache.
     begun = [each for each in dis.get_instructions(frame.f_code) if each.offset <= frame.f_lasti]
     return (begun[-1], begun[-2]) if len(begun) > 1 else (None, None)
 
@@ -114,7 +114,7 @@ def _attribute(call: ast.Call) -> str:
 
 
 class _Source:
-    """Expressions of a file by their places, and what is around each."""
+    """Expressions of a file by their places, each with the syntax node around it."""
 
     def __init__(self, name: str, text: str) -> None:
         self._name = name
@@ -127,7 +127,7 @@ class _Source:
                 self._at.setdefault(_place(node), []).append(node)
 
     def at(self, instruction: dis.Instruction) -> list[ast.expr]:
-        """The expressions that take up just the place of an instruction."""
+        """The expressions whose source is exactly the place of an instruction."""
         found = instruction.positions
         if found is None or None in found:
             return []
@@ -135,14 +135,14 @@ class _Source:
         return self._at.get((first, last, begin, end), [])
 
     def guard(self, leaf: ast.expr, frame: FrameType) -> Guard | None:
-        """The guard that a truth value is a part of, if the test is sure to need it."""
+        """The guard whose test contains a truth value, if the test always needs that value."""
         above = list(self._test_above(leaf))
         statement = self._parent.get(above[-1])
         found = self._goes_on_if(statement, above[-1], frame)
         if found is None:
             return self._guard_of_finite(leaf, statement, above[-1])
         wanted, raises = found
-        # From the whole test down: what each part has to be for the test to be as wanted.
+        # From the whole test down: the truth that each part must have for the wanted answer.
         for part, below in zip(above[:0:-1], above[-2::-1], strict=True):
             if isinstance(part, ast.UnaryOp):
                 wanted = not wanted
@@ -151,15 +151,15 @@ class _Source:
                 if raises and not needs_all and below is not part.values[-1]:
                     return None  # the other parts may make up for it
         if raises and isinstance(leaf, ast.Compare) and len(leaf.ops) > 1 and not wanted:
-            return None  # a < b < c is two truths, of which one is enough
+            return None  # a < b < c is false as soon as one of its two comparisons is
         return Guard(wanted, raises, self._text(statement))
 
     def _guard_of_finite(
         self, leaf: ast.expr, statement: ast.AST | None, test: ast.AST
     ) -> Guard | None:
-        """Guard of an ``if`` that mends values which are not finite, or goes on without them.
+        """Guard of an ``if`` that repairs values which are not finite, or goes on without them.
 
-        A step of a plan takes the way of finite values, and raises where there are others.
+        A step of a plan takes the branch for finite values, and raises if others occur.
         """
         if not isinstance(statement, ast.If) or statement.test is not test:
             return None
@@ -173,7 +173,7 @@ class _Source:
         return None
 
     def is_number_of_guard(self, instruction: dis.Instruction, frame: FrameType) -> bool:
-        """Whether the number at a place is only computed with and compared, in guards' tests."""
+        """Whether the number at a place is used only in arithmetic and comparisons of guards."""
         for leaf in self.at(instruction):
             node = self._computed(leaf)
             statement = self._parent[node]
@@ -184,7 +184,7 @@ class _Source:
         return False
 
     def _computed(self, leaf: ast.AST) -> ast.AST:
-        """The outermost expression that only computes with a number and compares it."""
+        """The outermost arithmetic, comparison or boolean expression that contains a number."""
         while isinstance(self._parent[leaf], ast.BinOp | ast.UnaryOp | ast.Compare | ast.BoolOp):
             leaf = self._parent[leaf]
         return leaf
@@ -192,7 +192,7 @@ class _Source:
     def _is_only_for_guards(self, statement: ast.Assign | ast.AnnAssign, frame: FrameType) -> bool:
         """Whether the variable of an assignment is only read in guards of its function.
 
-        In their tests, or where they raise or say something: that is not reached.
+        It may be read in their tests, and where they raise or log, which is not reached.
         """
         (target, *others) = (
             statement.targets if isinstance(statement, ast.Assign) else [statement.target]
@@ -212,7 +212,7 @@ class _Source:
         )
 
     def _is_in_guard(self, name: ast.Name, frame: FrameType) -> bool:
-        """Whether a variable is read in the test of a guard, or in what a guard does not reach."""
+        """Whether a variable is read in a guard's test, or in its branch that raises or logs."""
         test = self._computed(name)
         if self._goes_on_if(self._parent[test], test, frame) is not None:
             return True
@@ -229,7 +229,7 @@ class _Source:
         return False
 
     def _test_above(self, leaf: ast.expr) -> Iterator[ast.expr]:
-        """An expression, and those around it that pass its truth on."""
+        """An expression, then those around it whose truth follows from its truth (and others')."""
         node = leaf
         while True:
             yield node
@@ -246,9 +246,9 @@ class _Source:
     def _goes_on_if(
         self, statement: ast.AST | None, test: ast.AST, frame: FrameType
     ) -> tuple[bool, bool] | None:
-        """Truth of a test with which a guard lets the code go on, and whether it raises else.
+        """Truth of a test with which the code goes on, and whether the guard raises otherwise.
 
-        ``None`` if it is no guard.
+        ``None`` if the statement is no guard.
         """
         if isinstance(statement, ast.If) and statement.test is test and not statement.orelse:
             if all(_only_says(each, frame) for each in statement.body):
@@ -264,7 +264,7 @@ class _Source:
         return None
 
     def _is_caught(self, statement: ast.AST) -> bool:
-        """Whether a function catches errors of one of its statements, and goes on in its way."""
+        """Whether a ``try`` of the same function may catch the error that a statement raises."""
         node = statement
         while node in self._parent and not isinstance(node, ast.FunctionDef):
             parent = self._parent[node]
@@ -290,7 +290,7 @@ class _Source:
 
 
 def _only_raises(body: list[ast.stmt]) -> bool:
-    """Whether statements do nothing that the code after them can see, and raise."""
+    """Whether statements end with ``raise``, and only assign or call before it."""
     if not body or not isinstance(body[-1], ast.Raise):
         return False
     return all(isinstance(each, ast.Expr | ast.Assign | ast.AnnAssign) for each in body[:-1])
@@ -315,11 +315,11 @@ def _only_says(statement: ast.stmt, frame: FrameType) -> bool:
 
 
 _LEVELS = ("debug", "info", "warn", "error", "critical", "exception", "log")
-"""How the functions of a log that write begin; libraries add some of their own."""
+"""Prefixes of the logging functions: libraries add functions with such prefixes to loggers."""
 
 
 def _value(name: ast.Name, frame: FrameType) -> object:
-    """What a name stands for in a frame, if that is a variable."""
+    """Value of a local or global variable in a frame; ``None`` if there is none."""
     return frame.f_locals.get(name.id, frame.f_globals.get(name.id))
 
 

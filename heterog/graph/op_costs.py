@@ -1,9 +1,9 @@
 """FLOPs and bytes of ops that no counter registry prices, and the ops that cost nothing.
 
 Torch's FLOP registry covers matrix products, convolutions and attention; capture asks it first.
-The rest is bound by memory bandwidth on every device, so one FLOP per output element is
-enough, and the bytes are what matters: each input read once, each output written once, except for
-the ops below that touch only part of an input.
+The other ops are bound by memory bandwidth on every device, so one FLOP per element of their
+largest tensor is enough, and bytes matter: each input is read once and each output written once,
+except for the ops below that touch only a part of an input.
 """
 
 from collections.abc import Mapping
@@ -161,7 +161,7 @@ def bytes_read_and_written(call: OpCall) -> tuple[float, float]:
         return 0.0, written
     sizes = [meta.num_bytes for meta in call.inputs]
     if call.kind == SPARSE_PRODUCT:
-        # A row is read once for each entry: those of a huge graph do not stay in a cache.
+        # A row is read once for each entry: rows of a huge graph do not stay in a cache.
         item = call.outputs[0].num_bytes / max(call.outputs[0].num_elements, 1)
         return float(_row_reads(call) * item + sum(sizes[1:])), written
     if call.kind in {
@@ -173,7 +173,7 @@ def bytes_read_and_written(call: OpCall) -> tuple[float, float]:
         # Only the chosen rows are read, as many bytes as are written, plus the indices.
         return float(written + sum(sizes[1:])), written
     if call.kind in _PICK_LABELS:
-        # Of the scores only those of the labels are read, and none for their gradient.
+        # The forward pass reads only the scores of the labels, the backward pass no score.
         whole = sizes.pop(call.place_of("self"))
         rows = whole / max(call.input("self").shape[1], 1)
         return float(sum(sizes) + rows * ("backward" not in call.kind)), written

@@ -5,7 +5,8 @@ outputs of each op in program order, so the outputs of op ``i`` are the consecut
 ``output_start[i] : output_start[i + 1]``. Ops are in a topological order: the order in which one
 device would run them.
 
-What an optimizer looks at when it updates one element: which parts a device may step alone.
+``UpdateScope`` says what the update of one element depends on, and so which parts of a parameter
+a device may update alone.
 """
 
 import hashlib
@@ -30,27 +31,28 @@ ELEMENTWISE_OPTIMIZERS = frozenset(
         "Rprop", "SGD",
     }
 )  # fmt: skip
-"""Optimizers of torch that treat each element on its own. Not so those that look at a parameter's
-shape or norm (Muon, Adafactor, LARS, LAMB) or at all parameters together (LBFGS)."""
+"""Optimizers of torch that treat each element on its own. Others look at a parameter's shape or
+norm (Muon, Adafactor, LARS, LAMB) or at all parameters together (LBFGS)."""
 
 
 class UpdateScope(StrEnum):
-    """What the update of an element depends on, besides the options of its group.
+    """Values on which the update of an element depends, besides the options of its group.
 
-    ``graph.optimizer_probe`` finds it out by stepping the optimizer.
+    ``graph.optimizer_probe`` finds the scope by stepping the optimizer.
     """
 
     ELEMENT = "element"
-    """The element alone: slices may be updated, each in a call of its own."""
+    """Only those of the element: slices may be updated, each in a separate call."""
     PARAMETER = "parameter"
-    """Its whole parameter, or how often the optimizer was called: parameters are updated whole, in
-    one call in a step."""
+    """Those of its whole parameter, or the number of calls of the optimizer: parameters are
+    updated whole, in one call per step."""
     MODEL = "model"
-    """All parameters: a device that updates any of them updates all, in one call in a step."""
+    """Those of all parameters: a device that updates any of them updates all, in one call per
+    step."""
 
     @property
     def words(self) -> str:
-        """What the optimizer does, after its name."""
+        """Words that follow the optimizer's name in a sentence about its scope."""
         return {
             UpdateScope.ELEMENT: "treats every element on its own",
             UpdateScope.PARAMETER: "looks at whole parameters",
@@ -58,13 +60,13 @@ class UpdateScope(StrEnum):
         }[self]
 
     def allows(self, wider: "UpdateScope") -> bool:
-        """Whether an optimizer of this scope trains right where ``wider`` is kept to."""
+        """Whether an optimizer of this scope trains exactly on devices that respect ``wider``."""
         order = list(UpdateScope)
         return order.index(self) <= order.index(wider)
 
 
 def scope_by_name(optimizer: str) -> UpdateScope:
-    """Scope of an optimizer of which only the name is known, as in a graph of another tool."""
+    """Scope of an optimizer that is known only by name, as in a graph of another tool."""
     known = optimizer in ELEMENTWISE_OPTIMIZERS
     return UpdateScope.ELEMENT if known else UpdateScope.PARAMETER
 
@@ -76,7 +78,7 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
 
 
-# The place where a graph was captured does not belong to its identity.
+# The device on which a graph was captured does not belong to its identity.
 _DEVICE_ARGS = frozenset({"device", "layout", "pin_memory"})
 
 
@@ -101,7 +103,7 @@ class TensorKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphTensor:
-    """One tensor: global shape, dtype, kind, and a name where it is an input of the step."""
+    """One tensor: global shape, dtype, kind, and a name if it is an input of the step."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -174,14 +176,14 @@ class OpGraph:
         optimizer: Class name of the optimizer.
         optimizer_state_ratio: Bytes of optimizer state per byte of parameter.
         loss: Tensor id of the loss.
-        grouped_like: A graph of the same ops on another batch, whose groups this graph has.
+        grouped_like: A graph of the same ops on another batch; this graph takes its groups.
         patterns: Patterns of the constant sparse matrices, which ops name by their keys.
         master_dtype: Dtype of the optimizer's own copies of parameters; empty if it has none.
         seen_scope: What the optimizer was seen to look at, if it was stepped; see ``scope``.
 
     Raises:
         GraphError: an op reads a tensor that does not exist or is made later, sizes disagree, a
-            name is invalid (see ``heterog.names``), or masters are no floating-point numbers.
+            name is invalid (see ``heterog.names``), or ``master_dtype`` is no float type.
     """
 
     name: str
@@ -353,9 +355,9 @@ class OpGraph:
 
     @cached_property
     def scope(self) -> UpdateScope:
-        """What the update of an element depends on: as seen, or else by the optimizer's name.
+        """Scope of the optimizer: as probed, or else by its name.
 
-        A parameter that the step itself writes to is whole wherever it is stepped.
+        If the step itself writes to a trained parameter, parameters are updated whole.
         """
         scope = self.seen_scope or scope_by_name(self.optimizer)
         return UpdateScope.PARAMETER if self.written and scope == UpdateScope.ELEMENT else scope
@@ -373,7 +375,7 @@ class OpGraph:
         return self.scope == UpdateScope.ELEMENT
 
     def stepped_dtype(self, parameter: int) -> str:
-        """Dtype in which the optimizer has a parameter: of its master copy, if there is one."""
+        """Dtype in which the optimizer steps a parameter: that of the master copy, if any."""
         dtype = self.tensors[parameter].dtype
         return self.master_dtype if self.master_dtype and _is_floating(dtype) else dtype
 
@@ -388,7 +390,7 @@ class OpGraph:
 
     @cached_property
     def peak_live_bytes(self) -> int:
-        """Most bytes alive at once on one device: parameters, optimizer state and values.
+        """Peak bytes on one device that runs the whole step: inputs, optimizer state and values.
 
         A value lives from its op to its last reader, views included, in program order.
         """
@@ -453,7 +455,7 @@ class OpGraph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of all that strategies depend on: ops, tensors, batch; no costs, names, devices."""
+        """Hash of what strategies depend on: ops, tensors and batch, but not costs or devices."""
         digest = hashlib.sha256()
         digest.update(json.dumps([self.batch_size, self.optimizer, self.loss]).encode())
         for tensor in self.tensors:

@@ -1,14 +1,13 @@
-"""Finds out what an optimizer looks at, by stepping small tensors whole, one by one and in slices.
+"""Finds the ``UpdateScope`` of an optimizer by stepping small tensors whole, singly and in slices.
 
-All ways get the same gradients. If parameters that are stepped by an optimizer of their own end
-elsewhere than together, the optimizer looks at all of them; if flat slices that are stepped in
-calls of their own do, at whole parameters.
+All ways get the same gradients. If parameters end at other values with one optimizer for each than
+with one for all, the optimizer looks at all parameters. If flat slices, each stepped in a separate
+call, end at other values than whole parameters, it looks at whole parameters.
 
-Parameter groups: which parameters the optimizer steps with which options.
-
-What a user's function returns holds the parameters of one model. It is kept by names instead:
-capture asks it about a model without memory, and every rank about its own before that is taken
-apart.
+This module also reads the parameter groups: which parameters the optimizer steps with which
+options. A user's function returns groups that hold the parameters of one model. Here groups hold
+names instead, because the function is called with two models: capture calls it with a model
+without memory, every rank with its own model before this is taken apart.
 """
 
 import random
@@ -32,8 +31,8 @@ from heterog.graph.step import CountedOptions, StepOptions
 from heterog.graph.workload import Workload
 
 _MISSPELT = 0.85
-"""Least likeness of two names, of ``difflib``, of which one is the other misspelt: a letter more,
-less or swapped is above it, another word more is below it."""
+"""Similarity (``difflib``) above which one name is a misspelling of the other: a letter more, less
+or swapped is above it, another word more is below it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +51,8 @@ class ParameterGroup:
 def parameter_groups(workload: Workload, model: nn.Module) -> tuple[ParameterGroup, ...]:
     """The parameter groups of a workload, for a model that it has made.
 
-    Entries that the optimizer does not know are kept, as torch does (some libraries' schedulers
-    have their own), except ``param_names``: ranks also step parts of parameters.
+    Entries that the optimizer does not know are kept, as torch keeps them (schedulers of some
+    libraries use them), except ``param_names``, which do not fit parts of parameters on ranks.
 
     Args:
         workload: The workload.
@@ -92,7 +91,7 @@ def parameter_groups(workload: Workload, model: nn.Module) -> tuple[ParameterGro
 
 
 def group_numbers(groups: tuple[ParameterGroup, ...]) -> dict[str, int]:
-    """Number of the group of each parameter that is in one, by its name."""
+    """Number of each grouped parameter's group, by the parameter's name."""
     return {name: number for number, group in enumerate(groups) for name in group.names}
 
 
@@ -104,13 +103,13 @@ class _Groups(torch.optim.Optimizer):
 
 
 def _checked_by_torch(workload: Workload, model: nn.Module) -> list[dict[str, Any]]:
-    """What the user's function returns, as torch has it in ``param_groups``."""
+    """The groups that the user's function returns, in the form of torch's ``param_groups``."""
     assert workload.parameter_groups is not None
     try:
         given = list(workload.parameter_groups(model))
         copies = [dict(each) if isinstance(each, Mapping) else each for each in given]
         with warnings.catch_warnings():
-            # A parameter twice in a group: torch steps it twice, and will refuse it.
+            # Torch only warns of a parameter that is twice in a group, and steps it twice.
             warnings.filterwarnings("error", "optimizer contains a parameter group with dupl")
             return _Groups(copies).param_groups
     except Exception as error:
@@ -134,45 +133,45 @@ def _known_options(workload: Workload) -> set[str]:
 
 
 _SCALES = (1.0, 1e-3, 30.0, 1.0, 1e3, 1e-2, 1.0, 0.3)
-"""Size of all gradients in each step. Thresholds of norms lie between; eight steps are more than
-RAdam waits for (5) and than Lookahead has between two averages (5 or 6)."""
+"""Size of all gradients in each step. Thresholds of gradient norms lie between these sizes. Eight
+steps are more than RAdam waits for (5) and than Lookahead has between two averages (5 or 6)."""
 
 _MATRICES = ((130, 129), (12, 20))
-"""One has more than 128 on both sides, below which descendants of Adafactor factor no matrix, and
-more than the 4,096 elements below which 8-bit optimizers keep all digits."""
+"""The first has more than 128 rows and columns, because descendants of Adafactor factor no smaller
+matrix, and more than 4,096 elements, because 8-bit optimizers quantize no smaller tensor."""
 
 _VECTORS = ((40,), (9,))
 
 _SIZES = (7, 5, 3, 2)
-"""First sizes of tensors of more than two dimensions; further ones are 2."""
+"""First sizes of tensors of more than two dimensions; further sizes are 2."""
 
 _NUM_ALIKE = 2
-"""Parameters of each kind in each group: a norm over a group is one over several."""
+"""Parameters of each kind in each group, so that a norm over a group sees several parameters."""
 
 _MOST_GROUPS = 16
-"""Most groups of unlike options that are stepped."""
+"""Most groups with different options that are stepped."""
 
 _TOLERANCE = 1e-5
-"""Largest difference of a movement, relative to it; of what looks further it is a part of it."""
+"""Largest relative difference of movements that count as equal; a wider scope changes far more."""
 
 _LARGE_RATE = 10.0
 _STEADY = (1.0,) * 16
-"""Gradients of one size: sums of squares of a large one hide what is walked after it."""
+"""Gradients of one size: after a large gradient, its sum of squares would hide later movements."""
 
 _MOST_KNOWN = 64
 
 _MOST_WORK = 3e9
-"""Elements that ops of one probe may read: a few seconds, and six times as many as SOAP's."""
+"""Elements that ops of one probe may read: a few seconds, and six times what SOAP reads."""
 
 _OP_WORK = 1_000
-"""What calling an op takes, in elements."""
+"""Cost of calling an op, in elements."""
 
 _known: dict[tuple[Any, ...], UpdateScope] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What of a parameter decides how an optimizer may treat it.
+    """The properties of a parameter that decide how an optimizer may treat it.
 
     Attributes:
         num_dims: Number of its dimensions.
@@ -184,7 +183,7 @@ class Kind:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the parameters that stand for it."""
+        """Shapes of the probe's parameters of this kind."""
         if self.num_dims in (1, 2):
             return _VECTORS if self.num_dims == 1 else _MATRICES
         return ((*_SIZES, *(2 for _ in range(self.num_dims)))[: self.num_dims],) * _NUM_ALIKE
@@ -208,11 +207,11 @@ def update_scope(
     options: Mapping[str, Any],
     groups: Iterable[ProbedGroup],
 ) -> UpdateScope:
-    """What an optimizer looks at when it updates an element.
+    """The update scope of an optimizer.
 
-    Torch's own elementwise optimizers are known, others are stepped: once for each class and
-    options, without the program's random numbers. One that cannot be stepped so is taken to look
-    at everything, with a warning.
+    The scope of torch's elementwise optimizers is known. Other optimizers are stepped, once for
+    each class and options, without a change of the program's random numbers. If an optimizer
+    cannot be stepped, its scope is taken as ``MODEL``, with a warning.
 
     Args:
         optimizer: Class of the optimizer.
@@ -247,11 +246,11 @@ def probed_scope(
     options: Mapping[str, Any],
     groups: Sequence[ProbedGroup],
 ) -> UpdateScope:
-    """What an optimizer is seen to look at; see ``UpdateScope``."""
+    """The update scope that probing an optimizer shows."""
     if not groups:
         return UpdateScope.MODEL
     failure = ""
-    # Single precision only where an optimizer takes nothing else: it hides small movements.
+    # Single precision only if the optimizer takes nothing else, because it hides small movements.
     for dtype in (torch.float64, torch.float32):
         probe = _Probe(optimizer, options, groups, dtype)
         try:
@@ -271,10 +270,10 @@ def probed_scope(
 
 
 def _widest(probe: "_Probe") -> UpdateScope:
-    """The scope at the learning rate of the options, and at a large one where that shows more.
+    """The wider of the scopes at the options' learning rate and at a large one.
 
-    Step sizes that are estimated (D-Adaptation, Prodigy) grow with the distances walked, which a
-    small rate or a warm-up keeps short for longer than the probe takes.
+    Estimated step sizes (D-Adaptation, Prodigy) grow with the distance that parameters move. A
+    small rate or a warm-up keeps that distance short for longer than the probe takes.
     """
     found = probe.scope()
     if found == UpdateScope.MODEL:
@@ -291,7 +290,7 @@ class _TooMuchWorkError(Exception):
 
 
 class _BoundedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Ends steps that take far more ops, or larger ones, than those of other optimizers."""
+    """Ends a probe whose ops, by number and size, exceed ``_MOST_WORK``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -301,7 +300,7 @@ class _BoundedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [each for each in args if isinstance(each, Tensor)]
         self._work += _OP_WORK + sum(each.numel() for each in given)
         if given and (func.overloadpacket in flop_registry or "linalg" in func.__name__):
-            # A multiplication in a product takes an eighth of reading an element.
+            # A multiplication in a product costs an eighth of reading an element.
             self._work += given[len(given) - 2].numel() * max(given[-1].shape[-1:], default=1) / 8
         if self._work > _MOST_WORK:  # before an op that alone takes too much
             raise _TooMuchWorkError(f"it would read more than {_MOST_WORK:g} elements")
@@ -314,7 +313,7 @@ class _Piece:
 
     Attributes:
         group: Number of its group.
-        cut: Function that takes it out of a list of tensors like all parameters.
+        cut: Function that takes it from a list with a tensor for each parameter of the probe.
     """
 
     group: int
@@ -322,7 +321,7 @@ class _Piece:
 
 
 class _Probe:
-    """An optimizer class beside parameters and gradients to step."""
+    """An optimizer class, and parameters and gradients to step it with."""
 
     def __init__(
         self,
@@ -336,7 +335,7 @@ class _Probe:
         self.optimizer = optimizer
         self.options = options
         self.dtype = dtype
-        self.rate = rate  # in place of that of the options
+        self.rate = rate  # replaces the learning rate of the options
         self.scales = scales
         self.groups = groups
         self.group_of: list[int] = []
@@ -353,7 +352,7 @@ class _Probe:
     def _add(
         self, group: int, shape: tuple[int, ...], dtype: torch.dtype, draw: torch.Generator
     ) -> None:
-        """Add a parameter: it and its gradients have another size than the others'."""
+        """Add a parameter; consecutive parameters differ in size, and so do their gradients."""
 
         def some() -> Tensor:
             return torch.randn(shape, dtype=dtype, generator=draw, device="cpu")
@@ -361,17 +360,17 @@ class _Probe:
         size = 10.0 ** (len(self.values) % 3 - 1)
         self.group_of.append(group)
         self.values.append(some() * size)
-        # Mostly one direction: step sizes that are estimated grow only downhill.
+        # Gradients mostly share a direction: estimated step sizes grow only downhill.
         direction = some() / size
         for scale, gradients in zip(self.scales, self.gradients, strict=True):
             gradients.append((direction + 0.3 * some() / size) * scale)
 
     def other(self, rate: float, scales: Sequence[float]) -> "_Probe":
-        """The same at another learning rate, with gradients of other sizes."""
+        """The same probe at another learning rate, with gradients of other sizes."""
         return _Probe(self.optimizer, self.options, self.groups, self.dtype, rate, scales)
 
     def scope(self) -> UpdateScope:
-        """The answer."""
+        """The scope that stepping shows, within bounded work."""
         with _BoundedWork():
             return self._scope()
 
@@ -424,7 +423,7 @@ class _Probe:
         """Values of pieces at the start and after each step.
 
         Args:
-            pieces: What one optimizer steps.
+            pieces: Pieces that one optimizer steps.
             calls: Numbers of the pieces in each call of the optimizer in a step.
         """
         torch.default_generator.manual_seed(0)
@@ -473,18 +472,18 @@ class _Probe:
                     return False
                 has_moved |= bool(moved > 0)
                 before = now
-            if not has_moved:  # says nothing
+            if not has_moved:  # a parameter that never moves shows nothing
                 raise ValueError(f"it moves nothing in {len(self.scales)} steps")
         return True
 
 
 def probe_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Own copies of options for a CPU, with a learning rate where a schedule begins at 0."""
+    """Copies of options for a CPU, with a learning rate above 0 (a schedule may begin at 0)."""
     found = {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in options.items()
     }
-    if "capturable" in found:  # which needs an accelerator
+    if "capturable" in found:  # needs an accelerator
         found["capturable"] = False
     rate = found.get("lr")
     if isinstance(rate, int | float) and rate == 0:

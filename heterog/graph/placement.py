@@ -8,13 +8,14 @@ A placement states which part of a tensor a device holds when an axis (the batch
   ``share`` of the ``axis_size`` units holds ``outer x share x inner`` of it. The written form
   keeps every view exact: (B, T, D) seen as (B*T, D) is split in dimension 0 with ``inner = T``.
 - ``P``: every device holds a tensor of full shape; their sum is the tensor.
+- ``L``: every device holds statistics of its own samples (of a BatchNorm), which stay local.
 - ``H(dim, window)``: only for needed inputs: the rows of dimension ``dim`` that an op's part of
   the output reads. They may reach into rows of neighbours (a *halo*; see
   ``heterog.graph.sparse_pattern``).
-  ``neighbours(dim, key)``: likewise, but the rows are arbitrary: those that the entries of a
-  sparse matrix name (``heterog.graph.sparse_pattern``).
+  ``neighbours(dim, key)``: only for needed inputs: the rows that the entries of a sparse matrix
+  name (``heterog.graph.sparse_pattern``), which may be any rows.
 
-An explicit rule for one op: how it runs on its group's devices along an axis of its own.
+``OpRule`` states how one op runs on its group's devices along another axis than the group's.
 """
 
 import math
@@ -50,7 +51,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Position of the parts of a tensor along one axis; see the module for the five kinds."""
+    """Which part of a tensor each device holds along one axis; the module lists the five kinds."""
 
     kind: Literal["R", "S", "P", "L", "H"]
     dim: int = 0
@@ -82,12 +83,12 @@ def S(dim: int, outer: int = 1) -> Placement:
 
 
 def H(dim: int, window: Window) -> Placement:
-    """Split dimension ``dim``, with further rows that an op reads beside a device's own."""
+    """Split dimension ``dim``, with the rows that an op reads besides a device's own."""
     return Placement("H", dim, window=window)
 
 
 def neighbours(dim: int, pattern: str) -> Placement:
-    """The rows of dimension ``dim`` that a device's own rows of a sparse product read.
+    """The rows of dimension ``dim`` that a device's part of a sparse product reads.
 
     Args:
         dim: Dimension of the tensor that is read.
@@ -142,7 +143,7 @@ def needs_no_transfer(given: Sequence[Placement], wanted: Sequence[Placement]) -
 def crosses(place: Placement, units: int, along: Placement, batch_size: int) -> bool:
     """Whether a split of a tensor goes across its samples.
 
-    Its units are neither inside the samples (positions) nor are samples inside them.
+    It does if its units do not lie inside samples (as positions do), nor samples inside its units.
 
     Args:
         place: The split.
@@ -227,16 +228,16 @@ class OpCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scatter:
-    """How the members of a team cut a value as soon as it is made, along an axis of its own.
+    """How the members of a team cut a value as soon as it is made, along another axis.
 
     A part of a sum is added up in slices, by a reduce-scatter. Slices along the rule's axis become
-    slices along this one, by an all-to-all: each member sends each other what is in the slices of
-    both.
+    slices along this axis, by an all-to-all: each member sends every other member the overlap of
+    its old slice with the other's new slice.
 
     Attributes:
         place: Placement of the value over the members of the team afterwards.
-        units: Number of units of the axis that ``place`` splits, which is not the rule's own; the
-            batch size with the value's placement along the batch means the batch.
+        units: Number of units of the axis that ``place`` splits, which is not the rule's axis. If
+            ``place`` is the value's placement along the batch, the batch size means the batch.
     """
 
     __pydantic_config__: ClassVar = VALUE
@@ -246,7 +247,7 @@ class Scatter:
 
 
 class _WithHash:
-    """The place of a hash that is computed once; it is no field, so copies and pickles lack it."""
+    """Slot for a hash that is computed once; not a field, so copies and pickles lack it."""
 
     __slots__ = ("_hash",)
     _hash: int
@@ -264,29 +265,29 @@ class OpRule(_WithHash):
       be one of the sharding rules: ``propagate(call, inputs, units)`` has to give ``inputs`` and
       ``outputs`` back (every rule of ``legal_rules`` does).
     - A view never has a rule: its output follows by propagation from its source. A view that
-      cannot follow (it merges what is split, say) shows the gathered whole.
-    - Every other op does what the batch plan says, so that all ops of a region that is not split
-      along the batch have rules.
+      cannot follow (because it merges a split dimension, say) shows the gathered whole.
+    - Every other op follows the batch plan. So in a region that is not split along the batch all
+      ops must have rules.
 
     Where a reader needs another placement than the maker left, or the same one along another axis,
-    the value is converted: a slice of what is whole is free, everything else goes through the
-    whole value. A rule without any ``S`` runs on all devices with samples.
+    the value is converted: a slice of a whole value is free, every other conversion makes the
+    whole value first. A rule without any ``S`` runs on all devices with samples.
 
-    Parts of a sum need not become the whole: with ``scatter`` they are summed in slices as soon
-    as the op is done, and readers find these. Sequence parallelism (Korthikanti et al. 2022,
-    section 4.2) splits activations between two matrix products along the positions in this way.
-    Nor need slices be gathered for readers along another axis: with ``scatter`` they change owners
-    as soon as the op is done. Expert parallelism (Lepikhin et al. 2021, section 3.2) sends tokens
-    from the device that has the sample to the one that has the expert in this way, and back.
+    ``scatter`` avoids the whole value. Parts of a sum are summed in slices as soon as the op is
+    done, and readers find the slices: sequence parallelism (Korthikanti et al. 2022, section 4.2)
+    splits activations between two matrix products along the positions in this way. Slices move to
+    other owners as soon as the op is done, for readers along another axis: expert parallelism
+    (Lepikhin et al. 2021, section 3.2) sends tokens in this way from the device that has the
+    sample to the device that has the expert, and back.
 
     Attributes:
         inputs: Needed placement of each tensor input of the op.
         outputs: Placement of each output.
-        units: Number of units of the axis that ``S`` means here; the batch size means the batch
+        units: Number of units of the axis that ``S`` splits; the batch size means the batch
             split; any number if nothing is ``S``.
-        scatter: For an op whose only output is a part of a sum, the way to sum it in slices, or
-            for one whose only output is split, the axis along which readers find it; with ``None``
-            readers get parts, or the whole, as they need it.
+        scatter: How the only output is cut again: a part of a sum is summed in slices, a split
+            output is split along another axis. With ``None`` readers get parts, or the whole, as
+            they need it.
     """
 
     __pydantic_config__: ClassVar = VALUE

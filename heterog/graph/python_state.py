@@ -1,7 +1,7 @@
-"""What Python keeps between two calls of a model: attributes, lists, globals, random states.
+"""State that Python keeps between two calls of a model: attributes, lists, globals, random states.
 
-A step is captured from one call. ``PythonState`` remembers what a model and its loss hold, as far
-as it can be seen, finds what a call has changed, and puts it back.
+A step is captured from one call. ``PythonState`` remembers the values that can be reached from a
+model and its loss, finds which of them a call has changed, and restores them.
 """
 
 import os
@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 _MAX_HOLDERS = 100_000
-"""Objects that are looked at, so that a model with a data set in an attribute takes no minutes."""
+"""Most objects that are visited: a model with a data set in an attribute would take minutes."""
 _MAX_ARRAY_BYTES = 1 << 20
 """Larger arrays are tables, which no step writes."""
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _NO_STATE = (*_SCALARS, Tensor, types.ModuleType, types.BuiltinFunctionType)
 MISSING: Any = object()
-"""In place of a value that is not there."""
+"""Stands for a value that does not exist."""
 
 _TORCHS_OWN = frozenset(
     {
@@ -39,7 +39,7 @@ _TORCHS_OWN = frozenset(
         "_load_state_dict_post_hooks",
     }
 )  # fmt: skip
-"""Attributes of modules that the step is given, or that no forward pass reads."""
+"""Attributes of modules that are inputs of the step, or that no forward pass reads."""
 _LIBRARIES = (
     "<",
     *{str(Path(path)) for path in (sysconfig.get_path("stdlib"), Path(__file__).parents[1])},
@@ -51,20 +51,20 @@ _CLOCKS = frozenset(
         "SystemRandom", "uuid1", "uuid4", "process_time", "_version",
     }
 )  # fmt: skip
-"""Functions and attributes whose values are others at each call."""
+"""Functions and attributes whose values change from call to call."""
 _ENVIRONMENT = {"environ", "environb", "getenv"}
 
 
 class Holder:
-    """An object that holds values by keys, and what it held when it was first seen.
+    """An object that holds values by keys, with the values that it held when it was first seen.
 
     Attributes:
-        values: What it held.
-        read: Tells what it holds now.
-        write: Makes it hold other values.
-        text: Says in words where a key of it is.
-        seeded: Makes other values for a generator of random numbers; ``None`` for anything else.
-        held: The dict, list or set that has the values, if one has.
+        values: The values that it held.
+        read: Returns the values that it holds now.
+        write: Replaces its values.
+        text: Describes in words where a key is.
+        seeded: Makes another state for a generator of random numbers; ``None`` for other objects.
+        held: The dict, list or set that contains the values, if there is one.
     """
 
     __slots__ = ("held", "read", "seeded", "text", "values", "write")
@@ -82,7 +82,7 @@ class Holder:
         self.values = read()
 
     def without(self, keys: Collection[Any]) -> "Holder":
-        """One that does not tell what some keys hold; only to be read."""
+        """A holder that leaves out some keys; only for reading."""
         return Holder(
             lambda: {key: each for key, each in self.read().items() if key not in keys},
             self.write,
@@ -90,7 +90,7 @@ class Holder:
         )
 
     def changes(self) -> Iterator["Slot"]:
-        """The keys whose values are others now."""
+        """The keys whose values have changed."""
         now = self.read()
         for key in dict.fromkeys((*self.values, *now)):
             before, after = self.values.get(key, MISSING), now.get(key, MISSING)
@@ -103,7 +103,7 @@ class Slot:
     """A place in which Python keeps a value that has changed.
 
     Attributes:
-        holder: What has the place.
+        holder: Object that holds the value.
         key: Name of an attribute, key of a dict, index in a list.
         before: Value before.
         after: Value after.
@@ -116,7 +116,7 @@ class Slot:
 
     @property
     def text(self) -> str:
-        """Where it is, in words, and what it held if that is short."""
+        """The place in words, with its values before and after if these are short."""
         name = self.holder.text(self.key)
         is_short = all(
             isinstance(value, bool | int | float) for value in (self.before, self.after)
@@ -133,22 +133,22 @@ class Slot:
 
     @property
     def place(self) -> tuple[Any, Any]:
-        """What tells it from all other places."""
+        """Identity of this place among all places."""
         return id(self.holder.read), self.key
 
     def append(self, times: int) -> None:
-        """Put its value behind it in a list that has grown by it, many times."""
+        """Append its value many times more to the list that has grown by it."""
         now = self.holder.read()
         now |= dict.fromkeys(range(len(now), len(now) + times), self.after)
         self.holder.write(now)
 
 
 class PythonState:
-    """All that Python keeps which can be reached from some objects.
+    """All state of Python that can be reached from some objects.
 
     Attributes:
-        unseen: What may change without being seen: iterators, clocks.
-        constants: Whole numbers that the user's functions name.
+        unseen: Sources of change that are not recorded: iterators, clocks.
+        constants: Integers that the user's functions have as constants.
         naming_type: Variables of the modules whose functions name ``type``.
         reads_class: Whether the user's functions read ``__class__``, as ``singledispatch`` does.
     """
@@ -167,7 +167,7 @@ class PythonState:
             self._look_at(*self._todo.pop())
 
     def changes(self) -> list[Slot]:
-        """The places whose values are others now."""
+        """The places whose values have changed."""
         return [slot for holder in self._holders for slot in holder.changes()]
 
     def tensors(self) -> Iterator["Slot"]:
@@ -178,13 +178,13 @@ class PythonState:
                     yield Slot(holder, key, value, value)
 
     def put_back(self) -> None:
-        """Make everything hold what it held."""
+        """Restore the values that everything held."""
         for holder in self._holders:
             if any(True for _ in holder.changes()):
                 holder.write(holder.values)
 
     def taken_again(self) -> "PythonState":
-        """The same objects with what they hold now."""
+        """The same objects with the values that they hold now."""
         other = object.__new__(PythonState)
         other.unseen, other.constants = self.unseen, self.constants
         other.naming_type, other.reads_class = self.naming_type, self.reads_class
@@ -197,7 +197,7 @@ class PythonState:
 
     @property
     def holders(self) -> Sequence[Holder]:
-        """What holds the values."""
+        """All holders of values."""
         return self._holders
 
     def _look_at(self, thing: Any, text: str) -> None:
@@ -330,7 +330,7 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def is_of_library(path: str) -> bool:
-    """Whether a file is one of Python's, of an installed package or of ours, not the user's."""
+    """Whether a file belongs to Python, to an installed package or to heterog, not to the user."""
     return not path or "-packages/" in path or path.startswith(_LIBRARIES)
 
 
@@ -354,7 +354,7 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 def _numbers_in(code: types.CodeType) -> set[int]:
-    """Whole numbers that a function, and functions in it, have as constants."""
+    """Integers that a function, and functions in it, have as constants."""
     found = {each for each in code.co_consts if type(each) is int}
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
     return found.union(*map(_numbers_in, inner))
@@ -367,7 +367,7 @@ def _slots_of(kind: type) -> list[str]:
 
 
 def _module_holder(module: nn.Module, text: Callable[[Any], str]) -> Holder:
-    """Holder of a module's attributes, and of buffers that it does not have yet."""
+    """Holder of a module's attributes, and of buffers that it registers later."""
     held, buffers = vars(module), module._buffers
     inputs = set(buffers)
 
@@ -383,7 +383,7 @@ def _module_holder(module: nn.Module, text: Callable[[Any], str]) -> Holder:
     def write(values: Mapping[Any, Any]) -> None:
         for name in read().keys() - values.keys():
             if name.endswith("_hooks"):
-                held[name] = OrderedDict[int, Any]()  # which every module has
+                held[name] = OrderedDict[int, Any]()  # every module has this dict
             elif held.pop(name, MISSING) is MISSING:
                 del buffers[name]
         for name, value in values.items():
@@ -503,10 +503,10 @@ def _random_holder(source: Any, text: str) -> Holder:
 
 @contextmanager
 def same_draws(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
-    """Draw random numbers in the body without a trace: of Python, numpy and torch.
+    """Restore the random states of Python, numpy and torch after the body.
 
     Args:
-        generators: Further generators of torch, those of accelerators.
+        generators: Further generators of torch, such as those of accelerators.
     """
     kept = PythonState({})
     states = [(each, each.get_state()) for each in (torch.default_generator, *generators)]
@@ -519,11 +519,11 @@ def same_draws(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
 
 
 NUM_SEEDS = 4
-"""Choices of other random states."""
+"""Number of other random states that a check tries."""
 _SEEDS = {
     "python": (95_689, 109_131, 1, 2),
     "numpy": (273_639, 122_789, 1, 2),
     "generator": (13_383, 6_625, 1, 2),
 }
-"""Seeds by kind of generator: with the first one four draws are below 0.06, with the second one
-they are above 0.94, so that a layer that is left out once in twenty steps is and then is not."""
+"""Seeds by kind of generator. With the first seed four draws are below 0.06, with the second they
+are above 0.94: a layer that is left out once in twenty steps is left out, and then it is not."""

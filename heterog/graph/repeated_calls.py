@@ -1,24 +1,20 @@
-"""Finds out whether a step computes the same at every call, as a captured one does.
+"""Finds out whether a step computes the same at every call, as a captured step does.
 
-A model may count its calls, anneal a weight, or leave layers out by numbers of ``random``.
-A captured step would go on with what the first call found. So the step is called again, on fake
-tensors and without a trace: once as it stands, then with other random states, then with counters
-where they will be after many calls. What is changed and not read (statistics for a log, caches)
-makes no difference and is allowed.
+A model may count its calls, anneal a weight, or leave layers out by numbers of ``random``. A
+captured step would repeat the first call for ever. So ``check_repeats`` calls the step again, on
+fake tensors and without a trace: once as it stands, then with other random states, then with
+counters set to their values after many calls. State that changes and is not read (statistics for a
+log, caches) makes no difference and is allowed.
 
-Notices what Python keeps for a model that is another value than when its step was captured.
+Later changes matter too: a captured step contains numbers, strings and tensors that modules, their
+settings and the loss held at its capture. ``WatchedState`` compares them before each step, which
+takes about a microsecond for each module. Only if a value differs is the step called on fake
+tensors, with the old values and with the new ones: values that the step does not read, or writes
+itself, may change.
 
-A captured step has numbers, strings and tensors that modules, their settings and the loss kept
-then. ``WatchedState`` compares them before each step, which takes about a microsecond for each
-module. Only where something differs is the step called on fake tensors, with the old values and
-with the new ones: what it does not read, or writes itself, may change.
-
-Caches of functions that a capture must leave without fake tensors.
-
-Libraries keep tables that depend only on sizes (positions of patches, say) in ``lru_cache``. A
-model that is captured fills them with fake tensors, which the real model would then read.
-
-Python's search for reference cycles, switched off where it would only look.
+A capture must leave no fake tensors in caches (``caches_without_fakes``). Libraries keep tables
+that depend only on sizes (positions of patches, say) in ``lru_cache``. A capture fills them with
+fake tensors, and the real model would then read those.
 """
 
 import datetime
@@ -49,13 +45,13 @@ from heterog.graph.value_numbers import Results
 from heterog.graph.workload import Workload
 
 _OFTEN = 720_720_000
-"""Number of calls that everything which happens every n-th time divides, for n up to 16, tens,
-hundreds and thousands, and after which warm-ups have ended."""
+"""Number of calls that is a multiple of every n up to 16, and of tens, hundreds and thousands, so
+that a change at every n-th call happens at it; all warm-ups have ended before."""
 _FAR = (_OFTEN - 1, _OFTEN, 120)
 _LONG = 1_000
-"""Entries of a list that has grown for long."""
+"""Entries that are appended to a growing list to try its state after many calls."""
 _MOST_NAMED = 40
-"""Calls that are tried because the code names their number."""
+"""Most call numbers that are tried because the code has them as constants."""
 _MAX_TRIED = 40
 _MAX_NAMED = 3
 
@@ -65,11 +61,11 @@ def check_repeats(name: str, step: Step, kept: PythonState) -> None:
 
     Args:
         name: Name of the workload.
-        step: The step, which was called to be captured.
-        kept: What Python kept before that call; it is put back.
+        step: The step, after the call that captured it.
+        kept: State of Python before that call; it is restored.
 
     Raises:
-        CaptureError: it does; says what decides that, and the way out.
+        CaptureError: it computes something else; says what decides that, and the way out.
     """
     try:
         _Check(name, step, kept).look()
@@ -80,8 +76,8 @@ def check_repeats(name: str, step: Step, kept: PythonState) -> None:
 class _Check:
     """Calls a step again and again, each time in another state of Python.
 
-    It begins without a backward pass, which takes half of the time; where something was changed,
-    the backward pass may read it, too.
+    The backward pass takes half of the time. It runs only if the first call has changed state
+    other than random states, because the backward pass may then read it.
     """
 
     def __init__(self, name: str, step: Step, before: PythonState) -> None:
@@ -111,7 +107,7 @@ class _Check:
         self._refuse_written()
 
     def _look_later(self) -> None:
-        """Call the step as it will be years later, if its code asks for what tells that."""
+        """Call the step with clocks set years ahead, if its code reads a clock or an iterator."""
         if not self._before.unseen:
             return
         with self._step.of_later(), clocks_ahead():
@@ -120,11 +116,11 @@ class _Check:
             self._raise([], self._step.first_new)
 
     def _look_far(self, later: PythonState, moving: Mapping[tuple[Any, Any], Slot]) -> None:
-        """Call the step once more, and then as it will be after many calls.
+        """Call the step once more, and then in the states that it will have after many calls.
 
         Args:
-            later: What is kept after the second call.
-            moving: What that call has changed, by place.
+            later: State after the second call.
+            moving: Places that that call has changed, by ``Slot.place``.
         """
         self._call_with([])
         changed = later.changes()
@@ -139,10 +135,10 @@ class _Check:
             lists = []
 
     def _named_calls(self, paces: Iterable[tuple[Any, Slot]]) -> list[int]:
-        """Numbers of calls after which counters are at a number that the code names.
+        """Numbers of calls after which a counter equals a number that the code names.
 
-        A model may do something in one step alone: in that of a constant of its functions, or
-        of an attribute beside the counter.
+        A model may do something in one step alone, whose number is a constant of its functions or
+        an attribute next to the counter.
         """
         named: set[int] = set()
         for start, slot in paces:
@@ -156,7 +152,7 @@ class _Check:
         return sorted(each for each in named if 2 < each < _OFTEN)[:_MOST_NAMED]
 
     def _call_with(self, values: Iterable[tuple[Slot, Any]]) -> None:
-        """Call the step with some values put in their places; refuse it if that matters."""
+        """Put some values in their places and call the step; refuse it if its results differ."""
         for slot, value in values:
             slot.put(value)
         now = self._before.changes()
@@ -164,24 +160,24 @@ class _Check:
             self._refuse(now, self._step.first_new)
 
     def _call(self) -> Results | None:
-        """What the step computes now, if that is something else than at first."""
+        """Results of the step now, if they differ from those of the first call; else ``None``."""
         found = self._step.call(self._backward)
         if self._step.refusal is not None:
             raise self._step.refusal
         return None if found is None or self._first is None or found == self._first else found
 
     def _call_as_first(self, slots: Iterable[Slot]) -> Results | None:
-        """The same, with all as it was at first but for some places."""
+        """The same, with the state of the first call except in some places."""
         self._before.put_back()
         for slot in slots:
             slot.put(slot.after)
         return self._call()
 
     def _refuse(self, changed: list[Slot], where: str) -> None:
-        """Say which places decide what is computed.
+        """Raise an error that names the places which decide the results.
 
-        It must be sure that something does: values may also differ because a tensor was made in a
-        way that is not seen. Then they differ in the same way when nothing else does.
+        Results may also differ because a tensor was made in a way that is not seen. Then they
+        differ in the same way with the first call's state restored, and the step is not refused.
         """
         control = self._call_as_first(())
         if control is not None:
@@ -198,7 +194,7 @@ class _Check:
         return [slot for slot in self._before.tensors() if self._step.is_written(slot.before)]
 
     def _refuse_written(self) -> None:
-        """Refuse a step that writes to constants, which have their values for all steps."""
+        """Refuse a step that writes to constants, because a plan keeps them for all steps."""
         if written := self._written():
             names = ", ".join(slot.text for slot in written[:_MAX_NAMED])
             raise CaptureError(
@@ -218,7 +214,7 @@ class _Check:
 
 @contextmanager
 def clocks_ahead() -> Iterator[None]:
-    """In the body each look at a clock of Python's shows some years more."""
+    """In the body each reading of a clock of Python is ten years later than the last."""
     looks = itertools.count(1)
 
     def ahead(clock: Callable[[], Any]) -> Callable[[], Any]:
@@ -243,12 +239,12 @@ _CLOCKS = [
     for unit in ("", "_ns")
 ]
 _YEARS_S = 3_652 * 86_400 + 43_200
-"""Ten years and half a day: both the date and the hour are others."""
+"""Ten years and half a day, so that both the date and the hour change."""
 _LAST_DATE_S = 200_000_000_000
 
 
 def has_parameters(slot: Slot) -> bool:
-    """Whether a module is put in another's place, whose parameters are then those of its name."""
+    """Whether a value is a module with parameters: swapping it changes what their names mean."""
     modules = [each for each in (slot.before, slot.after) if isinstance(each, nn.Module)]
     return any(True for module in modules for _ in module.parameters())
 
@@ -260,7 +256,7 @@ def _seeded(slots: Iterable[Slot], choice: int) -> Iterator[tuple[Slot, Any]]:
 
 
 def _after(start: Any, slot: Slot, calls: int) -> Iterator[Any]:
-    """The value of a place after many calls, if three values tell how it goes on."""
+    """Value of a place after many calls, if three values form a linear or geometric series."""
     one, two = slot.before, slot.after
     if not all(isinstance(each, int | float) for each in (start, one, two)):
         return
@@ -294,7 +290,7 @@ _WAYS_OUT = {
 
 
 def _way_out(slots: list[Slot]) -> str:
-    """Advice for what decides."""
+    """Advice for the kind of state that decides the results."""
     if any(slot.holder.seeded is not None for slot in slots):
         return _WAYS_OUT["draw"]
     if any(map(has_parameters, slots)):
@@ -304,7 +300,7 @@ def _way_out(slots: list[Slot]) -> str:
     return _WAYS_OUT["other"]
 
 
-# By type: asking a lazy proxy what it is an instance of may import or warn.
+# Compared by ``type``: ``isinstance`` on a lazy proxy may import or warn.
 _KIND: type = functools._lru_cache_wrapper
 _OWN = ("torch.", "sympy.", "heterog.")
 """Packages whose caches hold no tensors."""
@@ -325,9 +321,9 @@ def caches_without_fakes() -> Iterator[None]:
 class _FunctionCaches:
     """Every ``lru_cache`` of this process, except torch's and our own.
 
-    Finding them means to look at every object of the process, a million and more, which takes a
-    tenth of a second or two. Each cache holds a reference to its type, so while their number is
-    the same, and all that were found still live, there is no new one to find.
+    Finding them visits every object of the process, a million and more, which takes a tenth of a
+    second or two. Each cache holds a reference to its type. So there is no new cache while the
+    number of these references is the same and all known caches still live.
     """
 
     def __init__(self) -> None:
@@ -340,8 +336,8 @@ class _FunctionCaches:
         num_references = _num_references()  # before looking: another thread may make a cache
         if self._num_references != num_references or None in caches:
             if gc.get_freeze_count():
-                gc.unfreeze()  # what is frozen is not looked at, so its caches would keep fakes
-            # Objects refer to their type: half the time of looking at what all of them are.
+                gc.unfreeze()  # frozen objects are not visited, so their caches would keep fakes
+            # Objects refer to their type: this takes half the time of checking each one's type.
             caches = [each for each in gc.get_referrers(_KIND) if type(each) is _KIND]
             self._found = [weakref.ref(each) for each in caches]
             self._num_references = num_references if _are_counted() else -1
@@ -369,14 +365,14 @@ _FOUND = _FunctionCaches()
 _MOST_ENTRIES = 1_000
 """Entries of a list or dict that is compared: larger ones are data and tables."""
 _MOST_TRIED = 16
-"""Places that are tried one by one."""
+"""Most places that are tried one by one."""
 _LATER = (1, 7, 120, 720_720_000)
-"""A number is also tried where it will be if it goes on like that, so many times."""
+"""A number is also tried at its values after it has changed as much so many times more."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class WatchedState:
-    """What Python keeps for a deployed model and its loss, to be compared before each step.
+    """State of Python for a deployed model and its loss, compared before each step.
 
     Args:
         workload: The workload.
@@ -402,7 +398,7 @@ class WatchedState:
         self._remember()
 
     def _remember(self) -> None:
-        """Take copies of what is held now, without the places that may change."""
+        """Copy the values that are held now, without the places that may change."""
         ignored: dict[int, set[Any]] = {}
         for holder, key in self._allowed:
             ignored.setdefault(holder, set()).add(key)
@@ -437,7 +433,7 @@ class WatchedState:
         return ""
 
     def changed(self) -> list[Slot]:
-        """What is another value now, and decides what the step computes."""
+        """Places whose values have changed and decide what the step computes."""
         if not self._may_differ():
             return []
         written = [slot for slot, tensor, version in self._tensors if tensor._version != version]
@@ -454,14 +450,14 @@ class WatchedState:
         return []
 
     def _may_differ(self) -> bool:
-        """Whether something may be another value; most of the time of a check."""
+        """Whether a value may have changed; takes most of the time of a check."""
         try:
             return (
                 any(held != copy for held, copy in self._copies)
                 or any(each.read() != each.values for each in self._others)
                 or any(tensor._version != version for _, tensor, version in self._tensors)
             )
-        except Exception:  # two arrays or tensors have no single answer
+        except Exception:  # comparing two arrays or tensors gives no single bool
             return True
 
     @contextmanager
@@ -514,7 +510,7 @@ def _deciding(
         with step() as called:
             before.put_back()
             first = called.call(backward=True)
-            own = {slot.place for slot in before.changes()}  # which the step sets anew itself
+            own = {slot.place for slot in before.changes()}  # places that the step itself sets
             tried = [slot for slot in slots if slot.place not in own]
             if first is None or len(tried) > _MOST_TRIED:
                 return tried

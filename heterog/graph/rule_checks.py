@@ -1,6 +1,6 @@
-"""Whether the rules of ops that a strategy states are sharding rules, and can be obeyed.
+"""Checks that the op rules of a strategy are sharding rules that its graph can follow.
 
-Rules of ops for the same step on a batch of another shape.
+Also adapts op rules to the same step on a batch of another shape (``resized_rules``).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def checked_rules(
 ) -> dict[int, tuple[OpRule, RuleResult]]:
     """The rules of a strategy by op, each with the sharding rule that it names.
 
-    A rule by which an op on constants alone is whole everywhere changes nothing and is left out.
+    A rule that keeps an op on constants whole everywhere changes nothing and is left out.
 
     Raises:
         StrategyError: a rule is not one of the op's sharding rules, or the op cannot have a rule;
@@ -160,10 +160,10 @@ def _written(rule: RuleResult) -> str:
 def resized_rules(rules: OpRules, planned: OpGraph, given: OpGraph) -> OpRules:
     """Adapt the rules of a step to the same step with other samples or lengths.
 
-    The meaning of a unit stays: one column, one head, one position. So there are other numbers of
-    units where a dimension has another size, and other numbers of samples around positions that
-    share a dimension with the batch. A rule for which that gives no clear answer stays unchanged,
-    to be refused where the graph is planned.
+    A unit keeps its meaning: one column, one head, one position. So the number of units changes
+    with the size of a dimension, and the number of samples changes around positions that share a
+    dimension with the batch. A rule without a clear answer stays unchanged, and is refused when
+    the graph is planned.
 
     Args:
         rules: Rules for ``planned``.

@@ -52,8 +52,8 @@ Fields of an op, all but the first three optional:
   every output written once) of the whole batch;
 - ``measured_s``: by device type name the seconds of the whole batch, or points ``[share of the
   batch, seconds]`` with rising shares up to 1: ``[[0.125, 4.1e-6], [0.5, 1.6e-5], [1, 3.1e-5]]``.
-  They go before the roofline. One number means that the time follows the share; between points
-  it is interpolated, and below the first the line through the first two goes on;
+  They take precedence over the roofline. One number means that the time is proportional to the
+  share; between points it is interpolated, and below the first by the line through the first two;
 - ``name``: for messages.
 
 An op that costs nothing (TensorFlow's ``Identity``, a reshape) is a *view*: a kind of
@@ -69,8 +69,8 @@ as above, or give it the rule ``{"inputs": ["P"], "outputs": ["P"]}``. An op tha
 an index of a split tensor makes no sum over the batch; it needs a rule with the output ``R``. Both
 are warned of.
 
-A *control edge*, where op B waits for op A without reading anything of it, is a tensor of no
-bytes: one more output of A, of shape ``[0]``, that is one more input of B. Both have a ``rule`` in
+A *control edge*, where op B waits for op A without reading its outputs, is a tensor of no bytes:
+one more output of A, of shape ``[0]``, which is one more input of B. Both ops have a ``rule`` in
 which that tensor is ``R``. If A and B run on different devices, the edge takes a message's
 latency.
 
@@ -81,11 +81,11 @@ Names (of the graph and of device types) are letters, digits, spaces and
 hash in their argument ``pattern``: ``num_columns``, ``row_entries`` with the number of entries of
 each row, and ``columns`` with their columns, row by row. Only needed where rows are cut.
 
-``master_dtype`` is the dtype of the optimizer's own copies of parameters, if it has any. What they
-occupy belongs to ``optimizer_state_ratio``; they are what islands average. ``op_graph`` says
+``master_dtype`` is the dtype of the optimizer's own copies of parameters, if it has any. Their
+bytes count in ``optimizer_state_ratio``; islands average these copies. ``update_scope`` says
 what the update of an element depends on: that ``element`` alone, its whole ``parameter`` (as in
 Muon), or all parameters of the ``model`` (as in Prodigy). By default the name of ``optimizer``
-decides: torch's elementwise ones are known, others look at whole parameters.
+decides: torch's elementwise optimizers are known, others look at whole parameters.
 
 ``tensors`` and ``ops`` may also be one object of equally long columns instead of a list of
 records, with ``null`` for a field that is left out; ``save_graph`` writes that. There ``kind`` and
@@ -179,7 +179,7 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
 
 
 def _rare_fields(graph: OpGraph) -> dict[str, Any]:
-    """Masters, scope and sparse matrices as JSON values; empty for a graph without any."""
+    """Master dtype, update scope and sparse matrices as JSON values; empty without any."""
     found: dict[str, Any] = {}
     if graph.master_dtype:
         found["master_dtype"] = graph.master_dtype

@@ -10,17 +10,16 @@ planning counts exactly the rows sent when rows are cut among devices (arXiv 221
 This is the connectivity of a hypergraph whose nets are the rows. The number of cut edges is
 larger: it counts a row once for each edge.
 
-The rows of its input that a part of an op reads: rows owned, rows needed, and transfers.
-
-A tensor is cut along one of its dimensions, and every device owns some consecutive rows of it. A
-convolution or a pooling that makes the output rows ``[a, b)`` reads the input rows
+``Stencil`` gives the rows that a part of a convolution or pooling reads. A tensor is cut along one
+of its dimensions, and every device owns some consecutive rows of it. To make the output rows
+``[a, b)`` a device reads the input rows
 ``[max(0, a s - p), min(D, (b - 1) s - p + e (k - 1) + 1))`` for kernel ``k``, stride ``s``,
-padding ``p`` and dilation ``e``. Those of them that a device does not own are its *halo*:
-neighbours send it (Oyama et al. 2020, arXiv 2007.12856). Nothing has to divide anything here, and
+padding ``p`` and dilation ``e``. The rows among them that it does not own are its *halo*:
+neighbours send them (Oyama et al. 2020, arXiv 2007.12856). No size has to divide another here, and
 a halo may reach past the neighbour.
 
-The gradient of the input at the rows ``[a, b)`` in turn needs the gradients of all output rows
-that read any of them (``Stencil.readers``): no device has to add up what others computed.
+The gradient of the input rows ``[a, b)`` needs the gradients of all output rows that read any of
+them (``Stencil.readers``). So each device computes its gradient alone, and no sums are sent.
 """
 
 import hashlib
@@ -166,7 +165,7 @@ def pattern_of(
 
 
 def entry_order(pattern: SparsePattern) -> Int64Array:
-    """Entries of a pattern in the order in which its transposed pattern has them."""
+    """Permutation of a pattern's entries into the order of the transposed pattern."""
     return np.lexsort((pattern.rows, pattern.columns))
 
 
@@ -192,7 +191,7 @@ def entry_shares(pattern: SparsePattern, weights: Sequence[float], units: int) -
     before = pattern.row_starts[:: pattern.num_rows // units]
     wanted = np.cumsum(weights)[:-1] / sum(weights) * pattern.num_entries
     cuts = np.searchsorted(before, wanted).astype(np.int64)
-    # The nearer of the two units beside the wanted number, and one unit for each part at least.
+    # Cut at the nearer of the two unit borders, and leave at least one unit for each part.
     cuts -= (wanted - before[np.maximum(cuts - 1, 0)] < before[cuts] - wanted) & (cuts > 0)
     parts = np.arange(1, len(weights))
     cuts = np.maximum.accumulate(np.maximum(cuts - parts, 0)) + parts

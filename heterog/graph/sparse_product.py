@@ -1,10 +1,10 @@
 """A product with a constant sparse matrix as a module: sums over the neighbours in a graph.
 
-The matrix is known before training (the edges of one huge graph, normalised), so plans count
-exactly which rows a device reads of others when rows are cut. The backward pass multiplies with
-the transposed matrix: the gradient of a row is the sum over *all* rows that have read it, wherever
-they are. (In the released code of DistGNN, dmlc/dgl at 0892e38, it is not: gradients of copies of
-a node stay apart.)
+The matrix is known before training (the edges of one huge graph, normalised). So plans know
+exactly which rows of other devices a device reads when rows are cut. The backward pass multiplies
+with the transposed matrix: the gradient of a row is the sum over *all* rows that have read it, on
+any device. (In the released code of DistGNN, dmlc/dgl at 0892e38, it is not: gradients of copies
+of a node stay apart.)
 """
 
 import warnings
@@ -35,7 +35,7 @@ def multiply(
         row_starts: First entry of each row, and the number of entries.  # [num_rows + 1]
         columns: Column of each entry.  # [num_entries]
         weights: Weight of each entry.  # [num_entries]
-        pattern: Key of the entries; only plans use it.
+        pattern: Key of the entries; not used here, but by plans.
 
     Returns:
         # [..., num_rows, num_features]

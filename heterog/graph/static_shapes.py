@@ -1,21 +1,18 @@
 """Changes to torch and libraries while a step is captured, so that its shapes are static.
 
-Some code reads values where a plan can only know shapes: distributions check their arguments,
-graph layers count self loops, a module converts its weights to the dtype that they have. Such
-checks are made in the plan instead, or are known to hold for what is captured.
+Some code reads values where a plan knows only shapes: distributions check their arguments, graph
+layers count self loops, a module converts its weights to the dtype that they already have. Such
+checks become ops of the step, or are skipped because they always hold for the captured step.
 
-Indices whose result has one shape, though torch reads values for it: numbers, and masks.
+``looked_up`` replaces two kinds of indexing for which torch reads values. For an index that is a
+tensor of one number (``x[:, last]``) torch makes a view at that number, so the graph would contain
+it; during a capture the number is unknown. ``index_select`` gives the same values. A value written
+by a mask (``x[mask] = token``) becomes ``torch.where``, because the backward pass of torch's op
+would count the places of the mask.
 
-Of a tensor of one number (``x[:, last]``) torch makes a view of what it chooses, so that the graph
-would hold just that number; while a step is captured it is not even known. Looking the place up
-gives the same values. One value written by a mask (``x[mask] = token``) needs no count of places
-before its backward pass, which takes a part of the gradient by the mask; choosing between both
-gives the same.
-
-Control flow of torch (``torch.cond``, scans, ``map``) as ops that a plan can share out.
-
-While a step is captured a branch is computed both ways and chosen from, loops over a dimension
-become their passes. A loop whose number of passes depends on values cannot be planned.
+``plain_control_flow`` replaces ``torch.cond``, scans and ``map`` by ops that a plan can split:
+both branches are computed and ``torch.where`` chooses, and loops over a dimension are unrolled. A
+loop whose number of passes depends on values cannot be planned.
 """
 
 import math
@@ -48,7 +45,7 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 @contextmanager
 def looked_up() -> Iterator[None]:
-    """Look up what unknown numbers choose, and write by masks; the rest is left to torch."""
+    """In the body, index by unknown numbers and write by unknown masks without reading values."""
     owner: Any = Tensor
     get, put = owner.__getitem__, owner.__setitem__
 
@@ -70,7 +67,7 @@ def looked_up() -> Iterator[None]:
     try:
         yield
     finally:
-        del owner.__getitem__, owner.__setitem__  # of the class above
+        del owner.__getitem__, owner.__setitem__  # the inherited ones remain
 
 
 def _is_unknown(part: object) -> bool:
@@ -84,7 +81,7 @@ def _is_unknown_mask(index: object) -> bool:
 
 
 def _chosen(source: Tensor, parts: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
-    """A tensor of which only the chosen places are left, and the index with zeros instead."""
+    """Reduce a tensor to the places that unknown numbers choose, and the index to zeros there."""
     dim, known = 0, list(parts)
     for position, part in enumerate(parts):
         if isinstance(part, EllipsisType):
@@ -100,7 +97,7 @@ def _chosen(source: Tensor, parts: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, 
 
 
 def _num_dims(part: object) -> int:
-    """Number of a tensor's dimensions that a part of an index is about."""
+    """Number of dimensions that a part of an index consumes."""
     if part is None or isinstance(part, bool):
         return 0
     is_mask = isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8)
@@ -109,7 +106,7 @@ def _num_dims(part: object) -> int:
 
 @contextmanager
 def with_static_shapes(model: nn.Module) -> Iterator[None]:
-    """Context in which all these changes apply."""
+    """Context in which all changes for static shapes apply."""
     with ExitStack() as stack:
         for each in (
             _dense_gradients(model),
@@ -127,7 +124,7 @@ def with_static_shapes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def statistics_of_unread_norms() -> Iterator[None]:
-    """Make tracing keep a BatchNorm whose result is not read: its running statistics move."""
+    """Make tracing keep a BatchNorm whose result is not read, for its running statistics."""
     added = {torch.ops.aten.native_batch_norm.default} - _side_effectful_functions
     _side_effectful_functions.update(added)
     try:
@@ -138,7 +135,7 @@ def statistics_of_unread_norms() -> Iterator[None]:
 
 @contextmanager
 def _distributions_unchecked() -> Iterator[None]:
-    """Make ``torch.distributions`` read no values: it would check that all of them are allowed."""
+    """Switch off the argument checks of ``torch.distributions``, which read values."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -149,7 +146,7 @@ def _distributions_unchecked() -> Iterator[None]:
 
 @contextmanager
 def _checks_in_the_step() -> Iterator[None]:
-    """Make ``torch._check_tensor_all`` a part of the step, which checks values when it runs."""
+    """Make ``torch._check_tensor_all`` an op of the step, which checks values at each run."""
     functions: Any = torch
     before = functions._check_tensor_all_with
 
@@ -168,7 +165,7 @@ def _checks_in_the_step() -> Iterator[None]:
 def _conversions_to_the_same() -> Iterator[None]:
     """Make a module that is converted to its own dtype keep its tensors, as on a real device.
 
-    torch would replace fake tensors, though they are the same, and cannot.
+    torch would try to replace fake tensors even by themselves, and fails.
     """
     apply: Callable[..., nn.Module] = nn.Module._apply
 
@@ -252,12 +249,13 @@ def _graphs_without_self_loops() -> Iterator[None]:
 def everywhere(instead: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
     """Replace functions in every module that has imported them.
 
-    Libraries have each under its own name, files of the user may have any other.
+    Modules of libraries are searched only under the function's own name; files of the user may
+    have imported it under any name.
     """
     replaced = {id(function) for function in instead}
     own = [(function.__name__, function) for function in instead]
     users: list[tuple[dict[str, Any], str, Callable[..., Any]]] = []
-    for module in list(sys.modules.values()):  # thousands, in each capture
+    for module in list(sys.modules.values()):  # there are thousands, so each visit must be cheap
         names: dict[str, Any] = getattr(module, "__dict__", {})
         if is_of_library(names.get("__file__") or ""):
             for name, each in own:
@@ -276,10 +274,10 @@ def everywhere(instead: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iter
 
 @contextmanager
 def _dense_gradients(model: nn.Module) -> Iterator[None]:
-    """Make embeddings return dense gradients, which sums over devices need; updates are equal.
+    """Make embeddings return dense gradients, which sums over devices need.
 
-    A sparse gradient is a dense one whose other rows are zero; optimizers that accept both (SGD,
-    Adagrad) then change a weight in the same way.
+    A sparse gradient is a dense one whose other rows are zero, and optimizers that accept both
+    (SGD, Adagrad) change a weight in the same way by either.
     """
     sparse = [
         module
@@ -338,7 +336,7 @@ _PLACES = {
 
 @contextmanager
 def plain_control_flow() -> Iterator[None]:
-    """Context in which these functions compute with plain ops; compiled functions run eagerly."""
+    """Context in which control flow computes with plain ops; compiled functions run eagerly."""
     instead: dict[str, Callable[..., Any]]
     instead = {"cond": _cond, "scan": _scan, "associative_scan": _associative_scan, "map": _map}
     with ExitStack() as stack:
@@ -356,7 +354,7 @@ def plain_control_flow() -> Iterator[None]:
 def _cond(
     pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()
 ) -> Any:
-    """Both branches, of which ``torch.where`` chooses."""
+    """Compute both branches and choose with ``torch.where``."""
     if not isinstance(pred, Tensor):
         return true_fn(*operands) if pred else false_fn(*operands)
     one, other = true_fn(*operands), false_fn(*operands)
@@ -367,7 +365,7 @@ def _cond(
 def _scan(
     combine_fn: Callable[..., Any], init: Any, xs: Any, *, dim: int = 0, reverse: bool = False
 ) -> tuple[Any, Any]:
-    """One pass for each slice, in turn."""
+    """Unroll a scan: one pass for each slice."""
     carry, made = init, []
     for each in _slices(xs, dim, reverse=reverse):
         carry, output = combine_fn(carry, each)
@@ -382,7 +380,7 @@ def _associative_scan(
     reverse: bool = False,
     combine_mode: str = "pointwise",
 ) -> Any:
-    """Sums of what came before, one after the other."""
+    """Combine slices one after the other."""
     made: list[Any] = []
     for each in _slices(xs, dim, reverse=reverse):
         made.append(combine_fn(made[-1], each) if made else each)
@@ -409,10 +407,10 @@ def _all_scores(
     scale: float,
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Flex attention as products and a softmax: its kernel has no backward pass on a CPU.
+    """Flex attention as products and a softmax, because its kernel has no backward pass on a CPU.
 
-    Unlike torch's own way without a kernel, which calls the functions of the user for one score
-    at a time (``vmap``), they are called for all, with indices that broadcast.
+    Unlike torch's own path without a kernel, which calls the user's functions for one score at a
+    time (``vmap``), this calls them once for all scores, with indices that broadcast.
     """
     exact = torch.promote_types(query.dtype, torch.float32)
     repeats = query.shape[1] // key.shape[1]
@@ -433,7 +431,7 @@ def _all_scores(
 
 
 class _OneScore(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what would see all scores where a function is written for one."""
+    """Refuses ops that give another result for all scores at once than for one score."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
@@ -452,14 +450,14 @@ _OF_ONE_SCORE = (
     *("new_ones", "new_zeros", "new_full", "ones", "zeros", "full", "scalar_tensor"),
     *("ones_like", "zeros_like", "full_like", "expand", "select"),
 )
-"""Ops besides those on elements that mean the same for all scores as for one."""
+"""Ops that are not elementwise, but give the same for all scores at once as for one score."""
 
 _IN_FLEX_ATTENTION: dict[str, Any] = {
     "_validate_device": lambda *_: None,
     "flex_attention_hop": _all_scores,
     "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
 }
-"""What is replaced in torch's module, so that it checks its arguments and calls ours."""
+"""Replacements in torch's module, which then still checks its arguments but calls ours."""
 
 
 def _slices(xs: Any, dim: int, *, reverse: bool) -> Iterator[Any]:

@@ -1,11 +1,10 @@
 """One training step of a workload as a function of parameters, buffers and batch.
 
-It is called once to be traced, and again on fake tensors to see whether it computes the same.
+``Step`` is called once to be traced, and again on fake tensors to check that it computes the same.
 
-Options of an optimizer's groups, so that all its calls in one step count as one.
-
-Ranks may step a few parameters, or slices of them, in calls of their own, and optimizers may count
-their calls in a group. So every call of a step begins with what the first one began with.
+``CountedOptions`` makes all calls of an optimizer in one step count as one. Ranks may step some
+parameters, or slices of them, in separate calls, and optimizers may count their calls in the
+options of a group. So every call of a step begins with the options of the step's first call.
 """
 
 import logging
@@ -34,8 +33,8 @@ class StepOptions:
     """Options of one step.
 
     Attributes:
-        called: Those of when the step was called; users may have changed them since.
-        begun: Those with which its first call began; ``None`` before it.
+        called: Options when the step was called; users may have changed them since.
+        begun: Options when its first call began; ``None`` before that.
     """
 
     called: Options
@@ -51,7 +50,7 @@ class CountedOptions:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._counted: set[str] = set()  # which the optimizer changes itself
+        self._counted: set[str] = set()  # options that the optimizer itself changes
 
     def now(self) -> Options:
         """The options as they are now."""
@@ -75,7 +74,7 @@ class CountedOptions:
             yield
             for group, begun, mine in zip(groups, step.begun, own, strict=True):
                 for key in _changed(begun, group):
-                    if key not in _changed(begun, mine):  # no call has counted in it yet
+                    if key not in _changed(begun, mine):  # no call of this step has changed it
                         mine[key] = group[key]
         finally:
             for group, mine in zip(groups, own, strict=True):
@@ -104,7 +103,7 @@ class CountedOptions:
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
-    """Options that are others now, or new."""
+    """Options that have changed, or are new."""
     return {
         key
         for key, value in now.items()
@@ -113,14 +112,14 @@ def _changed(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
 
 
 def _put(group: dict[str, Any], options: dict[str, Any]) -> None:
-    """Make a group have some options and no others, but for its parameters."""
+    """Replace all options of a group, but keep its parameters."""
     options = {**options, "params": group["params"]}
     group.clear()
     group.update(options)
 
 
 def _kept(value: Any) -> Any:
-    """An option that stays as it is: a tensor may be changed in place."""
+    """A copy of an option that no optimizer can change in place."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -140,8 +139,8 @@ class Step:
     """A forward and a backward pass of a workload, with the values that they compute.
 
     Attributes:
-        results: What its last call has computed; ``None`` if it has failed.
-        refusal: Why its last call can be no step of a plan.
+        results: Values that its last call has computed; ``None`` if the call has failed.
+        refusal: Error that says why its last call cannot be a step of a plan.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class Step:
 
     @property
     def first_new(self) -> str:
-        """Where the last call first computes what none did before it; empty if nowhere."""
+        """Line where the last call first computes a value that is new; empty if nowhere."""
         return self._numbers.first_new
 
     def is_written(self, tensor: Tensor) -> bool:
@@ -182,7 +181,7 @@ class Step:
 
     @contextmanager
     def of_later(self) -> Iterator[None]:
-        """In the body parameters have been written to more often than anything asks for."""
+        """Raise the version counters of parameters in the body, as after many steps."""
         parameters = tuple(self._inputs[0].values())
         versions = tuple(each._version for each in parameters)
         _set_versions(parameters, tuple(each + _OFTEN for each in versions))
@@ -195,7 +194,7 @@ class Step:
         """Call the step without a trace, with its backward pass or without.
 
         Returns:
-            What it computes; ``None`` if it fails.
+            The values that it computes; ``None`` if it fails.
         """
         parameters, buffers, batch = self._inputs
         self.results = self.refusal = None
@@ -248,7 +247,7 @@ class Step:
                 results += self._numbers.results(*gradients)
             self.results = results
         if is_traced and replaced:
-            with torch.no_grad():  # once the backward pass has read what was there before
+            with torch.no_grad():  # after the backward pass, which may read the old values
                 for name, value in replaced.items():
                     buffers[name].copy_(value)
         return loss, gradients
@@ -289,7 +288,7 @@ class Step:
                 )
 
     def _replaced(self, state: Mapping[str, Tensor], memory: Sequence[int]) -> dict[str, Tensor]:
-        """What the forward pass has put in the place of buffers, by name; no constants."""
+        """Tensors that the forward pass has assigned to buffers, by name, without constants."""
         model = self._model
         now: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
         now.update(model.named_parameters(remove_duplicate=False))
@@ -300,7 +299,7 @@ class Step:
             if is_same and storage_of(old) == storage:
                 continue
             if new is not None and not is_same and not self._numbers.of(new).varies:
-                continue  # a table, which the next step makes or finds
+                continue  # a constant table, which the next step makes again or finds
             is_like = new is not None and (new.shape, new.dtype) == (old.shape, old.dtype)
             if new is None or is_same or not is_like or old.requires_grad:
                 text = "other memory (.data = ...)" if is_same else _kind_of(new)
@@ -324,7 +323,7 @@ class Step:
 
 
 def check_hooks(workload: Workload, parameters: Mapping[str, Tensor]) -> None:
-    """Refuse hooks that run when a gradient is in ``.grad``, where a plan has none."""
+    """Refuse hooks that run after a gradient is in ``.grad``: a plan puts none there."""
     for name, parameter in parameters.items():
         if parameter._post_accumulate_grad_hooks:
             raise CaptureError(
@@ -351,9 +350,10 @@ def _named_inputs(state: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
 
 
 def _with_accumulated(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """A gradient with what the backward pass has added to the parameter's ``.grad`` itself.
+    """A gradient plus what the backward pass has accumulated in the parameter's ``.grad``.
 
-    Functions that compute their forward pass again call ``backward`` on it (reversible layers).
+    Functions that compute their forward pass again (reversible layers) call ``backward`` on it,
+    which accumulates there.
     """
     added, parameter.grad = parameter.grad, None
     if added is None or gradient is None:

@@ -2,18 +2,15 @@
 
 Models make masks and positions from sizes alone, often one for each layer and repeated for every
 sample of the batch. Constants are made whole on every device. At sequences of 4,096 tokens a mask
-of 256 samples takes 8 GiB, that of one sample 32 MiB.
+of 256 samples takes 8 GiB, a mask of one sample 32 MiB.
 
-Inserts ops into a traced step.
-
-Ops that have no effect on a single sample, added so that its step has the planned ops.
-
-Before torch views a tensor in another shape, it copies it unless its elements are consecutive.
-Those of one sample often are where those of several are not. And a value that is broadcast over
-the samples has a gradient that is summed over them, unless there is only one. And constants that
-are alike for all samples are made once and expanded (``traced_constants``), while in the step on
-one sample any dimension of size 1 may be that of the samples. So the step on a last batch of one
-sample has other ops than the planned one. To run it by the plan, the missing ops are added.
+``add_ops_of_more_samples`` is for a last batch of one sample, whose step has fewer ops than the
+planned step. There are three reasons. Before torch views a tensor in another shape, it copies the
+tensor unless its elements are consecutive; the elements of one sample often are when those of
+several are not. A value that is broadcast over samples has a gradient that is summed over them,
+unless there is only one. Constants that all samples share are made once and expanded, but with one
+sample any dimension of size 1 may be the batch. The missing ops have no effect on one sample, so
+they are added, and the plan can run the step.
 """
 
 import operator
@@ -47,7 +44,7 @@ def insert_before(
         before: Op before which it runs.
         target: Function of the op.
         args: Arguments, with nodes for tensors.
-        keywords: Keyword arguments, likewise.
+        keywords: Keyword arguments, with nodes for tensors.
 
     Returns:
         The node, with the (fake) value that it makes.
@@ -79,14 +76,14 @@ _Wish = tuple[int, int]
 
 
 def merge_equal_constants(graph: fx.Graph) -> None:
-    """Compute equal constants of several ops only once: the mask of each layer, say.
+    """Compute equal constants of several ops only once (for example the mask of each layer).
 
     A mask of all samples and pairs of positions is the largest tensor of many language models, and
-    a mask kept for each layer is as many of them.
+    each layer would keep its own.
 
     Constants of different lines of code stay apart even if they are equal. Otherwise a range of
-    samples and one of positions would be one tensor where there are as many of both, and the step
-    on such a batch would have other ops than on any other.
+    samples and a range of positions would be one tensor if a batch has as many samples as
+    positions, and its step would have other ops than the step on any other batch.
     """
     constant: set[fx.Node] = set()
     known: dict[Any, fx.Node] = {}
@@ -133,7 +130,7 @@ def make_repeated_constants_once(
 
 
 def _wanted(graph: OpGraph) -> list[_Wish]:
-    """Constants of which a non-constant reader takes the part of its own samples."""
+    """Constants from which a non-constant reader takes the part of its own samples."""
     plan = batch_plan(graph)
     found: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
@@ -151,9 +148,9 @@ def _wanted(graph: OpGraph) -> list[_Wish]:
 
 
 def _rules(graph: OpGraph, wanted: Sequence[_Wish]) -> list[tuple[int, int, RuleResult | None]]:
-    """Op, dimension of its samples and rule of all that must be made for one sample, in order.
+    """Ops that must be made for one sample, in order, each with its samples' dimension and rule.
 
-    The rule is ``None`` where samples begin: at an expansion, or at a tensor of one value.
+    The rule is ``None`` for the op that first repeats for samples: an expansion, or a fill.
     """
     wishes: dict[int, set[int]] = {}
     for tensor, dim in wanted:
@@ -178,7 +175,7 @@ def _rules(graph: OpGraph, wanted: Sequence[_Wish]) -> list[tuple[int, int, Rule
 
 
 def _begins(graph: OpGraph, op: int, dim: int) -> bool:
-    """Whether an op repeats something for every sample that its inputs do not have per sample."""
+    """Whether an op repeats for every sample a value that its inputs have only once."""
     (tensor,) = graph.outputs[op]
     shape = graph.tensors[tensor].shape
     if shape[dim] != graph.batch_size:
@@ -222,7 +219,7 @@ class _Samples:
         graph, node = self._graph, self._node_of_op[op]
         (tensor,) = graph.outputs[op]
         if not isinstance(node.meta["val"], Tensor):
-            return  # a list of one, which readers take apart
+            return  # a list of one tensor
         if rule is None:
             rule = RuleResult(tuple(R for _ in graph.ops[op].inputs), (S(dim),))
         instead: dict[fx.Node, fx.Node] = {}
@@ -230,7 +227,7 @@ class _Samples:
         for position, place in enumerate(rule.inputs):
             source = graph.ops[op].inputs[position]
             if places.setdefault(source, place) != place:
-                return  # whole and one sample of the same tensor
+                return  # the op needs a tensor both whole and for one sample
             if place.kind == "S":
                 if (source, place.dim) not in self._one:
                     return
@@ -279,7 +276,7 @@ _SUM = "sum.dim_IntList"
 _EXPAND = "expand.default"
 _VIEW = "view.default"
 _VIEW_OF_COPY = "_unsafe_view.default"
-"""Op that torch records for a view of a copy that nothing else reads."""
+"""Op that torch records for a view of a copy that no other op reads."""
 
 
 def add_ops_of_more_samples(traced: fx.Graph, planned: OpGraph) -> None:
@@ -360,7 +357,7 @@ class _Walk:
 
 
 def _added(graph: fx.Graph, op: GraphOp, source: fx.Node, before: fx.Node) -> fx.Node | None:
-    """Add a copy or sum of a node's output; ``None`` where that would have another value."""
+    """Add a copy, sum or expansion of a node's output; ``None`` if it would change the value."""
     value = source.meta["val"] if source.op != "get_attr" else None
     if not isinstance(value, Tensor):
         return None  # the steps differ in the ops before this one

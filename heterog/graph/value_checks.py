@@ -1,10 +1,10 @@
-"""Checks of values that a step makes when it runs, because it was captured as if they held.
+"""Checks of values at every run of a step, because its capture assumed that they hold.
 
-Models ask for values only to raise an error: lengths that fit, labels that exist, no NaN. While a
-step is captured no value is known. ``answered_guards`` answers so that the code goes on, and puts
-an op into the step that checks that this was right; ``spread_checks`` makes such an op look at
-elements instead of at sums over them, so that every device checks its own part of the batch and
-nothing is sent for it.
+Models often read values only to raise an error: lengths that fit, labels that exist, no NaN. While
+a step is captured no value is known. ``answered_guards`` answers so that the code goes on, and
+inserts an op into the step that checks the answer. ``spread_checks`` makes such an op look at
+elements instead of sums over them, so that every device checks its own part of the batch and
+nothing is sent.
 """
 
 import functools
@@ -46,22 +46,23 @@ def check_all(condition: Tensor, message: str) -> None:
         message: Text of the error.
 
     Raises:
-        RuntimeError: it does not, of tensors whose values are known.
+        RuntimeError: it does not hold; only for tensors whose values are known.
     """
     _ALL_TRUE(condition.detach().bool(), message)
 
 
 @contextmanager
 def answered_guards() -> Iterator[None]:
-    """Answer questions about unknown values that only guard, and check the answers in the step.
+    """Answer guards on unknown values, and check the answers in the step.
 
-    Others are left to torch, which refuses them; see ``heterog.graph.guards``. Functions of
-    tensors are replaced meanwhile, since modes for them are not asked in the backward pass.
+    Other reads of unknown values are left to torch, which refuses them; see
+    ``heterog.graph.guards``. Functions of tensors are replaced in the body, because torch does not
+    call a ``TorchFunctionMode`` in the backward pass.
     """
     functions: dict[tuple[Any, str], tuple[Callable[..., Any], Any]]
     functions = {place: (_asked, truth_of) for place, truth_of in _ASKED.items()}
     functions.update(_DRAWN)
-    # Torch remembers what ``torch.device`` applies to: before functions are replaced.
+    # Torch caches the functions that ``torch.device`` applies to: fill it before replacing them.
     _device_constructors()
     replaced = [(owner, name, vars(owner).get(name)) for owner, name in functions]
     for (owner, name), (wrap, how) in functions.items():
@@ -71,17 +72,17 @@ def answered_guards() -> Iterator[None]:
     finally:
         for owner, name, before in replaced:
             if before is None:
-                delattr(owner, name)  # that of the class above
+                delattr(owner, name)  # the inherited function remains
             else:
                 setattr(owner, name, before)
 
 
 def _asked(function: Callable[..., Any], truth_of: _Truth | None) -> Callable[..., Any]:
-    """A function that asks about values, with guards answered.
+    """Wrap a function that reads values, so that it answers guards on unknown values.
 
     Args:
         function: Function of tensors that returns a number or a ``bool``.
-        truth_of: Makes the tensor that says as much as the ``bool``; ``None`` for a number.
+        truth_of: Computes the same truth as a tensor; ``None`` if the function returns a number.
     """
 
     @functools.wraps(function)
@@ -128,11 +129,11 @@ def _contains(values: Tensor, value: Tensor | float) -> Tensor:
 
 
 _UNIT, _ANSWER = "_heterog_is_drawn_from_unit", "_heterog_answer"
-"""Attributes of fake tensors: whether ``torch.rand`` drew it; the truth that it has anyway."""
+"""Attributes of fake tensors: that ``torch.rand`` drew it; the truth that it has for any draw."""
 
 
 def _marked(function: Callable[..., Any], _: object) -> Callable[..., Any]:
-    """``torch.rand`` whose results say so."""
+    """Wrap ``torch.rand`` so that its results are marked as draws."""
 
     @functools.wraps(function)
     def draw(*args: Any, **keywords: Any) -> Any:
@@ -144,7 +145,7 @@ def _marked(function: Callable[..., Any], _: object) -> Callable[..., Any]:
 
 
 def _compared_with_bounds(function: Callable[..., Any], is_less: object) -> Callable[..., Any]:
-    """A comparison that knows that draws are at least 0 and below 1: layers never left out."""
+    """Wrap a comparison so that a draw in [0, 1) compared with a bound has a known answer."""
 
     @functools.wraps(function)
     def compare(self: Tensor, other: Any) -> Any:
@@ -162,7 +163,7 @@ _DRAWN: Mapping[tuple[Any, str], tuple[Callable[..., Any], Any]] = {
     (Tensor, "__lt__"): (_compared_with_bounds, True),
     (Tensor, "__ge__"): (_compared_with_bounds, False),
 }
-"""What LayerDrop asks with: how it is replaced."""
+"""Functions that LayerDrop calls, and their wrappers: with p = 0 no layer is ever left out."""
 
 _ASKED: Mapping[tuple[Any, str], _Truth | None] = {
     (Tensor, "item"): None,
@@ -174,15 +175,15 @@ _ASKED: Mapping[tuple[Any, str], _Truth | None] = {
     (torch, "allclose"): _are_close,
     (torch, "is_nonzero"): lambda input: input,
 }
-"""Functions that ask, by whose they are, and what makes a tensor of their answer."""
+"""Functions that read values, by owner and name, and functions for their truth as a tensor."""
 
 
 def spread_checks(module: fx.GraphModule) -> None:
-    """Make checks look at elements where they look at something that was made of all elements.
+    """Make checks of reduced values look at the elements instead.
 
-    That ``all`` of something holds, or no ``any``, that a maximum is small enough or a count zero
-    is true of the whole batch if it is true of every part, so that parts are checked where they
-    are and nothing is put together. What else is checked is made whole on every device.
+    Some conditions hold for the whole batch if they hold for every part: ``all`` is true, ``any``
+    is false, a maximum is small enough, a count is zero. Then each device checks its part, and
+    nothing is sent. Values in other conditions are made whole on every device.
 
     Args:
         module: Traced step, whose checks are replaced.
@@ -198,14 +199,14 @@ def spread_checks(module: fx.GraphModule) -> None:
 
 
 class _Spread:
-    """Finds conditions on elements that are the same as one on all of them."""
+    """Finds conditions on elements that together are equal to a condition on all of them."""
 
     def __init__(self, module: fx.GraphModule, check: fx.Node) -> None:
         self._module = module
         self._check = check
 
     def parts(self, node: fx.Node, *, holds: bool) -> Iterator[fx.Node]:
-        """Nodes that are true everywhere just if a node is true (or false) everywhere.
+        """Nodes that are true everywhere if and only if a node is true (or false) everywhere.
 
         Args:
             node: Truth values.
@@ -264,7 +265,7 @@ def _are_truths(node: fx.Node) -> bool:
 
 
 def _compared(node: fx.Node) -> tuple[str, fx.Node, Any] | None:
-    """The comparison, what is compared and the number, where something is with a number."""
+    """The comparison, the compared node and the number, if a node compares with a number."""
     is_scalar = str(node.target).endswith(".Scalar") and len(node.args) == 2
     if not is_scalar or _kind(node) not in ("eq", "ne", "lt", "le", "gt", "ge"):
         return None
@@ -275,7 +276,7 @@ def _compared(node: fx.Node) -> tuple[str, fx.Node, Any] | None:
 
 
 def _counted(node: fx.Node, *, holds: bool) -> fx.Node | None:
-    """Truth values of which there must be none, where their number is compared with zero."""
+    """Truth values that must all be false, if a node compares their count with zero."""
     compared = _compared(node)
     if compared is None or (compared[0], compared[2], holds) not in (
         *(("eq", 0, True), ("le", 0, True), ("lt", 1, True)),
@@ -287,12 +288,12 @@ def _counted(node: fx.Node, *, holds: bool) -> fx.Node | None:
         return None
     source = _first(counting)
     while _kind(source) == "_to_copy" and _dtype(source) != torch.bool:
-        source = _first(source)  # a count of truths in another type
+        source = _first(source)  # booleans converted to numbers to be counted
     return source if _dtype(source) == torch.bool else None
 
 
 def _extreme(node: fx.Node, *, holds: bool) -> fx.Node | None:
-    """The maximum or minimum that is compared, where its elements can be compared as well."""
+    """The compared maximum or minimum, if comparing its elements gives the same answer."""
     compared = _compared(node)
     if compared is None:
         return None
@@ -302,6 +303,6 @@ def _extreme(node: fx.Node, *, holds: bool) -> fx.Node | None:
     of_which = _MAXIMUM if bounds_above else _MINIMUM if bounds_below else ()
     if str(extreme.target).removeprefix("aten.") not in of_which:
         return None
-    # A NaN among the elements is the maximum, which is then not greater than anything.
+    # With a NaN among the elements the maximum is NaN, and no comparison with it is true.
     dtype = _dtype(extreme)
     return extreme if holds or (dtype is not None and not dtype.is_floating_point) else None

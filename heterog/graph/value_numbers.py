@@ -1,8 +1,8 @@
 """Value numbering: tells whether two runs of a step compute the same from the same inputs.
 
-Every tensor gets a value that stands for the expression it was computed by: the op, and the values
-of what it reads. Two runs compute the same if their results have the same values. What a step has
-cached for the next one keeps its value, so a step that reads a mask is equal to one that makes it.
+Every tensor gets a value that stands for the expression that computed it: the op, and the values
+of its inputs. Two runs compute the same if their results have the same values. A tensor that a run
+has cached keeps its value, so a run that reads a cached mask is equal to one that makes it.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ DATA_DEPENDENT = (
 
 
 class Value:
-    """What a tensor was computed by; equal expressions are the same object.
+    """The expression that computed a tensor; equal expressions are the same object.
 
     Attributes:
         varies: Whether it depends on inputs of the step or on random draws.
@@ -47,15 +47,15 @@ class Value:
 
 
 Results = tuple[Value | None, ...]
-"""Values of what a run of a step has made: of its inputs, which may be written to, and outputs."""
+"""Values after a run of a step: of its outputs, and of its inputs, which it may write to."""
 
 
 class ValueNumbers:
     """Values of all tensors that were seen in some runs of one step.
 
     Attributes:
-        first_new: Where the last run first computed what no run before it has; empty if nowhere.
-        unanswered: Error that the last run got when it asked for values; ``None`` if it got none.
+        first_new: Line where the last run first computed a new value; empty if nowhere.
+        unanswered: Error that the last run got when it read unknown values; ``None`` if none.
     """
 
     def __init__(self, where: Callable[[], str]) -> None:
@@ -65,8 +65,8 @@ class ValueNumbers:
         self._run = 0
         self._value_of: dict[Any, Value] = {}
         self._of_tensor: dict[int, tuple[Value, int]] = {}  # by id, with the run
-        self._of_storage: dict[int, tuple[Value, int]] = {}  # what was written to it
-        self._alive: list[Tensor] = []  # so that no other tensor gets the id of one
+        self._of_storage: dict[int, tuple[Value, int]] = {}  # value last written to it
+        self._alive: list[Tensor] = []  # keeps tensors alive, so that ids stay unique
         self._unknown: set[int] = set()  # constants of unknown values
         self._num_met: int = 0
         self._met: set[int] = set()
@@ -76,7 +76,7 @@ class ValueNumbers:
 
     @contextmanager
     def run(self, inputs: Mapping[str, Tensor]) -> Iterator[None]:
-        """Number what is computed in the body, which is one run of the step on some inputs."""
+        """Number the values that the body computes, which is one run of the step on inputs."""
         self._run += 1
         self._num_draws = self._num_met = 0
         self._met = set()
@@ -89,7 +89,7 @@ class ValueNumbers:
             yield
 
     def numbering(self) -> TorchDispatchMode:
-        """Context in which the last run goes on."""
+        """Context in which ops belong to the last run."""
         return _Numbering(self)
 
     def results(self, *outputs: Tensor | None) -> Results:
@@ -111,7 +111,7 @@ class ValueNumbers:
         return self._value(("written", value, wrote), varies=value.varies or wrote.varies)
 
     def _now(self, value: Value, run: int) -> Value:
-        """A value of an earlier run is another one now, if it depends on that run's inputs."""
+        """A value as seen now: if it varies and is of an earlier run, it is another value."""
         if run == self._run or not value.varies:
             return value
         return self._value(("kept", value), varies=True)
@@ -121,9 +121,9 @@ class ValueNumbers:
         return storage_of(tensor) in self._of_storage
 
     def key_of(self, op: Any, args: Any, keywords: Any) -> tuple[Any, bool]:
-        """What an op computes, before it runs, and whether that varies."""
+        """Key of the value that an op will compute, and whether that value varies."""
         read: list[Value] = []
-        if _overwrites(op, args):  # what was there before does not count
+        if _overwrites(op, args):  # the old elements do not matter
             args = (str(args[0].dtype), tuple(args[0].shape), *args[1:])
         key = (op, self._key(args, read), self._key(sorted(keywords.items()), read))
         varies = any(value.varies for value in read)
@@ -156,14 +156,14 @@ class ValueNumbers:
                 self._name(output, self._value(("output", value, place), varies=varies))
 
     def _key(self, argument: Any, read: list[Value]) -> Any:
-        """Something hashable that is equal for arguments that are."""
+        """A hashable that is equal for equal arguments."""
         if isinstance(argument, Tensor):
             read.append(self.of(argument))
             return read[-1]
         if isinstance(argument, tuple | list):
             return tuple([self._key(each, read) for each in argument])
         if isinstance(argument, float | complex):
-            return repr(argument)  # NaN is not equal to itself, and 1.0 is to 1
+            return repr(argument)  # NaN differs from itself, and 1.0 equals the integer 1
         if callable(argument) or isinstance(argument, torch.Generator):
             return type(argument)
         try:
@@ -196,10 +196,11 @@ class ValueNumbers:
 
 
 class Seeds:
-    """Notices code that sets the state of torch's random numbers, which no plan follows.
+    """Notices code that sets the state of torch's random numbers, which a plan cannot follow.
 
-    Draws on fake tensors leave generators as they are. While a step runs they have a seed that is
-    its own, and another one after each draw: code that sets a seed or puts back a state is seen.
+    Draws on fake tensors do not change generators. While a step runs, generators have a seed that
+    no program uses, and a new one after each draw. So code that sets a seed or restores a state is
+    noticed.
     """
 
     def __init__(self) -> None:
@@ -209,7 +210,7 @@ class Seeds:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch the body; the states of before are put back."""
+        """Watch the body, and restore the states after it."""
         self._set_at, self._generators = "", _generators()
         states = [(each, each.get_state()) for each in self._generators]
         self._next()
@@ -220,7 +221,7 @@ class Seeds:
                 generator.set_state(state)
 
     def look(self, where: Callable[[], str]) -> str:
-        """Where it was first seen that a state was set; empty if none was."""
+        """Place where a set state was first noticed; empty if there is none."""
         if not self._set_at and any(
             each.initial_seed() != self._seed for each in self._generators
         ):
@@ -239,11 +240,11 @@ class Seeds:
 
 
 _FIRST_SEED = 0x5EED_0F_A_57E9 << 20
-"""No program is likely to choose it, or one behind it."""
+"""No program is likely to choose this seed, or one of the next."""
 
 
 def _generators() -> tuple[torch.Generator, ...]:
-    """Those that draws without a generator use: of the CPU, and of accelerators in use."""
+    """Default generators: of the CPU, and of accelerators in use."""
     every = torch.get_device_module() if torch.accelerator.is_available() else None
     return (torch.default_generator, *getattr(every, "default_generators", ()))
 
@@ -265,7 +266,7 @@ class _Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             result = func(*args, **keywords)
         except DATA_DEPENDENT as error:
-            self._numbers.unanswered = error  # the step's code may go on as if nothing had been
+            self._numbers.unanswered = error  # the step's code may catch it and go on
             raise
         self._numbers.record(func, args, keywords, key, varies=varies, result=result)
         return result
@@ -308,7 +309,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def _elements(tensor: Tensor) -> str | None:
-    """Digest of the elements of a tensor that is no fake one and in this process's memory."""
+    """Digest of the elements of a real tensor in CPU memory; ``None`` for others."""
     real = tensor.constant if isinstance(tensor, FakeTensor) else tensor
     if real is None or isinstance(real, FakeTensor) or type(real) not in _PLAIN:
         return None

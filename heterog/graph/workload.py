@@ -1,4 +1,4 @@
-"""A workload: all that one training step consists of."""
+"""A workload: what is trained, that is model, example batch, loss and optimizer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Workload:
     """A model, one example batch, a loss and an optimizer class: one training step.
 
-    The step is ``loss(model(*inputs), target)`` where the batch is ``(*inputs, target)``, or
-    ``loss(model(**inputs), labels)`` where the batch is a dict with the key ``"labels"``. With
+    The step is ``loss(model(*inputs), target)`` if the batch is ``(*inputs, target)``, or
+    ``loss(model(**inputs), labels)`` if the batch is a dict with the key ``"labels"``. With
     ``loss=None`` the model itself returns the loss (a scalar, or an object with ``.loss``) when it
     is called with the whole batch.
 
@@ -39,18 +39,19 @@ class Workload:
         name: Name of the workload in tables and plans.
         source: Where the workload comes from, so that ranks can make it again: the name of a
             built-in model or ``path/to/file.py:function``.
-        batch_dims: Dimension of the batch in tensors where it is not the first one, by index (or
-            key); ``None`` for a tensor that has no batch dimension. By default every tensor whose
-            first dimension has the batch size is split there.
+        batch_dims: Batch dimension of tensors in which it is not the first one, by index (or key);
+            ``None`` for a tensor that has no batch dimension. By default every tensor whose first
+            dimension has the batch size is split there.
         master_dtype: Type of the master copies that the optimizer updates. The model gets them
             rounded after each step. By default the optimizer updates the parameters themselves.
         reduce_dtype: Type in which gradients are added up over devices and micro-batches; by
             default that of their parameters.
-        state_dtype: Type in which the optimizer keeps its state between steps: it is widened for a
-            step and rounded after it. By default that of what the optimizer updates.
-        parameter_groups: Function that is given the model and returns what a ``torch.optim`` class
-            takes as ``params``: ``[{"params": [...], "weight_decay": 0.0}, ...]``. Options that a
-            group does not state are those of ``optimizer_options``. As in torch, parameters that
+        state_dtype: Type in which the optimizer keeps its state between steps: the state is
+            widened for a step and rounded after it. By default the type of the master copies or
+            parameters that the optimizer updates.
+        parameter_groups: Function that takes the model and returns the ``params`` of a
+            ``torch.optim`` class: ``[{"params": [...], "weight_decay": 0.0}, ...]``. Options that
+            a group does not state are those of ``optimizer_options``. As in torch, parameters that
             are in no group are not trained. By default all parameters are one group.
     """
 
@@ -91,7 +92,7 @@ class Workload:
     def make_model(self) -> nn.Module:
         """The module itself, made now if ``model`` is a function.
 
-        Of what ``torch.compile`` has wrapped it is the module inside: a plan runs its ops.
+        If ``torch.compile`` has wrapped it, this is the module inside, whose ops a plan runs.
         """
         from torch import nn
 
@@ -138,7 +139,7 @@ class Workload:
 def _takes_two(function: Any) -> bool:
     """Whether something can be called with two arguments, as far as its signature tells.
 
-    Calling a class, nn.CrossEntropyLoss say, makes a loss and computes none.
+    A class such as nn.CrossEntropyLoss is refused: calling it makes a loss and computes none.
     """
     if not callable(function) or isinstance(function, type):
         return False

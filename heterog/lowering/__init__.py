@@ -6,23 +6,24 @@ work; planners call it through the evaluator on buffers that are allocated once.
 
 What the kernel does, in program order, for each micro-batch (``walk``):
 
-1. Where an op reads a value that lies elsewhere (another group with other shares) or in parts, the
-   conversion first (``convert``): S to S moves the overlapping ranges, S to R gathers, P to R
-   reduces, R to R copies. What follows from the batch is made again instead (``sends``).
-   Samples are numbered, and a group's teams own consecutive ranges of them (``division``), so
-   neighbouring groups with similar shares move little.
+1. If an op reads a value that lies on other devices (another group with other shares) or in parts,
+   the conversion comes first (``convert``): S to S moves the overlapping ranges, S to R gathers,
+   P to R reduces, R to R copies. Values that follow from the batch may be made again instead
+   (``sends``). Samples are numbered, and a group's teams own consecutive ranges of them
+   (``division``), so neighbouring groups with similar shares move little.
 2. One compute task on each device with samples, or with units of the axis that the op's rule
-   names. Before the first backward op of a group that recomputes, its forward ops once more.
+   names. Before the first backward op of a group that recomputes, its forward ops run once more.
 3. After the op that completes a gradient (in the last micro-batch): synchronisation and update,
-   tensor by tensor or when its bucket is full (``reduce``), in rings of the devices
-   that hold parts of one sum. Every replica holds a full-size gradient, whatever its share
-   (``gradients``), but for ZeRO (``slices``).
+   tensor by tensor or when its bucket is full (``reduce``), in rings of the devices that hold
+   parts of one sum. Every replica holds a full-size gradient, for any share (``gradients``),
+   except under ZeRO (``slices``).
 
-``choice`` is a strategy in the kernel's flat arrays, ``sparse_rows`` those that neighbours own,
-``tape`` the kernel's working memory, its output and the order of a device's tasks, ``resident``
-the bytes that stay on a device for the whole step. Modes rewrite the tape at the end. Each file
-calls only files further down in this list: ``resident``, ``walk``, ``reduce``, ``slices``,
-``gradients``, ``convert``, ``value_collectives``, ``sends``, ``tape``, ``choice``.
+``choice`` is a strategy in the kernel's flat arrays, ``sparse_rows`` counts the rows that sparse
+products read of neighbours, ``tape`` is the kernel's working memory, its output and the order of
+a device's tasks, ``resident`` counts the bytes that stay on a device for the whole step. Modes
+rewrite the tape at the end. Each file calls only files further down in this list: ``resident``,
+``walk``, ``reduce``, ``slices``, ``gradients``, ``convert``, ``value_collectives``, ``sends``,
+``tape``, ``choice``.
 
 A ``program`` is made on the graph's ``tables`` (``value_reads``, ``sparse_tables``)
 and the traffic of ``channels``; ``folding`` finds devices that do the same, ``space`` has
@@ -77,12 +78,12 @@ def lower(
 def lower_resized(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> Program:
     """Lower one step on another batch than the strategy was made for.
 
-    Samples are distributed in proportion to the strategy's shares. Whatever does not depend on
-    the batch stays: slices of parameters, homes, buckets. So do the decisions behind them:
-    different decisions that have equal shares only on this batch stay apart.
+    Samples are distributed in proportion to the strategy's shares. Everything that does not depend
+    on the batch stays: slices of parameters, homes, buckets. Different decisions stay different,
+    even if they have equal shares on this batch.
 
     Args:
-        graph: The step on the other batch, ``grouped_like`` the one of the strategy.
+        graph: The step on the other batch, ``grouped_like`` the graph of the strategy.
         cluster: Devices and links.
         strategy: A strategy from ``Strategy.resized``.
 
@@ -111,7 +112,7 @@ def _lower(graph: OpGraph, cluster: Cluster, strategy: Strategy, steps: int) -> 
 
 
 def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape) -> Tape:
-    """Run the kernel, on a larger tape if the given one is too short; returns the one used."""
+    """Run the kernel, on a larger tape if the given one is too short; returns the used tape."""
     num_devices, num_chunks = choice.turns.cap.shape
     if num_devices:  # the number of tokens depends on the choice
         scratch = scratch._replace(
@@ -132,7 +133,7 @@ def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: T
 
 
 def kept_bytes(tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
-    """Bytes that stay on each device for the whole step, whatever they are for.
+    """Bytes that stay on each device for the whole step, including those of modes.
 
     Args:
         tape: Tape of the choice.
@@ -173,7 +174,7 @@ def program_from_tape(
     op_rules: OpRules = (),
     blocks: tuple[int, ...] = (),
 ) -> Program:
-    """Copy the content of a tape into a program, which has only the channels that it uses."""
+    """Copy the content of a tape into a program, with only the channels that tasks use."""
     num_tasks, num_buffers, num_reads = (int(count) for count in tape.counts[:OVERFLOW])
     tasks = tape.tasks[:num_tasks]
     buffers = tape.buffers[:num_buffers]
@@ -199,7 +200,7 @@ def program_from_tape(
         buffer_bytes=buffers["num_bytes"].copy(),
         bucket=tape.bucket.copy(),
         resident_bytes=kept_bytes(tape, tables, choice),
-        # At least one, so that looking up the channels of all tasks finds one for -1, too.
+        # At least one channel, so that indexing with -1 (no channel) finds an entry, too.
         channels=tuple(channels[number] for number in used.tolist() or [0]),
         op_rules=op_rules,
         blocks=blocks,

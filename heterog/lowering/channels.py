@@ -17,9 +17,9 @@ With n devices and payload S (bytes of the whole tensor), per direction:
 - all-to-all: every device sends S/n^2 to each other, n-1 messages one after the other (pairwise
   exchange, Thakur et al. 2005, section 5). A host with n_h of them sends n_h (n - n_h)/n^2 S.
 
-Where a host has several NICs, those of the members carry equal parts of what it sends. What lies
-between two hosts beside their NICs (``Cluster.pairs``) carries what goes from one to the other:
-rings send to the next host alone, in a reduce-scatter each host sends every other its slice.
+If a host has several NICs, the NICs of the members carry equal parts of the host's traffic. Limits
+between two hosts (``Cluster.pairs``) carry the traffic from one to the other: rings send to the
+next host alone, in a reduce-scatter each host sends every other host its slice.
 """
 
 from collections import Counter
@@ -65,7 +65,7 @@ class Channel:
         devices: Source and destination, or the members of the collective.
         slices: Fraction of the payload that each device owns (reduce-scatter, all-gather).
         phases: For each phase, pairs of (link resource, bytes through it per payload byte).
-        latency_s: Sum of the latencies of all steps that follow one another.
+        latency_s: Sum of the latencies of all consecutive steps.
     """
 
     kind: ChannelKind
@@ -116,10 +116,10 @@ def communicators(channels: Sequence[Channel]) -> npt.NDArray[np.int32]:
 class ChannelTable:
     """All channels that strategies on one cluster have used, numbered.
 
-    Channel ``src * num_devices + dst`` is the point-to-point one from ``src`` to ``dst``, made
-    when it is first used: for a thousand devices there are a million. Collectives get the next
-    free numbers when they are first needed. The number of a collective depends on the history of
-    calls, so ``Program.hash`` compares the channels themselves and not their numbers.
+    Channel ``src * num_devices + dst`` is the point-to-point channel from ``src`` to ``dst``, made
+    at its first use, because a thousand devices have a million. A collective gets the next free
+    number at its first use. So numbers of collectives depend on the history of calls, and
+    ``Program.hash`` compares the channels themselves.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -151,13 +151,13 @@ class ChannelTable:
     def over_same_links(
         self, numbers: npt.NDArray[np.int32]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Find which transfers use the same links between devices of the same types.
+        """Find sets of transfers that use the same links between devices of the same types.
 
         Args:
-            numbers: Numbers of channels; each collective is alone in its set.
+            numbers: Numbers of channels; each collective is a set of its own.
 
         Returns:
-            Place of the first channel of each set, sets in this order, and the set of each.
+            Place of the first channel of each set, ascending, and the set of each channel.
         """
         cluster, is_transfer = self.cluster, numbers < self.num_transfers
         src, dst = np.divmod(np.where(is_transfer, numbers, 0), cluster.num_devices)
@@ -181,7 +181,7 @@ class ChannelTable:
     def value_reduce(self, devices: tuple[int, ...]) -> int:
         """Number of the all-reduce that sums partial values.
 
-        Hierarchical where several devices of one host take part with others: each NIC then
+        It is hierarchical if several hosts take part, one with several devices: each NIC then
         carries the value 2 (H-1)/H times in 2 (H-1) steps, instead of 2 (n-1)/n in 2 (n-1).
         """
         num_hosts = len({self.cluster.devices[device].host_index for device in devices})
@@ -204,7 +204,7 @@ class ChannelTable:
     ) -> tuple[int, int, int, int]:
         """Numbers of the channels over which values are summed, gathered, scattered, exchanged.
 
-        -1 where values are never scattered or exchanged.
+        -1 for the last two if values are never scattered or exchanged.
         """
         return (
             self.value_reduce(devices),
@@ -221,7 +221,7 @@ class ChannelTable:
         return self._collective(channel.kind, devices, channel.slices)
 
     def for_decision(self, decision: Decision) -> tuple[int, int]:
-        """First and second channel of a decision's synchronisation; -1 where there is none."""
+        """First and second channel of a decision's synchronisation; -1 for none."""
         if decision.sync.is_served:
             return -1, -1
         return self.of_sync(decision.devices, decision.sync, decision.slices)
@@ -229,7 +229,7 @@ class ChannelTable:
     def of_sync(
         self, devices: tuple[int, ...], sync: Sync, slices: tuple[int, ...]
     ) -> tuple[int, int]:
-        """Like ``for_decision``; slices of what servers hold have no home: rings sum them."""
+        """Like ``for_decision``; with servers, for parameters in slices, which rings sum."""
         if len(devices) == 1:
             return -1, -1
         if sync.takes_slices:
@@ -275,7 +275,7 @@ class ChannelTable:
         count = len(devices)
         if count == 1:
             return [()], 0.0
-        # Neighbours on the ring share a host where they can: each NIC is crossed once each way.
+        # Devices of a host are neighbours on the ring, so each NIC is crossed once each way.
         ring = sorted(devices, key=lambda device: (self.cluster.host_of[device], device))
         load: dict[int, float] = {}
         latency = 0.0
@@ -296,7 +296,7 @@ class ChannelTable:
     def _pairwise(
         self, devices: tuple[int, ...]
     ) -> tuple[list[tuple[tuple[int, float], ...]], float]:
-        """The one phase of an all-to-all, and the latency of one message after the other."""
+        """The one phase of an all-to-all, and the latency of its consecutive messages."""
         multiple = 1.0 / len(devices) ** 2
         load: dict[int, float] = {}
         members = self._members(devices)
@@ -327,7 +327,7 @@ class ChannelTable:
     ) -> None:
         """Spread a host's sent (side 0) or received (1) bytes over the NICs of its members.
 
-        Several rings over the same devices do so: each leaves a host at another NIC.
+        Libraries do so by several rings over the same devices that leave a host by different NICs.
         """
         nics = self.cluster.nics(members, side)
         for nic in nics:
@@ -420,7 +420,7 @@ class ChannelTable:
 def proportional_slices(cluster: Cluster, devices: tuple[int, ...]) -> tuple[int, ...]:
     """Slices in proportion to the rate of each device's host NIC, divided among its devices.
 
-    Integers of about a thousand per host of average rate; devices on one host get equal ones.
+    Slices are integers, about 1000 for a device of average rate; devices of a host get equal ones.
     """
     hosts = [cluster.host_of[device] for device in devices]
     of_host = {
@@ -437,7 +437,7 @@ def balanced_slices(cluster: Cluster, devices: tuple[int, ...]) -> tuple[int, ..
 
     NIC h carries 1 + w_h (H - 2) payloads per direction; equal times T r_h with sum w_h = 1 give
     T = (2 H - 2) / sum r and w_h = (T r_h - 1) / (H - 2). Hosts too slow for a positive slice get
-    none, and the rest is solved again. With H <= 2 the slices do not matter: even.
+    none, and the others are solved again. With H <= 2 slices do not matter and are equal.
     """
     hosts = sorted({cluster.host_of[device] for device in devices})
     rates = np.array([cluster.nic_bandwidth_bytes_per_s(host) for host in hosts])

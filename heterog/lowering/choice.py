@@ -28,8 +28,8 @@ from heterog.strategy.strategy import Decision, Strategy
 
 BoolArray = npt.NDArray[np.bool_]
 MicroBatches = tuple[tuple[int, ...], ...]
-_MOST_TABLES = 256  # of micro-batches that an encoder remembers
-_MOST_KNOWN = 4096  # decisions that it remembers
+_MOST_TABLES = 256  # tables of micro-batches that an encoder remembers
+_MOST_KNOWN = 4096  # decisions that an encoder remembers
 
 
 @by_reference
@@ -42,7 +42,7 @@ class Teams(NamedTuple):
     size: IntArray  # of each device's team  # [num_divisions, num_devices]
     own_begin: IntArray  # first sample of each device  # [num_divisions, num_micro, num_devices]
     samples: IntArray  # of each device's team  # [num_divisions, num_micro, num_devices]
-    begin: IntArray  # first of them  # [num_divisions, num_micro, num_devices]
+    begin: IntArray  # first sample of the team  # [num_divisions, num_micro, num_devices]
     units: IntArray  # along each axis but the batch  # [num_axes * num_divisions, num_devices]
     unit_begin: IntArray  # first unit of each device
     reduce_channel: IntArray  # all-reduce in a team, -1 if alone  # [num_divisions, num_devices]
@@ -57,19 +57,19 @@ class Rings(NamedTuple):
 
     first: IntArray  # [num_groups, num_domains]
     end: IntArray  # [num_groups, num_domains]
-    # Those that add up slices between slice groups follow, up to here.
+    # Rings that add up slices between slice groups follow from ``end`` to here.
     end_between: IntArray  # [num_groups, num_domains]
     first_channel: IntArray  # all-reduce or reduce-scatter  # [num_rings]
     second_channel: IntArray  # all-gather, -1 if there is none  # [num_rings]
-    part: FloatArray  # of each parameter that the ring adds up  # [num_rings]
-    member: IntArray  # 1, or of how many members a column stands for  # [num_rings, num_devices]
+    part: FloatArray  # fraction of each parameter that the ring adds up  # [num_rings]
+    member: IntArray  # 1, or devices that a column represents  # [num_rings, num_devices]
     is_once: BoolArray  # all members of a team have the same part of the sum  # [num_rings]
-    is_whole: BoolArray  # whether members hold no more of it than the ring adds up
-    slice_part: FloatArray  # under ZeRO, the part of the ring's part that each owns
+    is_whole: BoolArray  # whether a member's part of the parameter is just what the ring adds up
+    slice_part: FloatArray  # under ZeRO, the fraction of the ring's part that each member owns
 
 
 NO_ROWS: IntArray = np.zeros((0, 0, 0, 0, 0), np.int32)
-"""Value where the strategy cuts no sparse matrix by rows."""
+"""``Choice.sparse_rows`` if the strategy cuts no sparse matrix by rows."""
 
 
 @by_reference
@@ -88,38 +88,39 @@ class Choice(NamedTuple):
     shares: IntArray  # samples, or units if the team has samples  # [rows, num_micro, num_devices]
     member: BoolArray  # devices that hold a division's parameters  # [num_divisions, num_devices]
     teams: Teams
-    sharded: IntArray  # how replicas of each group slice; see ``Sharded``
+    sharded: IntArray  # what replicas of each group keep in slices; see ``Sharded``
     sync_class: IntArray  # groups whose gradients may share buckets have the same number
-    run: IntArray  # groups of a layer, or between two, that are in one chunk, likewise
-    recompute: IntArray  # 0: a group keeps what its forward pass makes; 1 + its ``Keeps``
+    run: IntArray  # groups of a layer, or between two, in one chunk have the same number
+    recompute: IntArray  # 0: a group keeps its activations; otherwise 1 + its ``Keeps``
     rings: Rings
-    reduce_channel: IntArray  # utility all-reduce of each division
-    gather_channel: IntArray  # utility all-gather of each division
+    reduce_channel: IntArray  # all-reduce of values over each whole division
+    gather_channel: IntArray  # all-gather of values over each whole division
     home: IntArray  # of each parameter
-    stands_for: IntArray  # devices that do alike; all ones unless folded  # [num_devices]
-    rule_set: int = 0  # number of its op rules at the evaluator that encoded it
+    stands_for: IntArray  # devices that each represents; all ones unless folded  # [num_devices]
+    rule_set: int = 0  # number of its op rules in the evaluator that encoded it
     turns: Turns = NO_SCHEDULE
-    # Rows that the entries of a sparse matrix make one device read of what another owns.
+    # Number of rows of each owner that each reader of a sparse product reads.
     sparse_rows: IntArray = NO_ROWS  # [matrices, reading division, division, reader, owner]
-    # Lanes of a fold that hold whole slice groups; 0: there is none, -1: any number of them does.
+    # Number of lanes of a fold that hold whole slice groups; 0: no number, -1: any number does.
     num_slice_lanes: int = -1
-    modes: tuple[EncodedMode, ...] = ()  # kernels get none
+    modes: tuple[EncodedMode, ...] = ()  # empty when the choice is passed to kernels
 
 
 class DivisionRows(NamedTuple):
-    """One division in flat arrays; those of a ``Choice`` are joined from them."""
+    """One division in flat arrays; the arrays of a ``Choice`` are joined from these."""
 
-    micro: IntArray  # own samples, their first, the team's, their first  # [4, 1, micro, devices]
+    # Own samples, first own sample, samples of the team, first sample of the team.
+    micro: IntArray  # [4, 1, num_micro, num_devices]
     # Team, position, size of the team, membership, then the four channels of each device's team.
     places: IntArray  # [8, 1, num_devices]
     units: IntArray  # units, and the first one  # [2, num_axes - 1, 1, num_devices]
-    whole: IntArray  # number of teams, utility all-reduce and all-gather  # [3, 1]
+    whole: IntArray  # number of teams, ``reduce_channel`` and ``gather_channel``  # [3, 1]
 
 
 class RingRows(NamedTuple):
     """The rings of one decision in flat arrays, before they enter a ``Choice``."""
 
-    # Rings of each domain, and those that follow them and add up slices between slice groups.
+    # Number of rings of each domain, and of the rings after them between slice groups.
     counts: IntArray  # [2, 1, num_domains]
     channels: IntArray  # first and second  # [2, num_rings]
     part: FloatArray
@@ -130,18 +131,18 @@ class RingRows(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What an encoder has found of a decision; it holds it, so that no other gets its id."""
+    """A converted decision; holds the decision, so that no other object gets its id."""
 
     decision: Decision
-    division: int  # its number; equal divisions have the same
+    division: int  # number of its division; equal divisions have the same number
     sync: int  # number of its way to synchronise
-    rings: IntArray  # numbers
+    rings: IntArray  # numbers of its rings
     sharded: int
     recompute: int
 
 
 class _Stack:
-    """Arrays that are alike but for the length of an axis, in room that doubles.
+    """Arrays of equal shapes but for one axis, joined along it in an array that grows by doubling.
 
     Args:
         axis: Axis along which they are stacked.
@@ -164,13 +165,13 @@ class _Stack:
         return first
 
     def take(self, places: Sequence[int] | IntArray) -> npt.NDArray[Any]:
-        """What lies at some places, joined."""
+        """The entries at some places, joined."""
         assert self._room is not None
         return np.take(self._room, places, axis=self._axis)
 
 
 class _Cuts:
-    """Divisions cut into the same micro-batches; the first one is of constants, still empty."""
+    """Divisions cut into the same micro-batches; the first is the division of constants."""
 
     def __init__(self) -> None:
         self.place: dict[int, int] = {}  # of each division's number
@@ -192,7 +193,7 @@ class _Cuts:
         return max(stack.add(array) for stack, array in zip(self._stacks, rows, strict=True))
 
     def joined(self, numbers: Iterable[int]) -> DivisionRows:
-        """Some divisions, and that of constants: every device that computes makes them."""
+        """Some divisions and the division of constants, which every computing device makes."""
         places = [*map(self.place.__getitem__, numbers), 0]
         micro, of_device, units, whole = (stack.take(places) for stack in self._stacks)
         own = (micro[0] > 0).any(axis=0)  # [num_micro, num_devices]
@@ -270,7 +271,7 @@ class Encoder:
         if len(self._cuts) > _MOST_TABLES:
             self._cuts.clear()
         known = [self._of_decision(each, within_teams) for each in decisions]
-        numbers: dict[int, int] = {}  # of divisions: place in the choice
+        numbers: dict[int, int] = {}  # place in the choice of each division's number
         of_decision = [numbers.setdefault(each.division, len(numbers)) for each in known]
         divisions = [self._divisions[number] for number in numbers]
         sizes = micro_sizes(micro_batches, divisions, self._tables.batch_size)
@@ -327,7 +328,7 @@ class Encoder:
         )
 
     def _runs(self, chunk_starts: Sequence[int]) -> IntArray:
-        """See ``Choice.run``."""
+        """Make ``Choice.run``."""
         run = self._tables.group_run
         if not chunk_starts:
             return run
@@ -335,7 +336,7 @@ class Encoder:
         return (run + len(run) * chunk).astype(np.int32)
 
     def _of_decision(self, decision: Decision, within_teams: bool) -> _Known:
-        """What is known of a decision, by its identity: to compare decisions takes long."""
+        """Convert a decision, or look it up by identity, because comparing decisions is slow."""
         key = id(decision), within_teams
         if key not in self._known:
             division, sync = decision.division, decision.sync
@@ -357,7 +358,7 @@ class Encoder:
         return self._known[key]
 
     def _add_rings(self, rows: RingRows) -> tuple[int, IntArray]:
-        """Number of a way to synchronise, and those of its rings."""
+        """Add the rings of a way to synchronise; returns its number and the rings' numbers."""
         others: Sequence[npt.NDArray[Any]] = rows[2:]
         first, count = self._channels_of_rings.add(rows.channels), rows.channels.shape[1]
         for stack, array in zip(self._rings, others, strict=True):
@@ -365,7 +366,7 @@ class Encoder:
         return self._counts.add(rows.counts), np.arange(first, first + count, dtype=np.int32)
 
     def _joined_rings(self, known: Sequence[_Known], of_group: IntArray) -> Rings:
-        """The rings of all decisions, those of a domain one after another."""
+        """The rings of all decisions, ordered by decision and domain."""
         counts, between = self._counts.take([each.sync for each in known])
         ends = np.cumsum(counts + between, dtype=np.int32).reshape(counts.shape)
         numbers = np.concatenate([each.rings for each in known])
@@ -385,7 +386,7 @@ class Encoder:
         )
 
     def _by_row(self, units: IntArray) -> IntArray:
-        """Units of every axis, the batch first, of which there are none, by row.
+        """Units of every axis by row; the rows of the batch, which come first, are 0.
 
         Args:
             units: Units of the other axes.  # [num_axes - 1, num_divisions, num_devices]
@@ -475,7 +476,7 @@ class Encoder:
 
 
 def _sync_classes(known: Sequence[_Known]) -> IntArray:
-    """A number for each way to synchronise; groups with the same one may share buckets."""
+    """A number for each way to synchronise; groups with the same number may share buckets."""
     numbers: dict[int, int] = {}
     return np.array([numbers.setdefault(each.sync, len(numbers)) for each in known], np.int32)
 
@@ -495,7 +496,7 @@ def _rings_between(copies: Sequence[Ring]) -> list[Ring]:
 
 
 def _num_slice_lanes(decisions: Sequence[Decision]) -> int:
-    """Number of lanes into which a fold may cut devices so that each holds whole slice groups."""
+    """Number of lanes of a fold so that each holds whole slice groups; see ``num_slice_lanes``."""
     found = 0
     for decision in decisions:
         groups, teams = decision.slice_groups, decision.division.all_teams
@@ -553,7 +554,7 @@ def encode(
 def _numbered(decisions: Sequence[Decision]) -> Decided:
     """Number the distinct decisions."""
     numbers: dict[Decision, int] = {}
-    of_object: dict[int, int] = {}  # groups share objects; to compare those takes no time
+    of_object: dict[int, int] = {}  # by identity, because groups share objects
     for decision in decisions:
         if id(decision) not in of_object:
             of_object[id(decision)] = numbers.setdefault(decision, len(numbers))
@@ -563,7 +564,7 @@ def _numbered(decisions: Sequence[Decision]) -> Decided:
 
 @helper
 def is_first(choice: Choice, row: int, micro: int, device: int) -> bool:
-    """Whether a device is the first of its team that computes anything of a row."""
+    """Whether a device is the first of its team with a share of a row."""
     teams, division = choice.teams, row % len(choice.member)
     for other in range(choice.member.shape[1]):
         if (

@@ -1,19 +1,16 @@
-"""Conversions: bringing a value, as it was made, into the form that a reader elsewhere needs.
+"""Conversions: bringing a value from the form in which it was made into the form that is read.
 
-What a device holds of a value is a box: an interval of samples (its own, or all of its team's) and
-an interval of units of the axis of the rule that made it, and it may be a part of a sum. A
-conversion makes the value whole inside teams where it has to (a gather, a reduction), then brings
-boxes from where they lie to where they are needed, piece by piece from the nearest that has it,
-and gathers or reduces over all devices what is needed whole.
+The part of a value on one device is a box: an interval of samples (its own, or all of its team's)
+and an interval of units of the axis of the rule that made it. It may also be a part of a sum. A
+conversion makes the value whole inside teams if necessary (a gather, a reduction), then brings
+boxes to the devices that need them, piece by piece from the nearest holder, and gathers or reduces
+over all devices if the whole is needed. ``sends`` brings boxes, ``value_collectives`` gathers and
+reduces.
 
-Boxes are brought by ``sends``, gathered and reduced by ``value_collectives``.
-
-Halos: an op on some rows reads rows of its inputs that neighbours own.
-
-The target's box then overlaps those of its neighbours: each device gets the rows of its window
-that it lacks from whoever owns them, and joins them with its own. How many rows that are follows
-from the devices' units alone (see ``Window`` in ``heterog.graph.placement``), or from the entries
-of a sparse matrix (``SparseRows``).
+With halos an op on some rows reads rows of its inputs that neighbours own, so boxes of readers
+overlap. Each device gets the missing rows of its window from their owners, and joins them with its
+own. The number of these rows follows from the devices' units alone (see ``Window`` in
+``heterog.graph.placement``), or from the entries of a sparse matrix (``SparseRows``).
 """
 
 from heterog.graph.axis_plan import AS_MADE, EVERYTHING, IN_TEAM
@@ -65,7 +62,7 @@ def _rows_of(
     tables: GraphTables, choice: Choice, slot: int, source: int, target: int, micro: int,
     device: int, other: int,
 ) -> int:  # fmt: skip
-    """Number of rows that a device needs of those that another one (or itself) owns.
+    """Number of rows that a device needs from the rows of another device (or of itself).
 
     Args:
         tables: Tables of the graph.
@@ -74,7 +71,7 @@ def _rows_of(
         source: Row of the maker's division.
         target: Row of the reader's division.
         micro: Number of the micro-batch.
-        device: Device that needs them.
+        device: Device that needs the rows.
         other: Device that owns them.
     """
     step, before = tables.slot_window[slot, 0], tables.slot_window[slot, 1]
@@ -121,7 +118,7 @@ def bring_windows(
         if choice.shares[target, micro, device] == 0:
             continue
         if choice.stands_for[device] > 1:
-            tape.counts[APART] = 1  # neighbours of twins are no twins
+            tape.counts[APART] = 1  # a twin reads from other devices than this column does
         begin, count, _, _ = box_of(choice, target, micro, device)
         first_piece = tape.counts[NUM_BUFFERS]
         parts, joined = 0, 0
@@ -188,7 +185,7 @@ def convert(
 
 @helper
 def wait_for_inputs(tables: GraphTables, choice: Choice, scratch: Scratch, reader: int) -> None:
-    """Let values that are made again for an op wait for an input that is already there."""
+    """Make values that are made again for an op wait for an input that has already arrived."""
     division = choice.division[tables.op_group[reader]]
     scratch.awaited[:] = -1
     for device in range(scratch.span[division, 0], scratch.span[division, 1]):
@@ -205,9 +202,9 @@ def wait_for_inputs(tables: GraphTables, choice: Choice, scratch: Scratch, reade
 def wait_for_gradients(
     tables: GraphTables, choice: Choice, scratch: Scratch, reader: int, micro: int
 ) -> None:
-    """Make gathers for a backward op wait, where it runs, for a gradient that it reads.
+    """Make gathers for a backward op wait, on its devices, for a gradient that the op reads.
 
-    Otherwise values would be gathered as soon as they are made, and kept whole until then.
+    Otherwise values would be gathered as soon as they are made, and kept whole until the op runs.
     """
     row = choice.division[tables.op_group[reader]]
     begin, end = scratch.span[row, 0], scratch.span[row, 1]
@@ -237,7 +234,7 @@ def gather_again(
         value = tables.slot_value[slot]
         source = choice.division[tables.op_group[tables.value_op[value]]]
         if source != choice.division[tables.slot_group[slot]]:
-            continue  # it has come from other devices, and is kept
+            continue  # a value from other devices is kept
         for other in range(tables.value_slot_start[value], tables.value_slot_start[value + 1]):
             if tables.slot_pass[other] == FORWARD_PASS and scratch.slot_done[other] == 1:
                 scratch.slot_done[other] = 0
@@ -251,7 +248,7 @@ def _is_there(
     tables: GraphTables, choice: Choice, scratch: Scratch, slot: int, source: int, target: int,
     micro: int,
 ) -> bool:  # fmt: skip
-    """Reuse what another slot of the same value has brought to the same division, if any."""
+    """Reuse the buffers of another slot of the same value and division, if one is equivalent."""
     value = tables.slot_value[slot]
     # One team has every sample.
     is_one_team = choice.teams.num_teams[source] == 1 and choice.teams.num_teams[target] == 1
@@ -262,7 +259,7 @@ def _is_there(
     in_division = kind == _S or (kind == _P and whole != AS_MADE and source == target)
     axis = tables.slot_axis[slot]
     reader = target + len(choice.member) * axis
-    # What all members of a team hold alike serves readers along every axis.
+    # A value that all members of a team hold whole serves readers along every axis.
     in_team = axis != 0 and not (kind == _P and whole == AS_MADE)
     for other in range(tables.value_slot_start[value], tables.value_slot_start[value + 1]):
         if (
@@ -298,7 +295,7 @@ def _convert_along_batch(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     target: int, micro: int,
 ) -> None:  # fmt: skip
-    """Convert a value of an op that follows the batch, of which each device has its samples."""
+    """Convert a value of an op that follows the batch: each device has its own samples."""
     kind = tables.value_kind[tables.slot_value[slot]]
     whole = tables.slot_whole[slot]
     reader = target + len(choice.member) * tables.slot_axis[slot]
@@ -326,9 +323,9 @@ def _convert_ruled(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     target: int, micro: int,
 ) -> None:  # fmt: skip
-    """Convert a value of an op with a rule, of which each device has all its team's samples.
+    """Convert a value of an op with a rule: each device has all samples of its team.
 
-    Along the axis of the rule it has its units (S), a part of a sum (P) or everything (R).
+    Along the axis of the rule a device has its units (S), a part of a sum (P) or everything (R).
     """
     value = tables.slot_value[slot]
     kind = tables.value_kind[value]
@@ -423,8 +420,8 @@ def _convert_between_teams(
             if not same or is_one_team:
                 who = ALL if whole == EVERYTHING else FIRST_TEAM
                 copy_whole(tables, choice, scratch, tape, slot, row, reader, micro, who)
-        # Otherwise each member keeps it, and for a reader of parts it is zero on all but the first
-        # one that has it and reads it.
+        # Otherwise each member keeps it; for a reader of partial sums it counts as zero on all
+        # members but the first that has it and reads it.
     elif row != reader:
         who = ALL
         if is_first_of_sum:
@@ -434,7 +431,7 @@ def _convert_between_teams(
 
 @helper
 def _who_gets(whole: int) -> int:
-    """Devices that get the sum of all parts, given how much of it readers need."""
+    """Devices that get the sum of all parts, by how much of it readers need."""
     if whole == AS_MADE:
         return FIRST
     return FIRST_TEAM if whole == IN_TEAM else ALL

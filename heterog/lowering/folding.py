@@ -1,22 +1,22 @@
 """Folding: devices that do the same are lowered only once.
 
-In a layout of today most devices have a twin: replicas run the same micro-batches of other
-samples, members of a team the same ops on other slices. A *fold* keeps one device of each class of
-twins, a *column*, and lowers only the columns; the cost of an evaluation then depends on what
-differs in a strategy and not on what is repeated.
+In today's layouts most devices have a twin: replicas run the same micro-batches of other samples,
+members of a team run the same ops on other slices. A *fold* keeps one device of each class of
+twins, a *column*, and lowers only the columns. So the cost of an evaluation depends on the
+distinct parts of a strategy and not on how often they are repeated.
 
-The devices of a division are a grid of *lanes* (its teams, each an interval of samples) and
-*positions* (the members of a team). Where divisions have other numbers of teams, several teams
-that follow one another are a lane, so that all have as many lanes as the numbers have in common.
-Two lanes are twins if everything that the strategy says of one it says of the other, on devices of
-one type and on hosts of one kind; so are two positions, where all divisions have the same ones.
-What twins send over links of their own they send at the same time; whether they have such links is
-for the caller to see (``simulator.folded``).
+The devices of a division form a grid of *lanes* (its teams, each an interval of samples) and
+*positions* (the members of a team). If divisions have different numbers of teams, several
+consecutive teams are a lane, so that the number of lanes is the greatest common divisor of these
+numbers. Two lanes are twins if the strategy treats them equally, on devices of one type and hosts
+of one kind. Two positions are twins in the same way, if all divisions have the same positions.
+Twins send at the same time, so they must send over separate links; the caller checks this
+(``simulator.runs``).
 
 Not everything can be folded. A value that goes from one lane to another has no place in a fold:
-the kernel notices it (``APART``) and the caller lowers all devices. Where the first of several
-devices does what the others need not (hand on a sum that all of them have), the column does it,
-because it is the first of its class: nothing that takes time or memory is left out.
+the kernel notices it (``APART``) and the caller lowers all devices. If only the first of several
+devices has work (to send a sum that all of them have), the column does this work, because it is
+the first of its class. So no time or memory is left out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,9 +42,9 @@ class Fold:
         column_of: Index in ``columns`` of each device's twin, -1 for devices without work.
             # [num_devices]
         grids: Devices by lane and position, one grid for each set of divisions over the same
-            devices.  # [num_lanes, num_positions] each; all have equally many lanes
+            devices; all grids have the same number of lanes.  # [num_lanes, num_positions] each
         lane_twin: First twin of each lane.  # [num_lanes]
-        position_twin: First twin of each position; the position itself where grids have different
+        position_twin: First twin of each position; the position itself if grids have different
             numbers of positions.  # [most positions of a grid]
     """
 
@@ -73,7 +73,7 @@ class Fold:
         return positions.pop() if len(positions) == 1 else None
 
     def twins(self, devices: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """All sets of devices that do the same as some devices, including these."""
+        """All sets of devices that do the same as the given devices, including these."""
         lane, position = self.lane_of(devices), self.position_of(devices)
         for to_lane in _alike(self.lane_twin, lane):
             for to_position in _alike(self.position_twin, position):
@@ -99,14 +99,15 @@ class Fold:
 
 
 def folds(choice: Choice, cluster: Cluster, *, minds_position: bool = False) -> Iterator[Fold]:
-    """Find the folds of a choice, fewest columns first: of lanes and positions, or of one of both.
+    """Find the folds of a choice: of lanes and positions together, then of fewer of them.
 
-    There are none if no two devices do the same, or if the work depends on a server's place.
+    There are none if no two devices do the same, or if parameters have homes.
 
     Args:
         choice: The strategy.
         cluster: The devices.
-        minds_position: Whether members of a team with equally many units do different work.
+        minds_position: Whether members of a team do different work even with equal numbers of
+            units.
     """
     grids = _grids(choice)
     if not grids or (choice.home >= 0).any():
@@ -128,9 +129,9 @@ def folds(choice: Choice, cluster: Cluster, *, minds_position: bool = False) -> 
 def _pairs(
     says: "_Signatures", lanes: IntArray, positions: IntArray
 ) -> Iterator[tuple[IntArray, IntArray]]:
-    """Twins of lanes and positions that can be folded together; mostly the first pair suffices."""
+    """Twins of lanes and positions to fold together; usually the first pair can be used."""
     yield lanes, positions
-    # Lanes that share hosts differ by them: two of one host match two of another.
+    # If lanes share hosts, two lanes of one host match two lanes of another, in order.
     ranked = _twins([(int(twin), *says.rank(lanes, lane)) for lane, twin in enumerate(lanes)])
     yield ranked, positions
     apart = np.arange(len(positions), dtype=np.int32)
@@ -140,7 +141,7 @@ def _pairs(
 
 
 def channels_named(choice: Choice) -> tuple[IntArray, ...]:
-    """The numbers of channels of collectives in a choice; -1 for none."""
+    """Arrays of a choice with numbers of channels of collectives; -1 for none."""
     teams, rings = choice.teams, choice.rings
     return (
         *(choice.reduce_channel, choice.gather_channel),
@@ -192,16 +193,16 @@ def fold_choice(choice: Choice, fold: Fold) -> tuple[Choice, IntArray]:
 
 
 def _alike(twin: IntArray, place: int | None) -> Sequence[int | None]:
-    """The twins of a lane or position; ``None`` for several is its own only twin."""
+    """The twins of a lane or position; ``None``, which means several, has itself as only twin."""
     return [None] if place is None else np.flatnonzero(twin == twin[place]).tolist()
 
 
 def _grids(choice: Choice) -> list[IntArray]:
-    """The grids of lanes and positions; empty if divisions have no common ones."""
+    """The grids of lanes and positions; empty if the divisions do not fit common grids."""
     teams = choice.teams
     grids: list[IntArray] = []
     grid_of = np.full(teams.number.shape[1], -1)
-    for division in range(len(teams.number) - 1):  # the last one is of constants
+    for division in range(len(teams.number) - 1):  # the last one is the division of constants
         members = np.flatnonzero(teams.number[division] >= 0)
         size = int(teams.size[division, members[0]])
         if (teams.size[division, members] != size).any():
@@ -223,7 +224,10 @@ def _grids(choice: Choice) -> list[IntArray]:
 
 
 class _Signatures:
-    """The parts of a strategy that concern a device, without which samples and units it has."""
+    """Signatures of lanes and positions: equal ones are treated equally by the strategy.
+
+    They contain numbers of samples and units, but not which samples and units.
+    """
 
     def __init__(self, choice: Choice, cluster: Cluster, grids: Sequence[IntArray]) -> None:
         self._choice = choice
@@ -240,17 +244,17 @@ class _Signatures:
         )
 
     def of_lane(self, lane: int) -> tuple[object, ...]:
-        """The parts that concern the devices of a lane, and which of them share a host."""
+        """Signature of a lane: classes of its devices, and which of them share a host."""
         return self._first_there[lane].tobytes(), self._class[self._lanes[lane]].tobytes()
 
     def of_position(self, position: int) -> tuple[object, ...]:
-        """The parts that concern the members at a position, and the number on their hosts."""
+        """Signature of a position: classes of its members, and team members on their hosts."""
         devices = np.stack(self._grids)[..., position].ravel()
         return self._beside[..., position].tobytes(), self._class[devices].tobytes()
 
     @cached_property
     def _first_there(self) -> IntArray:
-        """Of each device of a lane, the place of the lane's first one on the same host.
+        """For each device of a lane, the place of the lane's first device on the same host.
 
         # [num_lanes, devices of a lane]
         """
@@ -268,7 +272,7 @@ class _Signatures:
         return found
 
     def rank(self, lanes: IntArray, lane: int) -> tuple[int, ...]:
-        """Number of earlier twins of a lane on its hosts, and of all twins there."""
+        """Number of earlier twins of a lane on its hosts, and number of all twins there."""
         alike = np.flatnonzero(lanes == lanes[lane])
         there = alike[self._on_host[np.ix_(self._lane_hosts[lane], alike)].any(axis=0)]
         return int(np.searchsorted(there, lane)), len(there)
@@ -320,7 +324,7 @@ class _Signatures:
 
 
 def _parts_added(rings: Rings) -> FloatArray:
-    """The parts that each device adds up, ascending, in all of its rings; padded with -1.
+    """The fractions that each device adds up in all of its rings, ascending; padded with -1.
 
     Returns:
         # [num_devices, most rings of a device]
@@ -374,12 +378,12 @@ def _folded_teams(teams: Teams, columns: IntArray) -> Teams:
 def _folded_rings(rings: Rings, fold: Fold) -> Rings:
     """Rings of the columns, each with the number of members that a column represents."""
     member = rings.member[:, fold.columns]
-    # Devices sorted by column, so that those of a column are summed up in one run.
+    # Sorted by column, so that the members of each column are one run to sum up.
     by_column = np.argsort(fold.column_of, kind="stable")[(fold.column_of < 0).sum() :]
     begins = np.searchsorted(fold.column_of[by_column], np.arange(len(fold.columns)))
     counts = np.add.reduceat(rings.member[:, by_column], begins, axis=1) * (member > 0)
     kept = np.flatnonzero(member.any(axis=1))
-    # Rings of a group and domain follow one another, so those that are kept do, too.
+    # Rings of a group and domain are consecutive, and the kept ones remain so.
     place = np.concatenate([[0], np.cumsum(member.any(axis=1))]).astype(np.int32)
     return Rings(
         first=place[rings.first],

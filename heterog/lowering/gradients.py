@@ -1,4 +1,7 @@
-"""Gradients on the device that made them: kept, added up over micro-batches, handed on."""
+"""Gradients on the device that made them: kept, and added up over micro-batches.
+
+Also sends a gradient that replicas already have whole to replicas that computed nothing.
+"""
 
 from heterog.lowering.choice import Choice
 from heterog.lowering.kernels import helper
@@ -25,7 +28,7 @@ _PEERS = int(Domain.PEERS)
 def made_gradient(tables: GraphTables, scratch: Scratch, parameter: int, device: int) -> int:
     """Buffer of a micro-batch's gradient; -1 if the device made none."""
     slot = tables.gradient_slot[parameter]
-    if slot >= 0:  # made in parts of a parameter that is whole
+    if slot >= 0:  # made in parts, but the parameter is whole
         return int(scratch.slot_buffer[slot, device])
     return int(scratch.value_buffer[tables.parameter_gradient[parameter], device])
 
@@ -34,9 +37,10 @@ def made_gradient(tables: GraphTables, scratch: Scratch, parameter: int, device:
 def fresh_gradient(
     tables: GraphTables, choice: Choice, scratch: Scratch, parameter: int, device: int
 ) -> int:
-    """Buffer of a micro-batch's gradient that enters the sum; -1 if the device gives none.
+    """Buffer of a micro-batch's gradient that enters the sum; -1 if the device adds none.
 
-    Where all are in one ring, only the first of the members that made the same one gives it.
+    If all devices are in one ring, only the first of the members that made the same gradient adds
+    it.
     """
     made = made_gradient(tables, scratch, parameter, device)
     if made < 0 or num_rings(tables, choice, parameter) == 0:
@@ -85,7 +89,7 @@ def own_part(tables: GraphTables, choice: Choice, parameter: int, device: int) -
 
 @helper
 def is_shared(tables: GraphTables, choice: Choice, parameter: int) -> bool:
-    """Whether replicas that compute nothing get the gradient from others; see below."""
+    """Whether replicas that compute nothing receive the gradient; see ``share_whole_gradient``."""
     if tables.parameter_axis[parameter] >= 0:
         return False
     if is_whole_everywhere(tables, choice, parameter):
@@ -98,7 +102,7 @@ def is_shared(tables: GraphTables, choice: Choice, parameter: int) -> bool:
 
 @helper
 def is_whole_everywhere(tables: GraphTables, choice: Choice, parameter: int) -> bool:
-    """Whether each device of a group that makes a parameter's gradient makes all of it."""
+    """Whether each device that makes a parameter's gradient makes the whole gradient."""
     domain = tables.gradient_domain[parameter]
     if domain != _PEERS:
         return bool(domain == _NOBODY)
@@ -109,9 +113,10 @@ def is_whole_everywhere(tables: GraphTables, choice: Choice, parameter: int) -> 
 def share_whole_gradient(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, micro: int
 ) -> None:
-    """Send a gradient that others have whole to replicas that compute nothing.
+    """Send a gradient that other replicas have whole to replicas that compute nothing.
 
-    From the first one, or from the first of its team if teams have different parts of a sum.
+    The sender is the first device that has it, or the first of the receiver's team if teams have
+    different parts of a sum.
     """
     value, slot = tables.parameter_gradient[parameter], tables.gradient_slot[parameter]
     division = choice.division[tables.parameter_group[parameter]]

@@ -1,37 +1,37 @@
 """Compilation of kernels: two decorators, their cache on disk, and progress reports.
 
-A kernel is compiled when it is first called, which takes seconds, and comes from a cache on disk
-from then on: beside its file, or in the user's cache folder (``NUMBA_CACHE_DIR`` names another)
-where that is not writable. What is compiled is stale when any of ``SOURCES`` has changed, because
-kernels call each other and unpack each other's tuples; numba alone looks at a kernel's own file.
+A kernel is compiled at its first call, which takes seconds, and loaded from a cache on disk from
+then on. The cache lies beside the kernel's file or, if that folder is not writable, in the user's
+cache folder (``NUMBA_CACHE_DIR`` names another). It is stale when any of ``SOURCES`` has changed,
+because kernels call each other and unpack each other's tuples; numba alone checks only a kernel's
+own file.
 
-Five things keep compilation short, and the first also made kernels faster:
+Five things keep compilation short, and the first also makes kernels faster:
 
 - Kernels allocate nothing, so they are compiled without reference counts (``_nrt=False``). A
   kernel gets tuples of fifty arrays; each use of one would count references to it, atomically.
-- So helpers are functions that LLVM inlines where that pays. They used to be copied into every
-  caller before types were inferred, which took most of a minute.
-- Helpers have no wrapper that Python could call, no cache of their own (whatever calls them has
-  it), and one version for all integers: numba would compile another one for each constant and each
+- So helpers can be functions that LLVM inlines where that pays. Copying them into every caller
+  before types are inferred took most of a minute.
+- Helpers have no wrapper for calls from Python, no cache of their own (their callers have one),
+  and one version for all integers: numba would compile another version for each constant and each
   width that they are called with.
 - Helpers are optimised in the kernels that call them, and only there (``KernelCompiler``).
 - Tuples of many arrays are passed by reference (``by_reference``).
 
-Left to itself, numba optimises a helper, links it into each function that calls it, and optimises
-all of it again there, at every level of a chain of calls; and it makes machine code of each, which
-nobody runs. For our kernels, whose helpers call helpers six deep, that was a third of the time.
+By default numba optimises a helper, links it into each function that calls it, and optimises it
+again there, at every level of a chain of calls; it also makes machine code of each helper, which
+never runs. For our kernels, whose helpers call helpers six deep, that was a third of the time.
 Here a helper is only simplified, function by function, and copied into its callers; the kernel at
-the top is optimised as a whole, once, at LLVM's first level. Those above take longer, and our
-kernels, which are branches and lists of integers, get no faster by them.
+the top is optimised as a whole, once, at LLVM's first level. Higher levels take longer and make
+our kernels, which are branches and lists of integers, no faster.
 
-``Compiler`` is how numba is meant to be extended. Its libraries of code are not; what is changed
-here of ``JITCodeLibrary`` are the three places where code is optimised, given to the machine and
-asked for its address.
+numba is meant to be extended by a ``Compiler``, but not in its libraries of code. This module
+changes three methods of ``JITCodeLibrary``: those that optimise code, make it machine code and
+return its address.
 
-Left to itself, numba also passes each field of a tuple on its own, and of an array seven numbers.
-Our kernels get a hundred arrays, so each call between helpers, and there are thousands, moved
-hundreds of numbers, of which most were not used. Compiling these moves took longer than all the
-rest.
+By default numba also passes each field of a tuple separately, and seven numbers for each array.
+Our kernels get a hundred arrays, so each of thousands of calls between helpers moved hundreds of
+numbers, most of them unused. Compiling these moves took longer than everything else.
 """
 
 import hashlib
@@ -63,10 +63,10 @@ Fields = TypeVar("Fields", bound=type[NamedTuple])
 
 
 def by_reference(fields: Fields) -> Fields:
-    """Make kernels get such named tuples by reference; they read fields by name, nothing else.
+    """Make kernels get such named tuples by reference; they may only read fields by name.
 
     The tuple lies in the frame of the call from Python, and helpers get its address. They cannot
-    make such a tuple themselves, nor take it apart by position.
+    make such a tuple, nor unpack it by position.
     """
 
     @typeof_impl.register(fields)
@@ -87,7 +87,7 @@ class _Reference(types.Type):
 
 @register_model(_Reference)
 class _ReferenceModel(models.PrimitiveModel):
-    """How a reference is held: as a pointer to the values of the fields."""
+    """A reference is represented as a pointer to the values of the fields."""
 
     def __init__(self, manager: Any, reference: _Reference) -> None:
         values = manager.lookup(reference.whole).get_value_type()
@@ -118,11 +118,11 @@ def _from_python(reference: _Reference, argument: Any, context: Any) -> NativeVa
 
 
 _LEVEL = 1
-"""Of LLVM's optimisations."""
+"""Level of LLVM's optimisations."""
 
 
 class _KernelCode(JITCodeLibrary):
-    """Code of a kernel, with that of its helpers."""
+    """Code of a kernel and its helpers."""
 
     def _optimize_functions(self, ll_module: Any) -> None:
         ll_module.data_layout = self._codegen._data_layout
@@ -136,7 +136,7 @@ class _KernelCode(JITCodeLibrary):
 
 
 class _HelperCode(_KernelCode):
-    """Code to be copied into kernels. It is in no execution engine, so it has no address."""
+    """Code to be copied into kernels; it is in no execution engine, so it has no address."""
 
     def _optimize_final_module(self) -> None:
         pass
@@ -146,19 +146,19 @@ class _HelperCode(_KernelCode):
         self._finalized = True
 
     def get_pointer_to_function(self, name: str) -> int:
-        """The null pointer, after all that is linked has been copied here."""
+        """Copy all linked code here; returns the null pointer."""
         self._ensure_finalized()  # type: ignore[no-untyped-call]
         return 0
 
     @property
     def codegen(self) -> Any:
-        """The object that numba hands a function's environment to once it is in the engine."""
+        """The object to which numba gives a function's environment once it is in the engine."""
         return _NoEngine()
 
 
 class _NoEngine:
     def set_env(self, env_name: str, env: object) -> None:
-        """Nothing to set; kernels that come from the cache have no environments of helpers."""
+        """Do nothing, because helpers need no environment: kernels from the cache have none."""
 
 
 class KernelCompiler(Compiler):
@@ -167,7 +167,7 @@ class KernelCompiler(Compiler):
     _library: type[JITCodeLibrary] = _KernelCode
 
     def define_pipelines(self) -> list[Any]:
-        """Do as numba does, with ``_library`` for the code."""
+        """Numba's pipelines, with ``_library`` for the code."""
         state = self.state
         codegen = state.targetctx.codegen()
         library = self._library(codegen, state.func_id.func_qualname)
@@ -217,7 +217,7 @@ _HELPER: dict[str, Any] = {"no_cpython_wrapper": True, "pipeline_class": HelperC
 def kernel(function: Function) -> Function:
     """Compile a function that Python calls and that allocates no arrays."""
     dispatcher: Any = _compiled(function, {"pipeline_class": KernelCompiler})
-    if dispatcher is not function:  # it is the same with NUMBA_DISABLE_JIT
+    if dispatcher is not function:  # with NUMBA_DISABLE_JIT they are the same
         try:
             dispatcher._cache = _Cache(function)
         except RuntimeError:  # no folder is writable: compiled anew in every process
@@ -234,17 +234,17 @@ def helper(function: Function) -> Function:
 
 
 def records(count: int, fields: np.dtype[np.void]) -> npt.NDArray[np.void]:
-    """Empty records whose fields kernels access by name, even where they run as Python.
+    """Empty records whose fields kernels access by name, even if kernels run as Python.
 
-    They run as Python where NUMBA_DISABLE_JIT is set. Elsewhere this type would only cost time,
-    because numba recognises numpy's own at once.
+    Kernels run as Python under NUMBA_DISABLE_JIT. Otherwise ``_Record`` would only cost time,
+    because numba recognises numpy's own type at once.
     """
     is_compiled = not nb.config.DISABLE_JIT  # type: ignore[attr-defined]
     return np.empty(count, fields if is_compiled else np.dtype((_Record, fields)))
 
 
 class _Record(np.record):  # type: ignore[misc]
-    """A record whose fields are attributes, even those named like one of numpy's (``device``)."""
+    """A record whose fields are attributes, even if numpy has one of that name (``device``)."""
 
     def __getattribute__(self, name: str) -> Any:
         dtype = super().__getattribute__("dtype")
@@ -289,9 +289,9 @@ class _Cache(FunctionCache):
 class _CacheFile(IndexDataCacheFile):
     """The files of a cache; an unreadable one is compiled again, an unwritable one is skipped.
 
-    numba reads a whole index before it checks whether it is stale. So a file of an older version
-    that names a class that is gone would end every command; so would a file that was cut short
-    when a disk was full.
+    numba reads a whole index before it checks whether it is stale. So every command would fail on
+    a file of an older version that names a removed class, or on a file that was cut short when a
+    disk was full.
     """
 
     def load(self, key: Any) -> Any:

@@ -31,17 +31,17 @@ class TaskKind(IntEnum):
     """
 
     COMPUTE = 0  # an op; subject: index among the compute ops
-    RECOMPUTE = 1  # the same once more, shortly before its results are read; like COMPUTE
-    # Once more where its result is read, made of the batch (``keeping``); like COMPUTE.
+    RECOMPUTE = 1  # an op once more, before a backward op reads its result; subject as COMPUTE
+    # An op once more on a device that reads its result (``keeping``); subject as COMPUTE.
     REMAKE = 2
     ACCUMULATE = 3  # adds a micro-batch's gradient; subject: parameter
     FLATTEN = 4  # copies gradients into a bucket; subject: bucket
     SPLIT = 5  # cuts out the samples that another device needs; subject: slot
     CONCAT = 6  # joins parts from several devices; subject: slot
-    ENCODE = 7  # makes the message of the next transfer or collective; subject: as there
-    DECODE = 8  # makes a value of what was sent of it; subject: slot
+    ENCODE = 7  # makes the message of the next transfer or collective, whose subject it has
+    DECODE = 8  # makes a value from its message; subject: slot
     SUM = 9  # adds pushed gradients on a server; subject: parameter
-    DECODE_SUM = 10  # makes a gradient, their sum or a parameter of messages; subject: as there
+    DECODE_SUM = 10  # makes a gradient, sum of gradients or parameter from messages; subject: same
     UPDATE = 11  # the optimizer step; subject: parameter
     SEND = 12  # moves (part of) a value; subject: slot
     PUSH = 13  # gradient to its server; subject: parameter
@@ -52,19 +52,19 @@ class TaskKind(IntEnum):
     REDUCE_SCATTER = 18  # subject: bucket
     ALL_GATHER = 19  # of a gradient; subject: bucket
     GATHER_PARAMETERS = 20  # all-gather of the parameters of a bucket, under ZeRO
-    SCATTER_VALUE = 21  # reduce-scatter of a partial value, right behind its op; subject: value
-    EXCHANGE_VALUE = 22  # all-to-all of a split value, right behind its op; subject: value
-    GATHER_ROWS = 23  # all-gather of a number of each row of a split value, likewise
+    SCATTER_VALUE = 21  # reduce-scatter of a partial value, right after its op; subject: value
+    EXCHANGE_VALUE = 22  # all-to-all of a split value, right after its op; subject: value
+    GATHER_ROWS = 23  # all-gather of one number per row of a split value; subject: value
 
 
 FIRST_LINK_KIND = int(TaskKind.SEND)
 FIRST_FREE_KIND = int(TaskKind.SUM)
-"""Compute-stream tasks from here on run whenever the stream would otherwise wait; the ones before
+"""Compute-stream tasks from here on run whenever the stream would otherwise wait; earlier kinds
 keep program order on their device, as kernels on one CUDA stream do."""
 LAST_OP_KIND = int(TaskKind.REMAKE)
 """Tasks up to here run an op; their subject is its index among the compute ops."""
 RECUT_KINDS = frozenset({TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE, TaskKind.GATHER_ROWS})
-"""Tasks of a team right behind an op, which change what it has made; their subject is a value."""
+"""Tasks of a team right after an op, which change the cut of its output; subject: value."""
 _ADDED = {
     TaskKind.ENCODE: 106,
     TaskKind.DECODE: 107,
@@ -91,11 +91,11 @@ class Program:
         micro: Number of the micro-batch.  # [num_tasks]
         turn: For a compute task, the turn of its device to which it belongs; tasks of a turn keep
             program order.  # [num_tasks]
-        samples: Number of samples that an op computes on, or of the value that a task moves; for
-            an op with a rule those of its team.  # [num_tasks]
-        units: Number of units of the axis of an op's rule that it computes on; or of the value
-            that a task moves, or of the parameter that it updates, where these are cut along an
-            axis; otherwise 0.  # [num_tasks]
+        samples: Number of samples that an op computes on (for an op with a rule, the samples of
+            its team), or of the value that a task moves.  # [num_tasks]
+        units: Number of units that an op computes on along its rule's axis, or of the value that
+            a task moves, or of the parameter that it updates, if these are cut along an axis;
+            otherwise 0.  # [num_tasks]
         channel: Index into ``channels``; -1 for compute tasks.  # [num_tasks]
         num_bytes: Payload of communication; bytes moved by copies and sums; for an update, bytes
             of the slice of the parameter that it updates, 0 for all of it.  # [num_tasks]
@@ -111,7 +111,7 @@ class Program:
         is_in_turn: Whether a device finishes a turn before it begins the next; otherwise it takes
             the earliest turn that can go on.
         op_rules: Rules of the strategy; subjects are numbered in the graph's tables under them.
-        blocks: Blocks of the strategy, on which the numbering of subjects depends likewise.
+        blocks: Blocks of the strategy; the numbering of subjects depends on them, too.
         codec: 1 + index into ``codecs`` of the rule by which a task encodes, moves or decodes, 0
             for none; empty if the strategy has no codecs.  # [num_tasks]
         codecs: Codec rules of the strategy.
@@ -191,7 +191,7 @@ class Program:
     def hash(self) -> str:
         """A hash that is equal on every rank that lowered the same strategy, graph and cluster.
 
-        Turns are left out: ranks follow the order that was found with them.
+        Turns are left out, because ranks follow the order of tasks that was found with them.
         """
         digest = hashlib.sha256()
         for each in fields(self):

@@ -1,6 +1,7 @@
 """Finished gradients become updated parameters, tensor by tensor or bucket by bucket.
 
-Parameter servers: push gradients, sum and update at home, pull parameters.
+With parameter servers (``serve``), devices push gradients to a home, which sums and updates, and
+pull parameters.
 """
 
 from heterog.lowering.choice import Choice
@@ -41,8 +42,8 @@ def _gives(
 ) -> bool:
     """Whether a device has a part of a sum of gradients that no earlier device has.
 
-    Of a sum over teams the first member with a gradient gives its team's part; of a sum inside
-    teams the first team with gradients gives it.
+    For a sum over teams, the first member with a gradient gives its team's part. For a sum inside
+    teams, the first team with gradients gives all parts.
     """
     teams = choice.teams
     for other in range(choice.member.shape[1]):
@@ -131,7 +132,7 @@ _PARAMETERS = int(Sharded.PARAMETERS)
 def number_buckets(choice: Choice, scratch: Scratch) -> None:
     """Give groups whose gradients may share a bucket the same key: their first group's number.
 
-    ZeRO's stage 3 gathers a bucket for the ops that read it: those of neighbours in a layer.
+    ZeRO-3 gathers a bucket for the ops that read it, so only neighbours in a layer share one.
     """
     for group in range(len(choice.sharded)):
         scratch.bucket_key[group] = group
@@ -205,9 +206,9 @@ def close_bucket(
 ) -> None:
     """All-reduce (or reduce-scatter and all-gather) a bucket in its rings, then update.
 
-    The bucket is named by its first parameter. A bucket of one tensor is synchronised in place; a
-    larger one is first copied together on each device, and so is the part of a tensor that one of
-    several rings sums.
+    The bucket is named by its first parameter. A bucket of one tensor is synchronised in place.
+    The tensors of a larger bucket are first copied into one flat tensor on each device, and so is
+    the part of a tensor that one of several rings sums.
     """
     first = scratch.open_first[key]
     size = scratch.open_bytes[key]
@@ -315,7 +316,7 @@ def _update_replicas(
     for device in range(choice.member.shape[1]):
         if not _begin_update(tables, choice, scratch, tape, parameter, device):
             continue
-        is_alone = True  # an island of one device among larger ones
+        is_alone = True  # no ring: an island of one device among larger islands
         for ring in range(first_ring, end_ring):
             if rings.member[ring, device]:
                 is_alone = False

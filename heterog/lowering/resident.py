@@ -17,8 +17,8 @@ _PARAMETERS = int(Sharded.PARAMETERS)
 def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
     """Bytes on each device for the whole step: parameters, optimizer state, buffers, batch.
 
-    And the largest workspace of a kernel there: a device runs one op at a time, and one of them
-    nearly always runs when memory is fullest.
+    The largest workspace of a kernel is included: a device runs one op at a time, and an op that
+    needs a workspace nearly always runs when memory is fullest.
     """
     resident: FloatArray = np.zeros(choice.member.shape[1])
     workspace = np.zeros_like(resident)

@@ -1,7 +1,7 @@
-"""Sends of boxes: a value comes from where it lies to where it is needed.
+"""Sends of boxes: moving a value from the devices that hold it to the devices that need it.
 
-A piece is a part of a value that one device holds; it is sent to another and joined there. Instead
-of a transfer a value may be made where it is read: its ops run again; see ``keeping``.
+A piece is a part of a value that one device holds; it is sent to another device and joined there.
+Instead of a transfer, the reading device may run the ops of the value again; see ``keeping``.
 """
 
 from heterog.lowering.choice import Choice, is_first
@@ -88,7 +88,7 @@ def send_piece(
     if is_cut:
         write_task(tape, _SPLIT, slot, other, micro, samples, -1, 2.0 * size)
         set_units(tape, max(units, 0))
-        if turns.rule != BY_MICRO_BATCH:  # it follows what it cuts
+        if turns.rule != BY_MICRO_BATCH:  # the cut has the turn of the op that makes the value
             cut = tape.tasks[tape.counts[NUM_TASKS] - 1]
             group, work = tables.op_group[maker], work_of(tables, turns, maker)
             cut.turn = turn_of(turns, tape, group, work, other, micro)
@@ -128,7 +128,7 @@ def join_pieces(
     write_task(tape, _CONCAT, slot, device, micro, samples, -1, 2.0 * size)
     set_units(tape, max(units, 0))
     if turns.rule != BY_MICRO_BATCH and work_of(tables, turns, tables.value_op[value]) != _WEIGHTS:
-        # The first reader may be of the weights, and others wait for it before those.
+        # The first reader may make weight gradients, but others need the value in earlier turns.
         joined = tape.tasks[tape.counts[NUM_TASKS] - 1]
         group = tables.slot_group[slot]
         joined.turn = min(joined.turn, turn_of(turns, tape, group, _BACKWARD, device, micro))
@@ -139,15 +139,12 @@ def join_pieces(
     scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
 
 
-# Plain integers, because numba freezes enum members into slow objects.
-
-
 ALL, FIRST, FIRST_TEAM, FIRSTS = 0, 1, 2, 3
-"""Devices that get a copy of a whole value: all, or those that count it in a partial sum: the
-first reader, those of the first team, or the first reader of each team."""
+"""Devices that get a copy of a whole value: all readers; or, if readers add the value to a partial
+sum, the first reader, the readers of the first team, or the first reader of each team."""
 OWN, TEAMS = 4, 5
 """Samples that a target device gets: its own or those of its team; with ``FIRSTS`` the first
-reader of each team gets these."""
+reader of each team gets the samples of the team."""
 
 
 @helper
@@ -214,7 +211,7 @@ def bring_whole(
 ) -> None:  # fmt: skip
     """Bring each target device its samples of a value that all members of a source team hold.
 
-    From itself if it is one of them, otherwise from the member at its own position in the team.
+    A member of that team uses its own copy; others get it from the member at their position.
     """
     value = tables.slot_value[slot]
     num_devices = choice.member.shape[1]
@@ -274,7 +271,7 @@ def _sends(
 ) -> bool:
     """Whether a device sends a value, which its whole team holds, to a device of another team.
 
-    The sender is the member at the receiver's position, or the first holder if that one holds
+    The sender is the member at the receiver's position, or the first holder if that member holds
     nothing.
     """
     teams = choice.teams
@@ -299,7 +296,7 @@ def _send(
     other: int, device: int, micro: int, overlap: int, units: int, owned: int, owned_units: int,
     fraction: float,
 ) -> None:  # fmt: skip
-    """Send a piece of a value, which is first cut out where it is not contiguous."""
+    """Send a piece of a value, which is first cut out if it is not contiguous."""
     value = tables.slot_value[slot]
     size = bytes_of(tables, value, overlap, units) * fraction
     if tables.value_axis[value] == 0:
@@ -336,8 +333,8 @@ def copy_whole(
 ) -> None:  # fmt: skip
     """Convert R to R: send a copy to every target device that has none.
 
-    Unless ``who`` is ``ALL`` only some devices get it, and it counts as zero on the others: a
-    whole value seen as a partial sum.
+    Unless ``who`` is ``ALL``, only some devices get it and it counts as zero on the others: the
+    whole value is read as a partial sum.
     """
     value = tables.slot_value[slot]
     axis = tables.value_axis[value]
@@ -382,7 +379,7 @@ _MAKES, _HAS, _READS_NOT = 1, 0, -1
 
 @helper
 def may_remake(tables: GraphTables, slot: int) -> bool:
-    """Whether there are ops that make what a slot needs where it is read."""
+    """Whether the reading devices may make a slot's value themselves."""
     return bool(tables.remake_start[slot] < tables.remake_start[slot + 1])
 
 
@@ -393,8 +390,8 @@ def remake(
 ) -> bool:  # fmt: skip
     """Make a slot's value on the devices that read it, if they have no part of it.
 
-    The first op waits for what ``wait_for_inputs`` has noted: a device would otherwise make the
-    values of all its micro-batches as soon as it has nothing else to do, and hold them.
+    The first op waits for the input that ``wait_for_inputs`` has noted. Otherwise a device would
+    make the values of all its micro-batches as soon as it is idle, and hold them.
 
     Args:
         tables: Tables of the graph.
@@ -407,7 +404,7 @@ def remake(
         micro: Number of the micro-batch.
 
     Returns:
-        Whether it is made there; if not, nothing was written.
+        Whether the value is made there; if not, nothing was written.
     """
     if not may_remake(tables, slot):
         return False
@@ -448,10 +445,10 @@ def _is_lacking(
     tables: GraphTables, choice: Choice, scratch: Scratch, slot: int, source: int, target: int,
     micro: int,
 ) -> bool:  # fmt: skip
-    """Note which readers have no part of a value, if all other readers have exactly theirs.
+    """Note the readers that have no part of a value, if all other readers have exactly theirs.
 
-    Where readers have a part, as where neighbouring groups have slightly other shares, the rest is
-    sent: to make all of it again would take longer, and memory twice.
+    If readers have a part, because neighbouring groups have slightly different shares, the rest is
+    sent: making the whole again would take longer, and memory twice.
     """
     value = tables.slot_value[slot]
     axis = tables.value_axis[value]

@@ -2,31 +2,31 @@
 
 Parameters whose gradients are summed over devices lie in *buckets*, as for other synchronisations;
 a bucket is named by its first parameter, and in stage 3 ends with its layer (``layer_runs``), as
-in FSDP2. Each device alone steps the slice that its decision says. With n devices, payload S:
+in FSDP2. Each device steps only the slice that its decision gives it. With n devices, payload S:
 
 - stage 1: once per step, reduce-scatter of the gradients that micro-batches have added up, update
   of the slices, all-gather of the parameters.
-- stage 2: each micro-batch's gradients are reduce-scattered when the last of the bucket is there;
-  only the own slice is kept and added up.
-- stage 3: as 2, but the parameters are kept as slices as well. Before the first op of a pass that
-  reads one of a bucket, the bucket is gathered on every device that has samples, and dropped after
-  the last one. A gather may start when the first reader of the gather before the last one is done:
-  two gathers are ahead, whatever the links could do. A device of a pipeline works on others in
-  between the passes of a micro-batch, so that gathers come behind those of the same pass.
+- stage 2: each micro-batch's gradients are reduce-scattered when the bucket is complete; a device
+  keeps and adds up only its own slice.
+- stage 3: as 2, but parameters are kept in slices, too. Before the first op of a pass that reads a
+  parameter of a bucket, the bucket is gathered on every device that has samples, and dropped after
+  the last such op. A gather may start when the first reader of the second last gather is done, so
+  at most two gathers are ahead, however fast the links are. A device of a pipeline runs other
+  micro-batches between the passes of one, so there a gather follows gathers of the same pass.
 
-Where a schedule ``gathers_once``, stages 2 and 3 gather a bucket for the first micro-batch of a
-pass and keep it for the others, and reduce gradients as stage 1 does.
+If a schedule ``gathers_once``, stages 2 and 3 gather a bucket for the first micro-batch of a pass
+and keep it for the others, and reduce gradients as stage 1 does.
 
-Under stated turns a device does other chunks in between, in another order than they are written
-here. There what waits for earlier gathers or scatters has a *lane* for each pass of each chunk: in
-a new turn a lane goes on from that of the latest turn before it, among those that are written.
+Under stated turns a device runs chunks in another order than tasks are written here. So the waits
+for earlier gathers or scatters have a *lane* for each pass of each chunk: in a new turn, a lane
+continues from the lane with the latest earlier turn among those written so far.
 
 With slice groups (``Decision.slice_groups``; FSDP's hybrid sharding, Zhao et al. 2023, section
 3.2.2) all of this happens inside each group. After the last micro-batch, before the update, the
-members that own the same slice in all groups add it up in an all-reduce: with k members, S/k each,
-which is all that goes from group to group.
+members that own the same slice in all groups add it up in an all-reduce: with k members, S/k each.
+Nothing else goes from group to group.
 
-A parameter whose gradient every replica has whole already is updated everywhere, as without ZeRO.
+If every replica has the whole gradient already, each updates the parameter, as without ZeRO.
 """
 
 from heterog.lowering.choice import Choice
@@ -67,14 +67,14 @@ _AS_FORWARD = -2
 
 @helper
 def is_sliced(tables: GraphTables, choice: Choice, parameter: int) -> bool:
-    """Whether each device updates a slice of a parameter, or of its part of it."""
+    """Whether each device updates only a slice of its part of a parameter."""
     group = tables.parameter_group[parameter]
     return bool(choice.sharded[group] >= _STATE and num_rings(tables, choice, parameter) > 0)
 
 
 @helper
 def scatters_by_micro(choice: Choice, group: int) -> bool:
-    """Whether each micro-batch's gradients are reduced, of which only slices are kept."""
+    """Whether gradients are reduce-scattered after each micro-batch, so only slices are kept."""
     return bool(choice.sharded[group] >= _GRADIENTS and not choice.turns.once)
 
 
@@ -94,7 +94,7 @@ def number_sliced_buckets(
 ) -> None:
     """Put sliced parameters into buckets, in the order in which their gradients are finished.
 
-    Before everything else: stage 3 gathers a bucket before any gradient is finished.
+    This comes first, because stage 3 gathers a bucket before any gradient is finished.
     """
     scratch.open_first[:] = -1
     for entry in range(len(tables.finished_parameter)):
@@ -165,7 +165,7 @@ def note_reader(
 
 @helper
 def _lane_before(last_turn: IntArray, device: int, lane: int, turn: int) -> int:
-    """Begin a turn in a lane: the lane that it goes on from, -1 for none.
+    """Begin a turn in a lane; returns the lane that it continues from, -1 for none.
 
     Args:
         last_turn: Turn in which each lane was written; updated.  # [num_lanes, num_devices]
@@ -188,9 +188,9 @@ def _anchor_row(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, device: int,
     is_backward: int,
 ) -> int:  # fmt: skip
-    """Row of the last gather that the next one of a pass must follow.
+    """Row of the anchor of the last gather that the next gather of a pass must follow.
 
-    The first ones of the backward pass follow those of the forward pass before it.
+    The first gathers of the backward pass follow the last gathers of the forward pass.
     """
     if choice.turns.rule == AS_STATED:
         work = max(work_of(tables, choice.turns, op), is_backward)
@@ -215,8 +215,8 @@ def gather_parameters(
 ) -> bool:  # fmt: skip
     """Gather, in stage 3, the buckets that an op is the first of its pass to read.
 
-    On the devices that run any reader of the bucket: with a rule a later one may run where this
-    one has no samples. Ops that run again count as backward. Returns whether any was gathered.
+    All devices that run any reader of a bucket get it: under a rule a later reader may run where
+    this op has no samples. Ops that run again count as backward. Returns whether any was gathered.
     """
     num_devices = choice.member.shape[1]
     once, any_gathered = choice.turns.once, False
@@ -258,7 +258,7 @@ def gather_parameters(
             channel = choice.rings.second_channel[ring]
             write_task(tape, _GATHER_PARAMETERS, first, -1, micro, 0, channel, size)
             member = first
-            while updated and member >= 0:  # every slice is of the step before
+            while updated and member >= 0:  # the first gather waits for the last step's updates
                 for device in range(num_devices):
                     if choice.rings.member[ring, device]:
                         write_read(tape, scratch.ready_buffer[member, device])
@@ -281,7 +281,7 @@ def gather_parameters(
 
 @helper
 def _has_share(choice: Choice, row: int, micro: int, device: int) -> bool:
-    """Whether a device runs ops of a micro-batch, or of any where all share a gather."""
+    """Whether a device has a share in a micro-batch, or in any one if all share a gather."""
     if not choice.turns.once:
         return bool(choice.shares[row, micro, device] > 0)
     for each in range(choice.num_micro):
@@ -297,7 +297,7 @@ def _reads_later(
 ) -> bool:  # fmt: skip
     """Whether a device runs any op that reads a parameter of a bucket.
 
-    Readers are listed only under op rules, without which all run on the same devices.
+    Readers are listed only under op rules; without rules all run on the same devices.
     """
     member = first
     while member >= 0:
@@ -315,7 +315,7 @@ def finish_gradient(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int,
     micro: int,
 ) -> None:  # fmt: skip
-    """Count a finished gradient; scatter its bucket if it was the last, update after all."""
+    """Count a finished gradient; scatter a complete bucket, and update in the last micro-batch."""
     first = tape.bucket[parameter]
     scratch.unfinished[first] -= 1
     if scratch.unfinished[first] > 0:
@@ -340,7 +340,7 @@ def _scatter(
 ) -> None:  # fmt: skip
     """Reduce-scatter a bucket's gradients from the devices of a ring that have some.
 
-    In stages 2 and 3 a device goes on when all but the last reduce-scatter are done: one that
+    In stages 2 and 3 a device goes on when all but the last reduce-scatter are done: a device that
     runs ahead of its links would keep all gradients.
     """
     rings = choice.rings
@@ -400,7 +400,7 @@ def _has_gradients(
 ) -> bool:
     """Whether a device made at least one gradient of a bucket.
 
-    An op with a rule may have made one of them where no other is made.
+    Under a rule a device may have made one gradient of a bucket and none of the others.
     """
     member = first
     while member >= 0:
@@ -435,15 +435,15 @@ def _flatten(
             write_read(tape, scratch.gradient_token[member, device])
         member = scratch.next_in_bucket[member]
     follow_gradients(choice.turns, tape)
-    if in_lanes:  # now its turn is known
+    if in_lanes:  # the turn of the copy is known only now
         row = _scatter_row(tables, choice, first, device)
         _begin_scatters(scratch, device, row, tape.tasks[tape.counts[NUM_TASKS] - 1].turn)
         _wait_for_scatters(scratch, tape, device, row)
     if not single:
         scratch.flat_buffer[0, device] = write_buffer(tape, device, size)
     if by_micro and sharded == _GRADIENTS and scratch.is_part[device] == 0 and not in_lanes:
-        # The next micro-batch does not begin while this one waits for its scatters: it would
-        # keep activations of both. Stage 3 has its gathers for that.
+        # The next micro-batch does not begin while this one waits for its scatters, because both
+        # would keep activations. In stage 3 the gathers have this effect.
         flattened = write_buffer(tape, device, 0.0)
         member = first
         while member >= 0:
@@ -453,7 +453,7 @@ def _flatten(
 
 @helper
 def _scatter_row(tables: GraphTables, choice: Choice, first: int, device: int) -> int:
-    """Row of the last scatter of a device, in the lane of a bucket."""
+    """Row of a device's last scatter, in the lane of the bucket's chunk."""
     if choice.turns.rule != AS_STATED:
         return 0
     return 2 * max(int(choice.turns.chunk[tables.parameter_group[first], device]), 0)
@@ -507,14 +507,14 @@ def _receive_slice(
     """Write the buffers that the reduce-scatter begun last makes on a device."""
     others = num_senders - (1 if scratch.flat_buffer[0, device] >= 0 else 0)
     if num_senders == 0 and not by_micro:
-        others = 1  # zeros, to which other slice groups add theirs
+        others = 1  # zeros, to which other slice groups add their slices
     received = write_buffer(tape, device, others * size)
     if by_micro:
         scratch.received_buffer[row, device] = received
         if scratch.slice_buffer[first, device] < 0:
             scratch.slice_buffer[first, device] = write_buffer(tape, device, size)
     elif scratch.flat_buffer[0, device] < 0:
-        # With a flat buffer it is added to the own slice of the flat gradients, and freed.
+        # If there is a flat buffer, it is added to the own slice in there, and freed.
         scratch.slice_buffer[first, device] = received
 
 
@@ -531,7 +531,7 @@ def _own_gradient(
     tables: GraphTables, choice: Choice, scratch: Scratch, parameter: int, device: int,
     by_micro: bool,
 ) -> int:  # fmt: skip
-    """A device's gradient of this micro-batch, or of all of them; -1 if it has no samples."""
+    """A device's gradient of this micro-batch, or of all together; -1 if it has none."""
     if by_micro:
         return fresh_gradient(tables, choice, scratch, parameter, device)
     return int(scratch.gradient_buffer[parameter, device])

@@ -1,8 +1,8 @@
 """A search space of strategies as rows of integers: one candidate decision per group.
 
-A candidate is a named device set, a rule for the shares, and a synchronisation. New candidates
-(shares moved by a sample, say) can be added while a search runs. Encoding a row into the kernel's
-arrays takes microseconds, because everything about a candidate is looked up.
+A candidate is a device set, a rule for the shares, and a synchronisation. New candidates (shares
+moved by a sample, say) can be added while a search runs. Encoding a row into the kernel's arrays
+takes microseconds, because everything about a candidate is looked up.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,20 +33,20 @@ MicroBatches = tuple[tuple[int, ...], ...]
 MAX_DEVICE_SETS = 256
 _MOST_HOSTS_NAMED = 64
 _MOST_SINGLES = 64
-"""Above these numbers, hosts and devices are listed only as far as there is room."""
+"""Above these numbers, hosts and single devices are listed only while there is room."""
 _FEW_HOSTS = 6
 _MOST_ENCODERS = 64
 _CANDIDATES = tuple(sync for sync in Sync if sync.sharded <= Sharded.STATE)
 """Synchronisations to try by default. ZeRO-1 saves memory and is seldom slower than all-reduce;
-the other stages communicate more and are for planners that want them (``poplar``)."""
+the other stages communicate more, and methods may add them (``poplar``)."""
 
 
 def device_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     """Device sets worth trying: everything, types, hosts, unions of hosts, single devices.
 
-    Up to six hosts: unions in order of size. On larger clusters hosts of one kind are equal
-    (``Cluster.host_kind``), so a union takes the first hosts of each kind, and the most natural
-    ones come first: whole kinds, then halves, quarters, ... of a kind. At most 256.
+    With up to six hosts, unions come in order of size. In larger clusters hosts of one kind are
+    equal (``Cluster.host_kind``), so a union takes the first hosts of each kind, and the most
+    natural unions come first: whole kinds, then halves, quarters, ... of a kind. At most 256 sets.
     """
     hosts = [cluster.host_devices(index) for index in range(cluster.num_hosts)]
     everything = tuple(range(cluster.num_devices))
@@ -67,7 +67,7 @@ def device_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
 
 
 def _unions(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Unions of hosts worth trying, of two or more but not all; generated one by one."""
+    """Unions of at least two hosts, but not all, worth trying; generated one by one."""
     everything = range(cluster.num_hosts)
     if cluster.num_hosts <= _FEW_HOSTS:
         for size in range(2, cluster.num_hosts):
@@ -92,7 +92,7 @@ def _halves(hosts: list[int]) -> tuple[list[int], list[int]]:
 
 
 def _of_size(kinds: Sequence[list[int]], size: int) -> Iterator[tuple[int, ...]]:
-    """Unions of a given number of hosts, with the first ones of each kind."""
+    """Unions of a given number of hosts, made of the first hosts of each kind."""
     if not kinds:
         yield from [()] * (size == 0)
         return
@@ -111,7 +111,7 @@ class StrategySpace:
         tables: Tables of the graph.
         channels: The evaluator's channel table; candidates register their channels there.
         speeds: Samples per second of each device, for proportional shares.
-        decisions: Candidates to begin with; by default those on all device sets worth trying.
+        decisions: Candidates at the start; by default those on all device sets worth trying.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class StrategySpace:
 
     @kept
     def micro_batches(self, num_micro: int) -> MicroBatches:
-        """``Strategy.micro_batches`` that cut the batch evenly, whatever the groups' shares."""
+        """``Strategy.micro_batches`` that cut the batch evenly, for any shares of groups."""
         sizes = split_evenly(self.graph.batch_size, num_micro)
         return micro_batch_table(sizes, self.cluster.num_devices)
 
@@ -200,7 +200,7 @@ class StrategySpace:
             schedule: See ``Strategy``.
         """
         tables = tables or self._tables
-        # Only for the few candidates in use: a search adds thousands of others.
+        # Convert only the few candidates in use, because a search adds thousands.
         numbers = sorted(set(row.tolist()))
         decisions = [self.candidates[number] for number in numbers]
         return self._encoder(tables).encode(
@@ -218,17 +218,17 @@ class StrategySpace:
         if known is None:
             if len(self._encoders) > _MOST_ENCODERS:
                 self._encoders.clear()
-            # The tables are kept as well, so that no others get their id.
+            # The tables are kept as well, so that no other object gets their id.
             known = self._encoders[id(tables)] = tables, Encoder(tables, self._channels)
         return known[1]
 
     def _homes_of(self, row: IntArray, numbers: Sequence[int], tables: GraphTables) -> IntArray:
-        """Homes of the parameters: served ones balanced over their own group's devices.
+        """Homes of the parameters: served ones are balanced over their own group's devices.
 
         Args:
             row: Candidate of each group.
-            numbers: The different ones.
-            tables: Tables with op rules; parameters that these cut into slices have none.
+            numbers: The distinct candidates.
+            tables: Tables with op rules; parameters that these cut into slices have no home.
         """
         decisions = [self.candidates[number] for number in numbers]
         if not any(each.sync.is_served for each in decisions):
@@ -283,9 +283,9 @@ class StrategySpace:
         )
 
     def row_of(self, strategy: Strategy) -> IntArray:
-        """The row of a strategy; decisions that are no candidates yet are added.
+        """The row of a strategy; new decisions become candidates.
 
         Served parameters get the space's own homes. Settings of the whole step, micro-batches and
-        rules of its ops, are not part of a row.
+        op rules are not part of a row.
         """
         return np.array([self.add(decision) for decision in strategy.decisions], np.int32)

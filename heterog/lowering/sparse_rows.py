@@ -1,7 +1,7 @@
-"""How many rows of a sparse product devices read of each other, where its rows are cut.
+"""Counts the rows that devices read of each other in a sparse product whose rows are cut.
 
-Every reader's rows are counted once from the entries of the matrix, exactly: for each column how
-many of those before it are read. What it reads of any other range of rows is then a difference.
+Every reader's rows are counted once from the entries of the matrix, exactly: for each column, how
+many of the columns before it are read. The number of rows read in any range is then a difference.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from heterog.lowering.program import IntArray
 from heterog.lowering.tables import GraphTables
 
 _MOST_REMEMBERED = 2**25
-"""Most counts that are kept, 8 bytes each: a search needs the same ranges of rows again."""
+"""Most counts that are kept, 8 bytes each; they are kept because a search repeats ranges."""
 
 
 class SparseRows:
@@ -50,7 +50,7 @@ class SparseRows:
     def _row_bounds(
         self, matrix: int, axis: int, unit_begin: IntArray, units: IntArray, *, is_made: bool
     ) -> tuple[IntArray, IntArray]:
-        """First and last row of each device of each division, of the result or of the input."""
+        """First row and end of each device of each division, in the result or the input."""
         sparse = self._tables.sparse
         size = int(sparse.num_columns[matrix])
         if is_made:

@@ -18,13 +18,13 @@ IntArray = npt.NDArray[np.int32]
 class SparseTables(NamedTuple):
     """Entries of the sparse matrices whose rows are cut, one after the other; see ``window_row``.
 
-    A matrix has one number for each axis along which its rows are cut.
+    A matrix appears once for each axis along which its rows are cut.
     """
 
     axis: IntArray  # [num_matrices]
-    first_row: IntArray  # of each in ``row_starts``  # [num_matrices + 1]
-    first_entry: npt.NDArray[np.int64]  # of each in ``columns``  # [num_matrices + 1]
-    row_starts: npt.NDArray[np.int64]  # each matrix's own
+    first_row: IntArray  # of each matrix, in ``row_starts``  # [num_matrices + 1]
+    first_entry: npt.NDArray[np.int64]  # of each matrix, in ``columns``  # [num_matrices + 1]
+    row_starts: npt.NDArray[np.int64]  # of all matrices; each counts its own entries from 0
     columns: IntArray
     num_columns: IntArray  # [num_matrices]
 
@@ -59,5 +59,5 @@ def sparse_tables(graph: OpGraph, matrices: dict[tuple[str, int], int]) -> Spars
 
 
 def starts_of(counts: Sequence[int] | IntArray) -> IntArray:
-    """First index of each segment, and the end of the last one, by the segments' lengths."""
+    """First index of each segment, and the end of the last one, from the segments' lengths."""
     return np.concatenate([[0], np.cumsum(np.array(counts, np.int64))]).astype(np.int32)

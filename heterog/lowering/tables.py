@@ -1,8 +1,8 @@
 """The graph in flat integer arrays for the lowering kernel, computed once.
 
-Views are gone here: a tensor is named by the *value* that owns its memory, an output of a compute
-op. A *slot* is one way in which a value is needed somewhere else than where it was made: by
-another group, along another axis, or whole although it was made in parts.
+There are no views here: a tensor is named by the *value* that owns its memory, an output of a
+compute op. A *slot* is one converted form of a value: for another group, along another axis, or
+whole although it was made in parts.
 """
 
 from collections.abc import Sequence
@@ -64,8 +64,8 @@ class Domain(IntEnum):
     TEAM = 2
     """Each member of a team has a part, all teams have the same sum."""
     SLICES = 3
-    """Each team has a part, of which its members hold slices along the first axis after the
-    batch; along the next axes the numbers after this one."""
+    """Each team has a part, and its members hold slices of it along the first axis after the
+    batch; the following numbers stand for slices along the next axes."""
 
 
 @by_reference
@@ -80,48 +80,48 @@ class GraphTables(NamedTuple):
     op_id: IntArray  # graph op of each compute op
     op_group: IntArray  # CONSTANT_GROUP for constants
     op_axis: IntArray
-    op_recut: IntArray  # ``Recut`` of the one value that it makes
+    op_recut: IntArray  # ``Recut`` of its only output
     value_start: IntArray  # values made by each compute op  # [num_compute_ops + 1]
     read_start: IntArray  # value reads of each compute op  # [num_compute_ops + 1]
     read_value: IntArray
-    read_slot: IntArray  # -1: the value as it lies in the reader's own group
+    read_slot: IntArray  # -1: the value as it was made, in the reader's own group
     parameter_read_start: IntArray  # parameters read by each compute op  # [num_compute_ops + 1]
     parameter_read: IntArray
     finished_start: IntArray  # parameters that each op finishes: gradient made, last read done
     finished_parameter: IntArray
     # Recomputation; see ``keeping``.
     op_is_backward: IntArray
-    op_is_late: IntArray  # 1: of the backward pass, and no write of what the forward pass made
+    op_is_late: IntArray  # 1: of the backward pass, except a buffer's write of a forward value
     op_is_weights: IntArray  # 1: of the backward pass, and no other group waits for it
-    op_recomputes: IntArray  # 1: before it its group's recomputation happens, if it has one
+    op_recomputes: IntArray  # 1: its group's recomputation, if it has one, comes before this op
     recompute_start: IntArray  # ops that each group runs again  # [num_groups + 1]
     recompute_op: IntArray
-    # The same for the other kinds of ``Keeps``, one after the other: ops that run before each op.
+    # Ops that run again before each op, for one of the other kinds of ``Keeps``, then the next.
     partly_start: IntArray  # [2 * num_ops + 1]
     partly_op: IntArray
     # Values.
     value_op: IntArray
     value_tensor: IntArray  # graph tensor of each value
-    value_axis: IntArray  # along which it lies: its op's, or the one that it is cut anew along
+    value_axis: IntArray  # axis along which it lies: its op's, or the axis after a recut
     value_kind: IntArray  # KIND_NUMBER of the placement
-    value_bytes: FloatArray  # size where it does not depend on the share
+    value_bytes: FloatArray  # size if it does not depend on the share, else 0
     value_bytes_per_unit: FloatArray  # of its axis
     value_moved_fraction: FloatArray  # part of the value that other groups read
     value_batch_kind: IntArray  # KIND_NUMBER along the batch: between teams if a rule made it
     value_is_outermost: IntArray  # 1 if units are contiguous in memory
-    value_batch_is_outermost: IntArray  # 1 if samples are
+    value_batch_is_outermost: IntArray  # 1 if samples are contiguous in memory
     value_is_early: IntArray  # 1 if it follows from the batch alone, before any op has run
     value_item_bytes: IntArray  # of an element, 0 if it is no floating-point number
-    value_row_bytes: FloatArray  # of a number of each row, where a team gathers these
+    value_row_bytes: FloatArray  # of one number per row, if a team gathers these, else 0
     value_slot_start: IntArray  # slots of each value  # [num_values + 1]
     # Slots, sorted by value.
     slot_value: IntArray
     slot_group: IntArray
     slot_whole: IntArray  # AS_MADE, IN_TEAM or EVERYTHING
     slot_axis: IntArray  # of the reader
-    slot_pass: IntArray  # pass of the readers that it is for; see ``ANY_PASS``
+    slot_pass: IntArray  # pass of its readers; see ``ANY_PASS``
     slot_window: IntArray  # step, before, after, all rows; see ``window_row``  # [num_slots, 4]
-    # Ops that make what a slot needs where it is read, from this size on; see ``keeping``.
+    # Ops that make a slot's value on the reading devices, from a least size on; see ``keeping``.
     remake_start: IntArray  # [num_slots + 1]
     remake_op: IntArray
     slot_remade_from: FloatArray  # bytes that a device would receive
@@ -130,22 +130,22 @@ class GraphTables(NamedTuple):
     parameter_group: IntArray
     parameter_bytes: FloatArray
     stepped_bytes: FloatArray  # in the dtype of the optimizer's own copy, if it has one
-    gradient_bytes: FloatArray  # of what is added up, which may have another dtype
-    gradient_item_bytes: IntArray  # of an element, likewise
+    gradient_bytes: FloatArray  # in the dtype in which gradients are added up
+    gradient_item_bytes: IntArray  # of an element of the gradient
     parameter_item_bytes: IntArray
-    parameter_dtype: IntArray  # number of its dtype and its gradient's: flat tensors have one
-    num_dtypes: int
-    parameter_workspace: FloatArray  # bytes that a kernel needs beside it while it reads it
+    parameter_dtype: IntArray  # number of the pair of dtypes, its own and its gradient's
+    num_dtypes: int  # number of these pairs; a bucket has one pair
+    parameter_workspace: FloatArray  # bytes that a kernel needs besides it while reading it
     parameter_gradient: IntArray  # value that holds the gradient
-    parameter_last_value: IntArray  # value made by an op that reads it after that, -1 if none
+    parameter_last_value: IntArray  # value of an op that reads it after the gradient, -1 if none
     reader_start: IntArray  # values made by readers of each parameter  # [num_parameters + 1]
     reader_value: IntArray  # listed only under op rules, where readers may run on other devices
-    gradient_domain: IntArray  # which devices' gradients are added up; see ``Domain``
-    gradient_slot: IntArray  # where a gradient made in parts is whole, -1 if it need not be
+    gradient_domain: IntArray  # devices over which gradients are added up; see ``Domain``
+    gradient_slot: IntArray  # slot that makes a gradient in parts whole, -1 if it need not be
     parameter_axis: IntArray  # of parameters that live in slices, -1 for whole ones
-    parameter_units: FloatArray  # of that axis, 1 for whole ones
+    parameter_units: FloatArray  # of that axis, 1 for whole parameters
     parameter_tensor: IntArray
-    # Bytes that stay on a device: what every device holds, what comes with the batch.
+    # Bytes that stay on a device: common to all devices, and per sample of the batch.
     common_bytes: float
     input_bytes_per_sample: float
     group_reads_team: IntArray  # 1: an op with a rule reads the samples of its team of the batch
@@ -173,7 +173,7 @@ class _Builder:
         self.graph = graph
         self.plan = plan
         self.grouping = grouping
-        # First group of each group's block, whose groups lie alike and recompute together.
+        # First group of each group's block; groups of a block have one decision.
         self.block = block_of_groups(grouping.num_groups, blocks)
         self.ops = [
             index
@@ -265,8 +265,8 @@ class _Builder:
     def _is_late(self, row: int) -> bool:
         """Whether an op belongs to the backward pass.
 
-        Buffers are written at the end of a step (running statistics, counters), but what the
-        forward pass makes of a buffer belongs to it.
+        Tracing puts writes of buffers (running statistics, counters) at the end of the step, but a
+        write of a value that the forward pass makes belongs to the forward pass.
         """
         inputs = self.graph.ops[self.ops[row]].inputs
         if not self.is_backward[row] or len(inputs) != 2:
@@ -290,7 +290,7 @@ class _Builder:
                 [
                     self.value_op[value]
                     for value, slot in entries
-                    # What a team has added up or exchanged is kept, not made twice.
+                    # A value that a team has added up or exchanged is kept, not made again.
                     if slot is None and not recut_of(self.graph, self.plan, self._maker(value))
                 ]
                 for entries in self.reads
@@ -314,10 +314,10 @@ class _Builder:
     def _partly(
         self, rows: tuple[list[int], list[bool], list[list[int]]], makers: list[int]
     ) -> list[tuple[int, ...]]:
-        """Ops that run again before each op: of all for one kind of ``Keeps``, then the next.
+        """Ops that run again before each op, for one kind of ``Keeps`` and then the next.
 
         Args:
-            rows: Block of each op, whether it is backward, and what it reads as it was made.
+            rows: Block of each op, whether it is backward, and makers of its unconverted inputs.
             makers: Ops that make gradients.
         """
         graph = self.graph
@@ -372,7 +372,7 @@ class _Builder:
         }
 
     def _remake_tables(self) -> dict[str, Any]:
-        """Ops that fill a slot by making its value again, where that is possible."""
+        """Ops that fill a slot by making its value again, if possible."""
         remakes = Remakes(self.graph, self.plan, self.grouping.group, self.ways.gathered)
         found: list[Remake | None] = []
         for value, _, whole, _, _, window in self.slots:
@@ -442,7 +442,7 @@ class _Builder:
         }
 
     def _batch_tables(self) -> dict[str, Any]:
-        """Bytes that stay on a device for the step: what every device holds, and the batch."""
+        """Bytes that stay on a device for the step: common to all devices, and of the batch."""
         graph = self.graph
         batch_bytes = float(
             sum(graph.tensor_bytes[tensor] for tensor in graph.inputs_of_kind(TensorKind.BATCH))
@@ -472,7 +472,7 @@ class _Builder:
         return self.value_of[storage]
 
     def _last_op(self, row: int) -> int:
-        """The op that an update waits for: the one that makes its gradient, or a later one.
+        """The op that an update waits for: the maker of its gradient, or a later reader.
 
         An update overwrites the parameter: it must wait for ops that read it after its gradient
         is made (the other product of a batched matrix product, say).
@@ -488,7 +488,7 @@ class _Builder:
         for row in range(len(self.ops) - 1, -1, -1):
             made = [self.value_of[tensor] for tensor in self.graph.outputs[self.ops[row]]]
             if self.is_backward[row] and not any(leads_on[value] for value in made):
-                # An op without readers that makes no gradient either is left where it is.
+                # An op that makes no gradient and has no readers is not deferred.
                 flags[row] = int(any(value in gradients or self._is_read(value) for value in made))
             for value, _ in self.reads[row]:
                 if not flags[row] or self.op_group[self.value_op[value]] != self.op_group[row]:
@@ -547,9 +547,9 @@ class _Builder:
         """Whether a value is the number of labels that count.
 
         It is an output of the loss, but follows from the labels alone, and these from the batch
-        (``batch_plan`` runs a loss on gathered inputs where they do not). Summed over the devices
-        before the step, it lets each device begin its backward pass as soon as it can; summed
-        where the loss makes it, all would wait there for the slowest.
+        (otherwise ``batch_plan`` runs the loss on gathered inputs). It is summed over the devices
+        before the step, so that each device begins its backward pass as soon as it can. If it were
+        summed when the loss makes it, all devices would wait there for the slowest.
         """
         maker = int(self.graph.producer[tensor])
         return (

@@ -1,17 +1,17 @@
 """The tape: the records that lowering writes a program to, task by task.
 
 ``Scratch`` is the kernel's working memory during a step: which buffer holds what on which device.
-*Turns* are the order in which each device runs its tasks, and its limit of micro-batches.
+``Turns`` are the order in which each device runs its tasks, and its limit of micro-batches.
 
 The engine takes the tasks of one turn of a device in program order. By default the turns are the
 micro-batches, and the earliest that can go on does. Under a ``PipelineSchedule`` the weight
-gradients have turns after all others, or every pass of a chunk has the turn that is stated, and
-turns are taken strictly one after the other. A cap needs no turn: the first op of a micro-batch
-that runs on a chunk reads a token of no bytes that the last op makes there that runs of the
-micro-batch ``cap`` before it. Micro-batches without samples there are not counted.
+gradients have turns after all others, or every pass of a chunk has a stated turn, and turns are
+taken strictly one after the other. A cap needs no turn: the first op of a micro-batch on a chunk
+reads a token of no bytes, made there by the last op of the micro-batch that began ``cap``
+micro-batches earlier. Micro-batches without samples there are not counted.
 
-``TapeWriter`` writes tapes of a few tasks that no strategy lowers to: an averaging, an exchange
-with a server.
+``TapeWriter`` writes tapes of a few tasks that are not lowered from a strategy: an averaging, an
+exchange with a server.
 """
 
 from collections.abc import Sequence
@@ -42,29 +42,29 @@ TASK = np.dtype(
     ],
     align=True,
 )
-"""Wide fields first, so that nothing lies between them: an evaluation reads all tasks often."""
+"""Wide fields first, so that there is no padding: an evaluation reads all tasks often."""
 BUFFER = np.dtype(
     [("num_bytes", np.float64), ("maker", np.int32), ("device", np.int32)], align=True
 )
 NUM_TASKS, NUM_BUFFERS, NUM_READS, OVERFLOW, IN_TURN, FIRST_TURN, APART = range(7)
 """Positions in ``Tape.counts``. IN_TURN is 1 if devices take their turns strictly in order, and
-FIRST_TURN the first turn of the step that is written. APART is 1 where a device reads from other
-devices, which may be folded away; see ``folding``."""
+FIRST_TURN is the first turn of the step that is being written. APART is 1 if a device reads from a
+device that a fold may have removed; see ``folding``."""
 
 
 @by_reference
 class Tape(NamedTuple):
     """The records that a program is written to; see ``Program`` for the meaning of the fields.
 
-    Records instead of columns: the kernels pass few arrays around, and a task is written to one
-    place in memory. The record after the last task holds the ends of its lists.
+    They are records instead of columns, so that kernels pass few arrays and a task is written to
+    one place in memory. The record after the last task holds the ends of the last task's lists.
     """
 
     tasks: npt.NDArray[np.void]  # TASK
     buffers: npt.NDArray[np.void]  # BUFFER
     reads: IntArray
     bucket: IntArray
-    turn: IntArray  # of each device, which tasks that are written now belong to
+    turn: IntArray  # turn of each device for tasks that are written now
     counts: npt.NDArray[np.int64]
 
 
@@ -83,7 +83,7 @@ def make_tape(num_tasks: int, num_parameters: int, num_devices: int) -> Tape:
 
 @kernel
 def mark_channels(tape: Tape, is_used: npt.NDArray[np.bool_]) -> None:
-    """Mark the channels that some task uses; the last place is of tasks that use none.
+    """Mark the channels that some task uses; the last place stands for no channel.
 
     Args:
         tape: A program.
@@ -154,17 +154,17 @@ def write_buffer(tape: Tape, device: int, num_bytes: float) -> int:
 class Scratch(NamedTuple):
     """Working memory of the kernel."""
 
-    # First member of each division, and one after its last one: nobody else has work there.
+    # First member of each division, and one after its last: no other device has work there.
     span: IntArray  # [num_divisions, 2]
     value_buffer: IntArray  # local buffer of each value  # [num_values, num_devices]
-    remade_buffer: IntArray  # of values made where they are read; see ``sends``
+    remade_buffer: IntArray  # of values that readers make again; see ``sends``
     slot_buffer: IntArray  # converted value of each slot  # [num_slots, num_devices]
-    slot_done: IntArray  # 1: ``slot_buffer`` is filled; 2: once more, for a recomputation
-    # What a gather in the backward pass, or what is made again, waits for, -1: nothing.
+    slot_done: IntArray  # 1: ``slot_buffer`` is filled; 2: filled again for a recomputation
+    # Buffer that a gather in the backward pass, or a remade value, waits for; -1 for none.
     awaited: IntArray  # [num_devices]
     gradient_buffer: IntArray  # [num_parameters, num_devices]
     gradient_token: IntArray
-    last_read: IntArray  # made by the op that reads each parameter last  # [num_parameters, ...]
+    last_read: IntArray  # made by the last reader of each parameter  # [num_parameters, ...]
     ready_buffer: IntArray  # token: the parameter of this step has arrived
     next_ready_buffer: IntArray  # token: the parameter of the next step has arrived
     next_in_bucket: IntArray
@@ -173,23 +173,23 @@ class Scratch(NamedTuple):
     )
     open_last: IntArray
     open_bytes: FloatArray
-    full_bytes: FloatArray  # from which on a bucket is closed
-    bucket_key: IntArray  # of each group: the first whose gradients may share its buckets
+    full_bytes: FloatArray  # size at which a bucket is closed
+    bucket_key: IntArray  # of each group: the first group whose gradients may share its buckets
     flat_buffer: IntArray  # by ring of a domain  # [num_devices, num_devices]
-    ring_token: IntArray  # its collective is done  # [num_devices]
-    holder_buffer: IntArray  # what a conversion begins with  # [num_devices]
+    ring_token: IntArray  # the ring's collective is done  # [num_devices]
+    holder_buffer: IntArray  # each device's copy at the start of a conversion  # [num_devices]
     # Under ZeRO, by the first parameter of a bucket; see ``slices``.
     bucket_bytes: FloatArray
     bucket_gradient_bytes: FloatArray
-    bucket_count: IntArray  # its parameters
-    unfinished: IntArray  # those whose gradients are not there yet
-    # Micro-batch and phase for which it was gathered last, or phases where once for each.
+    bucket_count: IntArray  # number of its parameters
+    unfinished: IntArray  # number of parameters whose gradients are not made yet
+    # Micro-batch and pass of the last gather; bits of passes if all micro-batches share one.
     gathered: IntArray
     whole_buffer: IntArray  # gathered for all micro-batches  # [2 * num_parameters, num_devices]
     slice_buffer: IntArray  # summed slices of gradients  # [num_parameters, num_devices]
     slice_token: IntArray  # the last reduce-scatter is done  # [num_parameters, num_devices]
-    # Of the last reduce-scatter and the one before: what it received, what it was given, its end.
-    # Under stated turns for each chunk, with the turn in which it was last written.
+    # Of the last two reduce-scatters: received slice, flat input, token of the end. Under stated
+    # turns for each chunk, with the turn in which it was last written.
     received_buffer: IntArray  # [2 * num_lanes, num_devices]
     scattered_buffer: IntArray  # [2 * num_lanes, num_devices]
     scattered_token: IntArray  # [2 * num_lanes, num_devices]
@@ -197,15 +197,15 @@ class Scratch(NamedTuple):
     is_part: (
         IntArray  # 1: the device has no part in some groups, as in a pipeline  # [num_devices]
     )
-    # Made by the first readers of the last two gathers, of the last two for the backward pass.
-    # Under stated turns for each pass of each chunk.
+    # Made by the first readers of the last two gathers, then of the last two in the backward pass;
+    # under stated turns for each pass of each chunk.
     anchor: IntArray  # [4, or 2 * num_lanes, num_devices]
     anchor_turn: IntArray  # [num_lanes, num_devices]
     # Under caps on micro-batches in flight; see ``ask_permits``.
-    # Made at the end of the last micro-batches that began there, the first one first, in a ring.
+    # Ring buffer of tokens made at the end of the last micro-batches that began on a chunk.
     token: IntArray  # [num_devices, num_chunks, num_micro, 2]
     entered: IntArray  # 1 + the last micro-batch that began  # [num_devices, num_chunks]
-    begun: IntArray  # how many have begun  # [num_devices, num_chunks]
+    begun: IntArray  # number of micro-batches that have begun  # [num_devices, num_chunks]
     permit: IntArray  # tokens that the next op waits for  # [2, num_devices]
 
 
@@ -289,12 +289,13 @@ class Turns(NamedTuple):
     """A ``PipelineSchedule`` in flat arrays; unused arrays have no rows."""
 
     rule: int
-    num_turns: int  # of one step; the last one is for what belongs to no chunk
+    num_turns: int  # of one step; the last turn is for tasks that belong to no chunk
     splits: bool
     once: bool  # slices are gathered and gradients reduced once for all micro-batches
-    chunk: IntArray  # of each group, -1 where a device has no part  # [num_groups, num_devices]
+    chunk: IntArray  # of each group, -1 if a device has no part  # [num_groups, num_devices]
     cap: IntArray  # 0: none  # [num_devices, num_chunks]
-    closing_op: IntArray  # last, last of the weights  # [num_devices, num_chunks, num_micro, 2]
+    # Last op, and last deferred op of weight gradients.
+    closing_op: IntArray  # [num_devices, num_chunks, num_micro, 2]
     turn: IntArray  # [num_devices, num_micro, num_chunks, 3]
 
 
@@ -331,7 +332,7 @@ def encode_turns(
         shares: Shares of each division along each axis; see ``Choice``.
     """
     num_micro, num_devices = shares.shape[1:]
-    # One micro-batch waits for no other, but its weight gradients may for the rest of it.
+    # A single micro-batch waits for no other, but its weight gradients may be deferred.
     if schedule.is_default or (num_micro == 1 and not schedule.splits_backward):
         return NO_SCHEDULE
     chunks = device_chunks(group_devices, num_devices, schedule.chunk_starts)
@@ -372,10 +373,10 @@ def encode_turns(
 
 
 def _last_ops(tables: GraphTables, splits: bool) -> IntArray:
-    """Last compute op of each group and axis, and the last one of the deferred weight gradients.
+    """Last compute op of each group and axis, and the last op of deferred weight gradients.
 
     Returns:
-        Op, or -1 where there is none.  # [num_axes, num_groups, 2]
+        Op, or -1 if there is none.  # [num_axes, num_groups, 2]
     """
     shape = len(tables.axis_units), tables.num_groups + 1, 2  # the last group is for constants
     last = np.full(shape, -1, np.int32)
@@ -425,7 +426,7 @@ def take_turns(turns: Turns, tape: Tape, group: int, work: int, micro: int) -> N
 def follow_gradients(turns: Turns, tape: Tape) -> None:
     """Move the task begun last, which reads gradients, to a turn not before theirs.
 
-    The op that finishes a parameter may be of another pass than the one that makes its gradient.
+    The op that finishes a parameter may belong to another pass than the maker of its gradient.
     """
     if turns.rule == BY_MICRO_BATCH:
         return
@@ -493,7 +494,7 @@ def ask_permits(
 
 
 class TapeWriter:
-    """Writes tasks without the compiled helpers, whose compilation these few do not repay.
+    """Writes a few tasks without compiled helpers: compiling would take longer than writing.
 
     Args:
         num_tasks: Largest number of tasks that will be written.
@@ -505,7 +506,7 @@ class TapeWriter:
     """
 
     def __init__(self, num_tasks: int, num_parameters: int, num_devices: int) -> None:
-        # Room as ``make_tape`` shares it out: a few buffers and reads for each task.
+        # ``make_tape`` makes room for a few buffers and reads of each task.
         self.tape: Tape = make_tape(num_tasks + num_devices + 64, num_parameters, num_devices)
 
     def write(
@@ -536,7 +537,7 @@ class TapeWriter:
         return buffer
 
     def end(self) -> None:
-        """Write where the lists of one more task would begin, which ends those of the last."""
+        """End the lists of the last task: the next record holds their ends."""
         number = int(self.tape.counts[NUM_TASKS])
         self.tape.tasks["read_start"][number] = self.tape.counts[NUM_READS]
         self.tape.tasks["buffer_start"][number] = self.tape.counts[NUM_BUFFERS]

@@ -1,8 +1,8 @@
 """Collectives over values: gathers and reductions, over a division's devices or inside its teams.
 
-Three of them belong to the maker of a value and not to its readers: parts of a sum that a rule
-says to add up in slices (``scatter_in_teams``), slices that it says to cut along another axis
-(``exchange_in_teams``), and slices that need a number of each row of the others
+Three of them follow the op that makes a value, not its readers: they add up parts of a sum in
+slices (``scatter_in_teams``), cut slices along another axis (``exchange_in_teams``), both if the
+op's rule says so, and complete slices that need one number per row from the other members
 (``complete_in_teams``).
 """
 
@@ -78,7 +78,7 @@ def gather_in_teams(
         if teams.position[division, first] != 0 or channel < 0 or samples == 0:
             continue
         number = teams.number[division, first]
-        # All of the team's, also where a member stands for others.
+        # The total of the whole team, even if one member stands for others in a fold.
         total = samples if row == division else tables.axis_units[row // len(choice.member)]
         largest = _largest_share(choice, scratch, row, micro, number)
         units = -1 if row == division else total
@@ -103,7 +103,7 @@ def gather_in_teams(
 
 @helper
 def _largest_share(choice: Choice, scratch: Scratch, row: int, micro: int, team: int) -> int:
-    """The most samples or units of one member of a team: the size that padding gives to all."""
+    """The most samples or units of one member of a team: padding gives this size to all."""
     division, largest = row % len(choice.member), 0
     for device in range(scratch.span[division, 0], scratch.span[division, 1]):
         if choice.teams.number[division, device] == team:
@@ -140,7 +140,7 @@ def reduce(
         tape: Output.
         slot: The slot to fill.
         division: Division of the maker.
-        row: Row of the maker, which tells the devices that have a part.
+        row: Row of the maker; devices with a share of it have a part.
         micro: Number of the micro-batch.
         only_firsts: Whether members of a team have the same part, which is added once.
     """
@@ -201,7 +201,7 @@ def scatter_in_teams(
         scratch: Working memory; its ``value_buffer`` is written.
         tape: Output.
         value: The value, just made.
-        row: Row of its op, which tells the devices that have a part.
+        row: Row of its op; devices with a share of it have a part.
         micro: Number of the micro-batch.
     """
     teams = choice.teams
@@ -243,7 +243,7 @@ def exchange_in_teams(
         scratch: Working memory; its ``value_buffer`` is written.
         tape: Output.
         value: The value, just made.
-        row: Row of its op, which tells the boxes before.
+        row: Row of its op, which determines the boxes before the exchange.
         micro: Number of the micro-batch.
     """
     teams = choice.teams
@@ -277,17 +277,17 @@ def complete_in_teams(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, value: int, row: int,
     micro: int,
 ) -> None:  # fmt: skip
-    """Complete slices inside each team: an all-gather of a number of each row.
+    """Complete slices inside each team: an all-gather of one number per row.
 
-    A member that has all units needs no other's.
+    A member that has all units needs no numbers of others.
 
     Args:
         tables: Tables of the graph.
         choice: The strategy.
         scratch: Working memory; its ``value_buffer`` is written.
         tape: Output.
-        value: The value, whose op has found those numbers.
-        row: Row of its op, which tells the devices that have slices.
+        value: The value, whose op has computed these numbers.
+        row: Row of its op; devices with a share of it have slices.
         micro: Number of the micro-batch.
     """
     teams = choice.teams
@@ -317,7 +317,7 @@ def complete_in_teams(
 def _read_made(
     choice: Choice, scratch: Scratch, tape: Tape, value: int, row: int, micro: int, team: int
 ) -> None:
-    """Let the collective begun last read what a team's members have just made of a value."""
+    """Make the collective begun last read the parts of a value that a team has just made."""
     division = row % len(choice.member)
     number = choice.teams.number[division]
     for device in range(scratch.span[division, 0], scratch.span[division, 1]):

@@ -1,9 +1,9 @@
 """Which values every op reads, and in which form: as they were made, or through a slot.
 
-A *slot* is one way in which a value is needed somewhere else than where it was made: by another
-group, along another axis, or whole although it was made in parts.
+A *slot* is one converted form of a value: for another group, along another axis, or whole although
+it was made in parts.
 
-How a team changes what an op makes, as soon as it is made.
+``Recut`` says how a team changes the cut of an op's output as soon as it is made.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,21 +17,22 @@ from heterog.graph.sharding_rules import Special
 from heterog.graph.sharding_rules.matmul import ATTENTION_KINDS
 
 ANY_PASS, FORWARD_PASS, BACKWARD_PASS = 0, 1, 2
-"""Readers that a slot serves: all; or those of one pass, where a team gathers slices of sums or
-the keys and values of all positions. The backward pass then gathers them again, so that nobody
-keeps the whole in between (Korthikanti et al. 2022, section 4.2.2)."""
+"""Readers that a slot serves: all, or those of one pass. Slots of one pass are for values that a
+team gathers, slices of sums or the keys and values of all positions: the backward pass gathers
+them again, so that no device keeps the whole in between (Korthikanti et al. 2022, section
+4.2.2)."""
 
 WindowRow = tuple[int, int, int, int]
 NO_WINDOW: WindowRow = (0, 0, 0, 0)
 Slot = tuple[int, int, int, int, int, WindowRow]
-"""Value, reading group, how much of it is needed, axis and pass of the readers, and rows."""
+"""Value, reading group, how much of the value is needed, axis and pass of the readers, window."""
 
 
 def window_row(graph: OpGraph, tensor: int, needed: Placement) -> WindowRow:
     """Convert a window to the kernel's form: its three numbers, and the total number of rows.
 
-    All 0 for slots that need no rows of others. For the rows that a sparse matrix names, the first
-    number is -1 minus that of the matrix in ``SparseTables``.
+    All 0 for slots that need no rows of others. If a sparse matrix names the rows, the first
+    number is -1 minus the number of the matrix in ``SparseTables``.
     """
     assert needed.window is not None
     return *needed.window, graph.tensors[tensor].shape[needed.dim]
@@ -49,9 +50,9 @@ class ValueReads:
         parameter_row: Number of each trained parameter, by tensor.
 
     Attributes:
-        gathered: How much of a value is needed by the views through which each tensor shows it.
-        matrices: Number of each (sparse matrix, axis) whose rows are cut, as far as ops were seen.
-        outside: Ways in which other groups look at a value, likewise.
+        gathered: For each tensor that is a view, how much of the viewed value its views need.
+        matrices: Number of each (sparse matrix, axis) whose rows are cut, for ops given to ``of``.
+        outside: Tensors (views) by which other groups read a value, for ops given to ``of``.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class ValueReads:
         return list(entries), list(parameters)
 
     def _gathered_views(self) -> list[int]:
-        """See ``gathered``."""
+        """Make ``gathered``."""
         graph, plan = self.graph, self.plan
         gathered = [AS_MADE] * len(graph.tensors)
         for index, op in enumerate(graph.ops):
@@ -110,7 +111,7 @@ class ValueReads:
         return gathered
 
     def _window(self, index: int, position: int, tensor: int) -> WindowRow:
-        """The rows that an op reads, where its device may lack some of them."""
+        """The rows that an op reads, if its device may lack some of them."""
         plan, graph = self.plan, self.graph
         window = plan.window_needed(index, position, tensor)
         sparse = plan.needed[index][position]
@@ -131,7 +132,7 @@ class ValueReads:
         graph, plan = self.graph, self.plan
         is_gathered = whole == IN_TEAM and plan.placements[storage].kind == "S"
         axis = int(plan.tensor_axis[storage])
-        # Keys and values of all positions.
+        # Attention along positions reads the keys and values of all positions.
         is_context = graph.ops[reader].kind in ATTENTION_KINDS and axis != BATCH_AXIS
         if not is_gathered or not (is_context or axis in plan.scatter_axes):
             return ANY_PASS
@@ -153,11 +154,11 @@ class Recut(IntEnum):
     EXCHANGED = 2
     """Slices along one axis become slices along another: an all-to-all."""
     COMPLETED = 3
-    """Slices are made once a number of each row of all members is there: an all-gather."""
+    """Slices are completed by one number per row from each member: an all-gather."""
 
 
 def recut_of(graph: OpGraph, plan: AxisPlan, op: int) -> Recut:
-    """How a team changes what an op makes."""
+    """How a team changes the cut of an op's outputs."""
     made = graph.outputs[op]
     if plan.specials[op] == Special.NUMBERS_OF_ROWS:
         return Recut.COMPLETED
@@ -167,7 +168,7 @@ def recut_of(graph: OpGraph, plan: AxisPlan, op: int) -> Recut:
 
 
 def row_bytes(graph: OpGraph, plan: AxisPlan, tensor: int) -> float:
-    """Bytes of a number of each row, in float32 at least, where a team gathers these."""
+    """Bytes of one number per row, in float32 at least; 0 if no team gathers such numbers."""
     if recut_of(graph, plan, int(graph.producer[tensor])) != Recut.COMPLETED:
         return 0.0
     meta = graph.tensors[tensor].meta
@@ -176,7 +177,7 @@ def row_bytes(graph: OpGraph, plan: AxisPlan, tensor: int) -> float:
 
 
 def item_bytes(graph: OpGraph, tensor: int) -> int:
-    """Bytes of each element of a tensor; 0 if it has no floating-point numbers."""
+    """Bytes of each element of a tensor; 0 if it is not of floating-point numbers."""
     meta = graph.tensors[tensor]
     if "float" not in meta.dtype or not meta.meta.num_elements:
         return 0

@@ -1,8 +1,8 @@
 """The walk through a step: every op of every micro-batch, in program order.
 
-Compute tasks: one op of one micro-batch on each device that has samples or units of it.
-
-Recomputation: rerunning forward ops before the backward ops that read their results.
+An op of a micro-batch becomes a compute task on each device that has samples or units of it
+(``compute_op``). Recomputation reruns forward ops before the backward ops that read their results
+(``recompute_before``).
 """
 
 from heterog.lowering.choice import Choice
@@ -98,13 +98,13 @@ def compute_op(
         return
     recut = tables.op_recut[op]
     units = tables.axis_units[tables.value_axis[first_value]] if recut > 0 else 0
-    last_samples, part = tables.batch_size, 1.0  # of all samples, at the device before
+    last_samples, part = tables.batch_size, 1.0  # of the previous device: samples, and fraction
     for device in range(scratch.span[plain, 0], scratch.span[plain, 1]):
         share = choice.shares[division, micro, device]
         if share == 0:
             continue
         samples = share
-        if axis > 0:  # on all samples of the team, and on the own units
+        if axis > 0:  # on all samples of the team, and on the device's own units
             samples = choice.teams.samples[plain, micro, device]
             if samples != last_samples:
                 last_samples, part = samples, samples / tables.batch_size
@@ -140,7 +140,8 @@ def compute_op(
             buffer.device = device
             size = tables.value_bytes[value] + tables.value_bytes_per_unit[value] * share
             if recut == _SUMMED or recut == _EXCHANGED:
-                # Afterwards; this is a part of the whole sum, or a slice along its axis.
+                # The value's axis is the one after the recut; this buffer is a part of the whole
+                # sum, or a slice along the op's axis.
                 size = tables.value_bytes_per_unit[value] * units
                 if recut == _EXCHANGED:
                     size *= share / tables.axis_units[axis]
@@ -187,9 +188,9 @@ def _has_room(tape: Tape, num_devices: int, num_reads: int, num_values: int) -> 
 def _gives_permit(
     turns: Turns, scratch: Scratch, op: int, device: int, chunk: int, micro: int, end: int
 ) -> bool:
-    """Whether an op ends a micro-batch's stay in a chunk, so that another one may begin.
+    """Whether an op is the last of a micro-batch on a chunk, so that another one may begin.
 
-    Only micro-batches with forward ops there have begun.
+    A micro-batch has begun only if it has forward ops there.
     """
     if chunk < 0 or turns.closing_op[device, chunk, micro, end] != op:
         return False
@@ -227,15 +228,15 @@ def _rerun(
 ) -> None:  # fmt: skip
     """Rerun forward ops of a group before one of its backward ops, the ``reader``.
 
-    They read the same inputs as the first time, except those that are recomputed themselves. The
-    first one waits for the gradients that the reader waits for: a device that is ahead of others
-    would otherwise hold recomputed values for as long as if it had kept them.
+    They read the same inputs as the first time, except for recomputed ones. The first op waits for
+    the gradients that the reader waits for. Otherwise a device that is ahead of others would hold
+    recomputed values for as long as if it had kept them.
     """
     group = tables.op_group[reader]
     num_divisions = len(choice.member)
     num_devices = choice.member.shape[1]
     turns = choice.turns
-    if turns.rule != BY_MICRO_BATCH:  # also where the reader is one of the ops that come later
+    if turns.rule != BY_MICRO_BATCH:  # even if the reader is deferred with the weight gradients
         take_turns(turns, tape, group, _BACKWARD, micro)
     reading = choice.division[group] + num_divisions * tables.op_axis[reader]
     for position in range(first, end):
@@ -287,7 +288,7 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
     tape.counts[:] = 0
     tape.bucket[:] = -1
     scratch.next_ready_buffer[:] = -1
-    # Only members of a division are looked at from here on; the others have made nothing.
+    # From here on only members of a division are visited; other devices make nothing.
     scratch.value_buffer[:] = -1
     scratch.slot_buffer[:] = -1
     _find_spans(choice, scratch)
@@ -310,7 +311,7 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
             scratch.slot_done[:] = 0
             scratch.awaited[:] = -1
             tape.turn[:] = micro
-            turns_group, turns_work = -2, -1  # whose turns devices have
+            turns_group, turns_work = -2, -1  # group and pass of the devices' current turns
             for op in range(len(tables.op_id)):
                 group = tables.op_group[op]
                 # The constant group is -1: the last entry.
@@ -398,16 +399,16 @@ def _begin_step(choice: Choice, scratch: Scratch, has_slices: bool) -> None:
 
 @helper
 def _forget_values(tables: GraphTables, choice: Choice, scratch: Scratch) -> None:
-    """Begin a micro-batch: reset which buffers hold values, where the last one can have made any.
+    """Begin a micro-batch: reset the buffers of values on devices that can have made any.
 
-    Devices outside a division make none, and there may be hundreds of these.
+    Devices outside a division make none, and there may be hundreds of such devices.
     """
     for op in range(len(tables.op_id)):
         division = choice.division[tables.op_group[op]]
         begin, end = scratch.span[division, 0], scratch.span[division, 1]
         for value in range(tables.value_start[op], tables.value_start[op + 1]):
             scratch.value_buffer[value, begin:end] = -1
-    for parameter in range(len(tables.parameter_bytes)):  # which members of its group may receive
+    for parameter in range(len(tables.parameter_bytes)):  # members may have received a gradient
         division = choice.division[tables.parameter_group[parameter]]
         begin, end = scratch.span[division, 0], scratch.span[division, 1]
         scratch.value_buffer[tables.parameter_gradient[parameter], begin:end] = -1
@@ -451,14 +452,14 @@ def _bring_inputs(
 
 @helper
 def _note_last_readers(tables: GraphTables, scratch: Scratch, parameter: int) -> None:
-    """Note the ops that an update has to wait for besides those that make the gradient."""
+    """Note the ops that an update has to wait for besides the maker of its gradient."""
     num_devices = scratch.last_read.shape[1]
     last_value = tables.parameter_last_value[parameter]
     if last_value >= 0:
         for device in range(num_devices):
             if scratch.value_buffer[last_value, device] >= 0:
                 scratch.last_read[parameter, device] = scratch.value_buffer[last_value, device]
-    # Where no gradient is made, nothing else waits for the parameter's readers.
+    # On a device that makes no gradient, nothing else waits for the parameter's readers.
     gradient = tables.parameter_gradient[parameter]
     for reader in range(tables.reader_start[parameter], tables.reader_start[parameter + 1]):
         for device in range(num_devices):
@@ -473,7 +474,7 @@ def _finish_parameter(
 ) -> None:
     """Handle a finished gradient of a micro-batch: keep it, add it up, synchronise."""
     slot = tables.gradient_slot[parameter]
-    if slot >= 0 and scratch.slot_done[slot] == 0:  # made in parts of a parameter that is whole
+    if slot >= 0 and scratch.slot_done[slot] == 0:  # made in parts, but the parameter is whole
         convert(tables, choice, scratch, tape, slot, micro)
     if is_shared(tables, choice, parameter):
         share_whole_gradient(tables, choice, scratch, tape, parameter, micro)

@@ -1,8 +1,8 @@
 """Seconds and bytes of single tasks: what the simulator adds up.
 
-- ``cost_model`` is the interface, and prices messages: ``roofline`` from data sheets,
-  ``device_models`` from measured types, ``calibration`` from your own measurements (``op_fits``)
-  and runs.
-- ``price_table`` keeps what was priced.
-- ``intervals`` says how sure predictions are, and what unsure speeds change.
+- ``cost_model`` is the interface of cost models, and has the alpha-beta model of messages. The
+  cost models are ``roofline`` (from data sheets), ``device_models`` (from measured GPU types) and
+  ``calibration`` (from the user's own measurements, fitted by ``op_fits``, and runs).
+- ``price_table`` caches prices.
+- ``intervals`` has the errors of predictions, and their effect on a schedule.
 """

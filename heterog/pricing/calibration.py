@@ -2,23 +2,24 @@
 
 Seconds of an op at a local share come from the first of these sources that exists:
 
-1. its *curve*: this very op was measured at several shares; seconds are interpolated between
-   them (piecewise linear over the samples);
+1. its *curve*: the same op was measured at several shares; seconds are interpolated between
+   these (piecewise linear over the samples);
 2. its *kind*: ops of the same kind were measured at other sizes. ``a + b FLOPs + c bytes`` with
-   a, b, c >= 0 is fitted to their relative errors, then multiplied by the fit's error at the
+   a, b, c >= 0 is fitted by relative errors, then multiplied by the fit's error at the
    measurements nearest in size (Gaussian weights in log FLOPs and log bytes);
 3. the *device*: the same fit over the measurements of all kinds.
 
-2 outside the measured sizes and 3 are *extrapolated*, and ``extrapolated`` says for which ops.
+Seconds from source 2 outside the measured sizes and from source 3 are *extrapolated*;
+``extrapolated`` lists such ops.
 
-Links: a NIC's rate is the one that transfers over it reached. A collective takes ``latency x l +
-bytes x b`` where the factors l and b of its kind are fitted to measured collectives over those
-rates. Communication also takes compute time from its members: for every byte (*drag*), on a CPU
-the time of the threads that move bytes, measured while nothing else ran; and for every operation
-(*overhead*), measured with small ones while all members computed.
+Links: the rate of a NIC is the rate that transfers over it reached. A collective takes ``latency x
+l + bytes x b``; the factors l and b of its kind are fitted to measured collectives at the measured
+rates. Communication also takes compute time from its members. *Drag* is the time per byte: on a
+CPU that of the threads that move bytes, measured while nothing else ran. *Overhead* is the time
+per operation, measured with small operations while all members computed.
 
-A file for ``calibration`` of a cluster may instead hold device models that were fitted to recorded
-runs (``save_run_models``).
+The file that ``calibration`` of a cluster names may instead hold device models that were fitted to
+recorded runs (``save_run_models``).
 """
 
 import math
@@ -63,7 +64,7 @@ from heterog.records import VALUE, Count, Flag, Name, Record, Text, finite, pars
 from heterog.strategy.strategy import REPLICATED, Strategy
 
 RUNS = "runs"
-"""Value of the field ``kind``, which no other calibration has."""
+"""Value of the field ``kind`` in files of device models; other calibrations lack this field."""
 
 _Factor = Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)]
 _Spread = Annotated[float, Field(ge=0.0, le=10.0, allow_inf_nan=False)]
@@ -114,7 +115,7 @@ def save_run_models(path: Path, models: DeviceModels, name: str, num_runs: int) 
 
 
 def read_run_models(value: object, where: str) -> DeviceModels:
-    """Device models of JSON values.
+    """The device models that a parsed JSON document describes.
 
     Raises:
         InputFileError: a field is missing, unknown or wrong.
@@ -138,7 +139,7 @@ class LinkFit:
 
     Attributes:
         rates: Measured bytes/s of link resources, by name.
-        factors: Factors of the latency and of the bytes' time, by channel kind.
+        factors: Factors on the nominal seconds of latency and of bytes, by channel kind.
         drag: Seconds of compute lost per payload byte, by channel kind and device type.
         overhead: Seconds of compute that an operation takes from a member for each other member,
             by channel kind and device type.
@@ -204,7 +205,8 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
         },
         drag=_means(drag),
         overhead=_means(overhead),
-        # A geometric mean, as values spread over orders of magnitude: who is stopped when varies.
+        # A geometric mean: values spread over orders of magnitude, as processes are stopped at
+        # any time.
         loaded={kind: float(np.exp(np.mean(np.log(values)))) for kind, values in loaded.items()},
     )
 
@@ -212,8 +214,8 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
 def _link_rates(cluster: Cluster, seconds_per_byte: Mapping[Channel, float]) -> dict[str, float]:
     """Bytes/s of link resources, from transfers that ran alone.
 
-    A transfer gives only the rate of the slowest link of its route. Links that are never the
-    slowest keep their nominal rate, times the mean fraction that measured links reach of theirs.
+    A transfer measures only the slowest link of its route. Links that are never the slowest get
+    their nominal rate times the mean ratio of measured to nominal rates.
     """
     found: dict[str, list[float]] = {}
     for channel, seconds in seconds_per_byte.items():
@@ -233,8 +235,8 @@ def _link_rates(cluster: Cluster, seconds_per_byte: Mapping[Channel, float]) -> 
 def measured_as(kind: ChannelKind) -> str:
     """Name under which a kind of channel was measured.
 
-    Both all-reduces are one call of the communication library, which chooses for itself. Ranks
-    run an all-to-all by the same sends as an all-gather.
+    Both kinds of all-reduce are one call of the communication library, which chooses the algorithm
+    itself. Ranks run an all-to-all by the same sends as an all-gather.
     """
     if kind == ChannelKind.ALL_REDUCE_HIERARCHICAL:
         kind = ChannelKind.ALL_REDUCE_RING
@@ -244,24 +246,24 @@ def measured_as(kind: ChannelKind) -> str:
 
 
 def _factors(latency: FloatArray, payload: FloatArray, seconds: FloatArray) -> tuple[float, float]:
-    """Factors of the nominal seconds of latency and payload that fit the measurements.
+    """Factors on the nominal seconds of latency and payload that fit the measurements.
 
-    Medians, as a process that is stopped for a moment makes single measurements meaningless: the
-    payload's over the large ones, then the latency's over the small ones.
+    The factor of the payload is a median over large payloads, then that of the latency is a median
+    over small ones. Medians, because a process that is stopped for a moment spoils a measurement.
     """
     is_large = payload >= 0.5 * payload.max()
     is_small = payload <= 2.0 * payload.min()
     of_payload = np.median(seconds[is_large] / payload[is_large])
     rest = seconds[is_small] - of_payload * payload[is_small]
     of_latency = np.median(rest / np.maximum(latency[is_small], LEAST_SECONDS))
-    # Small messages may pass a shaper unhindered; a search would make use of it.
+    # Small messages may pass a traffic shaper unhindered; a search would exploit a factor below 1.
     return max(float(of_latency), 1.0), float(of_payload)
 
 
 def measured_channel(
     table: ChannelTable, kind: ChannelKind, devices: tuple[int, ...], slices: tuple[int, ...]
 ) -> Channel:
-    """The channel over which something was measured."""
+    """The channel of a measured transfer or collective."""
     if kind == ChannelKind.POINT_TO_POINT:
         number = devices[0] * table.cluster.num_devices + devices[1]
     elif kind == ChannelKind.REDUCE_SCATTER:
@@ -282,7 +284,7 @@ def _seconds_per_byte(rows: Sequence[LinkMeasurement]) -> float:
 
 
 def _means(by_kind: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, float]]:
-    """Mean loss of each device type, at least 0: a clock may show gains, which do not exist."""
+    """Mean loss of each device type, at least 0: a negative loss is an error of the clock."""
     return {
         kind: {
             name: max(sum(values) / len(values), 0.0) if values else 0.0
@@ -293,7 +295,7 @@ def _means(by_kind: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, di
 
 
 _RUN_SPREAD = 0.05
-"""Error of the logarithm of a step's seconds where every op is known."""
+"""Standard deviation of log seconds of a step whose ops were all measured."""
 _Error: TypeAlias = Annotated[float, finite(0.0, 1e12)] | None
 
 
@@ -307,7 +309,8 @@ class Calibration:
         links: Fits to the links of the measured cluster.
         held_out_error: Errors on data unseen by a first fit, by device type: of ops, and of
             whole models; see the function ``held_out_error``.
-        compiled: Whether compiled steps were measured; others are extrapolated, and the reverse.
+        compiled: Whether compiled steps were measured; then all other steps are extrapolated,
+            else compiled steps are.
     """
 
     __pydantic_config__: ClassVar = VALUE
@@ -325,7 +328,7 @@ class Calibration:
     def extrapolated(
         self, graph: OpGraph, device_type: DeviceType, samples: int
     ) -> tuple[list[str], float]:
-        """Op kinds never measured near these sizes, and their part of the predicted seconds."""
+        """Op kinds never measured near these sizes, and their share of the predicted seconds."""
         seconds, is_far = self._op_seconds(graph, device_type, samples)
         kinds = {op_kind(graph, int(index)) for index in np.flatnonzero(is_far & (seconds > 0))}
         return sorted(kinds), float(seconds[is_far].sum() / max(seconds.sum(), 1e-300))
@@ -354,8 +357,8 @@ class Calibration:
     ) -> FloatArray:
         """Seconds of parts of ops; see ``CostModel``.
 
-        Always extrapolated: parts along other axes than the batch are not measured. The fit of
-        the op's kind is applied to the part's own FLOPs and bytes.
+        These seconds are always extrapolated, since parts along other axes than the batch are not
+        measured. The fit of the op's kind is applied to the part's FLOPs and bytes.
         """
         fit = self.types.get(device_type.name)
         if fit is None:
@@ -363,11 +366,11 @@ class Calibration:
         return np.where(graph.is_view, 0.0, fit.work_seconds(graph, flops, num_bytes)[0])
 
     def in_teams(self, members: int) -> CostModel:
-        """The same: what was measured holds the host."""
+        """This model: measured seconds of ops include those of the host."""
         return self
 
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
-        """The error on models that a first fit had not seen; else the roofline's spread."""
+        """Spread from the error on models left out of a fit; the roofline's if there is none."""
         errors = self.held_out_error.get(device_type.name, ())
         known = [error for error in reversed(errors) if error is not None]
         if not known:
@@ -465,8 +468,8 @@ def calibrate(
 def link_error(rows: Iterable[LinkMeasurement], cluster: Cluster) -> dict[str, float]:
     """Error of each kind of transfer and collective at a payload that the fit has not seen.
 
-    The second-largest payload of each kind is left out. Sum of |predicted - measured| over sum of
-    measured seconds; kinds with fewer than three payloads have no error.
+    The second-largest payload of each kind is left out. The error is the sum of |predicted -
+    measured| over the sum of measured seconds; kinds with fewer than three payloads have none.
 
     Raises:
         ClusterError: the measurements name devices that the cluster does not have.
@@ -495,13 +498,13 @@ def link_error(rows: Iterable[LinkMeasurement], cluster: Cluster) -> dict[str, f
 def extrapolated_by(
     model: Calibration, graph: OpGraph, cluster: Cluster, strategy: Strategy
 ) -> dict[str, float]:
-    """Fraction of a strategy's compute time in each op kind that was never measured near its size.
+    """Share of a strategy's compute seconds in each op kind that was never measured near its size.
 
-    Seconds of all devices together. Micro-batches are taken as one. All of a step is extrapolated
-    that is compiled and was not measured so, or the reverse.
+    Seconds are summed over devices; micro-batches are taken as one. All ops are extrapolated if
+    steps are compiled and measurements are not, or the reverse.
 
     Returns:
-        Fractions of all compute seconds by op kind, the largest first; empty if all was measured.
+        Share of all compute seconds by op kind, the largest first; empty if all was measured.
     """
     group = group_ops(graph).group
     home_of = {op: home for (op, _, _), home in zip(graph.updates, strategy.homes, strict=True)}

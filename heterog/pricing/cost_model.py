@@ -1,28 +1,27 @@
-"""The interface of cost models, and their answers as arrays for the simulator.
+"""The interface of cost models, their prices as arrays for the simulator, and alpha-beta seconds.
 
-Seconds of transfers and collectives from the traffic of their channels (alpha-beta model).
-
-The phases of a collective process one chunk of the payload after another, as in NCCL, so that all
-its links carry bytes at the same time and the most loaded one determines the time:
+``alpha_beta`` prices a transfer or collective from the traffic of its channel. The phases of a
+collective process the payload chunk by chunk, as in NCCL. So all its links carry bytes at the same
+time, and the most loaded link determines the time:
 
     T(S) = alpha + S max_link sum_phase (multiple / rate)
 
 (Hockney 1994 for alpha-beta; Thakur et al. 2005 for the algorithms. Unlike there, phases over
 different links overlap within an operation; operations of one communicator never do.) Each link is
-*held* for its own bytes over its own rate only.
+*held* only for its own bytes over its own rate.
 
-Networks on which somebody has measured NCCL between hosts (``SlowedCollectives``) are priced by
-what it does there. n devices on H hosts, of which the slowest sends at R through all of its NICs,
-take for a byte of payload
+``over_measured_nics`` prices collectives on networks where NCCL was measured between hosts
+(``SlowedCollectives``). Let n devices lie on H hosts, and let R be the rate of the slowest host
+over all of its NICs. The seconds per byte of payload are
 
     ring (reduce-scatter, all-gather)   (n - 1) / n / R x ring H^ring_growth
     tree (all-reduce)                 2 (H - 1) / H / R x tree (log2 H)^tree_growth
 
-but no less than the NICs of the members need; an all-reduce takes the lesser of a tree and twice a
-ring. A ring waits for more steps the more hosts there are, a tree for 2 log2 H of them. How many
-devices of a host take part matters little: 1B models in teams of 1 to 8 (``fit`` rows of the
-Ultra-Scale Playbook on 64 to 256 GPUs) were 8, 2, 11 and 12 % too long in the mean with these
-formulas, and 8, 25, 57 and 59 % with R of the members' NICs alone.
+but no less than the NICs of the members need. An all-reduce takes the minimum of a tree and twice
+a ring. The number of a ring's steps grows with the hosts; a tree has 2 log2 H steps. The number of
+members on a host matters little: 1B models in teams of 1 to 8 (``fit`` rows of the Ultra-Scale
+Playbook on 64 to 256 GPUs) were predicted 8, 2, 11 and 12 % too long in the mean with these
+formulas, and 8, 25, 57 and 59 % too long with R of the members' NICs alone.
 """
 
 import math
@@ -67,7 +66,7 @@ class CostModel(Protocol):
     def work_seconds(
         self, graph: OpGraph, device_type: DeviceType, flops: FloatArray, num_bytes: FloatArray
     ) -> FloatArray:
-        """Seconds of every op if its local part is this much work, on whatever axis it is split.
+        """Seconds of every op whose local part has this work, whatever axis it is split along.
 
         Args:
             graph: The training step.
@@ -80,7 +79,7 @@ class CostModel(Protocol):
         """
 
     def in_teams(self, members: int) -> "CostModel":
-        """The model of ops of teams while stages on several hosts send to each other.
+        """The cost model for ops of teams in a pipeline whose stages lie on several hosts.
 
         Args:
             members: Devices of a team.
@@ -99,18 +98,18 @@ class CostModel(Protocol):
 class ChannelSeconds(NamedTuple):
     """Cost of a channel: ``latency(payload) + payload x seconds_per_byte`` from start to end.
 
-    latency(payload) = latency_s + min(fill_s, payload x fill_s_per_byte): a collective of many
-    bytes takes a while until its pipeline is full; one of few bytes is over before.
+    latency(payload) = latency_s + min(fill_s, payload x fill_s_per_byte): a large collective
+    needs time to fill its pipeline; a small one ends before the pipeline is full.
 
-    Each link resource is held for ``payload x held`` only: a 100 Gbit/s NIC that talks to one of
-    50 Gbit/s is busy half the time. Members of the channel that compute lose time to it, by
+    Each link resource is held only for ``payload x held``: a 100 Gbit/s NIC that sends to a
+    50 Gbit/s NIC is busy half the time. Members of the channel that compute lose time to it, by
     device type: ``overhead_s`` per operation and ``drag`` seconds per payload byte (o and O of
-    the LogGP model, Alexandrov et al. 1995). While a member computes, the latency is
-    ``loaded_latency_s`` if that is longer.
+    the LogGP model, Alexandrov et al. 1995). While a member computes, the latency is the longer
+    of ``latency_s`` and ``loaded_latency_s``.
 
-    Where flows share a link, their rates are in proportion to their ``weight`` (weighted max-min
-    fairness): 1 is what networks do by themselves, others are for flows that are paced or have a
-    traffic class of their own.
+    Flows that share a link get rates in proportion to their ``weight`` (weighted max-min
+    fairness). Networks by themselves give weight 1; other weights are for flows that are paced
+    or have a traffic class of their own.
     """
 
     latency_s: float
@@ -130,21 +129,21 @@ class ChannelSeconds(NamedTuple):
 
 @by_reference
 class ChannelPrices(NamedTuple):
-    """A cost model's answers for a set of channels; made again when new channels appear."""
+    """A cost model's prices of a set of channels; made again when new channels appear."""
 
     latency_s: FloatArray
-    fill_s: FloatArray  # the most that is added to the latency of large payloads
+    fill_s: FloatArray  # most seconds that filling the pipeline adds to the latency
     fill_s_per_byte: FloatArray
     s_per_byte: FloatArray
-    weight: FloatArray  # rates on a shared link are in proportion to it
+    weight: FloatArray  # flows share a link in proportion to their weights
     is_collective: npt.NDArray[np.bool_]
     drag: FloatArray  # share of compute speed that members lose  # [channels, num_types]
-    overhead_s: FloatArray  # compute seconds that an operation takes from each busy member
+    overhead_s: FloatArray  # compute seconds that each busy member loses to an operation
     loaded_s: FloatArray  # added to the latency while a member computes
     member_start: IntArray  # devices of each channel  # [num_channels + 1]
     member: IntArray
-    queue: IntArray  # of a collective, its communicator's; of a transfer, its links'
-    communicator: IntArray  # first channel of the same communicator; a transfer's own
+    queue: IntArray  # one per communicator; transfers over the same links share one
+    communicator: IntArray  # first channel of the communicator; for a transfer, the channel
     resource_start: IntArray  # link resources of each channel  # [num_channels + 1]
     resource: IntArray
     resource_s_per_byte: FloatArray
@@ -157,20 +156,20 @@ class ChannelPrices(NamedTuple):
 
 @by_reference
 class Prices(NamedTuple):
-    """A cost model's answers for one graph, cluster and set of channels, for the kernels."""
+    """A cost model's prices for one graph, cluster and set of channels, for the kernels."""
 
     type_of_device: IntArray
     op_seconds: FloatArray  # [num_types, batch_size + 1, num_compute_ops]
     has_rule: npt.NDArray[np.bool_]  # of each compute op
-    ruled_row: IntArray  # of ``Choice.shares``, for ops with a rule  # [num_compute_ops]
-    ruled_number: IntArray  # of its work on a device  # [num_rows, num_micro, num_devices]
-    ruled_seconds: FloatArray  # [numbers, num_compute_ops]
+    ruled_row: IntArray  # row of ``Choice.shares`` of an op with a rule  # [num_compute_ops]
+    ruled_number: IntArray  # number of a row's work  # [num_rows, num_micro, num_devices]
+    ruled_seconds: FloatArray  # seconds of ops at each work  # [numbers, num_compute_ops]
     update_seconds: FloatArray  # [num_types, num_parameters]
     parameter_bytes: FloatArray
     copy_fixed_s: FloatArray  # [num_types]
     copy_s_per_byte: FloatArray  # [num_types]
     channels: ChannelPrices
-    blocks_sends: bool  # devices compute nothing while a value that they send is under way
+    blocks_sends: bool  # a device computes nothing while it sends a value
     num_resources: int
 
 
@@ -182,7 +181,7 @@ def alpha_beta(
     Args:
         cluster: The cluster with the links.
         channel: A channel over these links.
-        measured: Bytes/s of link resources by name, instead of the cluster's own.
+        measured: Bytes/s of link resources by name, which replace the cluster's rates.
     """
     held: dict[int, float] = {}
     for phase in channel.phases:
@@ -196,12 +195,12 @@ def alpha_beta(
 def over_measured_nics(
     cluster: Cluster, channel: Channel, found: ChannelSeconds
 ) -> ChannelSeconds:
-    """A collective between hosts as it was measured on their network, if it was; see the module.
+    """Seconds of a collective between hosts by NCCL measurements of their network; see the module.
 
     Args:
         cluster: The cluster with the links.
         channel: A channel over these links.
-        found: Its seconds by rates and latencies alone.
+        found: Its seconds by rates and latencies alone, returned if nothing was measured.
     """
     members = grouped((cluster.host_of[device], device) for device in channel.devices)
     num_hosts, num_devices = len(members), len(channel.devices)
@@ -221,7 +220,7 @@ def over_measured_nics(
         ring = max(ring, (1.0 - 1.0 / num_devices) / rate * of_ring)
         tree = max(tree, 2.0 * (1.0 - 1.0 / num_hosts) / rate * of_tree)
     if not is_sum:
-        # Slices that are not even load some links more than a ring does.
+        # Uneven slices load some links more than a ring does.
         is_even = len(set(channel.slices)) <= 1
         return found._replace(
             seconds_per_byte=ring if is_even else max(ring, found.seconds_per_byte)

@@ -1,32 +1,29 @@
-"""Intervals around predictions that hold four of five measurements.
+"""Errors of predictions: intervals of seconds and of memory peaks, and noise on a schedule.
 
-Regimes of runs: how much less sure a prediction is where stages, teams and many hosts meet.
+An *interval* holds four of five measurements.
 
-What was measured to make ``regimes.yaml`` are runs by layout and number of hosts. A prediction's
-spread by its devices is widened, in quadrature, by the spread of its regime; one host adds none.
+A *regime* is a layout on a number of hosts; predictions are less sure where stages, teams and many
+hosts meet. The spread of a prediction by its devices is widened, in quadrature, by the spread of
+its regime (``regimes.yaml``, from measured runs). One host adds none.
 
-Errors of predicted memory peaks, from the few peaks that were measured.
-
-Of a run, e = log(measured / predicted) of the largest peak of a device. Over n runs, to which one
-number was fitted (what their devices reserve beside tensors),
+The spread of *memory peaks* follows from the few peaks that were measured. Let e = log(measured /
+predicted) of the largest peak of a device in a run. Over n runs, to which one number was fitted
+(the bytes that devices reserve beside tensors),
 
     spread^2 = sum(e^2) / (n - 1)
 
 The e of one more run, divided by spread x sqrt(1 + 1 / n), follows Student's t distribution with
 n - 1 degrees of freedom: the prediction interval for one further value of a normal variable (Hahn
-and Meeker, Statistical Intervals, 1991, chapter 4). For few runs it is wider than a normal one of
-the same spread, because the spread itself is not well known: by 1.43 for n = 4 at 80 %.
+and Meeker, Statistical Intervals, 1991, chapter 4). For few runs this interval is wider than a
+normal one of the same spread, because the spread itself is not well known: by 1.43 for n = 4 at
+80 %. Errors of the memory model are taken to be common to all devices of a plan. So a plan fits as
+often as the device whose predicted peak is the largest share of its memory.
 
-Errors of the memory model are taken to be common to all devices of a plan, so that a plan fits as
-often as the device that is fullest in proportion.
-
-The effect on a schedule when devices and links are not quite as fast as predicted.
-
-A plan is made for predicted speeds and runs unchanged on real ones. So the *order* of the nominal
-run is kept, while every device and every link gets a factor of its own, and the referee replays.
-Devices of a type share most of their factor, because predictions err by type. The same draws are
-used for every strategy of a comparison, so that differences come from the strategies, not from
-the draws.
+*Noise* is the difference between predicted and real speeds. A plan is made for predicted speeds
+and runs unchanged on real ones. So the referee replays the *order* of the nominal run, with a
+random factor for every device and every link. Devices of a type share most of their factor,
+because predictions err by type. All strategies of a comparison get the same draws, so that
+differences come from the strategies.
 """
 
 import math
@@ -49,13 +46,13 @@ from heterog.strategy.strategy import Strategy
 from heterog.yaml_files import read_shipped
 
 COVERAGE = 0.8
-"""Share of all measurements that an interval is to hold."""
+"""Share of measurements that lie in an interval."""
 MEDIAN_OF_NORMAL = NormalDist().inv_cdf(0.75)
 """Median of the absolute value of a normal variable, in standard deviations."""
 _DEVIATIONS = NormalDist().inv_cdf(0.5 + 0.5 * COVERAGE)
 
 _MOST_SPREAD = 20.0
-"""Spread from which an interval says nothing, 11 orders of magnitude to each side."""
+"""Spread at which an interval says nothing: it spans 11 orders of magnitude to each side."""
 
 
 class Interval(NamedTuple):
@@ -70,8 +67,8 @@ def interval_around(predicted: float, spread: float) -> Interval:
 
     Args:
         predicted: Predicted value, in the middle of the interval by ratios.
-        spread: Standard deviation of the logarithm of measured / predicted; measurements that
-            contradict each other may make it larger than any float can say, and 20 is as much.
+        spread: Standard deviation of the logarithm of measured / predicted, cut at 20:
+            measurements that contradict each other may give values whose exponential overflows.
 
     >>> [round(end, 3) for end in interval_around(1.0, 0.1)]
     [0.88, 1.137]
@@ -81,7 +78,7 @@ def interval_around(predicted: float, spread: float) -> Interval:
 
 
 def spread_of_interval(predicted: float, high: float) -> float:
-    """The spread of the interval of a prediction that ends at ``high``.
+    """The spread of a prediction whose interval ends at ``high``.
 
     >>> round(spread_of_interval(1.0, interval_around(1.0, 0.1).high), 3)
     0.1
@@ -90,14 +87,14 @@ def spread_of_interval(predicted: float, high: float) -> float:
 
 
 def conformal_spread(log_errors: Sequence[float], spreads: Sequence[float]) -> float:
-    """The least spread that, added in quadrature, lets intervals hold one more run.
+    """The least spread that, added in quadrature, makes the interval of a new run hold it.
 
-    Split conformal prediction (Vovk et al. 2005): of n runs and one more, all equally likely to
-    be the worst, four of five lie inside if ceil(0.8 (n + 1)) of the n do.
+    Split conformal prediction (Vovk et al. 2005): n + 1 runs are equally likely to be the worst,
+    so a new run lies inside with probability 0.8 if ceil(0.8 (n + 1)) of n runs do.
 
     Args:
-        log_errors: log(measured / predicted) of runs that nothing was fitted to.
-        spreads: Spread of each prediction without what is looked for.
+        log_errors: log(measured / predicted) of runs to which nothing was fitted.
+        spreads: Spread of each prediction before the addition.
 
     >>> round(conformal_spread([0.1, -0.2, 0.3, 0.1], [0.0] * 4) * 1.2816, 3)
     0.3
@@ -119,7 +116,7 @@ def regime_name(num_hosts: int, *, is_mixed: bool) -> str:
 
     Args:
         num_hosts: Number of hosts that take part.
-        is_mixed: Whether some devices are a team, and stages lie on others.
+        is_mixed: Whether the layout has both teams and several stages.
 
     >>> regime_name(2, is_mixed=True), regime_name(64, is_mixed=False)
     ('teams and stages on several hosts', 'many hosts')
@@ -178,7 +175,7 @@ class PeakErrors:
 
     @property
     def _scale(self) -> float:
-        """Divisor of the error of one more run, which makes it follow Student's distribution."""
+        """Divisor by which the error of one more run follows Student's distribution."""
         return self.spread * math.sqrt(1.0 + 1.0 / self.num_runs)
 
     def interval(self, peak_bytes: float) -> Interval:
@@ -211,7 +208,7 @@ class PeakErrors:
 
 
 def peak_errors_of(peaks: Sequence[tuple[float, float]], measured_on: str) -> PeakErrors:
-    """Errors from a few runs, to which one number had been fitted; the module has the formula.
+    """Errors from a few runs, to which one number was fitted; the module has the formula.
 
     Args:
         peaks: (measured, predicted) bytes of each run, above 0, without what devices reserve.
@@ -235,8 +232,8 @@ def peak_errors_of(peaks: Sequence[tuple[float, float]], measured_on: str) -> Pe
 def _probability(t: float, freedom: int) -> float:
     """P(T <= t) of Student's distribution with whole degrees of freedom.
 
-    A finite sum (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4), so that nothing has to be
-    imported: ranks check intervals whenever they load a plan.
+    It is a finite sum (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4). It needs no import, which
+    matters because ranks check intervals whenever they load a plan.
 
     >>> round(_probability(1.6377, 3), 4), round(_probability(-1.0, 1), 4)
     (0.9, 0.25)
@@ -255,7 +252,7 @@ def _probability(t: float, freedom: int) -> float:
 
 @lru_cache(maxsize=16)
 def _quantile(probability: float, freedom: int) -> float:
-    """The t at which ``_probability`` reaches a value of 0.5 or more."""
+    """The t at which ``_probability`` reaches a probability of 0.5 or more."""
     low, high = 0.0, 1.0
     while _probability(high, freedom) < probability:
         high *= 2.0
@@ -269,14 +266,14 @@ def _quantile(probability: float, freedom: int) -> float:
 
 
 SPREAD = 0.10
-"""Standard deviation of the logarithm of a link's speed, inside a host or between few."""
+"""Standard deviation of the logarithm of a link's speed, inside a host or between few hosts."""
 _WITHIN_TYPE = 0.03
-"""The same for devices of one type."""
+"""Standard deviation of the logarithm of a device's speed, among devices of one type."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Noise:
-    """Random factors of seconds: 1.1 is a tenth slower than predicted.
+    """Random factors on seconds: 1.1 is a tenth slower than predicted.
 
     Attributes:
         device: Factor of each device.  # [num_draws, num_devices]
@@ -297,7 +294,7 @@ def draw_noise(
 ) -> Noise:
     """Draw log-normal factors for every device and link, with median 1.
 
-    Links are less sure on more hosts than were measured; see ``intervals``.
+    Factors of links spread more on clusters of many hosts; see ``regime_name``.
 
     Args:
         cluster: The cluster with the devices and links.
@@ -320,7 +317,7 @@ def draw_noise(
 def noisy_prices(prices: Prices, resource_factor: FloatArray) -> Prices:
     """Prices of channels over links that are slower or faster by a factor.
 
-    A channel's cost beyond its most loaded link grows with that link.
+    The seconds per byte of a channel grow in proportion to those of its most loaded link.
     """
     channels = prices.channels
     held = channels.resource_s_per_byte * resource_factor[channels.resource]
@@ -348,7 +345,7 @@ def noisy_seconds(
     nominal = seconds[: len(tasks)]
     is_link = tasks["kind"] >= FIRST_LINK_KIND
     slower = noisy.channels.s_per_byte - prices.channels.s_per_byte
-    # Indices of the other kind are -1: they read a value that is then not taken.
+    # Compute tasks have channel -1 and links device -1: ``where`` drops what these indices read.
     return np.where(
         is_link,
         nominal + tasks["num_bytes"] * slower[tasks["channel"]] if len(slower) else nominal,

@@ -1,8 +1,6 @@
-"""Seconds of ops fitted to measurements: of each kind, and of each device type.
+"""Measurements of ops and transfers that ``heterog profile`` writes, and fits to those of ops.
 
-``calibration`` says which source comes first.
-
-Measured seconds of ops and transfers, as ``heterog profile`` writes them.
+Each device type has a fit for each op kind; ``calibration`` says when which fit is used.
 """
 
 import hashlib
@@ -42,10 +40,10 @@ from heterog.records import (
 )
 
 SCHEMA_VERSION = 1
-LEAST_SECONDS = 1e-7  # no clock tells less apart
+LEAST_SECONDS = 1e-7  # no clock resolves less
 COPY = "copy"
 STEP = "step"
-"""Kind of the rows of whole steps: seconds, and as bytes the most that tensors held."""
+"""Kind of rows that measure whole steps; their bytes are the most bytes that tensors held."""
 _WITHOUT_SIGNATURE = (COPY, STEP)
 """Kinds of rows that do not belong to a single op."""
 _MOST_MEMBERS = 512
@@ -70,7 +68,7 @@ class OpMeasurement:
     Attributes:
         device_type: Name of the device type.
         model: Name of the workload that it was measured in.
-        signature: Hash of the op at global size; see ``op_signature``.
+        signature: Hash of the op at its global size; see ``op_signature``.
         kind: ATen kind, ``update.CLASS``, ``copy`` or ``step``.
         samples: Number of samples of the local share.
         flops: FLOPs of the share.
@@ -106,10 +104,10 @@ class LinkMeasurement:
         slices: Relative slice of each member (reduce-scatter and all-gather).
         num_bytes: Payload.
         seconds: Median seconds.
-        device_seconds: Compute time that it took from each device, in the order of ``devices``: on
-            a CPU the process's CPU time over its quota, less its own computing.
-        while_computing: Whether it was one of several small ones issued at once while all members
-            computed; its numbers are then what each adds to the queue.
+        device_seconds: Compute time that each device lost to it, in the order of ``devices``: on a
+            CPU, the process's CPU time over its quota, less the CPU time of compute.
+        while_computing: Whether it was one of several small operations issued at once while all
+            members computed; seconds are then what each operation adds to the queue.
     """
 
     __pydantic_config__: ClassVar = VALUE
@@ -145,12 +143,12 @@ class Measurements:
     """The measurements of ``heterog profile``.
 
     Attributes:
-        environment: Versions and processors, for people.
+        environment: Versions and processors, only shown to people.
         ops: Measured ops and copies.
         links: Measured transfers and collectives.
-        cluster: The cluster of the links, as ``Cluster.to_dict`` describes it; ``None`` if nothing
-            was measured between devices.
-        compiled: Whether ops are parts of compiled segments.
+        cluster: The cluster of the links, as ``Cluster.to_dict`` describes it; ``None`` if no link
+            was measured.
+        compiled: Whether ops were measured as parts of compiled segments.
     """
 
     __pydantic_config__: ClassVar = VALUE
@@ -167,7 +165,7 @@ class Measurements:
 
     @staticmethod
     def load(path: str | Path) -> "Measurements":
-        """Read what ``save`` wrote.
+        """Read a file that ``save`` wrote.
 
         Raises:
             InputFileError: the file is missing, broken or of another version.
@@ -182,11 +180,11 @@ class Measurements:
 
 
 def merge(parts: Sequence[Measurements]) -> Measurements:
-    """Combine the rows of several measurements; the environment is that of the first.
+    """Combine the rows of several measurements; keep the environment of the first.
 
     Raises:
         ClusterError: links of several clusters were measured.
-        InputFileError: ops were compiled in some, and not in others.
+        InputFileError: ops were compiled in some parts and not in others.
     """
     if len({part.compiled for part in parts if part.ops}) > 1:
         raise InputFileError(
@@ -217,7 +215,7 @@ def op_kind(graph: OpGraph, index: int) -> str:
 
 
 def op_signature(graph: OpGraph, index: int) -> str:
-    """Hash of all that determines an op's seconds, besides the device and the share."""
+    """Hash of everything that determines an op's seconds, except the device and the share."""
     op = graph.ops[index]
     plan = batch_plan(graph)
     tensors = [*op.inputs, *graph.outputs[index]]
@@ -228,9 +226,9 @@ def op_signature(graph: OpGraph, index: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-_NEAR = math.log(2.0)  # sizes within a factor of 2 inform each other
-_FAR = math.log(3.0)  # beyond this factor from anything measured, a size is extrapolated
-_SHRINK = 0.1  # weight of "the fit is right", where one measurement of the same size has 1
+_NEAR = math.log(2.0)  # Gaussian width: measurements within a factor of 2 correct each other
+_FAR = math.log(3.0)  # a size farther than a factor of 3 from every measurement is extrapolated
+_SHRINK = 0.1  # weight of the uncorrected fit; a measurement of the same size has weight 1
 Factor: TypeAlias = Annotated[float, finite(0.0, 1e9)]
 _Logs: TypeAlias = Annotated[Series[Annotated[float, finite(0.0, 100.0)]], Field(min_length=1)]
 _LogRatios: TypeAlias = Annotated[
@@ -246,7 +244,7 @@ def signatures(graph: OpGraph) -> tuple[str, ...]:
 
 @lru_cache(maxsize=16)
 def _members(graph: OpGraph) -> Mapping[str, list[int]]:
-    """Ops of each kind, by kind."""
+    """Ops of each kind."""
     return grouped((op_kind(graph, index), index) for index in range(graph.num_ops))
 
 
@@ -258,7 +256,7 @@ class KindFit:
         coefficients: Seconds, seconds per FLOP, seconds per byte.
         log_flops: Logarithm of 1 + FLOPs of each measurement.
         log_bytes: Logarithm of 1 + bytes of each measurement.
-        log_ratio: Logarithm of each measurement's seconds over those of the fit.
+        log_ratio: Logarithm of each measurement's seconds over the seconds of the fit.
     """
 
     __pydantic_config__: ClassVar = VALUE
@@ -292,7 +290,7 @@ def _linear(
 
 def fit_kind(flops: FloatArray, num_bytes: FloatArray, seconds: FloatArray) -> KindFit:
     """Fit one kind to its measurements by non-negative least squares of relative errors."""
-    from scipy.optimize import nnls  # takes 0.3 s, which ranks need not wait for
+    from scipy.optimize import nnls  # imported here: ranks need not wait 0.3 s for it
 
     seconds = np.maximum(seconds, LEAST_SECONDS)
     columns = np.stack([np.ones_like(seconds), flops, num_bytes], axis=1) / seconds[:, None]
@@ -315,7 +313,7 @@ class TypeFit:
     Attributes:
         kinds: Fit of each op kind.
         curves: Curve of each op signature: (samples, seconds) in order of samples.
-        any_kind: Fit to ops of all kinds, for kinds never measured.
+        any_kind: Fit to ops of all kinds, for kinds that were never measured.
         copy_s: Fixed seconds and seconds per byte of copies.
     """
 
@@ -337,7 +335,7 @@ class TypeFit:
     def work_seconds(
         self, graph: OpGraph, flops: FloatArray, num_bytes: FloatArray
     ) -> tuple[FloatArray, np.ndarray[Any, np.dtype[np.bool_]]]:
-        """Seconds by kind of ops that do this much work, and whether each is extrapolated."""
+        """Seconds of ops with this work by their kinds, and whether each is extrapolated."""
         is_far = np.ones(graph.num_ops, np.bool_)
         seconds = np.empty(graph.num_ops)
         for kind, indices in _members(graph).items():
@@ -366,12 +364,12 @@ def fit_type(rows: Sequence[OpMeasurement]) -> TypeFit:
 def held_out_error(
     rows: Sequence[OpMeasurement], *, folds: int = 5
 ) -> tuple[float | None, float | None]:
-    """Errors of ops and of whole models on measurements that the fit has not seen.
+    """Errors of ops and of whole models on measurements left out of a fit.
 
-    For the first, each fold leaves out a part of the ops, by signature, and the error is the sum
-    of |predicted - measured| over the sum of measured seconds. For the second each model is left
-    out whole; the error is the mean, over models and shares, of that of the sum over a model's
-    ops. ``None`` where there is only one op or model.
+    For ops, each fold leaves out a part of the signatures; the error is the sum of |predicted -
+    measured| over the sum of measured seconds. For models, each is left out whole; the error is
+    the mean over models and shares of the relative error of the summed seconds of a model's ops.
+    An error is ``None`` if there is only one op or model.
 
     Args:
         rows: Measurements of one device type.

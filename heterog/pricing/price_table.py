@@ -1,9 +1,9 @@
-"""Prices of everything that strategies of one graph on one cluster can contain, each once.
+"""A cache of all prices that strategies of one graph on one cluster can need.
 
-Ops without rules have a row for each device type and share; those with rules are priced by the
-work that the rule sets used last leave to a device; channels one by one.
+Ops without rules have a row for each device type and share. Ops with rules are priced by their
+work on a device, for the rule sets used last. Channels are priced one by one.
 
-Of a sparse product, the work of a row is its number of entries: a device with a tenth of the nodes
+The work of a row of a sparse product is its number of entries: a device with a tenth of the nodes
 of a skewed graph may have half of the edges. All other costs follow from the number of units
 alone.
 """
@@ -53,13 +53,13 @@ class SparseWork:
 
     @property
     def by_rows(self) -> bool:
-        """Whether rows are cut, so that work depends on which rows a device has."""
+        """Whether rows are split, so that work depends on which rows a device has."""
         return any(self._plan.needed[op][0].pattern for op, _ in self._ops)
 
     def put(
         self, work: tuple[FloatArray, FloatArray], first_unit: int, units: int, samples: int
     ) -> tuple[FloatArray, FloatArray]:
-        """Replace the work of sparse products, which units alone do not determine.
+        """Replace the work of sparse products, since the number of units does not determine it.
 
         Args:
             work: FLOPs and bytes moved of every op; changed in place.
@@ -94,10 +94,10 @@ class SparseWork:
 
 
 MOST_PRICED = 1024
-"""Most channels that are all priced, used by a program or not: those of 32 devices."""
+"""Most channels of a table that are priced at once; beyond it (32 devices) only used ones are."""
 _MOST_PRICE_LISTS = 64
 MAX_RULE_SETS = 16
-"""Most rule sets of strategies whose tables are kept."""
+"""Most rule sets whose tables are cached."""
 _Number = TypeVar("_Number", bound=np.generic)
 _NO_ROWS: IntArray = np.zeros(0, np.int32)
 _NO_NUMBERS: IntArray = np.zeros((0, 0, 0), np.int32)
@@ -107,7 +107,7 @@ _MOST_DRAG = 0.9
 
 
 class RuleSet:
-    """Tables of a graph whose ops run by some rules, and seconds of these ops known so far."""
+    """Tables of a graph under some op rules, and a cache of the seconds of ops with rules."""
 
     def __init__(
         self, graph: OpGraph, op_rules: OpRules, blocks: tuple[int, ...], channels: ChannelTable
@@ -130,7 +130,7 @@ class RuleSet:
 
     @property
     def scratch(self) -> Scratch:
-        """Working memory for all devices, made when it is first needed."""
+        """Working memory for all devices, made at the first use."""
         if self._scratch is None:
             self._scratch = make_scratch(self.tables, self._num_devices)
         return self._scratch
@@ -153,14 +153,14 @@ class RuleSet:
         Args:
             choice: Choice on some devices.
             types: Device type of each of these devices.
-            cluster: Cluster that they are of.
+            cluster: Cluster of these devices.
             cost_model: Model of the seconds.
             members: Devices of a team if stages lie on several hosts; else 0.
 
         Returns:
-            The row of ``choice.shares`` that each op with a rule looks at, -1 of others; the
-            number of what a row says of a device and micro-batch; and by these numbers seconds.
-            # [num_compute_ops], [num_rows, num_micro, num_devices], [numbers, num_compute_ops]
+            (row of ``choice.shares`` of each op with a rule, else -1 [num_compute_ops]; number of
+            the work that a row gives a device in a micro-batch [num_rows, num_micro,
+            num_devices]; seconds of every op at each work [numbers, num_compute_ops]).
         """
         if not self.has_rules:
             return _NO_ROWS, _NO_NUMBERS, _NO_SECONDS
@@ -186,7 +186,7 @@ class RuleSet:
         return row_of, numbers, seconds
 
     def _at(self, key: tuple[int, ...], cluster: Cluster, cost_model: CostModel) -> FloatArray:
-        """Seconds of all compute ops by members, type, units, team's samples, first unit."""
+        """Seconds of all compute ops; a key is (members, type, units, samples, first unit)."""
         if key not in self._seconds:
             (_, kind, units, samples, begin), batch = key, self._graph.batch_size
             work = self._plan.work(units, samples or batch, batch, begin)
@@ -211,7 +211,7 @@ class RuleSets:
         self._kept: dict[int, RuleSet] = {0: RuleSet(graph, (), (), channels)}
 
     def number(self, op_rules: OpRules, blocks: tuple[int, ...] = ()) -> int:
-        """The number by which a ``Choice`` names op rules and blocks, 0 if there are none."""
+        """The number of op rules and blocks in a ``Choice``; 0 if there are none."""
         key = op_rules, blocks
         if key not in self._numbers:
             self._numbers[key] = len(self._by_number)
@@ -219,14 +219,14 @@ class RuleSets:
         return self._numbers[key]
 
     def rules_of(self, number: int) -> OpRules:
-        """The op rules of a number."""
+        """The op rules with a number."""
         return self._by_number[number][0]
 
     def of(self, number: int) -> RuleSet:
-        """Rule set of a choice; few are kept at once, those used last.
+        """The rule set with a number; a few that were used last are cached.
 
         Raises:
-            StrategyError: these rules cannot be followed together.
+            StrategyError: no placement satisfies these rules together.
         """
         found = self._kept.pop(number, None)
         if found is None:
@@ -243,9 +243,9 @@ class RuleSets:
 
 
 def distinct(*columns: IntArray) -> tuple[list[tuple[int, ...]], IntArray]:
-    """The distinct rows of columns of a shape, in order, and the number of each entry's row.
+    """The distinct rows of columns of equal shape, in order, and the number of each entry's row.
 
-    Rows become single numbers, which sort many times faster than rows.
+    Each row is packed into one integer, because integers sort many times faster than rows.
     """
     sizes = [int(column.max(initial=0)) + 1 for column in columns]
     if prod(sizes) >= 2**63:  # far beyond any cluster and batch; sorted as rows
@@ -266,12 +266,13 @@ _Way = tuple[ChannelKind, tuple[int, ...], tuple[float, ...]]
 class ChannelPricer:
     """Computes the prices of channels from a cost model, each channel only once.
 
-    A channel may start when its *gate* is free: the resources it holds for more than half as long
-    as the one it holds longest. It only loads the others: their next user waits longer. So two
-    transfers from a fast NIC to two slow ones run side by side, as they do in reality.
+    A channel may start when its *gate* is free. The gate is the set of resources that the channel
+    holds for more than half of its longest hold. A channel may start while its other resources are
+    busy; it makes their next user wait longer. So two transfers from a fast NIC to two slow NICs
+    run side by side, as on real networks.
 
     All collectives over one device set belong to one *communicator*, which runs one operation at
-    a time: they wait in one queue, whatever their links are.
+    a time. So they wait in one queue, whatever their links are.
 
     Args:
         model: Cost model of the channels.
@@ -303,7 +304,7 @@ class ChannelPricer:
         bits = np.array([resource for cost in costs for resource in cost.gate], np.int64)
         np.bitwise_or.at(gate, (of, bits // 64), np.uint64(1) << (bits % 64).astype(np.uint64))
         starts = starts_of([len(cost.seconds.held) for cost in costs])
-        by_type = len(costs), len(self._names)  # also where there is no channel
+        by_type = len(costs), len(self._names)  # keeps the shape if there is no channel
         drag = np.array([cost.drag for cost in costs], np.float64).reshape(by_type)
         overhead_s = np.array([cost.overhead_s for cost in costs], np.float64).reshape(by_type)
         return ChannelPrices(
@@ -354,11 +355,11 @@ class ChannelPricer:
 
 
 class _Cost(NamedTuple):
-    """Everything known about a single channel."""
+    """All prices of a single channel."""
 
     seconds: ChannelSeconds
-    queue: tuple[bool, tuple[int, ...]]  # whether of a communicator; its devices, or links
-    gate: tuple[int, ...]  # resources that must be free
+    queue: tuple[bool, tuple[int, ...]]  # (True, devices) of a collective, else (False, links)
+    gate: tuple[int, ...]  # resources that must be free when it starts
     drag: list[float]
     overhead_s: list[float]
     loaded_s: float
@@ -376,7 +377,7 @@ def _lost_speed(cost: ChannelSeconds, device_types: Sequence[str]) -> list[float
 def _of_all(
     prices: ChannelPrices, first: IntArray, number: IntArray, used: IntArray, table: ChannelTable
 ) -> ChannelPrices:
-    """Prices of all channels from those of the first of each set; see ``over_same_links``."""
+    """Prices of all used channels from the prices of each set's first; see ``over_same_links``."""
     member_start, member = _segments(prices.member_start, prices.member, number)
     is_transfer = used < table.num_transfers
     src, dst = np.divmod(used[is_transfer], table.cluster.num_devices)
@@ -414,7 +415,7 @@ def _segments(
 
 
 class PriceTable:
-    """Seconds by the cost model, kept between calls.
+    """A cache of the cost model's prices.
 
     Args:
         graph: One training step.
@@ -425,8 +426,8 @@ class PriceTable:
 
     Attributes:
         types: Device type of each device.  # [num_devices]
-        pricer: Prices of channels, one by one.
-        group_seconds: Seconds of each group's forward ops, and of all its ops, by device type and
+        pricer: Prices of single channels.
+        group_seconds: Seconds of (each group's forward ops, all its ops) by device type and
             samples.  # [2, num_types, samples, num_groups]
         reduced_bytes: Bytes of each group's gradients that are summed.  # [num_groups]
     """
@@ -452,7 +453,7 @@ class PriceTable:
         self._channel_prices: dict[int | bytes, ChannelPrices] = {}
         self._held: dict[int, FloatArray] = {}  # see ``held_by``
         shape = len(kinds), graph.batch_size + 1
-        # Rows are filled when a share is first seen: a row of zeros is never read.
+        # Rows are filled when a share is first seen: an unfilled row is never read.
         self._is_priced = np.zeros(shape, np.bool_)
         self._op_seconds = np.zeros((*shape, len(tables.op_id)))
         self.group_seconds = np.zeros((2, *shape, tables.num_groups))
@@ -469,7 +470,7 @@ class PriceTable:
         channels: ChannelPrices,
         members: int = 0,
     ) -> Prices:
-        """Prices, from the cost model, of everything that a choice can contain.
+        """Prices of everything that a choice can contain.
 
         Args:
             choice: Choice on some devices.
@@ -502,9 +503,9 @@ class PriceTable:
         )
 
     def of_channels(self, tape: Tape) -> ChannelPrices:
-        """Prices of a program's channels: of all channels, or, if there are many, of its own.
+        """Prices of all channels, or only of those that a program uses if there are many.
 
-        In the latter case its tasks are given the numbers of their channels in these prices.
+        In the latter case the channels of its tasks are replaced by their numbers in these prices.
         """
         count, used = len(self._channels), None
         key: int | bytes = count
@@ -524,7 +525,7 @@ class PriceTable:
         return self.pricer.prices([self._channels[n] for n in range(len(self._channels))])
 
     def _prices_of(self, used: IntArray) -> ChannelPrices:
-        """Prices of channels, transfers over the same links only once."""
+        """Prices of channels; transfers over the same links are priced once."""
         first, number = self._channels.over_same_links(used)
         firsts = [self._channels[each] for each in used[first].tolist()]
         return _of_all(self.pricer.prices(firsts), first, number, used, self._channels)
@@ -545,7 +546,7 @@ class PriceTable:
 
     @property
     def num_resources(self) -> int:
-        """Number of links, and of what else messages share."""
+        """Number of link resources that messages share."""
         return len(self._cluster.resources)
 
     def op_seconds(self, kind: int, samples: int) -> FloatArray:
@@ -566,11 +567,11 @@ class PriceTable:
             self.group_seconds[1, kind, samples] = np.bincount(groups, row, count)[1:]
 
     def update_s(self, device: int, rows: Sequence[int]) -> float:
-        """Seconds of the optimizer's steps of some rows of ``graph.updates`` on a device."""
+        """Seconds of the updates in some rows of ``graph.updates`` on a device."""
         return float(self._update_seconds[self.types[device], list(rows)].sum())
 
     def copy_s(self, device: int, num_bytes: float) -> float:
-        """Seconds of a copy on a device that reads and writes so many bytes together."""
+        """Seconds of a copy on a device; ``num_bytes`` are the bytes read plus those written."""
         kind = self.types[device]
         return float(self._copy_fixed_s[kind] + num_bytes * self._copy_s_per_byte[kind])
 

@@ -46,7 +46,7 @@ class Roofline:
         """Roofline seconds of parts of ops; measured seconds are scaled by the work."""
         seconds = self.kernel_seconds(graph, device_type, flops, num_bytes)
         measured, _ = _measured(graph, device_type.name)
-        # An op without FLOPs is scaled by its bytes, one without either is not scaled.
+        # An op without FLOPs is scaled by its bytes; an op without FLOPs and bytes is not scaled.
         by_bytes = num_bytes / np.where(graph.bytes_moved > 0, graph.bytes_moved, np.inf)
         fraction = np.where(
             graph.flops > 0, flops / np.where(graph.flops > 0, graph.flops, 1.0), by_bytes
@@ -67,7 +67,7 @@ class Roofline:
         )
 
     def in_teams(self, members: int) -> CostModel:
-        """The same: a roofline has no host."""
+        """This model, since a roofline has no host seconds."""
         return self
 
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
@@ -99,7 +99,7 @@ def attainable_flops_per_s(graph: OpGraph, device_type: DeviceType) -> FloatArra
 
 @lru_cache(maxsize=64)
 def _measured(graph: OpGraph, device_type: str) -> tuple[FloatArray, FloatArray]:
-    """Measured seconds of the whole batch (NaN if none), and 1 where they follow the share."""
+    """Measured seconds of the whole batch (NaN if none), and 1 where they scale with the share."""
     plan = batch_plan(graph)
     batched = (plan.flops_per_sample + plan.bytes_per_sample) > 0
     columns = [_whole(dict(op.measured_s).get(device_type, np.nan)) for op in graph.ops]
@@ -113,7 +113,7 @@ def _whole(measured: float | Curve) -> float:
 
 @lru_cache(maxsize=64)
 def _curves(graph: OpGraph, device_type: str) -> tuple[tuple[int, Curve], ...]:
-    """Op and points of the ops that were measured at several shares on a device type."""
+    """Index and curve of each op that was measured at several shares on a device type."""
     return tuple(
         (index, found)
         for index, op in enumerate(graph.ops)

@@ -1,13 +1,13 @@
 """Predicts step time and memory of a program.
 
-- ``evaluator`` is what planners ask, and its answer: whether a strategy can run, and how long;
-  ``runs`` lowers and simulates, alike devices once.
-- ``engine`` simulates inside a search (``timings``, ``heaps``), ``referee`` judges what is
-  reported. ``memory`` and ``memory_breakdown`` say what fills a device, ``timeline`` and
-  ``critical_path`` what takes time (``place_facts``: where, in one pass), ``lower_bound`` what
-  nothing can beat.
-- For modes: ``unequal_updates`` has closed forms.
-  ``multiplex`` runs a second job in the gaps.
+- ``evaluator`` tells planners whether a strategy can run, its step time and its memory; ``runs``
+  lowers and simulates it, and folds devices that do the same into one.
+- ``engine`` simulates inside a search (with ``timings`` and ``heaps``); ``referee`` predicts the
+  numbers that are reported.
+- ``memory`` and ``memory_breakdown`` predict the memory of devices. ``timeline`` and
+  ``critical_path`` show where time is spent; ``place_facts`` does so in one fast pass.
+  ``lower_bound`` bounds the step time of all strategies.
+- ``unequal_updates`` has closed forms for modes; ``multiplex`` runs a second job in the gaps.
 - ``compile_kernels`` compiles the kernels before they are needed.
 """
 

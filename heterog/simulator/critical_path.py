@@ -1,9 +1,9 @@
 """The limits of a step: the seconds of its critical path by place, purpose and module.
 
-``Timeline.critical_path`` is the chain of tasks that determines the step's time. Here each of its
-tasks becomes one or two *pieces*: seconds of compute on a device, seconds in which bytes pass
-through the slowest link of a channel, seconds of latency, seconds of waiting. The pieces follow
-one another without a gap from the start of the step to its end, so they add up to the step.
+``Timeline.critical_path`` is the chain of tasks that determines the step's time. This module cuts
+each of its tasks into *pieces*: seconds of waiting, of compute on a device, of latency, of bytes
+through the slowest link of a channel. The pieces follow one another without a gap from the start
+of the step to its end, so they add up to the step.
 """
 
 import re
@@ -19,7 +19,7 @@ from heterog.pricing.cost_model import CostModel
 from heterog.simulator.timeline import PathStep, Timeline
 from heterog.strategy.layouts.stages import layer_path
 
-# A link counts as the slowest one if it needs at least this part of the longest time.
+# A link counts as a slowest one if it is held for at least this share of the longest hold.
 _AS_SLOW = 0.99
 
 _GRADIENTS = frozenset(
@@ -141,7 +141,7 @@ def merge_blocks(blocks: Iterable[str]) -> list[str]:
 
 
 def slowest_links(cluster: Cluster, channel: Channel, cost_model: CostModel) -> tuple[int, ...]:
-    """Resources of a channel that its bytes hold longest, or nearly as long."""
+    """Resources of a channel that its bytes hold longest or nearly longest."""
     held = cost_model.channel_seconds(cluster, channel).held
     longest = max(held.values(), default=0.0)
     return tuple(link for link, seconds in held.items() if seconds >= _AS_SLOW * longest > 0.0)
@@ -220,8 +220,8 @@ def _latency_on_path(
 ) -> float:
     """The latency within a communication's seconds on the path.
 
-    A collective spends its latency first; that of a transfer comes last, and is not on the path
-    where the next one did not wait for it.
+    The latency of a collective comes first. The latency of a transfer comes last; it is not on the
+    path if the next task on the path did not wait for it.
     """
     payload = float(timeline.program.num_bytes[step.task])
     latency_s = cost_model.channel_seconds(timeline.cluster, channel).latency(payload)

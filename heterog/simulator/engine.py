@@ -3,30 +3,30 @@
 Rules, also those of the slow reference in the tests:
 
 - A task may start when the makers of all buffers it reads are done.
-- A device runs one compute task at a time. Ops keep program order on their device, as kernels on
-  one CUDA stream do, but turn by turn, and by default a turn is a micro-batch: while the next op
-  of an earlier one is not ready, a later one goes on (so a chain of devices works as a pipeline),
-  unless turns are stated (``lowering.tape``). Sums and updates (*free*
-  tasks) run by priority whenever no next op is ready.
+- A device runs one compute task at a time. The ops of a *turn* (by default a micro-batch) run in
+  program order, as kernels on one CUDA stream do. While the next op of an earlier turn is not
+  ready, a later turn goes on, so a chain of devices works as a pipeline. If a strategy states
+  turns (``lowering.tape``), they run strictly in order. *Free* tasks (sums and updates) run by
+  priority whenever no next op is ready.
 - Transfers wait in one queue per set of links, collectives in one per communicator (the device
   set), by priority. The head of a queue starts when the links of its gate are free, the best head
-  over all queues first. Starting loads every link of the channel for the payload's bytes over that
-  link's rate, behind whatever the link still has to do. A collective also holds its gate for its
-  latency: its many small steps follow one another on the same links, where a single transfer's
-  latency overlaps with the next transfer. And it holds its communicator from its start to its end:
-  a reduce-scatter and an all-gather over the same devices take turns, as the operations of one
-  process group do.
+  over all queues first. A start loads every link of the channel for the payload's bytes over that
+  link's rate, behind the load that the link still has. A collective also holds its gate for its
+  latency: its many small steps follow one another on the same links, while the latency of a
+  transfer overlaps with the next transfer. And it holds its communicator from its start to its
+  end: a reduce-scatter and an all-gather over the same devices take turns, as the operations of
+  one process group do.
+- Communication slows compute (*drag*): every byte takes seconds of compute from the members
+  (threads that move bytes share a CPU with kernels; NCCL takes multiprocessors), spread evenly
+  from the operation's start to its end. If an op already runs when communication starts, the next
+  op on its device pays for its loss.
+- Compute slows communication: an operation that starts while a member runs an op has a longer
+  latency.
+- If sends block (``Cluster.sends``), a device starts no task while a value that it sends is under
+  way: from when it is made until it has arrived.
 
-- Communication drags on compute: every byte takes seconds of compute from the members (threads
-  that move bytes share a CPU with kernels; NCCL takes multiprocessors), spread evenly from the
-  operation's start to its end. What an op already under way loses to communication that starts
-  later, the next op on its device pays.
-  And compute on communication: what starts while a member runs an op has a longer latency.
-- Where sends block (``Cluster.sends``), a device starts nothing while a value that it sends is
-  under way: from when it is made until it has arrived.
-
-Priority is the order of getting ready (``fifo``), the upward rank (``rank``: own seconds plus the
-longest path of seconds to the end, HeteroG section 4.2), or program order (``program``).
+Priority is the order of getting ready (``fifo``), the upward rank (``rank``: the task's seconds
+plus the longest path to the end, HeteroG section 4.2), or program order (``program``).
 """
 
 from enum import IntEnum
@@ -86,7 +86,7 @@ def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
             continue
         device_type = prices.type_of_device[task.device]
         if task.kind <= LAST_OP_KIND:
-            # What is made again where it is read follows the samples alone; its row is another's.
+            # A remade op has no entry in the row: its work depends only on the samples.
             if prices.has_rule[task.subject] and task.kind != _REMAKE:
                 row = prices.ruled_row[task.subject]
                 work = prices.ruled_number[row, task.micro, task.device]
@@ -95,7 +95,7 @@ def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
                 seconds[number] = prices.op_seconds[device_type, task.samples, task.subject]
         elif task.kind == _UPDATE:
             whole = prices.update_seconds[device_type, task.subject]
-            if task.num_bytes > 0.0:  # takes a slice of it
+            if task.num_bytes > 0.0:  # the update of a slice
                 whole *= task.num_bytes / prices.parameter_bytes[task.subject]
             seconds[number] = whole
         else:
@@ -121,10 +121,10 @@ def _rank_tasks(tape: Tape, seconds: FloatArray, rank: FloatArray) -> None:
 def _prepare(
     tape: Tape, prices: Prices, timings: Timings, work: Workspace, num_devices: int
 ) -> None:
-    """Fill the successor lists, the room of the queues, and the chains.
+    """Fill the successor lists, the segments of the queues, and the chains.
 
     Chain ``device * num_turns + turn`` holds the ops of one turn of one device. Queues of links
-    come first, then one per device for its free tasks.
+    come first, then a queue per device for its free tasks.
     """
     num_tasks = tape.counts[NUM_TASKS]
     num_queues = prices.channels.num_queues + num_devices
@@ -165,10 +165,10 @@ def _prepare(
 
 @helper
 def _count(tape: Tape, prices: Prices, timings: Timings, work: Workspace, num_turns: int) -> None:
-    """Find what each task waits for; count these, the successors, and what queues and chains hold.
+    """Find the makers that each task waits for; count successors and sizes of queues and chains.
 
-    What an op reads of its own chain, or of an earlier one where turns are taken strictly in
-    order, it does not wait for: that is done whenever the op is next. Most reads are of this kind.
+    An op does not wait for makers in its chain or, if turns run strictly in order, in earlier
+    chains of its device: these are done whenever the op is next. Most reads are of this kind.
     """
     chain_of, chain_start = work.chain_of, work.chain_start
     starts, is_local = timings.successor_start, timings.is_local
@@ -176,7 +176,7 @@ def _count(tape: Tape, prices: Prices, timings: Timings, work: Workspace, num_tu
     num_awaited = 0
     for task in range(tape.counts[NUM_TASKS]):
         record = tape.tasks[task]
-        chain, first_done = -1, 0  # what chains from the one to the other make is done
+        chain, first_done = -1, 0  # makers in chains from ``first_done`` to ``chain`` are done
         if record.kind >= FIRST_LINK_KIND:
             timings.queue_size[prices.channels.queue[record.channel]] += 1
         elif record.kind >= FIRST_FREE_KIND:
@@ -204,7 +204,7 @@ def _count(tape: Tape, prices: Prices, timings: Timings, work: Workspace, num_tu
 def touch(
     which: int, touched: IntArray, is_touched: npt.NDArray[np.bool_], num_touched: int
 ) -> int:
-    """Add an item to a list of items to look at, once; returns the new length of the list."""
+    """Add an item to a list unless it is there; returns the new length of the list."""
     if is_touched[which]:
         return num_touched
     is_touched[which] = True
@@ -220,7 +220,7 @@ def sender(channels: ChannelPrices, channel: int) -> int:
 
 @helper
 def _is_blocked(channels: ChannelPrices, channel: int, busy: npt.NDArray[np.uint64]) -> bool:
-    """Whether a link of a channel's gate, which are of those that it loads, is in use."""
+    """Whether a link of a channel's gate is in use; the gate is a part of the links it loads."""
     first, last = channels.resource_start[channel], channels.resource_start[channel + 1]
     by_word = last - first > len(busy)
     for entry in range(len(busy) if by_word else last - first):
@@ -245,11 +245,11 @@ def simulate(
 ) -> tuple[float, int]:
     """Run a priced program; returns (time of the last finish, number of finished tasks).
 
-    ``timings.start``, ``finish`` and ``events`` hold the details afterwards. Fewer finished tasks
-    than there are mean that the program cannot run: a bug in whatever made it.
+    Afterwards ``timings.start``, ``finish`` and ``events`` hold the schedule. If not all tasks
+    finish, the program cannot run: its turns wait for each other, or its maker has a bug.
 
-    As soon as the end is sure to come after ``limit_s``, the run is given up; it returns (a lower
-    bound of the end, ``GIVEN_UP``), and the details are meaningless.
+    As soon as the end is sure to come after ``limit_s``, the run is given up: it returns (a lower
+    bound of the end, ``GIVEN_UP``) and leaves a meaningless schedule.
     """
     work = make_workspace(tape, prices, num_devices)
     end, done = _simulate_kernel(tape, prices, timings, work, num_devices, order, limit_s)
@@ -278,7 +278,7 @@ def _simulate_kernel(
     chain_start, position = work.chain_start, work.position
     num_turns = len(position) // num_devices
     is_in_turn = tape.counts[IN_TURN] == 1
-    # Whether events elsewhere may change the time at which a device's next op begins.
+    # Ops run one by one if events elsewhere may change when a device's next op begins.
     channels = prices.channels
     steps_alone = channels.has_drag or prices.blocks_sends
     rank = timings.rank
@@ -339,8 +339,8 @@ def _simulate_kernel(
                     timings.queue_size[queue] = size + 1
                 num_touched = touch(device, touched, is_touched, num_touched)
         num_fresh = 0
-        # Compute streams. Ops that only later ops of the same device wait for run in one go:
-        # nothing else can see when exactly they end.
+        # Compute streams. Consecutive ops that are local to the device run as one event: no other
+        # task depends on when exactly they end.
         for index in range(num_touched):
             device = touched[index]
             is_touched[device] = False
@@ -421,7 +421,7 @@ def _simulate_kernel(
                     op_until[device] = time
                 num_heap = push_event(heap_time, heap_item, num_heap, time, event)
         num_touched = 0
-        # Links: start the best head that may start, until none may.
+        # Links: start the best head that is not blocked, until all are blocked.
         while num_candidates > 0:
             best = -1
             slot = 0
@@ -475,7 +475,7 @@ def _simulate_kernel(
                     free_at[resource] = until
                     busy[resource // 64] |= bit
             if channels.has_drag:
-                # Moving the bytes takes it, at whatever moments they move; waiting does not.
+                # Only bytes that move take compute time, not waits; it is spread over the whole.
                 spread = 0.0
                 if end > now:
                     spread = payload * channels.s_per_byte[channel] / (end - now)
@@ -492,7 +492,7 @@ def _simulate_kernel(
                         share = max(share, drag_share[device])
                     drag_share[device] = share
                     drag_until[device] = max(end, drag_until[device])
-            # Links that come free before the end wake the queues, links that end together once.
+            # Links that come free before the end wake the queues, once for each such time.
             last_wake = end
             for entry in range(
                 channels.resource_start[channel], channels.resource_start[channel + 1]
@@ -583,7 +583,7 @@ def run_program(
     Raises:
         StrategyError: turns of its schedule wait for each other.
     """
-    # Four kernels with memory's, not one: compiled together they ran a third slower.
+    # Pricing, simulation and memory are separate kernels: compiled as one they ran a third slower.
     price_kernel(tape, prices, timings.seconds)
     end, done = simulate(tape, prices, timings, num_devices, int(order), limit_s)
     num_tasks = int(tape.counts[NUM_TASKS])

@@ -1,8 +1,7 @@
-"""The evaluator: predicts step time and memory of strategies, for every planner.
+"""The evaluator: predicts whether strategies can run, their step times and their memory.
 
-What an evaluation of a strategy says: whether it can run, how long a step takes, and memory.
-
-It can run if its memory fits, and its training is that of one device.
+A strategy can run if it fits in memory and trains as one device does. All planners ask the
+evaluator.
 """
 
 import math
@@ -37,11 +36,11 @@ class Outcome(StrEnum):
     OK = "ok"
     OUT_OF_MEMORY = "out_of_memory"
     CANNOT_RUN = "cannot_run"
-    """Ranks would not compute what one device does, or get stuck."""
+    """Ranks would compute other results than one device, or get stuck."""
     TOO_LARGE = "too_large"
     """Not simulated: its program has more tasks than ``Evaluator.most_tasks``."""
     GIVEN_UP = "given_up"
-    """Slower than the limit that was asked for; ``step_time_s`` is a lower bound."""
+    """Slower than the given limit; ``step_time_s`` is a lower bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +49,15 @@ class Evaluation:
 
     Attributes:
         outcome: ``ok`` or why it cannot run.
-        step_time_s: Seconds per training step, also where memory does not suffice.
+        step_time_s: Seconds per training step, even if it is out of memory.
         peak_memory_bytes: Predicted peak memory of each device.
         order: Order in which waiting tasks ran.
-        shortage: For ``out_of_memory``, the device and the missing bytes in words.
-        overflow_bytes: Bytes missing on the worst device, 0 if none; infinite for what cannot run.
+        shortage: Why it cannot run, in words; for ``out_of_memory`` the device and missing bytes.
+        overflow_bytes: Bytes missing on the worst device, 0 if none; infinite if it cannot run
+            for another reason.
         is_ok: Whether the strategy can run.
-        preference: Sort key, smaller is better: what fits comes first (overflow 0), then the
-            shorter step. What was given up comes last: whether it fits is not known.
+        preference: Sort key (overflow, seconds), smaller is better. The overflow of a given-up
+            strategy counts as infinite, since its memory is not known.
     """
 
     outcome: Outcome
@@ -76,19 +76,19 @@ class Evaluation:
 
 
 def given_up(seconds: float, order: Order) -> Evaluation:
-    """Evaluation of a strategy that was given up, because it takes at least these seconds."""
+    """Evaluation of a strategy that was given up because it takes at least these seconds."""
     return Evaluation(
         outcome=Outcome.GIVEN_UP, step_time_s=seconds, peak_memory_bytes=(), order=order
     )
 
 
 MEMORY_MARGIN = 0.04
-"""Share added to what tensors and workspaces need: small workspaces, rounding of allocators,
-gradients that are on their way to a server and are not freed at once."""
+"""Share added to predicted bytes for small workspaces, rounding of allocators, and gradients that
+are not freed at once when they are sent to a server."""
 
 
 class Feasibility:
-    """Judges what was predicted of choices of one graph on one cluster.
+    """Turns predictions into evaluations: whether choices on a graph and cluster can run.
 
     Attributes:
         usable: Bytes that a step may use on each device.
@@ -99,7 +99,7 @@ class Feasibility:
         self.usable = np.array([device.usable_memory_bytes for device in cluster.devices])
 
     def judge(self, choice: Choice, seconds: float, peak: FloatArray, order: Order) -> Evaluation:
-        """Evaluation of a predicted step time and memory."""
+        """Evaluation of a choice from its predicted seconds and peak bytes."""
         peak = np.rint(peak * (1.0 + MEMORY_MARGIN))
         if refused := self.refused(choice):
             return Evaluation(
@@ -108,7 +108,7 @@ class Feasibility:
                 peak_memory_bytes=tuple(peak.astype(np.int64).tolist()),
                 order=order,
                 shortage=refused,
-                overflow_bytes=math.inf,  # whatever fits is better
+                overflow_bytes=math.inf,  # every strategy that can run is better
             )
         over = peak - self.usable
         worst = int(np.argmax(over))
@@ -130,7 +130,7 @@ class Feasibility:
         )
 
     def refused(self, choice: Choice) -> str:
-        """Why its training would not be that of one device; empty if it would."""
+        """Why a choice would not train as one device does; empty if it would."""
         return (
             micro_batches_refused(self._graph, choice.num_micro)
             or self._lone_norm(choice)
@@ -138,7 +138,7 @@ class Feasibility:
         )
 
     def scope_fault(self, choice: Choice) -> str:
-        """Why an optimizer that looks at all parameters would not see all, or empty."""
+        """Why an optimizer that needs all parameters would not see all of them, or empty."""
         if self._graph.scope != UpdateScope.MODEL or not self._graph.updates:
             return ""
         division = choice.division[self._rules.tables_of(choice).parameter_group]
@@ -147,7 +147,7 @@ class Feasibility:
     def _lone_norm(self, choice: Choice) -> str:
         """Description of a BatchNorm that a device would train on one value per channel, or empty.
 
-        Those with rules are left to the rehearsal: members of a team may see all of its samples.
+        The rehearsal checks BatchNorms with rules: members of a team may see all its samples.
         """
         norms = norms_of_lone_values(self._graph)
         ruled = {op for op, _ in self._rules.rules_of(choice.rule_set)} if norms else set()
@@ -170,12 +170,12 @@ can be gamed by a search; the mean cannot)."""
 _SERVED = 16
 
 OVERFULL = 2.0
-"""Times a device's memory that parameters and states alone may take where time is short: nothing
-that a search tries next (micro-batches, recomputation, an order) makes more than that fit."""
+"""Multiple of a device's memory that parameters and states may take when time is short: what a
+search tries next (micro-batches, recomputation, an order) cannot make more than that fit."""
 
 REFEREE_SLACK = 0.03
-"""Share by which the referee may find a strategy faster than the engine does before a search that
-asks the engine first misses it."""
+"""Share by which the referee's prediction may be below the engine's without the strategy being
+given up by the engine."""
 
 
 class Evaluator(Runner):
@@ -183,9 +183,9 @@ class Evaluator(Runner):
 
     Attributes:
         most_tasks: Most tasks of a program that is simulated, as ``tasks_of`` counts them; no
-            limit where devices that do alike are folded into one.
-        feasibility: Judge of what was predicted.
-        memo: What modes have found on this graph and cluster, by keys of their own.
+            limit for programs whose devices are folded.
+        feasibility: Judge of predictions.
+        memo: Cache in which modes store results for this graph and cluster, by their own keys.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Evaluator(Runner):
 
     @cached_property
     def group_saved_bytes(self) -> FloatArray:
-        """Bytes of each group's values that stay for the backward pass.  # [num_groups]"""
+        """Bytes of each group's values that are kept for the backward pass.  # [num_groups]"""
         graph, tables = self.graph, self.tables
         memory = np.zeros(tables.num_groups)
         kept = [
@@ -243,24 +243,24 @@ class Evaluator(Runner):
         )
 
     def space(self, candidates: Sequence[Decision] | None = None) -> StrategySpace:
-        """The strategies that give every group one of some candidates; see ``StrategySpace``."""
+        """The strategies that give every group one candidate decision; see ``StrategySpace``."""
         return StrategySpace(
             self.graph, self.cluster, self.tables, self.channels, self.speeds, candidates
         )
 
     def interval(self, step_time_s: float, strategy: Strategy | None = None) -> Interval:
-        """Range of a step's measured seconds, by the type that is known least and the regime.
+        """Interval of a step's measured seconds, from the largest spread of a type and the regime.
 
         Args:
             step_time_s: Predicted seconds.
-            strategy: Strategy that they were predicted for; by default one on one host.
+            strategy: Strategy of this prediction; by default one on one host.
         """
         regime = ONE_HOST if strategy is None else regime_of(strategy, self.cluster)
         of_regime = regime_spread(regime)
         return interval_around(step_time_s, math.hypot(max(self.spreads), of_regime))
 
     def warm_up(self) -> None:
-        """Compile the kernels (once per installation, then they come from disk); not counted."""
+        """Load the kernels, compiled once per installation; not counted as an evaluation."""
         decision = Decision(devices=(0,), shares=(self.graph.batch_size,))
         strategy = Strategy(
             graph=self.graph.fingerprint,
@@ -286,8 +286,8 @@ class Evaluator(Runner):
             strategy: Strategy made for this graph and cluster, or a choice from ``encode`` or a
                 ``StrategySpace``.
             order: Order of waiting tasks; the best of all three if ``None``.
-            limit_s: Seconds per step above which an exact result is not needed: the outcome may
-                then be ``given_up``.
+            limit_s: Seconds per step above which the outcome may be ``given_up`` instead of an
+                exact result.
         """
         choice = self.encode(strategy) if isinstance(strategy, Strategy) else strategy
         orders = tuple(Order) if order is None else (order,)
@@ -295,7 +295,7 @@ class Evaluator(Runner):
         return min(tried, key=lambda result: result.preference)
 
     def encode(self, strategy: Strategy) -> Choice:
-        """A strategy as flat arrays, checked."""
+        """Check a strategy and encode it as flat arrays."""
         strategy.check(self.graph, self.cluster)
         steps = 1 if strategy.step_barrier else UNROLLED_STEPS
         number = self.rules.number(strategy.op_rules, strategy.blocks)
@@ -311,18 +311,17 @@ class Evaluator(Runner):
         return choice._replace(modes=priced)
 
     def local_s(self, choice: Choice) -> float:
-        """Seconds of a step without what modes add; 0 if it will not be simulated."""
+        """Seconds of a choice whose modes add none yet; 0 if it is too large to simulate."""
         lowered = self._ready(choice)
         return 0.0 if lowered is None else self.run(lowered, Order.FIFO, math.inf)[0]
 
     def evaluate_orders(
         self, choice: Choice, orders: Sequence[Order], limit_s: float = math.inf
     ) -> list[Evaluation]:
-        """Like ``evaluate`` in several orders, lowered once.
+        """Like ``evaluate`` in several orders, lowered once; the result of each order.
 
-        Where an optimizer would not see all that it looks at, nothing is simulated or counted:
-        seconds and bytes are lower bounds.
-        What is slower than an earlier order in which the strategy fits may be given up, too.
+        A choice with a ``scope_fault`` is neither simulated nor counted: its seconds and bytes are
+        lower bounds. An order may be given up if it is slower than an earlier one that can run.
         """
         is_refused = bool(self.feasibility.scope_fault(choice))
         lowered = self._begun(choice, orders, is_refused=is_refused)
@@ -349,15 +348,15 @@ class Evaluator(Runner):
     ) -> Evaluation:
         """Predict step time and memory under max-min fair sharing of links; see ``referee``.
 
-        Slower than ``evaluate`` and harder to exploit: the numbers to report. Memory is the larger
-        of both predictions on each device.
+        The referee is slower than ``evaluate`` and harder to exploit, so its numbers are reported.
+        Memory is the larger of both predictions on each device.
 
         Args:
             strategy: Strategy made for this graph and cluster.
             order: Order of waiting tasks in the engine; the best of all three by the referee if
                 ``None``.
-            limit_s: As in ``evaluate``. A strategy that the engine takes for more than
-                ``REFEREE_SLACK`` slower than that is given up, too.
+            limit_s: As in ``evaluate``. A strategy is also given up if the engine predicts more
+                than ``1 + REFEREE_SLACK`` times the limit.
         """
         orders = tuple(Order) if order is None else (order,)
         tried = self.referee_orders(strategy, orders, limit_s)
@@ -393,24 +392,24 @@ class Evaluator(Runner):
 
     @property
     def is_short_of_time(self) -> bool:
-        """Whether ``most_tasks`` is a limit. What does not fit is then looked at briefly.
+        """Whether ``most_tasks`` is a limit, so that strategies that do not fit get less time.
 
-        What keeps ``OVERFULL`` times a device's memory is not simulated, and the referee does not
-        replay what the engine's schedule has no memory for: its step is the engine's.
+        Strategies that keep over ``OVERFULL`` times a device's memory are then not simulated. The
+        referee does not replay strategies that do not fit by the engine, and reports its seconds.
         """
         return not math.isinf(self.most_tasks)
 
     def tasks_of(self, choice: Choice) -> int:
         """Approximate number of tasks of a choice on all devices.
 
-        One for each op on each share and for each update of a parameter on a member of its group.
-        A served parameter counts ``_SERVED`` times: it is pushed and pulled over as many different
-        channels. Other communication is not counted.
+        Each op on each share is a task, and each update of a parameter on a member of its group. A
+        served parameter counts ``_SERVED`` times, because it is pushed and pulled over about as
+        many channels. Other communication is not counted.
         """
         tables = self.tables_of(choice)
         num_ops = np.bincount(tables.op_group[tables.op_group >= 0], minlength=tables.num_groups)
         has_work = (choice.shares[: len(choice.member)] > 0).sum((1, 2))
-        if choice.rule_set:  # members of a team run ops with rules on samples that are not theirs
+        if choice.rule_set:  # members of a team run ops with rules on samples of other members
             has_work = choice.member.astype(np.bool_).sum(1) * choice.num_micro
         division = choice.division[: len(num_ops)]
         num_members = choice.member.astype(np.bool_).sum(1)[division]
@@ -421,12 +420,12 @@ class Evaluator(Runner):
     def _begun(
         self, choice: Choice, orders: Sequence[Order], *, is_refused: bool = False
     ) -> Lowered | list[Evaluation]:
-        """A choice lowered, or for each order the reason why it is not simulated.
+        """A lowered choice, or its evaluation for each order if it is not simulated.
 
         Args:
             choice: The choice.
-            orders: Orders that are asked for.
-            is_refused: Whether its training would not be that of one device.
+            orders: Orders to evaluate.
+            is_refused: Whether the choice would not train as one device does.
         """
         self._ran = None
         if is_refused or self._is_overfull(choice):
@@ -437,10 +436,10 @@ class Evaluator(Runner):
         return self._ready(choice) or [self._too_large(choice, order) for order in orders]
 
     def _is_overfull(self, choice: Choice) -> bool:
-        """Whether time is short, and the bytes that stay on a device are hopelessly many.
+        """Whether time is short and a device keeps more than ``OVERFULL`` times its memory.
 
-        Then a simulation, which takes seconds on hundreds of devices, has nothing to add: the
-        peak is larger still, and the step is at least the floor.
+        A simulation, which takes seconds on hundreds of devices, is then useless: the peak is
+        still larger, and the floor is a lower bound of the step.
         """
         if not self.is_short_of_time:
             return False
@@ -457,7 +456,7 @@ class Evaluator(Runner):
         return replace(found, shortage=found.shortage.replace(" needs ", " needs at least ", 1))
 
     def _ready(self, choice: Choice) -> Lowered | None:
-        """Lower a choice, folded where that is exact; ``None`` if that makes too many tasks."""
+        """Lower a choice, folded if that is exact; ``None`` if it has too many tasks."""
         folded = self.fold(choice)
         is_limited = folded is None and self.is_short_of_time
         if is_limited and self.tasks_of(choice) > self.most_tasks:

@@ -1,9 +1,9 @@
-"""A lower bound on the seconds of a step, for all strategies.
+"""Lower bounds on the seconds of a step: of all strategies, and of one choice (``floor_s``).
 
-Two relaxations; the larger one counts.
+The bound of all strategies is the larger of two relaxations.
 
-(a) Compute. Every op may be split in any fractions, every part runs at the best throughput that
-any share has on its device, and nothing ever waits:
+(a) Compute. Every op may be split in any fractions, every part runs at the best throughput of any
+share on its device, and no task ever waits:
 
     min T   subject to   sum_o x[o,d] t[o,d] <= T  for every device d,
                          sum_d x[o,d] = 1,  x >= 0
@@ -11,22 +11,20 @@ any share has on its device, and nothing ever waits:
 where t[o,d] = min over shares s of B cost(o,d,s) / s for an op whose work follows the batch. A
 device that runs the op on shares s_1, ..., s_k (micro-batches) is busy for sum_i cost(o,d,s_i) >=
 t[o,d] sum_i s_i / B, and the shares of all devices and micro-batches sum to B, so x = sum_i s_i /
-B is feasible. An op whose work does not follow the batch runs whole at least once somewhere, each
-update likewise.
+B is feasible. An op whose work does not follow the batch runs whole at least once on some device,
+and so does each update.
 
 (b) Path. The longest chain of ops, views and updates that read from one another, every op at its
 shortest time over all shares and device types: some chain of tasks runs all of these ops one after
 another, on at least one sample each. An update that may be cut into slices (ZeRO) takes at least
 T with sum_d T / t[d] = 1: then all devices end it together.
 
-With rules of single ops (``OpRule``) an op may be split along any axis, so that a part x of it
-does x of its FLOPs and moves at least x of its bytes. Then t[o,d] = min over x of cost(o,d,x) / x
-as well, which is tried at powers of a half, and the path counts an op as no work: a launch.
+With rules of single ops (``OpRule``) an op may be split along any axis, so that a part x of it has
+x of its FLOPs and moves at least x of its bytes. Then t[o,d] is also at most the minimum over x of
+cost(o,d,x) / x, tried at powers of a half, and the path counts only a launch for an op.
 
-Both leave out all communication and all copies. Ops on constants alone count as nothing in both:
-they give the same result in every step, so a strategy is free to keep it.
-
-A lower bound of a step's seconds, in microseconds and without a simulation.
+Both relaxations leave out all communication and all copies. Ops on constants alone count as 0 in
+both: they give the same result in every step, so a strategy may keep it.
 """
 
 from collections.abc import Iterator
@@ -49,12 +47,12 @@ from heterog.strategy.sync import Sharded
 
 
 def floor_s(prices: PriceTable, choice: Choice) -> float:
-    """Lower bound of a step's seconds, without a simulation; takes microseconds.
+    """Lower bound of the seconds of a choice's step, in microseconds without a simulation.
 
-    The busiest device's compute; or the busiest link's share of the gradients, none of which
-    is there before its members' forward passes. Constants, updates, parameter servers and
-    whatever moves between groups are left out; everything is if ops run by rules, or messages
-    are encoded (0).
+    It is the larger of two bounds: the compute of the busiest device, and the gradients over the
+    busiest link, which begin when all members of some ring have run their forward pass. Constants,
+    updates, parameter servers and transfers between groups are left out. The bound is 0 if ops run
+    by rules or messages are encoded.
     """
     if choice.rule_set or not all(mode.has_floor for mode in choice.modes):
         return 0.0
@@ -99,12 +97,12 @@ def _load(prices: PriceTable, channel: IntArray, payload: FloatArray) -> FloatAr
     return load
 
 
-# Sums of the same seconds in another order differ by about 1e-13; a strategy that is optimal must
-# not fall below its bound for that.
+# Sums of the same seconds in another order differ by about 1e-13, which must not put an optimal
+# strategy below the bound.
 _ROUNDING = 1e-9
-# Shares are tried one by one up to twice this number, then in steps of this part of themselves.
+# Shares are tried one by one up to twice this number, then in relative steps of its inverse.
 _FINEST_STEP = 1024
-# Parts of an op down to 1/2048: below that a launch is all that is left of any op.
+# Parts of an op down to 1/2048: the seconds of smaller parts are those of a launch.
 _HALVINGS = 12
 
 
@@ -116,7 +114,7 @@ class LowerBound:
         seconds: The larger of both bounds; holds with a step barrier.
         compute_s: Bound (a), all devices always busy; also holds per step without a barrier.
         path_s: Bound (b), the longest chain of ops.
-        with_op_rules: Whether it also holds for strategies that give ops rules of their own.
+        with_op_rules: Whether the bounds also hold for strategies with op rules.
     """
 
     seconds: float
@@ -134,7 +132,7 @@ def lower_bound_s(
         graph: One training step.
         cluster: The devices; its links do not matter.
         cost_model: Seconds of ops, from the model by which strategies are judged.
-        with_op_rules: Whether strategies may give ops rules of their own.
+        with_op_rules: Whether strategies may have op rules.
     """
     types = cluster.device_types
     times = [best_times(graph, device_type, cost_model) for device_type in types]
@@ -157,7 +155,7 @@ def lower_bound_s(
 
 
 def _on_path(graph: OpGraph, shortest: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArray:
-    """Least seconds of every op on a path, from those per device type [num_types, num_ops]."""
+    """Least seconds of every op on a path, from its shortest seconds [num_types, num_ops]."""
     seconds = np.asarray(shortest.min(axis=0))
     if graph.updates_elementwise:
         with np.errstate(divide="ignore"):
@@ -168,11 +166,12 @@ def _on_path(graph: OpGraph, shortest: FloatArray, counts: npt.NDArray[np.int64]
 
 
 def share_ranges(batch_size: int, finest_step: int) -> Iterator[tuple[int, int]]:
-    """First and last share of the ranges that one evaluation covers.
+    """First and last share of each range of shares that one evaluation covers.
 
-    Beyond twice ``finest_step`` samples they hold several: seconds do not fall when samples are
-    added, so at any share in a range they are at least cost(first), and the throughput is at most
-    last / cost(first). That lowers a bound by at most 1 / ``finest_step``, and it stays valid.
+    From twice ``finest_step`` samples on, a range holds several shares. Seconds do not fall when
+    samples are added, so at any share in a range they are at least cost(first), and the throughput
+    is at most last / cost(first). That lowers a bound by at most 1 / ``finest_step``, and it stays
+    valid.
     """
     first = 1
     while first <= batch_size:
@@ -185,7 +184,7 @@ def share_ranges(batch_size: int, finest_step: int) -> Iterator[tuple[int, int]]
 def best_times(
     graph: OpGraph, device_type: DeviceType, cost_model: CostModel
 ) -> tuple[FloatArray, FloatArray]:
-    """Seconds of every whole op at its best throughput, and its shortest over all shares."""
+    """Seconds of every whole op at its best throughput, and its shortest seconds of any share."""
     plan = batch_plan(graph)
     follows_batch = (plan.flops_per_sample + plan.bytes_per_sample) > 0
     batch = graph.batch_size
@@ -225,7 +224,7 @@ def _best_times_of_parts(
         found = np.minimum(found, seconds / part)
     nothing = np.zeros(graph.num_ops)
     launch = np.minimum(shortest, cost_model.work_seconds(graph, device_type, nothing, nothing))
-    # Slices of a parameter are updated in a time in proportion.
+    # The update of a slice of a parameter takes seconds in proportion to the slice.
     return np.where(is_free | is_update, whole, found), np.where(is_free | is_update, 0.0, launch)
 
 
@@ -239,10 +238,10 @@ def _balanced_seconds(whole: FloatArray, counts: npt.NDArray[np.int64]) -> float
 
 
 def device_weights(whole: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArray:
-    """Value of a second on a device of each type when all are busy: the dual of (a).
+    """Value of a second on a device of each type if all are busy: the solution of the dual of (a).
 
     Devices of one type are merged exactly (spreading an op evenly over them is never worse), and
-    so are ops with equal rows. Solved as its dual,
+    so are ops with equal rows. The dual is
 
         max sum_o y_o   subject to   y_o <= w_k t[o,k],  sum_k counts_k w_k = 1,  w >= 0
 
@@ -253,10 +252,10 @@ def device_weights(whole: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArr
     Returns:
         w for one device of each type; the sum over all devices is 1.  # [num_types]
     """
-    import scipy.optimize  # takes 0.3 s, which most of what imports this need not wait for
+    import scipy.optimize  # imported here: it takes 0.3 s, and few importers of this need it
     import scipy.sparse
 
-    # Of k equal ops one that takes k times as long is as good: a repeated layer is one row.
+    # k equal ops are merged into one that takes k times as long: a repeated layer is one row.
     rows, multiplicity = np.unique(whole, axis=0, return_counts=True)
     times = rows * multiplicity[:, None]
     times = times[times.max(axis=1) > 0.0]

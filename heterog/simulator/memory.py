@@ -2,10 +2,10 @@
 
 A buffer is alive from the start of the task that makes it to the end of its last reader. A rank
 issues and frees communication only between two ops, so a message that arrives or leaves while an
-op runs stays in memory as long as this op. Memory of the whole step (parameters, optimizer state,
-batch, room for the largest weight that a kernel reorders) comes from
-``lowering.resident_bytes``. Small workspaces and the rounding of allocators are covered
-by the evaluator's ``MEMORY_MARGIN``, the device's context by a cluster's ``reserved_memory``.
+op runs stays in memory until the op ends. ``lowering.resident_bytes`` gives the memory that stays
+for the whole step: parameters, optimizer state, batch, room for the largest weight that a kernel
+reorders. The evaluator's ``MEMORY_MARGIN`` covers small workspaces and the rounding of allocators,
+a cluster's ``reserved_memory`` the device's context.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from heterog.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
 from heterog.simulator.timings import Timings
 
 _FEW = 8
-"""Buffers of a task that are looked through one after the other."""
+"""Most buffers or reads of a task that are searched one by one; more are bisected."""
 
 
 def buffer_lives(
@@ -53,7 +53,7 @@ def buffer_lives(
 
 
 def of_each_device(device: IntArray, num_devices: int) -> list[npt.NDArray[np.intp]]:
-    """Places of the entries of each device, ascending; those of no device (-1) are left out.
+    """Places of the entries of each device, ascending; entries of no device (-1) are left out.
 
     >>> [places.tolist() for places in of_each_device(np.array([1, -1, 0, 1]), 2)]
     [[2], [0, 3]]
@@ -66,7 +66,7 @@ def of_each_device(device: IntArray, num_devices: int) -> list[npt.NDArray[np.in
 def peak_memory(tape: Tape, timings: Timings, resident: FloatArray, peak: FloatArray) -> None:
     """Peak bytes of each device: a buffer lives from its maker's start to its last reader's end.
 
-    Each device is processed on its own: its ops, whose order is fixed, are merged in time with the
+    Each device is processed separately: its ops, whose order is fixed, are merged by time with the
     link and free tasks that touch its memory. At one instant, ends come before starts.
 
     Args:
@@ -91,8 +91,8 @@ def _memory_kernel(
     for read in range(tape.counts[NUM_READS]):
         alive[tape.reads[read]] += 1
     num_devices = len(resident)
-    # Where each task's buffers and reads begin, close together: devices are followed one by one,
-    # and the records of one device's tasks lie far apart.
+    # Starts of each task's buffers and reads in a dense array: devices are processed one by one,
+    # and the records of a device's tasks lie far apart in memory.
     for task in range(tape.counts[NUM_TASKS] + 1):
         begins[task, 0] = tape.tasks[task].buffer_start
         begins[task, 1] = tape.tasks[task].read_start
@@ -119,7 +119,7 @@ def _memory_kernel(
                     take_op = timings.start[task] < time
             if take_op:
                 is_start = not is_running
-                # Most ops start and end with nothing in between.
+                # Most ops have no event between their start and their end.
                 is_end = is_running or timings.finish[task] <= time
                 is_running = not is_end
                 op += 1 if is_end else 0
@@ -156,8 +156,8 @@ def _memory_kernel(
                     read += 1
                     if is_wide and tape.buffers[needed].device != device:
                         break
-                    # An op reads nothing from other devices, so that the check can be skipped,
-                    # which for large programs takes the time.
+                    # An op reads only buffers on its device. Skipping the check saves most of the
+                    # time of large programs.
                     if take_op or tape.buffers[needed].device == device:
                         alive[needed] -= 1
                         if alive[needed] == 0 and tape.buffers[needed].device == device:
@@ -170,7 +170,7 @@ def _memory_kernel(
 
 @helper
 def _time_of(timings: Timings, other: int, last_other: int) -> float:
-    """When an event in ``timings.touching`` happens; never, if it is behind the last one."""
+    """Time of an event in ``timings.touching``; infinite behind the last event."""
     if other >= last_other:
         return np.inf
     event = timings.touching[other]
@@ -181,8 +181,8 @@ def _time_of(timings: Timings, other: int, last_other: int) -> float:
 def _find_ascending(tape: Tape, begins: IntArray, ascends: npt.NDArray[np.bool_]) -> None:
     """Find tasks with many buffers, or many reads, whose devices ascend.
 
-    Each member of a collective looks for its own in them: one after the other would take the
-    square of the number of members.
+    Each member of a collective searches them for its buffers. A search one by one would take time
+    in proportion to the square of the number of members.
     """
     for task in range(tape.counts[NUM_TASKS]):
         first, end = begins[task, 0], begins[task + 1, 0]
@@ -204,7 +204,7 @@ def _find_ascending(tape: Tape, begins: IntArray, ascends: npt.NDArray[np.bool_]
 
 @helper
 def _first_buffer(tape: Tape, first: int, end: int, device: int) -> int:
-    """The first of some buffers, by ascending devices, that is on a device or a later one."""
+    """The first buffer that is on a device or a later one; devices ascend from first to end."""
     while first < end:
         middle = (first + end) >> 1
         if tape.buffers[middle].device < device:
@@ -216,7 +216,7 @@ def _first_buffer(tape: Tape, first: int, end: int, device: int) -> int:
 
 @helper
 def _first_read(tape: Tape, first: int, end: int, device: int) -> int:
-    """The same of some reads."""
+    """The first read whose buffer is on a device or a later one; devices ascend."""
     while first < end:
         middle = (first + end) >> 1
         if tape.buffers[tape.reads[middle]].device < device:
@@ -230,7 +230,7 @@ def _first_read(tape: Tape, first: int, end: int, device: int) -> int:
 def _list_events(tape: Tape, timings: Timings, num_devices: int, lists: IntArray) -> None:
     """List starts and ends of link and free tasks that touch each device's memory, by time.
 
-    They go to ``timings.touching``, and the start of each device's list to ``lists[0]``.
+    The lists are written to ``timings.touching``, their starts by device to ``lists[0]``.
     """
     start, seen, filled = lists[0], lists[1], lists[2]
     touching = timings.touching

@@ -1,9 +1,9 @@
 """The contents of each device's memory at the moment when it is fullest.
 
-This uses the liveness of ``memory`` for another question: of the buffers alive at the peak, how
-many bytes are gradients, activations, communication? Memory of the whole step is split by calling
-the lowering's own ``resident_bytes`` again with one ingredient left out at a time, so that nothing
-here depends on how a strategy places parameters and optimizer state.
+Buffers that are alive at the peak by the liveness of ``memory`` are summed by kind: gradients,
+activations, communication. Memory of the whole step is split by calling ``resident_bytes`` of the
+lowering again with one ingredient at a time, so this module need not know how a strategy places
+parameters and optimizer state.
 """
 
 from dataclasses import dataclass
@@ -30,18 +30,18 @@ class MemoryKind(StrEnum):
     GRADIENTS = "gradients"
     """Gradients of parameters, where an op made them."""
     ACTIVATIONS = "activations"
-    """Values that forward ops make, the first time or again."""
+    """Values that forward ops make, at first or in a recomputation."""
     BACKWARD = "backward"
     """Values that backward ops make, other than the gradients of parameters."""
     COMMUNICATION = "communication"
-    """Values received, gathered or copied together for sending."""
+    """Values that were received or gathered, or are copied together for sending."""
     BATCH = "batch"
     CONSTANTS = "constants"
     """The model's buffers and constants, and parameters that are not trained."""
     WORKSPACE = "workspace"
     """Memory that kernels need besides their inputs and outputs while they run."""
     STASH = "stash"
-    """Older weights, further batches, and what these have left for their backward passes."""
+    """Older weights, further batches, and values of these batches for their backward passes."""
     MARGIN = "margin"
     """Memory added for small workspaces and rounding of allocators."""
 
@@ -52,14 +52,14 @@ _NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """The memory of one device at its fullest.
+    """The memory of one device at its peak.
 
     Attributes:
         device: Name of the device.
         device_type: Name of its type.
         peak_bytes: Most bytes that it needs at once, as an evaluation reports.
-        usable_bytes: Bytes that a job may use there.
-        parts: Bytes of each kind at that moment; they add up to ``peak_bytes``.
+        usable_bytes: Bytes that a job may use on it.
+        parts: Bytes of each kind at the peak; they add up to ``peak_bytes``.
     """
 
     device: str
@@ -100,7 +100,7 @@ class Fit:
 
     @property
     def fullest(self) -> DeviceMemory:
-        """The device that lacks most, or else the one with the highest fraction in use."""
+        """The device that lacks most bytes, or else the device with the largest share in use."""
         return max(
             self.devices,
             key=lambda device: (device.lacking_bytes, device.peak_bytes / device.usable_bytes),
@@ -110,8 +110,8 @@ class Fit:
 def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) -> Fit:
     """Break down the memory of each device at the peak that ``Evaluator.referee`` reports.
 
-    The peak is the larger one of the engine's and the referee's times; the breakdown is of the
-    same times.
+    The peak of a device is the larger of its peaks in the engine's and in the referee's schedule;
+    the breakdown is of the same schedule.
 
     Args:
         evaluator: Evaluator of the graph and cluster.
@@ -125,7 +125,7 @@ def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) 
     for timings in (evaluator.timings, evaluator.referee_timings):
         program, start, finish = timings(choice, order)
         kinds = _buffer_kinds(program, evaluator.tables_of(choice), evaluator.graph)
-        # What codecs have left out of gradients stays, too, and a stash.
+        # Residuals of codecs' gradients also stay for the whole step, and so does a stash.
         kept = program.resident_bytes - resident_bytes(evaluator.tables_of(choice), choice)
         parts = resident.copy()
         kind = MemoryKind.GRADIENTS
@@ -153,8 +153,8 @@ def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) 
 def _resident_parts(tables: GraphTables, choice: Choice) -> FloatArray:
     """Bytes of each kind that stay for the whole step.  # [num_devices, num_kinds]
 
-    ``resident_bytes`` is a sum of terms in proportion to each ingredient, so leaving one out
-    takes away exactly its bytes.
+    ``resident_bytes`` is a sum of terms in proportion to each ingredient, so adding one to the
+    parameters alone adds exactly its bytes.
     """
     no_workspace = np.zeros_like(tables.parameter_workspace)
     bare = tables._replace(
@@ -218,7 +218,7 @@ def _parts_at_peak(
         order = np.lexsort((changes, times))
         totals = np.concatenate([[0.0], np.cumsum(changes[order])])
         upto = int(np.argmax(totals))
-        past = order[:upto]  # what has happened until then: births and deaths of buffers
+        past = order[:upto]  # births and deaths of buffers before the peak
         which = kinds[np.concatenate([mine, mine])[past]]
         found.append(resident[device] + np.bincount(which, changes[past], minlength=len(_KINDS)))
     return found

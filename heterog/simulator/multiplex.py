@@ -1,20 +1,20 @@
 """A background job in the gaps of a schedule: two jobs, two priorities, one compute stream each.
 
-The foreground is a schedule that has been simulated: tasks with their seconds, their dependencies
-and the order on every device. The background is a list of ops per device that is repeated, one
-training step of its own after another, with a lower priority:
+The foreground is a simulated schedule: tasks with their seconds, their dependencies and the order
+on every device. The background is a list of ops per device, one training step of the second job,
+that is repeated with a lower priority:
 
 - While a device has no foreground op to run, it may begin its next background op. An op that has
   begun is not interrupted: a foreground op that gets ready meanwhile waits for its end. So one op
-  is late by less than one background op; ops that wait for it are late, too, on every device.
-- A background op is *issued* only if it fits into the rest of the gap, whose length is that in
-  the foreground alone (the runtime measures gaps while the foreground runs by itself), or if it
-  is no longer than the device's *allowance*. Allowances keep a limit on the foreground's slow-down
+  is late by less than one background op, and so are the ops that wait for it, on every device.
+- A background op is *issued* only if it fits into the rest of the gap, or if it is no longer than
+  the device's *allowance*. The length of a gap is that without the background: the runtime
+  measures gaps while the foreground runs alone. Allowances limit the slow-down of the foreground
   (DeepPool, Park et al., MLSys 2022, section 5).
 
-Transfers and collectives keep the seconds, the order and the waits for links that they had in the
-foreground alone; the background sends nothing. Two ops never share a device, and switching costs
-nothing.
+Transfers and collectives keep their seconds, their order and their waits for links from the
+foreground alone; the background sends nothing. Two ops never share a device, and switching takes
+no time.
 """
 
 from collections.abc import Sequence
@@ -41,9 +41,10 @@ class Foreground:
         step_seconds: Seconds of the step alone.
         device: Device whose compute stream runs the task, -1 for communication.  # [num_tasks]
         seconds: Seconds of each task.  # [num_tasks]
-        lag: Seconds from the last dependency's end to the task's start alone.  # [num_tasks]
-        gap: For a compute task, seconds that its device is idle before it alone; the end of the
-            step before counts, too.  # [num_tasks]
+        lag: Seconds from the last dependency's end to the task's start without the background.
+            # [num_tasks]
+        gap: Seconds that the device of a compute task is idle before it without the background,
+            counted from the last task of the step before for the first task.  # [num_tasks]
         before_start: First entry of each task in ``before``.  # [num_tasks + 1]
         before: Tasks that each task waits for.
     """
@@ -67,7 +68,7 @@ class Foreground:
 
 
 class Multiplexed(NamedTuple):
-    """The result of both jobs, per step of the foreground once it is steady.
+    """The result of both jobs, per step of the foreground in the steady state.
 
     Attributes:
         step_seconds: Seconds of a foreground step with the background.
@@ -83,7 +84,7 @@ class Multiplexed(NamedTuple):
 def foreground_of_program(program: Program, start: FloatArray, finish: FloatArray) -> Foreground:
     """Make the foreground of a simulated program.
 
-    A transfer or collective also waits for the last one before it over any of its links or of its
+    A transfer or collective also waits for the previous one over each of its links and over its
     communicator.
     """
     links: list[tuple[int, ...]] = []
@@ -169,7 +170,7 @@ def multiplex(
     Args:
         foreground: The job with priority.
         background: Seconds of one step's ops on each device; empty where it must not run.
-        allowance: Seconds that a background op may take even if it fits no known gap.
+        allowance: Seconds that a background op may take on each device even if it fits no gap.
     """
     lengths = [len(ops) for ops in background]
     flat = np.concatenate([*background, np.zeros(0)]).astype(np.float64)

@@ -1,8 +1,8 @@
-"""What a simulated step spends where: the critical path by place and purpose, in one pass.
+"""Seconds of a simulated step and of its critical path by group, device and link, in one pass.
 
-The same facts as ``timeline`` and ``critical_path`` have with names, as arrays and fast enough
-to be asked after a move of a search: seconds of each group of ops, device and link. The groups'
-columns are in ``GROUP_FACTS``, the devices' in ``DEVICE_FACTS``.
+These are facts of ``timeline`` and ``critical_path``, but as arrays without names, and fast enough
+to be computed after each move of a search. ``GROUP_FACTS`` lists the columns of groups of ops,
+``DEVICE_FACTS`` those of devices.
 """
 
 from typing import NamedTuple
@@ -27,14 +27,14 @@ GROUP_FACTS = (
     "path_compute", "path_again", "path_copies", "path_update", "path_gradients",
     "path_values_made", "path_values_read", "path_wait",
 )  # fmt: skip
-"""Seconds of a group: of all its ops, collectives and transfers, and on the critical path."""
+"""Seconds of a group: all its ops, collectives and transfers, then those on the critical path."""
 DEVICE_FACTS = ("compute", "path_compute", "path_link", "link")
-"""Seconds of a device: its stream, its tasks on the critical path, its busiest link."""
+"""Seconds of a device: on its stream, in its tasks on the critical path, on its busiest link."""
 
 _COMPUTE, _GRADIENTS, _MADE, _READ = 0, 1, 2, 3
 _PATH_COMPUTE, _PATH_AGAIN, _PATH_COPIES, _PATH_UPDATE = 4, 5, 6, 7
 _PATH_GRADIENTS, _PATH_MADE, _PATH_READ, _PATH_WAIT = 8, 9, 10, 11
-# Tasks of buckets are counted by bucket first, in these columns.
+# Seconds of buckets are first summed by bucket, in these columns.
 _BUCKET_LINK, _BUCKET_PATH_LINK, _BUCKET_PATH_COPY, _BUCKET_PATH_WAIT = range(4)
 _SAME_INSTANT = 1e-9
 
@@ -42,7 +42,7 @@ _OP, _VALUE, _WHOLE_VALUE, _PARAMETER, _BUCKET, _NOWHERE = range(6)
 
 
 def _about() -> IntArray:
-    """What the subject of a task of each kind is."""
+    """Kind of the subject of each ``TaskKind``: an op, a value, a parameter, a bucket."""
     about = np.full(len(TaskKind), _NOWHERE, np.int32)
     about[[TaskKind.COMPUTE, TaskKind.RECOMPUTE, TaskKind.REMAKE]] = _OP
     about[[TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.DECODE, TaskKind.SEND]] = _VALUE
@@ -62,12 +62,12 @@ _UPDATE, _SEND = int(TaskKind.UPDATE), int(TaskKind.SEND)
 
 
 class PlaceFacts(NamedTuple):
-    """Seconds of a simulated step by place, as parts of the whole.
+    """Seconds of a simulated step by place, as shares of the whole step.
 
     Attributes:
-        groups: Of each group of ops; ``GROUP_FACTS``.  # [num_groups, 12]
-        devices: Of each device that was lowered; ``DEVICE_FACTS``, the last column empty.
-        resources: Seconds that each link moves bytes.  # [num_resources]
+        groups: Columns ``GROUP_FACTS`` of each group of ops.  # [num_groups, 12]
+        devices: Columns ``DEVICE_FACTS`` of each lowered device; the last is left empty.
+        resources: Seconds in which each link moves bytes.  # [num_resources]
     """
 
     groups: FloatArray
@@ -76,7 +76,7 @@ class PlaceFacts(NamedTuple):
 
 
 class _Room(NamedTuple):
-    """Working memory: the last task of each stream, link and queue, and before each task."""
+    """Working memory: order of starts, predecessors, last task of each stream, link and queue."""
 
     order: IntArray
     before: IntArray
@@ -93,15 +93,15 @@ def place_facts(
     stream_of: IntArray,
     num_resources: int,
 ) -> PlaceFacts:
-    """The facts of what was simulated last, before anything else is lowered.
+    """The facts of the last simulation; call it before another program is lowered.
 
     Args:
         tape: The program.
         prices: Its prices.
         timings: Its times.
         tables: Tables of the graph under the strategy's rules.
-        stream_of: The lowered device that stands for each of the cluster's, -1 for none.
-        num_resources: Links of the cluster.
+        stream_of: The lowered device that stands for each device of the cluster, -1 for none.
+        num_resources: Number of link resources of the cluster.
     """
     tasks, num_devices = int(tape.counts[NUM_TASKS]), len(prices.type_of_device)
     room = _Room(
@@ -151,7 +151,7 @@ def _link_before(
     timings: Timings, channels: ChannelPrices, task: int, channel: int, on_resource: IntArray,
     on_queue: IntArray,
 ) -> int:  # fmt: skip
-    """The communication that held a link or the communicator of a task last before it."""
+    """The last communication before a task that held a link or the communicator of the task."""
     found = -1
     if channels.is_collective[channel]:
         found = on_queue[channels.queue[channel]]
@@ -167,7 +167,7 @@ def _link_before(
 
 @helper
 def _last_maker(tape: Tape, timings: Timings, task: int) -> int:
-    """The last to end of those whose results a task reads, -1 if none."""
+    """The maker of a task's inputs that ends last, -1 if it reads none."""
     found = -1
     for read in range(tape.tasks[task].read_start, tape.tasks[task + 1].read_start):
         maker = tape.buffers[tape.reads[read]].maker

@@ -1,26 +1,26 @@
 """The referee: the order found by the engine, replayed under max-min fair sharing of links.
 
-The engine lets a transfer hold its links alone, which is fast and nearly right, but a search can
-learn to exploit it. The referee keeps the engine's *order* and computes its time when flows share
-links as they do in a real network:
+In the engine, a transfer holds its links alone. This is fast and nearly right, but a search can
+learn to exploit it. The referee keeps the engine's *order* and computes its time if flows share
+links as in a real network:
 
-- A device runs its compute tasks one at a time in the order of their starts in the engine, and so
-  does a pair of devices one way, and so does a communicator (all collectives over one device set).
+- A device runs its compute tasks one at a time in the order of their starts in the engine. So does
+  a pair of devices (one way) with its transfers, and a communicator (all collectives over one
+  device set).
 - Payloads of different pairs and communicators flow at the same time. Flow t moves y_t bytes/s and
-  loads link r for h_tr seconds per byte; rates are max-min fair (in proportion to the weights of
+  loads link r for h_tr seconds per byte. Rates are max-min fair (in proportion to the weights of
   their channels, which are 1 unless a cost model says otherwise) subject to
 
       sum_t h_tr y_t <= 1    for every link r
 
   by progressive filling (Bertsekas & Gallager, Data Networks, section 6.5.2): all rates rise
-  together until a link is full, its flows stop there, the others rise on.
-- What communication takes from compute, and compute from communication, is what it was in the
-  engine.
-- Where sends block, a compute task waits for every value that its device began to send before it
-  in the engine. The order of starts there keeps this free of circles, too.
-- A collective spends its latency first, and holds its communicator from its start to its end. What
-  a cost model charges beyond its most loaded link comes after its bytes. A transfer's
-  latency comes after its bytes, when its pair is already free for the next one.
+  together until a link is full; its flows keep their rates, and the others rise further.
+- The seconds that compute and communication take from each other are those of the engine.
+- If sends block, a compute task waits for every value that its device began to send before it in
+  the engine. The order of starts keeps these waits free of circles.
+- A collective spends its latency first, and holds its communicator from its start to its end. The
+  seconds that a cost model charges beyond the most loaded link follow the bytes. The latency of a
+  transfer also follows its bytes, while its pair is already free for the next transfer.
 """
 
 import math
@@ -52,15 +52,15 @@ def replay(
         prices: Prices of its tasks.
         timings: The engine's result for this program.
         num_devices: Number of devices of the cluster.
-        limit_s: Limit as for the engine, which must have run with a limit, too.
+        limit_s: Limit as for the engine, which must also have run with a limit.
 
     Returns:
-        Time of the last finish, number of finished tasks, and the timings with the replayed
-        starts, finishes and events; (a lower bound, ``GIVEN_UP``, nothing) as in the engine.
+        (time of the last finish, number of finished tasks, timings with the replayed starts,
+        finishes and events), or (a lower bound, ``GIVEN_UP``, meaningless timings).
     """
     num_tasks = int(tape.counts[NUM_TASKS])
-    # Tasks are numbered topologically and none starts before what it needs, so a stable sort by
-    # start keeps every dependency: no two sequences can wait for each other.
+    # Tasks are numbered topologically and none starts before its inputs are made, so a stable sort
+    # by start keeps every dependency: no two sequences can wait for each other.
     sequence = np.argsort(timings.start[:num_tasks], kind="stable").astype(np.int32)
     replayed = timings._replace(
         start=np.empty(num_tasks),
@@ -91,23 +91,23 @@ class ReplayWorkspace(NamedTuple):
     """Working memory of a replay; made by ``replay_order``, because kernels allocate nothing."""
 
     # A server is a device's stream, a pair of devices or a communicator (numbered like its first
-    # channel); each works through its own part of the sequence.
-    server: IntArray  # of each task, as the following
-    waiting_for: IntArray
+    # channel); each runs its part of the sequence in order.
+    server: IntArray  # server of each task
+    waiting_for: IntArray  # number of unfinished dependencies of each task
     payload: FloatArray
-    loaded: FloatArray  # latency that busy members added in the engine
+    loaded: FloatArray  # latency that busy members added to each task in the engine
     queue: IntArray  # the tasks of each server in their order
     over: IntArray  # tasks that have just ended
-    position: IntArray  # of each server's next task in ``queue``, and one entry more
-    last: IntArray
+    position: IntArray  # position in ``queue`` of each server's next task, and one entry more
+    last: IntArray  # end of each server's tasks in ``queue``
     is_free: npt.NDArray[np.bool_]
-    touched: IntArray  # servers to look at
+    touched: IntArray  # servers that may start a task now
     is_touched: npt.NDArray[np.bool_]
     left: FloatArray  # seconds of compute that each device still has to begin
     holds_back: IntArray  # the compute task that waits until a value is sent; -1 if none does
-    upcoming: IntArray  # the next compute task of each device, while these are looked for
-    largest_held: FloatArray  # of each channel, as the following
-    # Active flows, at most one per server: what was left of each when its rate last changed.
+    upcoming: IntArray  # the next compute task of each device, while ``holds_back`` is filled
+    largest_held: FloatArray  # largest seconds per byte of each channel's links
+    # Active flows, at most one per server; ``unsent`` is as of the last change of the rate.
     flow: IntArray
     flow_channel: IntArray
     unsent: FloatArray
@@ -116,7 +116,8 @@ class ReplayWorkspace(NamedTuple):
     until: FloatArray
     fair: FloatArray
     through: IntArray  # tasks whose bytes have just arrived
-    room: FloatArray  # of each link, as the following
+    # One entry per link; see ``fair_rates``.
+    room: FloatArray
     load: FloatArray
     users: IntArray
     links: IntArray
@@ -167,8 +168,8 @@ def replay_order(
     """Replay tasks in a given order; returns (time of the last finish, finished tasks).
 
     ``sequence`` is a linear extension of the dependencies. ``timings`` holds the successor lists
-    and seconds of the engine's run, and upward ranks if there is a limit; ``start``, ``finish``
-    and ``events`` are written.
+    and seconds of the engine's run, and upward ranks if there is a limit. The replay writes
+    ``start``, ``finish`` and ``events``.
     """
     work = _make_workspace(len(sequence), num_devices, prices)
     assert is_linear_extension(tape, sequence, work.server)
@@ -272,7 +273,7 @@ def _replay_kernel(
             if tape.tasks[task].kind >= FIRST_FREE_KIND:
                 events[num_events] = 2 * task
                 num_events += 1
-            # Heap items: 2 task + 1 when the bytes may flow, 2 task at the end.
+            # Heap items: 2 task + 1 when the bytes start to flow, 2 task at the end.
             channel = tape.tasks[task].channel
             if which < num_devices:
                 when, item = now + seconds[task], 2 * task
@@ -283,7 +284,7 @@ def _replay_kernel(
                 when, item = now, 2 * task + 1
             num_heap = push_event(heap_time, heap_item, num_heap, when, item)
         num_touched = 0
-        # Events of this moment, else of the next one; a start above may be at this one.
+        # Handle events of this moment, which starts above may have added, else of the next one.
         if num_heap == 0 or heap_time[0] > now:
             if is_changed:
                 fair_rates(
@@ -392,8 +393,8 @@ def _hold_back(
         tape: The program.
         prices: Prices, which name the source device of a transfer.
         sequence: Tasks in their order.
-        waiting_for: Number of unfinished dependencies of each task; is increased.
-        holds_back: Output: compute task that each task holds back.
+        waiting_for: Number of unfinished dependencies of each task; increased here.
+        holds_back: Output: compute task that each send holds back.
         upcoming: Working memory, -1 for each device.
     """
     for index in range(len(sequence) - 1, -1, -1):
@@ -424,9 +425,10 @@ def fair_rates(
 ) -> None:
     """Weighted max-min fair payload rates of the active flows, by progressive filling.
 
-    All rates rise together, each as its weight times one level. The next link to fill up is the
-    one with the lowest level: what its stopped flows leave of it, over the load per level of those
-    that still rise. All of those stop at that level.
+    All rates rise together; each is its weight times a common level. A link is full at the level
+    room / load, where ``room`` is what its stopped flows leave of it and ``load`` is the load of
+    its rising flows per level. The link with the lowest such level fills up next and stops its
+    flows.
 
     Args:
         num_flows: Number of active flows.
@@ -434,7 +436,7 @@ def fair_rates(
         weight: Weight of each channel.
         resource_start: First entry of each channel in the next two arrays.
         resource: Links that a channel loads.
-        held: Seconds per payload byte for which it loads them.
+        held: Seconds per payload byte for which a channel loads each of its links.
         rate: Output: bytes per second of each flow.
         room: Working memory, one entry per link.
         load: Working memory, one entry per link.

@@ -1,9 +1,9 @@
 """Runs of programs: a choice is lowered, priced and simulated, by the engine or the referee.
 
 Devices that do the same are lowered only once (``lowering.folding``). Twins that share no link do
-the same at the same time, so step time and memory equal those of all devices together. Messages
-that meet on a link (the NIC of a host, say) are served one after the other, which sets twins apart
-from then on: these are not folded.
+the same at the same time, so step time and memory equal those of all devices together. If messages
+of twins meet on a link (for example the NIC of a host), the link serves them one after the other,
+and the twins differ from then on. So such twins are not folded.
 """
 
 import math
@@ -48,7 +48,7 @@ class Folded(NamedTuple):
 
 
 class Folding:
-    """Lowers choices with twins folded away where the result is the same.
+    """Lowers choices with twins folded away if the result is the same.
 
     Args:
         cluster: The devices.
@@ -64,14 +64,14 @@ class Folding:
         self._tape: Tape | None = None
         self._scratch: dict[tuple[int, int], Scratch] = {}
         self._prices: dict[bytes, ChannelPrices | None] = {}
-        # Folds that another choice with the same channels could not use: lowering them once more
-        # to find the same would take longer than what is gained where this choice could.
+        # Folds that failed for a choice with the same channels. They are not tried again: another
+        # failure costs more time than a success would gain.
         self._fails: set[bytes] = set()
 
     def lower(
         self, choice: Choice, tables: GraphTables, *, minds_position: bool = False
     ) -> Folded | None:
-        """Lower a choice on as few columns as possible; ``None`` if that takes all devices.
+        """Lower a choice on as few columns as possible; ``None`` if no fold is possible.
 
         Args:
             choice: The strategy.
@@ -121,15 +121,15 @@ class Folding:
 
     def _new_prices(self, channels: list[Channel]) -> ChannelPrices | None:
         prices = self._pricer.prices(channels)
-        # Devices that a channel slows down are listed by device, not by column.
+        # Prices list the devices that a channel slows down by device, not by column.
         is_free = not (prices.drag.any() or prices.overhead_s.any() or prices.loaded_s.any())
         return prices if is_free else None
 
     def _are_apart(self, fold: Fold, channels: Sequence[Channel]) -> bool:
-        """Whether twins cost the same and no link is used by a column and another's twin.
+        """Whether twins cost the same, and no folded lane or position uses a link of a kept one.
 
-        Collectives over several lanes are their own twins in each of them, as are those over
-        several positions: they meet the traffic of all of these equally.
+        A collective over several lanes is its own twin in each lane, and so is a collective over
+        several positions: the traffic of all of these meets it equally.
         """
         by_lane: dict[int, set[int]] = {}
         by_position: dict[int, set[int]] = {}
@@ -163,7 +163,7 @@ def _bytes_of(*arrays: npt.NDArray[np.integer[Any]]) -> bytes:
 
 
 def _is_apart(links: Mapping[int, set[int]], twin: IntArray) -> bool:
-    """Whether folded places use no link of those that are kept."""
+    """Whether no folded place (lane or position) uses a link of a kept place."""
     used = {link for place, own in links.items() if twin[place] == place for link in own}
     return all(twin[place] == place or used.isdisjoint(own) for place, own in links.items())
 
@@ -178,8 +178,8 @@ def _is_alike(first: ChannelSeconds, second: ChannelSeconds) -> bool:
 
 
 LEAST_FOLDED = 30_000
-"""Fewest ops, on all devices in all micro-batches and steps, for which it pays to look for devices
-that do alike: about a millisecond, in which a third of so many ops is lowered and simulated."""
+"""Fewest ops, on all devices in all micro-batches and steps, for which the search for folds pays:
+it takes about a millisecond, in which a third of so many ops are lowered and simulated."""
 
 
 class Lowered(NamedTuple):
@@ -193,14 +193,14 @@ class Lowered(NamedTuple):
 
 
 def _more_s(choice: Choice) -> float:
-    """Seconds that modes add to a step; below 0 where steps overlap."""
+    """Seconds that modes add to a step; negative if steps overlap."""
     return sum(mode.more_s for mode in choice.modes)
 
 
 class Runner:
     """Lowers and simulates strategies of one graph on one cluster.
 
-    It keeps the arrays between calls, so use one for each thread.
+    It reuses its arrays between calls, so use one per thread.
 
     Args:
         graph: One training step.
@@ -212,11 +212,12 @@ class Runner:
         tables: The graph's tables without op rules.
         channels: Table in which the channels of strategies are registered.
         rules: Rule sets of the graph.
-        prices: Prices of what strategies contain.
+        prices: Cache of the prices that strategies need.
         num_evaluations: Number of simulations so far.
         num_tasks: Number of tasks of the program that was simulated last.
-        last: Times of that program, until the next simulation.
-        poll: Callback before every simulation; what it raises ends a search (``Spending.limits``).
+        last: Times of that program; the next simulation overwrites them.
+        poll: Callback before every simulation; an exception from it ends a search
+            (``Spending.limits``).
     """
 
     def __init__(
@@ -251,7 +252,7 @@ class Runner:
         return Lowered(choice, rules, self._tape, prices)
 
     def fold(self, choice: Choice) -> Lowered | None:
-        """Lower a choice on devices that stand for others; ``None`` where that is not exact."""
+        """Lower a choice on devices that stand for others; ``None`` if that is not exact."""
         if not all(mode.folds for mode in choice.modes):
             return None
         rules, num_devices = self.rules.of(choice.rule_set), self.cluster.num_devices
@@ -271,7 +272,7 @@ class Runner:
     def _members_that_wait(self, choice: Choice, rules: RuleSet) -> int:
         """Devices of the largest team if stages lie on different hosts; else 0.
 
-        Only ops with rules are priced by it.
+        It matters only for the prices of ops with rules.
         """
         members = int(choice.teams.size.max(initial=0)) if rules.has_rules else 0
         if members < 2 or len(choice.member) < 2:
@@ -283,7 +284,7 @@ class Runner:
         return members if len(on_hosts) > 1 else 0
 
     def run(self, lowered: Lowered, order: Order, limit_s: float) -> tuple[float, bool]:
-        """Simulate what was lowered.
+        """Simulate a lowered choice.
 
         Returns:
             (seconds per step, True), or (a lower bound of them above the limit, False).
@@ -300,7 +301,7 @@ class Runner:
         return end / choice.num_steps + _more_s(choice), is_done
 
     def facts(self) -> PlaceFacts | None:
-        """Where the seconds of what was evaluated last are spent; ``None`` if it did not run."""
+        """Seconds by place of the last evaluation; ``None`` if it was not simulated."""
         if self._ran is None:
             return None
         _, rules, tape, prices, fold = self._ran
@@ -319,9 +320,9 @@ class Runner:
     def replayed(
         self, lowered: Lowered, limit_s: float = math.inf
     ) -> tuple[float, Timings | None]:
-        """(seconds per step, timings) by the referee of what was simulated last.
+        """(seconds per step, timings) of the last simulation by the referee.
 
-        No timings and a lower bound of the seconds above the limit.
+        Above the limit it returns (a lower bound of the seconds, ``None``).
         """
         choice, _, tape, prices, _ = lowered
         limit_s -= _more_s(choice)
@@ -344,9 +345,12 @@ class Runner:
         return np.asarray(most if fold is None else fold.unfolded(most), np.float64)
 
     def alone(self, choice: Choice) -> tuple[Lowered, float, Timings]:
-        """Simulate a step without what modes add: lowered, seconds, and timings until the next.
+        """Simulate a step without the seconds that modes add.
 
-        Not counted as an evaluation: it belongs to that of the strategy.
+        It is not counted as an evaluation, since it is part of the strategy's evaluation.
+
+        Returns:
+            (lowered choice, seconds, timings that the next simulation overwrites).
         """
         counted = self.num_evaluations
         own = tuple(replace(mode, more_s=0.0) for mode in choice.modes)
@@ -356,11 +360,11 @@ class Runner:
         return lowered, seconds, self.last
 
     def tape_s(self, tape: Tape, choice: Choice) -> float:
-        """Seconds of a tape that is no step, by the referee.
+        """Seconds by the referee of a tape that is not a training step.
 
         Args:
             tape: The tape.
-            choice: Strategy of whose devices it is.
+            choice: Strategy on whose devices the tape runs.
         """
         rules, channels = self.rules.of(choice.rule_set), self.prices.of_channels(tape)
         prices = self.prices.prices(choice, rules, self.prices.types, channels)
@@ -408,9 +412,9 @@ class Runner:
     def seconds_under_noise(self, choice: Choice, order: Order, noise: Noise) -> FloatArray:
         """Seconds per step by the referee when speeds are not as predicted.
 
-        The order stays that of the undisturbed run, as it does when a plan is executed. Where
-        twins are folded away they share the factor of the device that stands for them. What modes
-        add goes with the rest of the step.
+        The order is that of the undisturbed run, as when a plan is executed. Folded twins share
+        the factor of the device that stands for them. The seconds that modes add scale with the
+        rest of the step.
 
         Returns:
             # [num_draws]

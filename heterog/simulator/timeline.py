@@ -1,8 +1,8 @@
-"""The timeline of a simulated step: what each device and link does when, with readable names.
+"""The timeline of a simulated step: all tasks of devices and channels, with readable names.
 
-``Timeline`` joins a program and its simulated times with the cluster and the graph: a lane for
-every device's compute stream and every channel, a name and a module for every task, busy seconds,
-memory over time, and the critical path.
+``Timeline`` joins a program and its simulated times with the cluster and the graph. It has a lane
+for every device's compute stream and every channel, a name and a module for every task, busy
+seconds, memory over time, and the critical path.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.memo import kept
 from heterog.simulator.memory import buffer_lives
 
-# Two times are the same instant if they differ by less than this part of the whole: seconds are
-# added up in different orders along different paths.
+# Two times are the same instant if they differ by less than this share of the step: seconds are
+# summed in different orders along different paths.
 _SAME_INSTANT = 1e-9
 
 _VERBS = {
@@ -87,15 +87,15 @@ class Cause(StrEnum):
     BEGIN = "begin"
     """None: it is the first task."""
     DEPENDENCY = "dependency"
-    """Its input was made just before."""
+    """Its last input was made just before."""
     STREAM = "stream"
-    """Its device was running another task."""
+    """Its device ran another task."""
     SEND = "send"
-    """Its device was sending a value; where sends block, it computes nothing meanwhile."""
+    """Its device sent a value; if sends block, a device computes nothing meanwhile."""
     LINK = "link"
-    """Its links were carrying something else."""
+    """Its links carried another message."""
     COMMUNICATOR = "communicator"
-    """Its devices had another collective under way; they run one at a time."""
+    """Its devices ran another collective; a communicator runs one at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +124,9 @@ class PathStep:
     Attributes:
         task: Number of the task.
         cause: Reason why it did not start earlier.
-        wait_s: Seconds of the path before its start in which nothing known happened.
-        seconds: Seconds of the path spent in it: to its end, or to the start of the next task
-            if that is earlier (a transfer leaves its links before it has arrived).
+        wait_s: Seconds of the path before its start in which no task of the path runs.
+        seconds: Seconds of the path in the task: to its end, or to the start of the next task
+            if that is earlier (a transfer leaves its links before it arrives).
     """
 
     task: int
@@ -176,7 +176,7 @@ class Timeline:
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        """Compute streams in device order, then pairs and communicators in use by channel."""
+        """Compute streams in device order, then used pairs and communicators in channel order."""
         order = np.lexsort((np.arange(self.program.num_tasks), self.finish, self.start))
         on_device: list[list[int]] = [[] for _ in self.cluster.devices]
         on_channel: dict[int, list[int]] = {}
@@ -215,7 +215,7 @@ class Timeline:
         return busy
 
     def is_compute(self, task: int) -> bool:
-        """Whether a task runs on a compute stream (and not on links)."""
+        """Whether a task runs on a compute stream, not on links."""
         return self._kind[task] < FIRST_LINK_KIND
 
     def name(self, task: int) -> str:
@@ -238,16 +238,16 @@ class Timeline:
         return words
 
     def kind(self, task: int) -> str:
-        """One word for a task: the phase of an op, else ``"send"``, ``"update"``, ..."""
+        """Short kind of a task: the phase of an op, else ``"send"``, ``"update"``, ..."""
         kind = TaskKind(self._kind[task])
         return self.phase(task) if kind == TaskKind.COMPUTE else _VERBS[kind]
 
     def module(self, task: int) -> str:
-        """Path of the module that a task belongs to; for a bucket, its first parameter's."""
+        """Path of the module of a task; for a bucket, that of its first parameter."""
         return self.graph.ops[self._op(task)].module
 
     def phase(self, task: int) -> str:
-        """Phase of the op that a task belongs to: an op's own, a value's maker's, else update."""
+        """Phase of the op that a task runs or whose value it moves, else update."""
         return self.graph.ops[self._op(task)].phase.name.lower()
 
     def makes_gradient_whole(self, task: int) -> bool:
@@ -290,7 +290,7 @@ class Timeline:
         return f"{_COLLECTIVES[channel.kind]} {' '.join(names)}"
 
     def _lane_name(self, tasks: list[int]) -> str:
-        """Name for tasks of a channel, or of a communicator with operations over several."""
+        """Name of the lane of tasks on a channel, or on several channels of a communicator."""
         used = {int(self.program.channel[task]) for task in tasks}
         channel = self.program.channels[min(used)]
         if len(used) == 1:
@@ -298,10 +298,7 @@ class Timeline:
         return f"collectives {' '.join(self.cluster.devices[d].name for d in channel.devices)}"
 
     def memory(self, device: int) -> tuple[FloatArray, FloatArray]:
-        """Seconds and bytes of a device: the bytes hold from each time on to the next.
-
-        See ``buffer_lives``.
-        """
+        """(Times, bytes in use from each time to the next) of a device; see ``buffer_lives``."""
         program = self.program
         begin, end = buffer_lives(program, self.start, self.finish)
         mine = (program.buffer_device == device) & (program.buffer_bytes > 0.0)
@@ -324,9 +321,9 @@ class Timeline:
     def _critical_path(self) -> tuple[PathStep, ...]:
         """The chain of tasks that determines the step's time, first task first.
 
-        Traced back from the last finish: to the last input of a task or, if it was ready before
-        it started, to the task that its stream or its links ran until then. The waits and
-        seconds of all tasks add up to the whole time.
+        It is traced back from the last finish. The predecessor of a task is the maker of its last
+        input or, if the input was ready before the task started, the task that occupied its stream
+        or links until then. The waits and seconds of all tasks add up to the step.
         """
         if self.program.num_tasks == 0:
             return ()
@@ -379,7 +376,7 @@ class Timeline:
         return before
 
     def _sent_until(self, task: int, start: float, tolerance: float) -> int:
-        """The task that sent a value until a task of its device began, -1 if none."""
+        """The task that sent a value of a task's device until the task started, -1 if none."""
         if self.cluster.sends != Sends.BLOCKING:
             return -1
         links = self._link_tasks
@@ -396,10 +393,11 @@ class Timeline:
         return np.where(is_send, sources[self.program.channel], -1).astype(np.int32)
 
     def _before_on_links(self, task: int, start: float, tolerance: float) -> int:
-        """The communication whose links or communicator came free for another, -1 if none.
+        """The communication that kept links or the communicator from a task, -1 if none.
 
-        Either one that ended at its start, or else the last to begin of those under way: links
-        come free before the latency has passed, at a time that is not part of the schedule.
+        It is one that ended when the task started, else the last started one that was under way
+        (its links come free before its latency has passed, at a time that the schedule does not
+        contain), else the one that ended last before.
         """
         links = self._link_tasks
         channels = self.program.channel[links]
@@ -425,10 +423,10 @@ class Timeline:
 
     @kept
     def _sharing(self, channel: int) -> npt.NDArray[np.bool_]:
-        """Whether each channel shares a link or its communicator with a given one.
+        """Whether each channel shares a link or its communicator with a given channel.
 
-        Computed for one channel at a time: a hundred devices have ten thousand channels, and the
-        critical path meets only a few.  # [num_channels]
+        It is computed for one channel at a time: a hundred devices have ten thousand channels, and
+        the critical path has only a few.  # [num_channels]
         """
         uses, communicator = self._links_of_channels, self._communicator
         found = (uses[:, uses[channel]]).any(axis=1) | (communicator == communicator[channel])

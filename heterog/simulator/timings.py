@@ -18,24 +18,24 @@ class Timings(NamedTuple):
     seconds: FloatArray  # of each task
     start: FloatArray
     finish: FloatArray
-    rank: FloatArray  # upward; filled when the order or a limit asks for it
+    rank: FloatArray  # upward rank; filled if the order or a limit needs it
     priority: FloatArray
-    waiting_for: IntArray  # unfinished reads of each task that it waits for
-    awaited: IntArray  # the tasks that make these
-    successor_start: IntArray  # of each task: those that wait for it
-    successor: IntArray
-    is_local: npt.NDArray[np.bool_]  # only later ops of the same device read what it makes
-    events: IntArray  # 2 task at its start, 2 task + 1 at its end: link and free tasks, in order
+    waiting_for: IntArray  # number of unfinished reads that each task waits for
+    awaited: IntArray  # makers of these reads, task by task
+    successor_start: IntArray  # segments of ``successor``, one per task
+    successor: IntArray  # the tasks that wait for each task
+    is_local: npt.NDArray[np.bool_]  # whether only later ops of the same device read its results
+    events: IntArray  # 2 task for starts, 2 task + 1 for ends of link and free tasks, in order
     queue_start: IntArray  # segments of ``queue_item``, one heap per queue
     queue_size: IntArray
     queue_item: IntArray
     chain: IntArray  # ops of each device and turn in program order
-    sequence_start: IntArray  # ops of each device in the order in which they ran
-    sequence: IntArray
+    sequence_start: IntArray  # segments of ``sequence``, one per device
+    sequence: IntArray  # ops in the order in which they ran
     heap_time: FloatArray
     heap_item: IntArray
     alive: IntArray  # unfinished readers of each buffer
-    touching: IntArray  # of ``memory_kernel``: events that touch each device's memory
+    touching: IntArray  # events that touch each device's memory; used by ``peak_memory``
 
 
 def make_timings(num_tasks: int, num_reads: int, num_buffers: int, num_queues: int) -> Timings:
@@ -61,7 +61,7 @@ def make_timings(num_tasks: int, num_reads: int, num_buffers: int, num_queues: i
         heap_time=np.empty(4 * num_tasks + 64),
         heap_item=np.empty(4 * num_tasks + 64, np.int32),
         alive=np.empty(max(num_buffers, 1), np.int32),
-        # Each buffer is made by a task that starts and ends, and each read ends once.
+        # Two events for the maker of each buffer, and one event for the end of each read.
         touching=np.empty(2 * num_buffers + num_reads + 1, np.int32),
     )
 
@@ -72,25 +72,26 @@ class Workspace(NamedTuple):
 
     left: FloatArray  # seconds of compute that each device still has to begin
     busy: npt.NDArray[np.uint64]  # bit set of links in use
-    free_at: FloatArray  # of each link
-    # Link queues whose head might start now: something arrived, or a link of their gate came free.
+    free_at: FloatArray  # when each link comes free
+    # Link queues whose head might start now: a task arrived, or a link of their gate came free.
     candidate: IntArray
     is_candidate: npt.NDArray[np.bool_]
     is_held: npt.NDArray[np.bool_]  # whether each queue's communicator runs an operation
-    idle: npt.NDArray[np.bool_]  # of each device, as the following
+    # From here to ``is_touched``, one entry per device.
+    idle: npt.NDArray[np.bool_]
     busy_until: FloatArray
     op_until: FloatArray
     drag_until: FloatArray
     drag_share: FloatArray
     debt: FloatArray
-    sending: IntArray  # values that each device sends and has to wait for
+    sending: IntArray  # number of values under way that the device waits for
     first_open: IntArray  # first turn with ops left
     ran: IntArray  # end of the ops in ``Timings.sequence`` that have run
-    touched: IntArray  # devices to look at
+    touched: IntArray  # devices that may start a task now
     is_touched: npt.NDArray[np.bool_]
-    chain_of: IntArray  # of each task, -1 if it is no op
-    chain_start: IntArray  # of the ops of each device and turn in ``Timings.chain``
-    position: IntArray  # of the next op of each chain
+    chain_of: IntArray  # chain of each task, -1 if it is no op
+    chain_start: IntArray  # segments of ``Timings.chain``, one per device and turn
+    position: IntArray  # position of the next op of each chain
     fresh: IntArray  # tasks that just got ready
 
 
@@ -126,7 +127,7 @@ def make_workspace(tape: Tape, prices: Prices, num_devices: int) -> Workspace:
 
 
 def with_room(timings: Timings, tape: Tape, num_queues: int) -> Timings:
-    """The simulation's arrays, or larger ones where the tape and the queues need them."""
+    """The given arrays, or larger ones if the tape and the queues need them."""
     if (
         tape.counts[NUM_TASKS] > len(timings.seconds)
         or tape.counts[NUM_READS] > len(timings.successor)

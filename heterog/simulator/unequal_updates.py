@@ -1,7 +1,7 @@
 """Closed forms for workers of unequal speed that do not wait for each other.
 
-They give the benefit of dispatch, elastic batches and one more device before anything is
-simulated: Adaptive SGD (arXiv 2110.07029), CPU+GPU Hogbatch (arXiv 2004.08771).
+They give the benefit of dispatch, elastic batches and one more device without a simulation:
+Adaptive SGD (arXiv 2110.07029), CPU+GPU Hogbatch (arXiv 2004.08771).
 """
 
 import heapq
@@ -14,7 +14,7 @@ whose weights then do not add up to 1."""
 
 
 def is_worth_adding(relative_speed: float, step_s: float, extra_s: float) -> bool:
-    """Whether one more device pays: it takes s/(1+s) of the work, and costs communication.
+    """Whether one more device pays, which takes s/(1+s) of the work but adds communication.
 
     With speed 1 so far and s of the new device, compute shrinks from T to T/(1+s), so it helps
     while the extra communication is below T s/(1+s).
@@ -79,7 +79,7 @@ class ElasticRule:
         mean = sum(updates) / len(updates)
         moved = []
         for batch, own in zip(batches, updates, strict=True):
-            # Between two workers the difference to the mean is half of that to each other.
+            # The distance of two workers from their mean is half of their difference.
             is_near = 2.0 * abs(own - mean) <= self.dead_band
             sign = 0 if is_near else (own > mean) - (own < mean)
             moved.append(min(max(batch + sign * self.step, self.least), self.most))

@@ -1,9 +1,10 @@
-"""Strategies as values: what may be decided about a step, and nothing of how it is done.
+"""Strategies as values: the decisions about a training step, independent of their lowering.
 
-- ``strategy`` is the value: ``division`` cuts samples and units and says who sums what, ``sync``
-  is the table of synchronisations, ``schedules`` (once ``pipeline_schedule``) says in what order,
-  ``keeping`` what is made again, or instead of sent. ``serialize`` is its file.
-- Rules for teams: ``tensor_parallel`` and ``layer_shardings`` for layers and experts,
-  ``spatial_split`` and ``sequence_split`` inside samples.
-  ``layouts`` reads what people run today.
+- ``strategy`` is the value, ``serialize`` its file. ``division`` divides samples and units among
+  devices and finds the devices that sum a gradient. ``sync`` is the table of synchronisations.
+  ``schedules`` (formerly ``pipeline_schedule``) has the orders of micro-batches. ``keeping`` finds
+  the ops to recompute, to save memory or a transfer.
+- Rules for teams: ``tensor_parallel`` and ``layer_shardings`` split layers and experts,
+  ``spatial_split`` and ``sequence_split`` split inside samples.
+- ``layouts`` reads the layouts of other programs.
 """

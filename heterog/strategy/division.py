@@ -3,16 +3,15 @@
 A division says which samples of the batch, and units of other axes, each device has.
 A group's devices are cut into *teams*. A team takes one range of the batch, in the order of the
 teams. Inside a team, ops that follow the batch split the team's samples over its members, in the
-members' order; an op with a rule (``OpRule``) is done by every member on all samples of the team,
-each on its own units of the rule's axis. One team of all devices is plain data parallelism or
+members' order. An op with a rule (``OpRule``) runs on every member, on all samples of the team and
+on the member's own units of the rule's axis. One team of all devices is plain data parallelism or
 plain tensor parallelism, teams of one device are data parallelism alone, and both together are
 what Megatron-LM calls a grid (Narayanan et al. 2021, section 3).
 
-A gradient is a sum over samples. Devices that computed the same part of the sum count as one,
-or it would count several times: the members of a team that all run a whole op, say. Where a
-parameter lives in slices, the members of different teams that hold the same interval form a ring;
-teams that are cut alike give one ring for each position, others one for each interval between the
-cuts of all teams.
+A gradient is a sum over samples. Devices that computed the same part of the sum, such as members
+of a team that all run a whole op, count as one, because the part must enter once. If a parameter
+lives in slices, the members of different teams that hold the same interval form a ring. Teams with
+equal cuts give one ring for each position, other teams one for each interval between all cuts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,9 +50,10 @@ class Division(NamedTuple):
 
 
 class DivisionCut(NamedTuple):
-    """The samples of one division, by micro-batch and device; ranges count from a micro-batch's 0.
+    """The samples of one division, by micro-batch and device.
 
-    Devices outside the division have zeros, and -1 as team and position.
+    Begins of ranges count from the first sample of the micro-batch. Devices outside the division
+    have zeros, and -1 as team and position.
     """
 
     own: IntArray  # samples of each device  # [num_micro, num_devices]
@@ -103,9 +103,9 @@ def micro_shares(
 ) -> IntArray:
     """Samples of each micro-batch on each device of a division.
 
-    Rows are the strategy's own micro-batches where they add up to the division's shares.
-    Otherwise each micro-batch is cut in the proportions of the remaining shares, among the teams
-    first, then inside each, so that every row and column adds up.
+    Rows are the strategy's own micro-batches if these add up to the division's shares. Otherwise
+    each micro-batch is cut in proportion to the remaining shares, first among the teams, then
+    inside each, so that every row and column adds up.
 
     Returns:
         # [num_micro, devices of the division]
@@ -134,8 +134,8 @@ def micro_sizes(
 ) -> tuple[int, ...]:
     """Number of samples of each micro-batch of a step; empty if it runs in one go.
 
-    The table may list each device's samples even where several divisions have the whole batch
-    each; then the first division whose devices' samples add up to its shares counts.
+    The table may list samples for each device even if several divisions each have the whole batch.
+    Then the sizes are those of the first division whose devices' samples add up to its shares.
     """
     sizes = tuple(map(sum, zip(*micro_batches, strict=True)))
     if not sizes or sum(sizes) == batch_size:
@@ -151,9 +151,9 @@ def micro_sizes(
 def micro_batch_table(
     sizes: tuple[int, ...], num_devices: int, first: int = 0
 ) -> tuple[tuple[int, ...], ...]:
-    """Micro-batches of these sizes, which every group cuts in proportion; none for a single one.
+    """Table of micro-batches of given sizes, which every group cuts in proportion to its shares.
 
-    All samples stand in the row of the first device.
+    All samples are in the row of device ``first``. Empty for a single micro-batch.
 
     >>> micro_batch_table((3, 2), 3)
     ((3, 2), (0, 0), (0, 0))
@@ -170,7 +170,7 @@ def is_cut_alike(
     """Whether all divisions have the whole batch and the same samples in each micro-batch."""
     divisions = tuple(divisions)
     sizes = micro_sizes(micro_batches, divisions, batch_size)
-    if sum(map(sum, micro_batches)) == batch_size:  # all are cut in the proportions of the table
+    if sum(map(sum, micro_batches)) == batch_size:  # every division cuts the table's micro-batches
         return min(map(min, micro_batches)) >= 0 and min(sizes) >= 1
     return (
         sum(sizes) == batch_size
@@ -231,7 +231,7 @@ def split_in_proportion(total: int, weights: Sequence[float]) -> tuple[int, ...]
 
 
 def _taken(size: int, left: list[int]) -> tuple[int, ...]:
-    """Cut a size in proportion to what is left; an excess goes to those with some left."""
+    """Cut a size in proportion to remaining shares, and never take more than remains of one."""
     row = split_in_proportion(size, left)
     counts = [min(count, limit) for count, limit in zip(row, left, strict=True)]
     missing = size - sum(counts)
@@ -248,7 +248,7 @@ class Ring(NamedTuple):
     devices: tuple[int, ...]
     """Members of the ring, ascending."""
     whole: tuple[int, ...]
-    """Members that hold no more of the parameter than the ring sums."""
+    """Members whose part of the parameter is exactly the range that the ring sums."""
     begin: int = 0
     end: int = 0
     """Range of units of the parameter's axis that are summed; all of the parameter if equal."""
@@ -256,11 +256,11 @@ class Ring(NamedTuple):
     is_once: bool = False
     """Whether all members of a team have the same part of the sum, which is added once."""
     slices: tuple[int, ...] = ()
-    """Relative slice of each member of what the ring sums, as in ``Decision``."""
+    """Relative size of each member's slice of the sum, as in ``Decision``."""
 
     @property
     def slice_parts(self) -> tuple[float, ...]:
-        """Fraction of what the ring sums that each member owns under ZeRO; sums to 1."""
+        """Fraction of the ring's sum that each member owns under ZeRO; sums to 1."""
         weights = self.slices or (1,) * len(self.devices)
         return tuple(weight / sum(weights) for weight in weights)
 
@@ -320,7 +320,7 @@ def slice_rings(
     if not slice_of:
         return tuple(rings)
     slices = [tuple(slice_of[device] for device in each.devices) for each in rings]
-    # Members without any elsewhere get even ones here.
+    # If the slices of all members of a ring are 0, the ring is sliced evenly.
     return tuple(
         each._replace(slices=own if any(own) else ())
         for each, own in zip(rings, slices, strict=True)

@@ -1,26 +1,25 @@
-"""Recomputation of some ops of a group: what is kept, and which ops run again before which.
-
-Attention that is written out makes scores, their softmax and dropout for all pairs of positions:
-5 a s^2 b bytes a layer in 16 bits, beside the 34 s b h of everything else (a heads, s positions, b
-samples, h hidden units; Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-Transformer Models", sections 4.1 and 4.3). They are cheap to make again. torchtitan keeps what is
-expensive to make, and makes all else again.
-
-The ops that a group reruns to recompute its activations, and the op before which it does.
+"""Recomputation: which ops of a group run again, before which op, and which results are kept.
 
 Recomputation (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016) trades seconds
-for bytes: what a group's forward ops make is not kept for its backward ops, but made again from
-what the group read from others. What is kept of a group is thus what *other* groups read of it:
-for neighbours that all recompute, the values at the borders between them.
+for bytes: the results of a group's forward ops are not kept for its backward ops, but made again
+from values of other groups. So of a group only the values that *other* groups read are kept: if
+neighbours all recompute, these are the values at the borders between them.
 
-Unlike the paper, only the ops run again whose results some backward op of the group reads, or that
-these ops need; and what arrived from other devices is kept, so no communication happens twice.
+Unlike the paper, an op runs again only if a backward op of the group, or another op that runs
+again, reads its result. Values that arrived from other devices are kept, so no communication
+happens twice.
 
-Values that follow from the batch alone, which their readers make instead of receiving them.
+Some results may be kept nevertheless (``Keeps``). Attention that is written out makes scores,
+their softmax and dropout for all pairs of positions: 5 a s^2 b bytes a layer in 16 bits, beside
+34 s b h bytes of all other activations (a heads, s positions, b samples, h hidden units;
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", sections
+4.1 and 4.3). Scores are cheap to make again. torchtitan keeps expensive results and makes all
+others again.
 
-Every device has the batch. A mask of pairs of positions, which the first stage of a pipeline makes
-of a few numbers per sample, is a quarter of what is sent between stages at 4,096 tokens. The few
-cheap ops that make it run again on the devices of each stage instead.
+``Remakes`` recomputes values instead of sending them. Every device has the batch. A mask of pairs
+of positions, which the first stage of a pipeline makes from a few numbers per sample, is a quarter
+of the bytes sent between stages at 4,096 tokens. So the few cheap ops that make it run again on
+the devices of each stage.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -74,7 +73,7 @@ def recomputations(
         if of >= 0 and readers[of] < 0 and (is_backward[op] or op in makes_gradient):
             readers[of] = op
     again: list[set[int]] = [set() for _ in range(num_groups)]
-    # From last to first: who reads an op's result is known before the op is looked at.
+    # From last to first: all readers of an op's result are visited before the op.
     for op in range(len(group) - 1, -1, -1):
         of = group[op]
         if of >= 0 and (is_backward[op] or op in again[of]):
@@ -93,20 +92,20 @@ def recomputations(
 
 
 class Keeps(IntEnum):
-    """What a group that recomputes keeps, besides what other groups read."""
+    """The values that a group that recomputes keeps, besides those that other groups read."""
 
     NOTHING = 0
-    """All that its backward pass reads is made again."""
+    """No further values: all that its backward pass reads is made again."""
     PRODUCTS = 1
-    """Results of attention kernels, and of every other product with a weight: the first of a
+    """Results of attention kernels, and of every second product with a weight: the first of a
     block, the third, and so on (torchtitan's selective checkpoints by op)."""
     ALL_BUT_SCORES = 2
-    """Everything but what attention that is written out makes of pairs of positions: Megatron's
+    """All values but those for pairs of positions in attention that is written out: Megatron's
     selective recomputation."""
 
     @property
     def words(self) -> str:
-        """What is made again, in words."""
+        """The values that are recomputed, in words."""
         return _WORDS[self]
 
 
@@ -118,7 +117,7 @@ _WORDS = {
 
 
 def recomputed_words(kept: Iterable[Keeps]) -> str:
-    """What groups make again that keep this, in words.
+    """The values that groups make again, in words.
 
     >>> recomputed_words([Keeps.NOTHING, Keeps.ALL_BUT_SCORES])
     'activations and scores of attention'
@@ -129,16 +128,16 @@ def recomputed_words(kept: Iterable[Keeps]) -> str:
 _SOFTMAX = frozenset({"_softmax.default", "_safe_softmax.default"})
 _PRODUCTS = frozenset({"bmm.default", "baddbmm.default"})
 _MOST_BETWEEN = 64
-"""Ops between a softmax and a product, views included; attention has a few, to scale and mask."""
+"""Most ops between a softmax and a product, views included; attention scales and masks there."""
 _WEIGHED = frozenset({"mm.default", "addmm.default", "linear.default"})
 
 
 @lru_cache(maxsize=16)
 def attention_scores(graph: OpGraph) -> tuple[tuple[int, ...], ...]:
-    """The ops of each attention that is written out, from its scores to what weighs the values.
+    """The ops of each attention that is written out, from its scores to the weights of values.
 
-    They are a softmax between two products of activations, the first product, and what is between
-    them, in program order.
+    They are the first of two products of activations, a softmax between the two, and all other ops
+    between them, in program order.
     """
     found = []
     for index, op in enumerate(graph.ops):
@@ -171,7 +170,7 @@ class _Between:
         self.ops: set[int] = set()
 
     def comes_from_product(self, tensor: int) -> bool:
-        """Whether a tensor is made of a product of activations; it is one of the ops, too."""
+        """Whether a tensor is made from a product of activations; notes the ops in between."""
         maker = int(self._graph.producer[tensor])
         if maker < 0 or not self._may_go_on(maker):
             return False
@@ -185,7 +184,7 @@ class _Between:
         return self._known[maker]
 
     def goes_to_product(self, tensor: int) -> bool:
-        """Whether a product reads a tensor."""
+        """Whether a product reads a tensor, perhaps through other ops; notes these ops."""
         return any([self._leads_on(reader) for reader in self._graph.consumers[tensor]])
 
     def _leads_on(self, reader: int) -> bool:
@@ -201,7 +200,7 @@ class _Between:
         return self._known[reader]
 
     def _may_go_on(self, index: int) -> bool:
-        """Whether an op of the forward pass makes as much of activations alone."""
+        """Whether a forward op makes a value of the softmax's size from activations alone."""
         graph, op = self._graph, self._graph.ops[index]
         made = graph.outputs[index]
         reads = {graph.tensors[int(graph.storage[tensor])].kind for tensor in op.inputs}
@@ -267,20 +266,20 @@ def scores_again(
 
 
 MOST_WORK = 8.0
-"""Most bytes that the ops move, and FLOPs that they do, per byte that is not sent: the memory of
-an H100 moves 3,350 GB/s, its NVLink 450 GB/s in each direction, and other links are slower."""
+"""Most bytes that the recomputing ops move, and most FLOPs, per byte that is not sent: the memory
+of an H100 moves 3,350 GB/s, its NVLink 450 GB/s in each direction, and other links are slower."""
 BYTES_PER_LAUNCH = 2.0**16
-"""Fewest bytes per op that are worth it: 100 Gbit/s moves as many in the 5 microseconds that a
+"""Fewest unsent bytes per recomputing op: 100 Gbit/s moves as many in the 5 microseconds that a
 launch takes."""
 _HARMLESS = frozenset({None, Special.OWN_ROWS, Special.AS_RESHAPE})
 
 
 class Remake(NamedTuple):
-    """How a value is made where it is read.
+    """How a value is made on the devices that read it.
 
     Attributes:
         ops: Graph ops, in program order; the last one makes the value.
-        least_bytes: Size of what a device would receive from which this is worth it.
+        least_bytes: Fewest bytes that a device would otherwise receive, for this to be worth it.
     """
 
     ops: tuple[int, ...]
@@ -288,13 +287,14 @@ class Remake(NamedTuple):
 
 
 class Remakes:
-    """Finds the ops by which values that follow from the batch are made where they are read.
+    """Finds ops by which devices make values that follow from the batch instead of receiving them.
 
     Args:
         graph: One training step.
         plan: Placements under the rules of a strategy.
         group: Group of each op.
-        gathered: How much of its value is needed by the views through which each tensor shows it.
+        gathered: For each tensor that is a view, how much of the viewed value its views need
+            (``AS_MADE``, ``IN_TEAM`` or ``EVERYTHING``).
     """
 
     def __init__(
@@ -310,11 +310,11 @@ class Remakes:
 
         Args:
             tensor: The value.
-            moved_fraction: Fraction of it that readers elsewhere use.
+            moved_fraction: Fraction of it that readers on other devices use.
         """
         graph = self._graph
         if self._plan.batch_placement(tensor).kind != "S":
-            return None  # every device has as much of it, often a single number
+            return None  # all devices hold the same part of it, often a single number
         ops = self._ops(int(graph.producer[tensor]))
         if ops is None:
             return None
@@ -326,7 +326,7 @@ class Remakes:
 
     @kept
     def _ops(self, op: int) -> frozenset[int] | None:
-        """An op and those before it that follow from the batch; ``None`` if not all do."""
+        """An op and all ops that it needs; ``None`` if one does not follow from the batch."""
         graph, plan = self._graph, self._plan
         axis = int(plan.op_axis[op])
         if not self._is_cheap(op) or (axis != BATCH_AXIS and plan.axes[axis] != EVERYWHERE):

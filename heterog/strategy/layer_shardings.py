@@ -1,21 +1,20 @@
 """Every way to shard a layer of a graph over its devices, found once per kind of layer.
 
-A split rarely ends where a group does: the columns of one weight are the rows of the next. So a
-few consecutive groups are looked at together (``tensor_parallel.shardings``), and what is found is
-carried over to all places where the same groups follow each other.
+A split rarely ends at the border of a group: columns of one weight lead to rows of the next. So a
+few consecutive groups are searched together (``tensor_parallel.shardings``), and the result is
+used at all places where the same groups follow each other.
 
-A gradient that is small to explain need not be synchronised either: where the tensors that it is
-made from are smaller than itself, every device gathers those and makes it whole (sufficient
-factors; Xie et al. 2016). For an embedding these are the rows that were looked up and their
-numbers, so that rows nobody has touched are never sent; exact for every optimizer.
+Some gradients need no synchronisation either: if the tensors from which a gradient is made are
+smaller than itself, every device gathers these and makes the whole gradient (sufficient factors;
+Xie et al. 2016). For an embedding they are the gradients of the rows that were looked up and the
+rows' numbers, so that rows which no sample used are never sent; exact for every optimizer.
 
-All-to-all dispatch of tokens to experts: what the members of a team exchange.
-
-Tokens are dispatched as a tensor of [experts, tokens of an expert, width], cut by tokens where it
-is made and by experts where it is read (GShard, Lepikhin et al. 2021, section 3.2): each member
-sends each other the tokens of the other's experts, and gets the results back, forward and
-backward. Of n members each sends (n - 1)/n of what it dispatches itself. Only what experts do is
-split by experts then; all else follows the batch.
+Experts also have rules with an all-to-all (``exchanged``). Tokens are dispatched as a tensor of
+[experts, tokens of an expert, width], which is cut by tokens by its maker and by experts for its
+readers (GShard, Lepikhin et al. 2021, section 3.2): each member sends every other member the
+tokens of the other's experts, and gets the results back, forward and backward. Each of n members
+sends (n - 1)/n of the tokens that it dispatches. Only ops of experts are then split by experts;
+all others follow the batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ from heterog.strategy.tensor_parallel import Sharding, shardings
 def exchanged(
     graph: OpGraph, rules: Mapping[int, OpRule], weights: Sequence[int]
 ) -> dict[int, OpRule] | None:
-    """Replace rules that split tokens by experts by those with which tokens are exchanged.
+    """Replace rules that gather tokens for experts by rules that exchange them.
 
     Args:
         graph: One training step.
@@ -44,8 +43,8 @@ def exchanged(
         weights: Parameters with one matrix for each expert.
 
     Returns:
-        The rules, or ``None`` where something that experts read is also read otherwise, so that it
-        has to be gathered.
+        The rules, or ``None`` if a value that experts read has other readers too, so that it must
+        be gathered.
     """
     ops = _between_experts(graph, rules, weights)
     found = {op: rules[op] for op in ops}
@@ -75,9 +74,9 @@ def exchanged(
 def _between_experts(
     graph: OpGraph, rules: Mapping[int, OpRule], weights: Sequence[int]
 ) -> frozenset[int]:
-    """Ops that read or finish parameters of experts, and all between two of them.
+    """Ops that read parameters of experts or make their gradients, and all ops between two such.
 
-    Parameters of experts are those that the rules split: weights, and biases beside them.
+    Parameters of experts are the given weights, and parameters that the rules split, like biases.
     """
     parameters = {parameter: gradient for _, parameter, gradient in graph.updates}
     split = set(weights)
@@ -100,7 +99,7 @@ def _between_experts(
 
 
 def _reached(graph: OpGraph, core: set[int], through: set[int]) -> set[int]:
-    """Ops that follow from the core by way of each other."""
+    """Ops of ``through`` that depend on the core, directly or through each other."""
     found: set[int] = set()
     for op in sorted(through):  # makers come first
         makers = {_maker(graph, tensor) for tensor in graph.ops[op].inputs}
@@ -110,7 +109,7 @@ def _reached(graph: OpGraph, core: set[int], through: set[int]) -> set[int]:
 
 
 def _reaching(graph: OpGraph, core: set[int], through: set[int]) -> set[int]:
-    """Ops from which the core follows by way of each other."""
+    """Ops of ``through`` on which the core depends, directly or through each other."""
     found: set[int] = set()
     for op in sorted(through, reverse=True):
         readers = {reader for tensor in graph.outputs[op] for reader in _readers(graph, tensor)}
@@ -120,7 +119,7 @@ def _reaching(graph: OpGraph, core: set[int], through: set[int]) -> set[int]:
 
 
 def _maker(graph: OpGraph, tensor: int) -> int | None:
-    """The compute op that makes what a tensor shows; ``None`` for inputs of the step."""
+    """The compute op that makes a tensor or the value it views; ``None`` for step inputs."""
     maker = int(graph.producer[graph.storage[tensor]])
     return maker if maker >= 0 else None
 
@@ -140,7 +139,7 @@ def _follows_samples(graph: OpGraph, tensor: int) -> bool:
 
 
 def _is_read_alike(graph: OpGraph, maker: int, ops: frozenset[int], *, inside: bool) -> bool:
-    """Whether all readers of what an op makes are among some ops, or none is."""
+    """Whether all readers of an op's outputs are among ``ops``, or if not ``inside``, none is."""
     return all(
         (reader in ops) == inside
         for tensor in graph.outputs[maker]
@@ -151,7 +150,7 @@ def _is_read_alike(graph: OpGraph, maker: int, ops: frozenset[int], *, inside: b
 def _brought(
     graph: OpGraph, maker: int, tensor: int, wanted: Placement, units: int
 ) -> OpRule | None:
-    """The rule of an op that follows the batch, whose value is then cut by experts."""
+    """Rule of an op that follows the batch, with a scatter that cuts its value by experts."""
     made = graph.outputs[maker]
     if len(made) > 1 or graph.ops[maker].phase == Phase.UPDATE:
         return None
@@ -172,7 +171,7 @@ def _brought(
 
 
 def _cuts(shape: Sequence[int], units: int) -> Iterator[Placement]:
-    """Ways to cut a tensor into units, those with the largest contiguous parts first."""
+    """Ways to cut a tensor into units, the ones with the largest contiguous parts first."""
     ways = [
         S(dim, outer)
         for dim, size in enumerate(shape)
@@ -185,7 +184,7 @@ def _cuts(shape: Sequence[int], units: int) -> Iterator[Placement]:
 def _shown(
     graph: OpGraph, value: int, tensor: int, place: Placement, units: int
 ) -> Placement | None:
-    """Placement of a view of a value, if it follows from the value's."""
+    """Placement of a view, if it follows from the placement of the viewed value."""
     if tensor == value:
         return place
     view = int(graph.producer[tensor])
@@ -202,14 +201,14 @@ def _shown(
 WINDOW = 4
 """Number of consecutive groups through which a split is followed."""
 LEAST_WEIGHTS = 1 / 16
-"""Least ratio of weight bytes to activation bytes moved for them; below it, a sharding is not
-considered: it sends activations where data parallelism sends gradients."""
+"""Least ratio of weight bytes to activation bytes that a sharding moves; below it, a sharding is
+not considered: it sends activations where data parallelism sends gradients."""
 
 LEAST_PART = 0.01
 """Least fraction of a model's parameters in a kind of layer, for it to be sharded."""
 MOST_FLOPS_PER_BYTE = 1.0
-"""Most FLOPs per byte read and written for which every device may do all of the work of making
-a gradient whole: sums of rows, but no products of matrices."""
+"""Most FLOPs per byte read and written by an op that makes a whole gradient on every device: sums
+of rows, but no products of matrices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,9 +231,9 @@ class LayerSharding:
 def layer_shardings(graph: OpGraph) -> tuple[LayerSharding, ...]:
     """Ways to shard the layers of a graph, no two for the same op.
 
-    Of ways that exclude each other, the one is taken that keeps more bytes of weights in slices
-    for each byte of activations that it moves: columns and then rows rather than columns alone.
-    The ways are sorted in this order.
+    Ways are sorted by bytes of weights that need no synchronisation per byte of activations that
+    they move. Of ways that share an op the first is taken: columns and then rows rather than
+    columns alone.
     """
     windows = _Windows(graph)
     found: dict[_Signature, list[OpRules]] = {}
@@ -284,7 +283,7 @@ def layer_shardings(graph: OpGraph) -> tuple[LayerSharding, ...]:
 
 
 def _rules(graph: OpGraph, way: Sharding) -> Iterator[OpRules]:
-    """The rules of a way to shard; of experts also those by which tokens are exchanged."""
+    """The rules of a way to shard; for experts also the rules that exchange tokens."""
     yield way.op_rules
     if way.placement == S(0) and len(graph.tensors[way.parameter].shape) == 3:
         rules = exchanged(graph, dict(way.op_rules), [way.parameter])
@@ -343,9 +342,9 @@ def _weight_bytes(graph: OpGraph, rules: OpRules) -> float:
 def _moved_bytes(graph: OpGraph, rules: OpRules) -> float:
     """Bytes of the activations that are moved because of some rules.
 
-    Inputs from ops that follow the batch are gathered once, outputs left in parts for others are
-    gathered once, and a sum is two such movements. Two devices that exchange a value move half as
-    much as if they gathered it.
+    Inputs from ops that follow the batch are gathered once, and so are split outputs that other
+    ops read; a sum counts twice. Two devices that exchange a value move half as much as if they
+    gathered it.
     """
     size, storage, batch = graph.tensor_bytes, graph.storage, batch_plan(graph)
     inside, batch_size = {op for op, _ in rules}, graph.batch_size

@@ -1,18 +1,16 @@
-"""Named schedules of a pipeline: the turns of each rank.
+"""Schedules: the order in which devices process micro-batches, by caps or by named orders.
 
-Stages are numbered in the order of the model. Where devices hold several stages, p *ranks* (device
-sets) hold v *chunks* each: interleaved, stage k lies on rank k mod p; in a V, rank i has stages i
-and 2 p - 1 - i. All devices of a rank share its micro-batches and so have the same turns.
+Without a ``PipelineSchedule`` a device runs the next ready op of the earliest micro-batch. That is
+fast, but keeps every micro-batch alive that arrives before its gradient does. A *cap* bounds
+their number; "one forward, one backward" (1F1B; Narayanan et al., PipeDream, 2019) amounts to
+caps: stage s of p holds at most p - s. An *explicit order* states every turn: interleaved stages
+(Narayanan et al., Megatron-LM, 2021) or zero bubble schedules (Qi et al. 2024) are not expressed
+by caps.
 
-A ``PipelineSchedule`` says the order in which devices process micro-batches: caps, split backward
-passes, explicit orders.
-
-Without any of it a device does the next op of the earliest micro-batch that has one ready. That is
-fast, and keeps as many micro-batches alive as arrive before their gradients do. A *cap* bounds
-them, which is what "one forward, one backward" (1F1B; Narayanan et al., PipeDream, 2019) comes to:
-stage s of p holds at most p - s. An *explicit order* says everything: interleaved stages
-(Narayanan et al., Megatron-LM, 2021) or zero bubble schedules (Qi et al. 2024) are no vector of
-caps.
+Named schedules make the turns of each rank. Stages are numbered in the order of the model. If
+devices hold several stages, p *ranks* (device sets) hold v *chunks* each: interleaved, stage k
+lies on rank k mod p; in a V, rank i has stages i and 2 p - 1 - i. All devices of a rank share its
+micro-batches and so have the same turns.
 """
 
 from collections import Counter
@@ -58,21 +56,21 @@ class PipelineSchedule:
     are numbered in the order of the model; ``device_chunks`` finds them.
 
     Attributes:
-        in_flight: Caps by device and chunk: most micro-batches under way there at a time, that is,
-            begun forward and still needed by something that reads their kept values. 0, or a
-            missing entry, is no cap.
+        in_flight: Caps by device and chunk: most micro-batches in flight there at a time. A
+            micro-batch is in flight from its forward pass until the last op has read its kept
+            values. 0, or a missing entry, is no cap.
         splits_backward: Whether weight gradients of a micro-batch come after the gradients that
             other devices wait for: whenever a device would otherwise wait (or in stated turns).
-            Stages of a single micro-batch then make their weight gradients beside each other.
-        turns: Turns of each device in order, with each micro-batch that has samples there and
-            each chunk once for every pass; empty lets a device take the earliest micro-batch that
-            can go on.
+            Stages of a single micro-batch then make their weight gradients at the same time.
+        turns: Turns of each device in order, one for each pass, each chunk, and each micro-batch
+            that has samples there. If empty, a device takes the earliest micro-batch that can go
+            on.
         chunk_starts: Groups at which a chunk begins on every device that takes part in them, even
             on one that takes part in the group before.
-        gathers_once: Whether what replicas keep in slices (ZeRO-2 and -3) is gathered once for the
-            forward passes of all micro-batches and once for their backward passes, and gradients
-            are reduced after the last one, instead of for each micro-batch. The whole of both is
-            kept from the first to the last of them: of one chunk, in a breadth-first order.
+        gathers_once: Whether slices of ZeRO-2 and -3 are gathered once for the forward passes of
+            all micro-batches and once for their backward passes, and gradients are reduced after
+            the last micro-batch, instead of for each. Whole parameters and gradients are kept from
+            the first to the last micro-batch: in a breadth-first order, those of one chunk.
     """
 
     __pydantic_config__: ClassVar = VALUE
@@ -97,7 +95,7 @@ class PipelineSchedule:
 
     @property
     def device_caps(self) -> tuple[int, ...]:
-        """The smallest cap of each device in ``in_flight``; 0 where it has none."""
+        """The smallest cap of each device in ``in_flight``; 0 if it has none."""
         return tuple(min(filter(None, caps), default=0) for caps in self.in_flight)
 
     def fitted(self, group_devices: Sequence[Sequence[int]]) -> "PipelineSchedule":
@@ -139,7 +137,7 @@ class PipelineSchedule:
         for device, own in enumerate(chunks):
             turns = self.turns[device] if device < len(self.turns) else ()
             micros = [micro for micro, count in enumerate(samples[device]) if count]
-            # Plain tuples, which equal turns: there are thousands, in each strategy of a search.
+            # Plain tuples equal turns and are faster: each strategy of a search has thousands.
             wanted = set(product(micros, range(len(own)), passes))
             said = set[tuple[int, int, Pass]](turns)
             if wanted != said:
@@ -171,7 +169,7 @@ def device_chunks(
     ((range(0, 2), range(3, 4)), (range(1, 3),))
     """
     found: list[list[range]] = [[] for _ in range(num_devices)]
-    # Most groups have the very devices of the one before them, so that a few runs are looked at.
+    # Most groups share the devices object of the group before, so only a few runs are visited.
     num_groups = len(group_devices)
     cuts = (g for g in range(1, num_groups) if group_devices[g] is not group_devices[g - 1])
     starts = (group for group in chunk_starts if 0 <= group < num_groups)
@@ -193,10 +191,10 @@ _F, _B, _W = Pass
 def caps_of_stages(stages: Stages, num_devices: int, *, hidden: float = 0.0) -> PipelineSchedule:
     """Caps on micro-batches in flight with which a pipeline waits only for its first one.
 
-    With ``hidden`` 0 the caps are those of 1F1B: stage s of p holds p - s micro-batches. Where
-    messages take a part of a stage's time, 1F1B waits for every one of them; the caps
-    (p - s) + (p - 1 - s) ceil(hidden) reach the time of a pipeline without caps, if stages and
-    links are alike.
+    With ``hidden`` 0 the caps are those of 1F1B: stage s of p holds p - s micro-batches. If
+    messages take a part of a stage's time, 1F1B waits for every message. The caps
+    (p - s) + (p - 1 - s) ceil(hidden) reach the time of a pipeline without caps, if all stages and
+    all links are equal.
 
     Args:
         stages: Devices of each stage; each device is in one of them.
@@ -228,7 +226,7 @@ class _Turns:
         self._num_micro = num_micro
 
     def add(self, work: Pass, chunk: int) -> None:
-        """Add the next micro-batch of a pass; one that does not exist leaves a gap."""
+        """Add the next micro-batch of a pass, or nothing if there is no further micro-batch."""
         micro = self.count[chunk, work]
         self.count[chunk, work] += 1
         if micro < self._num_micro:
@@ -254,7 +252,7 @@ def gpipe(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> list[Tu
 def one_forward_one_backward(
     rank: int, num_ranks: int, num_chunks: int, num_micro: int
 ) -> list[Turn]:
-    """As many forward passes as ranks follow, then one backward pass for each (PipeDream)."""
+    """One forward pass for each later rank, then forward and backward in turn (PipeDream)."""
     if num_chunks != 1:
         raise StrategyError(f"1f1b is for 1 stage per device, not {num_chunks}; see interleaved.")
     turns = _Turns(num_micro)
@@ -274,7 +272,7 @@ def interleaved(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> l
 def interleaved_zero_bubble(
     rank: int, num_ranks: int, num_chunks: int, num_micro: int
 ) -> list[Turn]:
-    """``interleaved`` with weight gradients delayed by as many backward passes as the rank."""
+    """``interleaved`` with the weight gradients of rank r delayed by r backward passes."""
     return _interleaved(rank, num_ranks, num_chunks, num_micro, zero_bubble=True)
 
 
@@ -311,7 +309,7 @@ def _interleaved(
 
 
 def breadth_first(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> list[Turn]:
-    """All micro-batches of a chunk, then of the next one (Lamy-Poirier 2023).
+    """All micro-batches of a chunk, then all of the next chunk (Lamy-Poirier 2023).
 
     With ``gathers_once`` a chunk's parameters are gathered twice in a step and its gradients
     reduced once: 3 S (n - 1) / n bytes for each of n replicas that keep S bytes in slices, however
@@ -326,7 +324,7 @@ def breadth_first(rank: int, num_ranks: int, num_chunks: int, num_micro: int) ->
 
 
 def zero_bubble_v(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> list[Turn]:
-    """Two chunks in a V, weight gradients where a rank would wait (Qi et al. 2024, section 6)."""
+    """Two chunks in a V, weight gradients while a rank would wait (Qi et al. 2024, section 6)."""
     _check_v(num_chunks)
     turns = _Turns(num_micro)
     count = turns.count
@@ -338,7 +336,7 @@ def zero_bubble_v(rank: int, num_ranks: int, num_chunks: int, num_micro: int) ->
     for _ in range(num_ranks - rank):
         turns.add(_F, 1)
         turns.add_backward(1)
-    # The pattern needs 2 p - 1 micro-batches; with fewer, those that do not exist are left out.
+    # The pattern needs 2 p - 1 micro-batches; if there are fewer, the missing ones are left out.
     enough = max(2 * num_ranks - 1, num_micro)
     while count[1, _F] < count[0, _F] or count[0, _F] < enough:
         if count[0, _F] < enough:
@@ -358,7 +356,7 @@ def zero_bubble_v(rank: int, num_ranks: int, num_chunks: int, num_micro: int) ->
 
 
 def dual_pipe_v(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> list[Turn]:
-    """DeepSeek's DualPipe folded into a V; a forward pass beside each backward pass.
+    """DeepSeek's DualPipe folded into a V: a forward pass for each backward pass.
 
     Source: github.com/deepseek-ai/DualPipe, as in ``torch.distributed.pipelining``.
     """
@@ -397,7 +395,7 @@ def dual_pipe_v(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> l
         turns.add_backward(1)
         turns.add(_F, 1)
         turns.add_backward(0)
-    # The second half of the rest defers its weight gradients.
+    # The second half of the remaining backward passes defers its weight gradients.
     half = 2 * ((rank + 1) // 2) + (rank % 2 == 0)
     for number in range(2 * (rank + 1)):
         chunk = 1 - number % 2
@@ -414,7 +412,7 @@ def dual_pipe_v(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> l
 
 
 def as_caps(schedule: PipelineSchedule) -> PipelineSchedule:
-    """Caps that hold as many micro-batches in each chunk as stated turns do, in any order.
+    """Replace stated turns by caps that allow as many micro-batches in flight in each chunk.
 
     >>> as_caps(stated_turns("1f1b", [(0,), (1,)], 1, 4, num_devices=2)).in_flight
     ((2,), (1,))
@@ -446,7 +444,7 @@ SCHEDULES: dict[str, Generator] = {
     "zero_bubble_v": zero_bubble_v,
     "dual_pipe_v": dual_pipe_v,
 }
-"""Schedules that state every turn; see ``caps_of_stages`` for one that does not."""
+"""Schedules that state every turn; see ``caps_of_stages`` for caps alone."""
 _IN_A_V = frozenset({"zero_bubble_v", "dual_pipe_v"})
 
 
@@ -479,7 +477,7 @@ def stated_turns(
         num_chunks: Number of stages of each rank.
         num_micro: Number of micro-batches.
         num_devices: Number of devices of the cluster.
-        chunk_starts: First group of each stage, where neighbouring stages share devices.
+        chunk_starts: First group of each stage, if neighbouring stages share devices.
 
     Raises:
         StrategyError: the schedule does not exist, or not for these numbers.

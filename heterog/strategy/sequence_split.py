@@ -1,19 +1,18 @@
 """Rules that cut sequences along their positions: context parallelism with unequal shares.
 
 Every device of a team owns a run of positions of every sample. Embeddings, norms, linear layers
-and losses over tokens work on these alone. Attention compares each position's query with the keys
-of others: a device gathers the keys and values of its team and computes the rows of its own
-queries, as Llama 3 was trained (Grattafiori et al. 2024, section 3.3.2). In the backward pass it
-gathers them again, and the parts of the gradients of keys and values are added up.
+and losses over tokens work on these positions alone. Attention compares each query with the keys
+of other positions: a device gathers the keys and values of its team and computes the rows of its
+own queries, as Llama 3 was trained (Grattafiori et al. 2024, section 3.3.2). In the backward pass
+it gathers them again, and the parts of the gradients of keys and values are added up.
 
 One pass through the graph in program order gives every op its rule. Tokens and labels, which every
-rank has anyway, are whole on all members; what is looked up for them is cut.
+rank has anyway, are whole on all members; the embeddings that are looked up for them are cut.
 
-Runs of positions that take unequal devices the same time.
-
-What a device does for the positions ``[u, v)`` of a sequence takes
-``a + b (v - u) + c (v^2 - u^2)`` seconds: launches, work by position, and causal attention, whose
-queries see more keys the later they are. Equal devices then get shorter and shorter runs.
+``balanced_runs`` finds runs that take unequal devices the same time. The work of a device on the
+positions ``[u, v)`` of a sequence takes ``a + b (v - u) + c (v^2 - u^2)`` seconds: launches, work
+per position, and causal attention, whose later queries see more keys. So equal devices get shorter
+and shorter runs.
 """
 
 import math
@@ -29,7 +28,7 @@ from heterog.graph.sharding_rules import RuleResult, propagate
 from heterog.graph.sharding_rules.matmul import ATTENTION_KINDS
 
 MOST_UNITS = 128
-"""Most runs of positions: a share is then off by less than one per cent of all."""
+"""Most units of positions: rounding changes a share by less than one per cent of all positions."""
 _PRODUCTS = frozenset({"bmm.default", "baddbmm.default"})
 
 
@@ -69,7 +68,8 @@ def _sequences(graph: OpGraph) -> Iterator[tuple[int, int, int]]:
 def unit_counts(graph: OpGraph, most: int = MOST_UNITS) -> tuple[int, ...]:
     """Numbers of units that divide all lengths of sequences, the largest first.
 
-    A number of units equal to the number of samples comes last: the two axes look the same.
+    A number of units equal to the number of samples comes last, because lengths then do not tell
+    the sequence axis from the batch axis.
     """
     common = gcd(*lengths(graph))
     counts = [units for units in range(2, min(common, most) + 1) if common % units == 0]
@@ -103,8 +103,8 @@ class _Pass:
         units: Number of units of the axis.
 
     Attributes:
-        places: Placements of tensors; those missing are whole.
-        meant: Placement in which the sum of partial sums shall be cut, by tensor.
+        places: Placements of tensors; missing ones are whole.
+        meant: For tensors that are partial sums, the placement in which the sum will be cut.
     """
 
     def __init__(self, graph: OpGraph, units: int) -> None:
@@ -171,7 +171,7 @@ class _Pass:
         )
 
     def _looked_up(self, call: OpCall, given: tuple[Placement, ...]) -> tuple[Placement, ...]:
-        """Placements that cut a look-up for every position, though the positions are whole."""
+        """Placements that cut an embedding by positions, although its indices are whole."""
         indices = call.inputs[1]
         last = len(indices.shape) - 1
         if not indices.shape or indices.shape[last] not in self.lengths:
@@ -179,10 +179,10 @@ class _Pass:
         return given[0], S(last)
 
     def _of_sums(self, index: int, call: OpCall, given: tuple[Placement, ...]) -> OpRule | None:
-        """The rule of an op that reads parts of a sum which shall be cut.
+        """The rule of an op that reads partial sums whose total will be cut.
 
-        If the op is linear and nothing else reads the parts, it works on them, and its result is
-        summed in slices. Otherwise the sum is made first, and the op works on slices of it.
+        If the op is linear and no other op reads the partial sums, it works on them, and its
+        result is summed in slices. Otherwise the sum is made first, and the op works on slices.
         """
         graph, op = self.graph, self.graph.ops[index]
         wanted = tuple(
@@ -202,9 +202,9 @@ class _Pass:
         return self._made(index, cut, None)
 
     def _slices(self, index: int, result: RuleResult) -> Placement | None:
-        """Placement in which partial sums of a product for every position are summed in slices.
+        """Placement in which a product's partial sums for every position are summed in slices.
 
-        These are the gradients of keys and values where attention is written as products.
+        Such products make the gradients of keys and values, if attention is written as products.
         """
         graph = self.graph
         if result.outputs != (P,) or graph.ops[index].kind not in _PRODUCTS:
@@ -216,7 +216,7 @@ class _Pass:
         return S(dims[0])
 
     def _note_meant(self, index: int, call: OpCall, result: RuleResult) -> None:
-        """Note that gradients of keys and values are sums over queries, cut as these are."""
+        """Note that gradients of keys and values are sums over queries, to be cut by positions."""
         if call.kind not in ATTENTION_KINDS or result.outputs[1:] != (P, P):
             return
         for tensor in self.graph.outputs[index][1:]:
@@ -224,7 +224,7 @@ class _Pass:
                 self.meant[tensor] = S(2)
 
 
-_HALVINGS = 60  # of the interval in which the time lies: to the last bit of a float
+_HALVINGS = 60  # bisections of the interval of the time: to the last bit of a float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,9 +232,9 @@ class RunCost:
     """Seconds that a device takes for a run of units ``[u, v)``.
 
     Attributes:
-        fixed_s: Seconds of any run.
-        unit_s: Seconds for each unit.
-        rising_s: Seconds for each unit squared, of ``v^2 - u^2``.
+        fixed_s: Seconds for any run, ``a``.
+        unit_s: Seconds for each unit, ``b``.
+        rising_s: Seconds for each unit of ``v^2 - u^2``, ``c``.
     """
 
     fixed_s: float
@@ -250,7 +250,7 @@ class RunCost:
         )
 
     def end_within(self, begin: float, limit_s: float) -> float:
-        """The end that a device reaches from ``begin`` in some seconds."""
+        """The end of the run from ``begin`` that takes ``limit_s`` seconds."""
         left = limit_s - self.fixed_s
         if left <= 0.0:
             return begin
@@ -276,7 +276,7 @@ def run_cost(units: int, first_half_s: float, second_half_s: float, whole_s: flo
 
 
 def balanced_runs(costs: Sequence[RunCost], units: int) -> tuple[int, ...]:
-    """Units of each device, in the order of the sequence, such that all take the same time.
+    """Units of each device, in the order of the sequence, so that all take the same time.
 
     Every device gets at least one unit.
 

@@ -22,7 +22,8 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
     """Convert a strategy to a JSON-ready dict.
 
     ``decisions`` lists the distinct decisions, ``groups`` the number of the decision of each
-    group. ``rules`` and ``op_rules`` (graph op, number of its rule) likewise; both may be missing.
+    group. ``rules`` lists the distinct rules, ``op_rules`` pairs (graph op, number of its rule);
+    both may be missing.
     """
     numbers: dict[Decision, int] = {}
     rules: dict[OpRule, int] = {}
@@ -73,7 +74,7 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
 
 
 def _rarely_said(decision: Decision) -> dict[str, Any]:
-    """Fields of a decision that are written only where they say something."""
+    """Fields of a decision that are written only if they differ from the default."""
     said: dict[str, Any] = {}
     if decision.slice_groups:
         said["slice_groups"] = [list(group) for group in decision.slice_groups]

@@ -1,23 +1,21 @@
 """Rules that cut one sample, or a full-batch graph, among the devices of a team.
 
-Rules that cut samples along space: each device of a team owns some rows of every activation.
+**Space**: each device of a team owns some rows of every activation. Hybrid parallelism of
+convolutional networks (Oyama et al. 2020, arXiv 2007.12856) cuts a sample along its depth, height
+or width, because one sample does not fit a device, or because there are fewer samples than
+devices. Here one pass through the graph in program order gives every op the rule that keeps its
+tensors cut; a convolution, pooling or upsampling reads a window of rows (see
+``heterog.graph.sharding_rules.legal``). Ops that cannot be cut run whole on every member of the
+team, such as linear layers after the last pooling; the gradients of their weights need no sum.
 
-Hybrid parallelism of convolutional networks (Oyama et al. 2020, arXiv 2007.12856) cuts a sample
-along its depth, height or width, because one sample does not fit a device, or because there are
-fewer samples than devices. Here one pass through the graph in program order gives every op the
-rule that keeps its tensors cut; a convolution, pooling or upsampling reads a window of rows (see
-``heterog.graph.sharding_rules.legal``). What cannot be cut is done whole by every member of the
-team: the linear layers behind the last pooling, whose weights then need no sums of gradients.
-
-Rules that cut a full-batch graph network: rows of nodes with neighbours' rows, or features.
-
-**Rows** (vertex partition, arXiv 2212.05009): each device of a team owns consecutive nodes. Dense
-layers and losses run on the own rows; a sparse product reads the rows of neighbours, which their
-owners send, and its backward pass reads gradients of the same kind, so that sums are complete.
+**Rows of nodes** (vertex partition, arXiv 2212.05009): each device of a team owns consecutive
+nodes of a graph. Dense layers and losses run on its own rows. A sparse product reads the rows of
+neighbours, which their owners send; its backward pass reads gradients in the same way, so that
+sums are complete.
 
 **Features** (NeutronTP, VLDB 2025): each device owns some features of all nodes. Sparse products
-then need nothing of others and are balanced whatever the degrees; dense layers pass between whole
-features and slices.
+then read nothing from other devices and are balanced for any degrees; dense layers convert between
+whole features and slices.
 """
 
 from collections.abc import Collection, Mapping
@@ -60,9 +58,8 @@ def spatial_splits(graph: OpGraph, most_units: int = 256) -> tuple[SpatialSplit,
         most_units: Largest number of units.
 
     Returns:
-        One split for each dimension and each number of units that cuts other ops than the last; of
-        those that cut the same ops the one with the most units. Empty for a network without a
-        convolution on a tensor of the batch.
+        One split for each dimension and each set of ops that can be cut, with the most units that
+        cut this set. Empty for a network without a convolution on a tensor of the batch.
     """
     found: list[SpatialSplit] = []
     for dim in _dims(graph):
@@ -126,7 +123,7 @@ def rules_from(graph: OpGraph, units: int, seeds: Mapping[int, Placement]) -> Op
     Args:
         graph: One training step.
         units: Number of units of the axis.
-        seeds: Placements of the step's inputs that are cut; they follow from nothing else.
+        seeds: Placements of the step's inputs that are cut; all others follow from them.
     """
     uncut: set[int] = set()
     while True:
@@ -205,7 +202,7 @@ class _Pass:
 
 
 def _is_near(given: Placement, wanted: Placement) -> bool:
-    """Whether a device has all it needs of a tensor, except neighbours' rows and small sums."""
+    """Whether a device has the needed part of a tensor, up to neighbours' rows and small sums."""
     if wanted.kind == "H":
         return given in (R, S(wanted.dim))
     if given == R:
@@ -222,7 +219,7 @@ _DENSE = frozenset({"mm.default", "addmm.default", "bmm.default", "linear.defaul
 def row_splits(graph: OpGraph) -> tuple[SpatialSplit, ...]:
     """Find ways to cut the nodes of a graph: at every row, and at coarser units.
 
-    Empty for a step without sparse products of what comes with the batch.
+    Empty for a step in which no sparse product can be cut.
     """
     sizes = {
         graph.tensors[graph.ops[op].inputs[0]].shape[-2]
@@ -271,10 +268,10 @@ def row_rules(graph: OpGraph, units: int) -> OpRules:
 
 
 def feature_rules(graph: OpGraph, units: int) -> OpRules:
-    """Rules of all ops for a team that cuts features, where dense layers have ``units`` of them.
+    """Rules of all ops for a team that cuts features into ``units`` units.
 
-    A layer whose input is whole gets columns of its weight, so that its output is cut; the next
-    one gets rows, and makes parts of a sum.
+    A dense layer whose input is whole is split by the columns of its weight, so that its output is
+    cut; the next layer is split by rows and makes parts of a sum.
 
     Args:
         graph: One training step.
@@ -321,7 +318,7 @@ def _next_weight(
             continue
         (shown, weight), position = matrix[0], inputs.index(matrix[0][0])
         need = rule.inputs[position]
-        # Of a weight [out, in] a product reads the transpose; a module of one's own may not.
+        # A product reads the transpose of a weight [out, in]; a user's module may not transpose.
         is_turned = graph.tensors[shown].shape != graph.tensors[weight].shape or shown != weight
         shape = graph.tensors[weight].shape
         if need.is_split:

@@ -1,9 +1,8 @@
 """A strategy: every decision about how one step runs on one cluster, as a value.
 
 It is fully resolved: integer samples per device, named algorithms, named servers. It says nothing
-about what the decisions *mean*; that is ``lowering`` alone.
-
-Which devices step which parameters, and whether the optimizer trains right like that.
+about what the decisions *mean*; that is ``lowering`` alone. Also here are checks that the
+optimizer trains exactly if each device steps the parameters that a strategy gives it.
 """
 
 from collections.abc import Collection
@@ -46,7 +45,7 @@ REPLICATED = -1
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 """Bucket size of PyTorch's DistributedDataParallel."""
 FIRST_BUCKET_BYTES = 1024 * 1024
-"""Size of its first bucket, unless another one is asked for: it is sent while most is computed."""
+"""Size of the first bucket there by default: it is sent while most gradients are computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +61,13 @@ class Decision:
             empty means equal slices. Under ZeRO it is the device's part of the optimizer's state
             (2, 3: and of the gradients; 3: and of the parameters), 0 is allowed.
         slice_groups: For ZeRO, a partition of ``devices`` into groups of equal size, each of which
-            keeps one copy in slices (FSDP's hybrid sharding): gradients are scattered in groups,
-            the slices summed between them, parameters gathered inside. ``slices`` are equal in all
-            groups. Empty means one group of all devices.
+            keeps one copy in slices (FSDP's hybrid sharding): gradients are scattered inside a
+            group, the slices are summed between groups, and parameters are gathered inside a
+            group. ``slices`` are equal in all groups. Empty means one group of all devices.
         recompute: Whether activations of the group's forward ops are dropped after the forward
             pass and recomputed, just before its backward ops, from the values of other groups.
-        keeps: Which of them are kept nevertheless.
-        teams: A partition of ``devices``; see ``division``. Empty means one team of all of them.
+        keeps: Which of these activations are kept nevertheless.
+        teams: A partition of ``devices``; see ``division``. Empty means one team of all devices.
         parts: Weight of each of ``devices`` when its team splits the units of a rule's axis;
             empty means in proportion to the shares.
         division: The division of samples and units among the devices.
@@ -156,7 +155,7 @@ class Decision:
                 )
 
     def slice_rings(self, ring: Ring) -> tuple[Ring, ...]:
-        """The parts of one of its rings that each keep one copy in slices."""
+        """Cut one of its rings into parts that each keep one copy in slices."""
         slice_of = dict(zip(self.devices, self.slices, strict=True)) if self.slices else {}
         return slice_rings(ring, self.slice_groups, slice_of)
 
@@ -170,28 +169,29 @@ class Strategy:
         cluster: Fingerprint of the cluster it was made for.
         decisions: One decision per group of the graph.
         homes: Device that updates each parameter (in the order of ``OpGraph.updates``), or
-            ``REPLICATED``. A group that synchronises by parameter server needs homes; on a single
-            device a home elsewhere means push and pull.
+            ``REPLICATED``. A group that synchronises by parameter server needs homes. If a group
+            on a single device has a home on another one, gradients are pushed and parameters
+            pulled.
         micro_batches: samples per micro-batch for each device of the cluster, all tuples of one
-            length; empty means the step runs in one go. A group whose shares are not these sums
-            splits its own shares in the same proportions. Replicas that are unlike have columns
-            of their own, padded with zeros.
+            length; empty means the step runs in one go. A group whose shares are not the sums of
+            these tuples splits its own shares in the same proportions. Unequal replicas have
+            columns of their own, padded with zeros.
         bucket_bytes: gradients are synchronised in buckets of up to this size; 0 means tensor by
-            tensor. Those of ZeRO-3, which are also gathered, end with a layer of the model.
-        first_bucket_bytes: size of the first bucket of gradients that are summed alike, which may
-            be sent earlier if it is smaller; 0 means it is as large as the others. ZeRO's buckets
-            are all of one size.
-        step_barrier: a step is done when every update is done; otherwise the next step's forward
-            ops start as soon as their own parameters have arrived.
+            tensor. Buckets of ZeRO-3, which are also gathered, end with a layer of the model.
+        first_bucket_bytes: size of the first bucket of gradients that are summed in the same way,
+            which may be sent earlier if it is smaller; 0 means as large as the others. ZeRO's
+            buckets are all of one size.
+        step_barrier: whether a step is done when every update is done; otherwise the next step's
+            forward ops start as soon as their own parameters have arrived.
         op_rules: (graph op index, rule) of the ops that do not follow the batch, ascending; see
             ``OpRule``.
         schedule: in what order devices work through the micro-batches.
-        blocks: first groups of runs of groups that recompute together: what the groups of a block
-            read of each other is made again as well, so that only what other blocks read is kept.
-            The groups of a block have one decision. Ascending from 0; empty means each group is
-            a block of its own.
-        modes: ways in which its training differs from that of one device, by ascending key; empty
-            for exact training. See ``modes.mode``.
+        blocks: first group of each block, a run of groups that recompute together: values that
+            pass between groups of a block are made again too, and only values that other blocks
+            read are kept. The groups of a block have one decision. Ascending from 0; empty means
+            each group is a block of its own.
+        modes: ways in which training differs from that of one device, by ascending key; empty for
+            exact training. See ``modes.mode``.
     """
 
     graph: str
@@ -208,7 +208,7 @@ class Strategy:
     modes: tuple[Mode, ...] = ()
 
     def with_decisions(self, decisions: tuple[Decision, ...]) -> "Strategy":
-        """Replace the decisions; a block ends where they no longer agree."""
+        """Replace the decisions; a new block begins where neighbours no longer agree."""
         blocks = self.blocks
         if blocks:
             cuts = {g for g in range(1, len(decisions)) if decisions[g] != decisions[g - 1]}
@@ -216,17 +216,17 @@ class Strategy:
         return replace(self, decisions=decisions, blocks=blocks)
 
     def mode(self, kind: type[_Mode]) -> _Mode | None:
-        """The mode of a kind; ``None`` if it has none."""
+        """The strategy's mode of a kind; ``None`` if it has none."""
         return next((mode for mode in self.modes if isinstance(mode, kind)), None)
 
     def own_mode(self, kind: type[_Mode]) -> _Mode:
-        """The mode of a kind, which it has."""
+        """The strategy's mode of a kind, which it must have."""
         found = self.mode(kind)
         assert found is not None
         return found
 
     def with_mode(self, mode: Mode) -> "Strategy":
-        """The same with a mode, in the place of the one of that kind."""
+        """The same strategy with a mode, which replaces another one of that kind."""
         others = (each for each in self.modes if each.key != mode.key)
         return replace(self, modes=tuple(sorted((*others, mode), key=lambda each: each.key)))
 
@@ -242,7 +242,7 @@ class Strategy:
 
     @property
     def _distinct_decisions(self) -> Collection[Decision]:
-        """Decisions without those that are the same object as another: groups share them."""
+        """Decisions, each object once: many groups share one."""
         return {id(decision): decision for decision in self.decisions}.values()
 
     @property
@@ -259,12 +259,11 @@ class Strategy:
     def resized(self, graph: OpGraph) -> "Strategy":
         """Keep the decisions for the same step on another batch; see ``lower_resized``.
 
-        Its micro-batches have the proportions of this one's, but none is empty. Shares stay
-        unchanged: they state the proportions in which samples are distributed. Rules of ops keep
-        their units.
+        The new micro-batches have the same proportions, but none is empty. Shares stay unchanged,
+        because they are used as proportions. Rules of ops are adapted to the other shapes.
 
         Args:
-            graph: The step on the other batch, ``grouped_like`` the one of this strategy.
+            graph: The step on the other batch, ``grouped_like`` the graph of this strategy.
         """
         sizes = self.micro_sizes
         counts = split_in_proportion(graph.batch_size, sizes) if sizes else ()
@@ -487,12 +486,12 @@ def _check_decision(name: str, decision: Decision, batch_size: int, num_devices:
 
 
 def scope_fault(graph: OpGraph, strategy: "Strategy", scope: UpdateScope) -> str:
-    """Why an optimizer of a scope would train otherwise under a strategy; empty if it does not.
+    """Why an optimizer of a scope would not train exactly under a strategy; empty if it does.
 
     Args:
         graph: Graph that the strategy was made for, perhaps for an optimizer of another scope.
         strategy: Strategy in question.
-        scope: What the optimizer looks at.
+        scope: Update scope of the optimizer.
     """
     groups = [int(group_ops(graph).group[op]) for op, _, _ in graph.updates]
     decisions = [strategy.decisions[group] for group in groups]
@@ -514,7 +513,7 @@ def needs_whole(graph: OpGraph, scope: UpdateScope | None = None) -> str:
 
     Args:
         graph: The graph.
-        scope: What the optimizer looks at; by default that of the graph's.
+        scope: Update scope of the optimizer; by default ``graph.scope``.
     """
     if graph.written:
         name = graph.tensors[min(graph.written)].name
@@ -523,7 +522,7 @@ def needs_whole(graph: OpGraph, scope: UpdateScope | None = None) -> str:
 
 
 def apart_fault(graph: OpGraph, homes: IntArray, members: npt.NDArray[np.bool_]) -> str:
-    """Why an optimizer that looks at all parameters would not see all; empty if it does.
+    """Why an optimizer that looks at all parameters would see only some; empty if it sees all.
 
     Args:
         graph: The graph.

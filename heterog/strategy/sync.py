@@ -1,10 +1,10 @@
 """Synchronisation of gradients, and the state that replicas keep in slices: one table.
 
-A synchronisation has two sides, which only this table combines: how sums travel, and how much
-of the training state each replica keeps a slice of instead of the whole. What the framework asks
-about a synchronisation is an attribute of its member, so a new one is a member here and, if its
-sums travel in a new way, a channel (``channels``), its price (``pricing.cost_model``) and the
-call that moves it (``runtime.step.collectives``).
+A synchronisation has two properties, which only this table combines: how sums travel, and which
+training state each replica keeps in slices instead of whole. Every question about a
+synchronisation is an attribute of its member. So a new one is a member here and, if its sums
+travel in a new way, a channel (``channels``), its price (``pricing.cost_model``) and the call that
+moves it (``runtime.step.collectives``).
 """
 
 from enum import IntEnum
@@ -21,7 +21,7 @@ class Aggregation(IntEnum):
 
 
 class Sharded(IntEnum):
-    """State of which each replica keeps only a slice; each level includes those before it.
+    """State that each replica keeps only a slice of; each level includes those before it.
 
     The numbers are the stages of ZeRO (Rajbhandari et al. 2020, section 5).
     """
@@ -37,13 +37,13 @@ class Sync(IntEnum):
 
     Attributes:
         aggregation: How the sum of gradients reaches all replicas.
-        sharded: State of which each replica keeps only a slice.
+        sharded: State that each replica keeps only a slice of.
         words: Name in a sentence.
         short: Name in a column.
-        is_sharded: Whether each replica updates only its slice of every parameter and keeps that
-            state.
+        is_sharded: Whether each replica updates only its slice of every parameter, and keeps the
+            optimizer's state of that slice alone.
         takes_slices: Whether a decision may set the size of each device's slice.
-        is_served: Whether parameters have a home, which alone updates them.
+        is_served: Whether each parameter has a home, the only device that updates it.
     """
 
     aggregation: Aggregation
@@ -69,8 +69,8 @@ class Sync(IntEnum):
     PARAMETER_SERVER = 3, Aggregation.SERVER, Sharded.NOTHING, "parameter servers", "servers"
     """Push to the parameter's home, update there, pull."""
     ZERO1 = 4, Aggregation.SLICES, Sharded.STATE, "ZeRO-1 (optimizer state in slices)", "ZeRO-1"
-    """Reduce-scatter of the gradients; each device updates its slice and keeps the optimizer's
-    state of it alone; all-gather of the parameters (Rajbhandari et al. 2020, stage 1)."""
+    """Reduce-scatter of the gradients; each device updates its slice, and keeps the optimizer's
+    state of that slice alone; all-gather of the parameters (Rajbhandari et al. 2020, stage 1)."""
     ZERO2 = (
         *(5, Aggregation.SLICES, Sharded.GRADIENTS),
         *("ZeRO-2 (optimizer state and gradients in slices)", "ZeRO-2"),
@@ -80,13 +80,13 @@ class Sync(IntEnum):
         *(6, Aggregation.SLICES, Sharded.PARAMETERS),
         *("ZeRO-3 (optimizer state, gradients and parameters in slices)", "ZeRO-3"),
     )
-    """As ``ZERO2``, and the parameters live as slices too: gathered before the forward and again
-    before the backward ops that read them, dropped after."""
+    """Like ``ZERO2``, and parameters live in slices too: gathered before the forward ops that read
+    them and again before the backward ops, dropped afterwards."""
 
     def __new__(
         cls, number: int, aggregation: Aggregation, sharded: Sharded, words: str, short: str
     ) -> Self:
-        """The member of a number, with what it means."""
+        """The member of a number, with its attributes."""
         member = int.__new__(cls, number)
         member._value_ = number
         member.aggregation, member.sharded = aggregation, sharded

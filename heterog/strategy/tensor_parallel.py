@@ -2,10 +2,10 @@
 
 Megatron-LM (Shoeybi et al. 2019, section 3) splits the first weight of a feed-forward block by
 columns and the second by rows, and attention by heads: one sum over the devices forward and one
-backward. Nothing here knows modules: a split of one weight's output dimension is followed through
-the ops of a region, forward and backward, as long as ops have a rule that keeps it. Where an op
-wants a slice of another tensor (keys beside queries), the split is followed back to the weights
-that make it.
+backward. This module needs no names of modules: a split of one weight is followed through the ops
+of a region, forward and backward, as long as ops have a rule that keeps it. If an op then needs a
+slice of another tensor (keys with queries), the split is followed back to the weights from which
+that tensor is made.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ from heterog.grouped import grouped
 
 _MOST_ROUNDS = 8
 _LEAST_SUMMED = 16
-"""Elements of which a sum over a team is small beside what is split."""
+"""Smallest ratio of summed bytes to a sum's bytes at which a sum over a team counts as small."""
 _SUMS = frozenset({"sum.default", "sum.dim_IntList"})
 _CASTS = frozenset({"_to_copy.default"})
 _OUTERS = (1, 2, 3)
@@ -66,8 +66,8 @@ def shardings(
     """
     region = ops_of_groups(graph, groups)
     followed = Region(graph, region)
-    # Heads show as a dimension of what is attended to: batch, heads, sequence, width of a head. It
-    # is a view of a product; images have four dimensions as they are made.
+    # The number of heads is a dimension of a view of a product: (batch, heads, sequence, width of
+    # a head). Images have four dimensions too, but not through views.
     apart = {
         size
         for op in region
@@ -141,7 +141,7 @@ class Region:
 
     Attributes:
         members: The ops.
-        readers: Those that read each tensor, ascending.
+        readers: Members that read each tensor, ascending.
         row_of: Row of ``graph.updates`` of each parameter.
     """
 
@@ -155,7 +155,7 @@ class Region:
 
 
 class _Due:
-    """Numbers that wait for their turn; the least comes first, and none comes twice."""
+    """A priority queue of numbers: the smallest comes first, and none comes twice."""
 
     def __init__(self) -> None:
         self._heap: list[int] = []
@@ -199,7 +199,7 @@ class _Follower:
         graph = self.graph
         places: dict[int, Placement] = dict(self.splits)
         rules: dict[int, RuleResult] = {}
-        # Ops that read nothing placed and were not pulled have nothing to follow.
+        # Only ops that were pulled, or that read a placed tensor, are visited.
         due = _Due()
         due.add(self.pulled)
         for tensor in places:
@@ -218,7 +218,7 @@ class _Follower:
             if result is None:
                 written = graph.ops[op].is_write
                 if all(place.kind != "S" for place in given[int(written) :]):
-                    continue  # what writes the whole of a parameter keeps it whole
+                    continue  # an op that writes a whole value keeps the parameter whole
                 given = tuple(map(self._with_statistics_summed, inputs, given))
                 result = propagate(graph.call(op), given, self.units)
             if result is None or not _keeps(given, result):
@@ -231,10 +231,10 @@ class _Follower:
         return rules
 
     def _with_statistics_summed(self, tensor: int, place: Placement) -> Placement:
-        """Where a tensor lies once a part of a sum that has lost the split dimension is summed.
+        """Placement of a tensor after a small partial sum is summed over the team.
 
         A cross entropy that is split over the words of a vocabulary sums the exponentials of each
-        row, and goes on with its words and that sum.
+        row over all members, and goes on with its own words and that sum.
         """
         if place != P:
             return place
@@ -250,9 +250,9 @@ class _Follower:
             due.add(self.region.readers.get(tensor, ()))
 
     def _split_gradients(self, rules: dict[int, RuleResult]) -> None:
-        """Make the gradients of split parameters split, so that these live in slices.
+        """Make the gradients of split parameters split, so that the parameters live in slices.
 
-        In the order of updates; a pull may split further parameters.
+        Parameters are visited in the order of updates, because a pull may split further ones.
         """
         row_of = self.region.row_of
         due = _Due()
@@ -265,12 +265,12 @@ class _Follower:
                 due.add(row_of[other] for other in self.splits if row_of.get(other, -1) > row)
 
     def _pull(self, tensor: int, wanted: Placement, *, from_slices: bool = False) -> bool:
-        """Split the maker of a tensor, if that needs only slices of parameters.
+        """Split the maker of a tensor, if its inputs then are slices of parameters only.
 
         Args:
             tensor: The tensor to split.
             wanted: Its placement.
-            from_slices: Whether it may also need slices of activations, which are gathered.
+            from_slices: Whether the maker may also read slices of activations.
         """
         graph = self.graph
         if tensor in self.region.row_of:
@@ -314,21 +314,21 @@ class _Follower:
                 if sliced and all(self._pull(read, place) for read, place in weights):
                     self.pulled[maker] = rule
                     if needs and from_slices and call.kind in _CASTS:
-                        # A cast of a gradient: what makes it is worth more.
+                        # This is a cast of a gradient: split the op before it, too.
                         self._pull(*needs[0], from_slices=True)
                     return True
                 self.splits = before
         return False
 
     def _is_filled(self, tensor: int) -> bool:
-        """Whether a tensor is one value everywhere, of which every member has any slice."""
+        """Whether a tensor has one value everywhere, so that every member can make any slice."""
         maker = int(self.graph.producer[self.graph.storage[tensor]])
         return self.graph.ops[maker].kind in FILLS
 
 
 @lru_cache(maxsize=1 << 12)
 def _legal_rules(call: OpCall, units: int, outer: int) -> tuple[RuleResult, ...]:
-    """Rules of an op, kept: the ops of repeated layers are one call."""
+    """Rules of an op, cached: ops of repeated layers share one call."""
     return legal_rules(call, units, (outer,))
 
 

@@ -6,9 +6,9 @@ which drops in-place ops but keeps real views: ``mutations_and_views`` would add
 run. Forward hooks annotate every node with its module; a backward node finds its forward twin by
 autograd's sequence number.
 
-- ``tracing`` traces the step twice, notes modules, phases and lines, and says what a step that
-  cannot be captured is told; ``reading`` reads a graph from that, with attention in one form and
-  the optimizer's state.
+- ``tracing`` traces the step twice, notes modules, phases and lines of code, and writes the errors
+  of steps that cannot be captured. ``reading`` reads a graph from the trace: all attention kernels
+  become one kind of op, and the optimizer's state is measured.
 
 Only this package, ``static_shapes``, ``value_checks`` and ``traced_constants`` touch private names
 of torch.
@@ -76,7 +76,7 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
 
     Args:
         workload: Model, example batch, loss and optimizer class.
-        planned: The same step on another batch, whose ops this one shall have.
+        planned: The same step on another batch; the capture gets the same ops.
     """
     with caches_without_fakes(), statistics_of_unread_norms(), without_collector():
         try:
@@ -109,7 +109,7 @@ def _check_model(workload: Workload, model: nn.Module) -> None:
 
 
 class _UnknownConstant(Exception):
-    """A step reads a tensor that was made with the model, whose values are not known."""
+    """A step reads a constant tensor made with the model, which has no values (fake or meta)."""
 
 
 def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: bool) -> CapturedStep:
@@ -162,7 +162,7 @@ def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: boo
 
 
 def _check_constants(workload: Workload, traced: fx.GraphModule, *, in_memory: bool) -> None:
-    """Refuse a constant that has no values, or ask for a model in memory, where it has."""
+    """Refuse constants without values, or raise ``_UnknownConstant`` to try a model in memory."""
     constants = {node.target for node in traced.graph.nodes if node.op == "get_attr"}
     for name in constants:
         value = getattr(traced, str(name))
@@ -192,10 +192,10 @@ def _patterns(model: nn.Module, graph: OpGraph) -> tuple[SparsePattern, ...]:
 def _make_model(workload: Workload, *, in_memory: bool) -> nn.Module:
     """Make the model without memory: fake, or on the meta device where fake tensors cannot follow.
 
-    Fake parameters cannot be converted (``model.double()``) nor initialised by code that reads
-    its own values (``trunc_normal_``); meta ones can, but attributes that are plain tensors would
-    be on the wrong device, so fake ones are tried first. A model that decides by its values when
-    it is made (an orthogonal parametrization) is made in memory, as is one whose step reads a
+    Fake parameters are tried first. They cannot be converted (``model.double()``), nor
+    initialised by code that reads values (``trunc_normal_``). Meta parameters can, but then
+    attributes that are plain tensors are on the wrong device. A model whose constructor branches
+    on values (an orthogonal parametrization) is made in memory, as is one whose step reads a
     tensor in a plain attribute.
     """
     for is_meta in () if in_memory else (False, True):
@@ -203,7 +203,7 @@ def _make_model(workload: Workload, *, in_memory: bool) -> nn.Module:
             device = torch.device("meta") if is_meta else nullcontext()
             with device, _swapped_with_attributes(), _Unable() as unable:
                 model = workload.make_model()
-            if not unable.seen:  # by code that goes on without an answer
+            if not unable.seen:  # the model's code may catch the error and go on without the value
                 return model
     with unset_fake_temporarily():
         return workload.make_model()
@@ -211,10 +211,10 @@ def _make_model(workload: Workload, *, in_memory: bool) -> nn.Module:
 
 @contextmanager
 def _swapped_with_attributes() -> Iterator[None]:
-    """Parameters keep attributes and hooks where modules change dtype, as ones with values do.
+    """Keep a parameter's attributes and hooks when its module changes dtype.
 
-    ``Module.double`` and the like swap a parameter without values for another one, and what is
-    attached to it.
+    Parameters with values keep them. ``Module.double`` and the like instead swap a parameter
+    without values for another one, which has other attributes and hooks.
     """
     swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
 
@@ -223,7 +223,7 @@ def _swapped_with_attributes() -> Iterator[None]:
         swap(one, other)
         for name, value in before.items():
             vars(one).setdefault(name, value)
-        one._backward_hooks = hooks  # which has autograd know of them
+        one._backward_hooks = hooks  # the setter also registers them with autograd
 
     torch.utils.swap_tensors = swapped
     try:
@@ -254,14 +254,14 @@ def _fake_parameter(mode: FakeTensorMode, value: Tensor, *, is_trained: bool) ->
     fake = _fake(mode, value, by_rows=True)
     if not is_trained and value.requires_grad:
         fake = fake.detach()
-    fake._is_param = True  # what isinstance asks for
+    fake._is_param = True  # isinstance(fake, nn.Parameter) reads this attribute
     for name, note in vars(value).items():
         vars(fake).setdefault(name, note)
     return fake
 
 
 def _fake(mode: FakeTensorMode, value: Tensor, *, by_rows: bool = False) -> Tensor:
-    """A fake tensor like another; one of rows in memory if asked, as ranks have their weights."""
+    """A fake tensor like another; row-major if ``by_rows``, as ranks keep their weights."""
     if by_rows and value.layout == torch.strided and not value.is_contiguous():
         fake = torch.empty(value.shape, dtype=value.dtype, device="cpu")
         fake.requires_grad_(value.requires_grad)

@@ -1,8 +1,7 @@
-"""Reads the columns of an ``OpGraph`` from a traced fx graph.
+"""Reads an ``OpGraph`` from a traced fx graph.
 
-How much state an optimizer keeps, measured on one real step.
-
-One op for every kernel of fused attention, so that graphs do not depend on the device.
+Every kernel of fused attention becomes one kind of op, so that the graph does not depend on the
+device. How much state the optimizer keeps is measured on one real step.
 """
 
 from collections.abc import Iterable, Mapping
@@ -80,8 +79,6 @@ def optimizer_state_ratio(
     return state / parameter.nbytes
 
 
-# Every fused attention kernel becomes one op pair, so that the graph does not depend on the device
-# it was captured on. Each entry lists the kernel's own argument names in canonical order.
 ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu.default": "attention",
     "_scaled_dot_product_flash_attention.default": "attention",
@@ -92,6 +89,7 @@ ATTENTION = {
     "_scaled_dot_product_efficient_attention_backward.default": "attention_backward",
     "_scaled_dot_product_cudnn_attention_backward.default": "attention_backward",
 }
+"""Op in the graph for each fused attention kernel."""
 
 
 ATTENTION_ARGS = {
@@ -289,7 +287,7 @@ class Reader:
             if not isinstance(node.target, torch._ops.OpOverload):
                 self._read_getitem(node)
                 continue
-            # A node that the retrace itself made (a copy) belongs to the one before it.
+            # A node that the retrace added (a copy) gets module and phase of the node before it.
             annotation = node.meta.get("custom") or {}
             module = annotation.get("module", module)
             phase = max(phase, Phase(annotation.get("phase", phase)))
@@ -381,10 +379,10 @@ class Reader:
         return loss, gradients
 
     def _state_ratios(self, trained: Iterable[int]) -> dict[int, float]:
-        """Bytes of masters and state per byte of parameter, by parameter: alike in a group."""
+        """Bytes of master weights and optimizer state per byte of parameter, by parameter."""
         options = dict(self.workload.optimizer_options)
         group_of = group_numbers(self.groups)
-        members: dict[float, list[int]] = {}  # groups of one ratio together
+        members: dict[float, list[int]] = {}  # parameters by the ratio of their group
         ratio_of: dict[int, float] = {}
         for parameter in trained:
             group = group_of[self.tensors[parameter].name]
@@ -398,7 +396,7 @@ class Reader:
         return found
 
     def _update_scope(self, trained: Iterable[int]) -> UpdateScope:
-        """What the optimizer looks at, with the kinds of parameters that each group has."""
+        """The optimizer's update scope, probed with the kinds of parameters of each group."""
         group_of = group_numbers(self.groups)
         kinds: list[dict[Kind, None]] = [{} for _ in self.groups]
         for parameter in trained:
@@ -415,7 +413,7 @@ class Reader:
         )
 
     def _mean_ratio(self, ratios: Mapping[int, float]) -> float:
-        """Bytes of masters and state per byte of all trained parameters together."""
+        """Bytes of master weights and state per byte, over all trained parameters."""
         if len(set(ratios.values())) <= 1:
             return next(iter(ratios.values()), 0.0)
         sizes = {parameter: self.tensors[parameter].meta.num_bytes for parameter in ratios}
@@ -426,7 +424,7 @@ class Reader:
         """Bytes of master weights and of the optimizer's state, per byte of parameter.
 
         Raises:
-            CaptureError: the state would be kept with more digits than it is computed with.
+            CaptureError: the state would be kept in a wider dtype than the optimizer steps in.
         """
         master, kept = self.workload.master_dtype, self.workload.state_dtype
         metas = [self.tensors[parameter] for parameter in trained]

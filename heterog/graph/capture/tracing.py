@@ -1,13 +1,10 @@
 """Traces a step twice: as it runs, and without the ops that write in place.
 
-What a refused step says: one line with module and line of code, and the way out.
-
-Where a node comes from: its module, its phase, and the line of code that makes a constant.
-
-What code asks of a tensor beside its values, answered during a capture as in training.
-
-Fake tensors have a class of their own and no memory: ``type(x) is Tensor`` would be false, and all
-of them at one address.
+Each node is annotated with its module and phase, and a constant with the line of code that makes
+it (``OpenModules``, ``annotate_backward``, ``LinesOfConstants``). ``clear_errors`` turns an error
+of a step that cannot be captured into one line with module, line of code and advice. Fake tensors
+have a class of their own and no memory: ``type(x) is Tensor`` would be false, and all addresses
+equal. ``plain_tensors`` makes them answer as tensors do in training.
 """
 
 import linecache
@@ -43,12 +40,12 @@ from heterog.graph.value_checks import answered_guards, spread_checks
 from heterog.graph.value_numbers import DATA_DEPENDENT, storage_of
 from heterog.graph.workload import Workload
 
-_APART = 20  # memory of a storage in these addresses, as a power of two
+_APART = 20  # made-up addresses give each storage 2^20 bytes
 
 
 @contextmanager
 def plain_tensors(state: PythonState) -> Iterator[None]:
-    """Make fake tensors have the class of tensors in training, and addresses as unlike.
+    """Give fake tensors the class that tensors have in training, and distinct addresses.
 
     Args:
         state: Says which functions of the user ask for classes.
@@ -61,7 +58,7 @@ def plain_tensors(state: PythonState) -> Iterator[None]:
         return int(self._cdata << _APART if self.device.type == "meta" else address(self))
 
     owner.data_ptr = _address
-    if state.reads_class:  # only then, because all attributes are read through it
+    if state.reads_class:  # only if needed: every attribute is then read through _attribute
         owner.__getattribute__ = _attribute
     storage.data_ptr = of_storage
     changed = [each for each in state.naming_type if "type" not in each]
@@ -103,7 +100,7 @@ class _Kind(type):
 
 
 class _Type(type, metaclass=_Kind):
-    """What functions find by the name ``type``."""
+    """Stands in for the builtin ``type`` in functions."""
 
 
 def is_users(filename: str) -> bool:
@@ -115,8 +112,8 @@ def is_users(filename: str) -> bool:
 class LinesOfConstants(TorchFunctionMode):
     """Annotates tensors that are made from sizes alone with the lines of code that make them.
 
-    Two ranges from different lines, of samples and of positions, say, are equal where a batch has
-    as many samples as positions. They must stay two even so: see ``merge_equal_constants``.
+    Two ranges from different lines (of samples and of positions, say) are equal if the batch has
+    as many samples as positions. They must still stay apart: see ``merge_equal_constants``.
     """
 
     def __torch_function__(
@@ -129,9 +126,9 @@ class LinesOfConstants(TorchFunctionMode):
 
 
 def _users_lines() -> str:
-    """The innermost line of the user's code that runs now, and the one that called it.
+    """The innermost running line of the user's code, and the line that called it.
 
-    Two lines tell a helper's callers apart. More would tell layers apart.
+    Two lines are enough to distinguish callers of one helper. More would distinguish layers.
     """
     lines: list[str] = []
     frame: FrameType | None = sys._getframe(1)
@@ -143,7 +140,7 @@ def _users_lines() -> str:
 
 
 def users_line() -> str:
-    """The innermost line of the user's code that runs now, with what it says."""
+    """Place and text of the innermost line of the user's code that runs now."""
     place = _users_lines().split(" ")[0]
     path, _, line = place.rpartition(":")
     return f"{path}:{line} (`{linecache.getline(path, int(line)).strip()}`)" if path else ""
@@ -152,8 +149,8 @@ def users_line() -> str:
 class OpenModules:
     """Tracks the running module, and annotates every node traced inside it with its path.
 
-    Modules are called through a function of this class meanwhile: hooks would be seen by code that
-    asks which a module has.
+    Meanwhile modules are called through a function of this class instead of hooks, because the
+    user's code may ask which hooks a module has.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -190,12 +187,13 @@ class OpenModules:
 def annotate_backward(graph: fx.Graph) -> None:
     """Write module and phase of every node into its annotation, which the retrace keeps.
 
-    A forward node carries its module already. A backward node has its forward twin's: autograd
-    gives both one sequence number (the retrace renumbers forward nodes, so this comes before it).
-    Forward nodes that autograd does not see inherit the previous node's ``seq_nr``, so the first
-    node of a number is the twin. Adds that accumulate gradients have no twin, ops outside any
-    module no annotation: both follow the input that was made last. For a residual stream's
-    gradients that is the new one; the other is the sum of all layers behind.
+    A forward node carries its module already. A backward node gets the module of its forward twin,
+    which has the same sequence number from autograd (the retrace renumbers forward nodes, so this
+    comes before it). Forward nodes that autograd does not see inherit the previous node's
+    ``seq_nr``, so the first node of a number is the twin. Adds that accumulate gradients have no
+    twin, and ops outside any module have no annotation: both get the module of the input that was
+    made last. For a sum of a residual stream's gradients that input is this layer's gradient; the
+    other is the sum of all later layers.
     """
     twins: dict[int, str] = {}
     module_of: dict[fx.Node, str] = {}
@@ -320,7 +318,7 @@ _WAYS_OUT_OF_OP = {
         "outputs with gather, and mask what lies behind."
     ),
 }
-"""Advice for an op whose result has a shape that depends on values."""
+"""Advice for an op whose output shape depends on values."""
 
 
 _WAYS_OUT_OF_STATEMENT = {
@@ -334,7 +332,7 @@ _WAYS_OUT_OF_STATEMENT = {
         "float(), and write torch.logical_or instead of `or`."
     ),
 }
-"""Advice by the beginning of a line that asks for the truth of a tensor."""
+"""Advice by the first word of a line of code that converts a tensor to bool."""
 
 
 def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
@@ -391,22 +389,22 @@ _WAYS_OUT_OF_MODULE = {
         "them. functional.nll_loss(head.log_prob(x), labels) is the same loss, of all words."
     ),
 }
-"""Advice for what a module of torch asks for."""
+"""Advice by file of ``torch/nn/modules``."""
 
 
 def _frames_in(error: BaseException, folder: str) -> list[traceback.FrameSummary]:
-    """The frames of a folder in which an error came up."""
+    """Frames of an error's traceback whose file is in a folder."""
     frames = traceback.extract_tb(error.__traceback__)
     return [each for each in frames if folder in each.filename.replace("\\", "/")]
 
 
 def _place(error: BaseException) -> str:
-    """Where an error came up that no line of the user leads to."""
+    """Where an error was raised whose traceback has no line of the user's code."""
     return "its backward pass" if _frames_in(error, "/torch/autograd/") else "unknown line"
 
 
 def _users_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame that is neither torch's nor ours: the user's own line."""
+    """The innermost frame of the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     return next((each for each in reversed(frames) if is_users(each.filename)), None)
 
@@ -421,7 +419,7 @@ def trace(
     *,
     checks_calls: bool,
 ) -> fx.GraphModule:
-    """Trace the step as it runs, and if it mutates tensors a second time without that."""
+    """Trace the step as it runs; if it mutates tensors, trace it again without mutations."""
     step = Step(workload, model, parameters, buffers, batch, where=users_line)
     # oneDNN's fused RNN kernel cannot be replayed from a graph; the plain one can.
     with (
@@ -450,12 +448,13 @@ def trace(
         annotate_backward(raw.graph)
         if _mutates(raw.graph):
             # fx.Interpreter keeps the node metadata in the second trace; calling the module would
-            # drop it. All gradients are in the step already: some ops have none (complex slices).
+            # drop it. The trace already has all gradients, so autograd is off: some ops of a trace
+            # cannot be differentiated (complex slices).
             with torch.no_grad():
                 traced = make_fx(functionalize(_interpret(raw), remove="mutations"))(*flat)
         else:
             traced = raw
-            raw.graph.set_codegen(CodeGen())  # inputs one by one, as those of a second trace
+            raw.graph.set_codegen(CodeGen())  # takes flat inputs, as a second trace does
             raw.recompile()
     spread_checks(traced)
     merge_equal_constants(traced.graph)
@@ -464,9 +463,9 @@ def trace(
 
 
 def _mutates(graph: fx.Graph) -> bool:
-    """Whether an op of a trace writes to a tensor that it is given.
+    """Whether an op of a trace writes to one of its inputs.
 
-    Those of batch normalisation that keep statistics do, though their schemas do not say so.
+    Ops of batch normalisation write running statistics, though their schemas do not say so.
     """
     targets = {node.target for node in graph.nodes if node.op == "call_function"}
     return any(
@@ -485,7 +484,7 @@ def _drop_unused_placeholders(module: fx.GraphModule) -> None:
 
 
 def _drop_ranges_of_profilers(graph: fx.Graph) -> None:
-    """Remove what ``record_function`` has left: names for a trace, which compute nothing."""
+    """Remove the nodes of ``record_function``, which name ranges and compute nothing."""
     for node in reversed(graph.nodes):  # the end of a range reads its beginning
         if getattr(node.target, "namespace", "") == "profiler":
             graph.erase_node(node)

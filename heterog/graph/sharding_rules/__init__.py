@@ -4,11 +4,11 @@
 ``local_args`` rewrites the sizes among an op's arguments for one device. The rules use only shapes
 and arguments, and no torch.
 
-- ``table`` has the table ``RULES`` and picks rules from it; ``legal`` and ``local`` as above,
-  halos in ``legal``.
+- ``table`` has the table ``RULES`` and chooses among the splits of an op. ``legal`` has
+  ``propagate``, ``legal_rules`` and the rules with halos, ``local`` has ``local_args``.
 - One module per family of ops fills the table: ``indexing``, ``matmul`` (attention and
-  sparse products, too), ``pointwise`` (and what creates tensors), ``reduction`` (norms and losses,
-  too), ``spatial``, ``view``.
+  sparse products, too), ``pointwise`` (and ops that create tensors), ``reduction`` (norms and
+  losses, too), ``spatial``, ``view``.
 """
 
 from heterog.graph.sharding_rules import (  # noqa: F401 - importing fills the table

@@ -53,7 +53,7 @@ def _gather(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> 
 
 
 def _has_runs(call: OpCall, placements: tuple[Placement, ...]) -> bool:
-    """Whether each part of ``self`` has elements that follow one another, if it has some."""
+    """Whether each part of ``self`` is one run of consecutive elements, if it is split."""
     return all(placements[where].outer == 1 for where in positions(call, "self"))
 
 
@@ -145,9 +145,9 @@ def split_by_own_rows(
 ) -> RuleResult | None:
     """Find the rule of an op in which every sample reads only its own row.
 
-    ``x[torch.arange(batch), lengths]`` takes one element of each sample, and attention masks of
-    ``transformers`` are made so. The values of an index are not known here; the caller knows that
-    this one counts the samples.
+    ``x[torch.arange(batch), lengths]`` takes one element of each sample; attention masks of
+    ``transformers`` are made in this way. Rules do not know the values of an index, but the caller
+    knows that this one counts the samples.
 
     Args:
         call: One of ``INDEXED``.
@@ -244,5 +244,5 @@ def _indexed_dims(call: OpCall) -> list[tuple[int, Entry, tuple[Entry, ...]]]:
     *("_unique2.default", "unique_dim.default", "searchsorted.Tensor", "repeat_interleave.Tensor"),
 )
 def _whole_only(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    # What one row yields depends on the others, and so does the output's very shape.
+    # The result of a row, and even the output's shape, depend on the other rows.
     return choose(call, placements, axis_size)

@@ -1,14 +1,13 @@
-"""Finding the rule of an op for given placements, and all of its rules.
+"""Finds the rule of an op for given placements (``propagate``), or all rules (``legal_rules``).
 
-Rules of ops whose parts read rows that their neighbours own: a split with halo.
+Also has the rules of ops whose parts read rows that neighbours own: a split with halo
+(``halo_rule``). A tensor is cut along a dimension of space (or time, in one-dimensional models)
+into the parts that the devices of a team own. A rule states the rows of each input that a device's
+output rows need, as a ``Window`` that grows with the units of the axis. Only ``halo_rule`` returns
+these rules, so that searches over plain splits do not find them.
 
-A tensor is cut along a dimension of space (or time, in one-dimensional models) into the parts
-that the devices of a team own. The rules state the rows of each input that a device's rows of
-the output need, as a ``Window`` that grows with the units of the axis. Only ``halo_rule`` returns
-them, so that searches over plain splits do not meet them.
-
-A rule whose window is no wider than the owned rows needs no rows of others. BatchNorm has one
-like that: each part is normalised by statistics of its own (``Special.LOCAL_STATISTICS``).
+A rule whose window is no wider than the owned rows needs no rows of others, as with BatchNorm:
+each part is normalised by statistics of its own (``Special.LOCAL_STATISTICS``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,15 +42,15 @@ _LINEAR = ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
 
 
 def per_dim(call: OpCall, name: str, rank: int) -> tuple[int, ...]:
-    """An argument that has a number for each dimension of space, or one for all of them."""
+    """An argument of one number for each dimension of space; a single number is repeated."""
     given = integers(call, name)
     return given * rank if len(given) == 1 else given
 
 
 def stencil_of(call: OpCall, dim: int) -> Stencil:
-    """The stencil of a convolution or pooling, or of the one it is the backward of.
+    """The stencil of a convolution or pooling; a backward op has that of its forward op.
 
-    For a transposed convolution, that of the convolution whose input gradient it computes.
+    A transposed convolution has the stencil of the convolution whose input gradient it computes.
     """
     rank, at = len(call.inputs[0].shape) - 2, dim - 2
     if call.kind.startswith("convolution"):
@@ -106,7 +105,7 @@ def halo_rule(call: OpCall, dim: int, units: int) -> RuleResult | None:
         units: Number of units of the axis; they must divide the rows of every tensor that is cut.
 
     Returns:
-        The rule; ``None`` if the op has none, or the units divide something that they must not.
+        The rule; ``None`` if the op has none for ``dim``, or the units do not divide its rows.
     """
     found = _RULES.get(call.kind)
     first = 0 if call.kind == SPARSE_PRODUCT else 2
@@ -249,7 +248,7 @@ _RULES: dict[str, _HaloRule] = {
 }
 
 RUNS_ON_WINDOWS = frozenset(kind for kind in _RULES if "batch_norm" not in kind)
-"""Ops that a rule of this module cannot run alone; ``heterog.runtime.step.windows`` runs them."""
+"""Ops that cannot run unchanged on a window: ``heterog.runtime.step.windows`` runs them."""
 
 
 def halo_dim(placements: tuple[Placement, ...]) -> int | None:
@@ -269,10 +268,9 @@ def propagate(
 
     Returns:
         The rule that fits the placements with the fewest elements moved: split if an input is
-        split on a dimension the op treats as a batch, partial if the op is linear in the partial
-        inputs, and everything replicated otherwise. ``None`` if the table does not know the op:
-        then only running it replicated is right, and for an op that draws random numbers not
-        even that.
+        split along an axis of the op, partial if the op is linear in the partial inputs, and
+        everything replicated otherwise. ``None`` if the table does not know the op: then only
+        running it replicated is right, and for an op that draws random numbers not even that.
 
     Raises:
         GraphError: the op has other arguments or inputs than its kind has.
@@ -314,7 +312,7 @@ def _unfit(fault: str, error: Exception) -> GraphError:
 def _applied(
     found: Rule, call: OpCall, placements: tuple[Placement, ...], axis_size: int
 ) -> RuleResult:
-    """Result of a rule, kept: the ops of repeated layers are one call (``OpGraph.call``)."""
+    """Result of a rule, cached: ops of repeated layers share one call (``OpGraph.call``)."""
     return found(call, placements, axis_size)
 
 
@@ -323,8 +321,8 @@ def legal_rules(
 ) -> tuple[RuleResult, ...]:
     """All rules of an op, for searches over programs.
 
-    Tries R, P and every split S(dim, outer) whose dimension ``outer x axis_size`` divides on one
-    and on two inputs at a time, all others R, and keeps those that need no conversion.
+    Tries R, P and every split S(dim, outer) on one and on two inputs at a time, with all others R,
+    if ``outer x axis_size`` divides the dimension. Keeps the rules that need no conversion.
 
     Args:
         call: The op.
@@ -337,9 +335,9 @@ def legal_rules(
         if result is None:
             return ()
         if result not in found:
-            # Slices come for free, so a trial may have been completed to a rule of its own.
+            # Slicing an R input is free, so the result may split inputs that the trial had whole.
             settled = propagate(call, result.inputs, axis_size)
-            # All L says that an op was given statistics it has no rule for, not how to run it.
+            # If all outputs are L, the op got statistics for which it has no rule.
             local = all(output == L for output in result.outputs) and bool(result.outputs)
             if settled is not None and settled.inputs == result.inputs and not local:
                 found[settled] = None
@@ -347,7 +345,7 @@ def legal_rules(
 
 
 _MOST_PAIRED = 6
-"""Most inputs for which pairs are tried; longer lists (of cat, say) are uniform or one split."""
+"""Most inputs for which pairs are tried; longer lists (of cat, say) have one split input only."""
 
 
 def _trials(

@@ -33,9 +33,9 @@ def local_args(call: OpCall, result: RuleResult, share: int, axis_size: int) -> 
     Not every op accepts a share of 0. Torch runs batches of size 0, but it refuses images without
     channels, cuts an empty dimension into one piece in ``split.Tensor``, and kills the process
     (SIGFPE on CPUs) on attention without heads, on BatchNorm's backward without a batch and on
-    weight norm without slices. A device without a share then skips the op: outputs that are S are
-    empty, those that are P are zeros, and an output that is R (the bias gradient of a convolution
-    split by input channels) has to come from another device.
+    weight norm without slices. A device without a share then skips the op: S outputs are empty, P
+    outputs are zeros, and an R output (the bias gradient of a convolution split by input channels)
+    must come from another device.
 
     Args:
         call: The op with its global arguments.
@@ -57,7 +57,7 @@ def local_args(call: OpCall, result: RuleResult, share: int, axis_size: int) -> 
 
 
 def _along_split(call: OpCall, result: RuleResult, share: int, axis_size: int) -> dict[str, Arg]:
-    """Bounds and piece sizes of an op that cuts the very dimension that is split."""
+    """Bounds and piece sizes of an op that cuts along the split dimension."""
     if "dim" not in call.args or len(result.inputs) != 1 or result.inputs[0].kind != "S":
         return {}
     placement, shape = result.inputs[0], call.inputs[0].shape

@@ -1,15 +1,15 @@
-"""Matrix products: rows, columns, batch, and the contracted index (which leaves partial sums).
+"""Matrix products, fused attention, and products with a constant sparse matrix.
 
-Fused scaled-dot-product attention, one rule pair for all of its kernels.
+A matrix product splits along rows, columns, batch, and the contracted index, which leaves partial
+sums. One pair of rules serves all kernels of fused scaled-dot-product attention:
 
 ``attention``: (query, key, value, attn_mask?), each [B, H, S, D], to (out, logsumexp [B, H, S]).
 ``attention_backward``: (grad_out, query, key, value, out, logsumexp, attn_mask?) to
 (grad_query, grad_key, grad_value).
 
-Products with a constant sparse matrix: samples and features split, or rows with neighbours.
-
-The matrix is whole on every device. Along features nothing is sent at all; along rows a device
-reads the rows that its own entries name (``neighbours``), which others may own.
+A constant sparse matrix is whole on every device. Its product splits along samples and features,
+where nothing is sent, or along rows: a device then reads the rows that its own entries name
+(``neighbours``), which others may own.
 """
 
 from collections.abc import Iterator, Mapping
@@ -135,11 +135,11 @@ def _attention_backward(
 
 
 def _independent(call: OpCall) -> Iterator[tuple[int, Entry, Entry]]:
-    """Splittable dims of the query, with the dims in which keys and the mask have the same axis.
+    """Splittable dims of the query, each with the dims of keys and mask that have the same axis.
 
-    Neighbouring heads share keys in grouped-query attention: they split into at most as many
-    units as there are heads of keys. Queries split in this way only without a causal mask, which
-    depends on their position; see ``_has_causal_rows``.
+    In grouped-query attention neighbouring heads share keys, so heads split into at most as many
+    units as there are heads of keys. Positions of queries split here only without a causal mask,
+    which depends on the position; see ``_has_causal_rows``.
     """
     query, key = shape_of(call, "query"), shape_of(call, "key")
     scores = (*query[:3], key[2])
@@ -153,10 +153,10 @@ def _independent(call: OpCall) -> Iterator[tuple[int, Entry, Entry]]:
 
 
 def _has_causal_rows(call: OpCall, placements: tuple[Placement, ...], *names: str) -> bool:
-    """Whether queries with a causal mask may be split: each part one run of positions.
+    """Whether queries with a causal mask may be split, each part one run of positions.
 
     The keys that a query sees depend on its position, so a device has to know where its part
-    begins (``Special.CAUSAL_ROWS``). There are as many keys as queries, and no part has strides.
+    begins (``Special.CAUSAL_ROWS``). There must be as many keys as queries.
 
     Args:
         call: The op.

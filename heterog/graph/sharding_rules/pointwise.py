@@ -1,9 +1,8 @@
-"""Elementwise ops: every dimension of the output may be split.
+"""Elementwise ops, and ops that make tensors: constants, ranges, random numbers.
 
-Ops that make tensors: constants, ranges, random numbers.
-
-A tensor made from sizes alone is R at its global size; its users slice it. One made *like*
-another follows it.
+An elementwise op may be split along every dimension of its output. A tensor made from sizes alone
+is R at its global size, and its readers slice it. A tensor made *like* another has that one's
+placement.
 """
 
 from heterog.graph.placement import L, OpCall, Placement, R
@@ -52,7 +51,7 @@ NONLINEAR = (
     *("xlogy.Scalar_Other", "hypot.default", "heaviside.default", "where.Scalar"),
     *("masked_fill.Tensor", "fill.Scalar", "fill.Tensor"),
 )
-"""No sum of inputs maps to the sum of outputs; a P input is made R first."""
+"""Not linear in any input, so a P input is made R first."""
 
 IDENTITIES = (
     *("alias.default", "detach.default", "clone.default", "lift_fresh.default"),
@@ -147,7 +146,7 @@ FILLS = frozenset(
         *("new_zeros.default", "new_ones.default", "new_full.default"),
     }
 )
-"""Ops whose result is one value everywhere: any part of it can be made without the rest."""
+"""Ops whose output has one value everywhere: a device can make any part of it alone."""
 
 
 @rule(

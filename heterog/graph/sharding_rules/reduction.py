@@ -1,13 +1,12 @@
-"""Reductions, scans, orderings, softmax: reduced dimensions are P or blocked, the rest splits.
+"""Reductions, scans, orderings, softmax, normalisation layers and losses.
 
-Normalisation layers: the normalised dimensions cannot be split, all others can.
+A reduction over a split dimension gives P if it is a sum; otherwise the dimension cannot be split.
+All other dimensions can. In a normalisation layer the normalised dimensions cannot be split, all
+others can. BatchNorm is the exception: a split batch is normalised part by part
+(``Special.LOCAL_STATISTICS``), and the statistics are L. A loss that is a sum or mean over the
+batch becomes a partial sum.
 
-BatchNorm is the exception: a split batch is normalised part by part
-(``Special.LOCAL_STATISTICS``), and the statistics are L.
-
-Losses: a sum or mean over the batch becomes a partial sum.
-
-The divisors that autograd puts into backward nodes are global already; only ops that count
+The divisors that autograd puts into backward nodes are global already, so only ops that count
 their own elements need a ``Special``.
 """
 
@@ -35,7 +34,7 @@ from heterog.graph.sharding_rules.table import (
 def _reduction_axes(
     call: OpCall, reduced: frozenset[int], *, summed: bool, special: Special | None = None
 ) -> list[Axis]:
-    """Axes of a reduction over ``reduced``, whose own axes count only if it is a sum."""
+    """Axes of a reduction; reduced dimensions are among them only if it is a sum."""
     rank, count = len(call.inputs[0].shape), len(call.outputs)
     keep = call.args.get("keepdim") is True
     axes = []
@@ -109,7 +108,7 @@ def _along(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> R
 
 @rule(CHECK)
 def _check(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    """What holds for every element holds for those of each part."""
+    """A condition on all elements holds if it holds for the elements of each part."""
     axes = [Axis((dim,), ()) for dim in range(len(call.inputs[0].shape))]
     return choose(call, placements, axis_size, axes)
 
@@ -265,7 +264,7 @@ def _nll_backward(call: OpCall, placements: tuple[Placement, ...], axis_size: in
 
 
 def _has_runs_of_classes(call: OpCall, placements: tuple[Placement, ...]) -> bool:
-    """Whether each part has classes that follow one another, if it has some of them."""
+    """Whether each part is one run of consecutive classes, if they are split."""
     is_run = all(placements[place].outer == 1 for place in positions(call, "self"))
     return is_run and len(shape_of(call, "self")) > 1
 

@@ -1,10 +1,10 @@
-"""The table of sharding rules, and the one function that picks a rule for given placements.
+"""The table of sharding rules, and the function that picks a split for given placements.
 
 A rule names the *axes* of its op: the indices that may be split, and the dimension of each in
 every input and output. ``mm`` (``[m, k] x [k, n]``) has three: ``m`` is dimension 0 of the first
-input and of the output, ``n`` dimension 1 of the second and of the output, ``k`` is summed away,
-so splitting it leaves a partial sum. Which axis is used follows from the given placements:
-``choose`` takes the one that needs the fewest elements moved.
+input and of the output, ``n`` is dimension 1 of the second input and of the output, ``k`` is
+summed, so splitting it leaves a partial sum. The given placements decide which axis is used:
+``choose`` takes the axis that needs the fewest elements moved.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,26 +32,27 @@ class Special(StrEnum):
             but the first. The summand is the argument ``bias`` (convolution, linear), the input
             that is R (``add``, ``sub``), or ``self`` (every other op).
         LOCAL_STATISTICS: BatchNorm over the local part, as data-parallel training does it. Run
-            the op unchanged; the result is that of each part alone, not of the whole batch.
+            the op unchanged; each part is normalised alone, not the whole batch.
         OWN_ROWS: one index of the op counts the samples of the batch, and every sample looks into
-            its own row. Replace that index, the one for the dimension in which ``self`` is
-            split, by 0, 1, ... ``share - 1``: rows count from the first that the device has.
-        CAUSAL_ROWS: causal attention of some queries, which see the keys up to their own position:
-            those before the first of them, without a mask, and those from there on with it.
+            its own row. Replace that index, which indexes the split dimension of ``self``, by
+            0, 1, ... ``share - 1``: rows count from the device's first row.
+        CAUSAL_ROWS: causal attention of some queries, which see the keys up to their own position.
+            Keys before the device's first query need no mask, the keys from there on do.
         OWN_WORDS: look-ups in some rows of a table, or the choice of the labels' logits among
-            some classes. Words of other devices give zeros, so that the sum over devices has all.
+            some classes. Words of other devices give zeros, so the sum over devices is complete.
         NUMBERS_OF_ROWS: an op along the rows of a matrix, on some of its columns. Each device
-            finds a number of each row, gathers those of all, and makes its columns with them:
-            the logarithm of the exponentials' sum for log-softmax, the sum of a gradient.
+            computes one number per row from its columns, gathers the numbers of all devices, and
+            makes its columns with them: the logarithm of the exponentials' sum for log-softmax,
+            the sum of a gradient for its backward.
         AS_RESHAPE: a squeeze that would also drop the split dimension on a device whose part of
             it has size 1. Reshape to the local shape of the output instead.
         OWN_RANDOM_STREAM: random numbers of a split tensor. Each device draws from a generator of
-            its own; the distribution is that of the op, the numbers are not.
-        SHARED_RANDOM_STREAM: random numbers every device must hold alike: draw them from
-            generators in the same state, or on one device and broadcast.
-        OF_WHOLE_BATCH: a sum over samples of what follows from the batch alone. Run the op, and
-            all that it reads, on the whole batch, which every rank has; in each micro-batch that
-            gives the same.
+            its own: the distribution is that of the op, but the numbers differ.
+        SHARED_RANDOM_STREAM: random numbers that all devices must share: draw them from generators
+            in the same state, or on one device and broadcast.
+        OF_WHOLE_BATCH: a sum over samples of values that follow from the batch alone. Run the op
+            and its inputs on the whole batch, which every rank has; every micro-batch gets the
+            same sum.
     """
 
     MEAN_TO_SUM = "mean_to_sum"
@@ -69,8 +70,8 @@ class Special(StrEnum):
 
 
 INSIDE_TEAMS = frozenset({Special.CAUSAL_ROWS, Special.OWN_WORDS, Special.NUMBERS_OF_ROWS})
-"""What a device does that knows where its units begin, or those that have the others: members of a
-team do, devices with samples of the batch do not."""
+"""Changes for which a device must know where its units begin, or which devices have the others.
+Members of a team know this, devices with samples of the batch do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +79,9 @@ class RuleResult:
     """One legal way to run an op along one mesh axis.
 
     Attributes:
-        inputs: Needed placement of each tensor input. Where it differs from the given placement
-            the caller converts: R to S slices, S to R gathers, P to R all-reduces; P to S and S to
-            another S go through R. L is never required of an input that is not L already.
+        inputs: Needed placement of each tensor input. If it differs from the given placement, the
+            caller converts: R to S slices, S to R gathers, P to R all-reduces; P to S and S to
+            another S go through R. L is needed only of an input that is L already.
         outputs: Resulting placement of each output.
         special: Change of the op on a part; ``None`` if it needs none.
     """
@@ -117,7 +118,7 @@ class Axis:
 
     Attributes:
         inputs: For each tensor input, the dimension that carries the index, or R (or L).
-        outputs: The same for each output; P where the index was summed away.
+        outputs: The dimension of each output that carries the index; P if the op sums over it.
         special: Change of the op on a part; see ``Special``.
         units: A count that must be cut evenly as well, such as the groups of a convolution.
     """
@@ -168,18 +169,18 @@ def choose(
 ) -> RuleResult:
     """Choose the legal rule that moves the fewest elements for given placements of the inputs.
 
-    A rule that splits the op is preferred to one that does not: moving less now would cost every
-    op that follows and finds its inputs whole.
+    A rule that splits the op is preferred to one that does not: a whole output may move less now,
+    but then every later op finds its inputs whole.
 
     Args:
         call: The op.
         placements: Placements of its tensor inputs.
         axis_size: Number of units that the mesh axis divides.
         axes: Indices of the op that may be split.
-        linear: Sets of inputs (by position) in which the op is jointly linear: if just these are P
-            and all others R, the outputs are P.
-        summand: The input among them that is only added; it may be R too, if it enters once.
-        extra: Splits that hold only for these placements and are no plain axis.
+        linear: Sets of inputs (by position) in which the op is jointly linear: if these are P and
+            all others R, the outputs are P.
+        summand: The input of such a set that is only added; it may be R too, if it enters once.
+        extra: Further splits that hold only for these placements.
     """
 
     def moved(candidate: RuleResult) -> float:
@@ -253,8 +254,7 @@ def _partials(
 
 
 def _whole(call: OpCall, placements: tuple[Placement, ...]) -> RuleResult:
-    # Nothing can turn local statistics into a replicated tensor, so what is computed from them
-    # is local too.
+    # Local statistics cannot become a replicated tensor, so outputs computed from them are local.
     output = L if L in placements else R
     inputs = tuple(L if given == L else R for given in placements)
     return RuleResult(inputs, (output,) * len(call.outputs))

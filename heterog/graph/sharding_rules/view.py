@@ -125,7 +125,7 @@ def _cat(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> Rul
 def _cat_of_splits(
     call: OpCall, placements: tuple[Placement, ...], axis_size: int, along: int
 ) -> Iterable[RuleResult]:
-    """Join tensors that are split in the joined dimension: their outer blocks line up.
+    """Join tensors that are split in the joined dimension, if their outer blocks line up.
 
     [q; k; v], each S(d, 1) with equal sizes, is S(d, 3): the fused weight split by heads.
     """
@@ -238,5 +238,5 @@ def _complex(call: OpCall, placements: tuple[Placement, ...], axis_size: int) ->
 
 @rule("as_strided.default", "_reshape_alias.default", "as_strided_scatter.default")
 def _strided(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    # Strides speak about memory, not dimensions; every such view is taken of the whole tensor.
+    # Strides describe memory, not dimensions, so such a view is taken of the whole tensor.
     return choose(call, placements, axis_size)

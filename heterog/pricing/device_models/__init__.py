@@ -1,8 +1,10 @@
 """Device models: seconds of kernels from a few measured parameters of each GPU type.
 
-``laws`` holds the formulas of products, streams, and messages inside a host, ``parameters`` what
-was fitted (``fitted.yaml``, with provenance and errors) and how a type without measurements gets
-its own from its data sheet, ``kernels`` the ops of a graph as kernels of a GPU, ``torch_kernels``
-what PyTorch's own do beyond one pass over their bytes, ``fusion`` what a compiler joins, and
-``model`` the cost model of all that.
+- ``laws``: formulas of matrix products, streams, and collectives inside a host.
+- ``parameters``: fitted values (``fitted.yaml``, with provenance and errors), and how a type
+  without measurements gets its parameters from its data sheet.
+- ``kernels``: the GPU kernels of a graph's ops.
+- ``torch_kernels``: costs of PyTorch's kernels beyond one pass over their bytes.
+- ``fusion``: ops that a compiler fuses.
+- ``model``: the cost model.
 """

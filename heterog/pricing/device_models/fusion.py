@@ -1,12 +1,12 @@
-"""The ops of a step that become one kernel where a compiler fuses, as ``torch.compile`` does.
+"""Which ops of a step a compiler fuses into one kernel, as ``torch.compile`` does.
 
-A kernel takes in op after op, in the order of the step: one that reads what it made, or what it
-read as well, if both loop over equally many elements and everything else that the op reads was
-made in earlier kernels. A kernel's *level* is one more than the highest of those that it reads, so
-kernels never wait for each other in a circle.
+Ops join kernels in the order of the step. An op joins a kernel if it reads a tensor that the
+kernel makes or reads, both loop over equally many elements, and earlier kernels make all other
+inputs of the op. The *level* of a kernel is one more than the highest level of the kernels whose
+results it reads, so kernels never wait for each other in a circle.
 
-Only launches and bytes are predicted. Unlike inductor's scheduler this one never takes back what
-it has joined, and knows no orders of loops; on 21 measured steps it is as near.
+Only launches and bytes are predicted. Unlike inductor's scheduler, this model never undoes a
+fusion and ignores the order of loops; on 21 measured steps it is as near.
 """
 
 from dataclasses import dataclass, field
@@ -24,24 +24,24 @@ _OF_LIBRARIES = (
     *("sort", "topk", "kthvalue", "median", "mode.", "cumsum", "cumprod", "logcumsumexp"),
     *("conv", "max_pool", "multinomial", "searchsorted", "_fft", "linalg_", "sparse"),
 )
-"""Beginnings of kinds that stay kernels of their own, as products and unknown ones do."""
+"""Prefixes of kinds that are never fused; products and unknown kinds are not either."""
 _SCATTERS = ("embedding_dense_backward", "scatter", "index_put", "_unsafe_index_put", "index_add")
-"""Kinds whose iterations write to any element, so that nothing that reads them is joined."""
+"""Kinds whose iterations write to any element, so that ops that read their results cannot join."""
 _OF_CHANNELS = ("native_batch_norm", "native_group_norm")
-"""Kinds that read their first input twice: a kernel before finds statistics of channels."""
+"""Kinds that read their first input twice: another kernel first finds statistics of channels."""
 _DRAWS = ("bernoulli", "rand", "native_dropout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fused:
-    """The kernels of one training step where a compiler fuses its ops.
+    """The kernels of one training step whose ops a compiler fuses.
 
     Attributes:
-        is_fused: Whether a compiler makes all kernels of an op; the rest are kernels of their own,
-            views and updates.  # [num_ops]
+        is_fused: Whether a compiler makes the kernel of an op; false for library kernels, views
+            and updates.  # [num_ops]
         launches: Number of kernels that begin with each op.  # [num_ops]
-        num_bytes: Bytes that each op moves: of what it reads before any other op of its kernel
-            does, and of what it makes that another kernel reads.  # [num_ops]
+        num_bytes: Bytes that each op moves: of inputs that no earlier op of its kernel reads, and
+            of results that another kernel reads.  # [num_ops]
     """
 
     is_fused: NDArray[np.bool_]
@@ -66,7 +66,7 @@ def fused_kernels(graph: OpGraph) -> Fused:
     is_fused[products_of(graph).op] = False
     maker: dict[int, _Kernel] = {}  # of each storage
     kernels: list[_Kernel | None] = []
-    joinable: dict[int, list[_Kernel]] = {}  # that have a storage at hand
+    joinable: dict[int, list[_Kernel]] = {}  # kernels that read or make each storage
     for op in range(graph.num_ops):
         kernels.append(None)
         if graph.is_view[op] or graph.ops[op].phase == Phase.UPDATE:
@@ -107,7 +107,7 @@ def _is_fusible(graph: OpGraph, op: int) -> bool:
 
 
 def _before(graph: OpGraph, op: int) -> tuple[float, float]:
-    """Launches and bytes of a kernel before an op's: sums over columns take two."""
+    """Launches and bytes of a kernel that an op needs before its own, as sums over columns do."""
     call = graph.call(op)
     if call.kind.startswith(_OF_CHANNELS):
         return 1.0, float(call.inputs[0].num_bytes)
@@ -119,7 +119,7 @@ def _before(graph: OpGraph, op: int) -> tuple[float, float]:
 
 
 def _is_in_order(graph: OpGraph, tensor: int) -> bool:
-    """Whether a tensor shows the memory that it lies in whole and in the order it was made."""
+    """Whether a tensor has all elements of its storage in the order in which they were made."""
     maker = int(graph.producer[tensor])
     if maker < 0 or not graph.is_view[maker]:
         return True
@@ -128,7 +128,7 @@ def _is_in_order(graph: OpGraph, tensor: int) -> bool:
 
 
 def _elements(graph: OpGraph, op: int) -> int:
-    """Number of elements that an op loops over: of its largest result, or what it sums."""
+    """Elements that an op loops over: its largest result's, or input's if it is no gather."""
     tensors = [*graph.outputs[op]]
     if not graph.ops[op].kind.startswith(("embedding", "index", "gather", "slice", "select")):
         tensors += graph.ops[op].inputs
@@ -160,9 +160,10 @@ def _kernel_of(
 def _written_bytes(
     graph: OpGraph, op: int, kernel: _Kernel, kernels: list[_Kernel | None]
 ) -> float:
-    """Bytes of what an op makes that other kernels read.
+    """Bytes of the results of an op that other kernels read.
 
-    Backward computes again what is cheaper to compute from what its kernel read than to keep.
+    Results that only backward reads do not count if backward recomputes them: that is cheaper if
+    the kernel's inputs are small.
     """
     written = 0.0
     again = sum(kernel.reads.values())

@@ -1,4 +1,4 @@
-"""Ops of a graph as kernels of a GPU: matrix products with their sizes, or streams of bytes."""
+"""The GPU kernels of a graph's ops: matrix products with their sizes, and streams of bytes."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -37,9 +37,9 @@ _READS = _FACTORS | {
     "convolution.default": ("input", "weight"),
     "convolution_backward.default": ("grad_output", "input", "weight"),
 }
-"""Arguments that the sizes of products follow from."""
+"""Arguments that determine the sizes of products."""
 ALIGNED_BYTES = 16
-"""What rows of matrices begin at multiples of where tensor cores load them fast."""
+"""Tensor cores load matrices fast whose rows begin at multiples of this."""
 _DRAWS = ("bernoulli", "rand.", "rand_like.")
 _NORMS = ("layer_norm", "group_norm", "batch_norm", "rms_norm")
 _SOFTMAXES = ("_softmax", "_log_softmax")
@@ -55,23 +55,23 @@ _CUTS = np.array(
         for share in _SHARES_OF_CUT
     ]
 )
-"""Exponents of the part by which (batch, rows, columns, depth) are cut; single cuts first."""
+"""Exponents of the share by which (batch, rows, columns, depth) are cut; single cuts first."""
 _AS_NEAR = 1e-3
-"""Difference in the share of bytes that biases and matrices of equal sizes leave open."""
+"""Shares of bytes that differ by less count as equal: biases and equal matrices blur them."""
 
 
 class Use(IntEnum):
-    """What a product is for, which decides the unit that makes it."""
+    """Kind of op that a product is part of, which decides the unit that computes it."""
 
     MATRIX = 0
     CONVOLUTION = 1
     ATTENTION = 2
     FEW_CHANNELS = 3
-    """A convolution that tensor cores cannot make."""
+    """A convolution that tensor cores cannot compute."""
 
 
 class Factors(NamedTuple):
-    """Type of the factors of a product, and what it is for."""
+    """Dtype of the factors of a product, and its use."""
 
     dtype: str
     use: Use
@@ -95,23 +95,23 @@ class Products:
         sizes: Sizes in the whole op, as in ``Sizes``.  # [num_products, 4]
         count: Number of products of these sizes in one kernel, by its FLOPs: attention is two
             forward and five backward, half of them where it is causal.  # [num_products]
-        num_bytes: Bytes of the whole op that it moves.  # [num_products]
-        bytes_share: Share of the op's bytes that these are.  # [num_products]
-        matrix_share: Shares of these that are rows x depth, depth x columns, and rows x columns.
-            # [num_products, 3]
-        along_batch: Index of the size that follows the batch.  # [num_products]
-        alignment: Most bytes, up to 16, that rows of all three matrices begin at multiples of:
-            fast loads of tensor cores want 16.  # [num_products]
+        num_bytes: Bytes that it moves in the whole op.  # [num_products]
+        bytes_share: ``num_bytes`` over the bytes of the op.  # [num_products]
+        matrix_share: Shares of ``num_bytes`` in the matrices rows x depth, depth x columns, and
+            rows x columns.  # [num_products, 3]
+        along_batch: Index of the size that scales with the batch.  # [num_products]
+        alignment: Largest divisor, up to 16, of the byte offsets of the rows of all three
+            matrices: tensor cores load fast at 16.  # [num_products]
         is_attention: Whether it is part of a fused attention.  # [num_products]
-        slowdown: Seconds in PyTorch's kernel for the op, on tensor cores, over those of the plain
-            product and of what is copied.  # [num_products]
-        copied: Bytes that are copied for tensor cores, over ``num_bytes``: cuDNN's want channels
-            last.  # [num_products]
-        added: Bytes of kernels that add a bias or sum its gradient, likewise.  # [num_products]
-        factors: Number in ``kinds`` of the factors.  # [num_products]
-        kinds: Kinds of factors.
-        kind: Number shared by products that are alike in all of this but the op.
+        slowdown: Seconds of PyTorch's kernel for the op, on tensor cores, over those of the plain
+            product and its copies.  # [num_products]
+        copied: Bytes that are copied for tensor cores, over ``num_bytes``: cuDNN's kernels need
+            channels last.  # [num_products]
+        added: Bytes of kernels that add a bias or sum its gradient, over ``num_bytes``.
             # [num_products]
+        factors: Number of the factors in ``kinds``.  # [num_products]
+        kinds: Kinds of factors.
+        kind: Number shared by products that differ only in the op.  # [num_products]
     """
 
     op: IntArray
@@ -133,21 +133,22 @@ class Products:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Streams:
-    """All other ops that run a kernel of their own.
+    """The ops without a matrix product that run kernels.
 
-    The mask of a dropout is not one: a GPU draws it in the kernel that uses it.
+    Masks of dropouts are left out: a GPU draws a mask in the kernel that uses it.
 
     Attributes:
         op: Op of each.  # [num_streams]
         family: Number in ``parameters.STREAMS`` of each.  # [num_streams]
         row: Number of elements that are reduced together, 0 if none are.  # [num_streams]
-        launches: Number of kernels; 0 for the optimizer, which updates all parameters in a few.
-            # [num_streams]
+        launches: Number of kernels; 0 for updates, because the optimizer updates all parameters
+            in a few kernels.  # [num_streams]
         passes: Times that PyTorch's kernel moves each byte.  # [num_streams]
-        blocks: Number of multiprocessors that it fills, 0 if any.  # [num_streams]
-        row_s_per_byte: Seconds of one multiprocessor for the rows of a byte.  # [num_streams]
+        blocks: Number of multiprocessors that it fills; 0 if it fills all.  # [num_streams]
+        row_s_per_byte: Seconds of one multiprocessor for its rows, per byte.  # [num_streams]
         issued: Number of kernels that the host issues.  # [num_streams]
-        spared: Part of the passes that is left where a compiler lays images out.  # [num_streams]
+        spared: Share of the passes that is left if a compiler chooses the layout of images.
+            # [num_streams]
     """
 
     op: IntArray
@@ -223,7 +224,7 @@ def products_of(graph: OpGraph) -> Products:
 
 @lru_cache(maxsize=64)
 def streams_of(graph: OpGraph) -> Streams:
-    """Ops without a matrix product."""
+    """The streams of a graph: ops without a matrix product."""
     runs_kernel = ~graph.is_view & ((graph.flops > 0.0) | (graph.bytes_moved > 0.0))
     runs_kernel[products_of(graph).op] = False
     runs_kernel[list(_masks(graph))] = False
@@ -246,13 +247,13 @@ def streams_of(graph: OpGraph) -> Streams:
 
 
 def _args_checked(graph: OpGraph, op: int) -> AbstractContextManager[None]:
-    """Context for code that reads the args of an op, which an imported graph may have wrong."""
+    """Context for code that reads the args of an op, since an imported graph may have bad ones."""
     checked = graph.ops[op]
     return claims_checked(f"the args of {checked.name} do not fit those of {checked.kind}")
 
 
 def _masks(graph: OpGraph) -> Iterator[int]:
-    """Ops that make random masks: random draws, and ops on nothing but these."""
+    """Ops that make random masks: random draws, and ops whose inputs are all masks."""
     from_noise: set[int] = set()
     for index, op in enumerate(graph.ops):
         is_drawn = op.kind.startswith(_DRAWS)
@@ -264,15 +265,16 @@ def _masks(graph: OpGraph) -> Iterator[int]:
 def local_sizes(
     products: Products, chosen: IntArray, part: FloatArray, bytes_part: FloatArray
 ) -> FloatArray:
-    """Sizes of parts of products whose work alone is known.
+    """Sizes of parts of products of which only the work is known.
 
-    Cuts through one size or two leave the same FLOPs whichever they are, but not the same bytes:
-    those are taken whose bytes are nearest, the batch's if it is as near as any. One cut is found
-    exactly, two where they are equal or one is the cube of the other, else nearly.
+    Cuts through different sizes leave equal FLOPs but different bytes. So the cut with the nearest
+    bytes is taken, or the cut of the batch if it is as near. A cut through one size is found
+    exactly; cuts through two sizes are exact if they are equal or one is the cube of the other,
+    else they are approximate.
 
     Args:
         products: Products of a graph.
-        chosen: Numbers of some of them.  # [num_chosen]
+        chosen: Numbers of products.  # [num_chosen]
         part: FLOPs over those of the whole op.  # [num_chosen]
         bytes_part: Bytes over those of the whole op.  # [num_chosen]
 
@@ -298,10 +300,10 @@ def local_sizes(
 
 
 class _Product(NamedTuple):
-    """One product of an op, the memory of its three matrices, and the size along the batch.
+    """One product of an op; fields are as in ``Products``, but in bytes.
 
-    What no single product of matrices in memory is, counts as aligned. The rest is as in
-    ``Products``, in bytes.
+    ``matrices`` is the memory of the three matrices. Convolutions and attention count as aligned,
+    because their kernels are no single product of matrices in memory.
     """
 
     sizes: Sizes
@@ -328,14 +330,14 @@ def _products(graph: OpGraph, op: int) -> Iterator[_Product]:
             batch = result[0] if len(result) == 3 else 1
             sizes = Sizes(batch, result[-2], result[-1], left[-1])
         along_batch = _along_batch(graph, op, call)
-        # A size along the batch is the number of a matrix's rows, never the length of one.
+        # A size along the batch is a number of rows, never the length of a row.
         numbers = [number for number in (_ROWS, _COLUMNS, _DEPTH) if number != along_batch]
         item = call.outputs[0].num_bytes / prod(result)
         alignment = gcd(ALIGNED_BYTES, *(round(sizes[each] * item) for each in numbers))
         yield _Product(sizes, _matrices(sizes), along_batch, alignment)
     elif call.kind in ("attention", "attention_backward"):
         queries, keys = call.input("query").shape, call.input("key").shape
-        # Scores stay on the chip: all products have this size, or that of its transpose.
+        # Scores stay on the chip. All products have this size or that of its transpose.
         sizes = Sizes(prod(queries[:-2]), queries[-2], queries[-1], keys[-2])
         keys_bytes = float(call.input("key").num_bytes + call.input("value").num_bytes)
         matrices = (0.0, keys_bytes, 2.0 * call.input("query").num_bytes)
@@ -350,7 +352,7 @@ def _matrices(sizes: Sizes) -> tuple[float, float, float]:
 
 
 def _along_batch(graph: OpGraph, op: int, call: OpCall) -> int:
-    """Index of the size of a product along which the batch is shared out."""
+    """Index of the size of a product that is the batch axis."""
     needed = batch_plan(graph).needed[op]
     for name, sizes in zip(
         _FACTORS[call.kind], ((_BATCH, _ROWS, _DEPTH), (_BATCH, _DEPTH, _COLUMNS)), strict=True
@@ -362,7 +364,7 @@ def _along_batch(graph: OpGraph, op: int, call: OpCall) -> int:
 
 
 def _grouped(left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]) -> Sizes:
-    """Products of rows with the matrix of their group, taken as equally many for each."""
+    """Products of rows with the matrix of their group; all groups are taken as equally large."""
     if len(result) == 3 and len(left) == 2:  # the gradient of the matrices: groups share k
         return Sizes(result[0], result[1], result[2], left[-1] / result[0])
     groups = right[0]
@@ -371,10 +373,10 @@ def _grouped(left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, .
 
 
 def _convolutions(call: OpCall) -> Iterator[_Product]:
-    """The product of patches with weights that a convolution is, and the two of its backward.
+    """A convolution as the product of patches with weights, or the two products of its backward.
 
-    An image lies in memory once, not once for each weight that it meets. Depthwise convolutions
-    are none: their kernels stream.
+    An image counts once in memory, although its elements are in several patches. Depthwise
+    convolutions have no products: their kernels stream.
     """
     if is_depthwise(call):
         return
@@ -402,7 +404,7 @@ def _convolutions(call: OpCall) -> Iterator[_Product]:
         if weight.shape[1] < torch_kernels.FEWEST_CHANNELS
         else Use.CONVOLUTION,
         slowdown=in_place,
-        # Each image is read and written once more.
+        # The copy reads and writes each image once.
         copied_bytes=0.0 if is_in_place else 2.0 * (image.num_bytes + result.num_bytes),
         added_bytes=added * result.num_bytes,
     )
@@ -418,7 +420,7 @@ def _convolutions(call: OpCall) -> Iterator[_Product]:
 
 
 def _family(graph: OpGraph, op: int) -> tuple[int, float]:
-    """(number in ``STREAMS``, elements that are reduced together) of an op without products."""
+    """(Number in ``STREAMS``, elements that are reduced together) of an op without products."""
     kind = graph.ops[op].kind
     if any(name in kind for name in _NORMS):
         shape = graph.call(op).args.get("normalized_shape")

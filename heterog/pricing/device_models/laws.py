@@ -1,6 +1,6 @@
-"""Seconds of matrix products: tiles, waves, the depth of a tile, memory, and a launch.
+"""Formulas of the seconds of kernels: matrix products, streams, collectives inside a host.
 
-A kernel cuts the product into tiles of the output, and gives each multiprocessor one at a time:
+*Matrix products*: a kernel cuts the output into tiles; each multiprocessor works on one at a time:
 
     compute = waves x 2 rows columns (k / splits + ramp) / (rate of a multiprocessor x intensity)
     waves = ceil(tiles x splits / multiprocessors)
@@ -11,37 +11,34 @@ A kernel cuts the product into tiles of the output, and gives each multiprocesso
     seconds = launch + (max(compute, power)^3 + memory^3)^(1/3)
 
 A library has kernels with several tiles and ways to split k; the fastest is taken. A board that
-would need more power than it may draw lowers its clock: what it does in the long run follows from
-the energy of a FLOP (``parameters.energy_of``). Wave and tile quantisation are those of NVIDIA's
-"Matrix Multiplication Background User's Guide"; that the work of one tile is the unit, scaled by
-features of the data sheet, is the idea of NeuSight (Lee et al., ASPLOS 2025, section 4).
+would need more power than it may draw lowers its clock, so its sustained rate follows from the
+energy of a FLOP (``parameters.energy_of``). Wave and tile quantisation are those of NVIDIA's
+"Matrix Multiplication Background User's Guide". NeuSight (Lee et al., ASPLOS 2025, section 4) has
+the idea to take one tile as the unit of work and scale it by features of the data sheet.
 
-The numbers of a GPU's data sheet that its kernels' seconds follow from.
-
-Seconds of kernels that the memory bandwidth bounds: elementwise ops, norms, softmax.
+*Streams* are kernels that the memory bandwidth bounds: elementwise ops, norms, softmax.
 
     seconds = launch + bytes / (bandwidth x efficiency)
 
-A softmax or norm reads its rows again. As long as the rows that all multiprocessors work on lie in
-the last cache that costs little; beyond that, all comes from memory again. Its efficiency counts
-the bytes of one reading, and falls from that of short rows to that of long ones between
+A softmax or norm reads its rows twice. The second reading costs little while the rows of all
+multiprocessors fit in the last cache; longer rows come from memory again. ``bytes`` counts one
+reading, so the efficiency falls from that of short rows to that of long rows between
 
     first = cached_share x cache / (multiprocessors x bytes of an element)
 
 elements and twice as many.
 
-Seconds of collectives inside a host: latency, a pipeline that fills, and a plateau.
+*Collectives* inside a host have a latency, a pipeline that fills, and a plateau.
 
     T(S, n) = latency + hop (n - 1) + min(fill + fill_hop (n - 1), W fill_s_per_byte) + W / rate
     W = rounds S (n - 1) / n
     rate = bandwidth of a link x efficiency x (n / 8)^growth
 
-S is the payload in bytes (of an all-to-all, what each member has), n the members, rounds 2 for an
-all-reduce and 1 for others. NCCL has
-protocols of low latency and low bandwidth for small payloads and the reverse for large ones, and
-takes the faster: the lesser of two lines, which is what the third term makes of the sum (NCCL's
-tuning model, ``ncclTopoTuneModel``). Rates grow with members because a switch adds up (NVLS) and
-more channels run.
+S is the payload in bytes (for an all-to-all, that of each member), n the number of members; rounds
+is 2 for an all-reduce and 1 for other collectives. NCCL has a protocol of low latency and low
+bandwidth for small payloads and the reverse for large payloads, and takes the faster (NCCL's
+tuning model, ``ncclTopoTuneModel``). So T is the minimum of two lines, which the third term gives.
+Rates grow with members because the switch sums (NVLS) and more channels run.
 """
 
 from dataclasses import dataclass
@@ -54,15 +51,15 @@ from heterog.graph.op_graph import FloatArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """Numbers of a data sheet that matter to a kernel.
+    """Numbers of a GPU's data sheet that determine the seconds of its kernels.
 
     Attributes:
-        peak_flops_per_s: Peak of the dtype at hand.
+        peak_flops_per_s: Peak of the dtype of the kernel.
         bandwidth_bytes_per_s: Bandwidth of the memory.
-        multiprocessors: Number of units that work on tiles of their own.
+        multiprocessors: Number of units that each work on one tile.
         cache_bytes: Size of the last cache before the memory.
         board_w: Most power that the board may draw, in watts.
-        energy: Energy of a FLOP over that of one at 16 nm.
+        energy: Energy of a FLOP over that of a FLOP at 16 nm.
     """
 
     peak_flops_per_s: float
@@ -79,19 +76,19 @@ TILES = (
 )  # fmt: skip
 """(rows, columns) of the output that kernels of common libraries work on at a time."""
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Numbers of parts that the depth may be cut into; a multiprocessor of its own sums each."""
+"""Numbers of parts into which the depth may be cut; different multiprocessors sum the parts."""
 _SHORTEST_SPLIT = 128
 _DEPTH_STEP = 32
 _CACHED_SHARE = 0.15
 _CACHED_RESULT_SHARE = 0.5
-"""Shares of the L2 cache that hold factors already, and that take the result without writing it to
-memory: of 0.15 and 0.5 the better for each on an L40S."""
+"""Shares of the L2 cache that hold factors beforehand, and that keep the result from memory. Each
+is the better of 0.15 and 0.5 on an L40S."""
 _NARROW_COLUMNS = 5000.0
-"""Columns of an output up to which kernels keep their rate, on all types that were measured. What
-happens beyond was not looked into: tiles that run at a time may no longer span a row of tiles, so
-that the factor of the columns is read anew for each."""
+"""Columns of an output up to which kernels keep their rate, on all measured types. The reason for
+the loss beyond was not studied: tiles that run at a time may no longer span a row of tiles, so
+that each wave reads the factor of the columns again."""
 _SHARPNESS = 3.0
-"""Overlap of compute and memory: 1 is one after the other, infinity all of it."""
+"""Overlap of compute and memory: at 1 they run one after the other, at infinity they overlap."""
 
 _WAYS = np.array([(*tile, split) for tile in TILES for split in SPLITS], np.float64)
 
@@ -102,16 +99,16 @@ class ProductModel:
 
     Attributes:
         launch_s: Seconds of a kernel that does nothing.
-        efficiency: Share of the peak that an endless tile would reach. Above 1 where ``tile_loss``
+        efficiency: Share of the peak that an infinite tile would reach; above 1 if ``tile_loss``
             is large.
-        tile_loss: Half of the extra time of a tile of 128 x 128 over an endless one, as a share.
-        ramp: Steps of depth that a tile costs before and after its sum.
+        tile_loss: Half of the extra time of a tile of 128 x 128 over an infinite tile, as a share.
+        ramp: Time of a tile before and after its sum, in steps of depth.
         memory_efficiency: Share of the bandwidth that a large product reaches.
         cache_speedup: Factor by which the cache is faster than the memory.
-        joules_per_flop: Energy of a board of 16 nm for a FLOP.
-        wide_loss: Extra time of an output with endlessly many columns, as a share.
-        most_splits: Most parts that kernels of this kind cut the depth into.
-        least_rows: Fewest rows of their tiles.
+        joules_per_flop: Energy of a FLOP on a board of 16 nm.
+        wide_loss: Extra time of an output with infinitely many columns, as a share.
+        most_splits: Most parts into which kernels of this kind cut the depth.
+        least_rows: Fewest rows of a tile of these kernels.
     """
 
     launch_s: float
@@ -138,8 +135,8 @@ class ProductModel:
             chip: Chip where they run.
             sizes: (batch, rows, columns, depth) of each.  # [num_products, 4]
             num_bytes: Bytes that each reads and writes.  # [num_products]
-            result_bytes: Bytes of these that are written; by default as many as there are in
-                matrices of one dtype.  # [num_products]
+            result_bytes: Bytes of these that each writes; by default the share that the result has
+                if all matrices have one dtype.  # [num_products]
 
         Returns:
             Seconds of each product.  # [num_products]
@@ -173,7 +170,7 @@ class ProductModel:
 
 
 def _share_of_result(sizes: FloatArray) -> FloatArray:
-    """Elements of the result, as a share of those of all three matrices.  # [num_products]"""
+    """Elements of the result over the elements of all three matrices.  # [num_products]"""
     _, rows, columns, depth = sizes.T
     result = rows * columns
     return np.asarray(result / (result + rows * depth + depth * columns))
@@ -193,7 +190,7 @@ def product_bytes(sizes: FloatArray, input_bytes: float, output_bytes: float) ->
 
 
 _BYTES = 4.0
-"""Of an element: all kernels that were measured have float32."""
+"""Bytes of an element: all measured kernels have float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +200,9 @@ class StreamModel:
     Attributes:
         launch_s: Seconds of a kernel that does nothing.
         efficiency: Share of the bandwidth that a large kernel reaches.
-        long_row_efficiency: Share where rows no longer lie in the cache.
-        cached_share: Share of a multiprocessor's part of the cache that one row may take until
-            rows begin to fall out of it: rows are many, one for each block.
+        long_row_efficiency: Share of the bandwidth if rows no longer fit in the cache.
+        cached_share: Share of a multiprocessor's part of the cache that a row may take before
+            rows are evicted: each multiprocessor works on many rows, one per block.
     """
 
     launch_s: float
@@ -235,7 +232,7 @@ _MEMBERS = 8
 
 @dataclass(frozen=True, slots=True)
 class CollectiveModel:
-    """Parameters of one operation among GPUs of one type, as in the formula of the module."""
+    """Parameters of one collective among GPUs of one type, as in the formula of the module."""
 
     rounds: float
     latency_s: float

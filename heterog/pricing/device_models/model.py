@@ -1,4 +1,4 @@
-"""The device models as a cost model: seconds of a step on GPUs that nobody has calibrated."""
+"""The device models as a cost model: seconds of a step on GPUs without a calibration."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -50,35 +50,34 @@ from heterog.pricing.intervals import MEDIAN_OF_NORMAL
 from heterog.pricing.roofline import Roofline, attainable_flops_per_s
 
 _TENSOR_CORE_GAIN = 1.5
-"""Least ratio of a peak to the sheet's float32 peak that shows it is one of tensor cores."""
+"""Least ratio of a peak to the sheet's float32 peak at which it is a peak of tensor cores."""
 _LEAST_GPU_FLOPS_PER_S = 1e12
 _OF_16_BITS = ("bfloat16", "float16")
 _KERNELS_ALIKE = 0.5
-"""Share of a kernel's error that all kernels of a step have in common; chosen."""
+"""Share of the error of a kernel that is common to all kernels of a step; chosen, not measured."""
 _OF_CONVOLUTIONS = 0.23, 0.36
 """Median errors of convolutions on tensor cores and on vector units: nine and three models on an
 H200 (``experiments/gpu_predictions.py``)."""
 _OF_ATTENTION = 0.27
-"""That of fused attention, of 15 steps there."""
+"""Median error of fused attention, of 15 steps there."""
 _QUEUED = 16
-"""Kernels before and after one that wait in a queue with it: about a layer of a transformer. With
-128 the mean error of 41 measured steps is 7.1 % instead of 8.1."""
+"""Kernels before and after a kernel that are in the device's queue with it: about a layer of a
+transformer. With 128 the mean error of 41 measured steps is 7.1 % instead of 8.1."""
 
 
 class DeviceModels(Roofline):
     """Cost model of kernels with parameters by GPU type.
 
-    Types that are no GPUs, and those for which somebody has given efficiencies or a launch
-    overhead, keep the roofline.
+    Types that are no GPUs, and types with given efficiencies or a given launch overhead, keep the
+    roofline.
 
     Args:
-        execution: Program that runs steps; what is not given below is as it ships for that one.
-        tf32: Which products of float32 are made with TF32 where the hardware has it.
-        host_s: Seconds that the host takes to issue a kernel. It runs ahead of the device, so that
-            short kernels catch up behind long ones; where kernels are shorter on average, the
-            device waits.
-        per_member: What a member of a team adds to them; see ``Host.per_member``.
-        in_training: Factors of types on which somebody has compared runs, by name.
+        execution: Program that runs steps; its shipped values replace arguments not given below.
+        tf32: Which float32 products use TF32 if the hardware has it.
+        host_s: Seconds that the host takes to issue a kernel. The host runs ahead of the device
+            during long kernels; if kernels are shorter than this on average, the device waits.
+        per_member: Share that a member of a team adds to ``host_s``; see ``Host.per_member``.
+        in_training: Factors of types from the user's own runs, by name.
         name: Name shown with every prediction.
     """
 
@@ -108,7 +107,7 @@ class DeviceModels(Roofline):
         return _Program(self.execution, self.tf32)
 
     def on(self, cluster: Cluster) -> "DeviceModels":
-        """The same models on a cluster, which says what uses TF32, and whether a GPU is alone."""
+        """These models on a cluster, which says what uses TF32 and whether a GPU is alone."""
         found = copy(self)
         found.tf32 = cluster.tf32
         found.is_alone = cluster.num_devices == 1
@@ -135,14 +134,14 @@ class DeviceModels(Roofline):
         return np.maximum(seconds, issue_s * of_kernels + self.host.graph_s * of_graphs)
 
     def in_teams(self, members: int) -> "DeviceModels":
-        """The same with a host that takes longer to issue; see ``Host.per_member``."""
+        """These models with a host that takes longer to issue; see ``Host.per_member``."""
         found = copy(self)
         longer = 1.0 + self.host.per_member * members
         found.host = replace(self.host, issue_s=self.host.issue_s * longer)
         return found
 
     def channel_seconds(self, cluster: Cluster, channel: Channel) -> ChannelSeconds:
-        """Alpha-beta seconds; collectives are issued, and fill more slowly than alone."""
+        """Alpha-beta seconds; the host issues collectives, which fill more slowly than alone."""
         found = super().channel_seconds(cluster, channel)
         if channel.kind == ChannelKind.POINT_TO_POINT:
             return found
@@ -155,9 +154,9 @@ class DeviceModels(Roofline):
         )
 
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
-        """Spread of predictions, by the errors of runs, of the longest kernels and of the host.
+        """Spread of predictions, from the errors of runs, of kernels and of the host.
 
-        Of a type with own runs it is theirs alone: they ran these kernels, and on that host.
+        A type with own runs has only the spread of these, which contains the other two errors.
         """
         if not _is_modelled(device_type):
             return super().spread(graph, device_type)
@@ -182,14 +181,14 @@ class DeviceModels(Roofline):
 
 
 class _Program(NamedTuple):
-    """What the program that runs steps decides about its kernels."""
+    """Settings of the program that runs steps, which decide about its kernels."""
 
     execution: Execution
     tf32: Tf32
 
     @property
     def fuses(self) -> bool:
-        """Whether kernels are those that a compiler makes."""
+        """Whether a compiler fuses ops."""
         return self.execution == Execution.COMPILED
 
     @property
@@ -199,7 +198,7 @@ class _Program(NamedTuple):
 
 
 def _as_measured(cluster: Cluster, channel: Channel, found: ChannelSeconds) -> ChannelSeconds:
-    """A collective among GPUs of one host and type behind a switch, as such were measured."""
+    """Measured seconds of a collective on one host's switch and GPU type; else ``found``."""
     devices = [cluster.devices[device] for device in channel.devices]
     models = collectives_of(devices[0].type.name)
     model = models.get(channel.kind.name.lower())
@@ -214,7 +213,7 @@ def _as_measured(cluster: Cluster, channel: Channel, found: ChannelSeconds) -> C
     members = np.array(float(len(devices)))
     sent = float(model.sent_per_byte(members))
     if channel.kind == ChannelKind.ALL_TO_ALL:
-        sent /= len(devices)  # measured are bytes of each member, a channel's are of all
+        sent /= len(devices)  # the model counts bytes of a member, a channel those of all
     per_byte = sent / float(model.rate(members, link.bandwidth_bytes_per_s))
     scale = per_byte / found.seconds_per_byte
     return found._replace(
@@ -257,8 +256,8 @@ def _source_of(device_type: DeviceType) -> str:
 def launch_seconds(device_type: DeviceType) -> float:
     """Seconds of a kernel that does nothing, in a queue of kernels.
 
-    That of 16-bit products, which were timed in a captured graph; what float32 kernels were timed
-    with holds the timer's own overhead, 15 to 60 us.
+    The value comes from 16-bit products, which were timed in a captured graph. Float32 kernels
+    were timed otherwise: their seconds hold the timer's overhead of 15 to 60 us.
     """
     return families_of(device_type.name)["16 bit"].model.launch_s
 
@@ -304,7 +303,7 @@ def _kernel_seconds(
 def _kernel_error(
     graph: OpGraph, device_type: DeviceType, tf32: Tf32, seconds: FloatArray
 ) -> float:
-    """Median error of the families of kernels, weighted by what they take."""
+    """Mean over kernels of the median error of their families, weighted by their seconds."""
     families = families_of(device_type.name)
     streams, products = streams_of(graph), products_of(graph)
     error = np.zeros(graph.num_ops)
@@ -326,16 +325,16 @@ def _kernel_error(
 def _shares_of_issuing(
     graph: OpGraph, device_type: DeviceType, factors: InTraining, program: _Program
 ) -> tuple[FloatArray, FloatArray]:
-    """Number of kernels whose issuing an op has to wait for at least, by its part of the queue.
+    """Number of kernels whose issuing bounds the seconds of each op from below: its share.
 
-    Kernels around it are issued in sum(host_s) and run in sum(seconds), and the longer of both is
-    what they take. Each is given its part of the former by its seconds at the whole batch: where
-    parts of the batch shrink all kernels alike, the sum of ``max(seconds, host_s x share)`` over
-    them is max(sum(seconds), sum(host_s)). A share depends on nothing but the graph and the type,
-    so that what an op takes never falls with its work.
+    The kernels of a queue are issued in sum(host_s) and run in sum(seconds); they take the longer
+    of both. sum(host_s) is divided among the ops in proportion to their seconds at the whole
+    batch. If a part of the batch shrinks all kernels alike, the sum over the ops of
+    ``max(seconds, host_s x share)`` is max(sum(seconds), sum(host_s)). A share depends only on the
+    graph and the type, so that the seconds of an op never grow when its work falls.
 
     Returns:
-        (kernels [num_ops], the same as parts of all kernels of the op's pass [num_ops]).
+        (share of each op [num_ops], share over the sum of shares of the op's pass [num_ops]).
     """
     work = graph.flops, graph.bytes_moved
     seconds = _kernel_seconds(graph, device_type, factors, program, *work)
@@ -362,7 +361,7 @@ def _phases(graph: OpGraph) -> IntArray:
 
 @lru_cache(maxsize=64)
 def _is_of_16_bits(graph: OpGraph) -> NDArray[np.bool_]:
-    """Streams that make a 16-bit tensor, the optimizer's left out."""
+    """Whether an op is a stream that makes a 16-bit tensor; false for updates.  # [num_ops]"""
     streams = streams_of(graph)
     found = np.zeros(graph.num_ops, np.bool_)
     for index in streams.op[streams.launches > 0.0].tolist():
@@ -373,10 +372,10 @@ def _is_of_16_bits(graph: OpGraph) -> NDArray[np.bool_]:
 
 @lru_cache(maxsize=64)
 def _num_issued(graph: OpGraph, program: _Program) -> FloatArray:
-    """Number of kernels of each op, and of parameters of an update.  # [num_ops]"""
+    """Number of kernels of each op; an update counts its parameters instead.  # [num_ops]"""
     found = np.zeros(graph.num_ops)
     streams = streams_of(graph)
-    # What Megatron's host takes was fitted with one for each op.
+    # Megatron's host seconds were fitted with one kernel for each op.
     found[streams.op] = streams.issued if program.runs_torch_kernels else 1.0
     if program.fuses:
         fused = fused_kernels(graph)
@@ -387,9 +386,9 @@ def _num_issued(graph: OpGraph, program: _Program) -> FloatArray:
 
 @lru_cache(maxsize=64)
 def _share_of_bytes(graph: OpGraph) -> FloatArray:
-    """Share of each op's bytes that still pass through memory where ops are fused.  # [num_ops]
+    """Share of each op's bytes that pass through memory if ops are fused.  # [num_ops]
 
-    More than 1 where an op reads what others, now written into its kernel, were made of.
+    It is more than 1 if an op reads the inputs of ops that are fused into its kernel.
     """
     fused = fused_kernels(graph)
     whole = np.maximum(graph.bytes_moved, 1.0)
@@ -402,8 +401,8 @@ def _stream_rates(
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """(launch, seconds per byte, per FLOP) of ops without products, 0 of others.  # [num_ops]
 
-    FLOPs matter to ops of imported graphs alone, of which nothing else may be known. Kernels that
-    a compiler writes take what elementwise ones take, norms and softmax too: a row stays in
+    FLOPs matter only to ops of imported graphs, which may have no bytes. Kernels of a compiler are
+    priced as elementwise kernels. This includes norms and softmax, because a row stays in
     registers.
     """
     launch, per_byte, per_flop = (np.zeros(graph.num_ops) for _ in range(3))
@@ -446,7 +445,7 @@ def _add_products(
         return
     part = flops[products.op] / graph.flops[products.op]
     moved = num_bytes[products.op] * products.bytes_share
-    # Layers repeat: each part of each kind of product is priced once.
+    # Layers repeat: products of equal kind and work are priced once.
     order = np.lexsort((moved, part, products.kind))
     keys = np.stack([products.kind[order], part[order], moved[order]])
     is_new = np.concatenate([[True], (keys[:, 1:] != keys[:, :-1]).any(axis=0)])
@@ -473,7 +472,7 @@ def _product_seconds(
         products: Products of a graph.
         device_type: Device type where they run.
         factors: Factors of products and attention on tensor cores.
-        program: What runs steps.
+        program: Program that runs steps.
         chosen: Numbers of products.  # [num_chosen]
         part: FLOPs of each over those of the whole op.  # [num_chosen]
         moved: Bytes of each.  # [num_chosen]
@@ -493,7 +492,7 @@ def _product_seconds(
         whole = unit.model.seconds(chip, sizes[of_kind], moved[of_kind] / count)
         seconds = count * (whole - unit.model.launch_s)
         if unit.is_slowed:
-            if not program.fuses:  # a compiler pads what is not aligned
+            if not program.fuses:  # a compiler pads unaligned matrices
                 seconds *= _unaligned(device_type, factors, products.alignment[here])
             is_fused = kind.use == Use.ATTENTION
             seconds *= factors.fused_attention if is_fused else factors.products
@@ -508,7 +507,7 @@ def _product_seconds(
 
 
 def _unaligned(device_type: DeviceType, factors: InTraining, alignment: IntArray) -> FloatArray:
-    """Factor on the seconds of products whose rows begin at multiples of so many bytes."""
+    """Factor on the seconds of products by the alignment of their rows in bytes."""
     if multiplies_large(device_type):
         factor = np.where(alignment < UNALIGNED_BYTES, UNALIGNED_FULLY, UNALIGNED)
     else:
@@ -517,28 +516,28 @@ def _unaligned(device_type: DeviceType, factors: InTraining, alignment: IntArray
 
 
 class _Unit(NamedTuple):
-    """Unit that makes matrix products: parameters, peak, and whether it is a tensor core."""
+    """Unit that computes matrix products: parameters, peak, and whether it is a tensor core."""
 
     model: ProductModel
     peak_flops_per_s: float
     is_tensor_core: bool
-    is_slowed: bool  # in runs, and by rows that are not aligned
+    is_slowed: bool  # whether it is slower in runs and with unaligned rows
 
 
 def product_unit(device_type: DeviceType, dtype: str) -> _Unit:
-    """Unit that makes plain products of a dtype without TF32."""
+    """Unit that computes plain products of a dtype without TF32."""
     return _product_model(device_type, Factors(dtype, Use.MATRIX), Tf32.NONE)
 
 
 @lru_cache(maxsize=256)
 def _product_model(device_type: DeviceType, kind: Factors, tf32: Tf32) -> _Unit:
-    """Unit that makes the products of factors of a kind."""
+    """Unit that computes products of a kind of factors."""
     listed = listed_type(device_type.name)
     sheet = device_type if listed is None else listed.type
     on_vector_units = sheet.peak_flops_per_s["float32"]
     peak = _peak_flops_per_s(device_type, kind, tf32)
-    # AMD's matrix units multiply float32 as it is, at a fourth of the rate of 16 bits: power does
-    # not hold them back.
+    # AMD's matrix units multiply float32 without TF32, at a fourth of the rate of 16 bits: power
+    # does not slow them.
     matrix_peak = None if listed is None else listed.matrix_flops_per_s
     is_matrix_unit = False
     if matrix_peak and peak == on_vector_units:
@@ -550,10 +549,10 @@ def _product_model(device_type: DeviceType, kind: Factors, tf32: Tf32) -> _Unit:
 
 
 def _peak_flops_per_s(device_type: DeviceType, kind: Factors, tf32: Tf32) -> float:
-    """Peak of the unit that makes products of a kind, as PyTorch chooses it.
+    """Peak of the unit that PyTorch chooses for products of a kind.
 
-    Fused attention in float32 never uses TF32, nor does what has too few channels any tensor core.
-    A cluster file that states another float32 peak than the sheet's has said what products reach.
+    Fused attention in float32 never uses TF32. Convolutions of too few channels use no tensor
+    core. A float32 peak in a cluster file that differs from the sheet's is used as it is.
     """
     peaks, listed = device_type.peak_flops_per_s, listed_type(device_type.name)
     peak, on_sheet, of_tf32 = product_peak(device_type, kind.dtype), peaks["float32"], None

@@ -1,9 +1,9 @@
-"""The fitted parameters of types that were measured, and of all others.
+"""The fitted parameters of GPU types, measured or not.
 
 ``fitted.yaml`` holds, for each family of kernels, parameters by GPU type and a set ``any`` that
-was fitted to all measured types together. They are shares of what the data sheet promises, so
-``any`` carries over to a type that nobody measured: its peak, bandwidth, multiprocessors and cache
-are read off its sheet. How far that is off was found by leaving out each measured type in turn.
+was fitted to all measured types together. Parameters are shares of data-sheet numbers. So ``any``
+carries over to a type that was not measured, whose peak, bandwidth, multiprocessors and cache are
+read off its sheet. The errors of ``any`` come from leaving out each measured type in turn.
 """
 
 import math
@@ -26,7 +26,7 @@ PRODUCTS = ("float32", "16 bit", "8 bit")
 """Families of matrix products: on vector units, and on tensor cores by bits of the factors."""
 STREAMS = ("elementwise", "layer norm", "softmax")
 
-# An Ampere multiprocessor at boost clock; for types that the catalogue does not know.
+# An Ampere multiprocessor at boost clock, for types that are not in the catalogue.
 _FLOPS_OF_A_MULTIPROCESSOR = 0.18e12
 _CACHE_MIB = 4.0
 _MIB = 2.0**20
@@ -34,16 +34,16 @@ _PROCESS_NM, _SHRINKING = 16.0, 0.8
 _LARGE_FLOPS_PER_S = 5e12
 """Peak of a multiprocessor above which its tensor cores multiply large matrices."""
 _AMPERE_NM, _ALL_SLOTS_FLOPS = 8.0, 0.3e12
-"""Largest process of Ampere and later, and least float32 peak of one of their multiprocessors that
-has two units for each scheduler."""
+"""Largest process in nm of Ampere and later, and least float32 peak of a multiprocessor of these
+generations that has two float32 units for each scheduler."""
 _AT_HALF_RATE, _ALL_SLOTS, _HALF_SLOTS = 1.095, 0.835, 1.055
-"""Efficiency of products over that of any type: in 16 bits at half rate, in float32, and in the
-latter with one unit for each scheduler, as in Volta, Turing and the A100. They are square roots of
-what an A10G has (1.199 and 0.698 in ``fitted.yaml``), and V100 and A100 (1.13 and 1.09): few cards
-of their kinds, so half of the logarithm is taken to be their own."""
+"""Efficiency of products over that of any type: in 16 bits at half rate; in float32 with two units
+for each scheduler; in float32 with one unit, as in Volta, Turing and the A100. They are square
+roots of the ratios of an A10G (1.199 and 0.698 in ``fitted.yaml``) and of V100 and A100 (1.13 and
+1.09): few cards of these kinds were measured, so half of the logarithm is taken as the kind's."""
 _SAME_CHIP, _SAME_UNITS = 0.85, 0.7
-"""Least ratio of multiprocessors and of their peaks in float32, and of these in 16 bits, for types
-to count as one chip."""
+"""Types count as one chip if the ratios of their multiprocessors and of the peaks of these in
+float32 reach the first, and the ratio of the peaks in 16 bits reaches the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Errors:
     Attributes:
         rows: Number of rows.
         median: Median of the absolute errors.
-        p90: Their 90th percentile.
+        p90: 90th percentile of the absolute errors.
     """
 
     rows: int
@@ -67,8 +67,8 @@ class Family:
 
     Attributes:
         model: Parameters of the family.
-        measured_on: Type that they were fitted to, or ``ANY_TYPE``.
-        errors: Errors on that type's test rows; for ``ANY_TYPE`` those on types left out.
+        measured_on: Type to whose measurements they were fitted, or ``ANY_TYPE``.
+        errors: Errors on test rows of that type; for ``ANY_TYPE``, on types left out of the fit.
     """
 
     model: ProductModel | StreamModel
@@ -82,19 +82,20 @@ class InTraining:
 
     Kernels are measured alone, for a moment, and with the newest library. In a run, power holds
     the clock down, other kernels have filled the cache, and libraries are a year or two older.
-    No fused attention was measured alone: its factor is over the products inside it, each as fast
-    as a large one.
+    Fused attention was not measured alone: its factor is over the products inside it, each priced
+    as fast as a large product.
 
     Attributes:
         products: Factor on the seconds of products on tensor cores.
-        fused_attention: Factor on those of fused attention.
-        streams: Factor on those of other kernels that make 16-bit tensors, but the optimizer's.
-        float32: Factor on those of all kernels that make wider tensors without tensor cores.
+        fused_attention: Factor on the seconds of fused attention.
+        streams: Factor on the seconds of other kernels that make 16-bit tensors, except those of
+            the optimizer.
+        float32: Factor on the seconds of kernels that make wider tensors without tensor cores.
         unaligned: Further factor on products on tensor cores whose rows do not begin at multiples
             of 16 bytes. From Megatron's last layer with 50,257 words on an A100 (vTrain's rows of
-            ``fit``). Types that multiply large matrices at once have their own, measured ones.
+            ``fit``). Types that multiply large matrices at once have measured factors instead.
         spread: Spread of log(measured / predicted) of steps on the type, beside kernels' errors.
-        measured_on: Type whose runs they were fitted to, or ``ANY_TYPE``.
+        measured_on: Type to whose runs they were fitted, or ``ANY_TYPE``.
     """
 
     products: float = 1.0
@@ -113,16 +114,17 @@ class Host:
     Attributes:
         issue_s: Seconds to issue a kernel of the forward pass, from Python.
         issue_spread: Spread of log(issue_s) from one host to another.
-        backward: Seconds to issue a kernel of the backward pass, from autograd's own thread, as a
-            multiple of ``issue_s``.
-        update: Seconds of the optimizer for each parameter, which it sorts into groups, likewise.
+        backward: Seconds to issue a kernel of the backward pass, from autograd's thread, over
+            ``issue_s``.
+        update: Seconds of the optimizer for each parameter, which it sorts into groups, over
+            ``issue_s``.
         per_member: Share by which each member of a team makes issuing take longer in a pipeline
             whose stages lie on several hosts.
         graph_s: Seconds to enter a compiled graph, once in each pass.
-        collective_s: Seconds to issue a collective, beyond what the latency of its links holds.
+        collective_s: Seconds to issue a collective, beyond the latency of its links.
         ramp_s: Most seconds that a collective takes longer in a step than alone.
-        ramp_s_per_byte: The same for each byte that a member sends, where that is less.
-        spread: Spread of log(measured / predicted) of steps, for what else this program does.
+        ramp_s_per_byte: Such seconds per byte that a member sends; the lesser of both counts.
+        spread: Spread of log(measured / predicted) of steps, from other work of the program.
     """
 
     issue_s: float
@@ -140,9 +142,8 @@ class Host:
 class _Tables(NamedTuple):
     """Contents of ``fitted.yaml``: families by name and type, factors by type, hosts by program.
 
-    ``alone`` has the factors of types whose runs on one GPU were measured too.
-
-    Collectives are by type, then by name; peaks of memory have one set for all types.
+    ``alone`` has the factors of types whose runs on one GPU were also measured. Collectives are by
+    type, then by name. Errors of memory peaks are common to all types.
     """
 
     families: Mapping[str, Mapping[str, Family]]
@@ -154,12 +155,12 @@ class _Tables(NamedTuple):
 
 
 def chip_of(device_type: DeviceType, peak_flops_per_s: float, width: float = 1.0) -> Chip:
-    """Data sheet of a type, with the peak of the dtype at hand.
+    """Data sheet of a type, with the peak of a dtype.
 
     Args:
         device_type: Device type.
         peak_flops_per_s: Peak of the dtype.
-        width: Bits of a factor over those of the family of products.
+        width: Bits of a factor of the product over the bits of factors of its family.
     """
     listed = listed_type(device_type.name)
     multiprocessors = 0 if listed is None else listed.multiprocessors
@@ -175,11 +176,11 @@ def chip_of(device_type: DeviceType, peak_flops_per_s: float, width: float = 1.0
 
 
 def energy_of(listed: ListedType, peak_flops_per_s: float) -> float:
-    """Energy of a FLOP on a type over that of one at 16 nm.
+    """Energy of a FLOP on a type over that of a FLOP at 16 nm.
 
-    It shrinks with the process, and by half where a multiprocessor multiplies matrices so large
-    that its tensor cores read them from shared memory (Hopper and Blackwell for data centres).
-    Both are chosen, by published products of boards that were short of power: 158 TFLOP/s of an
+    It shrinks with the process. It halves if a multiprocessor multiplies matrices so large that
+    its tensor cores read them from shared memory (Hopper and Blackwell for data centres). Both
+    laws were chosen by published products on boards that were short of power: 158 TFLOP/s of an
     A100 on 250 W (NVIDIA/cutlass, issue 956), 617 and 2,174 of a GB300 on 500 and 1,400 W
     (facebookexperimental/triton, pull request 2023); and a T4 and a P4 in float32.
     """
@@ -206,10 +207,10 @@ def _is_large(listed: ListedType, peak_flops_per_s: float) -> bool:
 
 @lru_cache(maxsize=256)
 def families_of(type_name: str) -> Mapping[str, Family]:
-    """Each family of kernels on a type: its own parameters, its siblings', or those of any type.
+    """Each family of kernels on a type, with parameters of the type, a sibling, or any type.
 
-    Siblings have the same chip: an A100 of 40 GB is predicted from one of 80 GB, a GH200 from an
-    H100, on its own bandwidth and peaks.
+    Siblings have the same chip: an A100 of 40 GB is predicted from an A100 of 80 GB, a GH200 from
+    an H100, but with the type's bandwidth and peaks.
     """
     found = {name: _of_type(by_type, type_name) for name, by_type in _tables().families.items()}
     listed = listed_type(type_name)
@@ -219,7 +220,7 @@ def families_of(type_name: str) -> Mapping[str, Family]:
 
 
 def _of_kin(family: Family, name: str, listed: ListedType) -> Family:
-    """A family that was not measured on a type, as a measured card of its kind has it."""
+    """A family on a type; if not measured there, its efficiency is corrected by similar cards."""
     model = family.model
     if family.measured_on != ANY_TYPE or not isinstance(model, ProductModel):
         return family
@@ -239,26 +240,26 @@ def _sums_at_half_rate(listed: ListedType) -> bool:
 
 
 def _issues_all_slots(listed: ListedType) -> bool:
-    """Whether float32 has two units for each scheduler: Ampere and Ada but for the A100.
+    """Whether each scheduler has two float32 units: Ampere and Ada, except the A100.
 
-    Then products use every slot of issue at their peak, which leaves none for loads.
+    At their peak, products then use every issue slot, which leaves none for loads.
     """
     of_each = listed.type.peak_flops_per_s["float32"] / max(listed.multiprocessors, 1)
     return listed.process_nm <= _AMPERE_NM and of_each > _ALL_SLOTS_FLOPS
 
 
 def host_of(execution: str) -> Host:
-    """Host's seconds in a program that executes steps; see ``cluster.execution.Execution``."""
+    """Host's seconds in a program that executes steps; see ``cluster.topology.Execution``."""
     return _tables().hosts[execution]
 
 
 @lru_cache(maxsize=256)
 def in_training_of(type_name: str, *, is_alone: bool = False) -> InTraining:
-    """Factors from runs on a type or its siblings, else those on all types together.
+    """Factors from runs on a type or a sibling, else from runs on all types together.
 
     Args:
         type_name: Name of the device type.
-        is_alone: Whether the run uses one GPU, for which some types have factors of their own.
+        is_alone: Whether the run uses one GPU; some types have other factors then.
     """
     found = _of_type(_tables().in_training, type_name)
     return _of_type({ANY_TYPE: found, **_tables().alone}, type_name) if is_alone else found
@@ -266,7 +267,7 @@ def in_training_of(type_name: str, *, is_alone: bool = False) -> InTraining:
 
 @lru_cache(maxsize=256)
 def collectives_of(type_name: str) -> Mapping[str, CollectiveModel]:
-    """Models of collectives among GPUs of a type or its siblings; empty if none were measured."""
+    """Models of collectives among GPUs of a type or a sibling; empty if none were measured."""
     return _of_type({ANY_TYPE: {}, **_tables().collectives}, type_name)
 
 
@@ -276,7 +277,7 @@ def shipped_peak_errors() -> PeakErrors:
 
 
 def _of_type(by_type: Mapping[str, _T], type_name: str) -> _T:
-    """Entry of a type, of one with the same chip, or of any."""
+    """Entry of a type, else of a type with the same chip, else of ``ANY_TYPE``."""
     type_name = listed_name(type_name)
     if type_name in by_type:
         return by_type[type_name]
@@ -289,10 +290,10 @@ def _of_type(by_type: Mapping[str, _T], type_name: str) -> _T:
 
 
 def is_same_chip(one: ListedType, other: ListedType) -> bool:
-    """Whether caches are equal, and multiprocessors as fast and about as many.
+    """Whether caches are equal, and the number and speed of multiprocessors are similar.
 
-    Cards have a few multiprocessors less than modules, at a lower clock. An A6000 is not an A10G,
-    whose tensor cores run at half the rate.
+    Cards have a few multiprocessors less than modules, at a lower clock. An A6000 is not the chip
+    of an A10G, whose tensor cores run at half the rate.
     """
     if not one.multiprocessors or one.cache_mib != other.cache_mib:
         return False

@@ -1,15 +1,15 @@
-"""What PyTorch's own kernels do beyond one reading and one writing of their tensors.
+"""Costs of PyTorch's kernels beyond one read and one write of their tensors.
 
-A kernel that is bound by memory takes its bytes over the bandwidth, if it reads and writes each of
-them once and fills the GPU. Some of PyTorch's do not: optimizers update all parameters in passes
-of one operation each, batch norm gives a channel to a block, pooling and depthwise convolutions
-visit each element once for every window that holds it, and cuDNN's tensor cores want channels
+A memory-bound kernel takes its bytes over the bandwidth if it moves each byte once and fills the
+GPU. Some of PyTorch's kernels do not. Optimizers update all parameters in one pass per operation.
+Batch norm gives each channel to a block. Pooling and depthwise convolutions visit each element
+once for every window that holds it. cuDNN's kernels on tensor cores need images with channels
 last.
 
 Numbers are medians over the kernels of a score of models in float32 and bfloat16 on an H200
 (PyTorch 2.11), measured by ``experiments/gpu_steps.py``. The passes of optimizers are counted in
 their code (``torch.optim``, the ``foreach`` variants, which are the default on GPUs). Megatron
-brings kernels of its own for what it uses of these.
+replaces the kernels among these that it uses.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ from heterog.graph.sharding_rules.table import integers
 
 _FLOAT32_BYTES = 4.0
 
-# Tensors as large as the parameter that a foreach optimizer reads and writes, by the number of
-# tensors of state. Adam: lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2, addcdiv 4; a maximum 3.
+# Number of parameter-sized tensors that a foreach optimizer reads and writes, by its number of
+# state tensors. Adam: lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2, addcdiv 4; a maximum 3.
 _ADAM: Mapping[int, int] = MappingProxyType({2: 18, 3: 21})
 _OPTIMIZERS: Mapping[str, Mapping[int, int]] = MappingProxyType(
     {
@@ -36,50 +36,50 @@ _OPTIMIZERS: Mapping[str, Mapping[int, int]] = MappingProxyType(
 )
 
 _NORM_PASSES = 1.4
-"""Batch norm, over one pass of a norm: statistics are found first."""
+"""Passes of a batch norm, which first finds statistics, over those of other norms."""
 _NORM_16_BITS = 1.45
-"""Batch norm in 16 bits over that in float32, whose kernels are cuDNN's: PyTorch's own are not."""
+"""Batch norm in 16 bits, by PyTorch's kernels, over batch norm in float32, by those of cuDNN."""
 _GROUP_NORM, _GROUP_NORM_BACKWARD = 3.0, 2.4
 _ROW_S, _ROW_BACKWARD_S = 1.1e-7, 3.0e-7
 """Seconds that a multiprocessor takes for a row of a layer norm, however short it is."""
 _EMBEDDING_BACKWARD = 8.0
-"""Kernels that the gradient of an embedding is made of: indices are sorted first."""
+"""Number of kernels of the gradient of an embedding: indices are sorted first."""
 _MAX_POOL, _MAX_POOL_BACKWARD = 2.0, 3.7
 _AVG_POOL, _AVG_POOL_BACKWARD = 0.65, 1.0  # for each element of a window
-_DEPTHWISE, _DEPTHWISE_BACKWARD = 0.39, 1.2  # likewise
+_DEPTHWISE, _DEPTHWISE_BACKWARD = 0.39, 1.2  # for each element of a window
 DEPTHWISE_CHANNELS_LAST = 0.22
-"""Seconds of a depthwise convolution with channels last, as a compiler lays images out, over those
-with channels first. Medians of windows of 3 x 3 and 7 x 7 in bfloat16 on an H200."""
+"""Seconds of a depthwise convolution with channels last, the layout that a compiler chooses, over
+those with channels first. Medians of windows of 3 x 3 and 7 x 7 in bfloat16 on an H200."""
 
 ADDED_BIAS = 3.3
 """Passes over the result of a convolution that add its bias: the kernel broadcasts."""
 SUMMED_BIAS = 1.0
 TF32 = 1.2
-"""Seconds of a product with TF32 over those of one in 16 bits, after their peaks."""
+"""Seconds of a TF32 product over those of a 16-bit product, beyond the ratio of their peaks."""
 UNALIGNED, UNALIGNED_FULLY, UNALIGNED_BYTES = 3.0, 5.7, 4
-"""Seconds of a product over those of one whose rows begin at multiples of 16 bytes, on Hopper:
-only the latter runs on its large multiplications. ``UNALIGNED_FULLY`` is of rows at multiples of
-fewer than ``UNALIGNED_BYTES``. Medians of 24 products over 30,522 and 50,257 words on an H100 and
-an H200: 248 TFLOP/s in bfloat16 at four bytes, 140 at two, 125 with TF32 at four or eight."""
+"""Seconds of an unaligned product over those of a product whose rows begin at multiples of 16
+bytes, on Hopper, whose large multiplications need aligned rows. ``UNALIGNED_FULLY`` is for rows at
+multiples of fewer than ``UNALIGNED_BYTES``. Medians of 24 products over 30,522 and 50,257 words on
+an H100 and an H200: 248 TFLOP/s in bfloat16 at 4 bytes, 140 at 2, 125 with TF32 at 4 or 8."""
 CONVOLUTION = 1.1
-"""Seconds of a convolution on tensor cores over those of the same product and its copies."""
+"""Seconds of a convolution on tensor cores over those of the equal product and its copies."""
 CONVOLUTION_IN_PLACE = 1.35
-"""The same where images are matrices as they lie, and nothing is copied."""
+"""Such a ratio for convolutions that multiply images without copies; see ``lies_as_matrix``."""
 FEWEST_CHANNELS = 4
-"""Convolutions of fewer do not run on tensor cores."""
+"""Convolutions with fewer channels do not run on tensor cores."""
 _LARGE_IMAGE = 784
-"""Positions from which libraries multiply images as they lie."""
+"""Number of positions from which libraries multiply images without copies."""
 
 
 class Stream(NamedTuple):
     """How a kernel streams its bytes.
 
     Attributes:
-        passes: Times that each of its bytes is moved, over one reading or writing.
-        blocks: Number of multiprocessors that it fills; 0 if it fills any GPU.
-        row_s_per_byte: Seconds of one multiprocessor for the rows of a byte.
+        passes: Times that each byte is moved, over one read or write.
+        blocks: Number of multiprocessors that it fills; 0 if it fills all.
+        row_s_per_byte: Seconds of one multiprocessor for its rows, per byte.
         issued: Number of kernels that the host issues.
-        spared: Part of the passes that is left where a compiler lays images out.
+        spared: Share of the passes that is left if a compiler chooses the layout of images.
     """
 
     passes: float = 1.0
@@ -133,7 +133,7 @@ def stream_of(graph: OpGraph, op: int, *, row: float = 1.0) -> Stream:
 
 
 def _as_float32(call: OpCall) -> float:
-    """Bytes of an op whose numbers of 16 bits had 32, over its own: some kernels gain nothing."""
+    """Bytes of an op in float32 over its bytes: some kernels gain nothing from 16 bits."""
     tensors = [*call.inputs, *(each for each in call.outputs if each is not None)]
     whole = sum(each.num_bytes for each in tensors)
     wide = sum(max(each.num_bytes, _FLOAT32_BYTES * prod(each.shape)) for each in tensors)
@@ -141,14 +141,14 @@ def _as_float32(call: OpCall) -> float:
 
 
 def _update_passes(graph: OpGraph) -> float:
-    """Memory passes of a foreach optimizer, as a multiple of those of a single fused kernel."""
+    """Memory passes of a foreach optimizer over those of a single fused kernel."""
     state = round(graph.optimizer_state_ratio)
     fused = 3 + 2 * state  # parameter and gradient read, parameter written; state read and written
     return _OPTIMIZERS.get(graph.optimizer, {}).get(state, fused) / fused
 
 
 def _visits(call: OpCall) -> float:
-    """Windows of a pooling that hold an element, on average."""
+    """Mean number of windows of a pooling that hold an element."""
     windows = integers(call, "kernel_size")
     return prod(windows) / max(prod(integers(call, "stride") or windows), 1)
 
@@ -158,7 +158,7 @@ def _taps(call: OpCall) -> float:
 
 
 def is_depthwise(call: OpCall) -> bool:
-    """Whether a convolution is depthwise (a group per channel): PyTorch has kernels for these."""
+    """Whether a convolution is depthwise (a group per channel); PyTorch has kernels for it."""
     weight, groups = call.args.get("weight"), call.args.get("groups")
     if not isinstance(weight, TensorRef) or not isinstance(groups, int) or groups <= 1:
         return False
@@ -167,7 +167,7 @@ def is_depthwise(call: OpCall) -> bool:
 
 
 def lies_as_matrix(call: OpCall) -> bool:
-    """Whether a convolution multiplies its image as it lies: of one position, without steps."""
+    """Whether a convolution multiplies its image without a copy: 1 x 1, stride 1, large image."""
     return (
         prod(call.input("weight").shape[2:]) == 1
         and all(step == 1 for step in integers(call, "stride"))

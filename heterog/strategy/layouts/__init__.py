@@ -1,7 +1,7 @@
 """Layouts: today's uniform parallelism, in the terms of Megatron and FSDP, as strategies.
 
-``layout`` is the description, ``files`` reads it from other programs' files (``fields`` is what
-stands in one, ``megatron`` reads those of Megatron's family, ``shell`` the options of its
-scripts), ``placed`` makes a strategy of it: ``stages`` cuts the groups, ``pipelines`` puts teams
-beside and behind each other, ``tensor`` and ``experts`` are the rules inside teams.
+``layout`` is the description. ``files`` reads it from files of other programs: ``fields`` checks
+their fields, ``megatron`` reads those of Megatron's family, ``shell`` the options in its scripts.
+``placed`` makes a strategy from it: ``stages`` assigns groups to stages, ``pipelines`` makes
+decisions for replicas and stages, ``tensor`` and ``experts`` have the rules inside teams.
 """

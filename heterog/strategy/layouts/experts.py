@@ -1,12 +1,12 @@
-"""Rules of the ops of teams that share experts: expert parallelism of a layout.
+"""Rules of teams for expert parallelism and for context parallelism of a layout.
 
-The members of a team are replicas: each works on its own samples, but for the experts of mixture
-layers, of which each member has some (GShard, Lepikhin et al. 2021, section 3). Tokens go to the
-members that have their experts, or a member gathers the tokens of the whole team,
-applies its own experts, and the team adds up what they make: the all-to-all and the all-gather
+In expert parallelism the members of a team are replicas: each works on its own samples, but has
+only some experts of the mixture layers (GShard, Lepikhin et al. 2021, section 3). Either tokens
+are sent to the members that have their experts, or every member gathers the tokens of the whole
+team, applies its own experts, and the team adds up the results: the all-to-all and the all-gather
 dispatcher of Megatron-LM.
 
-Rules of the ops of teams that split sequences: context parallelism of a layout.
+In context parallelism the members of a team split every sequence (``context_rules``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,14 +34,14 @@ def expert_rules(
     members: int,
     dispatch: Dispatch = Dispatch.ALL_TO_ALL,
 ) -> TeamRules:
-    """Rules of the ops of experts; all others follow the batch.
+    """Rules of the ops of experts; all other ops follow the batch.
 
     Args:
         graph: One training step.
         groups: Groups whose teams have several members.
         members: Number of members of the largest team.
-        dispatch: How tokens come to experts on other members; where they cannot be exchanged they
-            are gathered.
+        dispatch: How tokens come to experts on other members; tokens that cannot be exchanged are
+            gathered.
 
     Raises:
         LayoutError: the model has no experts, or fewer than a team has members.
@@ -57,7 +57,7 @@ def expert_rules(
 
 @lru_cache(maxsize=16)
 def _rules_of_experts(graph: OpGraph, groups: tuple[int, ...], dispatch: Dispatch) -> TeamRules:
-    """The same for teams of any size; kept, because many layouts share the same experts."""
+    """Rules for teams of any size; cached, because many layouts share the same experts."""
     region = ops_of_groups(graph, groups)
     weights = expert_weights(graph, region)
     if not weights:
@@ -111,7 +111,7 @@ def _nothing_to_share(graph: OpGraph) -> str:
 
 
 def _why_not(graph: OpGraph, region: Sequence[int]) -> str:
-    """Why no op of experts can be done for some of them alone."""
+    """Why no op can run for some experts alone."""
     if any(graph.ops[op].kind == "_grouped_mm.default" for op in region):
         return (
             "how many tokens each gets is known only while the model runs (grouped_mm), and a "
@@ -122,7 +122,7 @@ def _why_not(graph: OpGraph, region: Sequence[int]) -> str:
 
 @lru_cache(maxsize=16)
 def groups_of_experts(graph: OpGraph) -> frozenset[int]:
-    """Groups whose ops read or make something of experts; empty if there are none."""
+    """Groups whose forward ops read weights of experts; empty if there are none."""
     group = group_ops(graph).group
     region = range(graph.num_ops)
     weights = set(expert_weights(graph, region))
@@ -162,7 +162,7 @@ def expert_weights(graph: OpGraph, region: Sequence[int]) -> tuple[int, ...]:
         for tensor in graph.ops[op].inputs:
             weight = int(graph.storage[tensor])
             shape = graph.tensors[weight].shape
-            # XLNet's are matrices of heads, which a batch of one product reads as one matrix.
+            # XLNet has a weight of one matrix per head, but reads it as one matrix.
             is_each_multiplied = graph.tensors[tensor].shape[:1] == shape[:1]
             if weight in parameters and len(shape) == 3 and is_each_multiplied:
                 found.setdefault(weight)
@@ -174,8 +174,8 @@ def context_rules(graph: OpGraph, members: int) -> TeamRules:
 
     Args:
         graph: One training step.
-        members: Members of a team. Where they do not divide the sequences, runs are as equal as
-            the units allow.
+        members: Members of a team. If they do not divide the sequences, runs are as equal as the
+            units allow.
 
     Raises:
         LayoutError: there are no sequences, or they are too short.
@@ -204,7 +204,7 @@ def context_rules(graph: OpGraph, members: int) -> TeamRules:
 
 
 def _split(graph: OpGraph, members: int) -> SequenceSplit | None:
-    """The split with the most units that members can share equally, or else the most units."""
+    """The split with the most units that ``members`` divides, else the split with most units."""
     counts = [units for units in unit_counts(graph, max(128, members)) if units >= members]
     for units in sorted(counts, key=lambda units: (units % members > 0, counts.index(units))):
         found = sequence_split(graph, units)

@@ -1,4 +1,4 @@
-"""The fields of another program's file: each is read once, and what was not read is named."""
+"""The fields of another program's file: each is read once, and unread fields are named."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -14,7 +14,7 @@ _DEGREE = re.compile(
     r"^(?!.*(infer|eval|valid|test)).*"
     r"((?<!data)_parallel_(world_)?(size|degree)|(^|[._])(tp|cp|ep|sp|pp)_(size|degree))$"
 )
-"""Names of numbers of devices, but for those of other programs than training."""
+"""Names of degrees of parallelism, except in sections about inference and evaluation."""
 _TELLING = re.compile(
     "parallel|batch|recompute|checkpoint_|shard|zero|fsdp|pipeline|expert|moe|offload|overlap|stage"
     "|mapping|virtual|comm_|_comm|compress|quantiz|num_gpus|nproc|nodes|accumulat"
@@ -23,7 +23,7 @@ _TELLING = re.compile(
 
 
 _DEEPEST = 8
-"""How far sections are looked for in sections."""
+"""Most levels of nested sections that are searched."""
 
 
 def leaves(document: object, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -56,10 +56,10 @@ class LayoutFile:
 
 @dataclass(frozen=True, slots=True)
 class Twice:
-    """The value of a field that a file gives two values.
+    """Stands for the value of a field that a file gives two values.
 
     Attributes:
-        fault: Sentence that says which; refuses the field if it is read.
+        fault: Sentence about the two values; the message of an error if the field is read.
     """
 
     fault: str
@@ -109,12 +109,12 @@ class Fields:
         return value
 
     def merge(self, path: str, older: str, having: str = "") -> None:
-        """Read the fields of another section, too, where a program's older files have them.
+        """Move fields of another section into a section: older files of a program have them there.
 
         Args:
             path: The section.
-            older: The other one.
-            having: Part of the names of the fields that are moved.
+            older: The other section.
+            having: Only fields with this in their names are moved.
         """
         moved = {name: value for name, value in self.section(older).items() if having in name}
         rest = {name: value for name, value in self.section(older).items() if name not in moved}
@@ -122,7 +122,7 @@ class Fields:
         self._taken.pop(older, None)
 
     def below(self, path: str, prefix: str, names: Mapping[str, str]) -> "Fields":
-        """The fields of a section as a document, without a prefix and by the names given."""
+        """The fields of a section as a document: names lose a prefix, and some are replaced."""
         self.skip("", path)
         short = {name.removeprefix(prefix): value for name, value in self.section(path).items()}
         found = Fields({names.get(name, name): short[name] for name in short}, self._where)
@@ -136,7 +136,7 @@ class Fields:
     def number(
         self, path: str, name: str, default: int, *, least: int = 1, auto: bool = False
     ) -> int:
-        """A whole number; ``"auto"`` stands for the default where the program chooses it."""
+        """A whole number; with ``auto``, the word ``"auto"`` gives the default."""
         value = self._take(path, name)
         if value is None or (auto and value == "auto"):
             return default
@@ -159,7 +159,7 @@ class Fields:
         return bool(value)
 
     def word(self, path: str, name: str, default: str = "") -> str:
-        """A text; a number of one digit counts as one."""
+        """A text; a number of one digit is accepted, too."""
         value = self._take(path, name)
         if value is None:
             return default
@@ -189,13 +189,13 @@ class Fields:
         self.remarks.append(text)
 
     def check_that_some_are_known(self, besides: Collection[str]) -> None:
-        """Refuse a file of another program, which would be taken for plain data parallelism.
+        """Refuse a file of another program, which would look like plain data parallelism.
 
         Args:
-            besides: Fields that do not count, as those of a launcher.
+            besides: Fields that do not count, like those of a launcher.
 
         Raises:
-            LayoutError: no field was looked for, though there are some.
+            LayoutError: the file has fields, but none that was read.
         """
         known = {path.split(".")[0] for path in self._taken} | self._taken.get("", set())
         if self._document and not known & self._document.keys() - set(besides):
@@ -208,10 +208,10 @@ class Fields:
     def unread(self) -> list[str]:
         """A sentence that lists fields that were neither read nor skipped.
 
-        Names that speak of parallelism or batches are listed to the last one.
+        All names about parallelism or batches are listed, and others up to a limit.
 
         Raises:
-            LayoutError: one says among how many devices something is divided.
+            LayoutError: an unread field is a degree of parallelism above 1.
         """
         left = [
             path

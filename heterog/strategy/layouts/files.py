@@ -1,9 +1,9 @@
 """Layouts in files of other programs: torchtitan, DeepSpeed, Accelerate and Megatron's family.
 
-Only fields about parallelism and the batch are read. What such a field asks for and a layout
-cannot say is refused, or named in a remark where the answer stays meaningful without it; a field
-that is not known is named, too. Other sections (the model, the optimizer, logging) belong to the
-workload and are passed over.
+Only fields about parallelism and the batch are read. A setting that a layout cannot express is
+refused, or named in a remark if the layout is meaningful without it. Unknown fields are named in a
+remark, too. Other sections (the model, the optimizer, logging) belong to the workload and are
+skipped.
 """
 
 import tomllib
@@ -50,7 +50,7 @@ def is_layout_file(source: str) -> bool:
 
 
 def read_layout(path: str | Path) -> LayoutFile:
-    """Read a layout from a file, whose ending tells which program it is for.
+    """Read a layout from a file; its ending decides the program that it belongs to.
 
     Raises:
         InputFileError: the file cannot be read, or a field has a wrong type.
@@ -80,7 +80,7 @@ def read_layout(path: str | Path) -> LayoutFile:
 
 
 def _parsed(content: bytes, path: Path, kind: str, ending: str) -> tuple[object, list[str]]:
-    """The document in a file, and sentences about what is not sure of it."""
+    """The document in a file, and sentences about its uncertain parts."""
     where = f"{kind} {path}"
     if ending == ".json":
         return parse_json(content, where), []
@@ -101,7 +101,7 @@ def _parsed(content: bytes, path: Path, kind: str, ending: str) -> tuple[object,
 
 
 def _beside(path: Path, name: str) -> str | None:
-    """The text of a file that a script names; ``None`` if it is not beside it."""
+    """The text of a file that a script names, in the script's folder; ``None`` if missing."""
     file = path.parent / name
     try:
         if Path(name).is_absolute() or not file.is_file():
@@ -123,7 +123,7 @@ def _torchtitan(fields: Fields) -> LayoutFile:
     tp = fields.number(at, "tensor_parallel_degree", 1)
     cp = fields.number(at, "context_parallel_degree", 1)
     pp = fields.number(at, "pipeline_parallel_degree", 1)
-    # Its default gathers again only where there is no pipeline, whose micro-batches would each.
+    # By default FSDP reshards only without a pipeline, where every micro-batch would gather again.
     keeping = ("never", "default") if pp > 1 else ("never",)
     keeps = fields.word(at, "fsdp_reshard_after_forward", "default") in keeping
     split = fields.words(at, "pipeline_parallel_split_points") or _torchtitan_parts(fields)
@@ -155,7 +155,7 @@ def _torchtitan(fields: Fields) -> LayoutFile:
         "micro_batch": str(micro),
         "zero": "0" if shards == 1 else ("2" if keeps else "3"),
         **_torchtitan_checkpoints(fields),
-        # Its tensor parallelism splits what lies between along the sequence, unless told not to.
+        # Its tensor parallelism includes sequence parallelism unless a field switches it off.
         "sequence_parallel": str(
             fields.flag(at, "enable_sequence_parallel", default=True) and tp > 1
         ),
@@ -174,11 +174,11 @@ _TORCHTITAN_WORKLOAD = (
     "job", "profiling", "metrics", "model", "optimizer", "lr_scheduler", "checkpoint", "tokenizer",
     "debug", "validation",
 )  # fmt: skip
-"""Sections about the workload, and about what is written."""
+"""Sections about the workload and about output."""
 
 
 def _about_torchtitans_stages(fields: Fields, *, are_split: bool) -> None:
-    """Read what decides how many layers a stage has where no module says where it begins."""
+    """Read the fields for numbers of layers of stages, which count if no modules are named."""
     at, start = "parallelism", "pipeline_parallel_"
     if (file := fields.word(at, f"{start}schedule_csv")) and not are_split:
         raise LayoutError(f"{start}schedule_csv is {shown(file)}; only schedules by name can be.")
@@ -198,7 +198,7 @@ def _about_torchtitans_stages(fields: Fields, *, are_split: bool) -> None:
 
 
 def _torchtitan_parts(fields: Fields) -> tuple[str, ...]:
-    """Modules at which stages begin, where a file lists the modules of each."""
+    """Modules at which stages begin, if a file lists the modules of each stage."""
     parts = fields.take("module_fqns_per_model_part", at="parallelism") or []
     if not isinstance(parts, list) or not all(
         isinstance(part, list) and part and isinstance(part[0], str) for part in parts
@@ -210,7 +210,7 @@ def _torchtitan_parts(fields: Fields) -> tuple[str, ...]:
 
 
 def _torchtitan_experts(fields: Fields, tp: int, cp: int) -> int:
-    """Replicas that share experts, where torchtitan counts devices."""
+    """Number of replicas that share experts; torchtitan gives a number of devices."""
     at = "parallelism"
     ep = fields.number(at, "expert_parallel_degree", 1)
     each = fields.number(at, "expert_tensor_parallel_degree", 1)
@@ -329,7 +329,7 @@ _DEEPSPEED_WORKLOAD = (
     "csv_monitor", "flops_profiler", "comms_logger", "dataloader_drop_last", "memory_breakdown",
     "torch_autocast",
 )  # fmt: skip
-"""Fields and sections of the optimizer, numbers, the loop and what is printed."""
+"""Fields and sections about the optimizer, dtypes, the loop and output."""
 _DEEPSPEED_TUNING = (
     "allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter",
     "reduce_bucket_size", "contiguous_gradients", "round_robin_gradients", "sub_group_size",
@@ -345,7 +345,7 @@ def _accelerate(fields: Fields) -> LayoutFile:
     """The output of ``accelerate config``."""
     fields.skip("", *_ACCELERATE_LAUNCH)
     if "distributed_type" not in fields.section(""):
-        return LayoutFile(layout=Layout())  # refused, as no field was read
+        return LayoutFile(layout=Layout())  # refused later, because no field was read
     kind = fields.word("", "distributed_type", "NO").upper().replace("-", "_")
     count = fields.number("", "num_processes", 0, least=0)
     readers: dict[str, Callable[[Fields], Layout]] = {
@@ -385,7 +385,7 @@ _ACCELERATE_LAUNCH = (
     "tpu_zone", "tpu_vm", "downcast_fp16", "log_level", "max_restarts", "monitor_interval",
     "use_mps_device",
 )  # fmt: skip
-"""Fields about where ranks start and find each other."""
+"""Fields about how ranks are started and find each other."""
 
 
 def _with_mesh(fields: Fields, layout: Layout) -> Layout:
@@ -489,7 +489,7 @@ _OF_MEGATRON = {
     "pp_degree": "pipeline_model_parallel_size",
     "sequence_parallelism": "sequence_parallel",
 }
-"""Accelerate's names of Megatron's arguments; the others are the same."""
+"""Accelerate's names of Megatron's arguments, if they differ."""
 
 
 _READERS: dict[str, tuple[str, Callable[[Fields], LayoutFile]]] = {

@@ -1,8 +1,8 @@
 """A layout: the usual description of how a model is trained on a cluster.
 
 ``tp=2,pp=4,micro_batch=1,zero=1,recompute=full,schedule=1f1b``: the vocabulary of Megatron-LM,
-DeepSpeed and FSDP. All replicas are equal, and all stages have equally many devices; a strategy
-can express more, and layouts are what it is compared with.
+DeepSpeed and FSDP. All replicas are equal, and all stages have the same number of devices. A
+strategy can express more; layouts serve as its baselines.
 """
 
 from collections.abc import Mapping
@@ -33,16 +33,17 @@ class Recompute(StrEnum):
     SELECTIVE = "selective"
     """Scores and softmax of attention, as in Megatron; a fused kernel keeps neither anyway."""
     OP = "op"
-    """All of a repeated layer but every other matrix product and attention, as in torchtitan."""
+    """All of a repeated layer except every second matrix product and attention, as in
+    torchtitan."""
 
 
 class Dispatch(StrEnum):
     """How tokens come to the experts of other devices; Megatron's token dispatchers."""
 
     ALL_TO_ALL = "alltoall"
-    """Each token goes to the devices of its experts alone, and its results come back."""
+    """Each token is sent only to the devices of its experts, and its results are sent back."""
     ALL_GATHER = "allgather"
-    """Each device gets the tokens of the whole team, and the team adds up what experts make."""
+    """Each device gets the tokens of the whole team, and the team adds up the results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,28 +64,28 @@ class Layout:
         pp: devices in a row, each with the layers of its stage (pipeline parallelism).
         dp: replicas (data parallelism); 0 for as many as the cluster has devices for.
         micro_batch: samples of one replica that go through the model at a time; 0 for one sample
-            with a pipeline and the replica's whole share without.
+            with a pipeline, and the replica's whole share without.
         num_micro: micro-batches of a replica (gradient accumulation), instead of ``micro_batch``;
-            where both are given they must agree. 0 for what follows.
+            if both are given they must agree. 0 for the number that follows from it.
         zero: what replicas keep in slices: nothing (0), the optimizer's state (1, Megatron's
             distributed optimizer), also gradients (2, FSDP's SHARD_GRAD_OP), also parameters (3,
             FSDP's FULL_SHARD).
-        dp_replicate: Number of copies of what ``zero`` slices: the replicas are cut into so many
-            groups of neighbours, each of which keeps one copy in slices (hybrid sharding, HSDP); 0
-            for one copy on each host.
+        dp_replicate: Number of copies of the state that ``zero`` slices: the replicas are cut into
+            this number of groups of neighbours, each of which keeps one copy in slices (hybrid
+            sharding, HSDP); 0 for one copy on each host.
         recompute: Activations that are recomputed for the backward pass.
         recompute_every: With ``full``, recompute only every n-th layer (torchtitan's number for
             selective checkpoints): 2 for the second, the fourth, and so on.
         schedule: Name of a schedule in ``strategy.schedules``; empty for ``1f1b``, or for
-            ``interleaved`` where devices have several chunks. With ``breadth_first`` ZeRO gathers
-            and reduces once for all micro-batches; without a pipeline it takes layer by layer.
+            ``interleaved`` if devices have several chunks. With ``breadth_first`` ZeRO gathers and
+            reduces once for all micro-batches; without a pipeline its chunks are single layers.
         chunks: Number of stages of each device (Megatron's virtual pipeline); 0 for the number
             that the schedule needs.
         layers: Number of layers of each stage, in the order of the model; empty for equal ones.
         split: Module at which each stage but the first one begins, instead of ``layers``.
         vocabulary_parallel: Whether the embedding and the head are split over the team as well.
-        sequence_parallel: Whether members of a team keep activations between their matrix
-            products for their own positions only, instead of whole.
+        sequence_parallel: Whether members of a team split activations between their matrix
+            products by positions, instead of keeping them whole.
     """
 
     tp: int = 1
@@ -192,7 +193,7 @@ class Layout:
 
     @property
     def schedule_name(self) -> str:
-        """Name of the schedule, also where the layout leaves it open."""
+        """Name of the schedule, chosen by default if the layout does not name one."""
         return self.schedule or ("interleaved" if self.chunks > 1 else "1f1b")
 
     @property
@@ -222,7 +223,7 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """Read ``tp=2,pp=4,...``; also with the names of Megatron's and FSDP's options.
+    """Read ``tp=2,pp=4,...``; keys may also be the names of Megatron's and FSDP's options.
 
     >>> str(parse_layout("tp=2, pp=4, micro-batch-size=1, use_distributed_optimizer=true"))
     'tp=2,pp=4,micro_batch=1,zero=1'
@@ -253,7 +254,7 @@ def parse_layout(text: str) -> Layout:
 
 
 def layout_of_words(said: Mapping[str, str]) -> Layout:
-    """Make a layout from the texts of its own keys.
+    """Make a layout from keys of this vocabulary and their values as texts.
 
     Raises:
         LayoutError: a text is not a valid value of its key.
@@ -345,7 +346,7 @@ FSDP_STAGES: Mapping[str, int] = MappingProxyType(
 )
 """FSDP's sharding strategies as stages of ZeRO, in the order of their numbers from 1.
 
-The hybrid ones keep one copy on each host.
+The hybrid strategies keep one copy on each host.
 """
 _KEYS = tuple(field.name for field in fields(Layout))
 
@@ -397,7 +398,7 @@ def _recompute(value: str) -> Recompute:
 
 def _dispatch(value: str) -> Dispatch:
     plain = _plain(value).replace("_", "")
-    if plain == "flex":  # Megatron's third one sends the same tokens by other kernels
+    if plain == "flex":  # Megatron's third dispatcher sends the same tokens by other kernels
         plain = "alltoall"
     if plain not in tuple(Dispatch):
         raise LayoutError(_unknown("dispatch", value, tuple(Dispatch)))

@@ -1,7 +1,7 @@
-"""Layouts as Megatron's family says them: command lines, and YAML of NeMo and Megatron-Bridge.
+"""Layouts of Megatron's family: command lines, and YAML of NeMo and Megatron-Bridge.
 
 All three use the names of Megatron-LM's arguments (its ``arguments.py``), with dashes in a command
-line and below sections of their own in YAML; so both become one flat list of names.
+line and in different sections in YAML. So both become one flat list of names.
 """
 
 import re
@@ -24,7 +24,7 @@ _JUDGED = re.compile(
 )
 _REFERENCE = re.compile(r"\$\{(\.*)(\w[\w.]*)\}")
 _RESOLVED = re.compile(r"\$\{oc\.(?:env:\w+,|decode:)([^${}]*)\}")
-_MOST_NESTED = 8  # references in what is referred to
+_MOST_NESTED = 8  # references in the value of a reference
 
 
 def is_of_megatron(document: object) -> bool:
@@ -40,9 +40,9 @@ def is_of_megatron(document: object) -> bool:
 
 
 def flat_document(document: object) -> dict[str, Any]:
-    """The fields of all sections by their own names, with what they refer to.
+    """The fields of all sections by their own names, with references resolved.
 
-    Those of sections about validation keep their dotted paths.
+    Fields of sections about validation keep their dotted paths.
     """
     found: dict[str, Any] = {}
     fields = dict(leaves(document))
@@ -61,7 +61,7 @@ def _own_name(path: str) -> str:
 
 
 def _referred(path: str, fields: Mapping[str, Any]) -> object:
-    """The value of a field, or of the one that it names in the manner of OmegaConf."""
+    """The value of a field, with references to other fields (as in OmegaConf) resolved."""
 
     def of(found: re.Match[str]) -> str:
         above = path.split(".")[: -len(found[1])] if found[1] else []
@@ -77,7 +77,7 @@ def _referred(path: str, fields: Mapping[str, Any]) -> object:
 
 
 def _add(found: dict[str, Any], name: str, value: object, where: str) -> None:
-    """Add a field; one that is there with another value is refused where it is read."""
+    """Add a field; if it has another value already, reading it will be an error."""
     before = found.setdefault(name, value)
     if before != value and not isinstance(before, Twice):
         found[name] = Twice(
@@ -96,7 +96,7 @@ def command_line_document(
         beside: Text of the file of a name, relative to the script; ``None`` if there is none.
 
     Returns:
-        The fields, and sentences about what is not sure of them.
+        The fields, and sentences about uncertain ones.
 
     Raises:
         InputFileError: the text is not what a shell reads, or has no options.
@@ -121,7 +121,7 @@ def command_line_document(
     for name, value in script.directives.items():
         found.setdefault(_own_name(name), int(value))
     if "expert_model_parallel_size" in found:
-        found.setdefault("moe_token_dispatcher_type", "allgather")  # what arguments.py has
+        found.setdefault("moe_token_dispatcher_type", "allgather")  # default of arguments.py
     remarks = [
         f"{sentence}: {', '.join(shown(name)[1:-1] for name in names)}."
         for sentence, names in (
@@ -137,7 +137,7 @@ def command_line_document(
 def _add_deepspeed(
     found: dict[str, Any], script: Script, where: str, beside: Callable[[str], str | None]
 ) -> list[str]:
-    """Add the fields of the DeepSpeed configuration that a command names; its name if unknown."""
+    """Add the fields of a command's DeepSpeed configuration; returns its name if it is missing."""
     name = found.get("deepspeed_config")
     if not isinstance(name, str):
         return []
@@ -183,7 +183,7 @@ def read_megatron(fields: Fields) -> LayoutFile:
         replica = int(said["tp"]) * int(said["pp"]) * int(said["cp"])
         needed = replica * int(said["ep"])
         words = f"tp {said['tp']} x pp {said['pp']} x cp {said['cp']}"
-        if world < needed:  # examples are for one host until somebody writes how many
+        if world < needed:  # example scripts name one host until a user writes how many
             fields.remark(
                 f"The {world} devices that the launcher is told of are fewer than {needed}, "
                 f"{words} x replicas that share experts {said['ep']}: the cluster says how many "
@@ -202,9 +202,9 @@ def read_megatron(fields: Fields) -> LayoutFile:
 
 
 def replicas_that_share(ep: int, tp: int, cp: int, each: int, words: str) -> int:
-    """Replicas that share experts, where a program counts devices.
+    """Number of replicas that share experts, for a program that gives a number of devices.
 
-    They take in all of ``cp``, and ``tp`` unless that splits each expert.
+    A replica has ``cp`` times ``tp`` of these devices, or only ``cp`` if ``tp`` splits experts.
 
     Args:
         ep: Devices with different experts.
@@ -237,7 +237,7 @@ def _experts(fields: Fields, said: Mapping[str, str]) -> int:
 
 
 def _num_devices(fields: Fields) -> int:
-    """Devices that the launcher is told of; 0 if it is not, or by what only a shell can say."""
+    """Number of devices by the launcher's options; 0 if there are none, or only a shell knows."""
 
     def count(*names: str) -> int:
         found = 0
@@ -255,7 +255,7 @@ def _num_devices(fields: Fields) -> int:
 
 
 def _sharding(fields: Fields) -> dict[str, str]:
-    """What is sliced over replicas: ZeRO-1 by the distributed optimizer, more by FSDP."""
+    """State in slices over replicas: ZeRO-1 with the distributed optimizer, more with FSDP."""
     stage = 0
     if fields.flag("", "use_distributed_optimizer"):
         stage = 1
@@ -346,7 +346,7 @@ def _stages(fields: Fields, pp: int) -> dict[str, str]:
 
 
 def _written_out(stages: object, pp: int) -> dict[str, str]:
-    """Layers of each stage where a file writes stages out, ``Et*3|(tt|)*2L`` or in lists."""
+    """Layers of each stage if a file writes stages out, as ``Et*3|(tt|)*2L`` or in lists."""
     name = "pipeline_model_parallel_layout"
     text = stages if isinstance(stages, str) else ""
     if isinstance(stages, list) and all(isinstance(each, list) for each in stages):
@@ -381,13 +381,13 @@ _PER_HOST = ("devices", "nproc_per_node", "gpus_per_node", "num_gpus", "ntasks_p
 _HOSTS = ("num_nodes", "nnodes", "nodes")
 _MEETING = ("node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id")
 LAUNCHER = (*_PER_HOST, *_HOSTS, "fsdp")
-"""Fields that other programs' files have, too."""
+"""Fields that files of other programs have, too."""
 _OF_DEEPSPEED = {
     "zero_optimization.stage": "zero_stage",
     "train_batch_size": "global_batch_size",
     "train_micro_batch_size_per_gpu": "micro_batch_size",
 }
-"""Megatron-DeepSpeed's names of what both its command and DeepSpeed's file say."""
+"""Names in Megatron-DeepSpeed's command of fields that DeepSpeed's file has, too."""
 _CANNOT_BE_SAID: Mapping[str, object] = {
     "pipeline_model_parallel_split_rank": None,
     "encoder_tensor_model_parallel_size": 0,
@@ -395,13 +395,13 @@ _CANNOT_BE_SAID: Mapping[str, object] = {
     "hierarchical_context_parallel_sizes": None,
     "ds_sequence_parallel_size": 1,
 }
-"""Fields that no layout says, with the value that changes nothing."""
+"""Fields that a layout cannot express, with the value that changes nothing."""
 _REMARKED = (
     "cpu_offloading", "optimizer_cpu_offload", "rampup_batch_size", "moe_extended_tp",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "defer_embedding_wgrad_compute", "delay_wgrad_compute", "overlap_moe_expert_parallel_comm",
 )  # fmt: skip
-"""Fields that change the step, and without which the answer stays meaningful."""
+"""Fields that change the step, but without which a layout is still meaningful."""
 _TUNING = (
     "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm", "overlap_param_gather_with_"
     "optimizer_step", "tp_comm_overlap", "ub_tp_comm_overlap", "align_grad_reduce",

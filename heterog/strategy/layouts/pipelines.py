@@ -1,4 +1,4 @@
-"""Pipelines of teams beside each other, equal or not, as decisions and micro-batches."""
+"""Parallel pipelines of teams, equal or not, as decisions and micro-batches of a strategy."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,10 +31,10 @@ class Pipeline:
 
     Attributes:
         stages: Stage of each group.  # [num_groups]
-        teams: Devices of each replica, by rank; with several stages on a rank the schedule
-            decides which ones.  # [num_ranks][num_replicas]
+        teams: Devices of each replica, by rank; if a rank has several stages, the schedule
+            decides which.  # [num_ranks][num_replicas]
         micro_batches: Number of samples of each micro-batch, of all replicas together.
-        num_copies: Number of copies of sliced state; runs of neighbouring replicas keep one each.
+        num_copies: Number of copies of sliced state; each run of neighbouring replicas keeps one.
     """
 
     stages: tuple[int, ...]
@@ -55,7 +55,7 @@ KEEPS = {
     Recompute.SELECTIVE: Keeps.ALL_BUT_SCORES,
     Recompute.OP: Keeps.PRODUCTS,
 }
-"""What layers keep that recompute in each way."""
+"""Values that a layer keeps under each kind of recomputation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,15 +64,15 @@ class Manner:
 
     Attributes:
         zero: stage of ZeRO.
-        recompute: what is made again for the backward pass.
-        recompute_every: of how many layers one does it.
+        recompute: which activations are made again for the backward pass.
+        recompute_every: recompute only every n-th layer.
         schedule: a name of ``schedules.SCHEDULES``.
-        num_chunks: stages of each rank.
-        keeps_turns: whether the schedule states every turn; otherwise it is its caps.
-        vocabulary_parallel: whether teams split what is outside of the layers, too.
-        sequence_parallel: whether they split what is between matrix products along positions.
+        num_chunks: number of stages of each rank.
+        keeps_turns: whether the schedule states every turn; otherwise only its caps are used.
+        vocabulary_parallel: whether teams split ops outside of the layers, too.
+        sequence_parallel: whether teams split activations between matrix products by positions.
         context_parallel: whether teams split sequences instead of layers.
-        expert_parallel: how many neighbouring replicas share experts; 1 for none.
+        expert_parallel: number of neighbouring replicas that share experts; 1 for none.
         dispatch: how tokens come to experts on other members.
         step_barrier: whether a step ends with all updates.
     """
@@ -96,7 +96,7 @@ def strategy_of_pipelines(
 ) -> Strategy:
     """Make the strategy of some pipelines that train on one batch together.
 
-    Like every strategy it is checked when it is evaluated, which a search does with each.
+    It is not checked here, because evaluating a strategy checks it.
 
     Raises:
         StrategyError: a device is in two teams, or the schedule does not exist for these numbers.
@@ -123,7 +123,7 @@ def strategy_of_pipelines(
 
 
 def _blocks(graph: OpGraph, decisions: Sequence[Decision]) -> tuple[int, ...]:
-    """First groups of the layers, and of what has other teams in one: a block has one decision."""
+    """First groups of the layers, and groups at which the decision changes: a block has one."""
     cuts = {
         group for group in range(1, len(decisions)) if decisions[group] != decisions[group - 1]
     }
@@ -150,7 +150,7 @@ def teams_of_groups(
 ) -> list[tuple[tuple[int, ...], ...]]:
     """The teams of each group, pipeline by pipeline.  # [num_groups]
 
-    Those of replicas that share experts are one team in the groups of experts.
+    In groups of experts the teams of replicas that share experts are joined to one.
     """
     rank_of = [_rank_of_stage(len(pipeline.teams), manner) for pipeline in pipelines]
     experts = groups_of_experts(graph) if manner.expert_parallel > 1 else frozenset()
@@ -177,7 +177,7 @@ def each_once(
 
 
 def _joined(teams: Sequence[tuple[int, ...]], number: int) -> Iterator[tuple[int, ...]]:
-    """Runs of so many teams as one."""
+    """Join each run of ``number`` teams to one."""
     for first in range(0, len(teams), number):
         yield tuple(device for team in teams[first : first + number] for device in team)
 
@@ -185,10 +185,10 @@ def _joined(teams: Sequence[tuple[int, ...]], number: int) -> Iterator[tuple[int
 def rules_of_teams(
     graph: OpGraph, pipelines: Sequence[Pipeline], manner: Manner
 ) -> TeamRules | None:
-    """Rules of all groups that a team of several devices has; ``None`` if there is no such group.
+    """Rules of all groups with a team of several devices; ``None`` if there is no such group.
 
     Raises:
-        LayoutError: nothing can be split, or not into so many parts.
+        LayoutError: nothing can be split, or not into as many parts as a team has members.
     """
     of_groups = teams_of_groups(graph, pipelines, manner)
     largest = {id(teams): max(map(len, teams)) for teams in each_once(of_groups)}
@@ -220,7 +220,7 @@ def _rules_of_layers(
         graph: One training step.
         groups: Groups of teams of several devices.
         sizes: Size of the largest team of each group.
-        manner: Which of the two, and how.
+        manner: Decides which of the two, and how.
     """
     if not groups:
         return None
@@ -315,7 +315,7 @@ def _schedule(
 ) -> PipelineSchedule:
     """The named schedule of each pipeline, on its own devices.
 
-    Without stages a breadth-first order takes layer by layer.
+    Without stages, the chunks of a breadth-first order are single layers.
     """
     if max(len(pipeline.micro_batches) for pipeline in pipelines) == 1:
         return AS_IT_COMES

@@ -1,4 +1,4 @@
-"""A layout as a strategy: which device has which samples of which groups, and when."""
+"""Converts a layout to a strategy: which device has which samples of which groups, and when."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -204,14 +204,14 @@ def place_layout(
 
 
 def _about_attention(layout: Layout, graph: OpGraph) -> list[str]:
-    """A remark if selective recomputation, which repeats attention's scores, repeats nothing."""
+    """A remark if selective recomputation finds no attention whose scores it could repeat."""
     if layout.recompute != Recompute.SELECTIVE or attention_scores(graph):
         return []
     return ["recompute=selective repeats nothing: no attention of this model keeps its scores."]
 
 
 def _with_copies(layout: Layout, sizes: Sizes, hosts: Sequence[int]) -> Sizes:
-    """Resolve the number of copies that replicas keep in slices.
+    """Resolve the number of copies of the state that replicas keep in slices.
 
     Args:
         layout: The layout.
@@ -259,7 +259,8 @@ def _without_slices(layout: Layout, sizes: Sizes) -> Layout:
 
 
 def _manner(layout: Layout, *, has_shared: bool, step_barrier: bool) -> Manner:
-    # Inside a turn a shared weight waits for later stages, and sliced gradients for replicas.
+    # Within a turn a device would wait for later stages if they share a weight, or for replicas if
+    # gradients are sliced: then only the schedule's caps are used.
     waits = has_shared or (layout.schedule_name == "1f1b" and layout.zero >= 2)
     return Manner(
         zero=layout.zero,

@@ -1,8 +1,9 @@
 """The options in a shell script, as far as they can be known without running it.
 
-Variables stand for their values, defaults (``${TP:-4}``) and sums (``$((2 * TP))``), also those of
-scripts beside it that it reads, and of Slurm's directives; what only a shell can say, as the
-output of a command, is left as it is written. Functions are followed where they are called.
+Variables are replaced by their values, with defaults (``${TP:-4}``) and sums (``$((2 * TP))``).
+They may be set in scripts that this one reads, or by Slurm's directives. Text that only a shell
+can evaluate, such as the output of a command, is left as it is. Functions are read where they are
+called.
 """
 
 import ast
@@ -19,7 +20,7 @@ _INNER = r"""
     \\. | \$\(\((?>[^()]|\([^()]*\))*+\)\) | \$\((?>[^()]|\((?>[^()]|\([^()]*\))*+\))*+\)
   | \$\{(?>[^{}]|\{(?>[^{}]|\{[^{}]*\})*+\})*+\} | \$\[[^\]]*\] | `[^`]*`
 """
-"""What keeps its blanks in a word, also inside double quotes."""
+"""Parts of a word in which blanks do not end it, also inside double quotes."""
 _TOKEN = re.compile(
     rf"""(?P<gap> (?>[ \t\0]|\\\n)++ | \#[^\n]*+ )
     | (?P<to> \d?[<>]++&?\d? )
@@ -29,7 +30,7 @@ _TOKEN = re.compile(
 )
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[\w*\])?(\+?)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"(?:\+{0,2}[A-Za-z_]\w*\.)[\w.]+=.*", re.DOTALL)
-"""A field of a configuration in the manner of Hydra: ``model.tensor_model_parallel_size=4``."""
+"""A field of a configuration, written as in Hydra: ``model.tensor_model_parallel_size=4``."""
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?([-=?])([^{}]*))?\})", re.DOTALL)
 _SUM = re.compile(r"\$\(\(([^$`]*?)\)\)|\$\[([^$`\]]*)\]", re.DOTALL)
 _ALL_OF = re.compile(r"\$(?:[@*]|\{\w+\[[@*]\][^}]*\})")
@@ -50,9 +51,9 @@ _FUNCTION = re.compile(
     r"[ \t]*(?:function[ \t]+([\w-]+)[^{]*|([\w-]+)[ \t]*\([ \t]*\)[ \t]*)\{[ \t]*"
 )
 _ELSEWHERE = re.compile(r"\d?(?:&?[<>]{1,2}|\|{1,2}|&&|;).*", re.DOTALL)
-"""What ends the options of a command in quotes: a redirection, another command."""
+"""Ends the options of a command in quotes: a redirection, or another command."""
 _BRACE_BELOW = re.compile(r"\)[ \t]*\n[ \t]*\{[ \t]*\n")
-_MOST_INSIDE = 64  # scripts that are read and functions that are called
+_MOST_INSIDE = 64  # most scripts that are read, and functions that are called, together
 _BEGINS = ("if", "case", "for", "while", "until", "select")
 _ENDS = ("fi", "esac", "done")
 _MOST_WORDS = 50_000
@@ -60,7 +61,7 @@ _MOST_NESTED = 8  # variables in the values of variables
 _LONGEST = 10_000
 _STOP = ";"
 OR = "\0"
-"""Stands between values of which a condition of the script takes one."""
+"""Separates alternative values, if a condition of the script chooses one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,10 @@ class Option:
     """An option and its value.
 
     Attributes:
-        name: Its name, without dashes in front; empty for a word among options that only a shell
-            can say, such as ``$@``.
-        value: The word that follows; ``true`` where none does.
-        is_sure: Whether it stands under no condition.
+        name: Its name, without leading dashes; empty for a word among options that only a shell
+            can evaluate, such as ``$@``.
+        value: The word that follows; ``true`` if none does.
+        is_sure: Whether it is outside of every condition of the script.
     """
 
     name: str
@@ -81,13 +82,13 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What is known of a script without running it.
+    """The contents of a script that are known without running it.
 
     Attributes:
         options: The options of all commands and lists of options, in order.
         directives: Slurm's ``nodes``, ``ntasks-per-node`` and ``gpus-per-node``.
         written: Texts that it writes (here documents), by the names of their files.
-        missing: Scripts that it reads and that are not there.
+        missing: Scripts that it reads, but that do not exist.
     """
 
     options: list[Option]
@@ -177,7 +178,7 @@ class _Script:
             yield from self._called(left[:1])
 
     def words(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Words with their variables, and whether each stands under no condition."""
+        """Words with variables replaced, and whether each is outside of every condition."""
         begins_command, is_loop, is_sourced, in_list = True, False, False, 0
         call: list[str] = []
         for kind, token in self._tokens(self._without_texts(text)):
@@ -219,7 +220,7 @@ class _Script:
             yield from ((each, is_sure) for each in self._spread(token))
 
     def _without_texts(self, text: str) -> str:
-        """The text without functions, and without what it hands to commands; both are kept."""
+        """The text without functions and here documents, which are stored apart."""
         kept, body, end, name = [], list[str](), "", ""
         for line in _BRACE_BELOW.sub(") {\n", text).split("\n"):
             if end:
@@ -255,7 +256,7 @@ class _Script:
             yield _STOP, True
 
     def _called(self, call: Sequence[str]) -> Iterator[tuple[str, bool]]:
-        """The words of a function with the values of a call."""
+        """The words of a function, with the arguments of a call as its variables."""
         self.num_inside += 1
         self.called.add(call[0])
         if self.num_inside > _MOST_INSIDE:
@@ -285,7 +286,7 @@ class _Script:
 
     def _spread(self, token: str) -> list[str]:
         """A word, or the words of a quoted list of options or command."""
-        if token.startswith("`#"):  # a remark between the lines of a command
+        if token.startswith("`#"):  # a comment between the lines of a command
             return []
         is_set = _ASSIGNMENT.fullmatch(token)
         if is_set:
@@ -315,7 +316,7 @@ class _Script:
         self.variables[name] = value[:_LONGEST]
 
     def value(self, token: str) -> str:
-        """A word as the command would get it."""
+        """A word as the command gets it."""
         if token.startswith("'") and token.endswith("'"):
             return token[1:-1]
         return _bare(self.expanded(token))
@@ -362,10 +363,10 @@ _SIGNS: Mapping[type[ast.operator], Callable[[int, int], int]] = MappingProxyTyp
 
 
 def _computed(node: ast.expr, variables: Mapping[str, str]) -> int:
-    """A sum of whole numbers and variables.
+    """The value of an arithmetic expression of whole numbers and variables.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the expression has other parts.
     """
     if isinstance(node, ast.BinOp) and type(node.op) in _SIGNS:
         left, right = (_computed(side, variables) for side in (node.left, node.right))

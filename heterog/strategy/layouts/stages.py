@@ -1,10 +1,10 @@
 """Assignment of the groups of a graph to the stages of a layout.
 
-Megatron counts *layers*: the repeated modules of a model. All stages have equally many of them;
-modules before the first layer (the embedding) are on the first stage, those after the last one
-(the final norm, the head, the loss) on the last stage. Here layers are the children
-of numbered containers (``transformer.h.0``, ``layers.3``, ``layer1.0``), in the order in which
-they run.
+Megatron counts *layers*: the repeated modules of a model. All stages have the same number of
+layers; modules before the first layer (the embedding) are on the first stage, modules after the
+last layer (the final norm, the head, the loss) on the last stage. Here layers are the children of
+numbered containers (``transformer.h.0``, ``layers.3``, ``layer1.0``), in the order in which they
+run.
 """
 
 from bisect import bisect_right
@@ -46,7 +46,7 @@ def layers_of(graph: OpGraph) -> Layers:
         group = int(grouping.group[index])
         if op.phase != Phase.FORWARD or group == CONSTANT_GROUP or group in layer_of_group:
             continue
-        # Not the ops that only follow a neighbour, such as a residual sum after the layer.
+        # Ops that are grouped with a neighbour, like a residual sum after a layer, do not count.
         if (name := layer_path(op.module)) and layer_path(grouping.names[group]) == name:
             layer_of_group[group] = name
     names = tuple(dict.fromkeys(layer_of_group[group] for group in sorted(layer_of_group)))
@@ -59,9 +59,9 @@ def layers_of(graph: OpGraph) -> Layers:
 
 
 def layer_blocks(graph: OpGraph) -> tuple[int, ...]:
-    """First groups of the repeated layers, and every group outside of them.
+    """First groups of the repeated layers, and every group outside of layers.
 
-    As blocks of a strategy: a layer that recomputes keeps only what other layers read.
+    They serve as blocks of a strategy: a layer that recomputes keeps only what other layers read.
     """
     in_layer = layers_of(graph).of_group
     return tuple(
@@ -72,7 +72,7 @@ def layer_blocks(graph: OpGraph) -> tuple[int, ...]:
 
 
 def layer_runs(graph: OpGraph) -> tuple[int, ...]:
-    """First group of the run of each group: groups of a layer, or between two layers.
+    """First group of each group's run; a run is the groups of a layer, or between two layers.
 
     In a model without repeated layers each group is a run of its own.  # [num_groups]
     """
@@ -212,7 +212,7 @@ def shared_across_stages(graph: OpGraph, stages: Sequence[int]) -> tuple[str, ..
 
 @lru_cache(maxsize=16)
 def _forward_reads(graph: OpGraph) -> tuple[tuple[int, int], ...]:
-    """Groups that read in the forward pass, and whose values they read; each pair once."""
+    """Pairs of groups, reader and maker, between which the forward pass moves values."""
     grouping = group_ops(graph)
     found: dict[tuple[int, int], None] = {}
     for index, op in enumerate(graph.ops):

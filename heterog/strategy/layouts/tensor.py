@@ -1,18 +1,17 @@
 """Rules of the ops of a team's groups: tensor parallelism as in Megatron-LM.
 
 Inside a team the first weight of a feed-forward block is split by columns and the second by rows,
-attention by heads (Shoeybi et al. 2019, section 3). What is between them is done by every member
-on all samples of the team, or on its own positions (below). Which weights these are is
-found by following splits (``tensor_parallel.shardings``), not by the names of modules. The
-embedding is split by the columns of its table and gathered or, where it is tied to the head, by
-words and added up; the head, and a cross entropy behind it, are split by words.
+attention by heads (Shoeybi et al. 2019, section 3). Ops between them run on every member, on all
+samples of the team, or on its own positions (below). The weights are found by following splits
+(``tensor_parallel.shardings``), not by the names of modules. The embedding is split by the columns
+of its table and its output is gathered or, if it is tied to the head, it is split by words and its
+outputs are added up; the head, and a cross entropy after it, are split by words.
 
-Sequence parallelism: activations between two split matrix products are split by position.
-
-Megatron-LM's form of it (Korthikanti et al. 2022, section 4.2): where a team would add up parts of
-a sum on all its members, each member gets the sum for its own positions alone (a reduce-scatter),
-and norms, dropouts and residuals work on these. The next matrix product gathers them. That sends
-as many bytes as before, and keeps less of everything in between.
+In sequence parallelism, as in Megatron-LM (Korthikanti et al. 2022, section 4.2), activations
+between two split matrix products are split by position. Instead of an all-reduce, each member gets
+the sum for its own positions alone (a reduce-scatter), and norms, dropouts and residuals work on
+these. The next matrix product gathers them. This sends as many bytes as before, and keeps less of
+all activations in between.
 """
 
 from collections.abc import Iterable, Sequence
@@ -61,7 +60,7 @@ def along_positions(
             continue
         made = zip(graph.outputs[index], result.outputs, strict=True)
         if any(place == P and _is_read_as("S", graph, each, rules) for each, place in made):
-            continue  # the gradient of a table in slices: a sum would make all of it
+            continue  # the table is read in slices, and a sum would make its whole gradient
         if not graph.is_view[index]:
             found[index] = OpRule(inputs=result.inputs, outputs=result.outputs, units=size)
         for tensor, place in zip(graph.outputs[index], result.outputs, strict=True):
@@ -85,7 +84,7 @@ def _slices_of_sum(graph: OpGraph, op: int, rules: dict[int, OpRule]) -> Scatter
     if rules[op].outputs != (P,):
         return None
     (tensor,) = graph.outputs[op]
-    if _is_read_as("P", graph, tensor, rules):  # to add others to them
+    if _is_read_as("P", graph, tensor, rules):  # a reader adds further partial sums first
         return None
     shape, along = graph.tensors[tensor].shape, batch_plan(graph).placements[tensor]
     batch = graph.batch_size
@@ -103,7 +102,7 @@ def _slices_of_sum(graph: OpGraph, op: int, rules: dict[int, OpRule]) -> Scatter
 
 
 _LEAST_OF_BEST = 16.0
-"""Largest factor of bytes sent per work, over the best way, at which a split is worth it."""
+"""A split is worth it if it sends, per work, less than this many times as much as the best."""
 _MOST_WAYS = 24
 """Most ways to split a layer that are searched together; each weight has a few."""
 
@@ -137,8 +136,8 @@ def team_rules(
     Args:
         graph: One training step.
         groups: Numbers of the groups, ascending.
-        members: Members of the largest team; something with fewer units (heads of keys, say) is
-            split in another way, or not at all.
+        members: Members of the largest team; an axis with fewer units (heads of keys, say) is not
+            split.
         vocabulary_parallel: Whether groups outside of the repeated layers are split, too.
         sequence_parallel: Whether activations between split ops are split along positions.
 
@@ -146,7 +145,7 @@ def team_rules(
         LayoutError: nothing can be split.
     """
     split: dict[int, OpRule] = {}
-    of_sum = 1.0 if sequence_parallel else 2.0  # of a ring's all-reduce; half is a reduce-scatter
+    of_sum = 1.0 if sequence_parallel else 2.0  # an all-reduce sends twice a reduce-scatter
     runs = [run for run in _runs(graph, groups) if vocabulary_parallel or run.is_layer]
     known: dict[tuple[tuple[int, ...], bool], tuple[tuple[int, int, OpRule], ...]] = {}
     ops = _ops_of_groups(graph)
@@ -189,7 +188,7 @@ class _Run:
 
 
 def _runs(graph: OpGraph, groups: Sequence[int]) -> Iterable[_Run]:
-    """Each repeated layer, and the groups before, between and behind them."""
+    """Each repeated layer, and the runs of groups before, between and after layers."""
     in_layer = layers_of(graph).of_group
     found: list[list[int]] = []
     for group in groups:
@@ -226,9 +225,10 @@ def _nothing_to_split(graph: OpGraph, runs: Sequence[_Run]) -> str:
 def _splits(graph: OpGraph, run: _Run, members: int, of_sum: float) -> dict[int, OpRule]:
     """Rules of ways to split that share no op, split much work and send little.
 
-    A norm that is written out as single ops lets a split of one product run on through the
-    residual and make every product behind it a sum. Outside of layers the rest is split, too, for
-    the memory of its weights (an embedding, which does little work).
+    Sending counts, because a norm that is written out as single ops lets a split of one product
+    continue through the residual, and every later product becomes a sum. Outside of layers,
+    remaining ways are used too, for the memory of weights (of an embedding, which does little
+    work).
     """
     ways = [way for way in _ways(graph, run.groups) if way[0][1].units >= members]
     chosen = dict(pair for way in _best_together(graph, ways, of_sum) for pair in way)
@@ -245,11 +245,10 @@ def _ways(graph: OpGraph, groups: tuple[int, ...]) -> tuple[OpRules, ...]:
 
 
 def _best_together(graph: OpGraph, ways: Sequence[OpRules], of_sum: float) -> list[OpRules]:
-    """Ways without a common op that together split most work, less the cost of messages.
+    """Ways without a common op that together split most work, minus the cost of messages.
 
-    A byte costs ``1 / _LEAST_OF_BEST`` of the work that the best way splits for each byte that it
-    sends, whatever the sizes: a way that is so much worse than another one on any device is left
-    out.
+    A byte costs ``1 / _LEAST_OF_BEST`` of the work that the best way splits per byte that it
+    sends. So a way that is that much worse than the best is left out, for any sizes and devices.
     """
     work = [float(sum(graph.ops[op].flops for op, _ in way)) for way in ways]
     sent = [_sent_bytes(graph, way, of_sum) for way in ways]
@@ -279,9 +278,9 @@ def _best_together(graph: OpGraph, ways: Sequence[OpRules], of_sum: float) -> li
 def _sent_bytes(graph: OpGraph, way: OpRules, of_sum: float) -> float:
     """Bytes sent over links because members sum or gather values of a way to split.
 
-    Only values that follow the batch count: gradients of parameters are summed anyway; and
-    parameters in slices that an op which is not split reads whole (the table of a tied head), once
-    for each micro-batch, of one sample at worst.
+    Values that follow the batch count; gradients of parameters do not, because they are summed
+    anyway. Sliced parameters count if an unsplit op reads them whole (the table of a tied head):
+    once for each micro-batch, which has one sample at worst.
 
     Args:
         graph: One training step.
@@ -312,7 +311,7 @@ def _sent_bytes(graph: OpGraph, way: OpRules, of_sum: float) -> float:
 
 
 def _split_parameters(graph: OpGraph, way: OpRules) -> set[int]:
-    """Parameters of which a way to split leaves each member a slice."""
+    """Parameters that a way to split leaves in slices."""
     read = {
         int(graph.storage[tensor])
         for op, rule in way
@@ -339,7 +338,7 @@ def _added_in_parts(
 ) -> dict[int, OpRule]:
     """Rules of ops that add partial sums to each other, so that one sum over the team suffices.
 
-    Queries, keys and values with separate projections each send back a part of a gradient.
+    Separate projections of queries, keys and values each make a partial sum of one gradient.
     """
     chosen, group = set(groups), group_ops(graph).group
     parts = {
@@ -355,14 +354,14 @@ def _added_in_parts(
         if not op.inputs or not all(tensor in parts for tensor in op.inputs):
             continue
         if len(op.inputs) > 1 and any(len(set(graph.readers(each))) > 1 for each in op.inputs):
-            continue  # one of them is summed anyway, for another reader
+            continue  # one of the inputs is summed anyway, for another reader
         given = tuple(P for _ in op.inputs)
         result = propagate(graph.call(index), given, 1)
         if result is None or result.inputs != given or result.outputs != (P,):
             continue
         if not graph.is_view[index]:
             if len(op.inputs) == 1:
-                continue  # as many sums as before
+                continue  # it would not save a sum
             found[index] = OpRule(inputs=given, outputs=(P,), units=1)
         parts.update(graph.outputs[index])
     return found
@@ -384,9 +383,9 @@ def _done_by_all(
 
 
 def _gathered(graph: OpGraph, split: dict[int, OpRule]) -> Iterable[str]:
-    """A sentence if the largest split value is read whole: logits, by their loss.
+    """A sentence if the largest split value (the logits) is made whole for its reader (the loss).
 
-    They are slices that are gathered, or parts of a sum by features, of which there are fewer.
+    Either its slices are gathered, or it is a partial sum over features.
     """
     largest, weights = 0.0, set(graph.parameters)
     in_layer, group = layers_of(graph).of_group, group_ops(graph).group
