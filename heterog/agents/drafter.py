@@ -1,7 +1,7 @@
 """Draws and varies drafts of a problem, and makes points of a search of them; simulates none.
 
 A pipeline has stages of hosts of one kind each, or of neighbouring hosts of any kind. Hosts of one
-kind are alike and taken in order, so that there are few drafts even on 1,024 devices.
+kind are taken in order, so that there are few drafts even on 1,024 devices.
 """
 
 from collections.abc import Sequence

@@ -343,7 +343,7 @@ class Scorer:
         return list(first.values())
 
     def _kind(self, row: IntArray) -> tuple[object, ...]:
-        """A key that is equal for rows that differ only by an exchange of alike hosts."""
+        """A key that is equal for rows that differ only by an exchange of hosts of one kind."""
         starts = np.flatnonzero(np.diff(row, prepend=-1))
         return (*starts.tolist(), *kind_of(self.pair, row[starts]))
 

@@ -90,7 +90,7 @@ def sequences_near(pair: Pair, row: IntArray) -> Iterator[Sequence]:
 
 
 def kind_of(pair: Pair, stages: Iterable[int]) -> tuple[object, ...]:
-    """A key that is equal for sequences that differ only by an exchange of alike hosts."""
+    """A key that is equal for sequences that differ only by exchanged hosts of one kind."""
     cluster = pair.cluster
     place: dict[int, int] = {}  # of each host, by first use
     return tuple(

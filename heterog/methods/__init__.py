@@ -6,7 +6,7 @@
   enumerate (``enumeration``), ``pipeline`` and ``islands`` cut the model into stages.
 - ``local_search`` moves from neighbour to neighbour.
 - ``hap``, ``poplar``, ``deeppool`` and ``pipette`` come from papers; ``dedication`` exchanges
-  alike hosts (``host_order``: which hosts are near each other).
+  hosts of one kind (``host_order``: which hosts are near each other).
 - ``unit_search`` cuts samples along space, nodes, features or positions.
 - Several use ``changes`` of a strategy, ``repair`` of one that does not fit, ``recomputing``,
   ``teams``.

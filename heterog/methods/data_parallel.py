@@ -438,7 +438,7 @@ def _fits(found: Evaluation | None) -> bool:
 
 
 def class_sets(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Devices of all hosts, then of ever fewer classes of alike hosts."""
+    """Devices of all hosts, then of ever fewer kinds of hosts."""
     classes: dict[int, list[int]] = {}
     for host, kind in enumerate(cluster.host_kind):
         classes.setdefault(kind, []).extend(cluster.host_devices(host))

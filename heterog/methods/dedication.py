@@ -1,4 +1,4 @@
-"""The method ``dedication``: plans of other methods, with alike hosts in better places.
+"""The method ``dedication``: plans of other methods, with hosts of one kind in better places.
 
 If rates between hosts differ (``Cluster.pairs``), hosts of one kind are permuted in the best plans
 of the other methods. Annealing on an estimate of the plan's traffic (``HostTraffic``) proposes
@@ -37,7 +37,7 @@ ANNEALED_PART = 0.3
 
 
 class Dedication(Planner):
-    """Alike hosts in other places; see the module docstring."""
+    """Hosts of one kind in other places; see the module docstring."""
 
     name = "dedication"
     stage = "search"
@@ -46,7 +46,7 @@ class Dedication(Planner):
 
     @staticmethod
     def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
-        """Whether ``auto`` runs it: only where rates between alike hosts differ."""
+        """Whether ``auto`` runs it: only if rates between hosts of one kind differ."""
         if not cluster.pairs:
             return False
         rates = HostRates.of_cluster(cluster)
@@ -71,7 +71,7 @@ class Dedication(Planner):
 
 
 def _places_differ(rates: HostRates, hosts: tuple[int, ...]) -> bool:
-    """Whether links make a difference between hosts that are otherwise alike."""
+    """Whether hosts of one kind differ by their links."""
     own = np.array(hosts, np.int32)
     others = np.setdiff1d(np.arange(rates.num_hosts, dtype=np.int32), own)
     seen_from = rates.s_per_byte[np.ix_(others, own)]  # [num_others, num_own]

@@ -1,6 +1,6 @@
 """The best uniform layout by enumeration, as a careful person would tune it by hand.
 
-Layouts are those that Megatron-LM and FSDP offer: alike replicas, stages with equal numbers of
+Layouts are those that Megatron-LM and FSDP offer: equal replicas, stages with equal numbers of
 layers, even shares. The enumeration has every tp x pp x dp that fills the machines, every
 micro-batch that divides a share, ZeRO (also with one sliced copy on each host), recomputation,
 sequence and expert parallelism, and schedules. On mixed clusters, the faster kinds of machines

@@ -84,7 +84,7 @@ class _Point:
 def stage_sequences(cluster: Cluster) -> list[Stages]:
     """Sequences of stages worth trying, of two stages or more if there are two devices.
 
-    Up to five machines: every sequence of machines (alike ones in one order only), cut into
+    Up to five machines: every sequence of machines (those of one kind in one order), cut into
     blocks in every way, and its devices as single stages. More machines: those of all kinds and of
     subsets of kinds, sorted by kind in both directions, in blocks of equal size; also communities
     of near machines in both directions, each cut into its own blocks.

@@ -32,7 +32,7 @@ _SEARCHED = Budget(evaluations=100)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """What jobs of one kind train.
+    """The training of jobs of one kind.
 
     Attributes:
         graph: Graph of one training step.
