@@ -17,7 +17,7 @@ from heterog.lowering.program import FloatArray
 from heterog.simulator.engine import Order
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Keeps, Sync
 
-_HALVINGS = 24
+_HALVINGS = 24  # bisections of the limit on a stage's seconds
 Devices = tuple[int, ...]
 
 

@@ -19,8 +19,8 @@ from heterog.envs.observation import WHOLE_OVERFLOWS, WHOLE_SLOWER, WHOLE_SUM
 from heterog.envs.pair import Pair, RunningMemory, Score
 from heterog.lowering.program import IntArray
 
-NUM_ELITES = 6
-_HALVINGS = 12
+NUM_ELITES = 6  # most rows returned; four times as many are kept
+_HALVINGS = 12  # bisections of the limit on a stage's seconds
 _MOST_IDLE = 3  # annealing runs in a row without a new row after which the search ends
 CLOSE = 0.01
 """Most by which an elite is slower than the best one, as a part."""

@@ -23,11 +23,11 @@ from heterog.envs.pair import Pair, Score
 from heterog.lowering.program import IntArray
 from heterog.methods.planner import Budget, Planner, PlanResult, Problem, Spending
 
-_NUM_SAMPLES = 24
-_SEARCH_EVERY = 8
+_NUM_SAMPLES = 24  # draws of each training step
+_SEARCH_EVERY = 8  # training steps between two searches
 _SEARCH_EVALUATIONS = _SEARCH_EVERY * _NUM_SAMPLES
 """Evaluations of a search: as many as the draws of the steps between two searches."""
-_NUM_KEPT = 8
+_NUM_KEPT = 8  # best rows that are kept
 
 
 class FineTuned(Planner):

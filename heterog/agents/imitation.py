@@ -27,7 +27,7 @@ from heterog.envs.pair import Pair
 from heterog.lowering.program import IntArray
 from heterog.workers import HERE, Workers
 
-_NUM_STARTS = 12
+_NUM_STARTS = 12  # rows drawn by the rule of thumb
 _OF_PAIR = ("name", "observation")
 """Attributes of an example that its pair gives."""
 

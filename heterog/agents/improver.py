@@ -54,7 +54,7 @@ LEAST_PART = 0.15
 """Least part of moves that the policy chooses, and of random (blind) moves."""
 MOST_GAIN = 0.1
 """Largest logarithm of a gain that counts in the payoff."""
-_PRIOR_GAIN, _PRIOR_COST = 0.02, 10.0
+_PRIOR_GAIN, _PRIOR_COST = 0.02, 10.0  # first values of each arm, to which both decay
 _FORGOTTEN = 0.99  # factor on earlier gains and costs after each move
 _MOST_REPEATED = 12  # most proposals in a row that lead to known points
 DROPOUT = 0.15  # in training only

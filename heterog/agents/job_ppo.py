@@ -21,10 +21,10 @@ from torch import Tensor
 from heterog.envs.job_partition import JobPartitionEnv
 from heterog.search.arrivals.queueing import blocking_rate, causes
 
-NUM_ENVS = 8
+NUM_ENVS = 8  # environments that run at once
 STEPS_PER_ROLLOUT = 256
 """Decisions of each environment between two updates."""
-_REFUSED = -1e9
+_REFUSED = -1e9  # score of an action without room: its probability is 0
 
 
 class MaskedPolicy(MultiInputActorCriticPolicy):

@@ -39,7 +39,7 @@ from heterog.methods.local_search.planner import Search, cost_of
 
 LIMIT = 1.02
 """Ratio to the step before a move above which its simulation is given up."""
-_EVERY, _WIDTH = 8, 32
+_EVERY, _WIDTH = 8, 32  # see ``Recorder``
 _LISTED = 0.15  # weight of the ranking term of the loss
 _MOST_GAIN = 0.5  # largest logarithm of a gain that counts
 

@@ -36,11 +36,11 @@ from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Keeps
 if TYPE_CHECKING:
     from heterog.envs.pair import Pair
 
-NUM_RESCORED = 8
-NUM_RETURNED = 4
+NUM_RESCORED = 8  # first rows that are scored with each bucket size
+NUM_RETURNED = 4  # strategies of an answer
 BUCKETS = (0, DEFAULT_BUCKET_BYTES)
-NUM_VARIED = 6
-MICRO_BATCHES = (2, 4, 8, 16)
+NUM_VARIED = 6  # best rows whose settings are varied
+MICRO_BATCHES = (2, 4, 8, 16)  # numbers tried for each varied row
 MOST_TASKS = 1_200_000
 """Most tasks simulated at the op level for a table, up to one and a half seconds of work."""
 NUM_FINISHED = 4
@@ -65,7 +65,7 @@ FINE_STEPS = 4, 2, 1
 FILLED = 0.98
 """Largest part of a device's memory that a recomputing strategy may fill: the referee's schedule
 may need more than the engine's."""
-_HALVINGS = 3
+_HALVINGS = 3  # bisections of the part of blocks that recompute
 
 Preference = tuple[float, float]
 """(bytes missing, seconds); less is better."""
@@ -234,7 +234,7 @@ class Scorer:
         order: Order,
         best: Preference = _WORST,
     ) -> Preference:
-        """As ``score``, in one order, by the referee."""
+        """Like ``score``, but in one order and by the referee."""
         key = np.asarray(row, np.int32).tobytes(), whole, order
         if key in self._judged:
             return self._judged[key]

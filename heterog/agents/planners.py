@@ -103,7 +103,7 @@ def _make(policy: "str | Policy", problem: Problem, num_samples: int) -> Proposa
 def _more(
     proposals: Proposals, policy: "str | Policy", problem: Problem, num_samples: int
 ) -> Proposed:
-    """More proposals, kept if they are whole and others may ask for the same."""
+    """More proposals, remembered if they are whole."""
     found = proposals.more(problem)
     if problem.budget.seconds is not None and found.is_whole:
         known = _proposed.setdefault(problem.evaluator, {})

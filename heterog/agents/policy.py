@@ -29,9 +29,9 @@ from heterog.lowering.program import IntArray
 FloatArray32 = npt.NDArray[np.float32]
 STAGE_LIMITS = 1.0, 8.0
 """Limits on a stage's compute time, in units of the least time of all devices together."""
-_HALVINGS = 5
-_PAIR_WIDTH = 16
-_MASKED = -1e9
+_HALVINGS = 5  # bisections of each row's limit on a stage's seconds
+_PAIR_WIDTH = 16  # hidden units of the scores of blocks with candidates
+_MASKED = -1e9  # score of a masked candidate: its probability is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variety:
-    """How draws differ from exact draws of a policy.
+    """Differences of draws from exact draws of a policy.
 
     Attributes:
         num_steady: Number of first rows in which a candidate has the same noise at all blocks.

@@ -42,7 +42,7 @@ _MASKED = -1e9
 _POLICY = "MultiInputPolicy"
 _EXPLORED = 0.3
 """Part of the training over which random exploration declines."""
-_LEAST_RANDOM = 0.05
+_LEAST_RANDOM = 0.05  # least part of random actions
 TEMPERATURE = 0.1
 """Difference of action values, in units of the reward, that makes an action e times as likely.
 Algorithms that learn action values have no probabilities, but a policy that draws needs them."""

@@ -144,7 +144,7 @@ def _worth(row: Mapping[str, float]) -> float:
     return -row["reward"] if "reward" in row else row["best_of_16"]
 
 
-_LOG_EVERY = 10
+_LOG_EVERY = 10  # steps between two log entries; 1 in short runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

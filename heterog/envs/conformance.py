@@ -15,7 +15,7 @@ from heterog.errors import ConformanceError
 from heterog.names import own_name
 from heterog.user_code import load_object
 
-_NUM_ROWS = 32
+_NUM_ROWS = 32  # random rows tried on each pair
 
 
 def check_reward(reward: RewardFunction, pairs: Sequence[Pair] = ()) -> None:

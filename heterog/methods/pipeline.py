@@ -36,7 +36,7 @@ from heterog.strategy.strategy import Decision, Keeps, Sync
 _FIRST_MICRO = (4, 8)  # tried for every sequence of stages
 _ALL_MICRO = (1, 2, 4, 8, 16, 32)
 _NUM_WIDENED = 10  # sequences that are tried with every number of micro-batches
-_NUM_REFINED = 4
+_NUM_REFINED = 4  # best points that are refined
 # Parts of the budget after which the next phase begins, even if points are left: a small budget
 # is better spent on the best sequences than on all of them.
 _UNTIL_SORTED = 0.2
@@ -315,7 +315,7 @@ class _Enumeration(Enumeration[_Point]):
     # --- other manners of a point ----------------------------------------------------------------
 
     def _in_teams(self, start: _Point) -> Iterator[_Point]:
-        """The same with teams inside machines in all stages, also with smaller micro-batches.
+        """The point with teams inside machines in all stages, also with smaller micro-batches.
 
         Kernels of a team run all samples of the team, so smaller micro-batches cost it less.
         """
@@ -326,13 +326,13 @@ class _Enumeration(Enumeration[_Point]):
                     yield replace(start, teams=teams, num_micro=num_micro)
 
     def _scheduled(self, start: _Point) -> Iterator[_Point]:
-        """The same with caps, and with weight gradients whenever a device would wait."""
+        """The point with caps, and with weight gradients whenever a device would wait."""
         for caps in range(_MOST_CAPS + 1):
             for splits in (False, True):
                 yield replace(start, caps=caps, splits_backward=splits)
 
     def _ordered(self, start: _Point) -> Iterator[_Point]:
-        """The same in other orders."""
+        """The point in other orders."""
         for other in self.problem.orders:
             yield replace(start, order=other)
 
@@ -370,7 +370,7 @@ class _Enumeration(Enumeration[_Point]):
                 return
 
     def _leanest(self, start: _Point) -> Iterator[_Point]:
-        """The same with everything that saves memory, then with less, so that large models fit.
+        """The point with everything that saves memory, then with less, so that large models fit.
 
         Micro-batches have at least one sample for each device of a stage.
         """

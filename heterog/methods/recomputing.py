@@ -41,7 +41,7 @@ def kinds_worth_trying(graph: OpGraph) -> tuple[Keeps, ...]:
 
 
 def words_worth_trying(graph: OpGraph) -> tuple[Recompute, ...]:
-    """The same kinds in the words of layouts."""
+    """The kinds of ``kinds_worth_trying`` in the words of layouts."""
     of_keeps = {keeps: word for word, keeps in KEEPS.items()}
     return tuple(of_keeps[keeps] for keeps in kinds_worth_trying(graph))
 

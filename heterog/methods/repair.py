@@ -53,7 +53,7 @@ from heterog.strategy.division import micro_batch_table, split_evenly
 from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.strategy import REPLICATED, Decision, Keeps, Strategy, Sync
 
-_MOST_ROUNDS = 8
+_MOST_ROUNDS = 8  # of a repair; see ``_round``
 _MOST_MOVES = 6  # of samples; each follows the shortage that is left after the one before
 _SHARDING = tuple(sync for sync in Sync if sync.is_sharded)
 

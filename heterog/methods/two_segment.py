@@ -16,7 +16,7 @@ from heterog.simulator.engine import Order
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
 _NUM_CUTS = 7  # of the first round
-_NUM_REFINED = 6
+_NUM_REFINED = 6  # best points whose neighbours are tried
 _MOST_SUBSETS = 24  # on clusters with more subsets, the best on their own are paired
 
 

@@ -40,7 +40,7 @@ LAST_S = 0.45
 """Seconds to print, and for Python to end."""
 MOST_KEPT = 0.5
 """Largest part of a budget that is kept back; work that does not fit is left out and reported."""
-_NO_TIME_S = 1e-3
+_NO_TIME_S = 1e-3  # least limit of optional work
 CHANGES_PART = 0.08
 MOST_CHANGES = 0.2
 """Parts of a budget for savings by purchases: what is kept back, and the most that is used."""

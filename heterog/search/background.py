@@ -33,7 +33,7 @@ from heterog.strategy.strategy import Decision, Strategy
 
 DEFAULT_SLOW_DOWN = 1.1
 """DeepPool's limit on a tasklet's slow-down."""
-_MOST_ALLOWANCES = 24
+_MOST_ALLOWANCES = 24  # of more lengths of ops, only quantiles are tried
 _ROUNDING = 1e-9  # times are added in another order
 
 
@@ -83,7 +83,7 @@ class BackgroundPlan:
         return tuple(device for device, why in enumerate(self.shortage) if not why)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON, with values that follow from the others added for readers."""
+        """The fields as JSON, with derived values for readers."""
         return asdict(self) | {
             "slow_down": self.slow_down,
             "total_samples_per_s": self.total_samples_per_s,

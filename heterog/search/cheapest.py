@@ -1,12 +1,12 @@
 """The cheapest plan: every method searches several sets of hosts, and the objective decides.
 
 Methods minimize seconds, not money. A plan costs the rent of its hosts per second times its
-seconds, so on a fixed set of hosts the fastest plan is the cheapest, and the cheapest plan of all
-is the cheapest of the fastest plans of every set. There are too many sets to search them all: 16
-hosts of four kinds have 624 different ones. So the seconds of each set are estimated from speeds
-and links, sets are ordered by how few others are both faster and cheaper (``ranked_host_sets``),
-and methods search the whole cluster and the first of the other sets. A set is skipped if its
-lower bound is neither cheaper than the best plan so far nor in time for the deadline.
+seconds, so on a fixed set of hosts the fastest plan is the cheapest. The cheapest plan of all is
+therefore the cheapest among the fastest plans of all sets. There are too many sets to search them
+all: 16 hosts of four kinds have 624. So the seconds of each set are estimated from speeds and
+links, and sets are ordered by how few others are both faster and cheaper (``ranked_host_sets``).
+Methods search the whole cluster and the first of the other sets. A set is skipped if its lower
+bound is neither cheaper than the best plan so far nor in time for the deadline.
 
 A strategy that uses some of the hosts takes the same time with and without the others: nothing
 runs on the others and nothing crosses their links. So a method that knows no prices searches the
@@ -113,12 +113,12 @@ _MOST_SYNC = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSet:
-    """Some hosts with a guess of how fast they are.
+    """A set of hosts with a guess of its step time.
 
     Attributes:
         hosts: Positions of the hosts, ascending.
         seconds: Guessed seconds of a step.
-        rent_per_s: Rent of all of them for a second.
+        rent_per_s: Rent of all hosts per second.
     """
 
     hosts: tuple[int, ...]

@@ -27,7 +27,7 @@ from heterog.search.request import Request, Session
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 
-_NO_LIMIT = 10**12
+_NO_LIMIT = 10**12  # evaluations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Comparison:
     cost_model: CostModel | None = None
 
     def rehearsed(self, rehearse: Rehearse, stop: Stop | None = None) -> "Comparison":
-        """The same with every strategy played through on shapes; see ``portfolio.rehearsed``.
+        """The comparison with every strategy rehearsed on shapes; see ``portfolio.rehearsed``.
 
         Args:
             rehearse: Function that says why a strategy could not be executed.

@@ -254,7 +254,7 @@ class Shares:
 
 
 class SharesTogether(Shares):
-    """The same with several methods at a time; see ``judging``.
+    """``Shares`` for several methods at a time; see ``judging``.
 
     Methods of a user's file, a given layout and seeds run in this process, before the others of
     their stage.

@@ -41,7 +41,7 @@ from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.methods.registry import Methods
 from heterog.simulator.evaluator import Evaluator
 
-MASKED = -1e9
+MASKED = -1e9  # score of a masked candidate: its probability is 0
 MOST_REPEATED = 40
 """Consecutive episodes without a new strategy after which learning ends."""
 NO_SCORE = Score(step_time_s=1e9, overflow=10.0)

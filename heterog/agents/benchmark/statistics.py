@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
-NUM_RESAMPLES = 2000
+NUM_RESAMPLES = 2000  # of the bootstrap
 NO_FIT = 3.0
 """Ratio of step times assigned to a run in which nothing fits."""
 CLOSE = 1.15

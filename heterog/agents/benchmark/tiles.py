@@ -29,7 +29,7 @@ TRAVEL = 4.0
 SMALL = 1e-4
 """Ratio of the work of a sum or an elementwise operation to the product of a tile."""
 _TYPE = "V100-16GB"
-_BYTES_PER_S = 1e11
+_BYTES_PER_S = 1e11  # of the link; sizes of tensors are chosen for it
 
 Grid = list[list[int]]
 """Number of the operation that makes each tile of a matrix."""

@@ -83,7 +83,7 @@ class DeepPool(Planner):
     def _strategies(
         self, problem: Problem, check: Callable[[], None]
     ) -> Iterator[tuple[Strategy, bool]]:
-        """(strategy, whether it is the same everywhere), uniform ones first."""
+        """(strategy, whether it is uniform), uniform ones first."""
         costs = GroupCosts(problem.evaluator)
         barrier = problem.step_barrier
         for width in reversed(costs.widths):
@@ -174,7 +174,7 @@ class GroupCosts:
         self._moves: dict[tuple[Place, Place], float] = {}
 
     def with_exposed(self, exposed: float) -> "GroupCosts":
-        """The same with another part of the gradients' time counted."""
+        """These costs with another part of the gradients' time counted."""
         twin = copy(self)
         twin.exposed = exposed
         return twin

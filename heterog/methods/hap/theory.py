@@ -327,7 +327,7 @@ class _Builder:
             yield rule
 
     def _fixed(self, op: int) -> RuleResult | None:
-        """The only rule of an op that states its own or uses local statistics, if it does."""
+        """The only rule of an op that states a rule or uses local statistics, else ``None``."""
         graph, plan = self.graph, self.plan
         outputs = tuple(plan.placements[tensor] for tensor in graph.outputs[op])
         inputs = plan.needed[op]

@@ -454,7 +454,7 @@ class CompositionSearch(PointSearch[Composition]):
                     yield replace(point, samples=tuple(samples))
 
     def _on_other_hosts(self, point: Composition) -> Iterator[Composition]:
-        """The same with more or fewer hosts of one kind, and samples shared out again."""
+        """Compositions with more or fewer hosts of one kind, and samples divided again."""
         for place in places(point):
             for other in _ByHosts(self, *place)(point):
                 seconds, samples = self.estimator.shared_out(replace(other, samples=()))
@@ -479,7 +479,7 @@ class CompositionSearch(PointSearch[Composition]):
         return kinds[: kinds.index(point.recompute) + (zero > point.zero)]
 
     def scheduled(self, point: Composition) -> Iterator[Composition]:
-        """The same with other caps, with split backward passes, and in a V."""
+        """The composition with other caps, with split backward passes, and in a V."""
         if point.in_a_v:
             return
         for hides, splits in product((True, False), (True, False)):

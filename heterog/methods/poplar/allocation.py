@@ -142,7 +142,7 @@ def _within_time(curves: Sequence[FloatArray], batch: int) -> list[int] | None:
     return shares
 
 
-STAGES = (0, 1, 2, 3)
+STAGES = (0, 1, 2, 3)  # of ZeRO; 0 divides nothing
 
 
 def even_allocation(evaluator: Evaluator, num_micro: int) -> Allocation:

@@ -48,7 +48,7 @@ from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator, Outcome
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
 
-_KNOTS_PER_OCTAVE = 2
+_KNOTS_PER_OCTAVE = 2  # micro-batch sizes that are priced; see below
 
 
 def seconds_over_samples(evaluator: Evaluator, device_type: DeviceType, most: int) -> FloatArray:
@@ -217,7 +217,7 @@ def micro_step_seconds(evaluator: Evaluator, decision: Decision, stage: int) -> 
     return seconds(channels[first]) + gathers
 
 
-_MOST_CORRECTIONS = 4
+_MOST_CORRECTIONS = 4  # allocations that are simulated to find one that fits
 
 
 class Poplar(Planner):

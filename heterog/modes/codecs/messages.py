@@ -40,7 +40,7 @@ from heterog.lowering.tape import (
 from heterog.modes.codecs.value import DECODE_BYTES, CodecRule, CodecRules, Traffic, encode_bytes
 from heterog.modes.mode import EncodedMode
 
-_BEFORE, _SELF, _AFTER = 0, 1, 2
+_BEFORE, _SELF, _AFTER = 0, 1, 2  # places of tasks around a rewritten task
 
 
 class CodedChannel(NamedTuple):

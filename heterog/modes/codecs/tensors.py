@@ -15,8 +15,8 @@ from torch import Tensor
 
 from heterog.modes.codecs.value import INT8_BLOCK, Codec, CodecKind
 
-_INT8_STEPS = 127.0
-_MOST_HALF = 65504.0
+_INT8_STEPS = 127.0  # steps on each side of 0
+_MOST_HALF = 65504.0  # largest finite number in half precision
 
 
 def encode(tensor: Tensor, codec: Codec) -> Tensor:

@@ -22,7 +22,7 @@ from heterog.grouped import grouped
 from heterog.search.arrivals.queueing import JobCluster, JobFeatures, JobRequest, Place
 from heterog.search.arrivals.ramp import MOST_PARTS, RampNetwork
 
-NUM_STEPS = 50
+NUM_STEPS = 50  # training steps of each job
 _QUANTUM = 0.01
 """Cost of a forward op, in the profile's unit, that is worth a part of its own."""
 
@@ -197,7 +197,7 @@ DeadlineName = Literal["A", "B", "C", "D"]
 DEADLINES: tuple[DeadlineName, ...] = get_args(DeadlineName)
 """Even, tight, medium and loose."""
 _SKEWNESS = {"B": 5.0, "C": 0.0, "D": -5.0}
-_LEAST_FACTOR = 0.1
+_LEAST_FACTOR = 0.1  # smaller factors are raised to it
 _DECIMALS = 2
 _NUM_SAMPLES, _NUM_BINS = 50_000, 1_000
 """Size of the authors' ``CustomSkewNorm``: a histogram of samples, whose upper edges are drawn."""
