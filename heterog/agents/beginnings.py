@@ -1,10 +1,10 @@
 """Tries drafts of a problem: the most promising of many, then variants of the best of these.
 
-A closed form scores drafts, the referee judges, a local search goes on from what it has judged.
-Drafts are tried as Plackett and Luce draw them, one after another without being put back, by the
-softmax of the scores of those that are left: the first K of the scores with Gumbel noise are such
-a draw. So a few hundred whole plans are scored in one batch, as Ansor chooses programs (Zheng et
-al. 2020, section 5), and nothing is decided before what follows from it is known.
+A closed form scores drafts, the referee judges the chosen ones, and a local search starts from
+these. Drafts are drawn without replacement, each by the softmax of the scores of the remaining
+ones (Plackett and Luce); the K largest scores with Gumbel noise are such a draw. So a few hundred
+whole plans are scored in one batch, as Ansor chooses programs (Zheng et al. 2020, section 5), and
+every decision is scored together with its consequences.
 """
 
 import math
@@ -30,27 +30,29 @@ from heterog.methods.planner import (
 )
 
 SHARPNESS = 8.0
-"""Weight of a logarithm of seconds in a score: a tenth longer is half as likely."""
+"""Weight of the logarithm of seconds in a score: a draft that is a tenth slower is half as
+likely."""
 NUM_DRAWN, NUM_TRIED = 384, 24
-"""Drafts that are drawn and scored, and those that are simulated."""
+"""Numbers of drafts that are drawn and scored, and that are simulated."""
 NUM_VARIED, NUM_VARIANTS, ROUNDS = 160, 12, 3
-"""Variants that are scored and that are simulated, in each of some rounds."""
+"""Numbers of variants that are scored and that are simulated per round, and of rounds."""
 FEW_DEVICES, LEAST_DRAWN = 64, 48
-"""Devices above which fewer drafts are drawn, in inverse proportion, and so many at least: what
-names a thousand devices takes milliseconds."""
+"""With more devices, fewer drafts are drawn, in inverse proportion, but at least ``LEAST_DRAWN``:
+a draft of a thousand devices takes milliseconds."""
 TRIALS_PART = 0.6
-"""Part of the seconds in which drafts are tried; the rest is for the moves that finish them."""
+"""Part of the seconds for drafts; the rest is for the moves that finish them."""
 NUM_PARENTS = 6
-"""Drafts, the best ones, whose variants are tried."""
+"""Number of the best drafts whose variants are tried."""
 LEAST_TRIED = 6
 MOST_TASKS = 1_500_000
-"""Simulated tasks after which no more drafts are tried, but so many at least."""
+"""Simulated tasks after which no more drafts are tried, once ``LEAST_TRIED`` have been."""
 LARGEST = 250_000
-"""Most tasks of a draft that is simulated, if few of its devices do alike: half a second."""
+"""Most tasks of a simulated draft: half a second if few devices can be folded."""
 NUM_MOVES, LEAST_MOVES = 64, 4
-"""Moves that finish the best under a budget in evaluations: fewer where one takes longer."""
+"""Most and fewest moves that finish the best under a budget in evaluations; fewer if a simulation
+has many tasks."""
 LIMIT = 1.5
-"""Times the best step so far above which nobody asks how slow a draft is."""
+"""Ratio to the best step so far above which a draft is given up."""
 
 
 def chosen(
@@ -60,14 +62,14 @@ def chosen(
     shapes: Sequence[Hashable] = (),
     most: int = 2,
 ) -> list[int]:
-    """Numbers of drafts to try: a half the best, the others drawn; see the module docstring.
+    """Numbers of drafts to try: half are the best, the others drawn; see the module docstring.
 
     Args:
         scores: Score of each draft.
         count: Most numbers.
         rng: Generator of the draws.
-        shapes: What some drafts have in common; by default nothing.
-        most: Most drafts of a shape, until there are no others.
+        shapes: Shape of each draft; by default all differ.
+        most: Most drafts of one shape, unless there are too few others.
     """
     noisy = scores + rng.gumbel(size=len(scores))
     found: dict[int, None] = {}
@@ -93,7 +95,7 @@ class Begun:
     Attributes:
         draft: The draft.
         state: The point of the search that it describes.
-        cost: Seconds of its step, more where memory is missing; perhaps only a lower bound.
+        cost: Seconds of its step, with a charge for missing memory; perhaps only a lower bound.
     """
 
     draft: Draft
@@ -105,15 +107,15 @@ class Beginnings:
     """Drafts of a problem that were tried, by the referee.
 
     Args:
-        search: Search whose judges are asked, so that it goes on from what was tried.
+        search: Search whose judges evaluate drafts, so that it can start from them.
         seed: Seed of all draws.
-        limit: Times the best step so far above which a draft may be given up.
+        limit: Ratio to the best step so far above which a draft may be given up.
 
     Attributes:
-        drafter: Where drafts come from.
-        found: What was tried.
+        drafter: Drafter of the problem.
+        found: Drafts that were tried.
         most_tasks: Simulated tasks after which no more drafts are tried.
-        is_over: Function that says whether no more may be tried for another reason.
+        is_over: Function that returns whether to stop for another reason.
     """
 
     def __init__(self, search: Search, seed: int, *, limit: float = LIMIT) -> None:
@@ -132,7 +134,7 @@ class Beginnings:
         return len(self.found) >= LEAST_TRIED and self._num_tasks >= self.most_tasks
 
     def best(self) -> list[Begun]:
-        """What was tried, the best first."""
+        """The drafts that were tried, best first."""
         return sorted(self.found.values(), key=lambda each: each.cost)
 
     def tried(self, draft: Draft) -> Begun:
@@ -167,8 +169,8 @@ class Beginnings:
     def go_on(self, num_drawn: int = NUM_VARIED, count: int = NUM_VARIANTS) -> None:
         """Vary the best, and try the most promising variants.
 
-        What is known of a draft is known of its variants: a variant's score is how much better it
-        scores than the draft, less what that is behind the best.
+        The cost of a draft says much about its variants: the score of a variant is its gain over
+        the draft by the closed form, minus the draft's measured distance from the best.
         """
         parents = self._parents()
         share = self._num_drawn(num_drawn) // len(parents)
@@ -187,7 +189,10 @@ class Beginnings:
         self._try([new[n] for n in chosen(relative, count, self._rng)])
 
     def _parents(self) -> list[Begun]:
-        """The best, at most two of a shape, each step time once: some words have no effect."""
+        """The best drafts, at most two of a shape, and one per step time.
+
+        Drafts of equal step time differ only in settings without effect.
+        """
         seen: Counter[object] = Counter()
         found: dict[float, Begun] = {}
         for each in self.best():
@@ -206,10 +211,10 @@ class Beginnings:
 class DraftAgent(Planner):
     """Answers with the best of some drafts and of a problem's seeds, finished by a local search.
 
-    A budget in seconds is used up; of one in evaluations, a few moves.
+    It uses up a budget in seconds; under one in evaluations, the search makes a few moves.
 
     Args:
-        lead: Leads the moves of the local search.
+        lead: Function that makes the moves of the local search.
     """
 
     name = "drafts"
@@ -267,7 +272,7 @@ def _rest(problem: Problem, spending: Spending) -> Budget | None:
 
 
 def _is_next_late(spending: Spending, tried: int, problem: Problem) -> bool:
-    """Whether another draft would end after the part of the budget that drafts have."""
+    """Whether another draft would exceed the part of the budget for drafts."""
     if problem.budget.seconds is None:
         return spending.is_over
     return spending.is_over or spending.fraction * (1.0 + 1.0 / max(tried, 1)) > TRIALS_PART

@@ -29,7 +29,7 @@ from heterog.units import GIB
 
 SCHEMA_VERSION = 1
 MAX_FILE_BYTES = GIB
-"""Most bytes: a hundred times a shipped policy with all that training keeps beside it."""
+"""Most bytes of a file: a hundred times a shipped policy with its state of training."""
 _SHIPPED = resources.files("heterog.agents") / "policies"
 
 
@@ -40,7 +40,7 @@ class Checkpoint:
     Attributes:
         policy: Network with its weights.
         provenance: Seed, training models and clusters, settings, results.
-        training: State of the trainer; empty in a policy that was only saved to be used.
+        training: State of the trainer; empty in a policy that is saved for use only.
     """
 
     policy: Policy
@@ -96,10 +96,10 @@ def load_checkpoint(source: str | Path) -> Checkpoint:
 
 
 def unpacked(data: bytes, where: str) -> Any:
-    """The values of a file of ``torch.save``, whose members must be as they were written.
+    """The values of a file of ``torch.save``; its members must be uncompressed and intact.
 
     Raises:
-        InputFileError: the file is damaged, unpacks to more than it has, or holds code.
+        InputFileError: the file is damaged, unpacks to more than its own size, or holds code.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -169,7 +169,7 @@ def checkpoint_of(record: object, where: str) -> Checkpoint:
             )
     try:
         config = PolicyConfig(**found.config.model_dump())
-        if config.encoder in BUILT_IN:  # sizes that the weights do not have take no memory here
+        if config.encoder in BUILT_IN:  # on meta, a config with wrong sizes takes no memory
             with torch.device("meta"):
                 Policy(config).load_state_dict(found.weights, assign=True)
         policy = Policy(config)

@@ -13,8 +13,8 @@ class PolicyConfig:
         width: Width of every embedding.
         num_heads: Number of heads of every attention.
         num_rounds: Number of rounds of message passing.
-        rank: Rank of the transition between neighbouring blocks' candidates; 0 decides each block
-            on its own.
+        rank: Rank of the transition scores between candidates of neighbouring blocks; with 0,
+            blocks are decided independently.
         stay_bias: Log-odds that an untrained policy keeps the previous block's candidate; it has
             no effect if ``rank`` is 0.
     """
@@ -50,7 +50,7 @@ _READ_BY = {
     "imitation_weight": (Algorithm.MIXED,),
     "average_decay": (Algorithm.IMITATION, Algorithm.REINFORCE, Algorithm.MIXED),
 }
-"""Algorithms that read a setting; every algorithm reads the others, and a person's own all."""
+"""Algorithms that read a setting. All algorithms read the others; a user's own reads all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +62,9 @@ class TrainingConfig:
             a learner of your own, ``path/to/file.py:name``.
         num_pairs: Number of training pairs.
         search_evaluations: Evaluations spent on each pair's elites, and on each validation pair.
-        num_steps: Number of gradient steps; of stable-baselines3, of rollouts, each about an
+        num_steps: Number of gradient steps; with stable-baselines3, of rollouts, each about an
             episode of every environment.
-        pairs_per_step: Pairs in each step; of stable-baselines3, environments side by side.
+        pairs_per_step: Pairs in each step; with stable-baselines3, parallel environments.
         elites_per_pair: Elites of each pair in a step of imitation.
         samples_per_pair: Strategies drawn for each pair in a step of REINFORCE.
         learning_rate: Peak, reached after 50 steps or a tenth; it falls to a tenth linearly.
@@ -72,8 +72,8 @@ class TrainingConfig:
         imitation_weight: Weight of imitation in ``mixed``.
         average_decay: Decay per step of the running average of the weights.
         check_every: Steps between validations.
-        num_validation: Number of pairs by which the best policy is chosen; as many others say in
-            the end how good it is.
+        num_validation: Number of pairs by which the best policy is chosen; it is reported on as
+            many other pairs.
         seed: Seed of everything random.
     """
 
@@ -108,7 +108,7 @@ class TrainingConfig:
         return self.algorithm != Algorithm.IMITATION
 
     def rate_at(self, step: int) -> float:
-        """Learning rate of a step: it rises for a tenth or 50 steps, and falls all along.
+        """Learning rate of a step: a warm-up over 50 steps or a tenth, times a linear decay.
 
         >>> config = TrainingConfig(num_steps=1000, learning_rate=1.0)
         >>> config.rate_at(0), config.rate_at(49), round(config.rate_at(1000), 3)

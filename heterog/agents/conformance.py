@@ -1,4 +1,4 @@
-"""Checks that every encoder has to pass, for your own too: ``check_encoder(Mine)``."""
+"""Checks that every encoder has to pass; run them on your own with ``check_encoder(Mine)``."""
 
 from collections.abc import Callable
 
@@ -87,7 +87,7 @@ def _embeddings(network: nn.Module, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
 
 def _check_gradients(name: str, network: nn.Module, embeddings: tuple[Tensor, Tensor]) -> None:
     weights = [weight for weight in network.parameters() if weight.requires_grad]
-    # Squared: the sum of a final norm's outputs is the same whatever its inputs.
+    # Squared, because the sum of a final norm's outputs does not depend on its inputs.
     loss = torch.stack([(each**2 * torch.rand(each.shape[-1])).sum() for each in embeddings]).sum()
     reached = loss.requires_grad and any(
         gradient is not None for gradient in torch.autograd.grad(loss, weights, allow_unused=True)

@@ -1,14 +1,14 @@
-"""What a draft is worth before anything is simulated, by a closed form.
+"""Step time of a draft by a closed form, before anything is simulated.
 
-With C_s the seconds in which stage s computes the whole batch, R_s those of its gradients and M_s
-those of the values that cross the cut behind it, m micro-batches on stages of their own take
+Let C_s be the seconds in which stage s computes the whole batch, R_s those of its gradients and
+M_s those of the values that cross the cut after it. A pipeline with m micro-batches takes
 
-    T = max_s max(C_s, M_s) + (sum_s C_s - max_s C_s) / m + max_s max(0, R_s - C_s / 3)
+    T = max_s max(C_s, M_s) + (sum_s C_s - max_s C_s + sum_s M_s) / m + max_s max(0, R_s - C_s / 3)
 
-and segments of one pass T = max(sum_s C_s + sum_s M_s, f_1), where f_s is the time when the
-gradients of all from stage s on are summed, the last stage first: f_s = max(f_(s+1), b_s) + R_s,
-but not before b_s + 2 C_s / 3, with b_s the time at which the backward pass of stage s begins.
-Memory that is missing makes a step as many times longer, ten times over.
+and segments of one pass T = max(sum_s C_s + sum_s M_s, f_1). f_s is the time at which gradients of
+stage s and all later ones are summed, the last stage first: f_s = max(f_(s+1), b_s) + R_s, but not
+before b_s + 2 C_s / 3, with b_s the time at which the backward pass of stage s begins. If a device
+lacks a part x of its memory, T is multiplied by 1 + 10 x.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,10 @@ BACKWARD = 2 / 3
 """Part of a stage's seconds that is its backward pass."""
 _AGAIN = {Keeps.NOTHING: 1 / 3, Keeps.PRODUCTS: 0.15, Keeps.ALL_BUT_SCORES: 0.05}
 _HELD = {Keeps.NOTHING: 0.15, Keeps.PRODUCTS: 0.4, Keeps.ALL_BUT_SCORES: 0.6}
-"""Parts of the seconds of a pass, and of the activations, with recomputation of each kind."""
+"""For each kind of recomputation, its seconds as a part of a stage's, and the part of the
+activations that is held."""
 MISSING = 10.0
-"""Times by which a step counts as longer for each memory of a device that is missing."""
+"""Factor on the missing part of a device's memory, which lengthens a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class DraftEstimates:
     """Estimates drafts.
 
     Args:
-        drafter: Where they come from.
+        drafter: Drafter of the problem.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -93,7 +94,7 @@ class DraftEstimates:
         )  # fmt: skip
 
     def _gradient_seconds(self, stage: Stage, num_bytes: float, num_micro: int) -> float:
-        """Seconds in which the replicas of a stage add up gradients and get parameters back."""
+        """Seconds in which the replicas of a stage sum gradients and get parameters back."""
         size = len(stage.devices)
         hosts, on_host, nic, inner, _ = self._of_devices(stage.devices)
         replicas = size / min(stage.team, on_host)
@@ -134,7 +135,7 @@ class DraftEstimates:
         )
 
     def _team_seconds(self, stage: Stage, first: int, last: int) -> float:
-        """Seconds in which teams add up activations, of which a sixth is summed, twice."""
+        """Seconds in which teams sum activations: a sixth of those saved, in both passes."""
         _, on_host, _, inner, _ = self._of_devices(stage.devices)
         team = min(stage.team, on_host)
         if team <= 1:
@@ -155,7 +156,7 @@ class DraftEstimates:
         return float(self._crossing[place] / min(hosts * nic, next_hosts * next_nic))
 
     def _fill(self, draft: Draft, place: int, first: int, last: int) -> float:
-        """Part of its memory that the fullest device of a stage holds for it."""
+        """Part of the memory of a stage's fullest device that the stage takes."""
         stage = draft.stages[place]
         _, on_host, _, _, room = self._of_devices(stage.devices)
         team = min(stage.team, on_host)
@@ -193,7 +194,7 @@ class DraftEstimates:
         return float(seconds * (1.0 + MISSING * max(self.fullest(draft, costs) - 1.0, 0.0)))
 
     def fullest(self, draft: Draft, costs: _Costs) -> float:
-        """Part of the memory that is filled where the least is left."""
+        """Part of its memory that the fullest device needs."""
         return float(costs.fills.max() if draft.is_disjoint else costs.fills.sum())
 
     def estimate_s(self, draft: Draft) -> float:
@@ -208,7 +209,7 @@ class DraftEstimates:
 
     @kept
     def _summed(self, shards: tuple[Shard, ...]) -> FloatArray:
-        """Bytes of the gradients before each group that replicas add up: none of shards."""
+        """Bytes of summed gradients of the groups before each group; sharded groups have none."""
         own = np.diff(self._gradient)
         for shard in shards:
             own[list(self._drafter.groups_of(shard.way))] = 0.0

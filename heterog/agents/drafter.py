@@ -1,8 +1,7 @@
-"""Draws drafts of a problem, varies them, and makes points of a search of them: none is simulated.
+"""Draws and varies drafts of a problem, and makes points of a search of them; simulates none.
 
-Stages of hosts of one kind each, or of neighbours of any kind, are equally likely; hosts of a kind
-are alike and taken in order, so that there are as few ways to say something on 1,024 devices as
-on 8.
+A pipeline has stages of hosts of one kind each, or of neighbouring hosts of any kind. Hosts of one
+kind are taken in order, so that there are few drafts even on 1,024 devices.
 """
 
 from collections.abc import Sequence
@@ -45,11 +44,11 @@ MOST_TASKS = 400_000
 _REPLICAS, _SEGMENTS = 0.25, 0.2  # parts of the drafts; the others are pipelines
 _SHARDED = 0.2  # part of those without teams
 _BUCKETS = (DEFAULT_BUCKET_BYTES, DEFAULT_BUCKET_BYTES, 4 << 20, 0)
-_SPREAD = 0.2  # of the logarithm of a stage's seconds where cuts are balanced
+_SPREAD = 0.2  # standard deviation of the noise on log seconds of stages when cuts are balanced
 
 
 class Drafter:
-    """Draws drafts of a problem, and makes points of a search of them.
+    """Draws drafts of a problem, and makes points of a search of them; see the module.
 
     Args:
         search: Search whose space and rules are used.
@@ -103,9 +102,9 @@ class Drafter:
         return list(kinds.values())
 
     def of_samples(self, kind: int, samples: float) -> FloatArray:
-        """Seconds of the groups before each on a device, for some samples.  # [num_groups + 1]
+        """Seconds of all groups before each group, on a device type.  # [num_groups + 1]
 
-        Between two numbers of samples that were priced, they are interpolated.
+        They are interpolated between numbers of samples that were priced.
         """
         sizes, found = self.sizes, self.seconds[kind]
         if samples <= sizes[0]:
@@ -134,7 +133,7 @@ class Drafter:
         return self._with_settings(self._pipeline())
 
     def _some_kinds(self) -> list[list[int]]:
-        """Hosts of all kinds or some of them, in any order; of a kind all of them or some."""
+        """Hosts of all or some kinds in random order; all or some hosts of each kind."""
         kinds = [self.kinds[n] for n in self.rng.permutation(len(self.kinds)).tolist()]
         if len(kinds) > 1 and self.rng.random() < 0.5:
             kinds = kinds[: int(self.rng.integers(1, len(kinds) + 1))]
@@ -143,7 +142,7 @@ class Drafter:
         return kinds
 
     def _upto(self, most: int) -> int:
-        """A number from 1, small and large ones equally likely by their ratio."""
+        """A number from 1 to ``most``, uniform in its logarithm."""
         return int(np.exp(self.rng.uniform(0.0, np.log(most + 1))))
 
     def _everything(self) -> Devices:
@@ -155,7 +154,7 @@ class Drafter:
         return tuple(sorted(d for host in hosts for d in self.cluster.host_devices(host)))
 
     def _pipeline(self) -> list[Devices]:
-        """Stages on devices of their own."""
+        """Devices of each stage of a pipeline; no device has two stages."""
         kinds = self._some_kinds()
         most = min(self.num_groups, MOST_STAGES)
         stages: list[Devices] = []
@@ -213,7 +212,7 @@ class Drafter:
         )
 
     def _sync(self) -> Sync:
-        """A third in slices in proportion to NICs, against which only memory speaks."""
+        """In a third of cases reduce-scatter with slices by NICs, the fastest if memory allows."""
         if self.rng.random() < 0.35:
             return Sync.REDUCE_SCATTER_ALL_GATHER
         return self.syncs[int(self.rng.integers(len(self.syncs)))]
@@ -241,7 +240,7 @@ class Drafter:
         return int(self.rng.integers(3))
 
     def _small(self, draft: Draft) -> Draft:
-        """The same with fewer micro-batches, if a simulation took too long."""
+        """The draft with fewer micro-batches if a simulation would take too long."""
         bounds = (*draft.starts, self.num_groups)
         total = sum(
             int(self.num_ops[first:last].sum()) * len(stage.devices)
@@ -253,7 +252,7 @@ class Drafter:
     # --- variants --------------------------------------------------------------------------------
 
     def near(self, draft: Draft, count: int) -> list[Draft]:
-        """Different drafts with one word or a few changed, up to so many, without the draft."""
+        """Up to ``count`` different drafts that differ from a draft in a few words."""
         found = dict.fromkeys(self._varied(draft) for _ in range(count))
         found.pop(draft, None)
         return list(found)
@@ -320,7 +319,7 @@ class Drafter:
             stages[at : at + 2] = [replace(stages[at], devices=both)]
         elif kind < 0.85 and len(stages[at].devices) > 1:
             halves = cut(stages[at].devices, 2)
-            if self.rng.random() < 0.3:  # the same devices, in another way
+            if self.rng.random() < 0.3:  # the same devices with another synchronisation
                 halves = [list(stages[at].devices)] * 2
             stages[at : at + 1] = [replace(stages[at], devices=tuple(half)) for half in halves]
             if halves[0] == halves[1]:
@@ -346,7 +345,7 @@ class Drafter:
     # --- cuts ------------------------------------------------------------------------------------
 
     def starts_of(self, draft: Draft) -> tuple[int, ...]:
-        """First group of each stage: balanced if stages are a pipeline, else anywhere."""
+        """First group of each stage: balanced cuts in a pipeline, else random ones."""
         count = len(draft.stages)
         if count == 1:
             return (0,)
@@ -360,7 +359,7 @@ class Drafter:
         return balanced_starts(seconds)
 
     def _anywhere(self, count: int) -> tuple[int, ...]:
-        """Cuts at random places: of all groups, of the seconds, or of the parameters."""
+        """Cuts at random places, uniform over groups, seconds or parameters."""
         kind = int(self.rng.integers(3))
         weight: FloatArray = np.ones(self.num_groups)
         if kind == 1:
@@ -376,7 +375,7 @@ class Drafter:
 
     @kept
     def stage_seconds(self, stage: Stage, num_micro: int) -> FloatArray:
-        """Seconds in which a stage computes the groups before each.  # [num_groups + 1]"""
+        """Seconds in which a stage computes all groups before each.  # [num_groups + 1]"""
         each = [
             self.of_samples(kind, samples / num_micro)
             for kind, samples in self.samples_by_type(stage)
@@ -385,7 +384,7 @@ class Drafter:
 
     @kept
     def samples_by_type(self, stage: Stage) -> tuple[tuple[int, float], ...]:
-        """(type of device, samples of the batch that one such device has) of a stage's types."""
+        """(device type, most samples of a device of that type) for each type in a stage."""
         devices, batch = list(stage.devices), self.graph.batch_size
         speeds = self.speeds[devices]
         part = (
@@ -417,7 +416,7 @@ class Drafter:
         return replace(made, schedule=self._schedule(draft, is_cut=bool(made.micro_batches)))
 
     def _sharded(self, state: State, shards: Sequence[Shard]) -> State:
-        """The point with its layers sharded, as far as rules can be together."""
+        """The point with sharded layers; a shard whose rules contradict others is left out."""
         space, rules = self.search.space, self.search.rules
         for shard in shards:
             made = state.rules
@@ -435,7 +434,7 @@ class Drafter:
 
     @kept
     def groups_of(self, way: int) -> tuple[int, ...]:
-        """Groups whose ops have rules where layers are sharded in a way."""
+        """Groups whose ops have rules in a way to shard layers."""
         return tuple(sorted({g for place in self.search.rules.layers[way] for g in place}))
 
     def _decision(self, stage: Stage, keeps: Keeps | None) -> Decision:

@@ -1,11 +1,11 @@
 """Drafts: whole plans in a few words, one stage after another.
 
-A draft says which devices come next, up to which group of the model, and how they share it: their
-synchronisation (ZeRO among them), the rule for shares, the size of teams; then, once for all
-stages, micro-batches, order, caps, split backward passes, recomputation, buckets, and kinds of
-layers that are sharded. Stages on devices of their own are a pipeline; on some devices several
-times, segments of one pass over the model; a single one is data parallelism. ``drafter`` draws
-them.
+For each stage, a draft gives its devices, its groups, and how the devices share these: the
+synchronisation (also ZeRO), the rule for shares, the size of teams. For the whole step it gives
+micro-batches, order, caps, split backward passes, recomputation, buckets, and kinds of layers that
+are sharded. Stages on disjoint devices are a pipeline. If some devices have several stages, these
+are segments of one pass over the model. A single stage is data parallelism. ``drafter`` draws
+drafts.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from heterog.lowering.program import FloatArray
 from heterog.simulator.engine import Order
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Keeps, Sync
 
-_HALVINGS = 24
+_HALVINGS = 24  # bisections of the limit on a stage's seconds
 Devices = tuple[int, ...]
 
 
@@ -29,7 +29,7 @@ class Stage:
         devices: Indices of the devices, ascending.
         sync: Synchronisation of gradients; unused on a single device.
         team: Most devices of a team; teams lie inside hosts.
-        is_even: Whether all devices have as many samples; otherwise in proportion to speed.
+        is_even: Whether all devices have equal shares; otherwise in proportion to speed.
     """
 
     devices: Devices
@@ -60,8 +60,8 @@ class Draft:
         starts: First group of each stage.
         num_micro: Number of micro-batches.
         order: Order of waiting tasks.
-        keeps: What is kept where groups recompute; ``None`` if none does.
-        caps: Caps on micro-batches under way: 0 none, 1 those of 1F1B, 2 those that hide messages.
+        keeps: What recomputing groups keep; ``None`` if no group recomputes.
+        caps: Caps on micro-batches in flight: 0 none, 1 those of 1F1B, 2 those that hide messages.
         splits_backward: Whether weight gradients wait until a device has nothing else to do.
         bucket_bytes: Bytes of a bucket of gradients.
         shards: Layers that are sharded, if there are no teams.
@@ -79,7 +79,7 @@ class Draft:
 
     @property
     def shape(self) -> tuple[tuple[Devices, int], ...]:
-        """Devices and teams of its stages: what drafts that differ in settings have in common."""
+        """Devices and teams of its stages; drafts of one shape differ in settings only."""
         return tuple((stage.devices, stage.team) for stage in self.stages)
 
     @property
@@ -108,7 +108,7 @@ def canonical(draft: Draft) -> Draft:
 
 
 def before(values: npt.NDArray[np.number]) -> FloatArray:
-    """Sums of the values before each, and of all.  # [n + 1]"""
+    """Sum of the values before each value, then of all values.  # [n + 1]"""
     return np.concatenate([[0.0], np.cumsum(values)]).astype(np.float64)
 
 
@@ -118,7 +118,7 @@ def balanced_starts(seconds: FloatArray) -> tuple[int, ...]:
     By bisection on the seconds T of the slowest: each stage in turn takes groups up to T.
 
     Args:
-        seconds: Seconds of the groups before each on every stage.  # [num_stages, num_groups + 1]
+        seconds: Seconds of all groups before each, by stage.  # [num_stages, num_groups + 1]
 
     >>> balanced_starts(np.array([[0.0, 1, 2, 3, 4], [0.0, 3, 6, 9, 12]]))
     (0, 3)

@@ -1,10 +1,10 @@
 """Search for good rows of a pair, from which imitation learns.
 
-Uniform rows first (the most promising by their analytic times), or balanced pipelines, then
-annealing over segments of blocks with the coarse evaluator. A pair with micro-batches is searched
-for pipelines alone, of stages that share no device, as its policy cannot draw other rows. The best
-rows that differ are the *elites*, without the useless segments that annealing leaves behind, half
-of all or more: a policy that imitated these would change devices for no reason.
+The search starts from uniform rows (the most promising by their analytic times) or from balanced
+pipelines, then anneals over segments of blocks with the coarse evaluator. In a pair with
+micro-batches it searches pipelines of disjoint stages only, because its policy cannot draw other
+rows. The best different rows are the *elites*. Half or more of the segments that annealing leaves
+are useless, so elites lose these: a policy that imitated them would change devices for no reason.
 """
 
 import math
@@ -19,15 +19,15 @@ from heterog.envs.observation import WHOLE_OVERFLOWS, WHOLE_SLOWER, WHOLE_SUM
 from heterog.envs.pair import Pair, RunningMemory, Score
 from heterog.lowering.program import IntArray
 
-NUM_ELITES = 6
-_HALVINGS = 12
-_MOST_IDLE = 3  # runs of annealing that meet nothing new: everything near has been seen
+NUM_ELITES = 6  # most rows returned; four times as many are kept
+_HALVINGS = 12  # bisections of the limit on a stage's seconds
+_MOST_IDLE = 3  # annealing runs in a row without a new row after which the search ends
 CLOSE = 0.01
-"""Most by which elites are slower than the best, as a part."""
+"""Most by which an elite is slower than the best one, as a part."""
 SIMPLIFY_FROM = 0.8
-"""Part of the evaluations after which elites lose the segments that gain nothing."""
+"""Part of the evaluations after which elites lose segments that gain nothing."""
 GAINS_NOTHING = 2e-3
-"""Relative rise of the step time for which an elite may lose a segment."""
+"""Largest relative rise of the step time for which an elite loses a segment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,8 @@ class _Search:
     def run(self, starts: Sequence[npt.NDArray[np.integer]]) -> Elites:
         pair = self.pair
         promise = pair.observation.candidates
-        # Analytic time of the slower of compute and synchronisation; what does not fit comes last.
+        # The analytic time of compute or synchronisation, whichever is slower, counts most; rows
+        # that do not fit come last.
         order = np.argsort(
             promise[:, WHOLE_SLOWER]
             + 0.5 * promise[:, WHOLE_SUM]
@@ -141,7 +142,7 @@ class _Search:
         return self.seen[key]
 
     def _cost(self, row: IntArray) -> float:
-        """Seconds, and a charge for missing memory; infinite for what is not drawn or refused."""
+        """Seconds with a charge for missing memory; infinite for rows that cannot be drawn."""
         key = row.tobytes()
         if key not in self.cost:
             if self.pair.num_micro > 1 and not self._is_pipeline(row):
@@ -200,10 +201,10 @@ class _Search:
         last = first + length
         changed = row.copy()
         kind = rng.random()
-        if kind < 0.45:  # that of a neighbouring block: shifts or removes a boundary
+        if kind < 0.45:  # the candidate of a neighbouring block: shifts or removes a boundary
             near = first - 1 if (rng.random() < 0.5 and first > 0) else last
             changed[first:last] = row[min(near, num_blocks - 1)]
-        elif kind < 0.65:  # another way on the same devices
+        elif kind < 0.65:  # another candidate on the same devices
             table = self.pair.table
             devices = table[row[first]].devices
             alike = [n for n, decision in enumerate(table) if decision.devices == devices]
@@ -242,10 +243,10 @@ def _with_a_segment_less(row: IntArray) -> Iterator[IntArray]:
 
 
 def balanced_stages(pair: Pair, count: int, rng: np.random.Generator) -> IntArray:
-    """Rows of stages whose slowest is as fast as possible on these devices in this order.
+    """Rows of random sequences of stages, cut so that the slowest stage is as fast as possible.
 
-    Stages are single devices or hosts: a random number of the fastest, from fast to slow, from
-    slow to fast or in random order. A stage also ends when it has no memory left.
+    Stages are single devices or hosts: a random number of the fastest ones, sorted by speed in
+    either direction or in random order. A stage also ends when it has no memory left.
 
     Returns:
         The rows that reach the last block.  # [at most count, G]
@@ -282,7 +283,7 @@ def balanced_stages(pair: Pair, count: int, rng: np.random.Generator) -> IntArra
 def _fill(
     pair: Pair, stages: IntArray, limit_s: npt.NDArray[np.float64]
 ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Put blocks on the stages one after another; (rows, whether each held every block)."""
+    """Put blocks on stages one after another; return (rows, whether all blocks were placed)."""
     memory = RunningMemory(pair, len(stages))
     every = np.arange(len(stages))
     rows = np.zeros((len(stages), pair.num_blocks), np.int32)

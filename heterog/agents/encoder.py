@@ -1,9 +1,9 @@
 """Networks that encode a pair: embeddings of every block and every candidate.
 
-``HeteroEncoder`` is ours: messages between blocks that feed one another, between blocks and the
-devices that could run them, and along links; candidates combine their devices; then blocks and
-candidates attend to themselves and to each other. ``PaperEncoder`` follows HeteroG (section
-4.1): graph attention over ops alone, then a sequence model over groups.
+``HeteroEncoder`` is ours. Messages pass between blocks that feed one another, between blocks and
+devices, and along links. A candidate combines the embeddings of its devices. Then blocks and
+candidates attend to themselves and to each other. ``PaperEncoder`` follows HeteroG (section 4.1):
+graph attention over ops alone, then a sequence model over groups.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ _EDGE_FEATURES = {
 
 
 def default_config(name: str) -> PolicyConfig:
-    """Sizes of a policy with an encoder: what its class has as ``sizes``, else the defaults."""
+    """Sizes of a policy with an encoder: the attribute ``sizes`` of its class, else defaults."""
     return PolicyConfig(encoder=name, **getattr(ENCODERS.get(name), "sizes", {}))
 
 
@@ -54,7 +54,7 @@ def mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
 
 
 class _Attention(nn.Module):
-    """Attention to itself or to another sequence, then a feed-forward layer; pre-norm."""
+    """Self- or cross-attention, then a feed-forward layer; pre-norm."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -75,13 +75,13 @@ class _Attention(nn.Module):
 
 
 class AllJoined(NamedTuple):
-    """Nodes that all exchange messages, and the features of all their edges, padded.
+    """Features of edges between all blocks and devices of a pair, padded.
 
     Attributes:
-        seconds: Of each block on each device.  # [B, G, D, NUM_BLOCK_DEVICE_FEATURES]
-        links: From devices whose links the others are told of.  # [B, S, D, NUM_LINK_FEATURES]
-        told: Numbers of these in the batch.  # [B, S]
-        is_told: Which of them are real.  # [B, S]
+        seconds: Features of each block on each device.  # [B, G, D, NUM_BLOCK_DEVICE_FEATURES]
+        links: Features of links from source devices.  # [B, S, D, NUM_LINK_FEATURES]
+        told: Numbers of the source devices in the batch; see ``hetero_data``.  # [B, S]
+        is_told: Which source devices are not padding.  # [B, S]
     """
 
     seconds: Tensor
@@ -114,19 +114,19 @@ def all_joined(graphs: Any) -> AllJoined:
 def attend(
     conv: TransformerConv, sources: Tensor, is_real: Tensor, targets: Tensor, features: Tensor
 ) -> Tensor:
-    """Messages of a ``TransformerConv`` where each source has an edge to each target.
+    """Messages of a ``TransformerConv`` on a graph where every source feeds every target.
 
     With queries q, keys k, values v and an edge's features W x,
 
         a(t, s) = softmax over s of (q(t) . k(s) + (q(t) W) . x(s, t)) / sqrt(size)
         out(t) = sum over s of a(t, s) v(s) + W (sum over s of a(t, s) x(s, t))
 
-    so that nothing as wide as an embedding is made for each of the edges.
+    so that no edge needs a vector as wide as an embedding.
 
     Args:
         conv: The layer.
         sources: Embeddings of sources.  # [B, S, width]
-        is_real: Whether a source is none of the padding.  # [B, S] bool
+        is_real: Whether a source is not padding.  # [B, S] bool
         targets: Embeddings of targets.  # [B, T, width]
         features: Features of edges.  # [B, S, T, F]
 
@@ -235,8 +235,8 @@ class PaperEncoder(nn.Module):
     """Graph attention over ops, then a sequence model; no device graph.
 
     Unlike the paper's fixed softmax over M + 4 actions, candidates are scored by their features,
-    so that one set of weights serves any cluster; and it is smaller (the paper: 12 layers of 8
-    heads, then 8 layers of Transformer-XL, for whole op graphs of 2,000 groups).
+    so that one set of weights serves any cluster. Also unlike the paper's, the network is small;
+    the paper has 12 layers of 8 heads, then 8 layers of Transformer-XL, for 2,000 groups.
     """
 
     sizes: ClassVar[dict[str, Any]] = {"rank": 0}  # each block is decided on its own

@@ -1,6 +1,6 @@
-"""A policy on models and clusters: zero-shot and fine-tuned, beside baselines and long search.
+"""Evaluation of a policy: zero-shot and fine-tuned, beside baselines and a long search.
 
-All rows are judged by the referee. The searches do not see what the policy proposes.
+The referee judges all rows. The searches do not see the policy's proposals.
 """
 
 import math
@@ -26,7 +26,7 @@ def _long_search(
     evaluator: Evaluator, budget: Budget, seed: int, progress: Progress
 ) -> list[MethodRow]:
     """Rows of ``auto`` without any policy, and the best of them as ``search``."""
-    # A policy's proposals must not be among the seeds of the searches that it is compared with.
+    # The policy is compared with these searches, so its proposals must not be among their seeds.
     request = Request(graph=evaluator.graph, cluster=evaluator.cluster, budget=budget, seed=seed)
     rows = run_methods(evaluator, request, Session(progress=progress))
     best = replace(
@@ -50,16 +50,16 @@ def evaluate_policy(
 
     Args:
         policy: Name or file of the policy.
-        request: Model, cluster and seed; the budget is that of ``auto`` without the policy,
-            divided among its searches, and again of ``agent+search``. A given layout is a row
-            beside the others; no search starts from it.
+        request: Model, cluster and seed. The budget is that of ``auto`` without the policy,
+            divided among its searches; ``agent+search`` has as much again. A given layout is a
+            row beside the others; no search starts from it.
         tuned: The policy with a budget of fine-tuning, if it is tuned.
         progress: Function that gets every method's progress.
 
     Returns:
         Baselines, ``agent_greedy``, ``agent_16``, ``agent`` (64 draws), ``agent_finetuned``,
         ``agent+search``, every search without the policy, and ``search``, which is ``auto``
-        without the policy. The agent's seconds count from graph and policy in memory.
+        without the policy. The agent's seconds do not include loading the graph and the policy.
     """
     evaluator = Evaluator(request.graph, request.cluster)
     budget, seed = request.budget, request.seed
@@ -91,7 +91,7 @@ def evaluate_policy(
 
 
 def summary(rows: Sequence[MethodRow]) -> dict[str, float | None]:
-    """Step times over the long search's: the policy's, a given layout's, the best baseline's."""
+    """Ratios to the long search's step: the policy's, a given layout's, the best baseline's."""
     by_name = {row.method: row.step_time_s for row in rows}
     reference = by_name.get(LONG_SEARCH)
     baselines = [

@@ -1,10 +1,10 @@
 """Fine-tuning on one pair: the policy keeps learning from its own best strategies there.
 
-Each step draws strategies and learns from them by REINFORCE, and imitates the best seen so far
-(expert iteration: a short search starts from them now and then). The result is the best strategy
-seen, as in the paper's table 6, which gives the time to train for an unseen graph; the policy's
-proposals before and after are among them, so fine-tuning is never worse than zero-shot. It learns
-in the way that the best proposal came from: plain, pipelined, or with a divided state.
+Each step draws strategies, learns from them by REINFORCE, and imitates the best seen so far. Every
+few steps, a short search starts from these (expert iteration). The result is the best strategy
+seen, as in the paper's table 6, which gives the time to train for an unseen graph. It includes the
+policy's proposals before and after, so fine-tuning is never worse than zero-shot. Training uses
+the kind of rows that the best proposal has: plain, pipelined, or with a divided state.
 """
 
 import copy
@@ -23,15 +23,15 @@ from heterog.envs.pair import Pair, Score
 from heterog.lowering.program import IntArray
 from heterog.methods.planner import Budget, Planner, PlanResult, Problem, Spending
 
-_NUM_SAMPLES = 24
-_SEARCH_EVERY = 8
+_NUM_SAMPLES = 24  # draws of each training step
+_SEARCH_EVERY = 8  # training steps between two searches
 _SEARCH_EVALUATIONS = _SEARCH_EVERY * _NUM_SAMPLES
-"""As many evaluations as are drawn in the steps between two searches."""
-_NUM_KEPT = 8
+"""Evaluations of a search: as many as the draws of the steps between two searches."""
+_NUM_KEPT = 8  # best rows that are kept
 
 
 class FineTuned(Planner):
-    """A policy, fine-tuned on the problem's pair for a budget of its own.
+    """A policy, fine-tuned on the problem's pair with its own budget.
 
     Args:
         policy: Policy to begin with; it is not changed.
@@ -73,7 +73,7 @@ class FineTuned(Planner):
                 allowed = int(min(_SEARCH_EVALUATIONS, left))
                 rows += [*find_elites(pair, allowed, rng, starts).rows]
             for row in rows:
-                best[row.tobytes()] = (row, pair.score(row))  # already scored, so only looked up
+                best[row.tobytes()] = (row, pair.score(row))  # a look-up: it is scored already
             kept = sorted(best.items(), key=lambda item: item[1][1].preference)[:_NUM_KEPT]
             best = dict(kept)
             top = kept[0][1][1]

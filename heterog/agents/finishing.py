@@ -1,10 +1,10 @@
-"""Finishes rows in words that they lack: teams inside hosts, caps, split backward passes, a V.
+"""Finishes rows by what they cannot express: teams in hosts, caps, split backward passes, a V.
 
 A policy decides which devices train which blocks. A pipelined row is a sequence of *stages*, runs
-of blocks on the same devices. Without another word of the policy, the neighbours in a host that
-share a stage may form teams, whose micro-batches may then be as small as a sample; stages may have
-caps that hide messages, or leave weight gradients for when they would wait; and each device may
-have two stages, as the model goes through the row's stages forth and back.
+of blocks on the same devices. A finish adds to this without the policy. Devices of a host that
+share a stage may form teams, whose micro-batches may be as small as one sample. Stages may have
+caps that hide messages, or delay weight gradients until they would wait. Each device may have two
+stages, if the model goes through the row's stages forth and back.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class Scheduled(StrEnum):
 
     AS_IT_COMES = ""
     SPLIT = "split"
-    """Weight gradients when a device would wait otherwise."""
+    """Weight gradients are delayed until a device would wait."""
     CAPPED = "capped"
     """With the caps of 1F1B."""
     HIDDEN = "hidden"
@@ -95,9 +95,10 @@ class Finisher:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Sizes of teams worth trying, the largest first; none if teams have little to share.
+        """Sizes of teams worth trying, the largest first; none if teams have little to divide.
 
-        Teams share matrix products. To find that out of NASNet's convolutions takes 14 seconds.
+        Teams divide matrix products, so their FLOPs are checked first: finding that team rules do
+        not suit NASNet's convolutions takes 14 seconds.
         """
         graph = self._evaluator.graph
         is_product = np.array([op.kind.startswith(_PRODUCTS) for op in graph.ops])
@@ -143,7 +144,7 @@ class Finisher:
         finish: Finish,
         num_micro: int,
     ) -> Finished | None:
-        """The first halves of the stages in their order, then the others in the opposite one."""
+        """The first halves of the stages in their order, then the second halves in reverse."""
         counts = [last - first for _, first, last in stages]
         if len(stages) < 2 or min(counts) < 2:
             return None
@@ -169,7 +170,7 @@ class Finisher:
         return self._with_teams(folded, finish.team_size, schedule)
 
     def _between_layers(self, starts: IntArray) -> IntArray:
-        """The nearest groups at which layers begin: elsewhere turns would wait for each other."""
+        """The nearest groups at which layers begin; with cuts elsewhere, turns may deadlock."""
         layers = layers_of(self._evaluator.graph)
         if len(layers.names) < 2:
             return starts
@@ -206,12 +207,12 @@ class Finisher:
 
 
 def moved_cuts(row: IntArray, member: npt.NDArray[np.bool_], step: int = 1) -> Iterator[IntArray]:
-    """A row with one of its stages a few groups longer, and its neighbour as much shorter.
+    """Rows with one stage a few groups longer, and its neighbour as much shorter.
 
     Args:
         row: Candidate of each group or block.  # [G]
         member: Whether a device takes part in each candidate.  # [C, D]
-        step: Number of groups; a neighbour with no more of them is left out altogether.
+        step: Number of groups; a neighbour with no more groups disappears.
     """
     changes = np.flatnonzero((member[row[1:]] != member[row[:-1]]).any(axis=1)) + 1
     bounds = [0, *changes.tolist(), len(row)]

@@ -23,8 +23,8 @@ def hetero_data(observation: Observation) -> HeteroData:
 
     Nodes: ``block``, ``device``, ``candidate``. Edges: blocks that feed one another (both ways),
     every block with every device (its seconds there), every device with every other (their link),
-    and devices in a candidate (their share of the batch). Of more than ``MOST_LINKED`` devices
-    each is told of the links to ``NUM_TOLD``, spread over hosts, as most are alike.
+    and devices in a candidate (their share of the batch). With more than ``MOST_LINKED`` devices,
+    only ``NUM_TOLD`` devices, spread over hosts, have edges to all others: most links are alike.
     """
     data = HeteroData()
     num_blocks, num_devices = len(observation.blocks), len(observation.devices)
@@ -86,7 +86,7 @@ class PairBatch:
 
 
 def num_told(num_devices: int) -> int:
-    """Number of devices whose links the others are told of."""
+    """Number of devices with link edges to all others."""
     return num_devices if num_devices <= MOST_LINKED else NUM_TOLD
 
 

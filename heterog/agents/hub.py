@@ -1,9 +1,8 @@
-"""Policies as folders that a hub can hold, and from any address that ``fsspec`` opens.
+"""Policies as folders that a hub can hold, read from any address that ``fsspec`` opens.
 
-``config.json`` has what a policy's file has beside the weights (versions, sizes, how it was
-trained, what it reached) and a digest of them; they are in ``model.safetensors``, or in
-``weights.pt`` where safetensors is not installed; ``README.md`` is the card. Reading runs no code
-of a folder.
+The weights are in ``model.safetensors``, or in ``weights.pt`` if safetensors is not installed.
+``config.json`` has a digest of the weights and the rest of a policy's file: versions, sizes,
+training and results. ``README.md`` is the card. Reading a folder runs no code from it.
 """
 
 import hashlib
@@ -82,7 +81,7 @@ def pull(address: str) -> Checkpoint:
     """Read a policy's folder.
 
     Args:
-        address: A folder, or what ``fsspec`` opens: ``https://...``, ``s3://...``, ``hf://...``.
+        address: A folder, or an ``fsspec`` address: ``https://...``, ``s3://...``, ``hf://...``.
 
     Raises:
         InputFileError: a file is missing or damaged, or the policy does not fit this heterog.

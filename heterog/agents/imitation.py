@@ -2,10 +2,9 @@
 
     loss = - mean over pairs and elites of log p(elite) / G
 
-The value head learns the reward of the best of them beside it.
-
-Pairs with headroom over the best uniform row come more often. A policy's own samples that beat
-a pair's elites replace them (expert iteration), if another learner draws samples as well.
+The value head also learns, from the reward of the best elite. Pairs with headroom over the best
+uniform row are drawn more often. If the learner also draws samples, those that beat a pair's
+elites replace them (expert iteration).
 """
 
 import math
@@ -28,7 +27,7 @@ from heterog.envs.pair import Pair
 from heterog.lowering.program import IntArray
 from heterog.workers import HERE, Workers
 
-_NUM_STARTS = 12
+_NUM_STARTS = 12  # rows drawn by the rule of thumb
 _OF_PAIR = ("name", "observation")
 """Attributes of an example that its pair gives."""
 
@@ -42,8 +41,8 @@ class Example:
         name: Name of model and cluster.
         observation: Observation of the pair.
         elites: The best rows known.  # [num_elites, G]
-        best_s: Step time of the first of them.
-        baseline_s: Step time of the best data-parallel baseline, which rewards are relative to.
+        best_s: Step time of the first elite.
+        baseline_s: Step time of the best data-parallel baseline, to which rewards are relative.
         uniform_s: Step time of the best uniform row.
         headroom: Logarithm of the gain of the best elite over the best uniform row.
         num_evaluations: Evaluations that the search spent.
@@ -60,7 +59,7 @@ class Example:
     num_evaluations: int
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """The attributes that a checkpoint holds."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_PAIR}
         return own | {"elites": torch.from_numpy(self.elites.copy())}
 
@@ -89,11 +88,11 @@ def search_pair(pair: Pair, num_evaluations: int, rng: np.random.Generator) -> E
 
 
 def make_example(source: PairSource, index: int, num_evaluations: int) -> Example | None:
-    """Search one pair of a source; ``None`` if nothing was found that fits and can be drawn."""
+    """Search one pair of a source; ``None`` if no row was found that fits and can be drawn."""
     pair = source.pair(index)
     found = search_pair(pair, num_evaluations, source.rng(index))
     observation = pair.observation
-    # A policy cannot draw a row in which an estimate masks a block on its candidate.
+    # A policy cannot draw a row in which the memory estimate masks a block's candidate.
     is_drawable = [observation.fits[np.arange(pair.num_blocks), row].all() for row in found.rows]
     if found.overflow > 0.0 or not any(is_drawable):
         return None

@@ -1,8 +1,8 @@
-"""A policy that improves plans: it scores the moves of a local search from where they are made.
+"""A policy that improves plans: it scores the moves of a local search at a point.
 
-The network reads a point as the search sees it (``methods.local_search.move_features``): groups of
-ops with what the timeline says of them exchange messages along the edges of the graph, each move
-joins what it changes with the groups that it changes. It answers how likely the move is to gain.
+The network reads the features of ``methods.local_search.move_features``. Groups, with facts of the
+timeline, exchange messages along the edges of the graph. The features of a move are joined with
+the embeddings of the groups that it changes. The output is the logit that the move gains.
 ``LedMoves`` draws many of the search's own random moves at each point and tries the best scored.
 """
 
@@ -42,24 +42,24 @@ from heterog.units import GIB
 SHIPPED = "default"
 _SHIPPED = resources.files("heterog.agents") / "improvers"
 POOL = (32, 64)
-"""Least and most moves that are drawn at once: more where a simulation takes longer."""
+"""Least and most moves that are drawn at once; the longer a simulation, the more."""
 TASKS_PER_MOVE = 500
-"""Simulated tasks that take about as long as a move that is drawn and scored."""
+"""Simulated tasks that take about as long as drawing and scoring a move."""
 TRIED = 8
-"""Moves that are tried of a pool, the best scored, before others are drawn."""
+"""Number of the best scored moves of a pool that are tried before others are drawn."""
 _SPREAD = 0.5
-"""Scale of the noise on scores: with more, moves with low scores are tried, too."""
+"""Scale of the noise on scores: with more noise, moves with low scores are tried, too."""
 BLIND, LEARNED = range(2)
 LEAST_PART = 0.15
-"""Least part of moves that are chosen, and of those that are blind."""
+"""Least part of moves that the policy chooses, and of random (blind) moves."""
 MOST_GAIN = 0.1
-"""Logarithm above which the gain of one move counts no more in the payoff."""
-_PRIOR_GAIN, _PRIOR_COST = 0.02, 10.0
-_FORGOTTEN = 0.99  # what is left of earlier gains and costs after another move
-_MOST_REPEATED = 12  # proposals in a row that lead to points that were proposed before
-DROPOUT = 0.15  # while it learns
+"""Largest logarithm of a gain that counts in the payoff."""
+_PRIOR_GAIN, _PRIOR_COST = 0.02, 10.0  # first values of each arm, to which both decay
+_FORGOTTEN = 0.99  # factor on earlier gains and costs after each move
+_MOST_REPEATED = 12  # most proposals in a row that lead to known points
+DROPOUT = 0.15  # in training only
 GAIN = 1e-3
-"""Relative gain from which a move counts as one that gains."""
+"""Least relative gain with which a move counts as gaining."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,10 +186,10 @@ def with_neighbours(edges: npt.NDArray[np.integer], num_groups: int) -> npt.NDAr
 
 
 class SearchScores:
-    """Scores moves in one search as ``Improver.forward`` does, with less to do for each.
+    """Scores moves of one search as ``Improver.forward`` does, but faster.
 
-    The graph stays the same, so that means over neighbours are products with a matrix; what a move
-    shares with others of a point is multiplied once.
+    The graph is fixed, so means over neighbours are products with a matrix. Products that all
+    moves of a point share are computed once (``enter``).
 
     Args:
         policy: The network.
@@ -222,7 +222,7 @@ class SearchScores:
 
     @torch.inference_mode()
     def enter(self, view: View) -> tuple[Tensor, Tensor]:
-        """What the scores of moves from a point have in common: of groups, and of the point."""
+        """Products that all moves from a point share: of its groups, and of the point."""
         policy, size = self._policy, len(view.groups)
         x = policy.groups(tensor(view.groups) * policy.groups_seen)
         for norm, weight, bias in self._rounds:
@@ -252,12 +252,12 @@ class SearchScores:
 
 
 class LedMoves:
-    """Moves of a search that a policy chooses from many random ones, beside blind ones.
+    """Moves of a search: some chosen by a policy from many random ones, some blind.
 
-    Small moves and whole-plan moves are drawn from a point and scored together; the best are
-    tried, from this point, until one of them gains or none is left. Chosen and blind moves take
-    turns by what each has gained of late for its cost, so that a policy that does not help costs
-    ``LEAST_PART`` of the moves and no more.
+    Small moves and whole-plan moves are drawn at a point and scored together. The best are tried
+    from this point until one gains or none is left. Chosen and blind moves alternate in proportion
+    to their recent gains per cost (``Payoff``), so a policy that does not help costs only
+    ``LEAST_PART`` of the moves.
 
     Args:
         search: The search.
@@ -290,7 +290,7 @@ class LedMoves:
         return found
 
     def _learn(self) -> None:
-        """Tell the payoff what the last move has gained, and what it took in simulated tasks."""
+        """Record the gain of the last move, and its cost in simulated tasks, in the payoff."""
         if self._last is None:
             return
         arm, before, after = self._last
@@ -303,7 +303,7 @@ class LedMoves:
         self._payoff.add(arm, gained, tasks / self._usual_tasks)
 
     def _chosen_from(self, state: State) -> State | None:
-        """The best move that is left; ``None`` if the point cannot be looked at."""
+        """The best remaining move; ``None`` if the point cannot be simulated."""
         for _ in range(_MOST_REPEATED):
             if self._is_over(state):
                 self._enter(state)
@@ -318,7 +318,7 @@ class LedMoves:
         return found
 
     def _is_over(self, state: State) -> bool:
-        """Whether moves are to be drawn from another point than the last ones."""
+        """Whether to draw new moves, from another point than the last ones."""
         if self.view is None:
             return True
         if state.key == self.view.state.key:
@@ -346,14 +346,14 @@ class LedMoves:
         return [moves[number] for number in best.tolist()]
 
     def scores(self, view: View, moves: Sequence[Move]) -> npt.NDArray[np.float64]:
-        """Scores of moves from the point that was entered."""
+        """Scores of moves from the point of the last ``_enter``."""
         assert self._entered is not None
         features, changed = self._features.of(view, moves), changed_groups(view.state, moves)
         return self._scores.of(self._entered, features, changed)
 
 
 class Payoff:
-    """Draws one of some arms, more often those that gained more for their cost of late.
+    """A bandit that draws arms in proportion to their recent gain per cost.
 
     Args:
         count: Number of arms.
@@ -364,7 +364,7 @@ class Payoff:
         self._cost = np.full(count, _PRIOR_COST)
 
     def drawn(self, rng: np.random.Generator) -> int:
-        """Number of an arm; none is drawn less often than ``LEAST_PART``."""
+        """Number of an arm; each has at least the probability ``LEAST_PART``."""
         rate = self._gain / self._cost
         part = LEAST_PART + (1.0 - len(rate) * LEAST_PART) * rate / rate.sum()
         return int(np.searchsorted(np.cumsum(part)[:-1], rng.random(), "right"))
@@ -380,7 +380,7 @@ class Payoff:
 
 
 def led_by(policy: Improver) -> Lead:
-    """A search's lead, by a policy."""
+    """A lead that lets a policy choose the moves of a search."""
     return lambda search: LedMoves(search, policy)
 
 
@@ -393,7 +393,7 @@ def save_improver(path: Path, policy: Improver, card: Mapping[str, Any]) -> None
 
 
 def of_today(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights for today's features: those of 0.2 did not see the rules of ops."""
+    """Weights for the current features; weights of version 0.2 lack those of op rules."""
     groups, moves = weights["groups.0.weight"], weights["moves.0.weight"]
     if groups.shape[1] != NUM_GROUP_FEATURES - 1:
         return dict(weights)

@@ -1,9 +1,9 @@
 """PPO through stable-baselines3 for ``heterog/JobPartition-v0``, with actions masked.
 
 The policy sees the job, the cluster and which degrees have room, through two small layers.
-Degrees without room are masked, not only illegal ones, because they would be blocked. Those with
-which a job would be late are not masked: asking for one is how the policy turns a job away.
-Masking them, with rejection as an action, was tried and learned worse on all four distributions.
+Illegal degrees and degrees without room are masked, because the job would be blocked. Degrees with
+which the job would be late are not masked: by choosing one, the policy turns a job away. Masking
+them, with rejection as an action, was tried and learned worse on all four distributions.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ from torch import Tensor
 from heterog.envs.job_partition import JobPartitionEnv
 from heterog.search.arrivals.queueing import blocking_rate, causes
 
-NUM_ENVS = 8
+NUM_ENVS = 8  # environments that run at once
 STEPS_PER_ROLLOUT = 256
 """Decisions of each environment between two updates."""
-_REFUSED = -1e9
+_REFUSED = -1e9  # score of an action without room: its probability is 0
 
 
 class MaskedPolicy(MultiInputActorCriticPolicy):
@@ -72,8 +72,8 @@ def train_jobs(
         make_env: Function that makes each of the environments that play side by side.
         num_decisions: Number of arrivals to learn from.
         seed: Seed of everything random.
-        gamma: Discount of a reward for each arrival until it comes. Jobs overlap few arrivals, so
-            0.99 looks far enough; the paper's is 0.997 to 0.999.
+        gamma: Discount of rewards per arrival. Jobs overlap few arrivals, so 0.99 looks far enough
+            ahead; the paper's is 0.997 to 0.999.
         report: Function called after each rollout with the decisions so far and the part accepted.
     """
     envs = DummyVecEnv([make_env] * NUM_ENVS)

@@ -1,11 +1,11 @@
-"""What every way to learn has in common, and learning by gradients of a loss.
+"""The base class of learners, and learning by gradients of a loss.
 
-``imitation``, ``reinforce`` and ``mixed``, both at once, follow gradients; ``sb3:NAME`` and
+``imitation``, ``reinforce`` and ``mixed`` (both at once) follow gradients; ``sb3:NAME`` and
 ``sb3_contrib:NAME`` are algorithms of stable-baselines3 and sb3-contrib (``sb3``);
-``path/to/file.py:NAME`` is a learner of your own, a subclass of ``Learner``.
+``path/to/file.py:NAME`` is your own learner, a subclass of ``Learner``.
 
-Every random draw comes from one generator whose state is in the checkpoint, so a run that was
-stopped and resumed ends with the same weights as one that was not.
+All random draws of gradient learners come from one generator whose state is in the checkpoint, so
+a run that is stopped and resumed ends with the same weights as an uninterrupted one.
 """
 
 import warnings
@@ -37,15 +37,15 @@ Report = Callable[[str, float, str], None]
 
 
 def _silent(stage: str, fraction: float, text: str) -> None:
-    """Tell nobody."""
+    """Report nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is to be learned.
+    """A learning task.
 
     Attributes:
-        source: Source of the pairs; those below ``config.num_pairs`` are for learning.
+        source: Source of the pairs; pairs below ``config.num_pairs`` are for learning.
         config: Settings.
         policy: Policy to begin with, which the learner may change.
         reward: Reward of a scored strategy.
@@ -65,7 +65,7 @@ class Learner(ABC):
     """Improves a policy step by step; ``Trainer`` validates it, keeps the best, stops and resumes.
 
     Args:
-        task: What is to be learned.
+        task: The learning task.
 
     Attributes:
         policy: The policy that is learning.
@@ -87,7 +87,7 @@ class Learner(ABC):
         """Make a step of ``config.num_steps``; return numbers to log."""
 
     def state(self) -> dict[str, Any]:
-        """What it needs to go on besides the policy's weights, as a checkpoint may hold it."""
+        """The state to resume from beside the policy's weights, as a checkpoint may hold it."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (nothing by default)
@@ -98,7 +98,7 @@ MakeLearner = Callable[[Task], Learner]
 
 
 def learner_of(algorithm: str) -> MakeLearner:
-    """What makes the learner of a name; see the module docstring.
+    """The function that makes the learner of a name; see the module docstring.
 
     Raises:
         UnknownNameError: there is no such algorithm.
@@ -139,10 +139,10 @@ _MOST_KEPT = 256
 
 
 class PairScorer:
-    """Scores rows of a source's pairs; each pair then knows the scores of its rows.
+    """Scores rows of a source's pairs on workers, and stores the scores in the pairs.
 
     Args:
-        workers: Workers that score; in this process, rows are scored when their scores are needed.
+        workers: Workers that score; without any, rows are scored when their scores are needed.
         source: Source of the pairs.
     """
 
@@ -194,7 +194,7 @@ def _pair(source: _Same, index: int) -> Pair:
 
 
 class GradientLearner(Learner):
-    """Draws or copies strategies of some pairs a step; see the module docstring."""
+    """Learns from some pairs per step, by imitation or REINFORCE; see the module docstring."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -203,7 +203,7 @@ class GradientLearner(Learner):
             self.policy.parameters(), config.learning_rate, betas=(0.9, 0.98), weight_decay=0.02,
             foreach=True,
         )  # fmt: skip
-        # The average over the last few hundred steps is validated and kept: it is steadier.
+        # The average over the last few hundred steps varies less, so it is validated and kept.
         averaging = get_ema_multi_avg_fn(config.average_decay)  # type: ignore[no-untyped-call]
         self.averaged = AveragedModel(self.policy, multi_avg_fn=averaging)
         self._rng = np.random.default_rng([config.seed, 77])
@@ -227,7 +227,7 @@ class GradientLearner(Learner):
 
     @property
     def examples(self) -> list[Example]:
-        """Pairs with what a search found for them, searched when they are first asked for."""
+        """Pairs with the elites of a search, which runs at the first use."""
         if self._known is None:
             self._known = self._searched() if self.task.config.imitates else []
         return self._known
@@ -252,7 +252,7 @@ class GradientLearner(Learner):
             )
         self.num_evaluations += sum(example.num_evaluations for example in examples)
         for example in examples if config.reinforces else ():
-            # Draws are judged more finely than the search did, so that its best is judged anew.
+            # Draws are scored op by op, unlike in the search, so its best row is scored again.
             pair = self.pair(example.index)
             example.best_s = pair.score(example.elites[0]).step_time_s
         return examples
@@ -274,7 +274,7 @@ class GradientLearner(Learner):
             keys = self._rng.choice(config.num_pairs, config.pairs_per_step).tolist()
             # Sorted as in ``Imitation.choose``, for the halves below.
             keys.sort(key=lambda key: self.pair(key).num_candidates)
-        # Two halves, so that smaller tables are not padded to the size of the largest.
+        # In two halves, so that small tables are not padded to the size of the largest.
         for half in (slice(0, len(keys) // 2), slice(len(keys) // 2, None)):
             if keys[half]:
                 part = len(keys[half]) / len(keys)
@@ -288,7 +288,7 @@ class GradientLearner(Learner):
     def _accumulate(
         self, chosen: list[Example], keys: list[int], part: float, step: int
     ) -> dict[str, float]:
-        """Add the gradient of some pairs of a step; return their numbers."""
+        """Add the gradient of some pairs of a step; return numbers to log."""
         config, terms = self.task.config, {}
         loss = torch.zeros(())
         if config.imitates:
@@ -311,7 +311,7 @@ class GradientLearner(Learner):
         return terms
 
     def pair(self, index: int) -> Pair:
-        """A training pair, kept once it is made, without the scores of earlier steps."""
+        """A training pair, cached, without the scores of earlier steps."""
         if index not in self._pairs:
             self._pairs[index] = self._judged.pair(index)
         pair = self._pairs[index]
@@ -319,7 +319,7 @@ class GradientLearner(Learner):
         return pair
 
     def state(self) -> dict[str, Any]:
-        """Optimizer, average, draws, and what was found for each pair."""
+        """Optimizer, average, random generator, and the elites of each pair."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "averaged": self.averaged.state_dict(),

@@ -1,13 +1,13 @@
-"""Learning to improve plans from what a search tried.
+"""Learning to improve plans from the moves of searches.
 
-``Recorder`` leads a search, blindly or by a policy, and, every few moves, also tries many others
-from where the search is: points, moves and what each gained (``Recorded``). ``imitate`` trains a
-network to tell moves that gain from the others:
+``Recorder`` makes the moves of a search, at random or by a policy. Every few moves, it also tries
+many others from the current point and records points, moves and gains (``Recorded``). ``imitate``
+trains a network to tell moves that gain from the others:
 
     loss = - mean log p(gains or not) - 0.15 mean over points of sum w log softmax(score)
 
-with w in proportion to the root of the gain: it is not enough to be right on average, the best
-move should come first.
+with w in proportion to the root of the gain. The second term ranks the best move of a point first;
+being right on average is not enough.
 """
 
 import io
@@ -38,15 +38,15 @@ from heterog.methods.local_search.plan_moves import PLAN_PART, PlanMoves, drawn_
 from heterog.methods.local_search.planner import Search, cost_of
 
 LIMIT = 1.02
-"""Times the step before a move: seconds above which nobody asks how slow the step becomes."""
-_EVERY, _WIDTH = 8, 32
-_LISTED = 0.15  # weight of the order of a point's moves
-_MOST_GAIN = 0.5  # logarithm above which a gain counts no more
+"""Ratio to the step before a move above which its simulation is given up."""
+_EVERY, _WIDTH = 8, 32  # see ``Recorder``
+_LISTED = 0.15  # weight of the ranking term of the loss
+_MOST_GAIN = 0.5  # largest logarithm of a gain that counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recorded:
-    """Points of a search of one pair, and what moves from there gained.
+    """Points of a search of one pair, and the gains of moves from them.
 
     Attributes:
         groups: Features of groups.  # [num_points, num_groups, NUM_GROUP_FEATURES]
@@ -79,11 +79,11 @@ class Recorded:
 
 
 class Recorder:
-    """Moves of a search, which it also records; a ``Lead`` of ``LocalSearch``.
+    """Makes the moves of a search and records them; for a ``Lead`` of ``LocalSearch``.
 
     Args:
         search: The search.
-        policy: What chooses the moves, so that points are recorded to which it comes; blind moves
+        policy: Policy that chooses the moves, so that points on its way are recorded; random moves
             if ``None``.
         every: Number of moves of the search between two points.
         width: Number of moves that are tried from a point.
@@ -126,7 +126,7 @@ class Recorder:
         view, cost = self._features.view(state, *looked), cost_of(looked[0])
         kept, search.neighbours.rng = search.neighbours.rng, self._rng
         moves = drawn_moves(search.neighbours, self._plans, view, self._width)
-        moves += moves[:1] * (self._width - len(moves))  # some change nothing
+        moves += moves[:1] * (self._width - len(moves))  # moves that change nothing are missing
         search.neighbours.rng, self._busy_s = kept, view.load_s
         features = self._features.of(view, moves)
         made = [search.neighbours.after(move) for move in moves]
@@ -141,7 +141,7 @@ class Recorder:
         )
 
     def recorded(self) -> Recorded | None:
-        """What was recorded so far; ``None`` if that is nothing."""
+        """Everything recorded so far; ``None`` if nothing was."""
         if not self._rows:
             return None
         groups, whole, moves, changed, gains = map(np.stack, zip(*self._rows, strict=True))
@@ -156,7 +156,7 @@ class Recorder:
 
 
 def points_of(items: Sequence[tuple[Recorded, int]]) -> tuple[Points, Tensor]:
-    """Some points together, and the gains of their moves."""
+    """A batch of points, and the gains of their moves."""
     parts: list[list[npt.NDArray[np.generic]]] = [[] for _ in range(8)]
     groups = moves = 0
     for number, (recorded, index) in enumerate(items):
@@ -214,7 +214,7 @@ def imitate(
     seed: int = 0,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Improver:
-    """Train a network on what was recorded.
+    """Train a network on recorded moves.
 
     Args:
         recorded: Points and moves of some pairs, all points equally likely.
@@ -246,12 +246,12 @@ def imitate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Parts of moves that gain, over points.
+    """How often moves gain, as parts.
 
     Attributes:
-        blind: Of all random moves.
-        best: Of the best scored move of each point.
-        possible: Of points with a move that gains.
+        blind: Part of all random moves that gain.
+        best: Part of points whose best scored move gains.
+        possible: Part of points with some move that gains.
         num_points: Number of points.
     """
 
@@ -262,7 +262,7 @@ class Shares:
 
 
 def gaining_shares(policy: Improver, recorded: Sequence[Recorded]) -> Shares:
-    """How often moves gain, drawn at random and as a policy would choose."""
+    """How often moves gain if drawn at random, and if a policy chooses them."""
     found = []
     for each in recorded:
         for index in range(len(each.gains)):

@@ -1,10 +1,10 @@
 """Scores rows at the op level, under any settings of the whole step, and refines the best.
 
-The engine scores many rows, and settings of the whole step for the best of them: micro-batches,
-recomputation in as few blocks as it takes to fit, and what ``finishing`` has words for. The
-referee, up to a tenth away from the engine where links are shared, then judges the best different
-rows, and the places of their cuts and the number of micro-batches are refined by its judgement.
-Both stop after so many simulated tasks, so that an answer takes as long for 256 devices as for 16.
+The engine scores many rows and, for the best of them, settings of the whole step: micro-batches,
+recomputation in as few blocks as needed to fit, and the finishes of ``finishing``. Where links are
+shared, the referee differs from the engine by up to a tenth. So it judges the best different rows,
+and their cuts and micro-batches are refined by its step times. Both stop after a number of
+simulated tasks, so that an answer takes as long for 256 devices as for 16.
 """
 
 import math
@@ -36,36 +36,36 @@ from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Keeps
 if TYPE_CHECKING:
     from heterog.envs.pair import Pair
 
-NUM_RESCORED = 8
-NUM_RETURNED = 4
+NUM_RESCORED = 8  # first rows that are scored with each bucket size
+NUM_RETURNED = 4  # strategies of an answer
 BUCKETS = (0, DEFAULT_BUCKET_BYTES)
-NUM_VARIED = 6
-MICRO_BATCHES = (2, 4, 8, 16)
+NUM_VARIED = 6  # best rows whose settings are varied
+MICRO_BATCHES = (2, 4, 8, 16)  # numbers tried for each varied row
 MOST_TASKS = 1_200_000
 """Most tasks simulated at the op level for a table, up to one and a half seconds of work."""
 NUM_FINISHED = 4
 """Number of different pipelined rows that get teams and schedules."""
 MOST_BEHIND = 1.5
-"""Step time over the best row's up to which such a row may win by them; on cases that no policy
-was held against, they took rows at most 1.26 times further."""
+"""Ratio to the best row's step up to which a pipelined row is finished. On cases that no policy
+was tested on, teams and schedules made rows at most 1.26 times faster."""
 MOST_FINISHED_TASKS = 400_000
-"""Most tasks simulated at the op level for these."""
+"""Most tasks simulated at the op level for teams and schedules."""
 NUM_JUDGED = 6
 """Number of different rows that the referee judges in all orders."""
 MOST_JUDGED = 1.1
-"""Step time over the best judged one's up to which the referee finishes a row."""
+"""Ratio to the best judged step beyond which the referee gives up a row."""
 NUM_REFINED = 4
 """Number of different rows that are refined by the referee."""
 MOST_REFINED_TASKS = 750_000
-"""Most tasks that the referee simulates for these."""
+"""Most tasks that the referee simulates to refine rows."""
 COARSE_STEPS = 8, 4
-"""Numbers of groups by which cuts are moved by the engine, one after another."""
+"""Numbers of groups by which cuts move, one after another, if the engine judges."""
 FINE_STEPS = 4, 2, 1
-"""Numbers of groups by which they are moved by the referee."""
+"""Numbers of groups by which cuts move, one after another, if the referee judges."""
 FILLED = 0.98
-"""Most of a device's memory that strategies may fill which recompute just enough to fit: the
-referee's schedule may need more than the engine's."""
-_HALVINGS = 3
+"""Largest part of a device's memory that a recomputing strategy may fill: the referee's schedule
+may need more than the engine's."""
+_HALVINGS = 3  # bisections of the part of blocks that recompute
 
 Preference = tuple[float, float]
 """(bytes missing, seconds); less is better."""
@@ -81,9 +81,9 @@ class StepSettings:
     Attributes:
         bucket_bytes: Bytes of a bucket, as in ``Strategy``.
         num_micro: Number of micro-batches that the batch is cut into evenly.
-        recompute: Part of the blocks that recompute, first those that free the most bytes per
-            second.
-        keeps: What these keep nevertheless.
+        recompute: Part of the blocks that recompute; blocks that free the most bytes per second
+            come first.
+        keeps: What recomputing blocks keep.
         finish: Teams and schedule.
     """
 
@@ -95,11 +95,11 @@ class StepSettings:
 
 
 def _orders(whole: StepSettings, allowed: tuple[Order, ...]) -> tuple[Order, ...]:
-    """Orders to score in: by rank; first in, first out before it with micro-batches.
+    """Orders to score in: by rank; with micro-batches, first in, first out and then by rank.
 
-    By rank, every micro-batch's forward pass comes before the first backward pass: up to a fifth
-    faster than in turn, or a half slower, and beyond memory where that is scarce. A schedule with
-    caps, split backward passes or turns says itself what comes first.
+    By rank, the forward passes of all micro-batches come before the first backward pass: up
+    to a fifth faster or a half slower than first in, first out, and needs more memory. Schedules
+    with caps, split backward passes or turns set the order themselves.
     """
     wanted = (Order.RANK,) if whole.num_micro == 1 else (Order.FIFO, Order.RANK)
     if whole.finish.schedule:
@@ -133,7 +133,7 @@ class Scorer:
         self.begin(problem, spent)
 
     def begin(self, problem: Problem, spent: int) -> None:
-        """Begin to score rows with a budget, of which some evaluations are spent already."""
+        """Begin to score rows under a budget, of which ``spent`` evaluations are spent already."""
         self._problem, self._num_tasks, self._most_tasks = problem, 0, MOST_TASKS
         self._most_evaluations = math.inf
         if problem.budget.evaluations is not None:
@@ -168,9 +168,9 @@ class Scorer:
             self.finish(row, whole)
 
     def score(self, row: IntArray, whole: StepSettings, best: Preference = _WORST) -> Preference:
-        """(bytes missing, seconds); infinitely many if it is surely slower than the best.
+        """(bytes missing, seconds); infinite if the row is surely slower than the best.
 
-        Nothing more is simulated once the budget is spent.
+        Also infinite for new rows once the budget is spent.
         """
         key = np.asarray(row, np.int32).tobytes(), whole
         if key in self._scored:
@@ -203,7 +203,7 @@ class Scorer:
         return self._scored[key]
 
     def _choice(self, row: IntArray, whole: StepSettings) -> Choice | None:
-        """What the evaluator is asked; ``None`` if the row has no such schedule."""
+        """The row and settings for the evaluator; ``None`` if the row has no such schedule."""
         evaluator = self._problem.evaluator
         made = self._finisher.finished(self._candidates(row, whole), whole.finish, whole.num_micro)
         if made is None:
@@ -218,7 +218,7 @@ class Scorer:
         )._replace(rule_set=made.rule_number)
 
     def _preference(self, found: Evaluation, whole: StepSettings) -> Preference:
-        """An evaluation's preference; as if it did not fit if it recomputes and hardly fits."""
+        """An evaluation's preference; a recomputing strategy above ``FILLED`` does not fit."""
         if whole.recompute > 0.0 and found.outcome == Outcome.OK:
             filled = found.peak_memory_bytes / self.pair.memory.usable_bytes
             if filled.max() > FILLED:
@@ -234,7 +234,7 @@ class Scorer:
         order: Order,
         best: Preference = _WORST,
     ) -> Preference:
-        """As ``score``, in one order, by the referee."""
+        """Like ``score``, but in one order and by the referee."""
         key = np.asarray(row, np.int32).tobytes(), whole, order
         if key in self._judged:
             return self._judged[key]
@@ -256,7 +256,7 @@ class Scorer:
         return self._judged[key]
 
     def judge_best(self) -> None:
-        """Have the referee judge the best rows in all orders."""
+        """Judge the best rows by the referee in all orders."""
         self._most_tasks = self._num_tasks + MOST_REFINED_TASKS // 2
         best = self.best_judged
         for row, whole in self.best_rows(NUM_JUDGED):
@@ -323,7 +323,7 @@ class Scorer:
         return [(np.frombuffer(row, np.int32), whole, order) for row, whole, order in keys[:count]]
 
     def ensure(self, rows: IntArray) -> None:
-        """Make sure of a result even if there was no time to score any of the rows."""
+        """Provide a result even if there was no time to score any row."""
         if not self._scored:
             whole = StepSettings(num_micro=self.pair.num_micro)
             self._scored[self.pair.groups(rows[0]).tobytes(), whole] = _WORST
@@ -343,14 +343,14 @@ class Scorer:
         return list(first.values())
 
     def _kind(self, row: IntArray) -> tuple[object, ...]:
-        """What tells a row from those that only exchange hosts that are alike."""
+        """A key that is equal for rows that differ only by an exchange of hosts of one kind."""
         starts = np.flatnonzero(np.diff(row, prepend=-1))
         return (*starts.tolist(), *kind_of(self.pair, row[starts]))
 
     def _worth_finishing(self) -> list[tuple[IntArray, StepSettings]]:
-        """The best pipelined rows, also behind rows of one stage, unless they are far behind.
+        """The best pipelined rows within ``MOST_BEHIND`` of the best row.
 
-        Rows of one stage are left as they are: data parallelism hides what teams would save.
+        Rows of one stage are not finished: data parallelism hides what teams would save.
         """
         missing, seconds = self.score(*self.best(1)[0])
         most = missing, MOST_BEHIND * seconds
@@ -371,7 +371,7 @@ class Scorer:
         for num_micro in MICRO_BATCHES:
             if num_micro > self.pair.graph.batch_size:
                 return
-            # Smaller micro-batches need less memory: perhaps nothing has to run twice.
+            # Smaller micro-batches need less memory, so recomputation may not be needed.
             cut = replace(whole, num_micro=num_micro, recompute=0.0, keeps=Keeps.NOTHING)
             found = self.score(row, cut, best)
             if best[0] == 0.0 and found >= best and num_micro > whole.num_micro:
@@ -379,9 +379,9 @@ class Scorer:
             best = self._saved(row, cut, min(best, found))
 
     def _saved(self, row: IntArray, whole: StepSettings, best: Preference) -> Preference:
-        """The score, or that with as few blocks recomputing as it takes to fit, if better.
+        """The score, or a better one with as few recomputing blocks as needed to fit.
 
-        Where all of them suffice, all of them are also tried with less to make again.
+        If recomputing all blocks suffices, all blocks with less recomputation are tried, too.
         """
         if best[0] == 0.0 and whole.recompute == 0.0:
             return best
@@ -415,7 +415,7 @@ class Scorer:
         self._move_cuts(row, COARSE_STEPS, lambda other, best: self.score(other, whole, best))
 
     def _in_teams(self, row: IntArray, whole: StepSettings) -> Iterator[StepSettings]:
-        """Teams of every size, whose micro-batches may be small."""
+        """Teams of every size, also with twice as many micro-batches."""
         for size in self._finisher.sizes:
             for num_micro in (whole.num_micro, 2 * whole.num_micro):
                 if num_micro <= self.pair.graph.batch_size:
@@ -423,9 +423,9 @@ class Scorer:
                     yield replace(whole, num_micro=num_micro, finish=finish)
 
     def _scheduled(self, row: IntArray, whole: StepSettings) -> Iterator[StepSettings]:
-        """Schedules of a row with its micro-batches, and weight gradients of all in one go.
+        """Schedules of a row with its micro-batches, and delayed weight gradients without any.
 
-        What a single micro-batch leaves to the schedule is when its weight gradients are made.
+        Without micro-batches, a schedule decides only when weight gradients are computed.
         """
         for schedule in SCHEDULES_TRIED if whole.num_micro > 1 else ():
             yield replace(whole, finish=replace(whole.finish, schedule=schedule))

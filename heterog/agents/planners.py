@@ -1,12 +1,12 @@
 """Policies as planners: ``agent`` answers alone, ``agent+search`` leads a local search.
 
-``agent`` makes one pass of the network and at most 64 draws (the first one greedy), makes others
-of the best draws, refines the best rows for a bounded number of simulated tasks and hands over
-four (``proposals``, ``op_level``). No baseline is among them and none is improved. Beside other
-methods an answer is whole or not begun: ``auto`` gives it the seconds that it takes
-(``whole_s``), or none. Asked again, ``agent`` makes further draws. Beside the draws, whole plans
-are drafted, alone in what the draws have left of ``answer_limit_s``, and the best of both are
-finished by led moves for the rest of it (``beginnings``).
+``agent`` makes one pass of the network and at most 64 draws (the first one greedy), makes more
+rows from the best draws, refines the best rows for a bounded number of simulated tasks and returns
+four (``proposals``, ``op_level``). It neither includes nor improves baselines. Beside other
+methods, ``auto`` gives it the seconds of a whole answer (``whole_s``), or none. Asked again,
+``agent`` makes further draws. It also drafts whole plans; alone, in the seconds of
+``answer_limit_s`` that the draws leave. In the seconds after that, led moves finish the best of
+draws and drafts (``beginnings``).
 ``agent+search`` gives the same proposals to local search as seeds, lets its moves use parts of
 further draws, so that the policy's probabilities order them, and has them led by the policy that
 improves plans (``improver``).
@@ -48,10 +48,10 @@ NUM_PROPOSALS = 256
 MOST_DEVICES = 1024
 """An answer for 836 takes about ten seconds."""
 LEAST_FOR_DRAFTS, LEAST_DRAFTS_S = 64, 0.1
-"""Fewest evaluations, and seconds, that are left of a budget for which drafts are tried, too."""
+"""Fewest remaining evaluations, and seconds, with which drafts are tried, too."""
 ANSWER_LIMITS = ((16, 0.95), (64, 1.95), (1024, 4.95))
-"""Devices, and seconds of an answer with drafts that is asked for alone: fewer drafts are tried
-where the rows have taken most of them. Between devices by the logarithm. What is simulated last
+"""(devices, seconds of an answer with drafts if no other method runs), interpolated over the
+logarithm of devices. The more seconds rows take, the fewer drafts are tried. The last simulation
 ends a little later: an answer takes 1, 2 and 5 seconds."""
 _LAST_S, _HAS_ASKED, _DRAFTED = "last_s", "has_asked", "drafted"  # in a method's memory
 _TOO_MANY = PlanResult(
@@ -83,9 +83,9 @@ _proposed: WeakKeyDictionary[Evaluator, dict[tuple[object, ...], Proposed]] = We
 def ask(policy: "str | Policy", problem: Problem, num_samples: int = NUM_SAMPLES) -> Proposed:
     """The proposals of a policy (a name, a file or the network itself) for a problem.
 
-    Under a budget in seconds, its earlier proposals for the same evaluator are reused, so that
-    ``agent+search`` need not wait for the network that ``agent`` has just run. Those that time has
-    cut short are not: with more time there would have been others.
+    Under a budget in seconds, earlier proposals for the same evaluator are reused, so that
+    ``agent+search`` need not wait for the network that ``agent`` has just run. Proposals that were
+    cut short are not reused: with more time there would be better ones.
     """
     known = _proposed.setdefault(problem.evaluator, {})
     key = _key(policy, problem, num_samples)
@@ -103,7 +103,7 @@ def _make(policy: "str | Policy", problem: Problem, num_samples: int) -> Proposa
 def _more(
     proposals: Proposals, policy: "str | Policy", problem: Problem, num_samples: int
 ) -> Proposed:
-    """More proposals, kept if they are whole and others may ask for the same."""
+    """More proposals, remembered if they are whole."""
     found = proposals.more(problem)
     if problem.budget.seconds is not None and found.is_whole:
         known = _proposed.setdefault(problem.evaluator, {})
@@ -112,23 +112,23 @@ def _more(
 
 
 def _key(policy: "str | Policy", problem: Problem, num_samples: int) -> tuple[object, ...]:
-    """All but the budget that whole proposals depend on."""
+    """Everything but the budget on which whole proposals depend."""
     return policy, problem.seed, problem.step_barrier, problem.orders, num_samples
 
 
 def _has_many(problem: Problem) -> bool:
-    """Whether a search begins from what others found: a policy's answer takes too long."""
+    """Whether to start from other methods' plans, since a policy's answer takes too long."""
     return bool(problem.seeds) and problem.evaluator.cluster.num_devices > MANY_DEVICES
 
 
 def _is_too_short(needed_s: float, problem: Problem) -> bool:
-    """Whether there is no time for what is whole or not begun, but something else to hand over."""
+    """Whether a whole answer takes too long while other methods have plans already."""
     seconds = problem.budget.seconds
     return seconds is not None and bool(problem.seeds) and seconds < needed_s
 
 
 def answer_limit_s(num_devices: int) -> float:
-    """Seconds of an answer where nothing else is asked, after which nothing more is drafted.
+    """Seconds of an answer if no other method runs; later, no more drafts are tried.
 
     >>> [round(answer_limit_s(devices), 2) for devices in (2, 16, 64, 256, 1024)]
     [0.95, 0.95, 1.95, 3.45, 4.95]
@@ -138,7 +138,7 @@ def answer_limit_s(num_devices: int) -> float:
 
 
 def drafts_budget(left: Budget, num_devices: int, spent_s: float = 0.0) -> Budget:
-    """What drafts have of a budget: seconds up to ``answer_limit_s``, less what draws have spent.
+    """Budget of drafts: seconds up to ``answer_limit_s``, minus those that draws have spent.
 
     >>> drafts_budget(Budget(seconds=60.0), 16, spent_s=0.7).seconds
     0.25
@@ -149,14 +149,14 @@ def drafts_budget(left: Budget, num_devices: int, spent_s: float = 0.0) -> Budge
 
 
 def shipped_lead() -> Lead:
-    """The shipped policy that improves plans, as what leads moves."""
+    """The lead of the shipped policy that improves plans."""
     from heterog.agents.improver import led_by, load_improver
 
     return led_by(load_improver())
 
 
 NewLead = Callable[[], Lead | None]
-"""Makes what leads the moves of a search; ``None`` for blind ones."""
+"""Function that makes the lead of a search; ``None`` for random moves."""
 
 
 def _not_begun(needed_s: float, problem: Problem) -> PlanResult:
@@ -175,7 +175,7 @@ class Agent(Planner):
         name: Name of the method.
         num_samples: Number of draws, the greedy one included.
         drafts: Whether whole plans are drafted beside the draws, and the best of both finished.
-        lead: What leads the moves that finish them.
+        lead: Function that makes the lead of the moves that finish them.
     """
 
     stage = "zero_shot"
@@ -216,7 +216,7 @@ class Agent(Planner):
         problem.memory[_LAST_S] = spending.seconds * (1.0 if found.is_whole else 2.0)
         drafted: PlanResult | None = problem.memory.get(_DRAFTED)
         left = _left(problem.budget, found.num_evaluations, spending.seconds)
-        # Drafts take about as long; beside other methods they wait for when there is time.
+        # Drafts take about as long again; beside other methods they wait until there is time.
         has_time = not _is_too_short(answer_s(problem.evaluator), replace(problem, budget=left))
         if self._drafts and has_time and drafted is None:
             spent_s = 0.0 if problem.seeds else spending.seconds
@@ -237,8 +237,8 @@ class AgentSearch(Planner):
     Args:
         policy: Name of a shipped policy, a file, or the network itself.
         name: Name of the method.
-        drafts: As for ``Agent``; where other methods have searched before, it begins from theirs.
-        lead: What leads its moves.
+        drafts: As for ``Agent``; after other methods, it starts from their plans instead.
+        lead: Function that makes the lead of its moves.
     """
 
     stage = "search"
@@ -264,7 +264,7 @@ class AgentSearch(Planner):
         _prepare(self.policy, evaluator)
 
     def whole_s(self, problem: Problem) -> float:
-        """Seconds of an answer and of as long a search, unless no answer is waited for."""
+        """Seconds of an answer and an equally long search; 0 if no answer is needed."""
         known = _proposed.get(problem.evaluator, {})
         has_asked = _has_many(problem) or problem.memory.get(_HAS_ASKED)
         if has_asked or _key(self.policy, problem, NUM_SAMPLES) in known:
@@ -325,7 +325,7 @@ _NO_DRAFTS = PlanResult(candidates=(), num_evaluations=0)
 
 
 def _best(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-    """The best few by the referee; those that it has not judged come last."""
+    """The best few by the referee; candidates that it has not judged come last."""
     unknown = math.inf, math.inf
     ranked = sorted(
         candidates, key=lambda each: unknown if each.judged is None else each.judged.preference
@@ -334,7 +334,7 @@ def _best(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
 
 
 def _drafted(problem: Problem, lead: NewLead) -> PlanResult:
-    """The best drafts and seeds, finished by moves; none if hardly an evaluation is left."""
+    """The best drafts and seeds, finished by moves; none if too little budget is left."""
     evaluations = problem.budget.evaluations
     if evaluations is not None and evaluations < LEAST_FOR_DRAFTS:
         return _NO_DRAFTS
@@ -369,8 +369,8 @@ def policy_methods(policy: str = DEFAULT_POLICY) -> tuple[Agent, AgentSearch]:
     """The two methods that ask a policy.
 
     Args:
-        policy: Name of a shipped policy, or a file; one that is not the default is loaded now, so
-            that mistakes show early.
+        policy: Name of a shipped policy, or a file; any but the default is loaded at once, so that
+            mistakes show early.
     """
     if policy != DEFAULT_POLICY:
         _policies.get(policy)

@@ -5,9 +5,9 @@ The decoder is a first-order Markov chain over the blocks in the order of the fo
     p(a) = prod_g softmax_c( unary[g, c] + pair[a_{g-1}, c] + cut_g overlap[a_{g-1}, c]
                              + stay_g [c = a_{g-1}] )
 
-so log-probabilities are exact, one pass of the network serves any number of samples, and drawing
-one costs a table look-up per block. Candidates that cannot hold a block are masked; while
-sampling, so are those whose devices have no memory left.
+so log-probabilities are exact, one pass of the network serves any number of samples, and a draw
+costs a table look-up per block. Candidates that cannot hold a block are masked; in sampling, so
+are candidates whose devices have no memory left.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,10 +28,10 @@ from heterog.lowering.program import IntArray
 
 FloatArray32 = npt.NDArray[np.float32]
 STAGE_LIMITS = 1.0, 8.0
-"""Limits on a pipeline's compute time, in the least time that all devices together need."""
-_HALVINGS = 5
-_PAIR_WIDTH = 16
-_MASKED = -1e9
+"""Limits on a stage's compute time, in units of the least time of all devices together."""
+_HALVINGS = 5  # bisections of each row's limit on a stage's seconds
+_PAIR_WIDTH = 16  # hidden units of the scores of blocks with candidates
+_MASKED = -1e9  # score of a masked candidate: its probability is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Policy(nn.Module):
         self.from_candidate = nn.Linear(width, _PAIR_WIDTH, bias=False)
         self.from_pair = nn.Linear(NUM_PAIR_FEATURES, _PAIR_WIDTH, bias=False)
         self.to_score = nn.Linear(_PAIR_WIDTH, 1)
-        # An untrained policy prefers what is analytically fast; training corrects that.
+        # An untrained policy prefers analytically fast candidates; training corrects this.
         self.prior = nn.Parameter(torch.tensor([1.0, 2.0, 2.0]))
         self.value = mlp(width, width, 1)
         self.transition = config.rank > 0
@@ -199,15 +199,15 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variety:
-    """How draws differ from exact draws of a policy.
+    """Differences of draws from exact draws of a policy.
 
     Attributes:
-        num_steady: Number of first rows with the same noise on a candidate's score at all blocks.
-            They are no exact draws: where the policy hesitates between two candidates, all blocks
-            go the same way (perturb-and-MAP: Papandreou and Yuille, ICCV 2011).
+        num_steady: Number of first rows in which a candidate has the same noise at all blocks.
+            These are not exact draws: if the policy hesitates between two candidates, all blocks
+            take the same one (perturb-and-MAP: Papandreou and Yuille, ICCV 2011).
         num_changes: How often each row changes its candidate, if memory allows; draws are exact
-            given that number. Free if ``None``, and in pipelines.  # [num_rows]
-        temperature: Divisor of the logits; draws are the policy's own at 1.
+            given that number. Not fixed if ``None``, and in pipelines.  # [num_rows]
+        temperature: Divisor of the logits; 1 for the policy's own distribution.
         recompute: Whether to count memory as if every block recomputed.
     """
 
@@ -232,17 +232,17 @@ def draw(
 ) -> Samples:
     """Draw strategies block by block, within the memory that is left.
 
-    Rows of a pair with micro-batches are pipelines: the policy draws which devices follow which,
-    and a row's stages last as long as a limit on their time allows, the smallest with which it
-    reaches its last block (see ``RunningStages``). Bytes that cross the cuts between stages count
-    in turn with each of ``CUT_WEIGHTS``.
+    Rows of a pair with micro-batches are pipelines. The policy draws the candidate of each next
+    stage; a stage ends when its time reaches a limit, the smallest with which the row reaches its
+    last block (see ``RunningStages``). The weights of bytes that cross cuts alternate over rows
+    (``CUT_WEIGHTS``).
 
     Args:
         scores: Scores of the pair.
         pair: The pair itself.
         num_rows: Number of strategies.
         rng: Generator for the draws.
-        variety: How they differ from exact draws.
+        variety: How draws differ from exact ones.
         greedy: Whether to take the best candidate at each block instead of drawing.
         keep_masks: Whether to return possible candidates, for exact log-probabilities.
     """
@@ -259,8 +259,8 @@ def draw(
         return _decode(scores, noise, memory, changes, keep_masks=keep_masks)
     low, high = (np.full(num_rows, limit) for limit in STAGE_LIMITS)
     cut_weights = np.resize(CUT_WEIGHTS, num_rows)
-    # Rows are filled repeatedly with the same noise, each time with a limit nearer to the least,
-    # and finally with the smallest under which the row was seen to end.
+    # Bisection of each row's limit: rows are decoded repeatedly with the same noise, finally with
+    # the smallest limit under which the row reached its last block.
     for halving in range(_HALVINGS + 1):
         limits = high if halving == _HALVINGS else np.sqrt(low * high)
         memory = RunningMemory(pair, num_rows, recompute=variety.recompute)
@@ -272,7 +272,7 @@ def draw(
 
 
 def _noise(pair: Pair, num_rows: int, num_steady: int, rng: np.random.Generator) -> FloatArray32:
-    """Gumbel noise: the argmax of logits plus it is a draw from their softmax.
+    """Gumbel noise: the argmax of logits plus noise is a draw from their softmax.
 
     Returns:
         # [G, num_rows, C]
@@ -292,7 +292,7 @@ def _decode(
     *,
     keep_masks: bool,
 ) -> Samples:
-    """The rows that some noise on the logits gives; without it, the likeliest candidates."""
+    """The rows with the largest logits plus noise at each block; greedy without noise."""
     num_rows, (num_blocks, num_candidates) = running.num_rows, scores.unary.shape
     rows = np.zeros((num_rows, num_blocks), np.int32)
     masks = np.zeros((num_rows, num_blocks, num_candidates) if keep_masks else (0, 0, 0), np.bool_)
@@ -301,7 +301,8 @@ def _decode(
         if changes is not None:
             logits = changes.given(logits)
         fits = running.fits()
-        # Lower than the network's mask: if that masks all that fits, what fits still wins.
+        # Below the network's mask: even if the network masks all candidates that fit, one of these
+        # wins.
         logits = np.where(fits, logits, np.float32(2.0 * _MASKED))
         if noise is not None:
             logits = logits + noise[block]
@@ -343,7 +344,7 @@ class _Changes:
         self._block = 0
 
     def given(self, logits: FloatArray32) -> FloatArray32:
-        """Logits of the next block's candidates given the changes that are left."""
+        """Logits of the next block's candidates, given each row's remaining changes."""
         left = np.repeat(self._left[:, None], logits.shape[1], axis=1)
         if self._previous is not None:
             left -= np.arange(logits.shape[1]) != self._previous[:, None]
@@ -364,7 +365,7 @@ def _log_softmax(logits: FloatArray32) -> npt.NDArray[np.float64]:
 
 
 def rule_of_thumb(pair: Pair) -> PairScores:
-    """Scores without a network, to start a search: analytic times, and a bonus for staying."""
+    """Scores without a network, to start searches: analytic times, and a bonus for staying."""
     observation = pair.observation
     slower = observation.pairs[:, :, PAIR_SLOWER]
     unary = np.where(observation.fits, -2.0 * slower, np.float32(_MASKED))
@@ -382,7 +383,7 @@ def rule_of_thumb(pair: Pair) -> PairScores:
 def on_one_thread() -> Iterator[None]:
     """Compute on one thread inside the block.
 
-    The matrices are small; threads that share cores with other work would wait for each other
+    The matrices are small: threads that share cores with other work would wait for each other
     longer than they compute.
     """
     before = torch.get_num_threads()

@@ -1,8 +1,8 @@
 """A policy's proposals: draws, scored coarsely, and the best of them at the op level.
 
-A policy decides the rows: device set, shares and synchronisation of every block. They are drawn,
-and others made of them, in ``ways``. Settings of the whole step are no part of a row, and are
-tried for the best rows in ``op_level``.
+A row is the policy's decision: device set, shares and synchronisation of every block. ``ways``
+draws rows and makes more from them. A row has no settings of the whole step; ``op_level`` tries
+these for the best rows.
 """
 
 import logging
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 
 NUM_SAMPLES = 64
 MANY_DEVICES, FEW_SAMPLES = 512, 8
-"""Devices above which a draw takes a quarter of a second, and as many draws as are made there, or
-where the seconds are too few for a whole answer."""
+"""With more devices, a draw takes a quarter of a second; then, and if there are too few seconds
+for a whole answer, only ``FEW_SAMPLES`` draws are made."""
 MOST_UNIFORM = 32
-"""Most rows of one candidate beside them."""
+"""Most uniform rows beside so few draws."""
 NUM_PIPELINED = 5
-"""Number of rows drawn as pipelines that are scored at the op level."""
+"""Number of drawn pipelines that are scored at the op level."""
 NUM_MADE = 10
-"""Number of pipelines made of them that are, with split backward passes."""
+"""Number of pipelines made near the drawn ones that are scored, with split backward passes."""
 HOPELESS = 0.05
-"""Missing part of memory, by the coarse evaluator, from which a row is left to other ways."""
+"""Missing part of memory, by the coarse evaluator, above which a plain row is not scored."""
 
 ANSWER_S, ANSWER_BLOCK_S, ANSWER_OP_S = 0.3, 1.2e-4, 8e-5
-"""CPU seconds of an answer without drafts, for each group of ops on each device, and for each op.
-Within a fifth of five answers (8, 16, 64, 235 and 287 devices; 61 to 111 groups, loaded cores);
+"""CPU seconds of an answer without drafts: constant, per group and device, and per op. They were
+within a fifth of five answers (8, 16, 64, 235 and 287 devices; 61 to 111 groups, loaded cores);
 models of few groups on many devices take longer (6 groups on 82: 1.1 s)."""
 ANSWER_DEVICE_S = 0.012
-"""CPU seconds for each device where there are many, and fewer draws are made."""
+"""CPU seconds per device with more than ``MANY_DEVICES``, where fewer draws are made."""
 STATE_PART = 0.5
-"""Part of a device's memory that parameters, gradients and optimizer state fill from which an
-answer takes twice as long: rows that divide them are drawn, too."""
+"""If parameters, gradients and optimizer state fill more than this part of a device, an answer
+takes twice as long, because rows that divide this state are drawn, too."""
 
 _log = logging.getLogger(__name__)
 
@@ -61,10 +61,10 @@ class Proposed:
     Attributes:
         candidates: The best by the op-level evaluator, best first.
         num_evaluations: Number of coarse and op-level simulations.
-        pair: Model and cluster as the policy sees them, in the way that the best one came from.
+        pair: Model and cluster as the policy sees them, in the way of the best candidate.
         scores: The policy's scores of that pair, for more draws.
         out_of_memory: Part of the draws that do not fit, by the coarse evaluator.
-        is_whole: Whether all was done; otherwise time was up before.
+        is_whole: Whether the answer is complete; otherwise time was up.
     """
 
     candidates: tuple[Candidate, ...]
@@ -76,12 +76,12 @@ class Proposed:
 
 
 class Proposals:
-    """What a policy proposes for a problem: each time it is asked, the best of further draws too.
+    """A policy's proposals for a problem; every call of ``more`` adds draws.
 
     Args:
         problem: Graph, cluster and seed.
         network: The policy.
-        num_samples: Number of draws each time, the greedy one included.
+        num_samples: Number of draws of each call, the greedy one included.
         name: Name of the policy, for logs.
     """
 
@@ -108,8 +108,7 @@ class Proposals:
         """Draw, and choose the best of all draws so far.
 
         Args:
-            problem: The same problem with the budget of this time; evaluations beyond it are not
-                made.
+            problem: The same problem with the budget of this call, which is not exceeded.
         """
         from heterog.agents.ways import BALANCED, draw_in
 
@@ -152,7 +151,7 @@ class Proposals:
         return found
 
     def _prepare_ways(self, num_samples: int) -> None:
-        """One pass of the network the first time; later what was drawn is known."""
+        """Make the ways by one pass of the network, or let known ones begin again."""
         from heterog.agents.ways import FEWEST_FOR_WAYS, make_ways
 
         for way in self._ways:
@@ -165,9 +164,9 @@ class Proposals:
     def _scored(
         self, problem: Problem, spending: Spending
     ) -> "tuple[list[tuple[Scored, Way]], int]":
-        """The best strategies of each table with the way they came from, and all evaluations.
+        """The best strategies of each table with their ways, and the number of evaluations.
 
-        The rows of the better table are refined.
+        The rows of the best table are refined.
         """
         drawn = sum(len(way.rows) for way in self._ways)
         before = sum(scorer.num_evaluations for scorer, _ in self._scorers)
@@ -207,7 +206,7 @@ def _score(scorer: "Scorer", ways: "Sequence[Way]") -> None:
     found = plain.found
     order = sorted(range(len(found)), key=lambda n: found[n].preference)
     others: list[list[tuple[IntArray, StepSettings]]] = []
-    if plain.is_tight:  # by seconds alone: rows that do not fit may fit if they recompute
+    if plain.is_tight:  # sorted by seconds alone: rows that do not fit may fit if they recompute
         loosely = sorted(order, key=lambda n: found[n].step_time_s)
         others.append(
             [(plain.rows[n], StepSettings(recompute=1.0)) for n in loosely[:NUM_RESCORED]]
@@ -250,7 +249,7 @@ def rescore(
 
 
 def answer_s(evaluator: Evaluator) -> float:
-    """About the CPU seconds of a whole answer."""
+    """Estimated CPU seconds of a whole answer."""
     graph, cluster = evaluator.graph, evaluator.cluster
     seconds = ANSWER_S + ANSWER_OP_S * graph.num_ops
     if cluster.num_devices > MANY_DEVICES:

@@ -1,16 +1,17 @@
-"""Policy gradients for the best of several draws, as a policy's draws are used.
+"""Policy gradients for the best of several draws.
 
-Of N strategies drawn for a pair, the best counts. The gradient of the expected best of K is, over
-all sets of K draws, each draw's gain over the best of the others in its set:
+A method uses the best of the strategies that it draws for a pair, so training raises the expected
+best of K draws. Its gradient weights each draw by its gain over the best of others, averaged over
+sets of K draws:
 
     A(a) = mean over sets S of K - 1 other draws of max(R(a) - max R(S), 0)
 
-which is self-critical, as a draw is measured against its siblings, and unbiased (the part taken
-off does not depend on a). HeteroG's REINFORCE raises the mean instead (section 4.1.3): then draws
-that nobody would use count as much as the best.
+The estimator is self-critical (a draw is compared with others of the same pair) and unbiased (the
+baseline max R(S) does not depend on a). HeteroG's REINFORCE raises the mean instead (section
+4.1.3): then draws that are never used count as much as the best.
 
-The weight of the entropy is steered so that the entropy of whole strategies follows a schedule:
-with a fixed one it fell to nothing within a hundred steps.
+The entropy coefficient is adapted so that the entropy of whole strategies follows a schedule: with
+a fixed coefficient it fell to nothing within a hundred steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,27 +28,28 @@ from heterog.envs.reward import Reward, RewardFunction, reward_of
 from heterog.lowering.program import FloatArray, IntArray
 
 BEST_OF = 4
-"""K, the number of draws of which the best counts: of all draws, only the best two would tell."""
+"""K, the number of draws of which the best counts; if it were the number of all draws, only the
+best two would have an effect."""
 VALUE_WEIGHT = 0.1
-"""Weight of the error with which the value head predicts the best reward of a pair."""
+"""Weight of the value head's error in predicting the best reward of a pair."""
 ScoreAhead = Callable[[Sequence[int], Sequence[Pair], Sequence[IntArray]], None]
-"""Function called with (keys, pairs, rows of each pair) before the rows' scores are asked for."""
+"""Function called with (keys, pairs, rows of each pair) before scores of the rows are needed."""
 
 
 def steered(
     coefficient: float, entropy: float, schedule: tuple[float, float], fraction: float
 ) -> float:
-    """The next step's coefficient of the entropy: it grows while the entropy is too low.
+    """The next step's entropy coefficient, which grows while the entropy is too low.
 
     Args:
         coefficient: Coefficient of this step.
         entropy: Entropy of whole strategies in this step, in nats.
-        schedule: Entropy wanted at the start and at the end of training; linear in between.
+        schedule: Target entropy at the start and at the end of training; linear in between.
         fraction: Part of the training that is done.
     """
     first, last = schedule
     wanted = first + (last - first) * fraction
-    # By a tenth a step at most: the entropy follows the coefficient only after some steps.
+    # At most a tenth per step, because the entropy follows the coefficient with a delay.
     factor = float(np.exp(np.clip(0.05 * (wanted - entropy), -0.1, 0.1)))
     return float(np.clip(coefficient * factor, 1e-4, 1.0))
 
@@ -62,7 +64,7 @@ def gains_of_best(rewards: FloatArray, best_of: int = BEST_OF) -> FloatArray:
     others = min(best_of, count) - 1
     order = np.argsort(rewards)
     ranked = rewards[order]
-    # P(the best of the others is the j-th of those below): C(j, others - 1) / C(n - 1, others).
+    # P(the best of the others has the rank j): C(j, others - 1) / C(n - 1, others).
     chance = np.zeros(count)
     for place in range(others - 1, count):
         ways = np.prod([(place - k) / (k + 1) for k in range(others - 1)])
@@ -74,7 +76,7 @@ def gains_of_best(rewards: FloatArray, best_of: int = BEST_OF) -> FloatArray:
 
 
 def value_loss(values: Tensor, rewards: Tensor) -> Tensor:
-    """Error of the value head about the best rewards of some pairs."""
+    """Weighted error of the value head in predicting the best rewards of some pairs."""
     return VALUE_WEIGHT * torch.nn.functional.smooth_l1_loss(values, rewards)
 
 
@@ -84,9 +86,10 @@ class ReinforceStep:
 
     Attributes:
         loss: Loss to be minimised.
-        terms: Numbers to log: ``reward``, the mean over pairs of the best drawn strategy's;
-            ``speedup``, the geometric mean of the best drawn over the baseline; ``entropy`` of
-            whole strategies in nats; ``out_of_memory``, the part of the draws that do not fit.
+        terms: Numbers to log: ``reward``, the mean over pairs of the best draw's reward;
+            ``speedup``, the geometric mean of the best draw's speed-up over the baseline;
+            ``entropy`` of whole strategies in nats; ``out_of_memory``, the part of draws that do
+            not fit.
         num_evaluations: Number of strategies scored.
         rows: For each pair, every row that was scored.
         improved: For each pair, the best drawn row that fits and its seconds.
@@ -106,7 +109,7 @@ class Reinforce:
         samples_per_pair: Number of strategies drawn for each pair.
         entropy_nats: Entropy of whole strategies at the start and at the end of training.
         reward: Reward of a scored row.
-        score_ahead: Function that may score a step's rows elsewhere; see ``scoring.PairScorer``.
+        score_ahead: Function that may score a step's rows on workers; see ``learner.PairScorer``.
     """
 
     def __init__(
@@ -173,8 +176,8 @@ class Reinforce:
 
 
 def _advantage(rewards: FloatArray) -> FloatArray:
-    """Gains in units of how far the draws of a pair are apart, so that pairs count alike."""
-    # If all draws are nearly as good, their differences are not inflated to advantages.
+    """Gains divided by the standard deviation of a pair's rewards, so that pairs count alike."""
+    # At least 0.02, so that tiny differences of nearly equal draws are not inflated.
     return np.asarray(gains_of_best(rewards) * BEST_OF / max(float(rewards.std()), 0.02))
 
 

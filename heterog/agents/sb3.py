@@ -1,10 +1,10 @@
 """Learning by algorithms of stable-baselines3 and sb3-contrib on ``heterog/Strategy-v1``.
 
-Every algorithm that chooses among discrete actions: ``A2C``, ``PPO``, ``DQN``, ``MaskablePPO``,
-``QRDQN``, ``TRPO``. Our policy is its features extractor. Features are the policy's own scores of
-the current block's candidates, with what does not fit masked, and its value, so the heads that
-follow only read them off, and what was learned draws strategies as any other policy does. A pair
-is encoded once for all steps that meet it with the same weights.
+Every algorithm for discrete actions works: ``A2C``, ``PPO``, ``DQN``, ``MaskablePPO``, ``QRDQN``,
+``TRPO``. Our policy is its features extractor. Features are the policy's scores of the current
+block's candidates, with candidates that do not fit masked, and its value. The algorithm's heads
+only read these off, so the learned policy draws strategies as any other does. A pair is encoded
+once for all steps on it with the same weights.
 """
 
 import copy
@@ -38,15 +38,15 @@ from heterog.errors import HeterogError, UnknownNameError
 
 PACKAGES = {"sb3": "stable_baselines3", "sb3_contrib": "sb3_contrib"}
 SEEN = ("pair", "block", "chosen", "action_mask")
-"""What is read of an observation; the rest follows from the number of the pair."""
+"""Keys of an observation that are read; the rest follows from the number of the pair."""
 _MASKED = -1e9
 _POLICY = "MultiInputPolicy"
 _EXPLORED = 0.3
-"""Part of the training in which algorithms that explore at random do so less and less."""
-_LEAST_RANDOM = 0.05
+"""Part of the training over which random exploration declines."""
+_LEAST_RANDOM = 0.05  # least part of random actions
 TEMPERATURE = 0.1
-"""Difference of values, in units of the reward, by which a choice is e times as likely. Algorithms
-that learn values of choices have no probabilities; a policy that draws needs them."""
+"""Difference of action values, in units of the reward, that makes an action e times as likely.
+Algorithms that learn action values have no probabilities, but a policy that draws needs them."""
 
 
 class CandidateScores(BaseFeaturesExtractor):
@@ -55,7 +55,7 @@ class CandidateScores(BaseFeaturesExtractor):
     Args:
         observation_space: Space of ``heterog/Strategy-v1``.
         pairs: Pairs that the numbers in observations refer to.
-        policy: Policy to begin with; it is copied, as some algorithms need two.
+        policy: Initial policy; it is copied, because some algorithms need two.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class CandidateScores(BaseFeaturesExtractor):
         return features
 
     def _scores_of(self, number: int) -> Scores:
-        """The policy's scores of a pair; without gradients they are kept until weights change."""
+        """The policy's scores of a pair; without gradients, cached until weights change."""
         stamp = float(parameters_to_vector(self._weights).detach().sum())
         if stamp != self._known[0]:
             self._known = stamp, {}
@@ -109,7 +109,7 @@ class CandidateScores(BaseFeaturesExtractor):
 
 
 class _Read(nn.Module):
-    """A head that reads features off: scores, the value, or values of choices, with quantiles."""
+    """A head that returns features: scores, the value, or action values, also with quantiles."""
 
     def __init__(
         self, first: int | None, last: int | None, scale: float = 1.0, num_quantiles: int = 0
@@ -127,7 +127,7 @@ class _Read(nn.Module):
 
 
 def _read_off(policy: Any) -> CandidateScores:
-    """Give a policy of any algorithm heads that read features off; return what learns."""
+    """Give a policy of any algorithm heads of ``_Read``; return the extractor that learns."""
     if hasattr(policy, "action_net"):
         policy.action_net, policy.value_net = _Read(None, -1), _Read(-1, None)
         learning = policy
@@ -149,11 +149,11 @@ def _read_off(policy: Any) -> CandidateScores:
 class Sb3Learner(Learner):
     """An algorithm of stable-baselines3; see the module docstring.
 
-    A step is a rollout of about an episode of each environment, with the passes over it. It goes
-    on from a checkpoint with its weights and its optimizer, and with new episodes.
+    A step is a rollout of about an episode of each environment, with the passes over it. A resumed
+    run has the checkpoint's weights and optimizer, but new episodes.
 
     Args:
-        task: What is to be learned.
+        task: The learning task.
         algorithm: Class of the algorithm.
     """
 
@@ -180,7 +180,7 @@ class Sb3Learner(Learner):
         }
         policy_class = algorithm.policy_aliases[_POLICY]
         if "ortho_init" in inspect.signature(policy_class.__init__).parameters:
-            kwargs["ortho_init"] = False  # it would overwrite the policy to begin with
+            kwargs["ortho_init"] = False  # it would overwrite the initial policy
         self.model: Any = algorithm(
             _POLICY, envs, policy_kwargs=kwargs, **_options(algorithm, self, padding.blocks)
         )
@@ -188,7 +188,7 @@ class Sb3Learner(Learner):
         self.model.set_logger(Logger(folder=None, output_formats=[]))
 
     def rate(self, left: float) -> float:
-        """Learning rate: ours covers the whole run, theirs restarts at every step."""
+        """Learning rate of the current step; ``left``, which restarts at each step, is unused."""
         return self._rate
 
     def advance(self, step: int) -> Mapping[str, float]:
@@ -201,7 +201,7 @@ class Sb3Learner(Learner):
         self.num_evaluations += len(episodes.ended)
         terms = episodes.terms()
         drawn = getattr(self.model, "rollout_buffer", None)
-        if drawn is not None:  # TRPO logs none, A2C each hundredth: the mean of -log p
+        if drawn is not None:  # mean of -log p, because TRPO logs no entropy and A2C seldom does
             terms["entropy"] = -float(np.mean(drawn.log_probs))
         return terms
 
@@ -223,7 +223,7 @@ class Sb3Learner(Learner):
 def _options(
     algorithm: type[BaseAlgorithm], learner: Sb3Learner, num_blocks: int
 ) -> dict[str, Any]:
-    """Settings that an algorithm knows: an episode has as many steps as blocks, and one reward."""
+    """Settings for an algorithm, for episodes of ``num_blocks`` steps with one reward each."""
     per_step, config = num_blocks * learner.task.config.pairs_per_step, learner.task.config
     wanted = {
         "learning_rate": learner.rate,
@@ -242,7 +242,7 @@ def _options(
         "target_update_interval": per_step,
     }
     known = set(inspect.signature(algorithm).parameters)
-    if "buffer_size" in known:  # there it means returns over several steps
+    if "buffer_size" in known:  # for off-policy algorithms it means n-step returns
         known.discard("n_steps")
     return {name: value for name, value in wanted.items() if name in known}
 
@@ -273,14 +273,14 @@ class _Episodes(BaseCallback):
 
 
 class _Probe(gym.Env[Any, Any]):
-    """Has the kinds of spaces that an algorithm must take."""
+    """An environment with the kinds of spaces that an algorithm must support."""
 
     observation_space = gym.spaces.Dict({"block": gym.spaces.Box(0, 1, (1,))})
     action_space = gym.spaces.Discrete(2)
 
 
 def sb3_learner(library: str, name: str) -> MakeLearner:
-    """What makes the learner of an algorithm.
+    """The function that makes the learner of an algorithm.
 
     Raises:
         UnknownNameError: the library has no such algorithm.

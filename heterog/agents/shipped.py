@@ -1,4 +1,4 @@
-"""The two policies that come with the package, and the models and clusters they have seen."""
+"""Models and clusters on which the two shipped policies were trained, and held-out ones."""
 
 HELD_OUT_MODELS = ("xlnet_large_24l", "nasnet_large", "llama_1b")
 HELD_OUT_CLUSTERS = ("paper_12gpu", "hap_v100_p100_16", "rtx_mixed")
@@ -17,7 +17,7 @@ TRAINING_ZOO = (
     "gpt2",
     "bert_moe",
 )
-"""Zoo models that both are trained on; deeper versions of held-out ones are held out as well."""
+"""Zoo models on which both are trained; deeper versions of held-out models are held out, too."""
 
 TRAINING_FUNCTIONS = (
     "lm_4l",
@@ -32,7 +32,7 @@ TRAINING_FUNCTIONS = (
     "resnet_shallow",
     "cells",
 )
-"""Functions of ``experiments/training_models.py`` that both are trained on."""
+"""Functions of ``experiments/training_models.py`` on which both are trained."""
 
 TRAINING_CLUSTERS = (
     "paper_8gpu",
@@ -45,4 +45,4 @@ TRAINING_CLUSTERS = (
     "poplar_a800_v100s",
     "homogeneous_8xa100",
 )
-"""Clusters that ``default`` sees beside generated ones; ``heldout`` sees only generated ones."""
+"""Clusters of ``default`` beside generated ones; ``heldout`` is trained on generated ones only."""

@@ -14,17 +14,17 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import load_graph, save_graph
 
 PIPELINED_PART = 1 / 3
-"""Part of the shipped policies' training that is on pipelines."""
+"""Part of the pairs on which the shipped policies learned pipelines."""
 GENERATED = "generated"
 """Name in a list of clusters for one that is drawn anew for each pair."""
 
 
 def captured(model: str, folder: Path | None, batch_size: int | None = None) -> OpGraph:
-    """The graph of a model; captures are kept in ``folder`` if there is one.
+    """The graph of a model, from ``folder`` if it was captured before.
 
     Args:
         model: Zoo name, ``file.py:function``, or a saved graph.
-        folder: Folder in which captures are kept and found again.
+        folder: Folder of captured graphs; ``None`` for none.
         batch_size: Batch size; the workload's own if ``None``.
     """
     if model.endswith((".json", ".json.gz")):
@@ -58,7 +58,7 @@ class PairSource:
         clusters: Clusters to use besides generated ones.
         generated: Probability that a cluster is generated; 1 if none is given.
         pipelined: Probability that rows are pipelines, if the batch is large enough.
-        wanted: Range that generated clusters are drawn from.
+        wanted: Range from which generated clusters are drawn.
         judged: Whether rows are scored op by op; see ``Pair.judged``.
         seed: Seed of everything.
     """

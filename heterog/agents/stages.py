@@ -1,9 +1,9 @@
-"""Pipelines near a drawn one: its devices in other stages, its fastest stages, cuts in balance.
+"""Pipelines near a drawn one: its devices in other stages, its fastest stages, balanced cuts.
 
-A drawn pipeline says which devices come after which. How long each stage lasts, whether the
-devices of a host or of a type share a stage or are stages behind each other, at which end the
-model begins, and whether the slowest stages are worth their messages follows from that order by a
-dynamic program and a closed form, and is drawn too seldom.
+A drawn pipeline gives an order of devices. The rest follows from that order by a dynamic program
+and a closed form, while draws hit it too seldom: where each stage ends, whether devices of a host
+or of a type share a stage or are successive stages, at which end the model begins, and whether
+the slowest stages are worth their messages.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,11 +20,11 @@ Sequence = tuple[int, ...]
 MOST_STAGES = 32
 """Most stages of a sequence: its dynamic program and its simulation then take milliseconds."""
 PARTS = 1.0, 0.75, 0.5, 0.25
-"""Parts of a sequence's stages, the fastest ones, that are tried."""
+"""Parts of a sequence's stages that are tried alone, the fastest ones."""
 
 
 def rows_near(pair: Pair, rows: Iterable[IntArray]) -> list[IntArray]:
-    """Rows of pipelines on the rows' devices in their order or the opposite one, in balance.
+    """Balanced pipelines on the devices of some rows, in their order or reversed.
 
     Args:
         pair: Model and cluster, with micro-batches.
@@ -49,7 +49,7 @@ def rows_near(pair: Pair, rows: Iterable[IntArray]) -> list[IntArray]:
 def of_each_length(rows: Iterable[IntArray]) -> list[IntArray]:
     """Rows, the first with each number of stages, then the second ones, and so on.
 
-    With as many micro-batches as they are scored with, long pipelines seem slower than with more.
+    The coarse evaluator scores with few micro-batches, with which long pipelines seem too slow.
     """
     found: dict[int, list[IntArray]] = {}
     for row in rows:
@@ -58,10 +58,10 @@ def of_each_length(rows: Iterable[IntArray]) -> list[IntArray]:
 
 
 def sequences_near(pair: Pair, row: IntArray) -> Iterator[Sequence]:
-    """Stages of the row's devices in four ways, forth and back; all of them, and the fastest.
+    """Sequences of stages on the row's devices, in both directions; all stages or the fastest.
 
-    The ways: as they are, each host's part of a stage on its own, devices one by one, and
-    neighbours of one type as one stage.
+    Stages are formed in four ways: as drawn, single devices, a stage's devices host by host, and
+    successive devices of one type together.
     """
     starts = [0, *(b for b in range(1, len(row)) if row[b] != row[b - 1])]
     drawn = tuple(int(number) for number in row[starts])
@@ -90,7 +90,7 @@ def sequences_near(pair: Pair, row: IntArray) -> Iterator[Sequence]:
 
 
 def kind_of(pair: Pair, stages: Iterable[int]) -> tuple[object, ...]:
-    """What tells a sequence of candidates from those that only exchange hosts that are alike."""
+    """A key that is equal for sequences that differ only by exchanged hosts of one kind."""
     cluster = pair.cluster
     place: dict[int, int] = {}  # of each host, by first use
     return tuple(
@@ -110,7 +110,7 @@ def kind_of(pair: Pair, stages: Iterable[int]) -> tuple[object, ...]:
 
 
 def _candidates(pair: Pair, stages: list[list[int]]) -> Sequence:
-    """The candidate that needs least for gradients on each stage's devices; () without one."""
+    """The fastest candidate, gradients included, on each stage's devices; () if one has none."""
     found = [pair.numbers_on.get(tuple(sorted(devices)), ()) for devices in stages]
     if not all(found):
         return ()
@@ -121,8 +121,8 @@ def _candidates(pair: Pair, stages: list[list[int]]) -> Sequence:
 def estimated_s(pair: Pair, row: IntArray) -> float:
     """Seconds of a pipeline with m micro-batches, by a closed form.
 
-    T = max C(s) + (sum of C(s) - max C(s)) / m + max R(s), with what stage s computes for the
-    whole batch, C(s), and the time of its gradients alone, R(s). Missing memory counts as time.
+    T = max C(s) + (sum of C(s) - max C(s)) / m + max R(s). C(s) is the time in which stage s
+    computes the whole batch, R(s) that of its gradients alone. Missing memory counts as time.
     """
     starts = np.flatnonzero(np.diff(row, prepend=-1))
     blocks = np.arange(len(row))
@@ -139,15 +139,15 @@ def estimated_s(pair: Pair, row: IntArray) -> float:
 def balanced(pair: Pair, stages: Sequence, cut_weight: float) -> IntArray:
     """The row of a sequence whose slowest stage is as fast as possible.
 
-    The time of stage s from block a to block b is what it computes, and a part of what crosses
-    the cut behind it: T(s, a, b) = sum of C(s, k) for a <= k < b + weight X(b). Over the first s
-    stages the least time of the slowest is B(s, b) = min over a of max(B(s - 1, a), T(s, a, b)).
-    Missing memory counts as time, so that what cannot fit comes out as even as it can.
+    The time of stage s from block a to block b is its compute time and a weighted time of the cut
+    after it: T(s, a, b) = sum of C(s, k) for a <= k < b, plus weight X(b). Over the first s stages
+    the least time of the slowest is B(s, b) = min over a of max(B(s - 1, a), T(s, a, b)). Missing
+    memory counts as time, so that stages that cannot fit overflow as evenly as possible.
 
     Args:
         pair: Model and cluster.
         stages: Candidate of each stage.
-        cut_weight: Weight of what crosses a cut, as in ``CUT_WEIGHTS``.
+        cut_weight: Weight of the time of a cut, as in ``CUT_WEIGHTS``.
     """
     num_blocks, observer = pair.num_blocks, pair.observer
     crossing = np.append(0.0, observer.cut_seconds * cut_weight)

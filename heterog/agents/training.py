@@ -1,7 +1,8 @@
 """Training on many pairs at once: a learner's steps, validation, checkpoints, resume.
 
-Pairs are of three kinds: a learner's own, those by which the best of its policies is chosen, and
-those by which that one is reported. The last two are never learned from, and run as in use.
+There are three sets of pairs: pairs to learn from, validation pairs that choose the best policy of
+the run, and pairs on which that policy is reported. The last two are never learned from; on them,
+policies draw as in use.
 """
 
 import math
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
     from heterog.agents.config import TrainingConfig
 
 FIRST_PAIR = 1_000_000
-"""Number in the source of the first pair by which the best policy of a run is chosen."""
+"""Number in the source of the first validation pair."""
 FIRST_REPORTED = 2_000_000
-"""Number of the first pair by which that policy is reported."""
+"""Number of the first pair on which the chosen policy is reported."""
 _MAY_CHANGE = ("num_steps", "check_every")
-"""Settings that a run may have otherwise than the one that it resumes."""
+"""Settings in which a resumed run may differ from the first one."""
 NO_FIT = 3.0
-"""Ratio that counts if no sample fits."""
+"""Ratio to the reference that counts if no sample fits."""
 
 
 class Validation:
@@ -53,7 +54,7 @@ class Validation:
         workers: Workers that run the searches.
         first: Number of the first pair.
         reward: Reward that the policy learns to raise; reported unless it is ``reward_of``, which
-            says the same as the ratios do.
+            the ratios reflect already.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Validation:
         *,
         reward: RewardFunction = reward_of,
     ) -> None:
-        # The policy has to find out which way is best.
+        # Without pipelined pairs: the policy has to find out which way is best.
         source = replace(source, pipelined=0.0)
         self.pairs: list[Pair] = []
         self.reference_s: list[float] = []
@@ -86,10 +87,10 @@ class Validation:
                 break
 
     def run(self, policy: Policy, num_samples: int = 16) -> dict[str, float]:
-        """Geometric mean ratios to the reference: greedy, best of 16; part that does not fit.
+        """Geometric mean ratios to the reference: greedy, best of 16; part of draws that overflow.
 
-        With a reward of its own also ``reward``: the mean over the pairs of the mean over all
-        draws.
+        With another reward than ``reward_of`` also ``reward``: the mean over the pairs of the mean
+        over all draws.
         """
         policy.eval()
         greedy, best, too_large, rewards = [], [], [], []
@@ -125,7 +126,7 @@ def _log_ratio(overflow: float, seconds: float, reference_s: float) -> float:
 
 
 def _search(source: PairSource, job: tuple[int, int]) -> tuple[float, int]:
-    """(seconds of the best that fits, with micro-batches or without; rows simulated)."""
+    """(seconds of the best row that fits, with micro-batches or without; rows simulated)."""
     torch.set_num_threads(1)  # several workers share the machine
     index, num_evaluations = job
     pair, rng = source.pair(index), source.rng(index)
@@ -139,11 +140,11 @@ def _search(source: PairSource, job: tuple[int, int]) -> tuple[float, int]:
 
 
 def _worth(row: Mapping[str, float]) -> float:
-    """What the best policy has least of: minus its reward, or its ratio to searches."""
+    """Sort key of policies, smallest is best: minus the reward, or the ratio to searches."""
     return -row["reward"] if "reward" in row else row["best_of_16"]
 
 
-_LOG_EVERY = 10
+_LOG_EVERY = 10  # steps between two log entries; 1 in short runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +153,9 @@ class TrainingResult:
 
     Attributes:
         checkpoint: The best policy by validation: the one with the fastest strategies, or with the
-            highest reward if the run has a reward of its own.
-        before: Validation of the policy that the run began with, on pairs for reports.
-        after: The same of the best policy.
+            highest reward if the run has another reward than ``reward_of``.
+        before: Results of the initial policy on the pairs for reports.
+        after: Results of the best policy on the same pairs.
         finished: Whether all steps were made; ``False`` after an interruption.
         history: Rows of validation, as logged.
         num_evaluations: Number of strategies simulated, searches included.
@@ -172,13 +173,13 @@ class TrainingResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """What a run reads and keeps.
+    """Files that a run reads and writes.
 
     Attributes:
         provenance: Record stored with the policy (names of models and clusters, the command).
         logdir: Folder for TensorBoard; none if ``None``.
         checkpoint: File that is renewed at every validation; none if ``None``.
-        resume: Checkpoint to resume from; the run may have more steps than that one had.
+        resume: Checkpoint to resume from; the run may have more steps than the earlier one.
     """
 
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -195,19 +196,19 @@ class Trainer:
 
     Args:
         source: Source of the pairs.
-        config: Settings; the algorithm decides who learns.
-        network: Sizes of a new policy, or a policy to begin with.
-        files: What is read and kept.
+        config: Settings; the algorithm selects the learner.
+        network: Sizes of a new policy, or an initial policy.
+        files: Files that are read and written.
         reward: Reward that learners maximise. With another than ``reward_of``, validation keeps
             the policy with the highest mean reward instead of the fastest one.
         workers: Workers that search pairs and score strategies; the policy does not depend on
             them.
         report: Function that gets the progress.
-        budget: Seconds or evaluations after which training ends, if it has not made its steps.
+        budget: Seconds or evaluations after which training ends before its last step.
 
     Raises:
-        HeterogError: a reward is given to ``imitation``, which asks for none, or the run to
-            resume from had other settings.
+        HeterogError: a reward is given to ``imitation``, which uses none, or the run to resume
+            from had other settings.
     """
 
     def __init__(
@@ -291,13 +292,13 @@ class Trainer:
         return policy.eval()
 
     def _validation(self, first: int) -> Validation:
-        """Pairs from a number on, with what searches found for them."""
+        """Validation on pairs from a number on, with search results for them."""
         made = Validation(self.source, self.config, self._workers, first, reward=self._reward)
         self._spent += made.num_evaluations if self.step in (0, self.config.num_steps) else 0
         return made
 
     def _reported(self, policy: Policy) -> tuple[dict[str, float], dict[str, float]]:
-        """The policies of the beginning and the end on pairs that nothing was chosen by."""
+        """Results of the initial and the best policy on pairs that chose nothing."""
         self.report("report", 0.0, "")
         try:
             pairs = self._validation(FIRST_REPORTED)
@@ -323,7 +324,7 @@ class Trainer:
                 if self.step % self.config.check_every == 0 or self.step == self.config.num_steps:
                     self._validate(validation)
                     self._save()
-            if self.history[-1]["step"] < self.step:  # the budget has ended it
+            if self.history[-1]["step"] < self.step:  # the budget ended the run
                 self._validate(validation)
                 self._save()
         except KeyboardInterrupt:
@@ -353,7 +354,7 @@ class Trainer:
                 self._writer.add_scalar(f"{stage}/{name}", value, self.step)
 
     def _write_settings(self, writer: SummaryWriter) -> None:
-        """The settings beside what they reached, for TensorBoard's table of hyper-parameters."""
+        """Write settings and results for TensorBoard's table of hyper-parameters."""
         settings = {
             name: value if isinstance(value, int | float | str | bool) else str(value)
             for name, value in _plain(self.config).items()
@@ -470,10 +471,10 @@ class Trainer:
 
 
 def check_settings(config: TrainingConfig, reward: RewardFunction) -> None:
-    """Refuse a reward without use; warn of settings that the algorithm does not read.
+    """Refuse a reward without effect; warn of settings that the algorithm does not read.
 
     Raises:
-        HeterogError: the algorithm asks for no reward, and one of its own is given.
+        HeterogError: the algorithm uses no reward, and another than ``reward_of`` is given.
     """
     if reward is not reward_of and not config.asks_for_rewards:
         raise HeterogError(

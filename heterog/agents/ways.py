@@ -1,21 +1,21 @@
 """Ways to draw strategies from a policy: plain rows and pipelines, from one table or another.
 
-There are up to four: plain rows, and pipelines, in which the policy decides which devices come
-next and stages last until these have had their time; and, if parameters and optimizer state alone
-fill most devices, both from a table of candidates that divide this state. Half of the draws are
-shared out among the ways, and the most promising get the rest. If memory is scarce, half of the
-plain rows count it as if every block recomputed.
+There are up to four ways: plain rows and pipelines, each from one or two tables of candidates. In
+a pipeline, the policy draws the devices of the next stage when the current stage has reached its
+time. If parameters and optimizer state alone fill most devices, the second table has candidates
+that divide this state. Half of the draws are divided among the ways; the most promising ways get
+the rest. If memory is scarce, half of the plain rows are drawn as if every block recomputed.
 
-Rows are exact draws, draws with steady noise, and, if plain, draws given that they change their
-candidate one to three times: good rows change seldom, but not never. Pipelines are drawn with
-different weights of what crosses their cuts, and colder once they are known to be promising. Of
-the best pipelines others are made in the end, on the same devices and in balance (``stages``), and
-rows of two segments beside the plain ones.
+Some draws are exact, others have steady noise, and a third of the plain rows change their
+candidate one to three times, because good rows change seldom. Pipelines are drawn with different
+weights of cuts, and at a lower temperature once they are promising. At the end, balanced pipelines
+on the same devices are made near the best ones (``stages``), and rows of two segments beside plain
+ones.
 
-The latter have most of the model on some devices, its first or last part on others. Gradients of
-the last layers come first and have the whole backward pass to be summed, so that the last layers
-may be worth more devices than the first; few layers hold most parameters in some models. Where
-such a row changes its devices follows from a closed form, and is drawn too seldom.
+A row of two segments has most of the model on some devices, and its first or last part on others.
+Gradients of the last layers come first and can be summed during the whole backward pass, so the
+last layers may be worth more devices than the first ones; in some models, few layers hold most
+parameters. A closed form finds where such a row should change its devices; draws seldom do.
 """
 
 import math
@@ -32,7 +32,7 @@ from heterog.lowering.program import FloatArray, IntArray
 from heterog.strategy.sync import Sync
 
 NUM_MAIN = 8
-"""Number of candidates, the best ones alone, that a row may begin or end with."""
+"""Number of the best candidates, one of which each row of two segments has."""
 BACKWARD = 2 / 3
 """Part of a block's compute time that is its backward pass."""
 
@@ -78,10 +78,10 @@ def rows_in_segments(pair: Pair, most: int) -> list[IntArray]:
 def seconds_of_cuts(pair: Pair, first: IntArray, second: IntArray) -> FloatArray:
     """Estimated seconds of a step for every place of the cut.
 
-    Blocks compute one after another. Backward, the last block first, a block's gradients are
-    summed when it is done and those before it have been: f(b) = max(f(b + 1), r(b)) + R(b), with
-    R(b) the time of its gradients alone and r(b) the end of its backward pass. The step takes
-    until the last are summed. Missing memory counts as time.
+    Blocks compute one after another, in the backward pass from last to first. A block's gradients
+    are summed once its backward pass ends and those of later blocks are summed: f(b) = max(f(b +
+    1), r(b)) + R(b), with R(b) the time of its gradients alone and r(b) the end of its backward
+    pass. The step ends with the last sum. Missing memory counts as time.
 
     Args:
         pair: Model and cluster.
@@ -114,33 +114,34 @@ def seconds_of_cuts(pair: Pair, first: IntArray, second: IntArray) -> FloatArray
 
 
 TIGHT = 0.5
-"""Part of the candidates too small for the whole model from which memory counts as scarce."""
+"""Memory is scarce if the whole model does not fit on more than this part of the candidates."""
 FEWEST_FOR_WAYS = 12
-"""Fewest draws for which there is more than one way."""
+"""Fewest draws with more than one way."""
 MOST_CHANGES = 3
 """Most changes of candidate in a third of the plain rows."""
 ALIKE = 1.1
-"""Step time, in that of the most promising way, up to which other ways are promising, too."""
+"""Ratio to the step of the most promising way up to which other ways are promising, too."""
 COLD = 0.5
 """Temperature of half of the pipelines that are drawn because they are promising."""
 FEWER = 2 / 3
-"""Most devices of the next row of one candidate. They stand beside a few draws, which may all be
-of too many devices: the closed form sees no messages that wait for each other."""
+"""Most devices of the next uniform row, as a part of those of the last. Uniform rows complement a
+few draws, which may all be on too many devices: the closed form does not see that messages wait
+for each other."""
 NUM_BALANCED = 3
-"""Number of pipelines of a way, the best ones, that others are made of."""
+"""Number of a way's best pipelines near which others are made."""
 BALANCED = 0.5
-"""Most rows that are made beside the draws, as a part of these."""
+"""Most rows that are made beside the draws, as a part of the draws."""
 AGAIN = 4 / 3
-"""Most by which a second forward pass multiplies the time of a step."""
+"""Largest factor of a second forward pass on the time of a step."""
 
 
 class Way:
     """A way to draw: a table of candidates, with or without micro-batches.
 
     Attributes:
-        rows: Different rows drawn since it began, then those made of them.  # [num_rows, G]
-        num_drawn: Number of those drawn.
-        promise: (part of memory missing, seconds) of the best of them.
+        rows: Different rows drawn since it began, then rows made from them.  # [num_rows, G]
+        num_drawn: Number of drawn rows.
+        promise: (part of memory missing, seconds) of the best drawn row.
     """
 
     def __init__(self, pair: Pair, scores: PairScores) -> None:
@@ -153,7 +154,7 @@ class Way:
         self.is_tight = bool(overflows.mean() > TIGHT) and pair.num_micro == 1
 
     def begin_again(self) -> None:
-        """Begin anew with rows that were never drawn; the promise of those that were is kept."""
+        """Begin again without rows; known rows are not drawn again, but their promise is kept."""
         self._known |= {row.tobytes() for row in self.rows}
         self.rows, self.num_drawn = self.rows[:0], 0
 
@@ -189,7 +190,7 @@ class Way:
             self.promise = min(self.promise, (0.0, AGAIN * self.pair.score(row).step_time_s))
 
     def add_uniform(self, most: int) -> None:
-        """Add rows of one candidate: for each way to sum, the fastest of ever fewer devices."""
+        """Add uniform rows: for each synchronisation, the fastest on ever fewer devices."""
         every = np.arange(self.pair.num_candidates, dtype=np.int32)
         seconds = seconds_of_cuts(self.pair, every, every)[0]
         sizes = np.array([len(each.devices) for each in self.pair.table])
@@ -203,7 +204,7 @@ class Way:
         self.rows = np.unique(np.concatenate([self.rows, *new]), axis=0)
 
     def balance(self, most: int) -> None:
-        """Add rows that are drawn too seldom: pipelines near the best ones, or two segments."""
+        """Add rows that are drawn too seldom: pipelines near the best, or two segments."""
         if not len(self.rows):
             return
         known = self._known | {row.tobytes() for row in self.rows}
@@ -245,7 +246,7 @@ def draw_in(
 
     Args:
         ways: Ways; the first one's first draw is the greedy one.
-        num_samples: Number of draws in all; up to ``BALANCED`` as many rows are made beside them.
+        num_samples: Number of draws in all; at most ``BALANCED`` times as many rows are made.
         rng: Generator for the draws.
         check: Called between draws, after the greedy one; an exception from it ends them.
     """

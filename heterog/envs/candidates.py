@@ -1,16 +1,16 @@
 """The table of candidate decisions that a policy chooses from: device set x shares x sync.
 
 Device sets come from ``lowering.space.device_sets`` (singles, hosts, types, unions of hosts,
-all; at most 256). On each set the batch is shared out by three rules, gradients are synchronised
-in four ways, and rows with the same meaning are kept once. In a second table, for models whose
-parameters and optimizer state fill most devices alone, the devices of a set divide that state
-(ZeRO-1), or leave it to parameter servers. The rules:
+all; at most 256). On each set the batch is divided by three rules, gradients are synchronised in
+four ways, and rows with the same meaning are kept once. A second table is for models whose
+parameters and optimizer state alone fill most devices: there, the devices of a set divide the
+optimizer state (ZeRO-1), or leave it to parameter servers. The rules:
 
 - *even*: equal shares;
-- *proportional*: to the devices' speeds on the whole model;
-- *solved*: the least time of the slowest device over its curve of seconds against samples, no
-  device beyond the samples that its memory holds if every group did the same. Left out where it
-  is within 2 % of the batch of the proportional shares.
+- *proportional*: shares proportional to the devices' speeds on the whole model;
+- *solved*: the shares that minimise the time of the slowest device, by each device's curve of
+  seconds over samples, with no more samples than a device's memory holds if it held every group.
+  Left out if they differ from the proportional shares by at most 2 % of the batch or a sample.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import Decision, Sync
 
 MAX_CANDIDATES = 256
-"""Most rows of a table; singles come first, then device sets in the order of ``device_sets``. If
-there are more, even shares of unions of hosts are dropped first, then the last rows."""
+"""Most rows of a table; singles come first, then device sets in the order of ``device_sets``. From
+longer tables, even shares of unions of hosts are dropped first, then the last rows."""
 
 FULL = 0.8
-"""Part of a device's memory from which parameters and optimizer state leave too little room."""
+"""Part of a device's memory above which parameters and optimizer state leave too little room."""
 
-_GRID = 9  # samples at which the whole model's seconds are measured for solved shares
+_GRID = 9  # numbers of samples at which the whole model is priced for solved shares
 
 
 def candidate_table(
@@ -58,7 +58,7 @@ def candidate_table(
         proportional = split_in_proportion(batch, tuple(speeds[device] for device in devices))
         even = split_evenly(batch, len(devices))
         solved = solver.solve(devices)
-        shares = dict.fromkeys((proportional, even))  # equal devices: the same shares
+        shares = dict.fromkeys((proportional, even))  # the same on equal devices
         if max(abs(a - b) for a, b in zip(solved, proportional, strict=True)) > max(
             0.02 * batch, 1
         ):
@@ -80,13 +80,13 @@ def candidate_table(
 def _syncs(
     evaluator: CoarseEvaluator, devices: tuple[int, ...], *, divide: bool
 ) -> list[tuple[Sync, tuple[int, ...]]]:
-    """Synchronisations on a device set that load the links differently, with their slices."""
+    """Synchronisations with different link loads on a device set, with their slices."""
     if divide:
         slices = balanced_slices(evaluator.cluster, devices)
         return [(Sync.ZERO1, slices), (Sync.PARAMETER_SERVER, ())]
     found: dict[object, tuple[Sync, tuple[int, ...]]] = {}
     for sync in Sync:
-        if sync.is_sharded:  # not in this table
+        if sync.is_sharded:  # only in the second table
             continue
         slices = ()
         if sync.takes_slices:
@@ -99,7 +99,7 @@ def _syncs(
 
 
 def traffic_of(evaluator: CoarseEvaluator, decision: Decision) -> tuple[tuple[int, float], ...]:
-    """Rounded bytes through each link resource per byte of gradient, for comparisons."""
+    """Rounded bytes through each link per byte of gradient, as a key for comparisons."""
     table = evaluator.channels
     first, second = table.for_decision(decision)
     if first < 0:
@@ -117,10 +117,10 @@ class ModelMemory:
     Attributes:
         state_bytes: Parameters and optimizer state of each block.  # [num_blocks]
         gradient_bytes: Gradients of each block.  # [num_blocks]
-        saved_bytes: Bytes kept from forward to backward whatever the share.  # [num_blocks]
+        saved_bytes: Bytes kept from forward to backward for any share.  # [num_blocks]
         saved_bytes_per_sample: Bytes kept per sample of the share.  # [num_blocks]
-        passed_bytes_per_sample: Part of those that other blocks also read, which stays if the
-            block recomputes the rest.  # [num_blocks]
+        passed_bytes_per_sample: The part of these bytes that other blocks read, too; it is kept
+            if the block recomputes.  # [num_blocks]
         inner_bytes_per_sample: Most temporary bytes per sample of any op of a block.
         usable_bytes: Usable memory of each device.  # [num_devices]
         state_ratio: Bytes of optimizer state per byte of parameters.
@@ -146,7 +146,7 @@ class ModelMemory:
         self.passed_bytes_per_sample = np.bincount(
             block[is_passed], tables.value_bytes_per_unit[is_passed], blocks
         )
-        # An op's outputs that nobody keeps are alive together while it runs.
+        # All outputs of an op that are not saved are alive at once while it runs.
         passing = np.where(is_saved, 0.0, tables.value_bytes_per_unit)
         by_op = np.bincount(tables.value_op, passing, len(tables.op_id))
         self.inner_bytes_per_sample = np.zeros(blocks)
@@ -160,7 +160,7 @@ class ModelMemory:
         self.input_bytes_per_sample = float(tables.input_bytes_per_sample)
 
     def overfills(self, decisions: Sequence[Decision]) -> bool:
-        """Whether the state of all blocks (nearly) fills a device of most decisions alone."""
+        """Whether, for most decisions, the state of all blocks (nearly) fills a device."""
         state = self.state_bytes.sum() + self.common_bytes
         full = [state > FULL * self.usable_bytes[list(d.devices)].min() for d in decisions]
         return bool(np.mean(full) > 0.5)
@@ -185,7 +185,7 @@ class ModelMemory:
 
 
 class _ShareSolver:
-    """Solves for shares that minimise the slowest device's seconds."""
+    """Finds shares that minimise the slowest device's seconds."""
 
     def __init__(self, evaluator: CoarseEvaluator, memory: ModelMemory) -> None:
         batch = evaluator.graph.batch_size
@@ -202,9 +202,9 @@ class _ShareSolver:
         self.limit = np.array([memory.most_samples(device) for device in every])
 
     def solve(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """Whole samples for each device."""
+        """Number of samples for each device."""
         types, limits = self.type_of[list(devices)], self.limit[list(devices)]
-        if limits.sum() < self.batch:  # does not fit in any case: share out by speed
+        if limits.sum() < self.batch:  # no shares fit: divide by speed alone
             limits[:] = self.batch
         low, high = 0.0, max(float(self.seconds[kind][-1]) for kind in set(types.tolist()))
         for _ in range(40):

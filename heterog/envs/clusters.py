@@ -1,8 +1,8 @@
 """Generated clusters to train on: 2 to 32 devices of mixed types, memories and networks.
 
-Hosts hold one to eight equal devices. How fast the network is against the model, and how much
-memory there is for it, decide whether there is anything to learn, so both are drawn as ratios for
-the graph at hand and not in units: on a cluster that only computes, nothing could be learned.
+Hosts hold one to eight equal devices. Network speed and memory are drawn relative to the graph,
+because they decide whether there is anything to learn: nothing can be learned on a cluster whose
+network and memory never limit the model.
 """
 
 from dataclasses import dataclass, replace
@@ -16,8 +16,8 @@ from heterog.graph.op_graph import OpGraph, Phase
 from heterog.pricing.roofline import Roofline
 from heterog.units import GIB
 
-# Not the whole catalogue: what is drawn, and so what policies learn from, must not change when a
-# card is added there.
+# Not the whole catalogue: a new card there must not change the drawn clusters, from which policies
+# learn.
 _GPUS = (
     "V100-16GB", "V100-32GB", "V100S-32GB", "P100-12GB", "P100-16GB", "GTX-1080-Ti", "T4",
     "RTX-2080-Ti", "Titan-RTX", "RTX-3090", "RTX-4090", "A10", "A40", "A100-40GB", "A100-80GB",
@@ -27,14 +27,14 @@ _GPUS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRange:
-    """The range that clusters are drawn from.
+    """The distribution of generated clusters.
 
     Attributes:
         min_devices: Least number of devices.
-        max_devices: Most devices; low numbers of hosts are more likely.
+        max_devices: Most devices; numbers are log-uniform, so low ones are more likely.
         traffic: Seconds of the model's gradients on an average NIC over the compute bound,
             log-uniform.
-        nic_spread: Largest factor by which NICs differ from the average, both ways.
+        nic_spread: Largest factor by which NICs are faster or slower than the average.
         speed_spread: Largest factor by which the efficiency of devices of a type differs.
         tight: Probability that memory is scarce.
     """
@@ -54,8 +54,8 @@ def random_cluster(
 
     Args:
         rng: Generator for every draw.
-        graph: Graph to which network and memory are drawn in proportion.
-        wanted: Range to draw from.
+        graph: Graph relative to which network and memory are drawn.
+        wanted: Distribution to draw from.
     """
     wanted = wanted or ClusterRange()
     groups = _groups(rng, wanted, graph.batch_size)
@@ -67,7 +67,7 @@ def random_cluster(
     low, high = np.log(wanted.traffic)
     rate = size / (float(np.exp(rng.uniform(low, high))) * bound_s)
     spread = np.log(wanted.nic_spread)
-    steps = np.exp(rng.uniform(-spread, spread, 3))  # a data centre has a few kinds of NICs
+    steps = np.exp(rng.uniform(-spread, spread, 3))  # a data centre has few kinds of NICs
     nic = rate * steps[rng.integers(3, size=len(groups))]
     usable = _memory(rng, wanted, graph, chosen, groups)
     hosts = []
@@ -133,16 +133,16 @@ def _memory(
     chosen: list[DeviceType],
     groups: list[int],
 ) -> dict[str, int]:
-    """Usable bytes of each type: plenty, or scarce on all devices together."""
+    """Usable bytes of each type: enough for a replica on each device, or scarce in total."""
     state = (1.0 + graph.optimizer_state_ratio) * sum(
         graph.tensor_bytes[parameter] for parameter in graph.parameters
     )
     whole = float(graph.peak_live_bytes)
     kinds = {kind.name: float(np.exp(rng.uniform(-0.5, 0.5))) for kind in chosen}
     total = sum(kinds[kind.name] * count for kind, count in zip(chosen, groups, strict=True))
-    if rng.random() < wanted.tight:  # the model once, on all devices together, with some room
+    if rng.random() < wanted.tight:  # one copy of the model on all devices, with some room
         scale = whole * float(np.exp(rng.uniform(np.log(1.3), np.log(3.0)))) / total
-    else:  # a replica on each
+    else:  # a replica on each device
         share = state + 2.0 * (whole - state) / sum(groups)
         scale = share * float(np.exp(rng.uniform(np.log(1.2), np.log(6.0))))
     return {name: round(factor * scale) for name, factor in kinds.items()}

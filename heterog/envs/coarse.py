@@ -1,8 +1,8 @@
 """A coarse evaluator: fast enough to train on, close enough to rank strategies.
 
-It runs the real lowering, engine and memory kernels on tables that ``merging`` has made about a
-tenth as long; a merged op takes the sum of its ops' seconds, at every share. It misses the
-overlap inside a block, so its results are never reported.
+It runs the real lowering, engine and memory kernels on tables that ``merging`` has shortened to
+about a tenth; a merged op takes the sum of its ops' seconds, at every share. It ignores overlap
+inside a block, so its results are never reported.
 """
 
 import numpy as np

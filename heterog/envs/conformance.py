@@ -1,4 +1,4 @@
-"""Checks that every reward has to pass, for your own too: ``check_reward(mine)``."""
+"""Checks that every reward must pass, your own, too: ``check_reward(mine)``."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from heterog.errors import ConformanceError
 from heterog.names import own_name
 from heterog.user_code import load_object
 
-_NUM_ROWS = 32
+_NUM_ROWS = 32  # random rows tried on each pair
 
 
 def check_reward(reward: RewardFunction, pairs: Sequence[Pair] = ()) -> None:
@@ -26,9 +26,9 @@ def check_reward(reward: RewardFunction, pairs: Sequence[Pair] = ()) -> None:
         pairs: Models and clusters to try it on; a toy by default.
 
     Raises:
-        ConformanceError: it fails, returns something else than a ``Reward``, is not finite, gives
-            another answer the second time, changes the score's terms, or is the same for every
-            strategy.
+        ConformanceError: the reward fails, returns something else than a ``Reward``, is not
+            finite, differs the second time, changes the score's terms, or is the same for all
+            strategies.
     """
     name = own_name(reward)
     rng = np.random.default_rng(0)
@@ -60,7 +60,7 @@ def load_reward(source: str) -> RewardFunction:
 
 
 def _asked(reward: RewardFunction, name: str, pair: Pair, score: Score) -> float:
-    """The value for a score, after the checks that are possible with one answer."""
+    """The reward of one score, after the checks that need only this score."""
     try:
         found, again = reward(pair, score), reward(pair, score)
     except Exception as error:

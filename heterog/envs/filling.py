@@ -1,7 +1,7 @@
-"""Kernels of rows that are filled block by block: what a block may take, and what it then holds.
+"""Kernels for rows filled block by block: candidates that fit the next block, memory after it.
 
-A candidate loads few devices of many. So each row's devices are looked at once as they are, and
-for each load only its own devices with what it adds, which never is less.
+A candidate loads few of many devices, and it only adds memory. So the peaks of all devices of a
+row are computed once without the block, and again only on the devices of each load.
 """
 
 from typing import NamedTuple
@@ -17,12 +17,12 @@ BoolArray = npt.NDArray[np.bool_]
 _ONE, _NONE = np.float32(1.0), np.float32(0.0)
 _NEARLY = np.float32(1e-6)
 STATE, SAVED, GRADIENT, PASSING = range(4)
-"""Columns of what a block holds."""
+"""Columns of a block's bytes."""
 
 
 @by_reference
 class Filled(NamedTuple):
-    """What each row holds on each device so far, as parts of its memory.  # [T, num_rows]"""
+    """Bytes of each row on each device so far, over the device's memory.  # [T, num_rows]"""
 
     start: Parts  # before the first block  # [T]
     state: Parts
@@ -33,18 +33,18 @@ class Filled(NamedTuple):
 
 @by_reference
 class PartLoads(NamedTuple):
-    """Loads, over the memory of each device.  # [L, T]"""
+    """Loads, divided by the memory of each device.  # [L, T]"""
 
     counts: Parts
     state: Parts
     holds: Parts
-    member_start: IntArray  # of each load: its devices in the next  # [L + 1]
+    member_start: IntArray  # first entry of each load in ``member``  # [L + 1]
     member: IntArray
 
 
 @helper
 def _most(filled: Filled, device: int, row: int, adds_up: bool) -> np.float32:
-    """What a device holds at the peak, with nothing added."""
+    """Peak of a device without a further block."""
     held = filled.start[device] + filled.state[device, row]
     saved, gradient = filled.saved[device, row], filled.gradient[device, row]
     peak = held + saved + gradient if adds_up else max(held + saved, held + gradient)
@@ -61,7 +61,7 @@ def _most_with(
     load: int,
     adds_up: bool,
 ) -> np.float32:
-    """What a device holds at the peak with another block under a load."""
+    """Peak of a device with a further block under a load."""
     gradient = block[GRADIENT] * loads.holds[load, device]
     state = block[STATE] * loads.state[load, device]
     saved = block[SAVED] * loads.counts[load, device]
@@ -80,19 +80,19 @@ def find_fits(
     filled: Filled, loads: PartLoads, block: Parts, adds_up: bool, room: Parts, rest: float,
     is_alone: BoolArray, load_of: IntArray, work: FloatArray, fits: BoolArray,
 ) -> None:  # fmt: skip
-    """Find which candidates a block may take: those that leave room for the rest if there are any.
+    """Find the candidates that fit a block, if possible those that leave room for later blocks.
 
     Args:
-        filled: What rows hold.
+        filled: Memory of the rows so far.
         loads: Loads of the candidates.
-        block: What the block holds: bytes of ``STATE``, ``GRADIENT``, others per sample.  # [4]
-        adds_up: Whether gradients are there while saved values still are.
-        room: Bytes of all devices that are alike.  # [T]
-        rest: Bytes of the blocks that follow.
+        block: Bytes of the block: ``STATE`` and ``GRADIENT``, the others per sample.  # [4]
+        adds_up: Whether gradients and saved values are in memory at once.
+        room: Bytes of all devices of a class.  # [T]
+        rest: Bytes of the later blocks.
         is_alone: Whether the block would fit alone under each candidate.  # [C]
         load_of: Load of each candidate.  # [C]
-        work: Working memory.  # [3, L or T, whichever is more]
-        fits: Output; what is least too large, if nothing fits.  # [num_rows, C]
+        work: Working memory.  # [3, max(L, T)]
+        fits: Output; the candidates with the least overflow if none fits.  # [num_rows, C]
     """
     worst, free, slack = work[0], work[1], work[2]
     num_loads = len(loads.counts)
@@ -135,12 +135,12 @@ def find_fits(
 def fill(
     filled: Filled, loads: PartLoads, block: Parts, load_of: IntArray, chosen: IntArray
 ) -> None:
-    """Add a block of every row.
+    """Add the next block of every row.
 
     Args:
-        filled: What rows hold; changed.
+        filled: Memory of the rows so far; changed.
         loads: Loads of the candidates.
-        block: What the block holds; see ``find_fits``.
+        block: Bytes of the block; see ``find_fits``.
         load_of: Load of each candidate.  # [C]
         chosen: Candidate of each row.  # [num_rows]
     """
@@ -161,7 +161,7 @@ _STAYS, _GOES, _GOES_WITHOUT_MEMORY, _STAYS_TOO_LONG, _ANY = range(5)
 
 @helper
 def _is_allowed(way: int, stays: bool, is_free: bool, in_time: bool, in_memory: bool) -> bool:
-    """Whether a candidate is one of those that a way allows."""
+    """Whether a way to continue the pipeline allows a candidate."""
     if way == _STAYS:
         return stays and in_time and in_memory
     if way == _GOES:
@@ -177,18 +177,20 @@ def find_stage_fits(
     until_end: FloatArray, weight_of: IntArray, limit_s: FloatArray, found: BoolArray,
     fits: BoolArray,
 ) -> None:  # fmt: skip
-    """Find which candidates a pipeline's next block may take.
+    """Find the candidates for a pipeline's next block.
 
-    Staying, else going on, else going on without the memory; unless it is too late.
+    The first of these ways that allows a candidate: the block stays on the stage's devices, within
+    time and memory; it goes to free devices; it goes there without enough memory; it stays beyond
+    the limits; any candidate.
 
     Args:
         set_of: Device set of each candidate.  # [C]
-        current: Set of each row's stage.  # [num_rows]
+        current: Set of each row's current stage.  # [num_rows]
         is_taken: Whether a set shares a device with a stage.  # [num_rows, S]
-        load_s: Seconds of each row's stage so far.  # [num_rows]
+        load_s: Seconds of each row's current stage so far.  # [num_rows]
         until_end: Seconds until a stage with the block may end.  # [W, C]
-        weight_of: Row of ``until_end`` that counts.  # [num_rows]
-        limit_s: Seconds of a stage.  # [num_rows]
+        weight_of: Row of ``until_end`` for each row.  # [num_rows]
+        limit_s: Most seconds of a stage.  # [num_rows]
         found: Working memory.  # [C]
         fits: Whether memory suffices; replaced by the result.  # [num_rows, C]
     """

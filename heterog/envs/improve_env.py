@@ -1,4 +1,4 @@
-"""The environment of plans that are improved move by move."""
+"""The environment of plans improved move by move."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from heterog.simulator.evaluator import Evaluator
 
 _ENDLESS = Budget(evaluations=2**62)
 _MOST_CANDIDATES = 20_000
-"""Decisions that moves have made, after which a pair's search begins anew: they take memory."""
+"""Distinct decisions after which a pair's search begins anew, because each takes memory."""
 
 
 @experimental
@@ -35,14 +35,14 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
     """Improve a training plan move by move, seeing where its simulated step spends its seconds.
 
     ## Description
-    An episode is about a model on a cluster, and begins with the same decision for all of its ops.
-    At each point random moves are drawn, as many as there are actions: other devices or shares for
-    some groups of ops, cuts between stages, synchronisation and ZeRO, teams, rules of ops,
-    micro-batches and schedules, recomputation, buckets, the order; and a part of them changes a
-    whole plan (``methods.local_search.plan_moves``). The action is the move that is made.
+    An episode has a model on a cluster, and begins with the same decision for all of its ops. At
+    each step random moves are drawn, one per action: other devices or shares for some groups of
+    ops, cuts between stages, synchronisation and ZeRO, teams, rules of ops, micro-batches and
+    schedules, recomputation, buckets, the order. Some moves change a whole plan
+    (``methods.local_search.plan_moves``). The action chooses the move to make.
 
     ## Action space
-    ``Discrete(num_moves)``. A masked one (``action_mask`` is 0) changes nothing.
+    ``Discrete(num_moves)``. A masked action (``action_mask`` is 0) changes nothing.
 
     ## Observation space
     A ``Dict`` of arrays, padded to the largest pair, all ratios
@@ -58,14 +58,14 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
     | action_mask | K | moves that lead elsewhere |
 
     ## Reward
-    Logarithm of the step's seconds before the move over those after it, by the referee, not
-    clipped: over an episode, the logarithm of the whole gain. A step that does not fit counts ten
-    times and more, so that fitting is a gain.
+    Logarithm of the step time before the move over the step time after it, by the referee, not
+    clipped; an episode's sum is the logarithm of its whole gain. A step that does not fit counts
+    at least tenfold, so that fitting is a gain.
 
     ## Episode
     ``reset`` draws a pair (or takes ``options={"pair": number}``) and a decision for all groups.
     It is truncated after ``num_steps`` moves. ``info`` has ``step_time_s``, and ``cost`` and
-    ``best`` with the charge for what does not fit.
+    ``best``, which include the charge for overflow.
 
     ## Arguments
     ``pairs``: models and clusters to draw from; a toy by default. ``num_moves``: K. ``num_steps``:
@@ -110,7 +110,7 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
         self.observation_space: gym.Space[Any] = self._arrays
 
     def _of(self, number: int) -> tuple[Search, MoveFeatures, PlanMoves]:
-        """A pair's search, whose moves and evaluations are used, and the features of its moves."""
+        """A pair's search, for moves and evaluations, with features and plan moves."""
         known = self._searches.get(number)
         if known is None or len(known[0].space.candidates) > _MOST_CANDIDATES:
             if number not in self._evaluators:
@@ -136,7 +136,7 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
         self._search.neighbours.rng = self.np_random
         self._taken = 0
         named, self._cost = self._search.neighbours.num_named, math.inf
-        while not math.isfinite(self._cost):  # what is hopeless is not simulated
+        while not math.isfinite(self._cost):  # a decision is far too large or cannot run
             self._enter(self._search.everywhere(int(self.np_random.integers(named))))
         self._best = self._cost
         return self._observation(), self._info()
@@ -164,7 +164,7 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
         )
 
     def _enter(self, state: State) -> None:
-        """Go to a point, if it can be simulated."""
+        """Make a point the current one, if it can be simulated."""
         looked = self._search.looked_at(state, by_referee=True)
         if looked is not None and math.isfinite(cost_of(looked[0])):
             self._cost = cost_of(looked[0])
@@ -174,7 +174,7 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
         return {"step_time_s": self._view.step_s, "cost": self._cost, "best": self._best}
 
     def _observation(self) -> Padded:
-        """The point with new moves from it, padded."""
+        """The current point with newly drawn moves, padded."""
         search, features, view = self._search, self._features, self._view
         moves = drawn_moves(search.neighbours, self._plans, view, self._num_moves)
         moves += [Move(MoveKind.ORDER, view.state)] * (self._num_moves - len(moves))

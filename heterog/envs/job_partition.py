@@ -1,4 +1,4 @@
-"""The environment of arriving jobs: how many devices does each get."""
+"""The environment of arriving jobs: how many devices each job gets."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ from heterog.search.arrivals.queueing import (
 NUM_JOB_FEATURES = 15
 _MOST_ACTIONS = 4096
 _MOST_SHOWN = 64.0
-"""Most actions of an agent, and the largest factor of a deadline that it sees."""
+"""Most actions of an agent, and the clip of a deadline's factor in observations."""
 
 
 @experimental
@@ -35,17 +35,17 @@ class JobPartitionEnv(gym.Env[Padded, Any]):
     """Decide for each arriving job how many devices it gets, as PAC-ML does.
 
     ## Description
-    Jobs arrive one by one. Each is given devices at once, or blocked: it is rejected, there is no
-    room for it, or it would end after the time that its user accepts. An episode by default is the
-    paper's: five profiled models in equal numbers, 1001 arrivals at a spacing of 1000 s, on 32
-    workers of a RAMP network, with perfect splits. With perfect splits the question is one of
-    queueing; with ``heterog.search.arrivals.evaluated.EvaluatedCluster`` a job is as fast as
-    heterog's evaluator predicts for the devices that it gets.
+    Jobs arrive one by one. Each job gets devices at once or is blocked: rejected, without room, or
+    too slow for the time that its user accepts. By default, an episode is the paper's: five
+    profiled models in equal numbers, 1001 arrivals at a spacing of 1000 s, on 32 workers of a RAMP
+    network, with perfect splits. Perfect splits leave a problem of queueing; with
+    ``heterog.search.arrivals.evaluated.EvaluatedCluster`` a job is as fast as heterog's evaluator
+    predicts on the devices that it gets.
 
     ## Action space
     ``Discrete(A + 1)``, A is 16 by default: 0 rejects the job, others are the largest number of
     parts of an op (the number of devices, with an ``EvaluatedCluster``). An illegal action
-    (``action_mask`` is 0) rejects it; ``info["masked_actions"]`` counts them.
+    (``action_mask`` is 0) rejects the job; ``info["masked_actions"]`` counts these actions.
 
     ## Observation space
     A ``Dict`` of arrays:
@@ -58,21 +58,21 @@ memory, edge bytes, steps, mean and median of compute, memory and edges |
     | action_mask | A + 1 | degrees that are no more than the free devices |
     | has_room | A + 1 | degrees for which this job has a place now |
 
-    Features of jobs are scaled to 0 to 1 between the least and the most of the episode's kinds,
-    times by those of the episode's requests. Unlike in the paper there are no features of single
-    ops, and ``has_room`` is new.
+    Features of jobs are scaled to 0 to 1 between the least and the most in the episode. Unlike in
+    the paper, single ops have no features, and ``has_room`` is new.
 
     ## Reward
     1 for a job that is accepted, -1 for one that is blocked.
 
     ## Episode
-    ``reset`` draws the arrivals by its seed; it ends when all are decided. The last ``info`` has
-    ``blocking_rate`` and ``causes``.
+    ``reset`` draws the arrivals from its seed; the episode ends when all jobs are decided. The
+    last ``info`` has ``blocking_rate`` and ``causes``.
 
     ## Arguments
-    ``cluster``: where jobs run, the paper's if none is given. ``deadlines``: ``A`` to ``D``, even,
-    tight, medium, loose. ``spacing_s`` and ``episode_s``: of arrivals. ``counts_unfinished``:
-    whether jobs that run at the end count as blocked in ``blocking_rate``, as in the paper.
+    ``cluster``: where jobs run, the paper's by default. ``deadlines``: ``A`` to ``D``, even,
+    tight, medium, loose. ``spacing_s`` and ``episode_s``: spacing and span of arrivals.
+    ``counts_unfinished``: whether jobs that still run at the end count as blocked in
+    ``blocking_rate``, as in the paper.
     ``render_mode="ansi"``: ``render`` gives a line.
 
     ## Version
@@ -162,7 +162,7 @@ memory, edge bytes, steps, mean and median of compute, memory and edges |
         return f"{job}: {state.num_free} of {state.cluster.num_devices} devices are free"
 
     def _scale(self, requests: list[JobRequest]) -> None:
-        """Set the least and the most of each feature in the episode."""
+        """Store the least and the range of each feature in the episode."""
         rows = np.array([self._raw(request) for request in requests])
         self._low = rows.min(axis=0)
         self._range = np.maximum(rows.max(axis=0) - self._low, 1e-12)

@@ -1,10 +1,9 @@
-"""Merging a graph's tables: blocks of groups, runs of ops, values and gradients together.
+"""Merging a graph's tables: groups to blocks, ops to runs, with their values and gradients.
 
-Groups that follow one another are joined into at most ``MAX_BLOCKS`` *blocks*. Ops of one block
-and phase that can follow one another become one op. Of the values made inside only those survive
-that other ops read; values with the same readers are one value, gradients that are finished
-together are one gradient, and what is alive only inside is one value that is freed with the
-op.
+Consecutive groups are joined into at most ``MAX_BLOCKS`` *blocks*. Ops of one block and phase that
+can run consecutively become one op, a *run*. Values read outside their run are kept; values with
+the same readers become one value, and gradients that are finished together one gradient. All
+values that live only inside a run become one value, which is freed with the run.
 """
 
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from heterog.lowering.sparse_tables import starts_of
 from heterog.lowering.tables import KIND_NUMBER, GraphTables, graph_tables
 
 MAX_BLOCKS = 48
-"""Most blocks of a graph: a chain of decisions that is quick to sample and to score."""
+"""Most blocks of a graph; longer chains of decisions are slow to sample and to score."""
 
 _Slot = tuple[int, int, int]
 _Signature = tuple[int, int, int, int, frozenset[tuple[int, int, int]], int]
@@ -32,7 +31,7 @@ _Signature = tuple[int, int, int, int, frozenset[tuple[int, int, int]], int]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CoarseTables:
-    """A graph's tables after merging, and the origin of each row.
+    """A graph's tables after merging, and the merged row of each original row.
 
     Attributes:
         tables: Tables for the kernels.
@@ -53,14 +52,14 @@ def cut_blocks(tables: GraphTables, work: FloatArray, most: int = MAX_BLOCKS) ->
     Args:
         tables: Tables of the graph.
         work: Compute of each group, in any unit.  # [num_groups]
-        most: Most blocks that may be left.
+        most: Most blocks.
     """
     state = sums(tables.parameter_group, tables.parameter_bytes, tables.num_groups)
     shares = np.stack([work / max(work.sum(), 1e-30), state / max(state.sum(), 1e-30)])
     weights = list(shares.T)
     sizes = [1] * len(weights)
     while len(weights) > most:
-        # Neither compute nor parameters may accumulate in one block, which is decided as a whole.
+        # A block is decided as a whole, so neither compute nor parameters may accumulate in one.
         pairs = [float((a + b).max()) for a, b in pairwise(weights)]
         lightest = int(np.argmin(pairs))
         weights[lightest] = weights[lightest] + weights.pop(lightest + 1)
@@ -78,7 +77,7 @@ class _Merger:
     def __init__(self, graph: OpGraph) -> None:
         fine = graph_tables(graph)
         group = np.where(fine.op_group < 0, fine.num_groups, fine.op_group)
-        # FLOPs and bytes at a V100's balance, for weighing blocks only.
+        # FLOPs plus bytes at a V100's FLOPs per byte; only the weight of blocks.
         work = graph.flops[fine.op_id] + 17.0 * graph.bytes_moved[fine.op_id]
         self.block_of = cut_blocks(fine, sums(group, work, fine.num_groups + 1)[:-1])
         in_block = np.append(self.block_of, CONSTANT_GROUP).astype(np.int32)
@@ -92,7 +91,7 @@ class _Merger:
         self.phase = np.array([int(graph.ops[op].phase) for op in fine.op_id])
         self.coarse_of, self.sequence = self._runs()
         self.num_ops = int(self.coarse_of.max()) + 1
-        # Readers of each value outside its own run: (run, slot's group, slot's whole).
+        # Readers of each value outside its own run: (run, group and whole of the slot).
         self.readers: list[set[tuple[int, int, int]]] = [set() for _ in fine.value_op]
         for op in range(len(fine.op_id)):
             for read in range(fine.read_start[op], fine.read_start[op + 1]):
@@ -116,8 +115,8 @@ class _Merger:
         """(run of each op, ops in the order of runs).
 
         A run has one block and one phase, without a conversion between two of its ops. It goes on
-        while any op that may run next belongs to it; otherwise the next op in program order begins
-        a new one.
+        while a ready op belongs to it; otherwise the first ready op in program order begins a new
+        run.
         """
         fine = self.fine
         num_ops = len(fine.op_id)
@@ -141,7 +140,7 @@ class _Merger:
         while len(sequence) < num_ops:
             mine = ready.get(kind)
             if run < 0 or not mine or converts[mine[0]] & members:
-                # Program order: the oldest op that is ready.
+                # Program order: the ready op with the least number.
                 kind = min((heap[0], key) for key, heap in ready.items() if heap)[1]
                 run, members = run + 1, set()
             op = heappop(ready[kind])
@@ -200,9 +199,9 @@ class _Merger:
             "finished_start": starts_of([len(entries) for entries in finished]),
             "finished_parameter": _ints([row for entries in finished for row in entries]),
             "op_is_backward": (self.phase[first_op] == int(Phase.BACKWARD)).astype(np.int32),
-            # Merged rows make both kinds of gradients.
+            # Merged ops make both kinds of gradients.
             "op_is_weights": np.zeros(num_ops, np.int32),
-            # Rows never recompute, so the ops that a block would run again are not computed.
+            # Rows of candidates never recompute, so no op is listed for recomputation.
             "op_recomputes": np.zeros(num_ops, np.int32),
             "recompute_start": np.zeros(fine.num_groups + 1, np.int32),
             "recompute_op": np.empty(0, np.int32),
@@ -217,15 +216,14 @@ class _Merger:
         sizes = sums(value_of[kept], fine.value_bytes[kept], num_values)
         per_sample = sums(value_of[kept], fine.value_bytes_per_unit[kept], num_values)
         whole = fine.value_bytes[kept] + fine.batch_size * fine.value_bytes_per_unit[kept]
-        # The part of a merged value that moves: the mean of its values' parts, weighted by bytes.
+        # Moved fraction of a merged value: the mean over its values, weighted by bytes.
         moved = sums(
             value_of[kept], fine.value_moved_fraction[kept] * whole, num_values
         ) / np.maximum(sums(value_of[kept], whole, num_values), 1.0)
         sizes[inner], per_sample[inner] = self._inner_bytes(value_of >= 0)
         first = np.empty(num_values, np.int32)
         first[inner] = 0
-        # The first of the merged values represents all: in reversed order its number is written
-        # last, and stays.
+        # The first of the merged values represents all; reversed order writes its number last.
         first[value_of[kept[::-1]]] = kept[::-1]
         kinds = fine.value_kind[first]
         outermost = fine.value_is_outermost[first]
@@ -246,7 +244,7 @@ class _Merger:
         }
 
     def _slots(self) -> list[_Slot]:
-        """(coarse value, reading group, whether it needs the whole), in order."""
+        """(coarse value, reading group, whether it needs the whole value), in order."""
         fine, value_of = self.fine, self.value_of
         slots = {
             (int(value_of[value]), group, needs_whole)
@@ -254,7 +252,7 @@ class _Merger:
             for _, group, needs_whole in self.readers[value]
             if needs_whole >= 0
         }
-        # A gradient that is made in parts is made whole in a slot, whether an op reads it or not.
+        # A gradient made in parts needs a slot that makes it whole, even if no op reads it.
         slots |= {
             (int(value_of[fine.slot_value[slot]]), int(fine.slot_group[slot]), 1)
             for slot in fine.gradient_slot
@@ -273,14 +271,14 @@ class _Merger:
             "slot_axis": np.zeros(len(self.slots), np.int32),
             "slot_pass": np.zeros(len(self.slots), np.int32),
             "slot_window": np.zeros((len(self.slots), 4), np.int32),
-            # Merged values are sent.
+            # Merged values are sent, never remade by the reader.
             "remake_start": np.zeros(len(self.slots) + 1, np.int32),
             "remake_op": np.empty(0, np.int32),
             "slot_remade_from": np.zeros(len(self.slots)),
         }
 
     def _parameter_rows(self) -> dict[str, Any]:
-        """Rows of parameters with gradients made and finished together, by their first one."""
+        """Columns of coarse parameters; the first member of each stands for all its members."""
         fine, leaders = self.fine, self.leaders
         groups = fine.parameter_group[leaders]
         gradient = self.value_of[fine.parameter_gradient[leaders]].astype(np.int32)
@@ -301,7 +299,7 @@ class _Merger:
             "parameter_gradient": gradient,
             "parameter_last_value": last.astype(np.int32),
             "gradient_domain": fine.gradient_domain[leaders],
-            # Rows split only the batch: no op has a rule of its own.
+            # Rows of candidates split only the batch: no op has a rule of its own.
             "reader_start": np.zeros(len(leaders) + 1, np.int32),
             "reader_value": np.empty(0, np.int32),
             "gradient_slot": _ints(slots),
@@ -311,7 +309,7 @@ class _Merger:
         }
 
     def _finished_in(self) -> IntArray:
-        """Run in which each parameter's gradient is made and its last reader is done."""
+        """Last of the runs that make each parameter's gradient or read the parameter."""
         fine = self.fine
         done = self.coarse_of[fine.value_op[fine.parameter_gradient]]
         reader = np.repeat(self.coarse_of, np.diff(fine.parameter_read_start))
@@ -341,7 +339,7 @@ class _Merger:
         return parameter_of, members
 
     def _merge_values(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Coarse value of each value (-1: inner), its maker, and the inner value of each run."""
+        """(coarse value of each value or -1 for inner ones, maker of each, inner ones by run)."""
         fine = self.fine
         gradient_of = np.full(len(fine.value_op), -1, np.int32)
         gradient_of[fine.parameter_gradient] = self.parameter_of
@@ -360,7 +358,7 @@ class _Merger:
         for kept in keys:
             if kept is not None:
                 order.setdefault(kept, len(order))
-        # The value freed with each run comes last of those it makes, so runs stay sorted.
+        # Each run's inner value comes after its other values, so values are sorted by run.
         made_by = np.append([found[0] for found in order], np.arange(self.num_ops)).astype(
             np.int32
         )
@@ -372,7 +370,7 @@ class _Merger:
         return value_of, np.sort(made_by), place[len(order) :]
 
     def _inner_bytes(self, is_kept: npt.NDArray[np.bool_]) -> tuple[FloatArray, FloatArray]:
-        """Most bytes alive inside each run beyond its outputs: (fixed, per sample)."""
+        """Peak bytes inside each run beyond its outputs: (fixed, per sample)."""
         fine = self.fine
         split_bytes = fine.batch_size * fine.value_bytes_per_unit
         whole = fine.value_bytes + split_bytes
@@ -408,16 +406,16 @@ class _Merger:
 
 
 def _inner_reads(fine: GraphTables, block: IntArray) -> IntArray:
-    """Slot of each read, -1 if maker and reader are in one block and no part is missing."""
+    """Slot of each read, -1 if maker and reader are in one block and a part suffices."""
     reader = np.repeat(block, np.diff(fine.read_start))
     maker = block[fine.value_op[fine.read_value]]
-    # Reads without a slot (-1) find the entry appended: there may be no slot at all.
+    # Reads without a slot (-1) index the appended entry, also if there are no slots.
     is_part = np.append(fine.slot_whole, -1)[fine.read_slot] == 0
     return np.where(is_part & (reader == maker), -1, fine.read_slot).astype(np.int32)
 
 
 def sums(where: npt.NDArray[np.integer], what: FloatArray, count: int) -> FloatArray:
-    """Sums of ``what`` by place.  # [count]"""
+    """Sums of ``what`` by index ``where``.  # [count]"""
     return np.asarray(np.bincount(where, what, count), np.float64)
 
 

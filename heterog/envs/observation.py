@@ -3,7 +3,7 @@
 Every time is divided by T0, the harmonic compute bound of the pair (all devices busy all the time
 with the whole model), and a block's times are multiplied by the number of blocks; every amount of
 memory is divided by memory. Logarithms are halved and clipped. There are no ids, absolute units or
-sizes, so weights trained on one zoo and some clusters can be used for any others.
+sizes, so weights trained on some models and clusters can be used for any others.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from heterog.strategy.division import split_evenly
 from heterog.strategy.strategy import Decision, Sync
 
 OBSERVATION_VERSION = 2
-"""Version of the features' meaning; a checkpoint of another version is refused."""
+"""Version of the features' meaning; checkpoints of other versions are refused."""
 
 Array = npt.NDArray[np.float32]
 
@@ -35,11 +35,11 @@ NUM_CANDIDATE_FEATURES = 17
 NUM_PAIR_FEATURES = 6
 NUM_SYNCS = 4
 WHOLE_SLOWER, WHOLE_SUM = 5, 6
-"""Columns of ``candidates``: the whole model's slower of compute and synchronisation; the sum."""
+"""Columns of ``candidates``: larger of the whole model's compute and synchronisation; the sum."""
 WHOLE_OVERFLOWS = 8
 """Column of ``candidates``: 1 if some device cannot hold its part of the whole model."""
 PAIR_SLOWER = 4
-"""Column of ``pairs``: the slower of compute and synchronisation of one block."""
+"""Column of ``pairs``: the larger of a block's compute and synchronisation times."""
 
 _KINDS = (
     ("mm", "addmm", "bmm", "baddbmm", "linear"),
@@ -56,15 +56,15 @@ class Observation:
     Attributes:
         blocks: Compute, parameters, traffic and memory of each block of ops, its place in the
             graph, the mix of its ops, and the number of micro-batches.  # [G, 18]
-        edges: Pairs of blocks of which one feeds the other.  # [2, E]
+        edges: Pairs of blocks; the first feeds the second.  # [2, E]
         edge_time: Seconds that the edge's bytes take on an average NIC.  # [E, 1]
         devices: Speed, memory and NIC of each device.  # [D, 8]
         links: Rate, latency, and whether two devices share a host.  # [D, D, 3]
         block_devices: Seconds of each block on each device.  # [G, D, 2]
-        candidates: Reach, compute, synchronisation, memory, if used for all blocks.  # [C, 17]
+        candidates: Devices, compute, synchronisation, memory, if all blocks take it.  # [C, 17]
         shares: Part of the batch on each device.  # [C, D]
         pairs: Compute, synchronisation and memory of each block under each candidate.  # [G, C, 6]
-        overlap: Part of the batch that two candidates have on the same devices.  # [C, C]
+        overlap: Part of the batch on the same devices under two candidates.  # [C, C]
         fits: Whether a block would fit under a candidate if it were alone.  # [G, C] bool
     """
 
@@ -119,11 +119,11 @@ class Observer:
         for number, decision in enumerate(table):
             self.counts[number, list(decision.devices)] = decision.shares
             self.member[number, list(decision.devices)] = True
-            # Bytes on servers count as if on every device, as policies have learned.
+            # Served state counts on every device, because policies were trained with that.
             served = decision.sync.is_served
             part = 1.0 if served else memory.state_part(decision)
             self.state_of[number, list(decision.devices)] = part
-        # No candidate tells a device from the first one with the same column.
+        # Devices with equal columns are equal under every candidate; one of each is enough.
         kinds = [self.type_of, memory.usable_bytes]
         columns = np.ascontiguousarray(np.concatenate([self.counts, self.state_of, kinds]).T)
         first = {column.tobytes(): len(columns) - 1 - n for n, column in enumerate(columns[::-1])}
@@ -161,7 +161,7 @@ class Observer:
 
     @cached_property
     def _plain(self) -> Observation:
-        """The observation of one micro-batch, which differs little from others."""
+        """The observation with one micro-batch; others change only a column and ``fits``."""
         edges, edge_bytes = self._edges()
         pairs, candidates = self._candidates()
         scale = self.num_blocks / self.bound_s
@@ -198,7 +198,7 @@ class Observer:
         )
 
     def _moved_bytes(self) -> npt.NDArray[np.float64]:
-        """Bytes of every value for the whole batch, as far as other devices need it."""
+        """Bytes of every value for the whole batch that other devices need."""
         tables = self.evaluator.tables
         size = tables.value_bytes + self.batch * tables.value_bytes_per_unit
         return np.asarray(size * tables.value_moved_fraction)
@@ -241,12 +241,12 @@ class Observer:
 
     @cached_property
     def cheapest_to_recompute(self) -> npt.NDArray[np.intp]:
-        """Blocks, those that free the most bytes per second of forward pass first."""
+        """Blocks by bytes freed per second of forward pass, the most first."""
         lets_go = self.memory.saved_bytes_per_sample - self.memory.passed_bytes_per_sample
         return np.argsort(-lets_go / np.maximum(self._forward_s, 1e-12))
 
     def _kinds(self) -> npt.NDArray[np.float64]:
-        """Part of each block's work in products, convolutions, attention, norms, the rest."""
+        """Parts of each block's work: products, convolutions, attention, norms, the rest."""
         graph, evaluator = self.evaluator.graph, self.evaluator
         fine, block = evaluator.fine_op, evaluator.fine_block
         work = graph.flops[fine] + 17.0 * graph.bytes_moved[fine]
@@ -285,7 +285,7 @@ class Observer:
         ])  # fmt: skip
 
     def _links(self) -> npt.NDArray[np.float64]:
-        """Features of each pair of devices; none between a device and itself."""
+        """Features of each pair of devices; zeros between a device and itself."""
         cluster, size = self.cluster, self.memory.gradient_bytes.sum()
         host = np.array(cluster.host_of)
         is_inside = host[:, None] == host[None, :]
@@ -306,7 +306,7 @@ class Observer:
         inside_s = np.array([each.intra.latency_s for each in cluster.hosts])[host]
         latency = np.where(is_inside, inside_s[:, None], np.maximum(nic_s[:, None], nic_s))
         latency = np.maximum(latency, latency_between)
-        # Bytes are divided among the blocks, but each block pays the whole latency.
+        # Blocks share the bytes, but each block pays the whole latency.
         seconds, latency = size / bottleneck, latency * self.num_blocks
         links = np.stack(
             [_log(seconds / self.bound_s), _log(latency / self.bound_s), is_inside], -1
@@ -348,7 +348,7 @@ class Observer:
         kinds = np.zeros((len(table), NUM_SYNCS))
         for number, decision in enumerate(table):
             if len(decision.devices) > 1:
-                # Under ZeRO-1 the links see a reduce-scatter and an all-gather.
+                # ZeRO-1 loads links with a reduce-scatter and an all-gather.
                 sliced = decision.sync.is_sharded
                 seen = Sync.REDUCE_SCATTER_ALL_GATHER if sliced else decision.sync
                 kinds[number, int(seen)] = 1.0
@@ -372,7 +372,7 @@ class Observer:
         return pairs, candidates
 
     def _held(self, per_sample: npt.NDArray[np.float64]) -> Iterator[npt.NDArray[np.float64]]:
-        """Bytes of each block on different devices under each candidate.  # each [C, T]"""
+        """Bytes of each block on distinct devices under each candidate.  # each [C, T]"""
         state, counts = self.state_of[:, self._different], self.counts[:, self._different]
         for of_state, of_sample in zip(self.memory.state_bytes, per_sample, strict=True):
             yield of_state * state + of_sample * counts
@@ -395,7 +395,7 @@ class Observer:
 
     @cached_property
     def sync_seconds(self) -> npt.NDArray[np.float64]:
-        """Seconds that each block's gradients take to be synchronised alone.  # [G, C]"""
+        """Seconds to synchronise each block's gradients alone.  # [G, C]"""
         rate, latency = self._sync_costs()
         gradient_bytes = self.memory.gradient_bytes
         sync = gradient_bytes[:, None] * rate + latency
@@ -409,7 +409,7 @@ class Observer:
         Each value counts once, however many blocks on the other side read it.  # [G]
         """
         tables, num = self.evaluator.tables, self.num_blocks
-        first = tables.op_group[tables.value_op].copy()  # of the blocks that make or read it
+        first = tables.op_group[tables.value_op].copy()  # first block that makes or reads a value
         last = first.copy()
         read = tables.slot_group >= 0
         np.minimum.at(first, tables.slot_value[read], tables.slot_group[read])
@@ -449,7 +449,7 @@ class Observer:
         return rate, latency
 
     def _overlap(self) -> npt.NDArray[np.float64]:
-        """Part of the batch that lies on the same device under two candidates.  # [C, C]"""
+        """Part of the batch on the same devices under two candidates.  # [C, C]"""
         end = np.cumsum(self.counts, axis=1)
         begin = end - self.counts
         total = np.zeros((len(self.table), len(self.table)))
@@ -462,9 +462,9 @@ class Observer:
 
     def _fits(self, num_micro: int) -> npt.NDArray[np.bool_]:
         memory = self.memory
-        # Saved values may be those of all micro-batches; temporary ones are of one.
+        # Saved values of all micro-batches may be alive at once, temporary ones of one only.
         per_sample = memory.saved_bytes_per_sample + memory.inner_bytes_per_sample / num_micro
         usable = memory.usable_bytes[self._different]
         fits = np.array([(held <= usable).all(axis=1) for held in self._held(per_sample)])
-        # A block that fits nowhere may go anywhere: the outcome then tells.
+        # A block that fits nowhere may take any candidate; its score then has the overflow.
         return np.asarray(fits | ~fits.any(axis=1, keepdims=True))

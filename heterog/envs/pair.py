@@ -26,25 +26,25 @@ from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
 PIPELINED = 8
-"""Number of micro-batches that the rows of a pipelined pair are scored with."""
+"""Number of micro-batches in the rows of a pipelined pair."""
 CUT_WEIGHTS = 0.0, 1.0 / (PIPELINED - 1), 0.5
-"""Weights of a stage's transfers to the next one beside its compute time: none; their part in
-filling and draining the pipeline; one direction of a link that is a stage of its own. Which is
-right depends on links and overlap, so pipelines are drawn with each."""
+"""Weights of a stage's transfers to the next stage beside its compute time: none; the part of
+filling and draining the pipeline; one direction of a link that acts as a stage. The right weight
+depends on links and overlap, so pipelines are drawn with each."""
 MARGIN = 0.95
-"""Part of the memory that rows may fill, because their estimate leaves out small things."""
+"""Part of the memory that rows may fill; their estimate leaves out small allocations."""
 MOST_APART = 64
-"""Most devices of which each is looked at alone; see ``Loads``."""
+"""Most devices that are tracked one by one; see ``Loads``."""
 BASELINES = ("ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp")
-"""Methods of data parallelism, of which rewards are relative to the best."""
+"""Methods of data parallelism; rewards are relative to the best."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The coarse evaluator's result for a row; infinite in both if it cannot run.
+    """The result of a row; both numbers are infinite if it cannot run.
 
     Attributes:
-        step_time_s: Seconds per step, also if it does not fit into memory.
+        step_time_s: Seconds per step, also if the row does not fit into memory.
         overflow: Missing bytes on the worst device as a part of its memory, 0 if it fits.
     """
 
@@ -53,29 +53,30 @@ class Score:
 
     @property
     def preference(self) -> tuple[float, float]:
-        """Sort key, smaller is better: rows that fit first, then the shorter step."""
+        """Sort key, smaller is better: rows that fit first, then shorter steps."""
         return self.overflow, self.step_time_s
 
 
 def order_of(num_micro: int) -> Order:
-    """Order in which a policy's strategies are scored.
+    """Order of tasks in which a policy's strategies are scored.
 
-    By rank, every micro-batch's forward pass comes before the first backward pass, and the values
-    that they keep are in memory at once.
+    First in, first out with micro-batches: by rank, all forward passes come before the first
+    backward pass, and their saved values are in memory at once.
     """
     return Order.RANK if num_micro == 1 else Order.FIFO
 
 
 class Loads(NamedTuple):
-    """Loads of candidates on devices; one for candidates that differ only in synchronisation.
+    """Loads of candidates on devices; candidates that differ only in synchronisation share one.
 
-    Of more devices than ``MOST_APART`` those of one type in a host that are in the same candidates
-    are one class, as full as the fullest of them: their shares differ by a sample at most.
+    On clusters of more than ``MOST_APART`` devices, devices of one type and host that are in the
+    same candidates form a class. A class counts as full as its fullest device; the shares of its
+    devices differ by a sample at most.
 
     Attributes:
         counts: Number of samples on a device of each class.  # [num_loads, T]
         state: Part of parameters and optimizer state.  # [num_loads, T]
-        holds: Whether there is anything, including gradients.  # [num_loads, T] bool
+        holds: Whether the load uses the device at all.  # [num_loads, T] bool
         usable_bytes: Usable memory of one device of each class.  # [T]
         num_twins: Number of devices of each class.  # [T]
         of: Load of each candidate.  # [C]
@@ -101,8 +102,8 @@ class Pair:
         divide: Whether the candidates divide the optimizer's state; see ``candidates``.
 
     Attributes:
-        num_micro: Number of micro-batches that the batch of every row is cut into evenly. With
-            more than one, rows are drawn as pipelines.
+        num_micro: Number of equal micro-batches of every row. With more than one, rows are drawn
+            as pipelines.
     """
 
     def __init__(
@@ -159,14 +160,14 @@ class Pair:
         return np.array(parts)
 
     def divided(self) -> "Pair | None":
-        """The pair with a divided state; ``None`` unless the state fills most devices alone."""
+        """The pair with divided state; ``None`` unless the state alone fills most devices."""
         overfills = self.memory.overfills(self.table)
         if not overfills or not self.graph.updates_elementwise:
             return None
         return Pair(self.graph, self.cluster, self.evaluator.cost_model, divide=True)
 
     def pipelined(self, num_micro: int = PIPELINED) -> "Pair | None":
-        """The pair with micro-batches; ``None`` if there are fewer samples."""
+        """The pair with micro-batches; ``None`` if there are more of them than samples."""
         if self.graph.batch_size < num_micro:
             return None
         self.observer, self.loads  # noqa: B018 - made once for both
@@ -176,9 +177,9 @@ class Pair:
         return other
 
     def judged(self) -> "Pair":
-        """The pair whose rows are scored op by op, as a policy's answers are.
+        """The pair with rows scored op by op, like a policy's answers.
 
-        This takes longer than the coarse evaluator, which misses the overlap inside a block.
+        This is slower than the coarse evaluator, but counts the overlap inside a block.
         """
         self.observer, self.loads, self._fine  # noqa: B018 - made once for both
         other = copy.copy(self)
@@ -187,7 +188,7 @@ class Pair:
 
     @cached_property
     def _fine(self) -> tuple[Evaluator, StrategySpace]:
-        """Evaluator of single ops, and its space of the same candidates."""
+        """Evaluator of single ops, with the space of the same candidates."""
         evaluator = Evaluator(self.graph, self.cluster, self.evaluator.cost_model)
         return evaluator, evaluator.space(self.table)
 
@@ -223,7 +224,7 @@ class Pair:
 
     @cached_property
     def part_loads(self) -> PartLoads:
-        """The loads over the memory that may be filled."""
+        """The loads, divided by the memory that rows may fill."""
         loads = self.loads
         scale = 1.0 / (MARGIN * loads.usable_bytes)
         member = [np.flatnonzero(each) for each in loads.holds]
@@ -237,7 +238,7 @@ class Pair:
 
     @cached_property
     def observer(self) -> Observer:
-        """Maker of the observation, with the analytic times behind it."""
+        """Maker of the observation, with its analytic times."""
         return Observer(self.evaluator, self.memory, self.table)
 
     @cached_property
@@ -261,7 +262,7 @@ class Pair:
         """Score a row of candidates, one per block; each row is simulated only once.
 
         Args:
-            row: Number of each block's candidate.
+            row: Candidate's number of each block.
         """
         row = np.asarray(row, np.int32)
         key = row.tobytes()
@@ -285,7 +286,7 @@ class Pair:
         return self._scores[key]
 
     def remember(self, rows: Sequence[IntArray] | IntArray, scores: Sequence[Score]) -> None:
-        """Add scores of rows that were computed elsewhere."""
+        """Store scores of rows that were computed elsewhere."""
         for row, score in zip(rows, scores, strict=True):
             self._scores[np.asarray(row, np.int32).tobytes()] = score
 
@@ -294,37 +295,36 @@ class Pair:
         self._scores.clear()
 
     def groups(self, row: npt.ArrayLike) -> IntArray:
-        """The candidate of every group, from that of its block, of one row or several."""
+        """The candidate of every group, taken from its block, for one row or several."""
         return np.asarray(row, np.int32)[..., self.evaluator.block_of]
 
 
 class RunningMemory:
-    """Memory used while a row is filled block by block, for many rows at once.
+    """Memory used while rows are filled block by block, for many rows at once.
 
-    A device holds the state of its blocks, and at the peak of the step either the values kept by
-    the forward pass or the gradients, whichever is more (both with micro-batches), and on top the
-    temporary values of one op for one micro-batch, its gradient included. The rest of the model
-    must still fit into the memory left on all devices together.
+    A device's peak is the state of its blocks, plus the larger of saved values and gradients (both
+    with micro-batches), plus the temporary values of one op for one micro-batch, including its
+    gradient. The later blocks must still fit into the free memory of all devices together.
 
     Args:
         pair: Model and cluster.
-        num_rows: Number of rows that are filled side by side.
+        num_rows: Number of rows that are filled at once.
         recompute: Whether every block frees the values that only its own backward pass reads.
     """
 
     def __init__(self, pair: Pair, num_rows: int, *, recompute: bool = False) -> None:
         memory = pair.memory
-        # A block that recomputes keeps what others read, and recreates the rest temporarily.
+        # A recomputing block keeps the values that others read and makes the rest again.
         kept = memory.passed_bytes_per_sample if recompute else memory.saved_bytes_per_sample
         passing = memory.inner_bytes_per_sample + memory.saved_bytes_per_sample - kept
         blocks = memory.state_bytes, kept, memory.gradient_bytes, passing / pair.num_micro
         self._blocks = np.stack(blocks, axis=1).astype(np.float32)  # [G, 4]
         every = np.ones((pair.num_blocks, pair.num_candidates), np.bool_)
         self._is_alone = every if recompute else pair.observation.fits.copy()
-        # The first micro-batch's gradients exist while the others' activations still do.
+        # Gradients of the first micro-batch coexist with saved values of the others.
         self._adds_up = pair.num_micro > 1
         loads = pair.loads
-        devices = len(loads.usable_bytes)  # one of each class of twins
+        devices = len(loads.usable_bytes)  # one of each class
         self.num_rows = num_rows
         held = np.zeros((4, devices, num_rows), np.float32)
         start = (memory.common_bytes / loads.usable_bytes).astype(np.float32)
@@ -364,23 +364,23 @@ class RunningMemory:
 
 
 class RunningStages:
-    """Candidates that the next block may take in rows that are filled as pipelines.
+    """Candidates for the next block of rows that are filled as pipelines.
 
-    A block stays on the devices of the one before while these have time and memory left to
-    reach a place where the stage may end, and otherwise goes to devices that no block is on yet.
-    Transfers across the cut count against the time of the stage that ends there. So a policy
-    chooses which devices come next, and the limit on their time decides how long they stay.
+    A block stays on the devices of the current stage while these have time and memory left to
+    reach a possible end of the stage; otherwise it begins a stage on unused devices. Transfers
+    across the cut count as time of the stage that ends there. So a policy chooses the next stage's
+    devices, and the limit on their time decides how many blocks the stage has.
 
     Args:
-        memory: Memory of the rows, with nothing decided yet.
+        memory: Memory of the rows, before the first block.
         pair: Model and cluster.
-        limits: Seconds that every stage of a row may have, as multiples of the least that all
-            devices together need.  # [num_rows]
+        limits: Most seconds of every stage of a row, as multiples of the compute bound of all
+            devices together.  # [num_rows]
         cut_weights: Weight of transfers across a cut beside compute time, as
             ``CUT_WEIGHTS``.  # [num_rows]
 
     Attributes:
-        is_late: Whether a row has a stage beyond the limit, as it had to take what was left.
+        is_late: Whether a row has a stage beyond the limit, because nothing else was left.
             # [num_rows] bool
     """
 
@@ -406,7 +406,7 @@ class RunningStages:
         weights, self._weight_of = np.unique(cut_weights, return_inverse=True)
         self._weight_of = self._weight_of.astype(np.int32)
         self._cuts = weights[:, None] * pair.observer.cut_seconds  # [W, G]
-        # From each block on, the least time until a stage may end, including its transfers.
+        # Least seconds from each block to a possible end of its stage, transfers included.
         fastest = np.full((len(sets), pair.num_blocks), np.inf)
         np.minimum.at(fastest, self._set_of, self._seconds.T)
         through = np.cumsum(fastest, axis=1)
@@ -415,7 +415,7 @@ class RunningStages:
         until_end = least[:, self._set_of].transpose(2, 0, 1) + self._seconds[:, None]
         self._until_end = np.ascontiguousarray(until_end)  # [G, W, C]
         self._limit = np.asarray(limits) * pair.observer.bound_s
-        self._is_taken = np.zeros((len(limits), len(sets)), np.bool_)  # by this or another stage
+        self._is_taken = np.zeros((len(limits), len(sets)), np.bool_)  # by any stage so far
         self._current = np.full(len(limits), -1, np.int32)
         self._found = np.empty(len(pair.table), np.bool_)
         self._load = np.zeros(len(limits))

@@ -1,7 +1,7 @@
 """Registers the environments with Gymnasium; ``import heterog.envs`` calls it.
 
-Gymnasium 1.4 looks for no entry points of packages any more. ``gymnasium.make`` and ``make_vec``
-import the package themselves for a name such as ``"heterog.envs:heterog/Strategy-v1"``.
+Gymnasium 1.4 no longer reads entry points of packages. ``gymnasium.make`` and ``make_vec`` import
+the package themselves for a name such as ``"heterog.envs:heterog/Strategy-v1"``.
 """
 
 import gymnasium as gym
@@ -14,7 +14,7 @@ IMPROVE = "heterog/Improve-v0"
 
 
 def register_envs() -> None:
-    """Register all environments; doing so again does no harm."""
+    """Register all environments that are not registered yet."""
     for name, where in (
         (ONE_SHOT, "strategy_env:StrategyOneShotEnv"),
         (STEP_BY_STEP, "strategy_env:StrategyEnv"),

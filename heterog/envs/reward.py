@@ -3,11 +3,11 @@
     fits:       R = log(baseline / T), from -1 down ever slower towards -1.5
     does not:   R = -1.5 - min(log(1 + overrun), 1)
 
-T is the step time, *baseline* that of the best data-parallel baseline (whether it fits or not),
-*overrun* the bytes missing on the worst device over its memory. Unlike the paper's -sqrt(T), times
-ten where memory runs out, it means the same for every model and cluster, and less overrun is
-better than more. Of two strategies that fit the faster has more, however much faster than data
-parallelism both are, or slower; any that fits has more than any that does not.
+T is the step time, *baseline* the step time of the best data-parallel baseline (whether it fits or
+not), *overrun* the missing bytes on the worst device over its memory. Unlike the paper's reward
+(-sqrt(T), times ten where memory runs out), it means the same for every model and cluster, and
+falls with the overrun. Among strategies that fit, a faster one always has the higher reward; every
+strategy that fits has a higher reward than any that does not.
 """
 
 import math
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from heterog.envs.pair import Pair, Score
 
 MISFIT = -1.5
-"""Reward below which strategies are that do not fit."""
+"""Upper bound of the rewards of strategies that do not fit."""
 _SLOW = -1.0
-"""Logarithm from which the rewards of strategies that fit fall ever slower."""
+"""Logarithm below which the rewards of strategies that fit fall ever slower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Reward:
     Attributes:
         reward: Value that a learner gets.
         step_time_s: Seconds per step.
-        speedup: The baseline's seconds over these.
+        speedup: The baseline's seconds per step over ``step_time_s``.
         overflow: Missing bytes on the worst device over its memory.
     """
 

@@ -1,4 +1,4 @@
-"""Observations of fixed size: padded arrays in a ``Dict`` space; and how actions are read."""
+"""Observations of fixed size as padded arrays in a ``Dict`` space, and rows from actions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -19,14 +19,14 @@ from heterog.errors import HeterogError
 from heterog.lowering.program import IntArray
 
 LIMIT = 12.0
-"""Features are clipped to this, both ways."""
+"""Features are clipped to ``[-LIMIT, LIMIT]``."""
 
 Padded = dict[str, npt.NDArray[np.generic]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """Sizes that observations are padded to; by default, those of the largest pairs.
+    """Sizes to which observations are padded; by default, the largest of all pairs.
 
     Attributes:
         blocks: G, number of blocks.
@@ -44,7 +44,7 @@ class Padding:
 
     @staticmethod
     def of(pairs: Sequence[Pair]) -> "Padding":
-        """The smallest padding into which all of some pairs fit."""
+        """The smallest padding that all given pairs fit into."""
         return Padding(
             blocks=max(pair.num_blocks for pair in pairs),
             edges=max(pair.observation.edges.shape[1] for pair in pairs),
@@ -57,7 +57,7 @@ class Padding:
         """Refuse pairs that do not fit into the padding.
 
         Raises:
-            HeterogError: names the size that is too small, and what is needed.
+            HeterogError: a size is too small; the message names it and the needed size.
         """
         needed = Padding.of(pairs)
         for field in fields(self):
@@ -91,7 +91,7 @@ def pair_space(padding: Padding) -> dict[str, gym.Space[npt.NDArray[np.generic]]
         "edge_mask": mask(e),
         "devices": features(d, NUM_DEVICE_FEATURES),
         "device_mask": mask(d),
-        # Not of three axes, which stable-baselines3 takes for an image.
+        # Two axes, because stable-baselines3 takes an array of three for an image.
         "links": features(d, d * NUM_LINK_FEATURES),
         "block_devices": features(g, d * NUM_BLOCK_DEVICE_FEATURES),
         "candidates": features(c, NUM_CANDIDATE_FEATURES),
@@ -129,10 +129,10 @@ def pad_pair(pair: Pair, number: int, padding: Padding) -> Padded:
 
 
 def read_action(pair: Pair, action: npt.ArrayLike) -> tuple[IntArray, int]:
-    """A row from a one-shot action, and the number of masked entries.
+    """(row of a one-shot action, number of masked entries).
 
-    A masked entry (a candidate that the pair does not have, or that cannot hold the block) is a
-    no-op: the block follows the one before it, the first one takes its first legal candidate.
+    A masked entry (a candidate that the pair lacks, or that cannot hold the block) is a no-op: the
+    block takes the candidate of the block before it, the first block its first legal candidate.
     Entries beyond the pair's blocks do not count.
     """
     entries = np.asarray(action, np.int64).reshape(-1)

@@ -40,7 +40,7 @@ class _StrategyEnv(gym.Env[Padded, Any]):
         self._make_spaces()
 
     def _make_spaces(self) -> None:
-        """Set ``observation_space`` and ``action_space``, which follow from the padding."""
+        """Set ``observation_space`` and ``action_space`` from the padding."""
         raise NotImplementedError
 
     @property
@@ -49,7 +49,7 @@ class _StrategyEnv(gym.Env[Padded, Any]):
         return self.pairs[self._number]
 
     def render(self) -> str | None:
-        """The blocks decided so far, a line for each run of alike ones; ``None`` if not asked."""
+        """The blocks decided so far, a line for each run of equal ones; ``None`` if not asked."""
         if self.render_mode is None:
             return None
         row, found = self._shown
@@ -67,9 +67,9 @@ class _StrategyEnv(gym.Env[Padded, Any]):
         return "\n".join(lines)
 
     def _static(self) -> Padded:
-        """The pair's arrays, which the caller owns.
+        """New arrays of the pair, which the caller owns.
 
-        Made on demand, because those of all pairs for 16 environments would take gigabytes.
+        They are made on demand: the arrays of all pairs for 16 environments would take gigabytes.
         """
         return pad_pair(self.pair, self._number, self.padding)
 
@@ -100,13 +100,13 @@ class StrategyOneShotEnv(_StrategyEnv):
     A *pair* is a captured training step and a cluster. The step's groups of ops are joined into at
     most 48 *blocks* in the order of the forward pass. An action names for each block one row of
     the pair's candidate table: a device set, shares of the batch on it, and a synchronisation of
-    gradients. The coarse simulator answers with the seconds of a step.
+    gradients. The simulator answers, op by op, with the seconds of a step.
 
     ## Action space
     ``MultiDiscrete([C] * G)``, both padded to the largest pair. Entries of blocks that the pair
-    does not have are ignored. A masked entry (``action_mask`` is 0) is a no-op: the block follows
-    the one before it, the first one takes its first legal candidate; ``info["masked_actions"]``
-    counts them.
+    lacks are ignored. A masked entry (``action_mask`` is 0) is a no-op: the block takes the
+    candidate of the block before it, the first block its first legal candidate;
+    ``info["masked_actions"]`` counts these entries.
 
     ## Observation space
     A ``Dict`` of padded arrays, all ratios (see ``heterog.envs.observation``):
@@ -124,9 +124,9 @@ class StrategyOneShotEnv(_StrategyEnv):
     | action_mask | G x C | rows that can hold a block if it were alone |
 
     ## Reward
-    Log of the speed-up over the best data-parallel baseline, scored op by op; where memory does
-    not suffice below -1.5, graded by the overrun. See ``heterog.envs.reward``; the terms are in
-    ``info``.
+    Log of the speed-up over the best data-parallel baseline, scored op by op; if memory does not
+    suffice, a value below -1.5, graded by the overrun. See ``heterog.envs.reward``; the terms are
+    in ``info``.
 
     ## Episode
     ``reset`` draws a pair (or takes ``options={"pair": number}``); one step ends it.
@@ -164,7 +164,7 @@ class StrategyOneShotEnv(_StrategyEnv):
     def action_masks(self) -> npt.NDArray[np.bool_]:
         """Legal entries of an action, block by block, as ``MaskablePPO`` reads it.  # [G * C]
 
-        Every entry of a block that the pair does not have is legal, as none is read.
+        All entries of blocks that the pair lacks are legal, because they are ignored.
         """
         masks = self._static()["action_mask"].astype(bool)
         masks[self.pair.num_blocks :] = True
@@ -175,7 +175,7 @@ class StrategyEnv(_StrategyEnv):
     """Decide a training strategy block by block, seeing what has been decided so far.
 
     ## Description
-    As ``heterog/StrategyOneShot-v1``, one block at a time in the order of the forward pass.
+    Like ``heterog/StrategyOneShot-v1``, one block at a time in the order of the forward pass.
 
     ## Action space
     ``Discrete(C)``: the row of the candidate table that the current block takes. A masked action
@@ -183,8 +183,8 @@ class StrategyEnv(_StrategyEnv):
     ``info["masked_actions"]`` grows.
 
     ## Observation space
-    That of ``heterog/StrategyOneShot-v1``, where the mask of the current block also leaves out
-    what no longer fits beside the blocks decided so far, and
+    Like ``heterog/StrategyOneShot-v1``. The mask of the current block also excludes candidates
+    that no longer fit beside the decided blocks. Further arrays:
 
     | key | shape | what |
     |---|---|---|
@@ -195,10 +195,10 @@ class StrategyEnv(_StrategyEnv):
 bound, and the part of the batch that changed devices |
 
     ## Reward
-    0 until the last block is decided, then that of ``heterog/StrategyOneShot-v1``.
+    0 until the last block is decided, then the reward of ``heterog/StrategyOneShot-v1``.
 
     ## Episode
-    Ends when every block is decided; is truncated after four times as many steps.
+    It ends when every block is decided, and is truncated after four steps per block.
 
     ## Arguments
     ``pairs``: what to draw from; a toy if none is given. ``padding``: sizes to pad to. ``reward``:
@@ -266,7 +266,7 @@ bound, and the part of the batch that changed devices |
     def action_masks(self) -> npt.NDArray[np.bool_]:
         """Legal actions for the current block, as ``MaskablePPO`` reads them.  # [C]
 
-        All where an episode is over, as Gymnasium's vectors then read none before their reset.
+        All are legal once the episode is over: Gymnasium's vectors read masks before a reset.
         """
         if len(self._row) == self.pair.num_blocks:
             return np.ones(self.padding.candidates, bool)

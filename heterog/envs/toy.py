@@ -1,4 +1,4 @@
-"""A small handmade model and cluster, for first steps and for tests of learning."""
+"""A small handmade model and cluster, for first steps and tests of learning."""
 
 from heterog.cluster import Cluster, Device, Host, Link, device_type
 from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind
@@ -101,7 +101,7 @@ def chain_graph(num_layers: int = 4, width: int = 2048, batch_size: int = 32) ->
 
 
 def toy_cluster(network_gb_per_s: float = 0.05) -> Cluster:
-    """Two V100 on hosts of their own behind a slow network: one device alone is best.
+    """Two hosts with one V100 each and a slow network, so that one device alone is best.
 
     Args:
         network_gb_per_s: Rate of the NICs in 10^9 bytes per second.

@@ -1,15 +1,15 @@
-"""Methods: each proposes strategies for one graph and cluster, and is a file or a room of its own.
+"""Methods: each proposes strategies for one graph and cluster, and has its own file or folder.
 
-- ``planner`` is the protocol and the budgets, ``built_in`` the table of methods; ``registry``
-  makes them and finds them by name.
+- ``planner`` has the protocol, budgets and results, ``built_in`` the table of methods;
+  ``registry`` makes methods and finds them by name.
 - ``data_parallel``, ``model_parallel``, ``tuned_uniform``, ``two_segment`` and ``megatron_grid``
   enumerate (``enumeration``), ``pipeline`` and ``islands`` cut the model into stages.
 - ``local_search`` moves from neighbour to neighbour.
-- ``hap``, ``poplar``, ``deeppool`` and ``pipette`` are others' methods; ``dedication`` moves alike
-  hosts (``host_order``: what near hosts are).
+- ``hap``, ``poplar``, ``deeppool`` and ``pipette`` come from papers; ``dedication`` exchanges
+  hosts of one kind (``host_order``: which hosts are near each other).
 - ``unit_search`` cuts samples along space, nodes, features or positions.
-- Several use ``changes`` of a strategy, ``repair`` of what does not fit, ``recomputing``,
+- Several use ``changes`` of a strategy, ``repair`` of one that does not fit, ``recomputing``,
   ``teams``.
 
-A method knows the evaluator, and neither the search that runs it nor other methods' rooms.
+A method knows the evaluator, but neither the search that runs it nor folders of other methods.
 """

@@ -1,6 +1,6 @@
-"""The table of methods: what each does, for people and shells, and where it is made.
+"""The table of methods: what each does, for help texts and shell completion, and where it is made.
 
-The planners themselves import numba; nothing is imported here.
+This module imports no planner, because planners import numba.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class MethodNote:
         stage: ``"baseline"``, ``"search"``, ``"zero_shot"``, or ``"all"`` for ``auto``.
         what: Sentence about what it does.
         needs: Input beyond a graph and a cluster, or a limitation.
-        made_by: Module of ``heterog.methods`` and what makes the method there; empty for ``auto``
-            and for what policies answer.
+        made_by: ``module:name`` in ``heterog.methods`` that makes the method; empty for ``auto``
+            and for methods that need a policy.
     """
 
     name: str

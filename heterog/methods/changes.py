@@ -18,8 +18,8 @@ _T = TypeVar("_T")
 def renumbered(strategy: Strategy, place: Sequence[int], cluster: Cluster) -> Strategy:
     """The same strategy on other devices.
 
-    Devices without teams take samples in ascending order, so that teams have to say who had which
-    if the order changes: each device is one, or all are one where rules split the work inside.
+    Devices without teams take samples in ascending order. If renumbering changes that order, teams
+    keep it: one team per device, or one team of all devices if rules split ops among them.
 
     Args:
         strategy: Strategy to renumber, whose modes name no devices.
@@ -55,8 +55,8 @@ def renumbered(strategy: Strategy, place: Sequence[int], cluster: Cluster) -> St
         return tuple(found) if rows else ()
 
     made = {decision: moved(decision) for decision in dict.fromkeys(strategy.decisions)}
-    # A table of micro-batches may hold the sizes alone, in the row of any device: rows of devices
-    # that are gone move to the first row, so that the sizes stay.
+    # The table of micro-batches may hold all sizes in the row of one device. Rows of removed
+    # devices move to the first row, so that the sizes stay.
     micro = np.zeros((cluster.num_devices, strategy.num_micro_batches), np.int64)
     for device, own in enumerate(strategy.micro_batches):
         micro[max(place[device], 0)] += np.array(own)
@@ -96,8 +96,8 @@ def moved_samples(
     Args:
         decision: Decision of a group.
         over: Missing bytes of each device, negative where there is room.
-        rate: Bytes that a sample takes on each device.
-        takers: For devices with room, the number of samples that they can take.
+        rate: Bytes of a sample on each device.
+        takers: Number of samples that each device with room can take.
     """
     takers = {device: takers[device] for device in decision.devices if takers.get(device, 0) >= 1}
     shares = dict(zip(decision.devices, decision.shares, strict=True))

@@ -1,21 +1,19 @@
-"""Data parallelism as practised today: the paper's four baselines and DDP.
+"""Data parallelism as practised today: the paper's four baselines, DDP, and the best of all kinds.
 
 - ``ev_ps``, ``ev_ar``, ``cp_ps``, ``cp_ar`` (HeteroG section 6): replicas on all devices; even
   shares, or shares in proportion to the measured speed of the whole model; synchronised tensor by
   tensor, first come first served, no micro-batches. PS is the better of one server and servers
   balanced by bytes over all devices, AR the better of ring and hierarchical for the whole model.
-- ``ddp``: even shares, buckets in the order in which gradients are born, the first of 1 MiB and
-  others of 25, all-reduce during the backward pass (Li et al., VLDB 2020). ``ddp_accumulate``:
-  the same with the smallest number of micro-batches that fits.
-
-The best data parallelism that a person could choose, of every kind that a plan can name.
-
-Replicas on all devices or on those of some classes of hosts; even shares, or in proportion to
-measured speed; ring, hierarchical all-reduce, reduce-scatter and all-gather, one parameter server
-or balanced ones; DDP's buckets, or of 1, 5 or 100 MiB or a single one; the best of the three
-orders. Micro-batches only where nothing fits without, and as few as it takes. All of them are
-tried, the promising ones first, until a small part of the budget is over. Gains are quoted over
-the better of this and ``tuned_uniform``.
+- ``ddp``: even shares, buckets in the order in which gradients are computed, the first of 1 MiB
+  and others of 25, all-reduce during the backward pass (Li et al., VLDB 2020).
+- ``ddp_accumulate``: the same with the smallest number of micro-batches that fits.
+- ``best_ddp``: the best data parallelism that a plan can express. Replicas are on all devices or
+  on those of some classes of hosts; shares are even or in proportion to measured speed.
+  Gradients are summed by ring or hierarchical all-reduce, by reduce-scatter and all-gather, or
+  by one parameter server or balanced ones. Buckets are DDP's, of 1, 5 or 100 MiB, or a single
+  one; the best of the three orders counts. There are as few micro-batches as memory allows. All
+  combinations are tried, the promising ones first, until a small part of the budget is over.
+  Gains are quoted over the better of this method and ``tuned_uniform``.
 """
 
 import math
@@ -47,9 +45,9 @@ from heterog.units import MIB
 TRANSFERS_PER_S = 50_000
 """Pushes and pulls that the referee simulates in a second, if all share a few links."""
 NEARLY_BEST = 1.1
-"""Step time over the best one's, by the engine, up to which the referee may still prefer one."""
+"""Ratio to the engine's best step up to which the referee may still prefer a strategy."""
 PATIENCE = 2.0
-"""Most budgets that a baseline may take; one that would take longer is not begun."""
+"""Most budgets that a baseline may take; a baseline that would take longer is not begun."""
 
 
 def uniform_strategy(
@@ -99,9 +97,9 @@ def balanced_homes(evaluator: Evaluator, devices: tuple[int, ...]) -> tuple[int,
 
 
 class Trials(StrategySearch):
-    """Judges strategies in every order by the engine; for enumerations.
+    """Evaluates strategies in every order by the engine; for enumerations.
 
-    What a lower bound or a part of a simulation shows to be far behind the best is given up.
+    A strategy is given up once a lower bound or a partial simulation shows it far behind the best.
     """
 
     why_nothing = ""
@@ -221,7 +219,7 @@ def _best_variants(problem: Problem, strategies: list[Strategy]) -> PlanResult:
     """Variants as candidates, best first; the referee decides which one counts."""
     tried: list[tuple[Strategy, Evaluation]] = []
     spending = problem.spend()
-    # Without a barrier every row has the same freedom to choose its order.
+    # Without a barrier, baselines may choose among the same orders as searches.
     orders = (Order.FIFO,) if problem.step_barrier else problem.orders
     with spending.limits():
         for strategy in strategies:
@@ -250,7 +248,7 @@ class Buckets(NamedTuple):
     first: int = 0
 
     def within(self, num_bytes: int) -> "Buckets":
-        """The same buckets of a model with so many bytes of parameters."""
+        """These buckets, limited to a model with ``num_bytes`` of parameters."""
         others = min(self.others, num_bytes)
         return Buckets(others, self.first if self.first < others else 0)
 
@@ -260,7 +258,7 @@ BUCKETS = (
     Buckets(DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES),
     *map(Buckets, (100 * MIB, 5 * MIB, MIB)),
 )
-"""DDP's own and some others, beside a single one for all."""
+"""DDP's buckets and some others; a single bucket for the whole model is tried, too."""
 ALL_REDUCES = (Sync.HIERARCHICAL, Sync.RING, Sync.REDUCE_SCATTER_ALL_GATHER)
 MOST_SETS = 63
 """Most sets of classes of hosts that are tried."""
@@ -296,7 +294,7 @@ class _Enumeration(Trials):
         self._buckets = tuple(dict.fromkeys(each.within(whole) for each in every))
 
     def search(self) -> None:
-        """One way for all replicas, then the other ways of the best ones first."""
+        """One synchronisation for all replicas, then the others, for the best replicas first."""
         first = {each: self._first(each) for each in self._replicas()}
         ranked = sorted(first, key=lambda each: first[each].cost)
         for replicas in ranked:
@@ -312,9 +310,9 @@ class _Enumeration(Trials):
                 self._judge_served(replicas, first[replicas].num_micro, homes)
 
     def _replicas(self) -> list[Replicas]:
-        """All replicas, first those whose compute and gradients take least by a rule of thumb.
+        """All replicas, sorted by a rough estimate of compute and gradient seconds.
 
-        So a budget that ends early has tried the best ones, and what is far behind is given up.
+        So a budget that ends early has tried the best ones, and later ones are given up sooner.
         """
         speeds, batch = self.evaluator.speeds, self.evaluator.graph.batch_size
         cluster = self.evaluator.cluster
@@ -342,7 +340,7 @@ class _Enumeration(Trials):
         return sorted(found, key=roughly_s)
 
     def _first(self, replicas: Replicas) -> "_First":
-        """One way for some replicas, with as few micro-batches as it takes to fit."""
+        """Judge replicas with one synchronisation and the fewest micro-batches that fit."""
 
         def judge(num_micro: int) -> Evaluation | None:
             return self._judge(replicas, num_micro, ALL_REDUCES[0], self._buckets[0])
@@ -364,7 +362,7 @@ class _Enumeration(Trials):
         return _First.of(found, num_micro)
 
     def _is_hopeless(self, replicas: Replicas, *, is_served: bool = False) -> bool:
-        """Whether parameters, and their state unless servers have it, fill a device alone."""
+        """Whether parameters, and their state unless servers hold it, exceed a device's memory."""
         evaluator = self.evaluator
         state_ratio = 0.0 if is_served else evaluator.graph.optimizer_state_ratio
         state_bytes = self._bytes.sum() * (1.0 + state_ratio)
@@ -400,7 +398,7 @@ class _Enumeration(Trials):
         )
 
     def _homes(self, devices: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """One server, on the host with the fastest NIC, or all of them in balance."""
+        """One server on the host with the fastest NIC, then balanced servers on all devices."""
         cluster = self.evaluator.cluster
         if len(devices) == 1:
             return
@@ -411,7 +409,7 @@ class _Enumeration(Trials):
         yield balanced_homes(self.evaluator, devices)
 
     def _judge_served(self, replicas: Replicas, num_micro: int, homes: tuple[int, ...]) -> None:
-        """Judge servers, unless what their NICs receive takes longer than the best step."""
+        """Judge servers, unless receiving gradients alone takes longer than ``limit_s``."""
         cluster = self.evaluator.cluster
         hosts = np.array(cluster.host_of)
         host_of_home = hosts[list(homes)]
@@ -424,7 +422,7 @@ class _Enumeration(Trials):
 
 
 class _First(NamedTuple):
-    """How well the first way for some replicas does, and their number of micro-batches."""
+    """Cost of replicas with the first synchronisation, and their number of micro-batches."""
 
     cost: tuple[float, float]
     num_micro: int
@@ -440,7 +438,7 @@ def _fits(found: Evaluation | None) -> bool:
 
 
 def class_sets(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Devices of all hosts, then those of some classes of hosts that are alike, most first."""
+    """Devices of all hosts, then of ever fewer kinds of hosts."""
     classes: dict[int, list[int]] = {}
     for host, kind in enumerate(cluster.host_kind):
         classes.setdefault(kind, []).extend(cluster.host_devices(host))

@@ -1,10 +1,10 @@
-"""The method ``dedication``: plans of other methods, with alike hosts in better places.
+"""The method ``dedication``: plans of other methods, with hosts of one kind in better places.
 
-Where the rates between hosts differ (``Cluster.pairs``), the best plans of the other methods are
-taken and their hosts of one kind permuted. Orders are proposed by annealing an estimate of what
-the plan's own traffic costs (``HostTraffic``), and then by single moves; the evaluator judges
-each, the referee the best ones. The result is the best of these and of the plan as it was, so that
-it is never worse. ``auto`` runs it last, on its winner.
+If rates between hosts differ (``Cluster.pairs``), hosts of one kind are permuted in the best plans
+of the other methods. Annealing on an estimate of the plan's traffic (``HostTraffic``) proposes
+orders of hosts, then single moves do. The evaluator judges each order, the referee the best ones.
+The original plan is among the candidates, so the result is never worse. ``auto`` runs this method
+last, on its winner.
 """
 
 from collections.abc import Iterator
@@ -29,15 +29,15 @@ NUM_JUDGED = 3
 NUM_PROPOSED = 2
 """Number of orders that are annealed for each plan."""
 MOST_FRUITLESS = 60
-"""Moves in a row without gain after which the next plan is taken up."""
+"""Moves in a row without gain after which the search turns to the next plan."""
 SEARCHED_PART = 0.8
 """Part of a budget for the search; the rest is for the referee."""
 ANNEALED_PART = 0.3
-"""Part of a budget in seconds after which no order is annealed any longer."""
+"""Part of a budget in seconds after which annealing ends."""
 
 
 class Dedication(Planner):
-    """Alike hosts in other places; see the module docstring."""
+    """Hosts of one kind in other places; see the module docstring."""
 
     name = "dedication"
     stage = "search"
@@ -46,7 +46,7 @@ class Dedication(Planner):
 
     @staticmethod
     def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
-        """Whether ``auto`` runs it: only where rates between alike hosts differ."""
+        """Whether ``auto`` runs it: only if rates between hosts of one kind differ."""
         if not cluster.pairs:
             return False
         rates = HostRates.of_cluster(cluster)
@@ -71,7 +71,7 @@ class Dedication(Planner):
 
 
 def _places_differ(rates: HostRates, hosts: tuple[int, ...]) -> bool:
-    """Whether links make a difference between hosts that are otherwise alike."""
+    """Whether hosts of one kind differ by their links."""
     own = np.array(hosts, np.int32)
     others = np.setdiff1d(np.arange(rates.num_hosts, dtype=np.int32), own)
     seen_from = rates.s_per_byte[np.ix_(others, own)]  # [num_others, num_own]
@@ -154,10 +154,10 @@ class _Search:
     def _improve(self, start: Candidate) -> bool:
         """Try orders: first annealed ones, then moves of the best one.
 
-        A second call is soon where the first ended: what was simulated before is known.
+        A second call soon reaches the point where the first ended, because evaluations are kept.
 
         Returns:
-            Whether it ended because nothing more is gained.
+            Whether the search ended because no move improves the plan.
         """
         turn = start.orders[0]
         given = np.arange(self._cluster.num_hosts, dtype=np.int32)
@@ -191,7 +191,7 @@ class _Search:
         return on_hosts(strategy, self._cluster, order.tolist())
 
     def _proposed(self, strategy: Strategy, rng: np.random.Generator) -> Iterator[IntArray]:
-        """Orders of little estimated traffic, kind by kind."""
+        """Orders with little estimated traffic, annealed for one kind of host after another."""
         traffic = HostTraffic.of_strategy(strategy, self.problem.evaluator)
         if traffic is None:
             return
@@ -204,7 +204,7 @@ class _Search:
             yield order
 
     def _is_annealed(self) -> bool:
-        """Whether simulations need the rest of the seconds."""
+        """Whether annealing must end, because simulations need the rest of the seconds."""
         is_timed = self.problem.budget.seconds is not None
         return self.spending.is_cut or (is_timed and self.spending.fraction >= ANNEALED_PART)
 

@@ -1,4 +1,4 @@
-"""Points of a small space, tried one by one until all are seen or the budget is over."""
+"""Base class of enumerations: points are tried one by one until the budget is over."""
 
 from abc import abstractmethod
 from collections.abc import Iterable
@@ -18,9 +18,9 @@ NUM_RETURNED = 6
 
 
 class Enumeration(PointSearch[Point]):
-    """Base of enumerations, whose points are rows of a table of decisions.
+    """Base of enumerations over points, each of which has a row: one decision for each group.
 
-    A subclass says what a point means (``row`` and the methods after it).
+    A subclass says which strategy a point means (``row`` and the methods after it).
 
     Args:
         problem: The planner's problem.
@@ -30,7 +30,7 @@ class Enumeration(PointSearch[Point]):
         num_steps: Number of training steps that are simulated.
         speeds: Speed of each device.
         space: Space of the decisions that rows refer to.
-        fault: Why the last point that cannot run was passed over; empty if there was none.
+        fault: Why the last point that cannot run was skipped; empty if there was none.
     """
 
     num_returned = NUM_RETURNED
@@ -75,7 +75,7 @@ class Enumeration(PointSearch[Point]):
         return ()
 
     def is_possible(self, point: Point) -> bool:
-        """Whether a point stands for a strategy; others are passed over."""
+        """Whether a point stands for a strategy; others are skipped."""
         return True
 
     @property

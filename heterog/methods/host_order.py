@@ -1,20 +1,17 @@
-"""The same strategy with hosts in other places, and the cost of its traffic between hosts.
+"""Orders of hosts: permuted hosts of a strategy, and communities of hosts that are near.
 
-A *place* is a host as a strategy names it; an order says which host plays each place. Hosts of one
-kind can change places without any other change. Where rates between hosts differ, that decides
-which of them the traffic meets: a slow pair is best where a strategy sends nothing.
+A *place* is a host as a strategy names it; an order gives the host for each place. Hosts of one
+kind (equal devices, inner links and NICs) can change places without any other change. Unlike in
+``Cluster.host_kind``, lines between hosts (``Cluster.pairs``) make no kinds here, because the
+order decides which host is behind which line. If rates between hosts differ, the order decides
+which of them carries which traffic: the slowest pair should be one that exchanges nothing.
+``HostTraffic`` estimates the cost of an order.
 
-Kinds of hosts, which can take each other's place: equal devices, inner links and NICs.
-
-What lies between hosts (``Cluster.pairs``) makes no kinds here, unlike in ``Cluster.host_kind``:
-who sits behind which line is what an order of hosts decides.
-
-Hosts that are near each other, and an order that crosses few slow links (OP-Fence).
-
-FusionLLM (arXiv 2410.12707) groups devices of similar bandwidth before it cuts a model into
-stages. Its code is not public; this is our reading of it. Hosts are nodes of a graph whose edges
-weigh their bandwidth, communities are found by greedy modularity (Louvain), and they are put in
-the order in which a byte that is handed from each to the next takes the fewest seconds.
+``communities`` and ``in_best_order`` follow FusionLLM's OP-Fence (arXiv 2410.12707), which groups
+devices of similar bandwidth before it cuts a model into stages. Its code is not public; this is
+our reading of it. Hosts are nodes of a graph whose edge weights are bandwidths; greedy modularity
+(Louvain) finds communities. Their order is the one in which a byte passed from each community to
+the next takes the fewest seconds in all.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,7 +33,7 @@ MOST_COUNTED = 2_000_000
 
 
 def on_hosts(strategy: Strategy, cluster: Cluster, order: Sequence[int]) -> Strategy:
-    """A strategy with hosts in other places.
+    """A strategy with permuted hosts.
 
     Args:
         strategy: A strategy for the cluster.
@@ -87,8 +84,8 @@ class HostTraffic:
                 transfers[places] += num_bytes
                 continue
             hosts = tuple(sorted(set(places)))
-            # A reduce-scatter or all-gather sends half of what a ring's all-reduce does, and a
-            # member of an all-to-all its own part of that.
+            # A reduce-scatter or all-gather sends half as much as an all-reduce in a ring. In an
+            # all-to-all, each member sends only its own part of that.
             part = 1.0
             if channel.kind in (ChannelKind.REDUCE_SCATTER, ChannelKind.ALL_GATHER):
                 part = 0.5
@@ -117,8 +114,9 @@ class HostTraffic:
     def seconds(self, order: IntArray, rates: HostRates) -> float:
         """Seconds for which links are busy: an estimate that ranks orders, not a step time.
 
-        It adds the busiest pair of hosts, the slowest ring, and the mean of both: a slow pair
-        counts also beside a slower one. Rings go through hosts in the order of the cluster.
+        The sum of the busiest pair of hosts, the slowest ring, and the means over pairs and rings;
+        with the means, a slow pair counts even beside a slower one. Rings go through hosts in the
+        order of the cluster.
 
         Args:
             order: Host for each place.  # [num_hosts]
@@ -146,7 +144,7 @@ def annealed_order(
     *,
     is_over: Callable[[], bool],
 ) -> IntArray:
-    """An order in which some hosts have other places, for little estimated traffic.
+    """An order with little estimated traffic, in which some hosts have changed places.
 
     Args:
         traffic: Traffic of a strategy.
@@ -154,7 +152,7 @@ def annealed_order(
         order: Host for each place, to start from.  # [num_hosts]
         hosts: Places among which hosts change.
         rng: Generator of everything random.
-        is_over: Function asked before each step whether to end.
+        is_over: Function called before each step; it returns whether to end.
     """
     whole = order.copy()
 
@@ -189,17 +187,17 @@ def hosts_by_kind(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
 
 
 MOST_HOSTS = 128
-"""Most hosts of a cluster that is looked at: there are 8,128 pairs of them."""
+"""Most hosts of a cluster that is divided into communities: they have 8,128 pairs."""
 _MOST_EXACT = 12
-"""Most communities whose best order is found exactly, among all subsets of them."""
+"""Most communities whose best order is found exactly, by dynamic programming over subsets."""
 
 
 def communities(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Hosts that reach each other faster than others, each community's fastest hosts first.
+    """Communities: hosts that reach each other faster than others, the fastest hosts first.
 
     Args:
-        cluster: A cluster of any size; with more than ``MOST_HOSTS`` hosts, or where all hosts
-            reach each other equally fast, it is one community.
+        cluster: A cluster of any size. It is one community if it has more than ``MOST_HOSTS``
+            hosts, or if all hosts reach each other equally fast.
     """
     hosts = range(cluster.num_hosts)
     everybody = [_by_speed(cluster, hosts)]
@@ -219,9 +217,9 @@ def communities(cluster: Cluster) -> list[tuple[int, ...]]:
 def in_best_order(
     cluster: Cluster, groups: Sequence[tuple[int, ...]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Communities in the order that hands a byte from each to the next in the fewest seconds.
+    """Communities in the order that passes a byte from each to the next in the fewest seconds.
 
-    Exact up to twelve (a path through all, by dynamic programming over subsets), greedy beyond.
+    Exact up to ``_MOST_EXACT`` communities, greedy beyond.
 
     Args:
         cluster: Cluster of their hosts.
@@ -240,7 +238,7 @@ def in_best_order(
 def _shortest_path(seconds: Sequence[Sequence[float]]) -> tuple[int, ...]:
     """Places in the order of the shortest path through all of them (Held and Karp)."""
     count = len(seconds)
-    # For each set of places passed, and the last of them: (seconds, the way there).
+    # For each set of visited places, and the last of them: (seconds, path).
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]]
     best = {(1 << place, place): (0.0, (place,)) for place in range(count)}
     for _ in range(count - 1):
@@ -256,7 +254,7 @@ def _shortest_path(seconds: Sequence[Sequence[float]]) -> tuple[int, ...]:
 
 
 def _greedy_path(seconds: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """A path that always goes on to the nearest place left, from the nearest two."""
+    """A path from the nearest two places, always on to the nearest place that is left."""
     left = set(range(len(seconds)))
     nearest = min(combinations(left, 2), key=lambda pair: seconds[pair[0]][pair[1]])
     way = list(nearest)

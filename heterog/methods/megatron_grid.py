@@ -1,12 +1,13 @@
 """The best uniform layout by enumeration, as a careful person would tune it by hand.
 
-Every tp x pp x dp that fills the machines, every micro-batch that divides, ZeRO (also with one
-copy in slices on each host), recomputation, sequence and expert parallelism and the schedule of
-the pipeline, as Megatron-LM and FSDP offer them: all replicas alike, all stages with equal numbers
-of layers, even shares. On mixed clusters also on the faster kinds of machines alone. Shapes with a
-micro-batch are tried in the order of an estimate, each in the leanest manner that it needs to fit
-into memory; after every few of them the manner of the best one is varied. Cut short at any moment
-it hands over the best so far.
+Layouts are those that Megatron-LM and FSDP offer: equal replicas, stages with equal numbers of
+layers, even shares. The enumeration has every tp x pp x dp that fills the machines, every
+micro-batch that divides a share, ZeRO (also with one sliced copy on each host), recomputation,
+sequence and expert parallelism, and schedules. On mixed clusters, the faster kinds of machines
+alone are tried, too. A *shape* is a division with a micro-batch, a *manner* the rest of a layout.
+Shapes are tried in the order of an estimate, each in the first manner that fits into memory, from
+the fastest to the leanest; after every few shapes, the manner of the best one is varied. A search
+that is cut short returns the best so far.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,15 +35,15 @@ from heterog.strategy.strategy import Strategy
 MOST_SHAPES = 48
 """Most shapes with a micro-batch that are tried, those with the shortest estimated step first."""
 VARIED_AFTER = 8
-"""Number of shapes after which the manner of the best point is varied: a search that is cut short
-has then tried both."""
+"""Number of shapes after which the manner of the best point is varied, so that a search that is
+cut short has tried shapes and manners."""
 NUM_VARIED = 3
 """Number of the best shapes whose manner is varied when all have been tried."""
 BUBBLE_OF_1F1B_OVER_V = 6.0
-"""Bubble of 1F1B over that of two chunks in a V with split backward passes (Qi et al. 2023, whose
-passes take one unit each: 9 and 1.5 units of four stages)."""
+"""Bubble of 1F1B over that of two chunks in a V with split backward passes (Qi et al. 2023: 9 and
+1.5 units for four stages, if each pass takes one unit)."""
 MOST_TASKS = 2_000_000
-"""Most tasks of a program, about a second's work; more micro-batches than that are left out."""
+"""Most tasks of a program, about a second's work; layouts with more are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ class _Point:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What manners of one shape have in common."""
+        """The shape: everything but the manner."""
         layout = self.layout
         return layout.tp, layout.pp, layout.dp, layout.micro_batch, self.devices
 
@@ -94,7 +95,7 @@ class _Grid(PointSearch[_Point]):
         self._computing = np.array([op.phase != Phase.UPDATE for op in self.graph.ops])
 
     def search(self) -> None:
-        """Shapes and micro-batches in the leanest manner that fits, the best in other manners."""
+        """Try each shape in its first manner that fits, and the best shapes in all manners."""
         points = sorted(self._shapes(), key=self._order)[:MOST_SHAPES]
         for number, point in enumerate(points, 1):
             for manner in self._until_it_fits(point):
@@ -108,9 +109,10 @@ class _Grid(PointSearch[_Point]):
         self._vary(self._best_shapes()[:NUM_VARIED])
 
     def _best_shapes(self) -> list[_Point]:
-        """Shapes that have not been varied, each with its best settings so far.
+        """The best point of each shape that has not been varied.
 
-        First come those that would be shortest without the bubble that other schedules save.
+        First come those with the shortest step once the bubble that other schedules save is taken
+        off.
         """
         of_shape: dict[tuple[object, ...], _Point] = {}
         for point in sorted(self.found, key=lambda each: self.found[each].preference):
@@ -138,7 +140,7 @@ class _Grid(PointSearch[_Point]):
         return least_bubble(bubble, in_a_v=_can_be_in_chunks(point.layout, self.num_layers))
 
     def _try_cheaper(self, point: _Point) -> None:
-        """Make less again than everything for as long as that fits."""
+        """Recompute less and less, as long as the layout fits."""
         for layout in cheaper_layouts(self.graph, point.layout):
             found = self.ask(replace(point, layout=layout))
             if found is None or not found.is_ok:
@@ -189,7 +191,7 @@ class _Grid(PointSearch[_Point]):
                 yield tp, pp
 
     def _order(self, point: _Point) -> tuple[int, float, int]:
-        """Shapes that may fit on all their devices first, those that fit on none last."""
+        """Sort key: first shapes that may fit on all devices, last those that fit nowhere."""
         least = min(self._least_bytes(each) for each in self._manners(point))
         room = [self.cluster.devices[device].usable_memory_bytes for device in point.devices]
         return (least > min(room)) + (least > max(room)), *self._estimate(point)
@@ -246,14 +248,14 @@ class _Grid(PointSearch[_Point]):
                 yield point
 
     def _recomputations(self, start: _Point) -> list[Recompute]:
-        """Kinds of recomputation; single ops only where something has to be made again."""
+        """Kinds of recomputation; single ops only if the point does not fit without."""
         kinds = [Recompute.NONE, *words_worth_trying(self.graph)]
         if start.layout.recompute == Recompute.NONE and self.found[start].is_ok:
             return [kind for kind in kinds if kind != Recompute.OP]
         return kinds
 
     def _expert_degrees(self, layout: Layout) -> list[int]:
-        """How many replicas may share the experts, if any: each device has at least one."""
+        """Degrees of expert parallelism in which each device has at least one expert."""
         if not self.num_experts:
             return [1]
         return [ep for ep in divisors(layout.dp) if ep == 1 or ep * layout.tp <= self.num_experts]
@@ -271,15 +273,15 @@ class _Grid(PointSearch[_Point]):
         return [(zero, c) for zero in stages for c in ([1, 0] if zero and has_copies else [1])]
 
     def _estimate(self, point: _Point) -> tuple[float, int]:
-        """Seconds of a step, roughly; ties: the shorter pipeline first.
+        """Seconds of a step, roughly; among equal ones, the smaller ``tp * pp`` comes first.
 
         The longest of compute with the bubble, messages between stages with the bubble, and the
-        sums of gradients behind half of the compute:
+        sums of gradients after half of the compute:
 
             T = max(C (1 + B), M (1 + B), C / 2 + S)
 
-        with the bubble B of the best schedule, and C the seconds in which the slowest device would
-        compute all micro-batches, by the stages and the members of a team, and the sums of teams.
+        B is the bubble of the best schedule. C is the time in which the slowest device computes
+        all micro-batches, divided by stages and team members, plus the sums inside teams.
         """
         layout, cluster = point.layout, self.cluster
         types = {cluster.type_index[device] for device in point.devices}
@@ -294,8 +296,8 @@ class _Grid(PointSearch[_Point]):
     def _team_seconds(self, point: _Point) -> float:
         """Seconds in which a team adds up activations: two sums a layer and pass, in a ring.
 
-        4 (L / p) (2 (t - 1) / t b / r + 2 (t - 1) l) with L layers, b bytes of the samples of a
-        replica or of its micro-batches, and rate r and latency l of the link inside a host.
+        4 (L / p) (2 (t - 1) / t b / r + 2 (t - 1) l m) with L layers, b bytes at a boundary for
+        all samples of a replica, its m micro-batches, and rate r and latency l inside a host.
         """
         layout = point.layout
         if layout.tp == 1:
@@ -412,9 +414,9 @@ def least_bytes(
 def uniform_layouts(
     evaluator: Evaluator, num_devices: int, tp: int, pp: int
 ) -> Iterator[tuple[Layout, int]]:
-    """Layouts of one division with each micro-batch that divides a share, and how many there are.
+    """(layout, number of micro-batches) for each micro-batch that divides a replica's share.
 
-    Micro-batches are the powers of two that divide it, and the share itself.
+    Sizes of micro-batches are the powers of two that divide the share, and the share itself.
     """
     graph, dp = evaluator.graph, num_devices // (tp * pp)
     num_layers, num_ops = len(layers_of(graph).names), len(evaluator.tables.op_id)

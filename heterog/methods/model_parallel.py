@@ -1,4 +1,4 @@
-"""Methods that do not replicate: the whole step on one device, or a balanced chain of devices."""
+"""Methods without replicas: the whole step on one device, or a balanced chain of devices."""
 
 import numpy as np
 
@@ -34,16 +34,16 @@ class SingleDevice(Planner):
 class ModelParallel(Planner):
     """A chain: consecutive groups on consecutive devices, balanced by time, within memory.
 
-    The chain visits hosts in order of their devices' speed. For every number of devices the cut
-    that minimises the slowest stage is found by dynamic programming over (group, device), each
-    stage limited to the device's memory; then micro-batch counts are tried.
+    The chain visits devices in the order of their speed. For every number of devices, dynamic
+    programming over (group, device) finds the cut with the fastest slowest stage, each stage
+    limited to its device's memory. Then numbers of micro-batches are tried.
     """
 
     name = "model_parallel"
     stage = "baseline"
 
     def prepare(self, evaluator: Evaluator) -> None:
-        """Compile what cuts chains; other methods use it, too."""
+        """Compile the kernel that cuts chains; other methods use it, too."""
         balanced_chain(np.ones((1, 1)), np.ones((1, 1)), np.ones(1))
 
     def plan(self, problem: Problem) -> PlanResult:
@@ -80,8 +80,8 @@ def balanced_chain(seconds: FloatArray, memory: FloatArray, room: FloatArray) ->
         room: Bytes of each stage's device.  # [num_stages]
 
     Returns:
-        The stage of each group, ascending. Overflow is charged in proportion to its size, so an
-        infeasible chain comes out as even as it can.
+        The stage of each group, ascending. Overflow costs seconds in proportion to its size, so
+        that a chain that does not fit overflows as evenly as possible.
     """
     num_groups, num_stages = seconds.shape
     before = np.zeros((2, num_stages, num_groups + 1))  # seconds and bytes of all earlier groups
@@ -118,11 +118,11 @@ def _cut_chain(
     time_before: FloatArray, memory_before: FloatArray, room: FloatArray, penalty: float,
     best: FloatArray, cut: IntArray,
 ) -> None:  # fmt: skip
-    """Find the best begin of each stage for each end, given those before it.
+    """Find the best begin of each stage for each end, given the best cuts of earlier stages.
 
     Args:
         time_before: Seconds of all groups before each, on each stage.  # [stages, groups + 1]
-        memory_before: Bytes of them.
+        memory_before: Bytes of these groups, on each stage.  # [stages, groups + 1]
         room: Bytes of each stage's device.
         penalty: Seconds for an overflow as large as a device's memory.
         best: Output: seconds of the slowest of the first stages.  # [stages + 1, groups + 1]

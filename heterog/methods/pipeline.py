@@ -1,12 +1,12 @@
 """Pipelines of machines: consecutive ranges of layers, each replicated inside its own stage.
 
-Gradients are then synchronised inside a stage only, over its fast links; between stages go only
-activations, which are small beside gradients where layers are wide. Stages are blocks of whole
-machines, or single devices; the cut that balances the stages is found by dynamic programming for
-every sequence of stages, then its boundaries are moved by simulation. The best are also tried with
-caps on the micro-batches that stages hold, those of 1F1B and those that hide messages, with
-weight gradients when devices would wait otherwise, and with teams inside the machines of a stage;
-what does not fit also with stages that recompute and with sliced updates.
+Gradients are synchronised inside stages only, over fast links. Only activations cross between
+stages; they are small beside gradients if layers are wide. A stage is a block of whole machines,
+or a single device. For every sequence of stages, dynamic programming finds the cut that balances
+them, then simulation moves its boundaries. The best cuts are also tried with caps on the
+micro-batches that stages hold (those of 1F1B, and larger ones that hide messages), with weight
+gradients delayed until a device would wait, and with teams inside machines. Those that do not fit
+are also tried with recomputation and sliced updates.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,15 +36,15 @@ from heterog.strategy.strategy import Decision, Keeps, Sync
 _FIRST_MICRO = (4, 8)  # tried for every sequence of stages
 _ALL_MICRO = (1, 2, 4, 8, 16, 32)
 _NUM_WIDENED = 10  # sequences that are tried with every number of micro-batches
-_NUM_REFINED = 4
-# Parts of the budget after which the next phase begins, whatever is left to try: a small budget
+_NUM_REFINED = 4  # best points that are refined
+# Parts of the budget after which the next phase begins, even if points are left: a small budget
 # is better spent on the best sequences than on all of them.
 _UNTIL_SORTED = 0.2
 _UNTIL_WIDENED, _UNTIL_TEAMS, _UNTIL_REFINED = 0.4, 0.6, 0.85
 _MOST_CAPS = 2  # see ``_Point``
-_MOST_HOSTS = 5  # most machines of which every sequence is tried
-_MANY_HOSTS = 16  # machines from which on only some numbers of blocks are tried
-_MOST_KINDS = 4  # most kinds of machines of which every subset is tried on larger clusters
+_MOST_HOSTS = 5  # most machines for which every sequence is tried
+_MANY_HOSTS = 16  # with more machines, only some numbers of blocks are tried
+_MOST_KINDS = 4  # on larger clusters, most kinds of machines for which every subset is tried
 
 Stages = tuple[tuple[int, ...], ...]
 """Devices of each stage, in the order of the layers."""
@@ -59,7 +59,7 @@ class PipelineSearch(Planner):
 
     @staticmethod
     def prepare(evaluator: Evaluator) -> None:
-        """Load the library that finds communities, which no budget counts."""
+        """Load the library that finds communities, before time is counted."""
         communities(evaluator.cluster)
 
     def plan(self, problem: Problem) -> PlanResult:
@@ -84,10 +84,10 @@ class _Point:
 def stage_sequences(cluster: Cluster) -> list[Stages]:
     """Sequences of stages worth trying, of two stages or more if there are two devices.
 
-    Up to five machines: every sequence of machines, alike ones in one order only, cut into blocks
-    in every way, and its devices one by one. With more: all machines, and those of some kinds,
-    sorted by kind both ways, in blocks of equal size; and communities of machines that are near
-    each other, both ways, each in blocks of its own.
+    Up to five machines: every sequence of machines (those of one kind in one order), cut into
+    blocks in every way, and its devices as single stages. More machines: those of all kinds and of
+    subsets of kinds, sorted by kind in both directions, in blocks of equal size; also communities
+    of near machines in both directions, each cut into its own blocks.
     """
     hosts = [cluster.host_devices(index) for index in range(cluster.num_hosts)]
     kinds = [
@@ -204,7 +204,7 @@ class _Enumeration(Enumeration[_Point]):
         """Try balanced cuts of all sequences, other settings of the best, then cuts nearby."""
         order = self.problem.first_order
         most = self.problem.evaluator.graph.batch_size
-        # A batch of a few samples is cut into as many micro-batches as it has.
+        # A batch of a few samples is cut into micro-batches of one sample.
         first_micro = [count for count in _FIRST_MICRO if count <= most] or [most]
         sequences = self._sequences(first_micro[-1], order)
         self.try_points(
@@ -258,7 +258,7 @@ class _Enumeration(Enumeration[_Point]):
     def _sequences(self, num_micro: int, order: Order) -> list[Stages]:
         """All sequences of stages, by the estimated time of their balanced cut, fastest first.
 
-        Those without time for an estimate come last; estimates are kept for when it goes on.
+        Sequences without an estimate come last. Estimates are kept for a resumed search.
         """
         if not self.sequences:
             self.sequences = [
@@ -315,9 +315,9 @@ class _Enumeration(Enumeration[_Point]):
     # --- other manners of a point ----------------------------------------------------------------
 
     def _in_teams(self, start: _Point) -> Iterator[_Point]:
-        """The same with teams inside machines in all stages, whose micro-batches may be small.
+        """The point with teams inside machines in all stages, also with smaller micro-batches.
 
-        A team's kernels run all its samples, so that halving these costs it less.
+        Kernels of a team run all samples of the team, so smaller micro-batches cost it less.
         """
         for size in team_sizes(self.cluster, self.rules):
             for num_micro in (start.num_micro, 2 * start.num_micro):
@@ -326,20 +326,20 @@ class _Enumeration(Enumeration[_Point]):
                     yield replace(start, teams=teams, num_micro=num_micro)
 
     def _scheduled(self, start: _Point) -> Iterator[_Point]:
-        """The same with caps, and with weight gradients whenever a device would wait."""
+        """The point with caps, and with weight gradients whenever a device would wait."""
         for caps in range(_MOST_CAPS + 1):
             for splits in (False, True):
                 yield replace(start, caps=caps, splits_backward=splits)
 
     def _ordered(self, start: _Point) -> Iterator[_Point]:
-        """The same in other orders."""
+        """The point in other orders."""
         for other in self.problem.orders:
             yield replace(start, order=other)
 
     def _leaner(self, start: _Point) -> Iterator[_Point]:
-        """If a point does not fit: recomputation in the first stages or all, sliced updates.
+        """If a point does not fit: recomputation in the first or all stages, sliced updates.
 
-        The first stages hold the most micro-batches.
+        The first stages recompute first because they hold the most micro-batches.
         """
         if self.found[start].preference[0] <= 0.0:
             return
@@ -357,7 +357,7 @@ class _Enumeration(Enumeration[_Point]):
                 )
 
     def _cheaper(self, start: _Point) -> Iterator[_Point]:
-        """For stages that recompute everything: recompute less, in as many or in all stages."""
+        """For stages that recompute everything: recompute less, in the same or in all stages."""
         if not start.recomputing or start.keeps != Keeps.NOTHING:
             return
         for keeps in reversed(self.kinds[:-1]):
@@ -370,9 +370,9 @@ class _Enumeration(Enumeration[_Point]):
                 return
 
     def _leanest(self, start: _Point) -> Iterator[_Point]:
-        """The same with all that saves memory, then with less: large models fit in few ways.
+        """The point with everything that saves memory, then with less, so that large models fit.
 
-        Micro-batches are as small as they can be without leaving a device idle.
+        Micro-batches have at least one sample for each device of a stage.
         """
         num_stages, graph = len(start.stages), self.problem.evaluator.graph
         most = graph.batch_size // max(len(devices) for devices in start.stages)
@@ -433,7 +433,7 @@ class _Enumeration(Enumeration[_Point]):
     # --- what a point means ----------------------------------------------------------------------
 
     def is_possible(self, point: _Point) -> bool:
-        """Whether every stage has a group, and a simulation does not take seconds."""
+        """Whether every stage has a group, and the program is small enough to simulate."""
         bounds = (0, *point.cuts, self.num_groups)
         if any(first >= last for first, last in pairwise(bounds)):
             return False
@@ -469,7 +469,7 @@ class _Enumeration(Enumeration[_Point]):
         return self.rules.op_rules if point.teams and self.rules is not None else ()
 
     def blocks(self, point: _Point) -> tuple[int, ...]:
-        """See ``Enumeration``: whole layers recompute, as far as they lie in one stage."""
+        """See ``Enumeration``: layers recompute as a whole, unless a stage boundary cuts them."""
         if not point.recomputing:
             return ()
         return tuple(sorted({*self.blocks_of_layers, *point.cuts}))

@@ -1,6 +1,6 @@
 """The protocol of planners, their budgets and results.
 
-``PointSearch`` is what searches over points of some space have in common.
+``PointSearch`` is the base class of searches over points of some space.
 """
 
 import math
@@ -25,7 +25,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 _ROUNDING = 1e-6
-"""Shares are sums of fractions: 30 x (1/3 + 1/10) is 12.99..., which means 13 evaluations."""
+"""Rounding error of shares: 30 x (1/3 + 1/10) is 12.99... but means 13 evaluations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +91,11 @@ class Budget:
 
 
 class Stop:
-    """Switch that asks all searches to hand over their best so far, as Ctrl-C does.
+    """Switch that asks all searches to return their best so far; Ctrl-C sets it.
 
     Args:
-        is_asked: Function that says whether somebody asks otherwise, e.g. another process.
+        is_asked: Function that returns whether a stop is requested elsewhere, such as by another
+            process.
     """
 
     def __init__(self, is_asked: Callable[[], bool] = lambda: False) -> None:
@@ -122,10 +123,10 @@ class TimeUp(Exception):
 class Spending:
     """The rest of a budget while a search runs.
 
-    A budget in evaluations is kept by the caller who evaluates and checks ``is_over``: time never
-    cuts it, so that results can be reproduced. A budget in seconds also ends loops that do not
-    check: inside ``limits``, the first evaluation after the end leaves the block, and so does
-    ``check`` in long loops without evaluations. ``stop`` does the same under every budget.
+    Under a budget in evaluations the caller must check ``is_over``; time never cuts the search, so
+    that results can be reproduced. A budget in seconds also ends loops that do not check
+    ``is_over``: inside ``limits``, the first evaluation after the end leaves the block. Long loops
+    without evaluations call ``check``, which does the same. ``stop`` ends them under any budget.
 
     Args:
         budget: Time or evaluations that may be spent from now on.
@@ -179,10 +180,10 @@ class Spending:
         return self.seconds / self._budget.seconds
 
     def check(self) -> None:
-        """Leave the block of ``limits`` if time is up: for long loops without evaluations.
+        """Leave the block of ``limits`` if time is up; for long loops without evaluations.
 
         Raises:
-            TimeUp: it is; ``limits`` catches it.
+            TimeUp: time is up; ``limits`` catches this.
         """
         if self.is_cut:
             raise TimeUp(self)
@@ -191,7 +192,7 @@ class Spending:
     def limits(self) -> Iterator[None]:
         """A block that ends, without an error, at the first evaluation after time is up.
 
-        Whatever was found until then is handed over after the block.
+        The caller returns its best so far after the block.
         """
         outer = self._evaluator.poll
 
@@ -215,9 +216,9 @@ class Candidate:
 
     Attributes:
         strategy: The strategy.
-        orders: Orders that the method allows. Of a baseline's the best one counts; a search's
-            candidates are judged in all orders of the problem.
-        judged: The referee's result for the first order, if it was asked already.
+        orders: Orders that the method allows. A baseline is judged in these orders, and the best
+            one counts; a search is judged in all orders of the problem.
+        judged: The referee's result for the first order, if it is known already.
     """
 
     strategy: Strategy
@@ -233,7 +234,7 @@ class PlanResult:
         candidates: Its best strategies, best first by its own evaluations; the referee chooses
             among them. Empty if the method does not apply; ``reason`` then says why.
         num_evaluations: Number of simulations it asked for.
-        search_seconds: Seconds it searched, where it knows that better than who called it.
+        search_seconds: Seconds of the search, if the method knows them better than its caller.
         reason: Reason why there is no candidate.
         note: Remark about the search, for example that a beam cut it short.
     """
@@ -262,10 +263,10 @@ class Problem:
         step_barrier: Whether a step ends with all updates.
         orders: Orders that a searching method may choose from.
         seeds: Strategies of other methods to start from.
-        proposals: Decisions of every group in strategies that a policy drew; a search may use
-            parts of them.
+        proposals: For each strategy that a policy drew, the decisions of all groups; a search may
+            use parts of them.
         report: Function called with (fraction of the budget spent, best seconds so far).
-        stop: Switch that asks the search to hand over its best so far.
+        stop: Switch that asks the search to return its best so far.
         clock: Function that returns the seconds by which a budget in seconds is kept.
         memory: Storage of one method, passed to it again at every later call so that it can
             resume.
@@ -285,13 +286,13 @@ class Problem:
 
     @property
     def first_order(self) -> Order:
-        """Order that a search scores its starts in: the second of those that it may choose."""
+        """Order in which a search evaluates its starts: the second allowed one, if any."""
         return self.orders[min(1, len(self.orders) - 1)]
 
     def resumed(self, make: Callable[["Problem"], Search]) -> Search:
-        """A method's search, either from the memory as it was left or newly made.
+        """A method's search, either as the last call left it in ``memory`` or newly made.
 
-        One for another evaluator is dropped, because that numbers its channels differently.
+        A search for another evaluator is dropped, because channels are numbered differently there.
         """
         evaluator, known = self.memory.get(_RESUMED, (None, None))
         if evaluator is not self.evaluator:
@@ -326,13 +327,13 @@ class MethodRow:
         overflow_bytes: Bytes missing on the worst device: 0 if it fits, infinite if it cannot run.
         candidate: The strategy; ``None`` if the method does not apply.
         noisy_step_times_s: Seconds per step when devices and links are not as fast as predicted,
-            one for each draw of ``pricing.intervals``; the same draws for every method. Empty for
-            rows between which no gain is quoted.
+            one for each draw of ``pricing.intervals``; the same draws for every method. Empty if
+            no quoted gain needs the row.
         is_rehearsed: Whether the strategy was played through on all ranks without data; otherwise
             ``ok`` is only the simulator's judgement.
         note: Remark, for example that the method was starved or that a beam cut its search.
-        is_starved: Whether its part of the budget was over after a few evaluations: a larger
-            budget would let it find better ones.
+        is_starved: Whether its part of the budget was over after a few evaluations, so that a
+            larger budget may find better strategies.
     """
 
     method: str
@@ -367,7 +368,7 @@ def by_time(row: MethodRow) -> tuple[float, ...]:
 
 
 STAGES = ("baseline", "zero_shot", "search")
-"""Stages in the order in which methods run: searches start from what earlier ones found."""
+"""Stages in the order in which methods run: searches start from strategies of earlier methods."""
 
 
 @runtime_checkable
@@ -386,16 +387,17 @@ class Planner(Protocol):
     resumes: bool = False
     """Whether it resumes its search when it gets a problem with the same ``memory`` again."""
     comes_last: bool = False
-    """Whether it only improves what the others have found, so that it runs after them."""
+    """Whether it only improves plans of the others, so that it runs after them."""
     improves: bool = False
-    """Whether it goes on from the best plans of all, so that half of later rounds are kept for
-    it."""
+    """Whether it starts from the best plans of all methods; half of the time after the first
+    round is kept for such methods."""
     is_random: bool = False
     """Whether another seed gives another search, so that several workers may run it."""
     answers_whole: bool = False
-    """Whether its answers are whole or not begun, and it may have another; see ``whole_s``."""
+    """Whether a search that is cut has no answer, and one that ends may be followed by another;
+    see ``whole_s``."""
     most_part: float = 1.0
-    """Most that it takes of a budget in seconds that several methods share."""
+    """Largest part that it takes of a budget in seconds that several methods share."""
 
     def plan(self, problem: Problem) -> PlanResult:
         """Find strategies for the problem's graph and cluster."""
@@ -403,22 +405,22 @@ class Planner(Protocol):
 
     @property
     def written_in(self) -> str:
-        """Module of its code; workers have those of this package, and no user's file."""
+        """Module of its code; workers have the modules of this package, but no user's file."""
         return type(self).__module__
 
     def prepare(self, evaluator: Evaluator) -> None:
-        """Do the work that no budget counts: imports, reading a policy."""
+        """Do the work before time is counted: imports, reading a policy."""
         return
 
     def joins_auto(self, graph: OpGraph, cluster: Cluster) -> bool:
-        """Whether ``auto`` asks it here."""
+        """Whether ``auto`` runs it for this graph and cluster."""
         return True
 
     def whole_s(self, problem: Problem) -> float:
-        """Seconds of an answer that is whole or not begun; 0 for a search that can be cut.
+        """Seconds that a whole answer takes; 0 for a search that can be cut at any time.
 
-        Among others, the method gets so many or, if its budget is shorter, says that it has not
-        begun.
+        If several methods share a budget, the method gets at least this long where possible. With
+        a shorter budget it does not begin, and says so.
         """
         return 0.0
 
@@ -429,7 +431,7 @@ Point = TypeVar("Point", bound=Hashable)
 class PointSearch(ABC, Generic[Point]):
     """A search whose points are made into strategies and simulated, each once.
 
-    A subclass says what a point means, and ``search`` which points are tried.
+    A subclass says which strategy a point means; its ``search`` chooses the points to try.
 
     Args:
         problem: Problem to find strategies for.
@@ -439,7 +441,7 @@ class PointSearch(ABC, Generic[Point]):
         spending: What has been spent of its budget.
         evaluator: Evaluator of the problem.
         found: Evaluations of the points that were simulated.
-        refused: Why other points have no strategy, or one that cannot run.
+        refused: For each other point, why it has no strategy or cannot run.
     """
 
     num_returned = 3
@@ -462,10 +464,10 @@ class PointSearch(ABC, Generic[Point]):
     @property
     @abstractmethod
     def why_nothing(self) -> str:
-        """Reason to give where no point makes sense."""
+        """Reason to give if no point makes sense."""
 
     def in_words(self, point: Point) -> str:
-        """What the best point is, for people; empty if there is nothing to say."""
+        """Description of the best point for people; empty if there is nothing to say."""
         return ""
 
     def orders(self, point: Point) -> tuple[Order, ...]:
@@ -473,18 +475,18 @@ class PointSearch(ABC, Generic[Point]):
         return tuple(Order)
 
     def returned(self) -> list[Point]:
-        """The points that are handed over, best first."""
+        """The points that the method returns, best first."""
         return self.best(self.num_returned)
 
     def answer(self, problem: Problem) -> PlanResult:
-        """Search with the budget of a problem, and hand over the best strategies.
+        """Search with the budget of a problem, and return the best strategies.
 
         Args:
             problem: The problem of the beginning, or a later one on the same evaluator.
         """
         if problem is not self.problem:
             self.problem, self.spending = problem, problem.spend()
-        # What was too large to simulate may not be in a longer round.
+        # A program that was too large to simulate may be allowed in a longer round.
         for point in [p for p, each in self.found.items() if each.outcome == Outcome.TOO_LARGE]:
             del self.found[point]
         with self.spending.limits():
@@ -503,8 +505,8 @@ class PointSearch(ABC, Generic[Point]):
     def ask(self, point: Point) -> Evaluation | None:
         """Evaluate a point in its first order while the budget lasts.
 
-        The first point that can run is evaluated in any case; ``None`` for a new one after that
-        if the budget is over, and where ``evaluate`` says so.
+        Until a first point has run, points are evaluated even if the budget is over. ``None`` for
+        a new point once the budget is over, and where ``evaluate`` returns ``None``.
         """
         if self.found and point not in self.found and self.spending.is_over:
             return None
@@ -526,7 +528,7 @@ class PointSearch(ABC, Generic[Point]):
         return evaluation
 
     def keep(self, point: Point, evaluation: Evaluation) -> None:
-        """Note what a point has given, and report the best so far."""
+        """Keep the evaluation of a point, and report the best step so far."""
         self.found[point] = evaluation
         if evaluation.is_ok:
             self._best_s = min(self._best_s, evaluation.step_time_s)

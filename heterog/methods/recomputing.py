@@ -1,9 +1,9 @@
 """Kinds of recomputation that are worth trying, what each frees, and which ops run again for it.
 
-A kind that makes more again frees more: each makes again what those before it do. So a search that
-finds something too large asks first whether the last kind suffices; only then are the cheaper ones
-tried, the dearest of them first, until one does not fit any more. What does not fit at all costs
-no more evaluations than with one kind.
+Kinds are ordered: each recomputes everything that the kinds before it recompute, and frees at
+least as much memory. So a search first tries the last kind for a strategy that is too large. Only
+if it fits are the cheaper kinds tried, the dearest of them first, until one does not fit. A
+strategy that fits with no kind takes no more evaluations than if there were one kind.
 """
 
 from collections.abc import Iterator
@@ -20,15 +20,15 @@ from heterog.strategy.layouts.layout import Layout, Recompute
 from heterog.strategy.layouts.pipelines import KEEPS
 
 LEAST_SPARED = 0.05
-"""Part of the forward pass's FLOPs from which on it is worth trying to keep products: of a
-convolution net all is made again but for the last layer."""
+"""Least part of the forward FLOPs that keeping products must save: in a convolutional net it saves
+the last layer alone."""
 
 
 @lru_cache(maxsize=16)
 def kinds_worth_trying(graph: OpGraph) -> tuple[Keeps, ...]:
-    """Kinds of recomputation that differ on a graph, the one that makes the least again first.
+    """Kinds of recomputation that differ on a graph, the one that recomputes the least first.
 
-    Where attention is fused there are no scores to make again.
+    If attention is fused, there are no scores to recompute.
     """
     forward = [index for index, op in enumerate(graph.ops) if op.phase == Phase.FORWARD]
     spared = sum(graph.ops[index].flops for index in kept_products(graph, (0,) * graph.num_ops))
@@ -41,22 +41,23 @@ def kinds_worth_trying(graph: OpGraph) -> tuple[Keeps, ...]:
 
 
 def words_worth_trying(graph: OpGraph) -> tuple[Recompute, ...]:
-    """The same kinds in the words of layouts."""
+    """The kinds of ``kinds_worth_trying`` in the words of layouts."""
     of_keeps = {keeps: word for word, keeps in KEEPS.items()}
     return tuple(of_keeps[keeps] for keeps in kinds_worth_trying(graph))
 
 
 def cheaper_layouts(graph: OpGraph, layout: Layout) -> Iterator[Layout]:
-    """A layout that makes less and less again; nothing if it does not make everything again."""
+    """Layouts that recompute less and less; none unless ``layout`` recomputes everything."""
     if layout.recompute == Recompute.FULL:
         for word in reversed(words_worth_trying(graph)[:-1]):
             yield replace(layout, recompute=word)
 
 
 def surely_kept(recompute: Recompute) -> float:
-    """Part of the activations that is surely held: a layout that overflows with it is skipped.
+    """Part of the activations that is surely held; a layout that overflows even so is skipped.
 
-    Scores alone may be most of what long sequences hold, so any kind may free nearly all.
+    With long sequences, scores alone may be most of the activations, so any kind may free nearly
+    all.
     """
     return 0.5 if recompute == Recompute.NONE else 0.1
 
@@ -78,14 +79,14 @@ def runs_again(tables: GraphTables, keeps: Keeps) -> BoolArray:
 
 
 def freed_bytes(tables: GraphTables, keeps: Keeps) -> tuple[FloatArray, FloatArray]:
-    """Bytes that a device frees of each group if its block recomputes, and all others do.
+    """Bytes that recomputation frees in each group on a device, if all blocks recompute.
 
-    Without recomputation, what the backward pass reads is kept. With it, what the backward pass or
-    ops that run again read is kept if it was made by an op that does not run again, or for another
-    block.
+    Without recomputation, values that the backward pass reads are kept. With it, values that the
+    backward pass or ops that run again read are kept if they come from an op that does not run
+    again, or from another block.
 
     Returns:
-        (for each of its samples, once).  # [num_groups] each
+        (bytes for each sample, bytes independent of samples).  # [num_groups] each
     """
     again, is_backward = runs_again(tables, keeps), tables.op_is_backward == 1
     reader = np.repeat(np.arange(len(again)), np.diff(tables.read_start))
@@ -104,7 +105,7 @@ def freed_bytes(tables: GraphTables, keeps: Keeps) -> tuple[FloatArray, FloatArr
 
 
 def _marked(tables: GraphTables, reads: BoolArray) -> BoolArray:
-    """Whether any of some reads is of each value.  # [num_values]"""
+    """Whether some of the reads read each value.  # [num_values]"""
     found = np.zeros(len(tables.value_op), np.bool_)
     found[tables.read_value[reads]] = True
     return found

@@ -1,4 +1,4 @@
-"""Methods by name: a value that is passed on. Importing a method's file adds it nowhere."""
+"""Methods by name, as a value that is passed on; importing a method's file registers nothing."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Methods:
-    """The methods that a request may name; ``auto`` runs those of them that suit it.
+    """The methods that a request may name; ``auto`` runs those that suit graph and cluster.
 
     Attributes:
         planners: Baselines, then policies, then searches; each in the order in which they run.

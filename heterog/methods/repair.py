@@ -1,16 +1,19 @@
 """Repair of strategies that do not fit: the least loss of speed for the missing memory.
 
-Greedy, in rounds. In each round every kind of repair is applied to the strategy at hand, as
-strongly as it takes to fit or as it can: groups recompute some or all of their activations (what
-frees the most bytes per second of recomputation on the devices that overflow first), whole layers
-recompute, more micro-batches, fewer of them under way at a time, samples move to devices with
-room, whole groups leave the devices that overflow, replicated groups shard their updates, replicas
-on one host become a team that shares its layers. If any of them makes it fit, the fastest such
-strategy is the result; otherwise the next round starts from the one that lost the fewest seconds
-per byte of overflow that it removed.
+A greedy search in rounds. Each round applies every kind of repair to the current strategy, as
+strongly as needed to fit, or as far as it goes:
 
-Memory is judged by the fast engine and confirmed by the referee, whose schedule may need more;
-that excess is then asked for from the start.
+- groups recompute some or all of their activations, those first that free the most bytes per
+  second of recomputation on the devices that overflow; or whole layers recompute,
+- there are more micro-batches, or fewer of them in flight,
+- samples move to devices with room, or whole groups leave the devices that overflow,
+- replicated groups shard their updates, or replicas on one host become a team.
+
+If some repair makes the strategy fit, the fastest such strategy is the result. Otherwise the next
+round starts from the strategy that lost the fewest seconds per byte of overflow removed.
+
+The fast engine judges memory and the referee confirms it. If the referee's schedule needs more,
+later repairs leave that much more room.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,8 +53,8 @@ from heterog.strategy.division import micro_batch_table, split_evenly
 from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.strategy import REPLICATED, Decision, Keeps, Strategy, Sync
 
-_MOST_ROUNDS = 8
-_MOST_MOVES = 6  # of samples, each by the shortage that the last one has shown
+_MOST_ROUNDS = 8  # of a repair; see ``_round``
+_MOST_MOVES = 6  # of samples; each follows the shortage that is left after the one before
 _SHARDING = tuple(sync for sync in Sync if sync.is_sharded)
 
 
@@ -99,11 +102,11 @@ class _Tried:
 
 
 class _Again(NamedTuple):
-    """What a kind of recomputation takes and frees on all devices that overflow.
+    """Cost and gain of a kind of recomputation on all devices that overflow.
 
     Attributes:
-        seconds: Seconds of each group.  # [num_groups]
-        freed: Bytes of each group.  # [num_groups]
+        seconds: Seconds that each group recomputes.  # [num_groups]
+        freed: Bytes that each group frees.  # [num_groups]
     """
 
     seconds: FloatArray
@@ -129,7 +132,7 @@ class _Unit(NamedTuple):
     Attributes:
         groups: The groups.
         decision: The present decision of its groups.
-        options: Seconds, bytes freed and kind, the one that makes the least again first.
+        options: Seconds, bytes freed and kind, the one that recomputes the least first.
     """
 
     groups: tuple[int, ...]
@@ -139,7 +142,7 @@ class _Unit(NamedTuple):
     def steps(self) -> Iterator[_Step]:
         """Ever more recomputation, in steps that free fewer and fewer bytes per second.
 
-        A kind that frees fewer per second than one that makes more again is passed over.
+        A kind is skipped if one that recomputes more frees more bytes per second.
         """
         seconds = freed = 0.0
         rest = list(self.options)
@@ -152,7 +155,7 @@ class _Unit(NamedTuple):
             rates = [(f - freed) / max(s - seconds, 1e-12) for s, f, _ in rest]
             best = max(range(len(rest)), key=lambda place: (rates[place], place))
             if rates[best] <= 0.0:
-                if rest[-1][0] > seconds:  # it may free something after all
+                if rest[-1][0] > seconds:  # the simulation may show that it frees something
                     yield _Step(0.0, self.groups, rest[-1][2])
                 return
             seconds, freed, keeps = rest[best]
@@ -169,7 +172,7 @@ class _Repair:
         self.spending = spending
         usable = [device.usable_memory_bytes for device in self.cluster.devices]
         self.limits = np.array(usable, np.float64)
-        self.usable = self.limits.copy()  # less the excess that the referee has shown
+        self.usable = self.limits.copy()  # less what the referee needs beyond the engine
         self.tried: dict[Strategy, _Tried] = {}
         self._known: dict[object, _Again] = {}
 
@@ -224,7 +227,7 @@ class _Repair:
         return False
 
     def _peak(self, found: Evaluation) -> FloatArray:
-        """Peak bytes of each device; infinite for what is too large to simulate or cannot run."""
+        """Peak bytes of each device; infinite if it is too large to simulate or cannot run."""
         if found.outcome in (Outcome.TOO_LARGE, Outcome.CANNOT_RUN):
             return np.full(len(self.limits), np.inf)
         return np.array(found.peak_memory_bytes, np.float64)
@@ -278,9 +281,9 @@ class _Repair:
         return min(found, key=price, default=None)
 
     def _fewest(self, make: Callable[[int], Strategy], most: int, first: int) -> Iterator[_Tried]:
-        """Strategies with the smallest number of changes that fits: doubled, then bisected.
+        """The strategy with the fewest changes that fits, by doubling and then bisection.
 
-        If no number fits, the one that overflows least.
+        If no number of changes fits, the strategy that overflows least.
         """
         if most == 0:
             return
@@ -310,14 +313,14 @@ class _Repair:
         yield from self._make_again(current, units, (), (Keeps.NOTHING,))
 
     def _recompute_layers(self, current: _Tried) -> Iterator[_Tried]:
-        """Recompute whole layers: only what others read of them is kept."""
+        """Recompute whole layers: only their outputs to other layers are kept."""
         if blocks := self._layers_of(current):
             yield from self._make_again(current, blocks, blocks, (Keeps.NOTHING,))
 
     def _recompute_less(self, current: _Tried) -> Iterator[_Tried]:
-        """The same in steps from one kind of recomputation to the next, where there are several.
+        """Recompute in steps from one kind of recomputation to the next, if there are several.
 
-        It comes last: where the budget is small, other kinds of repair bring more.
+        This repair comes last: under a small budget, other kinds of repair gain more.
         """
         kinds, blocks = kinds_worth_trying(self.graph), self._layers_of(current)
         if len(kinds) > 1:
@@ -338,19 +341,19 @@ class _Repair:
         blocks: tuple[int, ...],
         kinds: tuple[Keeps, ...],
     ) -> Iterator[_Tried]:
-        """Make as little again as it takes to fit: the steps that free the most per second first.
+        """Recompute as little as needed to fit: the steps that free the most per second first.
 
         Args:
-            current: What does not fit.
-            units: First groups of what recomputes together.
-            blocks: Blocks of the strategies that are tried; empty: those that there are.
-            kinds: Kinds of recomputation, the one that makes the least again first.
+            current: Strategy that does not fit.
+            units: First group of each unit that recomputes together.
+            blocks: Blocks of the strategies that are tried; empty for those of ``current``.
+            kinds: Kinds of recomputation, the one that recomputes the least first.
         """
         strategy = replace(current.strategy, blocks=blocks or current.strategy.blocks)
         ranked = [
             step for unit in self._units(current, units, blocks, kinds) for step in unit.steps()
         ]
-        # What the last unit makes is read at once: while memory is fullest, it frees nothing.
+        # The last unit's outputs are read at once: it frees nothing while memory is fullest.
         last = max((step.groups for step in ranked), default=())
         ranked.sort(key=lambda step: (step.groups == last, -step.rounded, step.groups))
 
@@ -371,7 +374,7 @@ class _Repair:
         blocks: tuple[int, ...],
         kinds: tuple[Keeps, ...],
     ) -> Iterator["_Unit"]:
-        """What each unit takes and frees on the devices that overflow, by kind."""
+        """Each unit with the seconds and bytes of each kind on the devices that overflow."""
         decisions, over = current.strategy.decisions, self._over(current) > 0.0
         for first, end in pairwise((*units, len(decisions))):
             groups = tuple(range(first, end))
@@ -393,7 +396,7 @@ class _Repair:
     def _again(
         self, keeps: Keeps, blocks: tuple[int, ...], decision: Decision, over: BoolArray
     ) -> "_Again":
-        """What a kind of recomputation takes and frees if all groups have one decision."""
+        """Cost and gain of a kind of recomputation if all groups have one decision."""
         key = keeps, blocks, decision, over.tobytes()
         if key not in self._known:
             tables = self.evaluator.rules.of(self.evaluator.rules.number((), blocks)).tables
@@ -411,7 +414,7 @@ class _Repair:
         return self._known[key]
 
     def _cut_finer(self, current: _Tried) -> Iterator[_Tried]:
-        """Double the number of micro-batches until it fits, or until that does not help."""
+        """Double the number of micro-batches until the strategy fits or doubling does not help."""
         strategy, batch = current.strategy, self.graph.batch_size
         crossing = axis_plan(self.graph, strategy.op_rules).crossing
         if crossing is not None or micro_batches_refused(self.graph, 2):
@@ -424,7 +427,7 @@ class _Repair:
         while count < batch and not self._fits(last):
             count = min(2 * count, batch)
             micro = micro_batch_table(split_evenly(batch, count), self.cluster.num_devices)
-            schedule = replace(strategy.schedule, turns=())  # they are of other micro-batches
+            schedule = replace(strategy.schedule, turns=())  # those of the old micro-batches
             finer = self._try(replace(strategy, micro_batches=micro, schedule=schedule))
             if self._missing(finer) >= self._missing(last):
                 break
@@ -432,7 +435,7 @@ class _Repair:
         yield last
 
     def _hold_fewer(self, current: _Tried) -> Iterator[_Tried]:
-        """Halve the number of micro-batches under way until it fits or does not help."""
+        """Halve the number of micro-batches in flight until it fits or does not help."""
         strategy, last = current.strategy, current
         cap = strategy.num_micro_batches
         devices = [decision.devices for decision in strategy.decisions]
@@ -501,7 +504,7 @@ class _Repair:
     def _without(
         self, strategy: Strategy, groups: Sequence[int], leaving: set[int], roomiest: int
     ) -> Strategy:
-        """The strategy with some groups off some devices; on ``roomiest`` if no other is left."""
+        """Remove devices from some groups; one left without devices moves to ``roomiest``."""
         changes = {
             group: without_devices(strategy.decisions[group], leaving, roomiest)
             for group in groups
@@ -516,7 +519,7 @@ class _Repair:
         return replace(with_decisions(strategy, changes), homes=tuple(homes))
 
     def _shard_updates(self, current: _Tried) -> Iterator[_Tried]:
-        """Have each replica keep a part of the optimizer's state, gradients, parameters."""
+        """Shard optimizer state, then also gradients and parameters, among replicas."""
         for sync in _SHARDING:
             sliced = [
                 replace(decision, sync=sync, slices=(), slice_groups=())
@@ -535,7 +538,7 @@ class _Repair:
                 return  # the optimizer cannot update a part of a parameter
 
     def _form_teams(self, current: _Tried) -> Iterator[_Tried]:
-        """Make teams of replicas on the hosts of devices that overflow, to divide everything."""
+        """Join replicas on one host into teams in groups that overflow, to divide everything."""
         strategy, over = current.strategy, self._over(current) > 0.0
         groups = [
             group

@@ -1,9 +1,9 @@
-"""Teams inside machines: neighbours that share every matrix product, beside other such teams.
+"""Teams inside machines: devices of one machine that divide every matrix product among them.
 
-Only what teams have in common then crosses the network (data parallelism between them, or the next
-stage of a pipeline), and the sums inside layers stay on the fast links of a machine. Samples are
-shared out among teams, and units (heads, columns) inside a team, in proportion to speed; so a
-machine of four fast devices and one of two slow ones can be replicas of each other.
+The sums inside layers stay on the fast links of a machine. Only traffic between teams crosses the
+network: gradients of data parallelism, or activations for the next stage. Samples are divided
+among teams, and units (heads, columns) inside a team, in proportion to speed. So a machine of four
+fast devices and one of two slow ones can be replicas of each other.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,15 +24,15 @@ from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 Teams = tuple[tuple[int, ...], ...]
 _RESOLUTION = 100
-"""Parts of a team's fastest member: axes rarely have more units than that."""
+"""Parts of a team's fastest member: axes rarely have more units."""
 
 
 @lru_cache(maxsize=16)
 def rules_of_model(graph: OpGraph) -> TeamRules | None:
-    """Rules by which a team shares any layer; ``None`` if teams have nothing to share.
+    """Rules by which a team divides any layer; ``None`` if there is nothing to divide.
 
-    Rules that would cut across samples have no meaning on the part of the batch that a team has,
-    so that a model with such rules has no teams either.
+    A team has a part of the batch, so rules that cut across samples have no meaning for it; a
+    model with such rules has no teams either.
     """
     try:
         rules = team_rules(graph, tuple(range(group_ops(graph).num_groups)))
@@ -108,7 +108,7 @@ def in_teams(
 def has_one_owner(decision: Decision) -> bool:
     """Whether a decision with ZeRO has one owner for every slice; true without ZeRO.
 
-    With ZeRO it has if teams cut parameters alike.
+    With ZeRO, every slice has one owner if all teams cut parameters alike.
     """
     if not decision.sync.is_sharded or not decision.teams:
         return True
@@ -117,7 +117,7 @@ def has_one_owner(decision: Decision) -> bool:
 
 
 def _plain(decision: Decision, speeds: Sequence[float]) -> Decision:
-    """The same without teams, with samples in proportion to speed."""
+    """The decision without teams, with samples in proportion to speed."""
     own = [speeds[device] for device in decision.devices]
     shares = split_in_proportion(sum(decision.shares), own)
     return replace(decision, shares=shares, teams=(), parts=())
@@ -136,7 +136,7 @@ def parts_of(speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 def apart(decision: Decision) -> Decision:
-    """A decision whose devices form a team each: data parallelism, whatever rules ops have."""
+    """A decision with one team per device: data parallelism, whatever rules ops have."""
     if decision.teams or len(decision.devices) == 1:
         return decision
     return replace(decision, teams=tuple((device,) for device in decision.devices))
@@ -163,7 +163,7 @@ def strategy_in_teams(
     """A strategy in which some groups run in teams of up to ``size`` devices inside hosts.
 
     Returns:
-        ``None`` if teams have nothing to share, or ops already have rules that are not those of
+        ``None`` if there is nothing to divide, or ops already have rules other than those of
         teams.
     """
     rules = rules_of_model(graph)
@@ -187,14 +187,14 @@ def strategy_in_teams(
 
 
 def without_needless_rules(strategy: Strategy) -> Strategy:
-    """Remove rules where every device is its own team in all groups: they have no effect there.
+    """Remove all rules if every device is its own team in all groups, where they have no effect.
 
-    If only some groups did without, values would be converted between them and the others.
+    With rules in some groups only, values would be converted between these and the others.
 
     Args:
         strategy: Strategy whose decisions have teams wherever ops have rules.
     """
-    # Sharded parameters have no home, and would need one without rules if a group is served.
+    # Sharded parameters have no home; without rules, a group with a server would need one.
     if not strategy.op_rules or any(
         has_teams(each) or each.sync.is_served for each in strategy.decisions
     ):

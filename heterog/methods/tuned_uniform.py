@@ -1,9 +1,8 @@
 """One decision for the whole model, tuned by hand, on the best machines.
 
-The best subset of machines, shares in proportion to measured
-speed, gradients by reduce-scatter and all-gather with slices in proportion to the NICs' rates, a
-full update on every rank, the best of the three orders. Tensor by tensor or in 25 MiB buckets,
-whichever is better.
+The best subset of machines; shares in proportion to measured speed; gradients by reduce-scatter
+and all-gather, with slices in proportion to the rates of NICs, tensor by tensor or in 25 MiB
+buckets, whichever is better; a full update on every rank; the best of the three orders.
 """
 
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ def machine_subsets(cluster: Cluster) -> list[tuple[int, ...]]:
 def tuned_decision(
     evaluator: Evaluator, devices: tuple[int, ...], speeds: tuple[float, ...]
 ) -> Decision:
-    """Replicas on some devices, with shares and slices in proportion."""
+    """Replicas on some devices: shares in proportion to speed, slices to rates of NICs."""
     batch = evaluator.graph.batch_size
     if len(devices) == 1:
         return Decision(devices=devices, shares=(batch,))

@@ -1,7 +1,7 @@
 """Two contiguous ranges of layers, each uniform on its own subset of machines, by enumeration.
 
-Every pair of subsets is tried at a few boundaries first, then the boundaries around the best pairs
-are refined. That gives most of the gain of a search in a second or two.
+Every pair of subsets is first tried at a few boundaries. Then the boundaries of the best pairs are
+refined. This gives most of the gain of a search in a second or two.
 """
 
 from typing import NamedTuple
@@ -16,8 +16,8 @@ from heterog.simulator.engine import Order
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
 _NUM_CUTS = 7  # of the first round
-_NUM_REFINED = 6
-_MOST_SUBSETS = 24  # the best on their own, on clusters with more
+_NUM_REFINED = 6  # best points whose neighbours are tried
+_MOST_SUBSETS = 24  # on clusters with more subsets, the best on their own are paired
 
 
 class TwoSegment(Planner):

@@ -1,32 +1,22 @@
 """Samples cut among the devices of a team: rows, nodes, features or positions for each device.
 
-``spatial`` and ``sequences`` know how samples can be cut and try a few ways at first. Then units
-are moved from one device to another as long as the simulated step gets shorter.
+``spatial`` and ``sequences`` first try a few ways to cut samples. Then both move units, one at a
+time, from one device to another as long as the simulated step gets shorter. They serve batches
+with fewer samples than devices, and samples too large for a device: data parallelism ends at one
+sample for each device, pipelines end at one micro-batch for each stage.
 
-**Space**: for batches with fewer samples than devices, or samples too large.
+**Space**: a convolutional network is cut along the depth, height or width of its samples (Oyama et
+al. 2020, arXiv 2007.12856). Each device of a team owns some rows of every activation, and
+neighbours exchange the rows that convolutions read across the cut. Unlike in the paper, rows are
+divided by the devices' speeds. Every dimension and every number of units is tried: a cut into
+fewer units is coarser, but holds deeper into the network. A full-batch graph network is one
+sample, too; its nodes or features are cut (``spatial_split``).
 
-Data parallelism ends where there is one sample for each device, pipelines where there is one
-micro-batch for each stage. A convolutional network can then still be cut along the depth, height
-or width of its samples (Oyama et al. 2020, arXiv 2007.12856): each device of a team owns some rows
-of every activation, and neighbours send each other the rows that convolutions read across the cut.
-
-A full-batch graph network has one sample, too: nodes are cut, or features (``spatial_split``).
-
-Unlike the paper, rows are shared out by the devices' speeds, and then moved one unit at a time
-from one device to another as long as the simulated step gets shorter. Every dimension and every
-number of units is tried: fewer units are coarser, but go deeper into the network.
-
-**Sequences**: for long ones, of which there are few in a batch.
-
-Data parallelism ends where there is one sequence for each device, and one long sequence can fill a
-device. Here the devices of a team own runs of positions (``heterog.strategy.sequence_split``), the
-form of context parallelism in which keys and values are gathered (Grattafiori et al. 2024, arXiv
-2407.21783, section 3.3.2).
-
-Unlike there, where equal devices have an early and a late run each, a device has one run, as long
-as makes all devices take the same time: by their speeds, and by causal attention, whose later
-positions see more keys. Then units of positions are moved from one device to another as long as
-the simulated step gets shorter.
+**Sequences**: the devices of a team own runs of positions (``heterog.strategy.sequence_split``).
+This is the form of context parallelism in which keys and values are gathered (Grattafiori et al.
+2024, arXiv 2407.21783, section 3.3.2). There, equal devices have an early and a late run each.
+Unlike there, a device has one run. Its length follows from the speeds of devices and from causal
+attention, whose later positions see more keys, so that all devices take equally long.
 """
 
 from abc import abstractmethod
@@ -66,12 +56,12 @@ NUM_REFINED = 2
 MOST_MOVES = 48
 """Most moves of units that are tried for a point: a few times the pairs of a host's devices."""
 LARGE_PART = 0.5
-"""Part of a device's memory from which on the activations of a sample make it a large one."""
+"""A sample is large if its activations take more than this part of a device's memory."""
 
 UNITS_PER_DEVICE = 4
 """Least units for each device, if the length allows: shares are then off by at most an eighth."""
 LEAST_LENGTH = 512
-"""Positions from which on ``auto`` uses it: shorter sequences do not fill a device."""
+"""Least positions for ``auto`` to run ``sequences``: shorter sequences do not fill a device."""
 _SYNCS = (Sync.RING, Sync.HIERARCHICAL, Sync.ZERO1, Sync.ZERO3)
 
 Teams = tuple[tuple[int, ...], ...]
@@ -87,7 +77,7 @@ class UnitPoint:
         units: Number of units of each device, in the order of the teams.
         sync: Synchronisation of the gradients.
         recompute: Whether activations are computed again in the backward pass.
-        keeps: Which of them are kept nevertheless.
+        keeps: Which activations are kept nevertheless.
     """
 
     split: SpatialSplit | SequenceSplit
@@ -99,12 +89,12 @@ class UnitPoint:
 
 
 class UnitSearch(PointSearch[UnitPoint]):
-    """Points of a problem.
+    """Search over ways to cut samples and over the units of each device.
 
     Args:
         problem: Problem to find a strategy for.
         least_units: Least units that a device may be left with.
-        why_nothing: Reason to give where no point makes sense.
+        why_nothing: Reason to give if no point makes sense.
     """
 
     why_nothing = ""
@@ -137,9 +127,9 @@ class UnitSearch(PointSearch[UnitPoint]):
                 yield (tuple(fast),)
 
     def try_until_it_fits(self, point: UnitPoint) -> None:
-        """Simulate a point, and if it does not fit, with recomputation.
+        """Simulate a point and, if it does not fit, the point with recomputation.
 
-        Two-level sums are left out if there is one host.
+        Hierarchical all-reduce is skipped on a single host.
         """
         hosts = {self.cluster.host_of[device] for team in point.teams for device in team}
         if point.sync == Sync.HIERARCHICAL and len(hosts) == 1:
@@ -223,7 +213,7 @@ class Spatial(Planner):
 
     @staticmethod
     def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
-        """Whether there are convolutions, or a graph, and samples that have to be cut."""
+        """Whether the model has convolutions or a sparse graph, and its samples need a cut."""
         has_convolution = any(op.kind.startswith("convolution") for op in graph.ops)
         return (has_convolution or bool(graph.patterns)) and not why_needless(graph, cluster)
 
@@ -260,7 +250,7 @@ def why_needless(graph: OpGraph, cluster: Cluster) -> str:
 
 class _SpatialSearch(UnitSearch):
     def points(self) -> Iterator[UnitPoint]:
-        """All ways in proportion to speed."""
+        """All ways to cut, with units in proportion to speed."""
         graph = self.graph
         splits = (*spatial_splits(graph), *row_splits(graph), *feature_splits(graph))
         ways = [(split, False) for split in splits]
@@ -335,7 +325,7 @@ class Sequences(Planner):
 
 
 def _split(graph: OpGraph, cluster: Cluster) -> SequenceSplit | None:
-    """The cut with the most units that are worth distinguishing."""
+    """The cut with the most units, up to a limit beyond which finer units gain nothing."""
     most = max(MOST_UNITS, UNITS_PER_DEVICE * cluster.num_devices)
     for units in unit_counts(graph, most):
         found = sequence_split(graph, units)

@@ -1,8 +1,7 @@
-"""Modes: ways to train whose numbers are not those of one device, a room for each.
+"""Modes: ways to train whose numbers differ from those of one device; each has a room.
 
-- ``mode``: the protocol, and all that exact training knows of modes with ``on_ranks``, what a
-  rank does around its steps.
-- ``built_in``: the list of modes, which reads them from files and from what a person asks for.
+- ``mode``: the protocol; ``on_ranks``: its part on a rank. Exact training knows no more of modes.
+- ``built_in``: the list of modes, which finds a mode by its word.
 - ``averaging``, ``asynchronous``, ``stash`` and ``codecs``: the rooms.
-- ``islands``, teams that train alone, and ``search``, which two and three of the rooms share.
+- ``islands``, teams that train alone, and ``search``: shared by two and three of the rooms.
 """

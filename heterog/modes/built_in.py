@@ -1,4 +1,4 @@
-"""The list of the modes of this package: the one place that names them."""
+"""The list of this package's modes: the only place that names them all."""
 
 from functools import cache
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ def built_in_modes() -> tuple[type[Mode], ...]:
 
 
 def method_of(text: str) -> "Planner":
-    """The method that a person asks for in words.
+    """The method of a mode that a user asks for in words.
 
     >>> method_of("server=2").name, method_of("average=8").name
     ('server', 'average')
@@ -34,12 +34,12 @@ def method_of(text: str) -> "Planner":
     words = [part.partition("=")[0].strip() for part in text.split(",")]
     for word in words:
         if word in known:
-            return known[word].method(text)  # which says what it takes
+            return known[word].method(text)  # its errors name the words that it takes
     raise UnknownNameError("mode of `asynchronous`", words[0], known)
 
 
 def method_names(*, beside: str = "") -> tuple[str, ...]:
-    """Names of the rows of modes' methods, if wanted of those only that go with a mode's key."""
+    """Names of all modes' methods, or only of the modes that go with the key ``beside``."""
     return tuple(
         mode.word
         for mode in built_in_modes()

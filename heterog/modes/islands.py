@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 MOST_STEPS = 1_000_000
 """Most steps between two averagings, or ahead of others; more is a typing error."""
 _COUNT_BYTES = 8
-"""Size of the number of labels that count, by which a masked mean divides."""
+"""Size of the number of unmasked labels, by which a masked mean divides."""
 
 
 def check_islands(strategy: "Strategy", batch_size: int, what: str) -> None:
@@ -21,10 +21,10 @@ def check_islands(strategy: "Strategy", batch_size: int, what: str) -> None:
     Args:
         strategy: Strategy whose decisions are checked.
         batch_size: Batch size of the graph.
-        what: Words for what needs islands.
+        what: Words for the mode that needs islands, for messages.
 
     Raises:
-        StrategyError: a decision does not allow it; the message says which and why.
+        StrategyError: a decision does not allow it; the message names it and the reason.
     """
     if not strategy.step_barrier:
         raise StrategyError(f"{what} needs steps that end with all updates; plan with them.")
@@ -71,7 +71,7 @@ def _check_decision(decision: "Decision", what: str) -> None:
 
 
 def island_samples(strategy: "Strategy", batch_size: int) -> tuple[int, ...]:
-    """Samples of a step on each island, when a batch is shared out in a strategy's proportions."""
+    """Samples of each island in a step, if a batch is divided in a strategy's proportions."""
     return _samples(strategy.decisions[0], batch_size)
 
 
@@ -85,7 +85,7 @@ def islands(strategy: "Strategy") -> tuple[tuple[int, ...], ...]:
 
 
 def island_of(strategy: "Strategy", device: int) -> int | None:
-    """Number of a device's island; ``None`` for one that takes no part in training."""
+    """Number of a device's island; ``None`` for a device without a part in training."""
     found = (number for number, own in enumerate(islands(strategy)) if device in own)
     return next(found, None)
 
@@ -98,10 +98,10 @@ def _samples(decision: "Decision", batch_size: int) -> tuple[int, ...]:
 
 
 def crossing_fault(program: Program, strategy: "Strategy") -> str:
-    """Find why a program's islands cannot train alone between averagings; empty if they can.
+    """Why a program's islands cannot train alone between averagings; empty if they can.
 
-    An island may learn the number of labels that count in the whole batch, per micro-batch, but
-    nothing that depends on another island's weights may reach it.
+    An island may receive the number of unmasked labels in the whole batch, per micro-batch, but
+    no value that depends on another island's weights.
     """
     island_of = {device: n for n, own in enumerate(islands(strategy)) for device in own}
     for task in (program.kind >= FIRST_LINK_KIND).nonzero()[0].tolist():

@@ -1,17 +1,17 @@
-"""What a mode is: a way to train whose numbers are not those of one device.
+"""The protocol of a mode: a way to train whose numbers differ from those of one device.
 
-A mode is a frozen value in ``Strategy.modes``, and all that exact training knows of modes is this
-file and ``on_ranks``. Whatever a mode does has a default here that does nothing, so that a new one
-states only what is special about it:
+A mode is a frozen value in ``Strategy.modes``; exact training knows only this file and
+``on_ranks`` of modes. Every hook has a default that does nothing, so a new mode overrides only the
+hooks that it needs:
 
-- what it checks on a strategy (``Mode.check``, ``Mode.fault``), and which modes it goes with;
-- what it changes in the program and in memory (``Mode.encode``, which makes an ``EncodedMode``);
-- what a step costs with it (``Mode.priced``);
-- how ranks run it (``Mode.on_rank``, ``Mode.rehearsal`` and the facts that an executor asks for);
-- how it is said (``words``), and written and read where that is not field by field (``to_json``,
+- its checks of a strategy (``Mode.check``, ``Mode.fault``), and the modes that it goes with;
+- its changes of the program and of memory (``Mode.encode``, which makes an ``EncodedMode``);
+- the cost of a step (``Mode.priced``);
+- its part on ranks (``Mode.on_rank``, ``Mode.rehearsal`` and the facts that an executor asks for);
+- its words (``words``), and its form in files unless that is field by field (``to_json``,
   ``record``, ``from_record``).
 
-The rooms of ``heterog.modes`` import what is above them in functions only.
+The rooms of ``heterog.modes`` import packages of higher layers in functions only.
 """
 
 import json
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 
 class MessageCodec(Protocol):
-    """An encoding of messages, as the tasks of a program name it."""
+    """An encoding of messages, as the tasks of a program use it."""
 
     def message_bytes(self, num_elements: int, value_bytes: int) -> int:
-        """Bytes of the encoded message of some elements."""
+        """Bytes of the encoded message for a number of elements."""
 
     def encode(self, tensor: Any) -> Any:
         """Encode a tensor of floating-point numbers as a flat message of bytes."""
@@ -52,11 +52,11 @@ class MessageCodec(Protocol):
         """Decode a message into a flat tensor."""
 
     def add_decoded(self, total: Any, message: Any) -> None:
-        """Add what a message means to a flat tensor."""
+        """Add a decoded message to a flat tensor."""
 
 
 class MessageRule(Protocol):
-    """A codec for one kind of messages; programs list those that they follow."""
+    """A codec for one kind of messages; a program lists its rules."""
 
     @property
     def codec(self) -> MessageCodec:
@@ -64,7 +64,7 @@ class MessageRule(Protocol):
 
     @property
     def is_of_values(self) -> bool:
-        """Whether the messages are values, of other samples in each step."""
+        """Whether the messages are values, which have other samples in each step."""
 
     @property
     def is_of_gradients(self) -> bool:
@@ -77,13 +77,14 @@ class MessageRule(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedMode:
-    """What a mode makes of one encoded strategy; by default nothing.
+    """A mode's effects on one encoded strategy; by default none.
 
     Attributes:
-        more_s: Seconds by which a step takes longer than the same step without the mode, found
-            with one simulation of that; below 0 where steps overlap.
-        folds: Whether devices that do alike may be lowered once: nothing is stated by device.
-        has_floor: Whether no step is shorter than its exact messages hold a link.
+        more_s: Seconds that the mode adds to a step, from one simulation of the step without the
+            mode; below 0 if steps overlap.
+        folds: Whether devices with equal work may be lowered once; not if the mode has numbers by
+            device.
+        has_floor: Whether the time that exact messages hold a link is a lower bound of a step.
         keeps_versions: Whether ``kept_bytes`` are older weights and the batches that use them.
     """
 
@@ -95,7 +96,7 @@ class EncodedMode:
 
     @property
     def rules(self) -> tuple[MessageRule, ...]:
-        """Codec rules of the program's messages, which tasks name by their number from 1."""
+        """Codec rules of the program's messages; tasks refer to them by number from 1."""
         return ()
 
     def rewritten(self, tape: "Tape", tables: "GraphTables", choice: "Choice") -> "Tape":
@@ -103,7 +104,7 @@ class EncodedMode:
         return tape
 
     def resident_bytes(self, tables: "GraphTables", choice: "Choice") -> "FloatArray | float":
-        """Bytes that the mode adds to each device, whatever its tasks are."""
+        """Bytes that the mode adds to each device, independent of tasks."""
         return 0.0
 
     def kept_bytes(
@@ -114,36 +115,37 @@ class EncodedMode:
 
 
 class Mode(ABC):
-    """A way to train whose numbers are not those of one device.
+    """A way to train whose numbers differ from those of one device.
 
-    A mode is a frozen dataclass. Its class has a ``key`` and states what is special about it.
+    A mode is a frozen dataclass. Its class has a ``key`` and overrides the defaults that differ.
     """
 
     __slots__ = ()
 
     key: ClassVar[str]
-    """Field of a strategy's file that has the mode."""
+    """Name of the mode's field in a strategy's file."""
     record: ClassVar[Any] = None
-    """Type of that field as it is read, of ``heterog.records``; ``None`` for the mode itself."""
+    """Type of this field in a file (``heterog.records``); ``None`` for the mode's own fields."""
     __pydantic_config__: ClassVar = VALUE
     word: ClassVar[str] = ""
-    """Word by which a person asks for it, and name of its row; empty without a method."""
+    """Word by which a user asks for the mode, and name of its row; empty without a method."""
     goes_with: ClassVar[tuple[str, ...]] = ()
-    """Keys of the modes that a strategy may have beside it."""
+    """Keys of the modes that a strategy may combine with this mode."""
     trains_apart: ClassVar[bool] = False
     """Whether gradients are summed inside teams only."""
     overlaps_steps: ClassVar[bool] = False
-    """Whether steps overlap, so that the longest chain of a step's ops is no bound."""
+    """Whether steps overlap, so that the longest chain of a step's ops is no lower bound."""
     steps_differ: ClassVar[bool] = False
-    """Whether some steps take longer than others, so that their mean is what is predicted."""
+    """Whether some steps take longer than others, so that predictions are mean step times."""
     sends_changes: ClassVar[bool] = False
-    """Whether changes of parameters travel, for which there may be codecs."""
+    """Whether ranks send changes of parameters, which may have codecs."""
     takes_gradients: ClassVar[bool] = False
     """Whether gradients go to ``RankMode.keep`` instead of this rank's optimizer."""
     counts_labels_alone: ClassVar[bool] = False
-    """Whether each rank counts the batch's labels itself, because ranks do not meet in a step."""
+    """Whether each rank counts the batch's labels itself, because ranks do not wait for each other
+    in a step."""
     masters_fault: ClassVar[str] = ""
-    """Why the mode does not go with master copies of the weights; empty if it does."""
+    """Why the mode does not work with master copies of the weights; empty if it does."""
     takes_clipping: ClassVar[bool] = False
     """Whether updates may wait for the norm of all gradients."""
 
@@ -154,7 +156,7 @@ class Mode(ABC):
 
     @classmethod
     def method(cls, text: str) -> "Planner":
-        """The method that searches for what a person asked for in words, like ``average=8``.
+        """The method that searches plans with the mode, asked for in words like ``average=8``.
 
         Raises:
             HeterogError: a word is unknown, missing or has no such value.
@@ -162,11 +164,11 @@ class Mode(ABC):
         raise NotImplementedError
 
     def brief_words(self, strategy: "Strategy") -> str:
-        """The mode in a few words behind a step's seconds; empty for none."""
+        """The mode in a few words, shown after a step's seconds; empty for none."""
         return ""
 
     def sentence(self, strategy: "Strategy") -> str:
-        """A sentence of an explanation about it; empty for none."""
+        """A sentence about the mode for the explanation of a plan; empty for none."""
         return ""
 
     def to_json(self) -> object:
@@ -175,24 +177,24 @@ class Mode(ABC):
 
     @classmethod
     def from_record(cls, record: Any) -> Self | None:
-        """The mode of what was read as ``record``; ``None`` for one that does nothing.
+        """The mode from a value read as ``record``; ``None`` if it has no effect.
 
         Raises:
-            StrategyError: a field has a wrong value; names it.
+            StrategyError: a field has a wrong value; the message names it.
         """
         found: Self = record
         return found
 
     @abstractmethod
     def check(self, strategy: "Strategy", graph: "OpGraph", cluster: "Cluster") -> None:
-        """Refuse decisions that the mode does not go with.
+        """Refuse decisions that the mode does not work with.
 
         Raises:
-            StrategyError: there are some; the message says which and why.
+            StrategyError: there are some; the message names them and the reason.
         """
 
     def fault(self, program: "Program", strategy: "Strategy", tables: "GraphTables") -> str:
-        """Say why a program of one step cannot be run in this mode; empty if it can."""
+        """Why a program of one step cannot be run in this mode; empty if it can."""
         return ""
 
     def schedule(self, strategy: "Strategy", num_devices: int) -> "PipelineSchedule":
@@ -202,16 +204,16 @@ class Mode(ABC):
     def encode(
         self, strategy: "Strategy", tables: "GraphTables", channels: "ChannelTable"
     ) -> EncodedMode:
-        """What the mode makes of an encoded strategy."""
+        """The mode's effects on an encoded strategy."""
         return EncodedMode()
 
     def priced(
         self, encoded: EncodedMode, evaluator: "Evaluator", strategy: "Strategy", choice: "Choice"
     ) -> EncodedMode:
-        """The same with ``more_s``.
+        """The encoded mode with ``more_s``.
 
         Args:
-            encoded: What ``encode`` has returned.
+            encoded: Result of ``encode``.
             evaluator: Evaluator, for simulations.
             strategy: The strategy.
             choice: The strategy, encoded and not yet priced.
@@ -219,9 +221,9 @@ class Mode(ABC):
         return encoded
 
     def gradient_scale(self, graph: "OpGraph", strategy: "Strategy", rank: int) -> float | None:
-        """Factor of a rank's gradients as they are summed; ``None`` leaves them as they are.
+        """Factor of a rank's gradients in their sum; ``None`` leaves them unscaled.
 
-        It has no effect on gradients that the mode takes itself (``takes_gradients``).
+        It has no effect on gradients that the mode takes (``takes_gradients``).
         """
         return None
 
@@ -235,35 +237,35 @@ class Mode(ABC):
         return None
 
     def device_sets(self, program: "Program", strategy: "Strategy") -> set[tuple[int, ...]]:
-        """Device sets that talk beside those of the program's collectives."""
+        """Further device sets that communicate, beside those of the program's collectives."""
         return set()
 
     def goes_back(self, program: "Program", tables: "GraphTables") -> list[bool]:
-        """Whether each task's transfer needs the lane of gradients; empty where none does."""
+        """Whether each task's transfer needs the lane of gradients; empty if none does."""
         return []
 
     def owners(self, graph: "OpGraph", strategy: "Strategy") -> tuple[int, ...]:
-        """Device whose copy of each parameter counts, by row; empty where all are equal."""
+        """Device whose copy of each parameter counts, by row; empty if all copies are equal."""
         return ()
 
     def seen_fault(self, seen: "RankProgram") -> str:
-        """Say why a program, as a rank sees it, cannot be run in this mode; empty if it can."""
+        """Why a rank's view of a program cannot be run in this mode; empty if it can."""
         return ""
 
     def on_rank(self, step: "DeployedStep") -> "RankMode":
-        """What this rank does around each step."""
+        """The mode's work on this rank around each step."""
         from heterog.modes.on_ranks import RankMode
 
         return RankMode()
 
     def rehearsal(self, stage: "Stage") -> "Rehearsal":
-        """How the mode is played through on shapes."""
+        """The mode's part in a rehearsal, which runs on shapes."""
         from heterog.modes.on_ranks import Rehearsal
 
         return Rehearsal()
 
 
 def fault_of_modes(program: "Program", strategy: "Strategy", tables: "GraphTables") -> str:
-    """Say why a program cannot be run in its strategy's modes; empty if it can."""
+    """Why a program cannot be run in its strategy's modes; empty if it can."""
     faults = (mode.fault(program, strategy, tables) for mode in strategy.modes)
     return next(filter(None, faults), "")

@@ -1,4 +1,4 @@
-"""What a mode does on one rank around each step, and in a rehearsal; by default nothing."""
+"""A mode's hooks on one rank around each step, and in a rehearsal; they do nothing by default."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -19,32 +19,33 @@ if TYPE_CHECKING:
     from heterog.runtime.step.whole_model import ModelPart
 
 MakeExecutor = Callable[["Callable[[int], Tensor] | None"], "StepExecutor"]
-"""Makes an executor that reads parameters, by tensor id, by a function if one is given."""
+"""Makes an executor; a function, if given, returns the parameters that it reads, by tensor id."""
 
 
 class Reading:
-    """What a mode reads of a checkpoint.
+    """A mode's part of reading a checkpoint.
 
     Attributes:
-        wanted: New tensors by the name under which they were saved.
+        wanted: Tensors to read into, by the name under which they were saved.
     """
 
     def __init__(self) -> None:
         self.wanted: dict[str, Tensor] = {}
 
     def take_over(self) -> None:
-        """Go on from what was read; the step's parameters and optimizer are loaded already."""
+        """Continue from the tensors read; parameters and optimizer are loaded already."""
 
 
 class RankMode:
-    """What a mode does on one rank.
+    """A mode's hooks on one rank.
 
     Attributes:
         is_free_running: Whether ranks may be in different steps, so that nothing may make them
             wait for each other.
         is_idle: Whether this rank takes no part in training, and has no loss.
-        ends_late: Whether a rank that ran ahead waits at the end: steps are timed together.
-        loss_delay: Number of calls since the last ``settle`` after which a loss comes.
+        ends_late: Whether a rank that ran ahead waits at the end, so that only all steps together
+            can be timed.
+        loss_delay: Number of calls by which losses are late after each ``settle``.
     """
 
     is_free_running = False
@@ -56,56 +57,56 @@ class RankMode:
         """Begin a step."""
 
     def run(self, batch: Mapping[int, Tensor], num_steps: int) -> Tensor | None:
-        """Run a step in a way of its own and return its loss; ``None`` to have it run as usual."""
+        """Run a step and return its loss; ``None`` to let it run as usual."""
         return None
 
     def keep(self, rows: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Take gradients of some rows of ``graph.updates`` (``Mode.takes_gradients``).
 
-        They are this rank's part of the mean over the whole batch; no optimizer steps with them
-        unless ``end_step`` does.
+        They are this rank's part of the mean over the whole batch. No optimizer uses them unless
+        ``end_step`` does.
         """
 
     def end_step(self, num_steps: int) -> None:
-        """End a step; so many have been made since the start of training."""
+        """End a step; ``num_steps`` counts all steps since the start of training."""
 
     def why_apart(self, num_steps: int) -> str:
-        """Why ranks have no model in common after so many steps; empty if they have."""
+        """Why ranks have different models after a number of steps; empty if they are equal."""
         return ""
 
     def settle(self, num_steps: int) -> None:
-        """Bring ranks together; each calls it after as many steps."""
+        """Make the model equal on all ranks; each calls it after the same number of steps."""
 
     def take_late_losses(self) -> list[float]:
         """Losses that no call has returned."""
         return []
 
     def record(self, recorder: "Recorder | None", *, is_alone: bool | None = None) -> None:
-        """Have a recorder notified of every task of the next steps, or nobody.
+        """Notify a recorder of every task of the next steps.
 
         Args:
-            recorder: The recorder.
+            recorder: The recorder; ``None`` for none.
             is_alone: Whether each step ends before the next one begins; ``None`` for no change.
         """
 
     def close(self) -> None:
-        """End what was opened; every rank calls it when all have settled."""
+        """Release resources such as process groups; every rank calls it when all have settled."""
 
     def entries(self, step: "DeployedStep") -> "list[Entry]":
         """Entries of a checkpoint that this rank adds."""
         return []
 
     def left_out(self, step: "DeployedStep") -> "Iterator[Kept]":
-        """What codecs have left out of the mode's messages."""
+        """Errors that codecs have left out of the mode's messages."""
         yield from ()
 
     def reading(self, step: "DeployedStep", contents: "Contents") -> Reading:
-        """What the mode reads of a checkpoint, for a step that was just deployed."""
+        """The mode's part of reading a checkpoint, for a freshly deployed step."""
         return Reading()
 
 
 class Rehearsal:
-    """A mode in a rehearsal, in which all ranks are played in one process."""
+    """A mode's hooks in a rehearsal, which runs all ranks in one process."""
 
     def ordered(self, seen: "RankProgram", order: "StepOrder") -> "StepOrder":
         """Order of a step's tasks."""
@@ -122,11 +123,11 @@ class Rehearsal:
         return False
 
     def play(self) -> bool:
-        """Play the steps in a way of its own; returns whether it has."""
+        """Play the steps instead of the rehearsal; returns whether the mode did."""
         return False
 
     def after_steps(self) -> None:
-        """Play what follows the steps."""
+        """Play the mode's work after the steps."""
 
 
 def parts_of(flat: Tensor, values: Sequence[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What the searches of modes have in common: islands, and a result beside exact ones."""
+"""Shared parts of the modes' searches: decisions with islands, and results beside exact ones."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,23 +12,23 @@ from heterog.strategy.strategy import Decision, Strategy, Sync
 
 
 def is_count(text: str) -> bool:
-    """Whether what a person wrote is a number of steps or parts."""
+    """Whether a user's text is a number of steps or parts."""
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 Tried = tuple[Evaluation, Strategy]
-"""A strategy that was tried, behind its evaluation."""
+"""The evaluation of a tried strategy, and the strategy."""
 _MOST_MOVED = 8
-"""Most samples moved, one after another, from the slowest team to another one."""
+"""Most samples moved, one by one, from the slowest team to another team."""
 
 
 def by_preference(pair: Tried) -> tuple[float, float]:
-    """Sort key of strategies that were tried: the best comes first."""
+    """Sort key of tried strategies, best first."""
     return pair[0].preference
 
 
 def island_decisions(evaluator: Evaluator) -> Iterator[Decision]:
-    """Decisions for each kind of island (devices, hosts) and each kind of share, none twice."""
+    """Distinct decisions for each kind of island (devices, hosts) and each kind of shares."""
     known = set()
     ways = (proportional_shares(evaluator), even_shares(evaluator))
     singles: list[tuple[int, ...]] = [(device,) for device in range(evaluator.cluster.num_devices)]
@@ -42,12 +42,12 @@ def island_decisions(evaluator: Evaluator) -> Iterator[Decision]:
 
 
 def best_of(tried: Sequence[Tried], problem: Problem, spending: Spending) -> PlanResult:
-    """The best three of the strategies that a method has tried, none of which is exact.
+    """The best three of a method's tried strategies, none of which is exact.
 
     Args:
-        tried: All of them, at least one.
-        problem: Problem whose seeds are the exact strategies, beside which the best one is put.
-        spending: What the search has spent.
+        tried: All tried strategies, at least one.
+        problem: Problem whose seeds are exact strategies, with which the best one is compared.
+        spending: Spending of the search.
     """
     best = sorted(tried, key=by_preference)[:3]
     return PlanResult(
@@ -60,7 +60,7 @@ def best_of(tried: Sequence[Tried], problem: Problem, spending: Spending) -> Pla
 
 
 def _beside_exact(found: Evaluation, strategy: Strategy, problem: Problem) -> str:
-    """Note that a strategy is not exact, and how fast it is beside the best exact one."""
+    """Note that a strategy is not exact, with its speed over the best exact strategy's."""
     note = "not exact: " + "; ".join(mode.words for mode in strategy.modes)
     exact: Sequence[Evaluation] = [
         seed.judged for seed in problem.seeds if seed.judged is not None and seed.judged.is_ok
@@ -77,7 +77,7 @@ def nothing(reason: str) -> PlanResult:
 
 
 def island_decision(teams: list[tuple[int, ...]], shares: tuple[int, ...]) -> Decision | None:
-    """A decision of the islands that have samples; ``None`` if fewer than two have."""
+    """A decision with the islands that have samples; ``None`` if fewer than two do."""
     kept = [
         tuple(device for device in team if shares[device])
         for team in teams
@@ -95,7 +95,10 @@ def island_decision(teams: list[tuple[int, ...]], shares: tuple[int, ...]) -> De
 
 
 def one_sample_moved(decision: Decision, speeds: tuple[float, ...]) -> Decision | None:
-    """A decision with one sample moved from the slowest device to the one that would end first."""
+    """A decision with one sample moved from the slowest device to the fastest one.
+
+    The fastest device is the one that ends first with a sample more.
+    """
     shares = dict(zip(decision.devices, decision.shares, strict=True))
     slowest = max(shares, key=lambda device: shares[device] / speeds[device])
     quickest = min(shares, key=lambda device: (shares[device] + 1) / speeds[device])
@@ -111,12 +114,12 @@ def refined(
     speeds: Callable[[Strategy], tuple[float, ...]],
     attempt: Callable[[Decision], Tried],
 ) -> Iterator[Tried]:
-    """Move samples from the team that takes longest to the one that would take shortest.
+    """Move samples one by one from the slowest device while that shortens the step.
 
     Args:
         best: Strategy to begin with.
         speeds: Samples per second of every device under a strategy.
-        attempt: Tries a decision of all groups.
+        attempt: Tries a decision for all groups.
     """
     for _ in range(_MOST_MOVED):
         moved = one_sample_moved(best[1].decisions[0], speeds(best[1]))

@@ -1,11 +1,11 @@
-"""The seconds of an answer: those for searches, and those kept back for all that follows.
+"""How a budget in seconds is divided between the searches and the work that follows them.
 
-A budget in seconds is for everything after the capture; with unforeseen delays an answer may be a
-fifth late. When the searches have ended, their best strategy is ordered, rehearsed, put through
-noise, explained and written. How long that takes follows from the number of turns that ranks take
-in a step of it, and of ops in its graph. So the best strategy so far is lowered and ordered while
-the search goes on (once: it is the plan's if that strategy wins). What the answer needs whichever
-strategy wins is done before the searches.
+The budget covers everything after the capture; with unforeseen delays an answer may be a fifth
+late. After the searches, their best strategy is ordered, rehearsed, simulated under noise,
+explained and written. The time for that follows from the number of turns that ranks take in one
+of its steps and from the number of ops of the graph. To count the turns, the best strategy so far
+is lowered and ordered during the search; if that strategy wins, the plan uses the same order.
+Work that does not depend on the winner is done before the searches.
 
 Seconds for a turn and an op were measured under data parallelism, parameter servers and pipelines
 on eight devices for vgg19, bert_large_24l and resnet200 (``endings.py`` in git, at c8348ba).
@@ -19,34 +19,34 @@ from heterog.methods.planner import Budget, Candidate
 from heterog.search.issue_order import IssuedSteps
 
 NOISE_PART = 0.08
-"""Part of a budget in seconds for the draws of noise that ranges of gains come from."""
+"""Part of a budget in seconds for the draws of noise from which ranges of gains follow."""
 LATE = 0.1
-"""Part of a budget by which an answer may be late in the schedule; the limit is twice that."""
+"""Part of a budget by which the schedule lets an answer be late; the limit is twice that."""
 _LATEST = 0.17
-"""The same for rehearsal and noise: an answer a little later is better than one with a plan that
-was not rehearsed."""
+"""The same part for rehearsal and noise: an answer that is a little later is better than a plan
+that was not rehearsed."""
 LATE_S, _LATEST_S = 3.0, 6.0
-"""Most seconds of both."""
+"""Most seconds of ``LATE`` and of ``_LATEST``."""
 STARTED_PART = 0.1
-"""Most of a budget that goes to what a command did before its time is counted."""
+"""Largest part of a budget that is charged for loading before time is counted."""
 REHEARSAL_S = 2.6e-5
 NOISE_S = 1e-6
 EXPLANATION_S = 8e-6
-"""Seconds of each for a turn; an explanation without savings by purchases."""
+"""Seconds of each per turn; the explanation is one without savings by purchases."""
 REHEARSAL_OP_S = 1e-4
 WRITING_OP_S = 4e-5
-"""Seconds for each op of the graph, whatever the strategy."""
+"""Seconds of each per op of the graph, whatever the strategy."""
 LAST_S = 0.45
 """Seconds to print, and for Python to end."""
 MOST_KEPT = 0.5
-"""Most of a budget that is kept back; whatever then has no time is left out, and said to be."""
-_NO_TIME_S = 1e-3
+"""Largest part of a budget that is kept back; work that does not fit is left out and reported."""
+_NO_TIME_S = 1e-3  # least limit of optional work
 CHANGES_PART = 0.08
 MOST_CHANGES = 0.2
-"""Parts of a budget for savings by purchases: kept back, and taken if there is more."""
+"""Parts of a budget for savings by purchases: what is kept back, and the most that is used."""
 _COMPARISON_S = 2e-5
-"""Seconds for a turn: 200 simulations without and with a purchase. Nothing is kept back if that
-part of a budget does not suffice for one."""
+"""Seconds per turn of one comparison: 200 simulations without and with a purchase. If
+``CHANGES_PART`` is too short for one comparison, nothing is kept back."""
 
 
 class Allotment:
@@ -59,10 +59,10 @@ class Allotment:
         is_explained: Whether an explanation and files come last.
         with_changes: Whether savings by purchases are looked for, too.
         clock: Function that returns the seconds of some clock.
-        started_s: Function that returns the seconds that a command took before it plans, which a
-            person waits for as well: libraries are loaded and the graph is read. Up to
-            ``STARTED_PART`` of the budget is taken off for them, so that kernels that are compiled
-            for the first time leave most of it.
+        started_s: Function that returns the seconds that a command took to load libraries and
+            to read the graph; the user waits for these, too. At most ``STARTED_PART`` of the
+            budget is charged for them, so that a first compilation of kernels leaves most of the
+            budget.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class Allotment:
         Args:
             issued: Object that makes the orders.
             is_rehearsed: Whether the plan is rehearsed.
-            ahead: Function that does what the plan needs whichever strategy wins; called when
-                time starts, so that nothing has to be kept back for it.
+            ahead: Function that does the work of a plan that does not depend on the winner. It is
+                called when time starts, so that no time is kept back for it.
         """
         self._issued, self._is_rehearsed, self._ahead = issued, is_rehearsed, ahead
         self._num_ops = issued.num_ops
@@ -135,7 +135,7 @@ class Allotment:
 
     @property
     def trial_s(self) -> float:
-        """Seconds that rehearsals or draws of noise may take, but for the time of what follows."""
+        """Seconds that rehearsals or draws of noise may take; the time of later work is kept."""
         return max(self._left_s(self._latest_s) - self._last_s, _NO_TIME_S)
 
     @property
@@ -162,7 +162,7 @@ class Allotment:
 
     @property
     def _last_s(self) -> float:
-        """Seconds of what always comes last: to explain, to write, to print."""
+        """Seconds of the work that always comes last: explaining, writing, printing."""
         last_s = self._num_turns * EXPLANATION_S + self._num_ops * WRITING_OP_S + LAST_S
         return last_s * self._is_explained
 

@@ -1,10 +1,10 @@
 """A background job beside a plan: where it runs, how much it gets done, what it costs.
 
-Every device that has room for it trains a replica of its own on its own small batch, which sends
-nothing to the others (DeepPool's background jobs are jobs of one GPU each). Its ops run whenever
-the device has nothing else to do; ``simulator.multiplex`` says what that does to both jobs. The
-*allowance*, how long an op may be that no gap is known to hold, is chosen so that the background
-does the most while the foreground stays under the limit.
+Every device with enough free memory trains its own replica on its own small batch; replicas do
+not communicate (each of DeepPool's background jobs runs on one GPU). Ops of the background run
+while the device is otherwise idle; ``simulator.multiplex`` simulates both jobs. An op longer than
+every known gap is begun only if it is at most as long as the *allowance*. The allowance is chosen
+so that the background does the most work while the foreground stays under the limit.
 """
 
 from dataclasses import asdict, dataclass
@@ -33,7 +33,7 @@ from heterog.strategy.strategy import Decision, Strategy
 
 DEFAULT_SLOW_DOWN = 1.1
 """DeepPool's limit on a tasklet's slow-down."""
-_MOST_ALLOWANCES = 24
+_MOST_ALLOWANCES = 24  # of more lengths of ops, only quantiles are tried
 _ROUNDING = 1e-9  # times are added in another order
 
 
@@ -83,7 +83,7 @@ class BackgroundPlan:
         return tuple(device for device, why in enumerate(self.shortage) if not why)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON, with values that follow from the others added for readers."""
+        """The fields as JSON, with derived values for readers."""
         return asdict(self) | {
             "slow_down": self.slow_down,
             "total_samples_per_s": self.total_samples_per_s,
@@ -141,8 +141,8 @@ def best_allowance(
 ) -> tuple[float, Multiplexed]:
     """The allowance with which the background does the most under a limit on the slow-down.
 
-    Without any allowance ops run only where a gap holds them, and delay nothing for long; so
-    there is always one.
+    With an allowance of 0, ops run only in gaps that hold them. If even these delay the
+    foreground too much, the background runs nowhere.
     """
     lengths = np.unique(np.concatenate([*ops, np.zeros(1)]))
     if len(lengths) > _MOST_ALLOWANCES:

@@ -1,31 +1,25 @@
-"""The cheapest plan: every method is asked about several sets of hosts, and the objective decides.
+"""The cheapest plan: every method searches several sets of hosts, and the objective decides.
 
-Methods know seconds, not money. On a fixed set of hosts the two are the same, so each method is
-asked for the fastest plan on the whole cluster, and again on the sets that a rough guess puts
-first. A set is left out if not even its lower bound could be cheaper than the best plan so far, or
-in time for the deadline. What is found on some hosts is a plan for the whole cluster
-(``on_part``) and is judged by its referee.
+Methods minimize seconds, not money. A plan costs the rent of its hosts per second times its
+seconds, so on a fixed set of hosts the fastest plan is the cheapest. The cheapest plan of all is
+therefore the cheapest among the fastest plans of all sets. There are too many sets to search them
+all: 16 hosts of four kinds have 624. So the seconds of each set are estimated from speeds and
+links, and sets are ordered by how few others are both faster and cheaper (``ranked_host_sets``).
+Methods search the whole cluster and the first of the other sets. A set is skipped if its lower
+bound is neither cheaper than the best plan so far nor in time for the deadline.
 
-Under a budget in evaluations the whole cluster is searched exactly as for the shortest step, with
-all of the budget, and all other sets together get as much again. So the cheapest plan never costs
-more than the fastest one of the same seed; and as nothing but the choice at the end knows the
-deadline, a later one never makes a plan dearer. A budget in seconds is divided: the rest of it
-goes on with the set of the best plan. While no plan ends in time, the whole cluster gets more.
+A strategy that uses some of the hosts takes the same time with and without the others: nothing
+runs on the others and nothing crosses their links. So a method that knows no prices searches the
+cluster of the rented hosts alone (``HostSubset.part``). Its strategy holds for the whole cluster
+once its devices are renumbered (``HostSubset.lifted``); the referee of the whole cluster judges
+it.
 
-Sets of hosts worth renting: those that a rough guess puts nearest to the best trades.
-
-A plan's money is what its hosts cost per second times its seconds, so the cheapest plan of all is
-the cheapest of the fastest plans of every set of hosts. There are too many sets to search in each:
-16 hosts of four kinds have 624 that differ. So seconds are guessed from speeds and links, sets are
-put in order by how few others are both faster and cheaper, and searches look into the first ones.
-The order does not depend on a deadline, so that a later deadline never finds a dearer plan.
-
-Some hosts of a cluster as a cluster of their own, and their plans as ones for the whole.
-
-A strategy that leaves hosts out takes the same time whether they are there or not: nothing runs on
-them and nothing crosses their links. So a method that knows nothing of prices can be asked about
-the hosts that are to be rented, and its strategy holds for the whole cluster with other numbers of
-devices.
+Under a budget in evaluations, the whole cluster is searched exactly as for the shortest step, with
+the whole budget, and all other sets together get as much again. So the cheapest plan never costs
+more than the fastest one of the same seed. Neither the order of sets nor the searches depend on
+the deadline, only the choice at the end does, so a later deadline never makes a plan dearer. A
+budget in seconds is divided among the sets; the rest continues the search on the set of the best
+plan. While no plan meets the deadline, the whole cluster gets more.
 """
 
 import math
@@ -94,7 +88,7 @@ class HostSubset:
 
 
 def on_part(strategy: Strategy, whole: Cluster, devices: Sequence[int], part: Cluster) -> Strategy:
-    """A strategy that uses some devices alone, on the cluster of these.
+    """A strategy that uses only some devices, renumbered for the cluster of these devices.
 
     Args:
         strategy: Strategy for the whole cluster, whose modes name no devices.
@@ -109,19 +103,19 @@ def on_part(strategy: Strategy, whole: Cluster, devices: Sequence[int], part: Cl
 
 
 MOST_SETS = 4096
-"""Most sets that are guessed about; beyond, counts of a kind are thinned to 1, 2, 4, ... all."""
+"""Most sets with an estimate; beyond, counts of a kind are thinned to 1, 2, 4, ... all."""
 _MOST_SYNC = 2.0
-"""Most seconds of gradient sums, in times of compute: a pipeline sends less than any more."""
+"""Most seconds of gradient sums, in times of compute: beyond, a pipeline sends less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSet:
-    """Some hosts with a guess of how fast they are.
+    """A set of hosts with a guess of its step time.
 
     Attributes:
         hosts: Positions of the hosts, ascending.
         seconds: Guessed seconds of a step.
-        rent_per_s: Rent of all of them for a second.
+        rent_per_s: Rent of all hosts per second.
     """
 
     hosts: tuple[int, ...]
@@ -175,7 +169,7 @@ def differing_sets(cluster: Cluster) -> Iterator[tuple[int, ...]]:
 
 
 def _all_or_none(counts: Sequence[list[int]]) -> list[list[int]]:
-    """Counts: all or none of a kind, for as many kinds as there is room; others are rented."""
+    """All or no hosts of each of the first kinds, up to ``MOST_SETS``; all of every other kind."""
     free = int(math.log2(MOST_SETS))
     both = [sorted({0, own[-1]}) for own in counts[:free]]
     return [*both, *([own[-1]] for own in counts[free:])]
@@ -193,7 +187,7 @@ def _sync_s(cluster: Cluster, hosts: Sequence[int], num_devices: int, num_bytes:
 
 
 def _by_layers(sets: Sequence[HostSet]) -> list[HostSet]:
-    """Sets that no other beats in both time and cost, then those that only these beat, and on."""
+    """Sets by Pareto layer of time and cost: first those that no other set beats in both."""
     left = sorted(sets, key=lambda each: (each.cost, each.seconds, len(each.hosts), each.hosts))
     ranked: list[HostSet] = []
     while left:
@@ -211,10 +205,10 @@ def _by_layers(sets: Sequence[HostSet]) -> list[HostSet]:
 MOST_SEARCHED = 8
 """Most sets of hosts beside the whole cluster that are searched in."""
 WHOLE_PART, SETS_PART = 0.35, 0.45
-"""Parts of a budget in seconds for the whole cluster and for all other sets; the rest goes on
-with the set of the best plan."""
+"""Parts of a budget in seconds for the whole cluster and for all other sets; the rest continues
+the search on the set of the best plan."""
 LEAST_SET_S = 0.7
-"""Seconds below which a search in a set finds little more than baselines: fewer sets then."""
+"""Least seconds for a set: with less, a search finds little more than baselines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +236,7 @@ class CheapestSearch:
     Args:
         evaluator: Evaluator of the graph and the whole cluster, which has prices.
         request: Request whose objective decides among the plans found.
-        session: Who hears of it, may end it, and takes part.
+        session: Progress, stop switch and workers of the search.
     """
 
     def __init__(self, evaluator: Evaluator, request: Request, session: Session) -> None:
@@ -273,7 +267,7 @@ class CheapestSearch:
             parts = [Budget(seconds=first_s), *[Budget(seconds=each_s)] * len(sets)]
         self._search(everything, parts.pop(0))
         if budget.seconds is not None and sets and self._is_late():
-            # Fewer hosts are hardly faster: half of their time goes to meeting the deadline.
+            # Fewer hosts are hardly faster: half of the sets' time goes to the whole cluster.
             kept = (len(sets) + 1) // 2
             self._search(everything, Budget(seconds=each_s * (len(sets) - kept) or 0.5 * each_s))
             sets = sets[:kept]
@@ -347,7 +341,7 @@ class CheapestSearch:
             self._search(used, Budget(seconds=left_s))
 
     def _seeds(self, subset: HostSubset) -> SeedPlanner | None:
-        """Starts of a search on some hosts: what was found there before."""
+        """Strategies found earlier on the same hosts, which start another search there."""
         again = [
             row.candidate
             for other, row in self._found
@@ -372,7 +366,7 @@ class CheapestSearch:
     def _is_hopeless(self, hosts: tuple[int, ...]) -> bool:
         """Whether no plan that needs all of these hosts can be the best one.
 
-        A plan that needs fewer of them is found on those.
+        The search on fewer hosts finds the plans that need fewer.
         """
         objective, whole = self._objective, self._evaluator
         part = HostSubset(whole=whole.cluster, hosts=hosts).part
@@ -389,7 +383,7 @@ class CheapestSearch:
         return self._objective.rank(subset.part)(row)
 
     def _rows(self) -> list[MethodRow]:
-        """One row per method: the best that it found on any hosts, judged on the whole cluster."""
+        """One row per method: its best plan on any hosts, judged on the whole cluster."""
         by_method = grouped(
             (row.method, (subset, row)) for subset, row in self._found if row.method != "continued"
         )
@@ -407,7 +401,7 @@ class CheapestSearch:
         )
 
     def _lifted(self, subset: HostSubset, row: MethodRow) -> MethodRow:
-        """A row of some hosts as one of the whole cluster."""
+        """The row of a host subset, judged again on the whole cluster."""
         where = f"on {subset.name}"
         row = replace(row, note="; ".join(filter(None, (where, row.note))))
         if row.candidate is None:

@@ -27,7 +27,7 @@ from heterog.search.request import Request, Session
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 
-_NO_LIMIT = 10**12
+_NO_LIMIT = 10**12  # evaluations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +53,11 @@ class Comparison:
     cost_model: CostModel | None = None
 
     def rehearsed(self, rehearse: Rehearse, stop: Stop | None = None) -> "Comparison":
-        """The same with every strategy played through on shapes; see ``portfolio.rehearsed``.
+        """The comparison with every strategy rehearsed on shapes; see ``portfolio.rehearsed``.
 
         Args:
             rehearse: Function that says why a strategy could not be executed.
-            stop: Switch that ends it early; what has not been played through by then is left out.
+            stop: Switch that ends rehearsals early; rows that it leaves out are not rehearsed.
         """
         own = [row for row in self.rows if row.method != AUTO]
         evaluator = Evaluator(self.graph, self.cluster, self.cost_model)
@@ -70,7 +70,7 @@ class Comparison:
         return replace(self, rows=(*rows, picked), picked_from=best_row(rows).method)
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """The rows as JSON; ``auto`` says whose row it picked."""
+        """The rows as JSON; that of ``auto`` names the method whose row it took."""
         documents = [row_to_dict(row, self) for row in self.rows]
         for document in documents:
             document["picked_from"] = self.picked_from if document["method"] == AUTO else ""
@@ -78,7 +78,7 @@ class Comparison:
 
 
 def _picked(rows: Sequence[MethodRow], spent: Sequence[MethodRow]) -> MethodRow:
-    """The row of ``auto``: the best of some, with what others have spent."""
+    """The row of ``auto``: the best of ``rows``, with the effort of all rows in ``spent``."""
     return replace(
         best_row(rows),
         method=AUTO,

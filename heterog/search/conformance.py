@@ -1,6 +1,6 @@
-"""Checks that every method has to pass, for your own too: ``check_planner(Mine())``.
+"""Checks that every method has to pass; run them on your own with ``check_planner(Mine())``.
 
-The package's own methods pass the same checks in its tests.
+The tests of this package run the same checks on its own methods.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Check = Callable[[Planner, Evaluator], None]
 
 _EVALUATIONS = 300
 _OVERSPENT = 1.2
-"""A search may go over its budget of evaluations by a fifth: it looks up only now and then."""
+"""A search may exceed its budget of evaluations by a fifth: it checks only now and then."""
 
 
 def check_planner(planner: Planner, evaluator: Evaluator | None = None) -> None:
@@ -91,7 +91,7 @@ def check_reproducible(planner: Planner, evaluator: Evaluator) -> None:
 
 
 def check_budget(planner: Planner, evaluator: Evaluator) -> None:
-    """A method that searches keeps its budget of evaluations, nearly; a baseline has none."""
+    """A search stays within ``_OVERSPENT`` times its evaluations; baselines have no budget."""
     allowed = _EVALUATIONS // 6
     spent = _plan(planner, evaluator, budget=Budget(evaluations=allowed)).num_evaluations
     if planner.stage != "baseline" and spent > _OVERSPENT * allowed:
@@ -112,7 +112,7 @@ def check_barrier(planner: Planner, evaluator: Evaluator) -> None:
 
 
 def check_bound(planner: Planner, evaluator: Evaluator) -> None:
-    """The referee finds nothing faster than any strategy can be."""
+    """The method's step, by the referee, is not below the lower bound."""
     bound = lower_bound_s(evaluator.graph, evaluator.cluster, evaluator.cost_model).seconds
     row = run_method(planner, _problem(evaluator))
     rules = row.candidate is not None and bool(row.candidate.strategy.op_rules)
@@ -163,7 +163,7 @@ def load_planner(source: str, known: Methods) -> Planner:
 
 
 class _Adapted(Planner):
-    """A method that is no ``Planner`` but has what one needs."""
+    """Wraps an object that has the attributes of a ``Planner`` without being one."""
 
     def __init__(self, made: Planner) -> None:
         self.name, self.stage, self._made = made.name, made.stage, made
@@ -174,7 +174,7 @@ class _Adapted(Planner):
 
     @property
     def written_in(self) -> str:
-        """The user's file: workers do not have it."""
+        """Module of the user's file; workers do not have that file."""
         return type(self._made).__module__
 
     def plan(self, problem: Problem) -> PlanResult:

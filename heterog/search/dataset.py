@@ -1,13 +1,13 @@
-"""Solved pairs on disk: a file for each model and cluster, with the plans that are known for it.
+"""Solved pairs on disk: one file for each model and cluster, with the plans known for it.
 
 A file (``.json.gz``) has ``schema_version``, ``graph`` (as ``save_graph`` writes it), ``cluster``
 (its fields, as in a plan's ``cluster_description``) and ``plans``, fastest first, each with
 
 - ``strategy`` and ``order``, as a plan file has them,
-- ``step_time_s``, seconds of a step by the referee, of strategies that fit into memory alone,
-- ``method``, ``seed``, ``budget`` and ``search_seconds``: who found it, and how long that took.
+- ``step_time_s``, seconds of a step by the referee (only strategies that fit are kept),
+- ``method``, ``seed``, ``budget`` and ``search_seconds``: how the plan was found.
 
-Whoever searches again adds plans to the file.
+A later search adds its plans to the file.
 """
 
 import re
@@ -38,11 +38,11 @@ class Solution:
     Attributes:
         method: Name of the method.
         seed: Seed of its random numbers.
-        budget: What it was given, as one types it.
+        budget: Budget of the method, as a user types it.
         step_time_s: Seconds of a step by the referee.
         search_seconds: Seconds that the method took.
         order: Order of the tasks.
-        strategy: What it found.
+        strategy: Strategy that the method found.
     """
 
     __pydantic_config__: ClassVar = VALUE
@@ -78,7 +78,7 @@ class SolvedPair:
     plans: Series[Solution] = ()
 
     def adding(self, rows: Sequence[MethodRow], seed: int, budget: str) -> "SolvedPair":
-        """The pair with what methods found that fits, in place of what they found so before."""
+        """The pair with the rows that fit; they replace plans of equal method, seed and budget."""
         new = [
             Solution(
                 method=row.method,
@@ -98,7 +98,7 @@ class SolvedPair:
         return SolvedPair(graph=self.graph, cluster=self.cluster, plans=tuple(plans))
 
     def path(self, folder: Path) -> Path:
-        """The pair's file in a folder: names, and what tells apart pairs of the same names."""
+        """The pair's file in a folder: both names, and a fingerprint of the cluster."""
         name = re.sub(r"[^\w.-]+", "_", f"{self.graph.name}_on_{self.cluster.name}")
         return folder / f"{name[:80]}_{self.cluster.fingerprint()[:8]}.json.gz"
 
@@ -118,7 +118,7 @@ def load_solved(path: str | Path) -> SolvedPair:
     """Read a pair's file.
 
     Raises:
-        InputFileError: it cannot be read, or is none.
+        InputFileError: the file cannot be read, or holds no solved pair.
     """
     document = read_json(path, "solved pair")
     return parse_record(document, SolvedPair, f"solved pair {path}", versions=(SCHEMA_VERSION,))

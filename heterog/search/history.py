@@ -1,7 +1,7 @@
-"""How a search got where it is: the best step of each method over time, in bounded space.
+"""History of a search: the best step of each method over time, in bounded space.
 
-It listens to the progress that methods report anyway, so recording it costs nothing and changes
-no search.
+The history is taken from the progress that methods report anyway, so recording it costs nothing
+and changes no search.
 """
 
 import math
@@ -58,7 +58,7 @@ class SearchHistory:
         self._points: dict[str, list[tuple[float, int, float]]] = {}
 
     def tell(self, method: str, fraction: float, best_s: float) -> None:
-        """A method's progress; see ``portfolio.Progress``."""
+        """Record a method's progress and pass it on; see ``methods.planner.Progress``."""
         now_s = time.perf_counter() - self._began_s
         start_s, _ = self._spans.get(method, (now_s, now_s))
         self._spans[method] = (start_s, now_s)

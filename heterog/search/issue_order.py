@@ -21,13 +21,13 @@ from heterog.strategy.strategy import Strategy
 from heterog.units import MIB
 
 AHEAD_BYTES = 2 * MIB
-"""Bytes by which a parameter server announces ahead what it receives and sends, enough for the
-40 ms that TCP may delay an acknowledgement at 100 Mbit/s; little beside what a step holds."""
+"""Bytes by which a parameter server issues transfers ahead of their turn: enough for the 40 ms
+by which TCP may delay an acknowledgement at 100 Mbit/s, and little beside a step's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IssuedStep:
-    """A strategy as ranks run it.
+    """A lowered strategy with the order in which ranks run its tasks.
 
     Attributes:
         program: Program lowered from the strategy, for one step.
@@ -56,18 +56,18 @@ class Rehearse(Protocol):
 
 
 MOST_WRITTEN = 2_000_000
-"""Most ops, on all devices and in all micro-batches of a step, whose order a plan holds: a
-minute of work and a hundred megabytes."""
+"""Most ops, on all devices and in all micro-batches of a step, for which a plan holds an order:
+a minute of work and a hundred megabytes."""
 
 _MADE_AT_ONCE = 100_000
-"""Most tasks of a step whose order is made only to know its size."""
+"""Most tasks of a step for which an order is made only to count its turns."""
 
 
 class IssuedSteps:
     """The programs and orders of candidates on one evaluator, each made once.
 
-    A step of more than ``MOST_WRITTEN`` ops has none: its plan can be judged and compared, but
-    neither rehearsed nor run.
+    A step of more than ``MOST_WRITTEN`` ops gets no order: its plan can be judged and compared,
+    but neither rehearsed nor run.
 
     Args:
         evaluator: Evaluator of the graph and cluster.
@@ -92,7 +92,7 @@ class IssuedSteps:
         return self._known[key]
 
     def num_turns(self, candidate: Candidate) -> int:
-        """Turns of all ranks in a step; for many tasks, their number; 0 if nothing is written."""
+        """Turns of all ranks in a step; the number of tasks if that is large; 0 without order."""
         key = candidate.strategy, candidate.orders[0]
         if key not in self._turns:
             self._turns[key] = self._count_turns(candidate)
@@ -111,9 +111,9 @@ class IssuedSteps:
 
 
 def num_turns(program: Program) -> int:
-    """Turns of all ranks in a step: one for each task, and for each pair that exchanges messages.
+    """Turns of all ranks in a step: one per task, and one per two devices that exchange messages.
 
-    In a collective every member does so with every other one.
+    In a collective, every member exchanges messages with every other one.
     """
     members = np.array([len(set(channel.devices)) for channel in program.channels], np.int64)
     sizes = members[program.channel[program.kind >= FIRST_LINK_KIND]]
@@ -136,12 +136,12 @@ def issued_step(evaluator: Evaluator, candidate: Candidate) -> IssuedStep:
 def issue_order(program: Program, start: FloatArray, finish: FloatArray) -> IntArray:
     """The order in which ranks take up the tasks of a schedule.
 
-    A rank issues communication only between two ops. One that begins while an op runs is issued
-    before it: after it, the other ranks would wait, and hold what they send. So ops are listed by
-    their end, communication by its begin, and transfers from and to parameter servers a little
-    before. What a task needs has ended when it begins, and is listed before it. Of tasks with the
-    same moment the one that starts first is listed first: several transfers of a link may be moved
-    up to the same moment.
+    A rank issues communication only between two ops. Communication that begins while an op runs
+    is issued before that op: issued after it, the other ranks would wait and hold what they send.
+    So ops are sorted by their end, communication by its start, and transfers from and to parameter
+    servers a little before their start. The inputs of a task have ended when it begins, so their
+    tasks come before it. Several transfers of a link may be moved up to the same moment; among
+    equal moments, the task that starts first comes first.
 
     Args:
         program: Program with the tasks.
@@ -161,8 +161,8 @@ def sends_by_op(
 ) -> tuple[tuple[int, int], ...]:
     """The op before which a sender releases each transfer, if all goes as planned.
 
-    A rank that is faster than planned would otherwise run ahead of those it sends to, and hold
-    more and more that they have not received: more than the plan says it needs.
+    Without it, a rank that is faster than planned would run ahead of its receivers and hold more
+    and more unreceived values, beyond the memory that the plan predicts.
 
     Args:
         program: Program that is run.
@@ -171,8 +171,8 @@ def sends_by_op(
         order: Order from ``issue_order``.
 
     Returns:
-        (transfer of a value, the first op on its source that begins when it has ended), for the
-        transfers for which there is such an op.
+        (transfer of a value, the first op on its source device that begins after it has ended),
+        for each transfer with such an op.
     """
     is_op = program.kind[order] <= LAST_OP_KIND
     ops_in_order = order[is_op]
@@ -193,10 +193,10 @@ def sends_by_op(
 
 
 def _announce_ahead(program: Program, start: FloatArray, moment: FloatArray) -> None:
-    """Move up what parameter servers receive and send, by at most ``AHEAD_BYTES`` of the link.
+    """Move up transfers of parameter servers, by at most ``AHEAD_BYTES`` of their link.
 
-    A server that waits for one gradient would otherwise announce the next one only when it has
-    this one, and the link would be idle for as long as two ranks need to agree.
+    Otherwise a server would announce the next gradient only after it has received the current
+    one, and the link would be idle while the two ranks agree on the transfer.
     """
     served = np.flatnonzero((program.kind == TaskKind.PUSH) | (program.kind == TaskKind.PULL))
     for channel in np.unique(program.channel[served]):

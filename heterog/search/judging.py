@@ -1,25 +1,24 @@
-"""Runs methods, judges what they found in the same way for all, and divides the time among them.
+"""Runs methods, judges all candidates in the same way, and chooses who gets the remaining time.
 
-The referee scores each of a method's candidates again, a baseline's in the orders of its
-definition, a search's in all orders that are allowed, and the best counts.
+The referee scores each candidate of a method again: a baseline's in the orders of its definition,
+a search's in all orders that are allowed. The best one counts.
 
-Methods may search at the same time, each on a seat of its own, and share their plans. Such a
-search has *turns*: in each, every seat runs a few methods one after another, which start from
-the best plans of all seats and resume from their state on that seat. With a budget in evaluations,
-what a turn gives does not depend on which seat was done first.
+Several methods may run at the same time on *seats* (workers that keep their state) and share their
+plans. Such a search has *turns*: in a turn, every seat runs a few methods one after another. They
+start from the best plans of all seats and resume from their state on that seat. With a budget in
+evaluations, the result of a turn does not depend on which seat finishes first. Methods that draw
+at random (``is_random``) run on every seat, with a different seed on each. Every other method
+would do the same work everywhere, so it runs on one seat.
 
-Methods that draw at random (``is_random``) run on every seat with a seed of its own. All others
-would do the same work everywhere; they are dealt out.
-
-Once every method has had its part, the time that remains is divided among them.
-Half of it goes to the methods that improve the best plans of all (``Planner.improves``), in turn
-with the others. Among each, it goes where it pays, in rounds: to the method whose last rounds
-improved its own best plan most per second, as a bandit would; the farther that plan is behind the
-best of all by now, the less this counts. Every second round of methods that make plans of their
-own goes to one that was starved, if there is one: to the one with
-the best plan (or nearest to fitting) before the others. Methods without gain are tried again when
-the others gain nothing either. Only methods that resume (``Planner.resumes``) take part, and one
-that ended before its part was over has nothing left to try, unless its answers are whole.
+After every method has had its part, the remaining time is given out in rounds, to methods that
+resume (``Planner.resumes``). Half of it goes to methods that improve the best plans of all
+(``Planner.improves``), in turn with the others. Within each of these two sets a bandit chooses:
+the next round goes to the method whose last rounds improved its own best plan most per second.
+This gain counts less, the farther that plan is behind the best of all. Every second round of
+methods that make their own plans goes to a starved method, if there is one: first to the one with
+the best plan (or nearest to fitting). Methods without gain are tried again when the others gain
+nothing either. A method that ended before its part was over has nothing left to try, unless its
+answers are whole.
 """
 
 import math
@@ -46,20 +45,21 @@ from heterog.workers import Seats, is_asked_to_stop
 STARVED = 20
 """A search that was cut before it had made this many evaluations was starved."""
 _MOST_STARVED, _MOST_BEHIND = 4, 2.0
-"""Rounds after which a method that still makes few evaluations is no longer preferred; half as
-many if its step is so many times the best one's."""
+"""Rounds after which a starved method is no longer preferred (half as many if its step is more
+than ``_MOST_BEHIND`` times the best one)."""
 _HOPELESS = 8.0
-"""Times the best step above which it is not preferred: such plans take long to simulate."""
+"""Ratio to the best step above which a starved method is not preferred: its plans are slow to
+simulate."""
 _FIRST_GAIN = 0.1
-"""Gain that the first plan that fits counts as: more may follow."""
+"""Least gain of a method's first plan that fits: better ones may follow."""
 FADES = 0.25
 """Part of a method's gain that still counts after another round."""
 _BEHIND = 8.0
-"""Exponent for plans behind the best: one 1.5 times as long counts as 1.5^-8, a 25th."""
+"""Exponent for plans behind the best: the gain of a step 1.5 times the best is divided by 25."""
 IMPROVED_PART = 0.5
 """Least part of the seconds after the first round for methods that improve the best plans."""
 _ENDED_EARLY = 0.8
-"""Part of the part given below which a method that stopped by itself has nothing left to try."""
+"""A method that ended before this part of its seconds was over has nothing left to try."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,9 +75,9 @@ class Contender:
         rounds: Number of its rounds.
         step_time_s: Step time of its best plan; infinite if none fits.
         overflow_bytes: Bytes missing for its best plan on the worst device, 0 if it fits.
-        behind: Its step over the best of all methods; 1 where it has none yet.
-        gain_per_s: Relative improvements of that plan per second, as far as they count: those of
-            the last round, or what is left of those before (``FADES``), whichever is more.
+        behind: Ratio of its step to the best of all methods; 1 while it has no plan that fits.
+        gain_per_s: Relative improvement of its best plan per second: that of the last round, or
+            the faded one of earlier rounds (``FADES``), whichever is more.
         is_done: Whether it has nothing left to try.
     """
 
@@ -112,7 +112,8 @@ class Contender:
             evaluations: Number of its evaluations.
             step_time_s: Step time of the best plan of all its rounds; infinite if none fits.
             best_s: Step time of the best plan of all methods.
-            known_s: The same before the round: a search that starts from it has not gained it.
+            known_s: Step time of the best plan of all methods before the round; returning that
+                plan, from which a search may start, is no gain.
             overflow_bytes: Bytes missing for the best plan of all its rounds.
         """
         gain = 0.0
@@ -130,7 +131,7 @@ class Contender:
         self.seconds += seconds
         self.evaluations += evaluations
         self.gain_per_s = max(gain / max(seconds, 1e-9), FADES * self.gain_per_s)
-        # Whose answers are whole hands one over and may have another.
+        # A method whose answers are whole ends after one and may find another.
         goes_on = evaluations > 0 and self.planner.answers_whole
         self.is_done = seconds < _ENDED_EARLY * given_s and not goes_on
 
@@ -152,7 +153,7 @@ class Contender:
 def next_of(contenders: Sequence[Contender]) -> Contender | None:
     """The contender whose turn it is; ``None`` if none can use more time.
 
-    Whose plan became the best has the first turn, then one that was starved:
+    The method whose plan became the best comes first, then a starved one:
 
     >>> class Method(Planner):
     ...     name, stage, resumes = "a", "search", True
@@ -170,7 +171,7 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
     >>> next_of([quick, slow, ahead]) is ahead
     True
 
-    Of those that were starved, one whose plan is far behind comes after all others:
+    Among starved methods, one whose plan is far behind comes last:
 
     >>> far = Contender(planner=Method())
     >>> far.tell(**of_round, evaluations=3, step_time_s=7.0)
@@ -179,14 +180,14 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
     >>> next_of([quick, far]) is far
     True
 
-    Who starts from the best plan and only hands it back has gained nothing:
+    A method that starts from the best plan and returns it unchanged has gained nothing:
 
     >>> adopts = Contender(planner=Method())
     >>> adopts.tell(**of_round, evaluations=9, step_time_s=1.0, known_s=1.0)
     >>> adopts.gain_per_s
     0.0
 
-    One that improves the best plans has half of the later seconds, whatever others gain:
+    A method that improves the best plans gets half of the later seconds, whatever others gain:
 
     >>> improving = Contender(planner=Method())
     >>> improving.planner.improves = True
@@ -212,7 +213,7 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
     # Of those with equal gains, the one that had the least time.
     chosen = max(able, key=lambda each: (each.gain_beside(best_s), -each.seconds))
     starved = [each for each in able if each.is_starved]
-    # Rounds beyond the first of all, and of the starved: half of them at most while others gain.
+    # While others gain, at most half of the rounds after the first go to starved methods.
     of_all, of_starved = (sum(each.rounds - 1 for each in some) for some in (contenders, starved))
     is_due = 2 * of_starved >= of_all and chosen.gain_beside(best_s) > 0.0
     if not starved or is_due:
@@ -229,22 +230,22 @@ NUM_DRAWS = 20
 EQUALLY_GOOD = 0.005
 """Relative difference between two step times below which no simulator can rank them."""
 MOST_COMPARED, NUM_COMPARED = 3, 8
-"""Most candidates of one search that are simulated under noise, and the draws that tell which of
-equally good ones to take."""
+"""Most candidates of one search that are simulated under noise, and the number of draws by which
+one of equally good candidates is chosen."""
 JUDGED_PART = 0.15
 """Part of a method's budget in seconds for the referee to judge its candidates."""
 
 
 def run_method(planner: Planner, problem: Problem) -> MethodRow:
-    """Run one method and judge its candidates by the referee, all within its budget.
+    """Run one method and judge its candidates by the referee, within its budget.
 
-    Of a search's candidates that are equally good, the one that stays good under noise is taken;
-    of a baseline's, by their definition, the fastest.
+    Among equally good candidates of a search, the most robust under noise is taken. Of a
+    baseline's candidates the fastest is taken, because that is its definition.
     """
     evaluator = problem.evaluator
     spending = problem.spend()
     result = PlanResult(candidates=(), num_evaluations=0)
-    # A method that ignores its limits is ended by these, a little later and without a result.
+    # A method that ignores its limits is interrupted after 1.1 budgets, without a result.
     whole = problem.budget if problem.budget.seconds is None else problem.budget.part(1.1)
     with replace(problem, budget=whole).spend().limits():
         searching = problem.budget
@@ -301,9 +302,9 @@ _OUT_OF_TIME = "its part of the budget was over before it had a strategy"
 def _judged(
     planner: Planner, problem: Problem, result: PlanResult, spending: Spending
 ) -> list[tuple[Evaluation, Strategy]]:
-    """The referee's judgement of a method's candidates, at least of the first one.
+    """The referee's evaluations of a method's candidates, at least of the first one.
 
-    Every candidate in its own first order, then in the others: a search may have tried one only.
+    Every candidate is judged in its own first order, then in the orders that it has not tried.
     """
     evaluator = problem.evaluator
     judged: list[tuple[Evaluation, Strategy]] = []
@@ -321,7 +322,7 @@ def _judged(
     known = _known_of(problem).evaluations
 
     def take(strategy: Strategy, orders: tuple[Order, ...]) -> None:
-        # What is longer than the best so far is not compared with it any more.
+        # A step that exceeds the best so far is not simulated to its end.
         fitting = [each.step_time_s for each, _ in judged if each.is_ok]
         limit_s = min(fitting, default=math.inf) * (1.0 + EQUALLY_GOOD)
         new = [order for order in orders if (strategy, order) not in known]
@@ -347,7 +348,7 @@ _KNOWN = "run_method"  # in a problem's memory, beside what the method keeps
 
 @dataclass(slots=True)
 class _Known:
-    """Verdicts of earlier rounds on the same candidates, which often do not change."""
+    """Evaluations of earlier rounds: a method often returns the same candidates again."""
 
     evaluator: Evaluator
     evaluations: dict[tuple[Strategy, Order], Evaluation] = field(default_factory=dict)
@@ -368,8 +369,8 @@ def _most_robust(
 ) -> int:
     """Index of the candidate to take, of candidates sorted best first.
 
-    Those within ``EQUALLY_GOOD`` of the shortest step are equal by what a simulator can know;
-    among them the shortest mean step under noise decides.
+    Candidates within ``EQUALLY_GOOD`` of the shortest step are equal to any simulator; among
+    them the one with the shortest mean step under noise is taken.
     """
     shortest = judged[0][0]
     equal = [
@@ -422,10 +423,10 @@ class Turn:
 
 
 class Together:
-    """Seats that search the same graph and cluster.
+    """Workers that search the same graph and cluster.
 
     Args:
-        seats: Workers that keep their state.
+        seats: Workers that keep their state between calls.
         request: Request for all of them.
     """
 
@@ -519,7 +520,7 @@ def _take(request: Request, turn: Turn) -> list[Ran]:
         if stop.is_requested and seeds:
             break
         memory = seat.memories.setdefault(planner.name, {})
-        # There must be some strategy: until then nobody is stopped.
+        # No method is stopped before there is a strategy to return.
         asked = stop if seeds else Stop()
         part = replace(problem, budget=budget, seeds=seeds, memory=memory, stop=asked)
         spending = part.spend()

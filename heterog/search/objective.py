@@ -1,15 +1,12 @@
 """The objective of a plan: the shortest step, or the least money before a deadline.
 
-Only this module defines how outcomes compare. Inside a fixed set of hosts that are all rented,
-money is seconds times a constant, so every method searches for the shortest step as always; the
-objective decides between sets of hosts (``search.cheapest``), between methods, and which plan is
-handed over.
+Only this module defines how outcomes compare. On a fixed set of rented hosts, money is seconds
+times a constant, so methods always search for the shortest step. The objective decides between
+sets of hosts (``search.cheapest``), between methods, and which plan is returned.
 
-A host is rented whole and for the whole run, from the first step to the last: it costs the same
-whether a plan uses one of its devices or all of them, and a host that no group and no parameter is
-placed on costs nothing.
-
-The cost of a plan is that of a step, a million samples or tokens, and the whole training run.
+A host is rented as a whole, from the first step to the last. It costs the same whether a plan uses
+one of its devices or all of them; a host without any group or parameter costs nothing. ``Cost``
+gives the money for a step, a million samples or tokens, and the whole run.
 """
 
 import math
@@ -94,8 +91,8 @@ class Objective:
     ) -> tuple[float, ...]:
         """Sort key of an outcome; smaller is better.
 
-        Outcomes that fit come first, then those that end before the deadline (or are late the
-        least), then cheaper ones; where two cost the same, the faster one.
+        Outcomes are compared by missing memory, then by seconds past the deadline, then by cost,
+        then by step time; if only time counts, by missing memory and step time.
 
         Args:
             step_time_s: Seconds per step.
@@ -214,7 +211,7 @@ class Cost:
         per_step: Cost of a training step.
         per_million_samples: Cost of training on a million samples.
         per_million_tokens: Cost of training on a million tokens; ``None`` without tokens.
-        num_steps: Number of steps of the run; ``None`` if not given, and then so is what follows.
+        num_steps: Number of steps of the run; if ``None``, the following fields are ``None``, too.
         total_s: Seconds of the run.
         total: Cost of the run.
         missed_s: Seconds by which it ends after the deadline; ``None`` without a deadline.

@@ -1,4 +1,4 @@
-"""The plan: what was decided, what it is predicted to do, and all that is needed to run it."""
+"""The plan: a strategy, its predictions, and everything needed to run it."""
 
 import math
 import time
@@ -86,8 +86,8 @@ class Plan:
         order: Name of the order in which tasks run.
         task_order: Every task of the program, in the order in which ranks take them up; see
             ``issue_order``. Empty for a step of too many tasks (``is_written``).
-        sent_before: Pairs (transfer, op) of the sender: the transfer has ended when the op begins;
-            see ``sends_by_op``.
+        sent_before: (transfer, op of its sender): the op begins after the transfer has ended; see
+            ``sends_by_op``.
         program_hash: Hash of the program that ``task_order`` belongs to; empty without one.
         outcome: ``"ok"``, or why the best strategy cannot run.
         step_time_s: Predicted seconds per step; ``None`` unless ``ok``.
@@ -171,7 +171,7 @@ class Plan:
 
     @property
     def is_written(self) -> bool:
-        """Whether the plan says in what order tasks run: without, it can be judged but not run.
+        """Whether the plan holds an order of tasks; without one, it can be judged but not run.
 
         See ``issue_order.MOST_WRITTEN``.
         """
@@ -194,7 +194,7 @@ class Plan:
     def gains(self) -> tuple[Gain, ...]:
         """Speed-up over the row of ``reference_of``, with its spread.
 
-        Empty where the plan or the other does not fit, or the method was not asked for.
+        Empty if either does not fit, or no reference method was asked for.
         """
         winner = next(row for row in self.rows if row.method == self.method)
         other = reference_of(self.rows)
@@ -204,7 +204,7 @@ class Plan:
 
     @property
     def gain_over_given(self) -> Gain | None:
-        """Speed-up over the person's own layout; ``None`` unless both are known to run."""
+        """Speed-up over the user's own layout; ``None`` unless both fit."""
         winner = next(row for row in self.rows if row.method == self.method)
         given = next((row for row in self.rows if row.method == GIVEN and row.step_time_s), None)
         return None if given is None or winner.step_time_s is None else gain(winner, given)
@@ -313,7 +313,7 @@ class Plan:
         Raises:
             InputFileError: the file cannot be written; no half of it is left behind.
         """
-        # Only here: the layer above shows plans, plans do not need it.
+        # Imported here because reports are a layer above plans.
         from heterog.report.html import write_report
 
         write_report(path, self)
@@ -379,8 +379,8 @@ def make_plan(
 
     Args:
         request: What to plan, by which methods, and what limits them.
-        session: Who hears of it, may end it, and takes part; by default nobody.
-        evaluator: Evaluator of the request's graph, cluster and cost model; made of them if
+        session: Progress, stop switch and workers of the search; none by default.
+        evaluator: Evaluator of the request's graph, cluster and cost model; made from these if
             ``None``.
         rehearse: Function that executes the winner on shapes alone; if that fails, the next best
             wins. See ``heterog.runtime.measure.rehearsal.rehearsal_of``.
@@ -397,7 +397,7 @@ def make_plan(
     allotment.follow(
         issued,
         is_rehearsed=rehearse is not None,
-        # Its long part is kept, with and without rules of single ops.
+        # The long part of the bound is cached, and holds with and without rules of single ops.
         ahead=lambda: lower_bound_s(request.graph, request.cluster, evaluator.cost_model),
     )
     history = SearchHistory(evaluator, session.progress)
@@ -453,7 +453,7 @@ def _asynchronous_row(
     session: Session,
     rows: Sequence[MethodRow],
 ) -> MethodRow:
-    """Row of a method that is not exact; it sees the rows of exact ones, they do not see it."""
+    """Row of a method that is not exact; it starts from strategies of the exact ones."""
     problem = Problem(
         evaluator=evaluator,
         budget=Budget(evaluations=_ASYNCHRONOUS),

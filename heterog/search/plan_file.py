@@ -1,8 +1,8 @@
-"""The shape of a plan's file, and what its fields must say about each other.
+"""The format of a plan's file, and checks that its fields agree with each other.
 
-Graph, cluster and strategy have readers of their own; here is everything else. What follows from
-other fields (the batch size, a speed-up, what the chosen row says) is there for people: a plan is
-not made of it, but a file that says something else than its plan is refused.
+Graph, cluster and strategy have their own readers; this module reads everything else. Some fields
+follow from others and are written for people: the batch size, a speed-up, a copy of the chosen
+row. They are not read into the plan, but a file whose copies differ from its plan is refused.
 """
 
 from collections.abc import Mapping
@@ -44,20 +44,20 @@ _ORDERS = tuple(order.name.lower() for order in Order)
 _Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 _Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 _CLOSE = 1e-6
-"""Part of a number that is computed again in which it may differ on another machine."""
+"""Relative tolerance for numbers that are computed again, perhaps on another machine."""
 _OF_BACKGROUND = ("slow_down", "total_samples_per_s")
 _ROOM = {"peak_intervals_bytes": 1.0, "fit_probability": 1e-6}
-"""How much some of these may differ in all: whole bytes may be rounded otherwise."""
+"""Absolute tolerance for some of these: whole bytes may be rounded differently."""
 _COMPUTED = ("throughput_samples_per_s", "gains", "cost_per_step", *_OF_BACKGROUND, *_ROOM)
 """Fields that are computed again when a file is read; the others are copies."""
 _Pair = Annotated[list[Int32], Field(min_length=2, max_length=2)]
 
 
 class _Stated(Record):
-    """A record of what a plan takes from its file.
+    """A record of the fields that a plan is made from.
 
     Attributes:
-        FOLLOWS: Fields that follow from these and from the plan; see ``contradiction``.
+        FOLLOWS: Further fields of the file, which follow from the plan; see ``contradiction``.
     """
 
     FOLLOWS: ClassVar[tuple[str, ...]] = ()
@@ -91,7 +91,7 @@ class RowRecord(_Stated):
 
 
 _CHOSEN = ("outcome", "step_time_s", "order", "peak_memory_bytes", "shortage")
-"""What a plan says of its own row once more."""
+"""Fields of the chosen row that a plan's file repeats."""
 
 
 class PlanRecord(_Stated):
@@ -132,10 +132,10 @@ class PlanRecord(_Stated):
 
 
 def read_plan_record(path: str | Path, version: int) -> tuple[PlanRecord, Any]:
-    """Read a plan's file; graph, cluster and strategy in it are still to be read.
+    """Read a plan's file, except for the graph, cluster and strategy in it.
 
     Returns:
-        The record, and all that the file says.
+        The record, and the whole document.
 
     Raises:
         InputFileError: the file is missing, cut off, of another version, or contradicts itself.
@@ -149,7 +149,7 @@ def read_plan_record(path: str | Path, version: int) -> tuple[PlanRecord, Any]:
 
 
 def _fault(record: PlanRecord) -> str:
-    """First field of a record that cannot be right, in words; empty if none."""
+    """The first impossible field of a record, in words; empty if none."""
     try:
         Budget.parse(record.budget)
     except BudgetError as error:
@@ -283,7 +283,7 @@ def program_fault(plan: "Plan") -> str:
 
 
 def contradiction(plan: "Plan", document: Mapping[str, Any]) -> str:
-    """First field in which a file says something else than its plan; empty if there is none."""
+    """First field of a file that differs from its plan; empty if there is none."""
     num_devices = plan.cluster.num_devices
     for row in plan.rows:
         if len(row.peak_memory_bytes) not in (num_devices, *([] if row.step_time_s else [0])):
@@ -314,7 +314,7 @@ def contradiction(plan: "Plan", document: Mapping[str, Any]) -> str:
 
 
 def _is_same(name: str, here: object, there: object) -> bool:
-    """Whether a file says what its plan says in a field, or in a part of it."""
+    """Whether a field, or a part of it, is the same in a file and in its plan."""
     if isinstance(here, dict) and isinstance(there, dict):
         same = here.keys() == there.keys()
         return same and all(_is_same(name, here[key], there[key]) for key in here)

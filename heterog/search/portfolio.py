@@ -1,10 +1,8 @@
 """Runs methods side by side on one graph and cluster; ``auto`` is the portfolio of all of them.
 
-Every method is judged in the same way: the referee re-scores each of its candidates, a baseline's
-in the orders of its definition, a search's in all orders that are allowed, and the best counts.
-Searches get the strategies that earlier methods found, to start from (``local_search`` does).
-``auto`` looks at all rows, the baselines' too, so it is never worse than any of them by the
-referee.
+All methods are judged in the same way (``judging``). Searches get the strategies of earlier
+methods and may start from them, as ``local_search`` does. ``auto`` takes the best of all rows,
+also those of baselines, so by the referee it is never worse than any of them.
 """
 
 import math
@@ -48,18 +46,18 @@ def run_methods(
 ) -> list[MethodRow]:
     """Run the methods of a request and judge them by the referee.
 
-    Nothing is counted before every kernel is compiled and every library imported. Then a budget in
-    seconds is for all that ``auto`` does: baselines get ``BASELINE_PART`` of it, the searches the
-    rest, except what ``allotment`` keeps back: ``FIRST_ROUND`` of it in equal parts
-    (``BudgetSplit``), the rest in rounds where it pays (``judging``). A budget in evaluations is
-    divided among the searches in equal parts; baselines do not count.
+    Time is counted once all kernels are compiled and all libraries imported. A budget in seconds
+    then covers everything that ``auto`` does. Baselines get ``BASELINE_PART`` of it. The searches
+    get the rest, except what ``allotment`` keeps back: ``FIRST_ROUND`` of it in equal parts
+    (``BudgetSplit``), the remainder in rounds to methods that gain most (``judging``). A budget in
+    evaluations is divided among the searches in equal parts; baselines do not count.
 
     Args:
         evaluator: Evaluator of the request's graph and cluster.
-        request: Methods and what limits them; each method that searches has the budget, which
-            ``auto`` divides among its searches. Objective and asynchronous method are not used.
-        session: Who hears of it, may end it, and takes part; by default nobody.
-        without: Names of methods that do not run at all, not even to give searches a start.
+        request: Methods and their limits. Each search has the whole budget; ``auto`` divides it
+            among its searches. Objective and asynchronous method are not used.
+        session: Progress, stop switch and workers of the search; none by default.
+        without: Names of methods that do not run at all, not even as starts of searches.
 
     Returns:
         One row per method, in the order they ran: baselines first.
@@ -107,7 +105,7 @@ def run_methods(
 def _planners_of(
     request: Request, evaluator: Evaluator, without: Collection[str]
 ) -> tuple[list[Planner], list[Planner]]:
-    """The methods asked for, and those that run: baselines too, where searches start from them."""
+    """The methods asked for, and those that run: searches also need baselines to start from."""
     chosen = [each for each in _chosen(request, evaluator) if each.name not in without]
     searching = any(planner.stage == "search" for planner in chosen)
     running = [
@@ -143,10 +141,10 @@ def _seated(
 
 
 def prepare(evaluator: Evaluator, running: Sequence[Planner], session: Session) -> None:
-    """Import, read and compile what methods need, which no budget counts.
+    """Import, read and compile what methods need, before time is counted.
 
     Raises:
-        KeyboardInterrupt: a stop was requested during compilation: nothing to hand over.
+        KeyboardInterrupt: a stop was requested during compilation, when there is no result yet.
     """
 
     def tell(name: str, part: float) -> None:
@@ -154,7 +152,7 @@ def prepare(evaluator: Evaluator, running: Sequence[Planner], session: Session) 
             raise KeyboardInterrupt
         session.progress(f"compile kernels (once, {part:.0%}): {name}", part, math.inf)
 
-    # Methods import it where they use it, because ranks import methods and need not wait for it.
+    # Methods import it where they use it: ranks import methods, too, and need not wait for it.
     import_module("scipy.interpolate")
     session.progress("load kernels", 0.0, math.inf)
     with compilation_told(tell):
@@ -172,18 +170,18 @@ def with_noise(
     *,
     rivals: bool = False,
 ) -> list[MethodRow]:
-    """The rows, with seconds under noise for those between which a gain is quoted.
+    """The rows, with seconds under noise where a gain needs them.
 
-    These are the winner, the row of ``reference_of`` and a given layout, as far as they fit. If
-    the spending is over before all of them are done, none gets any: gains are then quoted without
-    a range.
+    A gain compares the winner, the row of ``reference_of`` and a given layout, as far as they fit.
+    If the limit is reached before all of these are simulated, no row gets seconds under noise, and
+    gains have no range.
 
     Args:
         evaluator: Evaluator that judged the rows.
         rows: Rows of methods.
         spending: Limit of all draws together.
         rank: Function that ranks the rows.
-        rivals: Whether rows whose intervals overlap that of the winner get them, too.
+        rivals: Whether rows whose intervals overlap that of the winner are simulated, too.
     """
     best = best_row(rows, rank)
     quoted = [best, reference_of(rows)]
@@ -218,7 +216,7 @@ def best_row(rows: Sequence[MethodRow], rank: Rank = by_time) -> MethodRow:
         rank: Function that ranks them, by default by their steps; see ``Objective.rank``.
 
     Raises:
-        StrategyError: no method has a strategy at all; says why of each.
+        StrategyError: no method has a strategy at all; the text gives the reason of each.
     """
     applicable = [row for row in rows if row.candidate is not None]
     if not applicable:
@@ -236,14 +234,14 @@ def rehearsed(
     spending: Spending | None = None,
     rank: Rank = by_time,
 ) -> list[MethodRow]:
-    """The rows, rehearsed from the best one on until one is known to run.
+    """The rows, rehearsed from the best one on until one succeeds.
 
     Args:
         issued: Programs and orders of candidates.
         rows: Rows of methods.
         rehearse: Function that says why a strategy could not be executed.
-        every: Whether to go through all rows that fit, not only up to the winner.
-        spending: Limit of all rehearsals together. The row that is not reached says so.
+        every: Whether to rehearse all rows that fit, not only up to the winner.
+        spending: Limit of all rehearsals together. The first row beyond it gets a note.
         rank: Function that ranks the rows.
 
     Returns:
@@ -310,9 +308,9 @@ def use_op_rules(rows: Sequence[MethodRow]) -> bool:
 
 
 def assert_not_below(rows: Sequence[MethodRow], bound_s: float) -> None:
-    """Check that no row beats the lower bound of a step: a search finds holes in metrics.
+    """Check that no row beats the lower bound: a search would exploit an error of the simulator.
 
-    Steps that overlap may.
+    Modes that overlap steps may beat it.
     """
     for row in rows:
         modes = () if row.candidate is None else row.candidate.strategy.modes

@@ -1,7 +1,7 @@
-"""What is asked of a search, and the session in which it is worked on.
+"""The request for a search, and the session in which the search runs.
 
-Methods that hand over strategies known before a search are seeds: what the others start from; a
-person's own layout is a row beside the methods, judged as all others are.
+``SeedPlanner`` and ``GivenLayout`` are methods that return strategies known before the search.
+Searches start from these; the referee judges them like all others.
 """
 
 import time
@@ -25,7 +25,7 @@ from heterog.workers import Seats
 
 
 class SeedPlanner(Planner):
-    """Hands over strategies that are known already; the referee judges them like all others.
+    """Returns strategies that are known already; the referee judges them like all others.
 
     Args:
         name: Name of its row.
@@ -49,16 +49,16 @@ class SeedPlanner(Planner):
 
 
 GIVEN = "given"
-"""Name of the row."""
+"""Name of the row of a user's own layout."""
 
 
 class GivenLayout(Planner):
-    """Evaluates one layout; what could not be carried over exactly is in the row's note.
+    """Evaluates one layout; the row's note says what could not be translated exactly.
 
     Args:
         layout: The person's layout.
         batch_size: Batch size that its file is for; 0 for any.
-        remarks: Sentences about what its file says beyond the layout.
+        remarks: Sentences about further contents of the layout's file.
         is_required: Whether a layout that does not fit is an error; otherwise the row says why.
     """
 
@@ -124,22 +124,22 @@ class Request:
         graph: The captured step.
         cluster: Devices and links.
         methods: Names of methods; ``auto`` means all that have something to find on the cluster.
-        known: Methods that the names are looked up in; those of this package without a policy by
-            default.
-        budget: Limit of the search. In seconds it is for all of an answer, but for what is
-            imported and compiled; see ``Allotment``.
+        known: Methods among which names are looked up; by default those of this package that need
+            no policy.
+        budget: Limit of the search. In seconds it covers the whole answer, except for imports and
+            compilation; see ``Allotment``.
         seed: Seed of everything random.
         step_barrier: Whether a step ends with all updates.
         orders: Orders that searching methods may choose from.
         objective: Aim of the plan; by default the shortest step.
-        is_robust: Whether, of the methods' strategies whose intervals overlap that of the best,
-            the one is taken that loses least where speeds are not as predicted.
+        is_robust: Whether to choose, among the rows whose intervals overlap that of the best, the
+            one with the least regret under noise; see ``robust_rank``.
         cost_model: Model of the seconds of tasks; see ``Evaluator`` for the default.
-        given: A person's own strategy, a row beside the methods from which searches start, too;
-            see ``search.seeds``.
+        given: A user's own strategy, a row beside the methods from which searches start, too; see
+            ``GivenLayout``.
         seeds: Strategies that are known already, for searches to start from.
-        asynchronous: Method that a person asked for by name and whose training is not exact (its
-            weights differ from one device's); judged last, beside what is exact.
+        asynchronous: Method that a user asked for by name and whose training is not exact (its
+            weights differ from those of one device); judged last, beside the exact ones.
     """
 
     graph: OpGraph
@@ -160,16 +160,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Session:
-    """Who hears of a search, who may end it, and who takes part.
+    """The surroundings of a search: progress, stop switch, clock and workers.
 
     Attributes:
         progress: Function that gets every method's progress.
         stop: Switch that ends the search early; the plan is then the best so far.
         clock: Function that returns the seconds by which a budget in seconds is kept.
-        allotment: What else a budget in seconds is for; all methods then share it by its clock,
-            even without ``auto``.
-        seats: Workers that keep their state, which then run the methods that share a budget,
-            several at a time; see ``search.judging``.
+        allotment: Time to keep back for the work after the searches. If set, all methods share a
+            budget in seconds by its clock, even without ``auto``.
+        seats: Workers that keep their state and run several of the methods that share a budget at
+            a time; see ``search.judging``.
     """
 
     progress: Progress = lambda method, fraction, best: None

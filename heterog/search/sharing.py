@@ -34,9 +34,9 @@ from heterog.search.request import GIVEN
 BASELINE_PART = 0.25
 """Part of a budget in seconds for all baselines of ``auto`` together."""
 LEAST_SEARCHED = 0.25
-"""Part of a budget in seconds for all searches of ``auto`` together, whatever else there is."""
+"""Least part of a budget in seconds for all searches of ``auto`` together."""
 FIRST_ROUND = 0.4
-"""Part of the searches' seconds that is divided equally; the rest goes where it pays."""
+"""Part of the searches' seconds that is divided equally; rounds use the rest (``judging``)."""
 ROUND = 0.3
 """Part of the seconds that are left for the next round."""
 LEAST_ROUND = 0.03
@@ -44,19 +44,20 @@ LEAST_ROUND = 0.03
 LAST_PART = 0.05
 """Part of a budget in seconds kept for each method that comes last, to improve the winner."""
 WHOLE_PART, _SLACK = 1 / 6, 2.0
-"""Most of the seconds that are left for a method whose answer is whole or not begun, and the
-seconds that it may take for each that it says it needs; what is left over goes to the others."""
+"""For a method with whole answers (``Planner.whole_s``): the largest part of the remaining seconds
+that it may get, and its seconds in multiples of its own estimate. Others get what it leaves."""
 _TASKS_PER_S, _OWN_TASKS_PER_S = 50_000, 1_000_000
 _LEAST_TASKS = 200_000
-"""Most tasks of a program for each second of the whole budget and of a method's own part, and at
-least: lowering and simulating that takes a few percent of the whole, a quarter of the part."""
+"""Most tasks of a program, per second of the whole budget and per second of a method's own part;
+the last is allowed to all. To lower and simulate that many takes a few percent of the whole budget
+and a quarter of the part."""
 
 
 class BudgetSplit:
     """Divides a budget among searches that run one after another.
 
-    Each gets an equal part, whatever ran before it. Later searches share what one leaves over;
-    overspending is not taken from them, unless time is up before they had their parts.
+    Each gets an equal part. Later searches share what an earlier one leaves over. If one
+    overspends, later ones get less only if the remaining time is too short for their parts.
 
     >>> split = BudgetSplit(Budget(evaluations=30), 3)
     >>> split.next_part()
@@ -83,8 +84,8 @@ class BudgetSplit:
         """The budget of the next search.
 
         Args:
-            left_s: Seconds that this search and all later ones have. If their parts are longer in
-                all, each is shortened, but to no less than half.
+            left_s: Seconds left for this search and all later ones. If their parts together are
+                longer, each is shortened, but to no less than half.
         """
         extra = self._spare / max(self._left, 1)
         self._spare -= extra
@@ -137,7 +138,7 @@ class Shares:
         budget = self._asked.budget
         for is_baseline in (True, False):
             stage = [each for each in self._running if (each.stage == "baseline") == is_baseline]
-            if is_baseline:  # what others leave over goes to those that can use it
+            if is_baseline:  # methods that resume come last: they can use what others leave over
                 stage.sort(key=lambda each: each.resumes)
             part = self._first_part(is_baseline)
             whole = _whole(budget, is_baseline, self._left_s)
@@ -151,9 +152,9 @@ class Shares:
                 split.settle(evaluations if budget.seconds is None else seconds)
 
     def go_on(self, planners: Sequence[Planner]) -> None:
-        """Let some methods resume with the seconds that are left; see ``judging``.
+        """Let some methods resume with the remaining seconds; see ``judging``.
 
-        Those that come last run after the others, on what these have found.
+        Methods that come last run after the others and start from their strategies.
         """
         last = [planner for planner in planners if planner.comes_last]
         contenders = [self._contenders[each.name] for each in planners if each not in last]
@@ -169,7 +170,7 @@ class Shares:
                 self._run(planner, Budget(seconds=max(self._left_s, least_s)))
 
     def _first_part(self, is_baseline: bool) -> float:
-        """Part of a stage's budget for its first round: the rest is for those that resume."""
+        """Part of a stage's budget for its first round; methods that resume get the rest."""
         has_rounds = any(each.stage == "search" for each in self._running)
         is_first = has_rounds and not is_baseline and self._asked.budget.seconds is not None
         return FIRST_ROUND if is_first else 1.0
@@ -211,9 +212,9 @@ class Shares:
         return spending.seconds
 
     def _part_of(self, planner: Planner, part: Budget) -> Budget:
-        """The part, or less if the method takes no more, or what a whole answer takes.
+        """The part, limited by ``Planner.most_part``, or extended to fit a whole answer.
 
-        More only where so much is left.
+        It is extended to at most ``WHOLE_PART`` of the remaining seconds.
         """
         if part.seconds is None:
             return part
@@ -236,7 +237,7 @@ class Shares:
         return max(most, _LEAST_TASKS)
 
     def _keep(self, contender: Contender, part: Budget, ran: Ran) -> None:
-        """Keep the row of a method that has run, and tell its contender."""
+        """Keep the row of a method that has run, and record the round in its contender."""
         row, seconds = ran
         known_s = _best_s(self.rows.values())
         best = self.rows[row.method] = _joined(self.rows.get(row.method), row)
@@ -253,7 +254,7 @@ class Shares:
 
 
 class SharesTogether(Shares):
-    """The same with several methods at a time; see ``judging``.
+    """``Shares`` for several methods at a time; see ``judging``.
 
     Methods of a user's file, a given layout and seeds run in this process, before the others of
     their stage.
@@ -282,9 +283,9 @@ class SharesTogether(Shares):
         ]
 
     def divide(self) -> None:
-        """Divide by stage, as for one; on n seats, methods dealt out may take n times as long.
+        """Divide the budget by stage; on n seats, a method on one seat may take n times as long.
 
-        Of evaluations, a method that runs on every seat gets one method's part on all together.
+        A budget in evaluations gives all seats of a method together the part of one method.
         """
         budget, num_seats = self._asked.budget, self._together.num_seats
         for is_baseline in (True, False):

@@ -10,7 +10,7 @@ from heterog.records import VALUE, Name, finite
 
 BEST_DDP, TUNED_UNIFORM = "best_ddp", "tuned_uniform"
 REFERENCES = (BEST_DDP, TUNED_UNIFORM)
-"""The methods over the better of which speed-ups are quoted."""
+"""Reference methods: speed-ups are quoted over the faster one."""
 DATA_PARALLEL = ("ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp", "ddp_accumulate")
 """Methods of data parallelism as people run it, for comparison where no reference was asked."""
 Ratio: TypeAlias = Annotated[float, finite(1e-12, 1e12)]
@@ -41,7 +41,7 @@ class Gain:
 def gain(row: MethodRow, baseline: MethodRow) -> Gain:
     """Speed-up of one row over another; both must be ``ok``.
 
-    Compared draw by draw: the two were replayed with the same factors on devices and links.
+    The range is over draws; in each draw, both have the same factors on devices and links.
     """
     assert row.step_time_s is not None
     assert baseline.step_time_s is not None
@@ -72,12 +72,12 @@ def fastest(rows: Sequence[MethodRow]) -> MethodRow | None:
 def robust_rank(rows: Sequence[MethodRow], rank: Rank) -> Rank:
     """Rank rows that were compared under noise by their regret, the others after them.
 
-    The regret of a row in a draw is what its step takes longer than the shortest of all rows in
-    the same draw, as a share; its mean over draws counts.
+    The regret of a row in a draw is the ratio of its step to the shortest step of all rows in the
+    same draw. Rows are ranked by its mean over draws.
 
     Args:
-        rows: Rows, of which some have seconds under noise; all of these have as many draws.
-        rank: Rank of those without, and of rows of equal regret.
+        rows: Rows; those with seconds under noise have the same number of draws.
+        rank: Rank of rows without seconds under noise, and of rows of equal regret.
     """
     noisy = {row.method: row.noisy_step_times_s for row in rows if row.noisy_step_times_s}
     least = [min(each) for each in zip(*noisy.values(), strict=True)]

@@ -1,8 +1,8 @@
 """A benchmark of methods that search or learn how to train a model on a cluster.
 
-``suites`` are lists of pairs of model and cluster (``pair_lists`` reads a file of them, ``tiles``
-draws the graphs of one of them), ``rivals``, ``row_search`` and ``placers`` have methods that are
-only there to be beaten, ``board`` runs what is missing and keeps every run, ``statistics`` sums
-runs up with intervals, ``page`` shows them. Answers are judged by our referee, and by others where
-these can say them: DOPPLER's in ``tiles``, Sailor's in ``sailor``.
+``suites`` has lists of pairs of model and cluster (``pair_lists`` reads such a list from a file,
+``tiles`` draws the graphs of one suite). ``rivals``, ``row_search`` and ``placers`` have methods
+for comparison only. ``board`` makes the missing runs and keeps every run, ``statistics`` sums runs
+up with intervals, ``page`` shows them. Our referee judges all answers. Two others judge the
+answers that they can express: DOPPLER's in ``tiles``, Sailor's in ``sailor``.
 """

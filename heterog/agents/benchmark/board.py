@@ -1,11 +1,11 @@
-"""Runs what a board lacks, keeps each run as a line of a file, and sums the lines up.
+"""A board: makes the missing runs, keeps each run as a line of a file, and sums the lines up.
 
-A line says pair, arm (a method, or whatever else is compared), seed, the referee's step time
-(``null`` if nothing fits), CPU seconds and evaluations; then budget, the code that made it, and
-wall seconds, which a file of others may leave out, and ``other_s``, the answer's step time by
-another referee, if that can say it, and ``curve``, (evaluations, best step time so far) where that
-became shorter, as far as the method tells. Nothing that is there is run again, so a board
-that was stopped goes on, and files of several people may be put together.
+A line has pair, arm (a method, or whatever else is compared), seed, the referee's step time
+(``null`` if nothing fits), CPU seconds and evaluations. Budget, the code that made it and wall
+seconds follow; files from elsewhere may leave these out. ``other_s`` is the answer's step time by
+another referee, if that can express the answer. ``curve`` has (evaluations, best step time so far)
+for each improvement that the method reports. No run is made twice, so a stopped board goes on, and
+files of several people may be joined.
 """
 
 import hashlib
@@ -49,10 +49,10 @@ class Entry:
     """An arm of a board.
 
     Attributes:
-        name: Its name in lines.
+        name: Name of the arm in lines.
         run: Function of an evaluator whose kernels are loaded, a seed and a budget; returns
-            ``step_time_s`` and ``evaluations`` of a line, and whatever else is to be kept.
-        code: What made it: the version of the package, or a digest of its own file.
+            ``step_time_s`` and ``evaluations`` of a line, and further fields to keep.
+        code: Version of the package, or a digest of the method's file.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Entry:
 
 
 def judged(planner: Planner, evaluator: Evaluator, seed: int, budget: Budget) -> Line:
-    """What the referee says of a method's answer; the method's preparations are not counted."""
+    """The referee's line for a method's answer; the method's preparations are not counted."""
     planner.prepare(evaluator)
     curve: list[tuple[int, float]] = []
     before = evaluator.num_evaluations
@@ -88,13 +88,13 @@ def judged(planner: Planner, evaluator: Evaluator, seed: int, budget: Budget) ->
 
 
 def _other_s(evaluator: Evaluator, strategy: Strategy) -> float | None:
-    """Step time by a referee that is not ours: DOPPLER's of its graphs, Sailor's of others."""
+    """Step time by another referee: DOPPLER's for its own graphs, Sailor's for all others."""
     placed = placed_s(evaluator.graph, strategy)
     return sailor_s(evaluator, strategy) if placed is None else placed
 
 
 def _timed(run: Callable[[], Line]) -> Line:
-    """What it returns, and seconds if it does not say them."""
+    """The line of a run, with measured seconds where the run states none."""
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     made = run()
     spent = {"cpu_s": time.process_time() - cpu_s, "wall_s": time.perf_counter() - wall_s}
@@ -102,22 +102,22 @@ def _timed(run: Callable[[], Line]) -> Line:
 
 
 def code_of(path: Path) -> str:
-    """Digest of a file with a method: runs of an older state of it are made again."""
+    """Digest of a method's file: runs of an older version of the file are made again."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """What is to be run.
+    """The runs of a benchmark: each arm on each pair with each seed.
 
     Attributes:
         pairs: Models and clusters.
         entries: Arms; the others are compared with the first.
-        budget: Of each run; seconds are those of the processor.
-        seeds: Those of the runs; others give the same board again, from other draws.
-        results: File of JSON lines that is added to.
+        budget: Budget of each run; seconds are CPU seconds.
+        seeds: Seeds of the runs; other seeds give the same board again, from other draws.
+        results: File of JSON lines to which runs are appended.
         graphs: Folder that keeps captured graphs.
-        references: Best known step times of pairs, beside those of the board.
+        references: Best known step times of pairs, beside the times in the board.
     """
 
     pairs: Sequence[PairLine]
@@ -129,7 +129,7 @@ class Board:
     references: Mapping[str, float] = field(default_factory=dict)
 
     def found(self) -> dict[tuple[str, str, int], Line]:
-        """The runs of this board that are there, by pair, arm and seed."""
+        """The finished runs of this board, by pair, arm and seed."""
         codes = {entry.name: entry.code for entry in self.entries}
         pairs, own = {pair.pair for pair in self.pairs}, str(self.budget)
         return {
@@ -142,7 +142,7 @@ class Board:
         }
 
     def run(self, report: Callable[[Line], None]) -> None:
-        """Make the runs that are missing, seed by seed."""
+        """Make the missing runs, seed by seed."""
         done = self.found()
         _without_cut_line(self.results)
         for seed in self.seeds:
@@ -152,7 +152,7 @@ class Board:
                     continue
                 graph, cluster = pair.load(self.graphs)
                 for entry in missing:
-                    # What an earlier row has found out about the model costs this one, too.
+                    # On a copy of the graph: a run must not profit from tables of earlier runs.
                     line = self._line(entry, pair.pair, Evaluator(replace(graph), cluster), seed)
                     with self.results.open("a") as file:
                         file.write(json.dumps(line) + "\n")
@@ -166,7 +166,7 @@ class Board:
         return key | _timed(lambda: entry.run(evaluator, seed, self.budget)) | made
 
     def scored(self) -> "Scored":
-        """Runs and scores of the pairs and seeds that every arm has."""
+        """Runs and scores of the pairs and seeds that every arm has run."""
         found, names = self.found(), [entry.name for entry in self.entries]
         best = dict(self.references)
         for (pair, _, _), line in found.items():
@@ -193,7 +193,7 @@ class Board:
     def _whole(
         self, found: Mapping[tuple[str, str, int], Line], best: Mapping[str, float]
     ) -> tuple[list[str], int]:
-        """(pairs, number of seeds) that every arm has: the most runs, then the most pairs."""
+        """(pairs, number of seeds) that every arm has run: most runs, then most pairs."""
         whole = {}
         for count in range(1, len(self.seeds) + 1):
             whole[count] = [
@@ -212,11 +212,11 @@ class Board:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """What a board has of all its arms.
+    """Runs and scores that are complete for all arms of a board.
 
     Attributes:
-        pairs: Pairs that all have runs of.
-        num_seeds: Number of seeds that all have.
+        pairs: Pairs that every arm has run.
+        num_seeds: Number of seeds that every arm has run.
         runs: Lines of each arm, a row for each pair.
         scores: Scores of each arm.  # [pairs, seeds]
     """
@@ -241,11 +241,11 @@ class Scored:
         return sorted(table, key=lambda row: -row["quality"]["value"])
 
     def curve(self, name: str, most: int) -> Array | None:
-        """Interquartile mean of the scores of an arm's best so far; ``None`` if runs do not say.
+        """Interquartile mean of an arm's best score so far; ``None`` if runs have no curves.
 
         Args:
-            name: The arm.
-            most: Evaluations of the last number.
+            name: Name of the arm.
+            most: Number of evaluations at the end of the curve.
 
         Returns:
             # [most + 1]
@@ -258,12 +258,12 @@ class Scored:
             zip(lines, self.scores[name].reshape(-1), strict=True)
         ):
             for evaluations, best_s in line.get("curve", ()):
-                if score:  # of the best known step, which is ``score`` times this run's
+                if score:  # best known step time = score * this run's step time
                     found[evaluations:, number] = score * line["step_time_s"] / best_s
         return interquartile_mean(found)
 
     def _by_other(self, name: str) -> Line:
-        """Step times by another referee over the best by it, of the runs that it can say."""
+        """Another referee's step times over its best one, for the runs that it can express."""
         seconds = {
             arm: np.array([[line.get("other_s", np.nan) for line in row] for row in rows])
             for arm, rows in self.runs.items()
@@ -281,7 +281,7 @@ class Scored:
 
 
 def _compared(scores: Array, first: Array) -> Line:
-    """An arm's numbers; ``over_*`` are geometric means of ratios of step times."""
+    """Statistics of an arm; ``over_*`` are geometric means of ratios of step times."""
     over_best, over_first = ratios_of(scores), ratios_of(first)
     return {
         "quality": asdict(estimate(interquartile_mean, scores)),
@@ -294,7 +294,7 @@ def _compared(scores: Array, first: Array) -> Line:
 
 
 def _spent(lines: Sequence[Line]) -> Line:
-    """Means of what runs took; who has not kept wall seconds took those of the processor."""
+    """Mean seconds and evaluations of runs; CPU seconds replace missing wall seconds."""
     return {
         name: float(np.mean([line.get(name, line["cpu_s"]) for line in lines]))
         for name in ("cpu_s", "wall_s", "evaluations")
@@ -302,7 +302,7 @@ def _spent(lines: Sequence[Line]) -> Line:
 
 
 def _without_cut_line(path: Path) -> None:
-    """Take away a last line that was cut off, so that the next is whole."""
+    """Remove a last line that was cut off, so that the next line is whole."""
     content = path.read_bytes() if path.is_file() else b""
     if not content.endswith(b"\n") and content:
         write_atomically(path, content[: content.rfind(b"\n") + 1])
@@ -312,7 +312,7 @@ def read_results(path: Path) -> list[Line]:
     """The runs of a file; none if there is no file. A last line that was cut off is left out.
 
     Raises:
-        InputFileError: another line is no run.
+        InputFileError: any other line is no run.
     """
     found: list[Line] = []
     texts = path.read_text().splitlines() if path.is_file() else []

@@ -1,4 +1,4 @@
-"""A board as one HTML page that needs no network, in the style of the page of a plan."""
+"""A board as one self-contained HTML page, in the style of a plan's page."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -76,7 +76,7 @@ def _table(rows: Sequence[Line]) -> str:
 
 
 def over_other(row: Line) -> str:
-    """An arm's steps over the best ones by another referee, and of how many runs."""
+    """An arm's step times over the best ones by another referee, and the part of runs judged."""
     if "over_other" not in row:
         return ""
     ratio: str = "{value:.3f} [{low:.3f}, {high:.3f}]".format(**row["over_other"])
@@ -89,7 +89,7 @@ def _chip(number: int) -> str:
 
 
 def _path(number: int, drawn: str, told: str) -> str:
-    """A path in the colour of an arm; dashed where colours begin again."""
+    """A path in the colour of an arm; dashed once colours repeat."""
     dashes = ' stroke-dasharray="6 5"' * (number >= len(CATEGORIES))
     return (
         f'<path d="{drawn}" stroke="var(--c{number % len(CATEGORIES)})"{dashes}>'
@@ -113,7 +113,7 @@ def _profiles(scored: Scored, arms: Sequence[str]) -> str:
 
 
 def _curves(scored: Scored, arms: Sequence[str]) -> str:
-    """Quality of the best so far over evaluations, of arms whose runs have kept it."""
+    """Quality of the best answer so far over evaluations, for arms whose runs have curves."""
     lines = [line for rows in scored.runs.values() for row in rows for line in row]
     most = int(max(line["evaluations"] for line in lines))
     drawn = []
@@ -134,7 +134,7 @@ def _curves(scored: Scored, arms: Sequence[str]) -> str:
 
 
 def _staircase(scores: Array) -> str:
-    """Part of all runs up to each ratio to the best."""
+    """Part of all runs whose ratio to the best step time is at most each ratio."""
     ratios = np.sort(1.0 / np.maximum(scores.reshape(-1), 1e-9))
     drawn = [f"M{_x(0.0)} {_y(0.0)}"]
     for count, ratio in enumerate(ratios[ratios <= WORST].tolist(), 1):

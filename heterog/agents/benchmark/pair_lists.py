@@ -1,8 +1,8 @@
-"""Lists of pairs of model and cluster, a line each.
+"""Lists of pairs of model and cluster, one pair a line.
 
 A line has a model (a zoo name, ``file.py:function`` or a captured graph) and a cluster (a name or
-a file): ``{"model": "vgg19", "cluster": "paper_8gpu"}``, or the two words alone. Files are looked
-for beside the list, then where the command runs. Graphs are captured once and kept.
+a file): ``{"model": "vgg19", "cluster": "paper_8gpu"}``, or the two words alone. Files are sought
+in the list's folder, then in the working folder. Graphs are captured once and kept.
 """
 
 import json
@@ -20,9 +20,9 @@ class PairLine:
     """A pair as a list names it.
 
     Attributes:
-        model: What ``captured`` takes.
-        cluster: What ``Cluster.load`` takes.
-        pair: The two as the list has them: the pair's name in rows.
+        model: Argument of ``captured``.
+        cluster: Argument of ``Cluster.load``.
+        pair: Both names as in the list: the pair's name in rows.
         batch_size: Samples of a batch; the workload's own if ``None``.
     """
 
@@ -32,7 +32,7 @@ class PairLine:
     batch_size: int | None = None
 
     def load(self, graphs: Path | None) -> tuple[OpGraph, Cluster]:
-        """Graph and cluster; graphs are kept in a folder."""
+        """Graph and cluster; captured graphs are kept in a folder."""
         return captured(self.model, graphs, self.batch_size), Cluster.load(self.cluster)
 
 
@@ -73,7 +73,7 @@ def _is_name(value: object) -> bool:
 
 
 def _beside(name: str, path: Path) -> str:
-    """A file beside the list if there is one, else the name as it is."""
+    """The path of a file in the list's folder if it exists, else the name unchanged."""
     file, colon, function = name.partition(":")
     own = path.parent / file
     return f"{own.resolve()}{colon}{function}" if own.is_file() else name

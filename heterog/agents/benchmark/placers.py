@@ -1,10 +1,10 @@
-"""Agents of three papers, which learn on the problem itself from the weights of a seed.
+"""Agents of three papers, which learn on the problem itself from weights drawn with a seed.
 
 ``heterog_agent`` (Yi et al., CoNEXT 2020), ``placeto`` (Addanki et al., arXiv 1906.08879) and
-``gdp`` (Zhou et al., arXiv 1910.01578). Each decides blocks by a small network, and an evaluation
-is a simulated row; the best rows met are the answer. A page of the documentation says what was
-read and what was changed. Times are divided by that of one decision for all devices, so that
-rewards have the size of one.
+``gdp`` (Zhou et al., arXiv 1910.01578). Each agent decides blocks with a small network; an
+evaluation simulates one row, and the best rows are the answer. A page of the documentation lists
+the sources and the changes. Step times are divided by the time of one decision for all devices,
+so that rewards are near one.
 """
 
 import math
@@ -23,22 +23,23 @@ from heterog.envs.pair import Pair
 from heterog.strategy.strategy import Sync
 
 SLOWEST = 30.0
-"""Times of the first decision's step above which a row is as bad as one that cannot run."""
+"""Ratio to the first decision's step time at which slowdowns are clipped; rows that cannot run
+have it, too."""
 WIDTH, HEADS, LAYERS = 32, 4, 2
-"""Sizes of all networks: the papers' are for GPUs."""
+"""Sizes of all networks; smaller than in the papers, which use GPUs."""
 ROUNDS, REMEMBERED = 8, 10
-"""Placeto's rounds of messages, and its episodes that a mean return is of (its repository's)."""
+"""Placeto's message rounds, and the episodes of its mean return (both from its repository)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What may be tuned.
+    """Hyperparameters that may be tuned.
 
     Attributes:
         rate: Learning rate of Adam.
         entropy: Weight of the entropy of a decision, in nats.
-        draws: Rows between two updates; not of ``Placeto``, which learns after an episode.
-        passes: Passes over a draw, of ``Gdp`` alone.
+        draws: Rows between two updates; ``Placeto`` ignores it and learns after each episode.
+        passes: Passes over each set of draws; ``Gdp`` only.
     """
 
     rate: float = 3e-3
@@ -65,14 +66,14 @@ def heterog_actions(pair: Pair) -> list[int]:
 
 
 def features_of(pair: Pair) -> Tensor:
-    """What is known of each block: its features, and its seconds on each device.  # [G, F]"""
+    """Features of each block, and its seconds on each device.  # [G, F]"""
     seen = pair.observation
     per_device = seen.block_devices.reshape(pair.num_blocks, -1)
     return torch.from_numpy(np.concatenate([seen.blocks, per_device], axis=1))
 
 
 def choice_of(logits: Tensor) -> Any:
-    """The distribution of logits; torch's has no types."""
+    """The categorical distribution of logits; torch gives it no type."""
     return Categorical(logits=logits)
 
 
@@ -81,7 +82,7 @@ class Placer(ABC):
 
     Args:
         rows: Rows of a problem.
-        settings: What may be tuned.
+        settings: Hyperparameters.
     """
 
     def __init__(self, rows: Rows, settings: Settings) -> None:
@@ -104,14 +105,14 @@ class Placer(ABC):
         """Try rows and learn once from them."""
 
     def slowdown(self, row: Row) -> tuple[float, bool]:
-        """(step time over that of the first row, whether it fits)."""
+        """(step time over the first row's step time, whether the row fits)."""
         found = self.rows.tried(row)
         if found is None:
             return SLOWEST, False
         return min(found.step_time_s / self._first_s, SLOWEST), found.is_ok
 
     def follow(self, loss: Tensor) -> None:
-        """A step down a loss."""
+        """One optimizer step on a loss."""
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
@@ -138,10 +139,10 @@ class _OneShot(nn.Module):
 
 
 class HeterogAgent(Placer):
-    """GAT, a causal transformer over groups, REINFORCE against a running mean.
+    """GAT, a causal transformer over groups, REINFORCE with a running mean as baseline.
 
-    Rewards are ``-sqrt(T)``, ten times that where memory runs out. Unlike the paper, layers are
-    two and not twelve and eight, and blocks are the environment's.
+    Rewards are ``-sqrt(T)``, times ten where memory runs out. Unlike in the paper, there are two
+    layers instead of twelve and eight, and blocks are the environment's.
     """
 
     def make(self) -> nn.Module:
@@ -154,7 +155,7 @@ class HeterogAgent(Placer):
         return _OneShot(gat, self.features.shape[1], len(self.actions))
 
     def reward(self, slowdown: float, fits: bool) -> float:
-        """Section 4.1.3."""
+        """The reward of section 4.1.3."""
         return -math.sqrt(slowdown) * (1.0 if fits else 10.0)
 
     def learn(self) -> None:
@@ -175,10 +176,10 @@ class HeterogAgent(Placer):
 
 
 class Gdp(Placer):
-    """GraphSAGE with max pooling, attention without positions, PPO against the mean so far.
+    """GraphSAGE with max pooling, attention without positions, PPO with the mean as baseline.
 
-    Rewards are ``-sqrt(T)``, and -10 for what is invalid. Unlike the paper, it learns on one
-    graph (GDP-one), with no superposition layer; actions are candidates, not devices.
+    Rewards are ``-sqrt(T)``, and -10 for invalid rows. As in GDP-one, it learns on one graph,
+    without the superposition layer. Unlike in the paper, actions are candidates, not devices.
     """
 
     CLIP, INVALID = 0.2, -10.0
@@ -219,7 +220,7 @@ def clipped(ratio: Tensor, gain: Tensor, clip: float) -> Tensor:
 
 
 class _Messages(nn.Module):
-    """Placeto's network: messages down and up the graph, then pools of before, after, beside."""
+    """Placeto's network: messages down and up the graph, pools of blocks before, after, beside."""
 
     def __init__(
         self, num_features: int, edges: Tensor, num_blocks: int, num_actions: int
@@ -240,11 +241,11 @@ class _Messages(nn.Module):
         self.pools = torch.stack([self.before, self.before.T, beside])  # [3, G, G]
 
     def forward(self, features: Tensor, blocks: Tensor) -> Tensor:
-        """Logits of a block in each of some states.
+        """Logits of one block in each of several states.
 
         Args:
-            features: Of all blocks in each state.  # [N, G, F]
-            blocks: The block at hand in each.  # [N]
+            features: Features of all blocks in each state.  # [N, G, F]
+            blocks: The block to decide in each state.  # [N]
 
         Returns:
             # [N, A]
@@ -264,12 +265,13 @@ class _Messages(nn.Module):
 
 
 class Placeto(Placer):
-    """An episode visits each block once and may decide it anew; steps are rewarded.
+    """An episode visits each block once and may decide it anew; each decision is rewarded.
 
-    A step's reward is what the step time became shorter by, so that those of an episode sum up to
-    what it gained. REINFORCE, against the mean return of each step in the last episodes. Unlike
-    the paper, actions are candidates, not devices, it begins from one decision for all devices,
-    and what runs beside a block is what neither feeds it nor is fed, whenever it runs.
+    The reward is the reduction of the step time, so that an episode's rewards sum up to its gain.
+    REINFORCE, with the mean return of each position in the last episodes as baseline. Unlike in
+    the paper, actions are candidates, not devices; an episode begins from one decision for all
+    devices; and all blocks that neither feed a block nor are fed by it count as beside it,
+    whenever they run.
     """
 
     def make(self) -> nn.Module:
@@ -280,7 +282,7 @@ class Placeto(Placer):
         return _Messages(num_features, self.edges, count, actions)
 
     def cost(self, row: Row) -> float:
-        """The step time, and as much as the slowest row where memory runs out."""
+        """The slowdown, plus ``SLOWEST`` where memory runs out."""
         slowdown, fits = self.slowdown(row)
         return slowdown + (0.0 if fits else SLOWEST)
 
@@ -299,14 +301,14 @@ class Placeto(Placer):
         returns = np.cumsum(-np.diff(costs)[::-1])[::-1]
         self.returns.append(returns)
         if len(self.returns) == 1:
-            return  # nothing to compare it with
+            return  # there is no earlier episode as baseline
         gains = torch.from_numpy(returns - np.mean(self.returns[-REMEMBERED:], axis=0)).float()
         choice = choice_of(self.network(torch.stack(states), blocks))
         loss = -(gains * choice.log_prob(torch.cat(actions))).mean()
         self.follow(loss - self.settings.entropy * choice.entropy().mean())
 
     def seen(self, row: list[int], block: int) -> Tensor:
-        """Features, the decision of each block, which one is at hand, and which were.  # [G, F]"""
+        """Features, each block's decision, marks of the current and earlier blocks.  # [G, F]"""
         count = self.pair.num_blocks
         decided = torch.zeros(count, self.pair.num_candidates)
         decided[range(count), row] = 1.0

@@ -1,10 +1,10 @@
-"""Methods that a learned one has to beat, and that nobody would plan with.
+"""Methods for comparison only, which a learned method has to beat.
 
-``untrained`` and ``thumb`` answer as ``agent`` does, by the same draws, stages and refining, but
-without training: with the weights of a seed, and with a rule of thumb in place of the network.
-``ppo`` and ``maskable_ppo`` learn on the pair itself, from the weights of a seed, by algorithms of
-stable-baselines3 and sb3-contrib (``sb3``), and hand over the best rows that they met.
-``row_search`` has those that learn nothing, ``placers`` the agents of papers.
+``untrained`` and ``thumb`` answer like ``agent``, by the same draws, stages and refining, but
+without training: with weights drawn from a seed, and with a rule of thumb instead of the network.
+``ppo`` and ``maskable_ppo`` learn on the pair itself, from weights drawn with a seed, by
+algorithms of stable-baselines3 and sb3-contrib (``sb3``), and return their best rows.
+``row_search`` has the rivals that do not learn, ``placers`` the agents of papers.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,16 +41,16 @@ from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.methods.registry import Methods
 from heterog.simulator.evaluator import Evaluator
 
-MASKED = -1e9
+MASKED = -1e9  # score of a masked candidate: its probability is 0
 MOST_REPEATED = 40
-"""Episodes in a row whose strategy was met before, after which nothing more is learned."""
+"""Consecutive episodes without a new strategy after which learning ends."""
 NO_SCORE = Score(step_time_s=1e9, overflow=10.0)
-"""Of a row that cannot run; a reward needs numbers."""
+"""Score of a row that cannot run, finite because a reward must be."""
 SMALLEST = PolicyConfig(width=4, num_heads=1, num_rounds=1)
 
 
 class Fixed(Policy):
-    """Scores without a network: a weight on analytic times, and a bonus for staying."""
+    """A policy without a network: a weight on analytic times, and a bonus for staying."""
 
     def __init__(self, slower: float, cut: float, stay: float) -> None:
         super().__init__(SMALLEST)
@@ -72,23 +72,23 @@ class Fixed(Policy):
 
 
 def untrained(seed: int, sizes: PolicyConfig | None = None) -> Policy:
-    """A network with weights of a seed; of the shipped policy's sizes if none are given."""
+    """A network with weights drawn from a seed, by default of the shipped policy's sizes."""
     torch.manual_seed(1000 + seed)
     return Policy(sizes or load_checkpoint(DEFAULT_POLICY).policy.config).eval()
 
 
 def thumb(seed: int) -> Policy:
-    """A rule of thumb: what is quick alone, and few cuts."""
+    """A rule of thumb: the fastest candidate of each block, and few cuts."""
     return Fixed(2.0, 1.0, 7.0).eval()
 
 
 class WithoutTraining(Planner):
-    """Answers as ``agent`` does, with another origin of scores.
+    """Answers like ``agent``, but with scores of another policy.
 
     Args:
         name: Name of the row.
-        policy: Makes the policy of a seed.
-        lead: Makes what leads the moves that finish an answer, of a seed; by default blind.
+        policy: Makes the policy from a seed.
+        lead: Makes the lead of the finishing moves from a seed; by default moves are unled.
     """
 
     stage = "zero_shot"
@@ -103,7 +103,7 @@ class WithoutTraining(Planner):
         self.name, self._policy, self._lead = name, policy, lead
 
     def plan(self, problem: Problem) -> PlanResult:
-        """Answer as the policy does."""
+        """Answer with the policy."""
         lead = partial(self._lead, problem.seed)
         return Agent(self._policy(problem.seed), lead=lead).plan(problem)
 
@@ -113,7 +113,7 @@ class Sb3Search(Planner):
 
     Args:
         name: Name of the row.
-        algorithm: What it learns by, as for ``heterog train``.
+        algorithm: Learning algorithm, as for ``heterog train``.
     """
 
     stage = "search"
@@ -123,7 +123,7 @@ class Sb3Search(Planner):
         self.name, self._algorithm = name, algorithm
 
     def prepare(self, evaluator: Evaluator) -> None:
-        """Import what it learns by."""
+        """Import the learning algorithm."""
         learner_of(self._algorithm)
 
     def plan(self, problem: Problem) -> PlanResult:
@@ -137,12 +137,12 @@ class Sb3Search(Planner):
         source = _OnePair(graphs=(), only=_Scored(rows))
         task = Task(source=source, config=config, policy=untrained(rows.problem.seed))
         learner = learner_of(self._algorithm)(task)
-        while True:  # the budget ends it, at an evaluation
+        while True:  # an evaluation beyond the budget raises an error
             learner.advance(int(min(rows.spending.fraction, 1.0) * config.num_steps))
 
 
 class _Scored(Pair):
-    """A pair whose rows are tried by a search."""
+    """A pair that scores its rows through the ``Rows`` of a search."""
 
     def __init__(self, rows: Rows) -> None:
         evaluator = rows.evaluator
@@ -150,7 +150,7 @@ class _Scored(Pair):
         self._rows = rows
 
     def judged(self) -> "Pair":
-        """See ``Pair``: its rows are scored op by op already."""
+        """See ``Pair``: rows are scored op by op already."""
         return self
 
     def score(self, row: npt.ArrayLike) -> Score:
@@ -175,11 +175,11 @@ class _OnePair(PairSource):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """A method that tries rows, and the settings that its search chose from.
+    """A method that tries rows, and the values of its settings that were compared.
 
     Attributes:
         how: Function of rows and settings.
-        choices: Values of each setting that were tried, as written or as the paper has it first.
+        choices: Values of each setting that were tried; the first is the default or the paper's.
         needs: As for ``RowSearch``.
         most_repeated: As for ``Rows``.
     """
@@ -223,12 +223,12 @@ TUNED: dict[str, dict[str, float]] = {
     "cma_es": {"width": 0.02},
     "tree": {"exploration": 0.3},
 }
-"""What ``experiments/tune_rivals.py`` chose (``experiments/measured/tuning.jsonl``); the others'
-first settings were the best of those tried, or no worse."""
+"""Choices of ``experiments/tune_rivals.py`` (``experiments/measured/tuning.jsonl``). Of the other
+rivals, no setting was better than the first."""
 
 
 def known_rows() -> Methods:
-    """All methods, and those that are only here."""
+    """All methods, with the rivals."""
     return default_methods().having(
         *(rival.method(name, TUNED.get(name, {})) for name, rival in RIVALS.items()),
         WithoutTraining("untrained", untrained, lambda seed: led_by(Improver.untrained(seed))),

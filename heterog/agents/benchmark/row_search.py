@@ -1,15 +1,15 @@
-"""Searches of the policies' own space by methods that know nothing of models.
+"""Black-box searches of the space of policies.
 
 A *row* has the number of a candidate for each block, as a policy decides it (``heterog.envs``).
 
-- ``random`` draws each number alike.
-- ``annealing`` gives a run of blocks another candidate, or that of a neighbour.
-- ``tpe`` is Optuna's sampler, to which numbers are names; ``cma_es`` is that of ``cmaes``, which
-  Optuna uses, too: a number is a point of a line, in the table's order.
+- ``random`` draws numbers uniformly.
+- ``annealing`` gives consecutive blocks another candidate, or the candidate of a neighbour.
+- ``tpe`` is Optuna's sampler, for which numbers are categories; ``cma_es`` is CMA-ES of ``cmaes``,
+  which Optuna uses, too: numbers are points of a line, in the table's order.
 - ``tree`` is TAG's tree search (Zhang et al., arXiv 2302.06126) without its network; see
   ``tree_search``.
 
-All but ``random`` and ``tree``, which does so by itself, begin with rows of one candidate.
+All but ``random`` and ``tree`` begin with rows of one candidate; ``tree`` reaches them by itself.
 """
 
 import importlib
@@ -30,13 +30,13 @@ from heterog.units import GIB
 
 Row = tuple[int, ...]
 MISFIT, CANNOT_RUN = 20.0, 40.0
-"""Costs where the logarithm of a step time stands otherwise: far above it."""
+"""Costs of rows that do not fit and that cannot run, far above the logarithm of any step time."""
 MOST_KNOWN = 5000
-"""Of methods that know quickly what a row gave before."""
+"""``most_repeated`` of methods for which a known row costs little time."""
 _UNIFORM_PART = 0.25
 """Part of the budget for rows of one candidate."""
 _HOT, _COLD = 0.02, 0.0005
-"""Temperatures of annealing, as parts of the step time: those of ``local_search``."""
+"""Temperatures of annealing, as parts of the step time; the same as in ``local_search``."""
 
 
 class Rows(PointSearch[Row]):
@@ -44,8 +44,8 @@ class Rows(PointSearch[Row]):
 
     Args:
         problem: Problem to find strategies for.
-        how: Function that tries rows until ``cost`` ends it.
-        most_repeated: Rows in a row that were met before, after which it ends, too.
+        how: Function that tries rows until ``cost`` raises the end of the search.
+        most_repeated: Consecutive known rows after which the search ends, too.
     """
 
     num_returned = 4
@@ -69,7 +69,7 @@ class Rows(PointSearch[Row]):
         self._how(self)
 
     def tried(self, row: Row) -> Evaluation | None:
-        """What a row gives; ends the search when its budget is over."""
+        """Evaluate a row, or end the search when its budget is over."""
         is_new = row not in self.found and row not in self.refused
         self._repeated = 0 if is_new else self._repeated + 1
         if self.spending.is_over or self._repeated > self._most:
@@ -107,7 +107,7 @@ class Rows(PointSearch[Row]):
 
 
 def random_draws(rows: Rows) -> None:
-    """Draw rows."""
+    """Draw rows uniformly."""
     pair = rows.pair
     while True:
         rows.cost(tuple(rows.rng.integers(pair.num_candidates, size=pair.num_blocks).tolist()))
@@ -119,7 +119,7 @@ def annealing(rows: Rows, hot: float = _HOT, run: float = 4.0) -> None:
     Args:
         rows: Rows of a problem.
         hot: First temperature, as a part of the step time; the last one is a fortieth of it.
-        run: Mean number of neighbours that change together.
+        run: Mean number of consecutive blocks that change together.
     """
     pair, rng = rows.pair, rows.rng
     now, cost = min(rows.uniform(), key=lambda pair: pair[1])
@@ -128,7 +128,7 @@ def annealing(rows: Rows, hot: float = _HOT, run: float = 4.0) -> None:
         first = int(rng.integers(pair.num_blocks))
         last = min(first + int(rng.geometric(1.0 / run)), pair.num_blocks)
         number = int(rng.integers(pair.num_candidates))
-        if rng.random() < 0.5:  # moves a boundary
+        if rng.random() < 0.5:  # moves a boundary between candidates
             number = now[first - 1] if first else now[min(last, pair.num_blocks - 1)]
         moved = (*now[:first], *(number,) * (last - first), *now[last:])
         other = rows.cost(moved)
@@ -139,12 +139,12 @@ def annealing(rows: Rows, hot: float = _HOT, run: float = 4.0) -> None:
 def tree_search(rows: Rows, exploration: float = 1.0) -> None:
     """Search a tree whose levels are blocks, the costliest first, by PUCT with a uniform prior.
 
-    As in ``search/mcts.py`` of TAG's repository, blocks without a decision take the first one's, a
-    leaf is worth its speed-up over one decision for all devices (its fourth root above 1; -1 where
-    memory runs out), and exploration grows with the root of the number of children. Unlike there,
-    a decision is a candidate of the table, blocks are ranges of the forward pass, and a new leaf
-    has its own decision when it is scored, not its parent's alone. ``exploration`` multiplies
-    TAG's weight of it.
+    As in ``search/mcts.py`` of TAG's repository, undecided blocks take the first block's decision,
+    the value of a leaf is its gain over one decision for all devices (above 1, its fourth root; -1
+    where memory runs out), and exploration grows with the root of the number of children. Unlike
+    there, a decision is a candidate of the table, blocks are ranges of the forward pass, and a new
+    leaf is scored with its own decision, not only its parent's. ``exploration`` multiplies TAG's
+    weight of exploration.
     """
     pair, rng = rows.pair, rows.rng
     order = np.argsort(-pair.observer.compute_seconds.min(axis=1), kind="stable").tolist()
@@ -173,7 +173,7 @@ def tree_search(rows: Rows, exploration: float = 1.0) -> None:
 def _chosen(
     visits: FloatArray, values: FloatArray, exploration: float, rng: np.random.Generator
 ) -> int:
-    """The child to follow: its mean value, and a bonus for few visits; ties by chance."""
+    """The child with the best mean value plus a bonus for few visits; ties by chance."""
     count = len(visits)
     explored = math.sqrt(count / 10) / count * math.sqrt(visits.sum() + 1.0) / (1.0 + visits)
     worth = values + exploration * explored
@@ -181,7 +181,7 @@ def _chosen(
 
 
 def tpe(rows: Rows, num_random: int = 10) -> None:
-    """Let Optuna's TPE propose, after some draws (ten by default) where that is more."""
+    """Let Optuna's TPE propose rows; random ones until ``num_random`` rows are known."""
     optuna = _rival("optuna")
     kind = optuna.distributions.CategoricalDistribution(range(rows.pair.num_candidates))
     kinds = {str(block): kind for block in range(rows.pair.num_blocks)}
@@ -198,11 +198,11 @@ def tpe(rows: Rows, num_random: int = 10) -> None:
 
 
 def cma_es(rows: Rows, width: float = 1 / 6) -> None:
-    """Let CMA-ES propose, from the best row of one candidate; its width is Optuna's default."""
+    """Let CMA-ES propose rows, from the best row of one candidate; ``width`` as in Optuna."""
     library, count = _rival("cmaes"), rows.pair.num_candidates
     best, _ = min(rows.uniform(), key=lambda pair: pair[1])
     if len(best) == 1:
-        return  # all rows are of one candidate
+        return  # every row has one candidate
     search = library.CMA(
         mean=np.array(best) + 0.5,
         sigma=count * width,
@@ -232,7 +232,7 @@ class RowSearch(Planner):
     Args:
         name: Name of the method.
         how: Function that tries rows.
-        needs: Module of an extra that it needs.
+        needs: Name of an optional module that it needs.
         most_repeated: As for ``Rows``.
     """
 
@@ -249,7 +249,7 @@ class RowSearch(Planner):
         self.name, self._how, self._needs, self._most = name, how, needs, most_repeated
 
     def prepare(self, evaluator: Evaluator) -> None:
-        """Import what it needs."""
+        """Import the optional module."""
         if self._needs:
             _rival(self._needs)
 

@@ -1,21 +1,20 @@
-"""Sailor's closed form of a training step, another referee for the strategies that it can say.
+"""Sailor's closed form of a training step, a second referee for strategies that it can express.
 
-Strati et al. (SOSP 2025); read in the simulator of its repository (eth-easl/sailor at cf2c8e3,
-the file of its simulator of run times). Stages of consecutive groups, each on devices of its own;
-a replica of a stage is a device; every round has the same samples. With the seconds ``c[i]`` of a
-stage's slowest replica for a round, its sends and receives ``p[i]``, ``n`` rounds and the update
-``u``::
+Strati et al. (SOSP 2025), after the run-time simulator in its repository (eth-easl/sailor at
+cf2c8e3). Stages have consecutive groups, each stage on its own devices; a replica of a stage is a
+device; every round has the same samples. With the seconds ``c[i]`` of a stage's slowest replica
+for a round, its sends and receives ``p[i]``, ``n`` rounds and the update ``u``::
 
     T = (n - 1) max (c[i] + p[i]) + sum p[i] + sum c[i] + u + max sync[i]
 
-No send overlaps any computation. As there, the last stage pays its gradients twice and the first
-of four or more its activations; a stage's gradients go round a ring without a closing edge, which
-takes ``2 (D - 1) time(bytes / D)`` at the slowest pair of neighbours.
+No send overlaps any computation. As in Sailor, the last stage pays for its gradients twice, and
+the first of four or more stages pays for its activations twice. A stage's gradients go round a
+ring without a closing edge: ``2 (D - 1) time(bytes / D)`` at the slowest pair of neighbours.
 
-Unlike there, seconds of layers are those of our cost model and rates are those of the cluster, as
-its measurements are of one model; shares may differ, and the slowest counts; what crosses two
-boundaries is handed on; and ``u`` is the update of a whole stage, not of a layer. Memory is not
-looked at.
+Unlike in Sailor, layers take the seconds of our cost model and links have the cluster's rates,
+because Sailor's measurements are for one model. Shares may differ, and the slowest replica counts.
+Values that cross two boundaries are passed on by the stage between. ``u`` is the update of a whole
+stage, not of a layer. Memory is not checked.
 """
 
 from collections.abc import Sequence
@@ -33,11 +32,11 @@ from heterog.strategy.strategy import Decision, Strategy
 from heterog.strategy.sync import Aggregation
 
 _DOUBLED_FROM = 4
-"""Stages from which the first one pays its activations twice."""
+"""Number of stages from which the first one pays for its activations twice."""
 
 
 def sailor_s(evaluator: Evaluator, strategy: Strategy) -> float | None:
-    """Seconds of a step by Sailor's rules; ``None`` of a strategy that they cannot say."""
+    """Seconds of a step by Sailor's rules; ``None`` if they cannot express the strategy."""
     stages = _stages(evaluator.graph, strategy)
     if stages is None:
         return None
@@ -63,7 +62,7 @@ def sailor_s(evaluator: Evaluator, strategy: Strategy) -> float | None:
 def pipeline_s(
     compute: Sequence[float], sends: Sequence[float], update_s: float, rounds: int
 ) -> float:
-    """The closed form without its rings.
+    """The closed form without the synchronisation of gradients.
 
     Args:
         compute: Seconds of each stage's slowest replica for a round.
@@ -80,7 +79,7 @@ def sends_of_stages(ahead: Sequence[float], back: Sequence[float]) -> list[float
 
     Args:
         ahead: Seconds of the activations over each boundary of stages.
-        back: Seconds of the gradients over each.
+        back: Seconds of the gradients over each boundary.
     """
     if not ahead:
         return [0.0]
@@ -89,7 +88,7 @@ def sends_of_stages(ahead: Sequence[float], back: Sequence[float]) -> list[float
 
 
 def _stages(graph: OpGraph, strategy: Strategy) -> list[tuple[Decision, list[int]]] | None:
-    """Decision and groups of each stage in forward order; ``None`` if there are no such stages."""
+    """Decision and groups of each stage in forward order; ``None`` if Sailor lacks such stages."""
     if strategy.op_rules or strategy.modes or any(home >= 0 for home in strategy.homes):
         return None
     found: list[tuple[Decision, list[int]]] = []
@@ -115,7 +114,7 @@ def _place(decision: Decision) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _is_said(decision: Decision, rounds: int) -> bool:
-    """Whether a decision is one of whole replicas, each a device, with like rounds."""
+    """Whether each replica of a decision is one device and has equal rounds."""
     return (
         not decision.recompute
         and not decision.teams
@@ -129,7 +128,7 @@ def _is_ring(decision: Decision) -> bool:
 
 
 def _forward_order(graph: OpGraph) -> list[int]:
-    """Groups by their first op; those of forward ops come before the others."""
+    """Groups by their first op; groups with forward ops come first."""
     group_of = group_ops(graph).group
     return list(dict.fromkeys(group_of.tolist()))
 
@@ -160,7 +159,7 @@ def _sends_s(
 
 
 def _crossing(graph: OpGraph, stage_of: IntArray, stage: int) -> float:
-    """Bytes of the whole batch that later stages read of a stage and those before it."""
+    """Bytes of the whole batch that stages after a boundary read from stages before it."""
     total = 0
     for op, outputs in enumerate(graph.outputs):
         if graph.ops[op].phase != Phase.FORWARD or stage_of[op] > stage:
@@ -176,7 +175,7 @@ def _crossing(graph: OpGraph, stage_of: IntArray, stage: int) -> float:
 
 
 def _slowest_s(cluster: Cluster, sender: Decision, receiver: Decision, num_bytes: float) -> float:
-    """The slowest of a stage's replicas, each of which sends to one of its neighbour's."""
+    """Seconds of the slowest send; each replica sends to one replica of the next stage."""
     return max(
         num_bytes * share / sum(sender.shares) / _rate(cluster, one, other)
         for one, share, other in zip(sender.devices, sender.shares, receiver.devices, strict=True)

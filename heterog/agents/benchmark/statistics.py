@@ -1,10 +1,10 @@
-"""Sums up runs as Agarwal et al. do (Deep RL at the Edge of the Statistical Precipice, 2021).
+"""Statistics of runs, as section 4 of Agarwal et al. recommends.
 
-What they recommend is in their section 4. Their library ``rliable`` (1.2.0) gives the same
-interquartile means where the number of runs is a multiple of four (elsewhere it leaves out whole
+Deep RL at the Edge of the Statistical Precipice, 2021. Its library ``rliable`` (1.2.0) gives the
+same interquartile means if the number of runs is a multiple of four (otherwise it leaves out whole
 runs) and the same probabilities of improvement.
 
-A run's score is the best known step time of its pair over its own: 1 is the best, 0 does not fit.
+A run's score is the best known step time of its pair over its own: 1 is best, 0 does not fit.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
-NUM_RESAMPLES = 2000
+NUM_RESAMPLES = 2000  # of the bootstrap
 NO_FIT = 3.0
-"""Ratio of step times that counts where nothing fits."""
+"""Ratio of step times assigned to a run in which nothing fits."""
 CLOSE = 1.15
 """Ratio to the best known step time up to which an answer is close."""
 
@@ -31,7 +31,7 @@ class Estimate:
 
 
 def interquartile_mean(scores: Array) -> Array:
-    """Mean of the middle half of all runs; a run that is cut in two counts in part.
+    """Mean of the middle half of all runs; a run at the edge of this half counts in part.
 
     >>> float(interquartile_mean(np.array([[0.0, 1.0], [1.0, 9.0]])))
     1.0
@@ -43,7 +43,7 @@ def interquartile_mean(scores: Array) -> Array:
 
 
 def probability_of_improvement(ours: Array, theirs: Array) -> Array:
-    """How often a run beats another's on the same pair; ties count half.
+    """Probability that our run beats theirs on the same pair; ties count half.
 
     >>> float(probability_of_improvement(np.array([[1.0, 2.0]]), np.array([[1.0, 1.0]])))
     0.75
@@ -55,10 +55,10 @@ def probability_of_improvement(ours: Array, theirs: Array) -> Array:
 def estimate(statistic: Callable[..., Array], *scores: Array) -> Estimate:
     """A statistic and its interval by the stratified bootstrap.
 
-    Seeds are drawn again within each pair, of each method on its own; pairs are not.
+    Seeds are resampled within each pair, for each method separately; pairs are not resampled.
 
     Args:
-        statistic: Function of one array for each method; its leading axis may be draws.
+        statistic: Function of one array for each method; the leading axis may be resamples.
         scores: Scores of each method: a row for each pair, a column for each seed.
     """
     rng = np.random.default_rng(0)
@@ -83,7 +83,7 @@ def scores_of(seconds: Sequence[Sequence[float | None]], best_s: Sequence[float]
 
 
 def ratios_of(scores: Array) -> Array:
-    """An arm's step over the best known one, by pair: geometric means over seeds.
+    """An arm's step time over the best known one, by pair: geometric means over seeds.
 
     >>> ratios_of(np.array([[1.0, 0.25], [0.0, 0.0]])).round(6).tolist()
     [2.0, 3.0]
@@ -93,7 +93,7 @@ def ratios_of(scores: Array) -> Array:
 
 
 def over_pairs(ratios: Array) -> Estimate:
-    """Geometric mean of the pairs' ratios, and its interval when pairs are drawn again."""
+    """Geometric mean of the pairs' ratios, and its interval when pairs are resampled."""
     rng, logs = np.random.default_rng(0), np.log(ratios)
     drawn = logs[rng.integers(len(logs), size=(NUM_RESAMPLES, len(logs)))].mean(axis=1)
     return Estimate(

@@ -1,8 +1,8 @@
-"""The suites: lists of pairs of model and cluster that have a name.
+"""The suites: named lists of pairs of model and cluster.
 
 ``paper`` has the models of HeteroG's paper, ``families`` a model of each family, ``scale``
-clusters of 64 to 1,024 devices with four samples for each, ``layouts`` models whose state fills a
-device, so that stages and slices have to be found, ``placement`` single operations on equal
+clusters of 64 to 1,024 devices with four samples per device. ``layouts`` has models whose state
+fills a device, so that they need stages or slices. ``placement`` places single operations on equal
 devices (``tiles``).
 """
 
@@ -43,14 +43,14 @@ SUITES: dict[str, Callable[[], list[PairLine]]] = {
     "layouts": lambda: _every(_LARGE, ("a100_v100_16", "mixed_32")),
     "placement": placement_pairs,
 }
-"""What makes the pairs of each."""
+"""Functions that make the pairs of each suite."""
 
 
 def pairs_of(suite: str) -> list[PairLine]:
-    """The pairs of a suite's name, or of a file with a pair a line.
+    """The pairs of a suite, given by name or as a file with one pair a line.
 
     Raises:
-        UnknownNameError: there is neither.
+        UnknownNameError: it is neither a file nor the name of a suite.
     """
     if Path(suite).suffix == ".jsonl":
         return read_pairs(Path(suite))

@@ -1,13 +1,13 @@
 """The suite ``placement``: graphs of tiled products on equal devices, as DOPPLER places them.
 
-DOPPLER's six graphs (Yao et al., arXiv 2505.23131) are not available here; these are drawn like
-them: chains of products, a feed-forward network, an attention block and a whole layer, cut into
-tiles. A tile's product takes ``t`` units, sums and elementwise operations a ten-thousandth of it,
-and a value that is read on another device travels four times as long as it took to make, as in
-all of DOPPLER's. ``chain`` has as many operations (76) and as much work (4800.28) as theirs, other
-edges. An operation is a group, decided as a whole: a batch of one leaves single devices only.
+DOPPLER's six graphs (Yao et al., arXiv 2505.23131) are not available here; ours imitate them:
+chains of products, a feed-forward network, an attention block and a whole layer, cut into tiles. A
+tile's product takes ``t`` units, sums and elementwise operations ``t / 10,000``. As in DOPPLER's
+graphs, sending a value to another device takes four times as long as making it. ``chain`` has as
+many operations (76) and as much work (4800.28) as DOPPLER's, but other edges. Each operation is a
+group, and the batch has one sample, so a decision is a single device.
 
-``doppler_units`` is DOPPLER's own scorer, another referee for the same placements.
+``doppler_units`` is DOPPLER's own score, a second referee for the same placements.
 """
 
 import heapq
@@ -23,16 +23,16 @@ from heterog.graph.placement import P, S
 from heterog.strategy.strategy import Strategy
 
 UNIT_S = 1e-6
-"""Seconds of a unit of work in the graph that is simulated."""
+"""Seconds of a unit of work in the simulated graph."""
 TRAVEL = 4.0
-"""A value's travel over its making."""
+"""Ratio of the time to send a value to the time to make it."""
 SMALL = 1e-4
-"""Sums and elementwise operations over the product of a tile."""
+"""Ratio of the work of a sum or an elementwise operation to the product of a tile."""
 _TYPE = "V100-16GB"
-_BYTES_PER_S = 1e11
+_BYTES_PER_S = 1e11  # of the link; sizes of tensors are chosen for it
 
 Grid = list[list[int]]
-"""Operation that makes each tile of a matrix."""
+"""Number of the operation that makes each tile of a matrix."""
 
 
 class Node(NamedTuple):
@@ -148,12 +148,12 @@ def nodes_of(name: str) -> tuple[Node, ...]:
 
 
 def graph_of(name: str, nodes: Sequence[Node], travel: float = TRAVEL) -> OpGraph:
-    """Operations as a graph: forward passes alone, of a batch of one, each with its seconds.
+    """Operations as a graph: a forward pass only, a batch of one, and given seconds for each op.
 
     Args:
         name: Name of the graph.
         nodes: Its operations.
-        travel: A value's travel over its making.
+        travel: Ratio of the time to send a value to the time to make it.
     """
 
     def tensor(work: float, kind: TensorKind = TensorKind.ACTIVATION) -> GraphTensor:
@@ -208,7 +208,7 @@ def equal_devices(count: int) -> Cluster:
 
 
 class PlacementPair(PairLine):
-    """A graph of the suite on its devices."""
+    """A graph of the suite on equal devices."""
 
     def load(self, graphs: object) -> tuple[OpGraph, Cluster]:
         """Graph and cluster."""
@@ -224,11 +224,11 @@ def placement_pairs() -> list[PairLine]:
 
 
 def doppler_units(nodes: Sequence[Node], device_of: Sequence[int]) -> float:
-    """DOPPLER's score of a placement: when the last operation ends, in units.
+    """DOPPLER's score of a placement: the end of the last operation, in units.
 
-    A device runs one operation at a time, in the order in which their last input arrived, ties by
-    number. A value travels ``TRAVEL`` times its maker's work to any other device; links have no
-    limit, and memory is not looked at.
+    A device runs one operation at a time, in the order in which their last inputs arrive, ties by
+    number. Sending a value to another device takes ``TRAVEL`` times its maker's work; links are
+    never busy, and memory is not checked.
     """
     readers: list[list[int]] = [[] for _ in nodes]
     missing = [len(set(node.reads)) for node in nodes]
@@ -269,7 +269,7 @@ def doppler_units(nodes: Sequence[Node], device_of: Sequence[int]) -> float:
 
 
 def placed_s(graph: OpGraph, strategy: Strategy) -> float | None:
-    """Seconds of a placement by ``doppler_units``; ``None`` of graphs of other suites."""
+    """Seconds of a placement by ``doppler_units``; ``None`` for graphs of other suites."""
     if graph.name not in _GRAPHS:
         return None
     devices = [decision.devices[0] for decision in strategy.decisions]

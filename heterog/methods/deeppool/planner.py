@@ -2,13 +2,13 @@
 
 Layers are the groups of the graph. Each gets a place: a run of devices of an ordered list, fastest
 hosts first, so that a narrower place is the faster part of a wider one. Shares follow the devices'
-speeds. ``burst.search`` chooses the places by dynamic programming, with times from the cost model,
-transfers by the samples that really change devices, and gradients by the cheapest collective.
+speeds. ``deeppool.search`` chooses the places by dynamic programming, with times from the cost
+model, transfers of the samples that change devices, and gradients by the cheapest collective.
 
-Unlike the paper, gradients may overlap with the backward pass (the program is solved for several
-parts of their time counted), and the simulator judges: plans for several amplification limits are
-simulated, with every order, and the best are handed on. The widest uniform plan is among them, so
-the result is never worse than that by the referee.
+Unlike the paper, gradients may overlap with the backward pass: the program is solved for several
+parts of their time (``EXPOSED``). Also unlike the paper, plans for several amplification limits
+are simulated in every order, and the best are returned. The best uniform plan is among them, so by
+the referee the result is never worse.
 """
 
 import math
@@ -46,7 +46,7 @@ EXPOSED = (0.0, 0.5, 1.0)
 """Parts of the gradients' time that the dynamic program counts (the paper: all of it)."""
 NEGLIGIBLE_S = 300e-6
 """Layers that take less than this are free of the limit, as in the authors' code."""
-_MOST_DEVICES_FOR_BRANCHES = 8  # beyond, branches take turns: the program would take minutes
+_MOST_DEVICES_FOR_BRANCHES = 8  # with more, branches take turns: else it would take minutes
 
 
 class DeepPool(Planner):
@@ -83,7 +83,7 @@ class DeepPool(Planner):
     def _strategies(
         self, problem: Problem, check: Callable[[], None]
     ) -> Iterator[tuple[Strategy, bool]]:
-        """(strategy, whether it is the same everywhere), uniform ones first."""
+        """(strategy, whether it is uniform), uniform ones first."""
         costs = GroupCosts(problem.evaluator)
         barrier = problem.step_barrier
         for width in reversed(costs.widths):
@@ -129,7 +129,7 @@ def plan_places(
 
 
 def device_order(evaluator: Evaluator) -> tuple[int, ...]:
-    """Devices, those of the fastest host first, and inside a host the fastest device first."""
+    """Devices sorted by the speed of their hosts and, inside a host, by their own speed."""
     cluster, speeds = evaluator.cluster, evaluator.speeds
 
     def host_key(host: int) -> tuple[float, float, int]:
@@ -174,7 +174,7 @@ class GroupCosts:
         self._moves: dict[tuple[Place, Place], float] = {}
 
     def with_exposed(self, exposed: float) -> "GroupCosts":
-        """The same with another part of the gradients' time counted."""
+        """These costs with another part of the gradients' time counted."""
         twin = copy(self)
         twin.exposed = exposed
         return twin
@@ -219,7 +219,7 @@ class GroupCosts:
         )
 
     def own(self, layer: int, place: Place) -> float:
-        """Seconds of the slowest device's compute and of synchronisation that is not hidden."""
+        """Seconds of the slowest device's compute and of the exposed synchronisation."""
         decision = self.decision(place)
         if place not in self._slowest:
             pairs = zip(decision.devices, decision.shares, strict=True)
@@ -273,7 +273,7 @@ class GroupCosts:
 
     @cached_property
     def _crossing(self) -> dict[tuple[int, int], float]:
-        """Bytes per sample over each step of the chain, links that pass over it included."""
+        """Bytes per sample over each step of the chain, including links that skip layers."""
         return crossing_bytes(self.chain, self._links)
 
     @cached_property
@@ -344,9 +344,10 @@ class GroupCosts:
 def crossing_bytes(
     chain: Chain, links: dict[tuple[int, int], float]
 ) -> dict[tuple[int, int], float]:
-    """Bytes over each step of a chain: from all before it to all behind it in the same chain.
+    """Bytes over each step of a chain: from all layers before it to all later ones of the chain.
 
-    A step into a branch carries what comes from before the block, one out of it what goes on.
+    A step into a branch carries links from before the block, a step out of it links to the join
+    and beyond.
     """
     found: dict[tuple[int, int], float] = {}
 
@@ -395,11 +396,11 @@ def _widths(evaluator: Evaluator, order: tuple[int, ...]) -> list[int]:
 
 
 _Interval: TypeAlias = tuple[int, int]
-"""(device, sample after its last); its first one is where the interval before ends."""
+"""(device, end of its samples); its samples begin where the interval before ends."""
 
 
 def _intervals(decision: Decision) -> list[_Interval]:
-    """The samples of a decision's devices, which lie one behind the other."""
+    """The samples of a decision's devices, as consecutive intervals."""
     ends = np.cumsum(decision.shares).tolist()
     return list(zip(decision.devices, ends, strict=True))
 
@@ -407,7 +408,7 @@ def _intervals(decision: Decision) -> list[_Interval]:
 def _overlaps(
     first: Sequence[_Interval], second: Sequence[_Interval]
 ) -> Iterator[tuple[int, int, int]]:
-    """(device of the first, device of the second, samples of both), all that are not empty.
+    """(device of the first, device of the second, common samples), where there are any.
 
     >>> list(_overlaps([(0, 2), (1, 6)], [(2, 3), (3, 3), (4, 6)]))
     [(0, 2, 2), (1, 2, 1), (1, 4, 3)]

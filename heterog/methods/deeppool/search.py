@@ -1,26 +1,25 @@
 """The dynamic program over layers and branches (Park et al., MLSys 2022, section 4), exact.
 
+A layer graph is read as a *chain*: a sequence of layers in which a *block* may follow a layer, the
+fork. A block has branches that all start from the fork and all end in one layer, the join. A
+branch is a chain, or empty (a skip connection); blocks nest. In a graph that is not made of chains
+and blocks, links that do not fit are ignored.
+
 A layer runs on a *place*, ``(first, width)``: devices ``first`` to ``first + width - 1`` of an
 ordered list. The global batch is fixed, so a wider place means fewer samples per device. A chain
-runs on places that begin at the first device of its *lane*; nested prefixes keep what both layers
-hold where it is. Branches of a block either take turns on the lane's front, or run at the same
-time on lanes of their own behind it; whichever is faster, chosen together with the widths.
+runs on places that begin at the first device of its *lane*, so a device in the places of two
+consecutive layers keeps its samples. Branches of a block either take turns on the front of the
+lane, or run at the same time on their own lanes behind it. The program chooses the faster of both
+together with the widths.
 
-The iteration time is the longest path; each layer must keep the *amplification limit*: the device
-time of a layer with the transfer to it, over its time on one device,
+The iteration time is the longest path. Each layer must keep the *amplification limit*: its device
+time, with the transfer to it, over its time on one device,
 
     A(l, g) = (t(l, g) + transfer) g / t(l, 1)  <=  limit,
 
-unless it runs on a single device or is negligible. Unlike the authors' program, every layer is
-checked, the last one too, against the limit alone; so a larger limit never gives a longer
+unless it runs on a single device or is negligible. Unlike in the authors' program, every layer,
+also the last one, is checked against the limit alone. So a larger limit never gives a longer
 iteration, and the result is the optimum of this model (``tests`` compare it with brute force).
-
-Chains and branches of a layer graph.
-
-A *chain* is a sequence of layers in which a layer may be followed by a *block*: branches, each a
-chain of its own (or nothing: a skip connection), that all start from that layer, the fork, and
-all end in one layer, the join. Blocks nest. Layers that are linked crosswise are read as chains
-and blocks all the same, in their order, as if links that do not fit were not there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,9 +36,9 @@ class Block:
     """Branches between a fork (the layer before the block in its chain) and a join.
 
     Attributes:
-        branches: One chain for each way from fork to join, in the order of their first layers; an
-            empty one for a direct link, last.
-        join: Layer in which they all end.
+        branches: One chain for each path from fork to join, in the order of their first layers; a
+            direct link is an empty chain and comes last.
+        join: Layer in which all branches end.
     """
 
     branches: "tuple[Chain, ...]"
@@ -85,7 +84,7 @@ def _chain(layers: list[int], links: list[tuple[int, int]]) -> Chain:
     """The chain of some layers and the links among them."""
     position = {layer: index for index, layer in enumerate(layers)}
     links = [link for link in links if link[0] in position and link[1] in position]
-    # Number of links past each layer: at 0 everything goes through that layer.
+    # Number of links that skip each layer: at 0, every path goes through that layer.
     over = [0] * (len(layers) + 1)
     for before, layer in links:
         over[position[before] + 1] += 1
@@ -247,7 +246,7 @@ class _Program:
         self.negligible = costs.negligible
         self.limit = limit
         self.fork = fork
-        # Asked for repeatedly, once per lane.
+        # Called again for every lane.
         self.own, self.alone = cache(costs.own), cache(costs.alone)
         self.transfer, self.weight = cache(costs.transfer), cache(costs.weight)
 
@@ -329,8 +328,8 @@ class _Program:
     ) -> _Lanes | None:
         """The fastest arrangement of a block's branches between two places.
 
-        For each size of the front, branches are added one by one, each to the front or to a lane
-        of its own behind what is used already; arrangements that are worse in every way go.
+        For each size of the front, branches are added one by one, each to the front or to a new
+        lane behind the devices in use. Dominated arrangements are dropped.
         """
         best: _Lanes | None = None
         sizes = [width for width in self.widths if width <= lane[1]]
@@ -363,7 +362,7 @@ class _Program:
     def _arrive(
         self, join: int, place: Place, start: tuple[int, Place], paths: _Paths | None
     ) -> tuple[float, float, _Path | None] | None:
-        """(time, device time, path) of the branch that reaches the join first, if any may."""
+        """(time, device time, path) of a branch's fastest way to the join, if the limit allows."""
         if paths is None:
             options: list[tuple[float, float, _Path | None]] = [
                 (self.transfer(*start, join, place), 0.0, None)
@@ -396,7 +395,7 @@ def _add(
 
 
 def _undominated(lanes: list[_Lanes]) -> list[_Lanes]:
-    """Arrangements that no other beats or equals in the front's time, the others' and devices."""
+    """Arrangements that no other equals or beats in all of front time, other time and devices."""
     kept: list[_Lanes] = []
     for one in sorted(lanes, key=lambda each: (each.front, each.beside, each.used)):
         if not any(

@@ -1,21 +1,22 @@
 """Search for the cheapest SPMD program: A* over the folded graph.
 
-A node is a segment boundary with one *entry* per carried value: the form it was made in and the
-forms it has been brought into, or, for a cotangent whose maker comes later, the forms that were
-promised. The cost of a program is
+A node is a segment boundary with one *entry* per carried value. The entry of a value that is made
+already holds the form it was made in and the forms it has been converted into. The entry of a
+cotangent that is made later holds the forms promised to its readers. The cost of a program is
 
     sum over rows of the work of the chosen triple
     + sum over values of the cheapest delivery from the made form to all needed forms
 
-and does not depend on the order of visits. The heuristic is the sum of the cheapest work of every
-row that is left. It is admissible and consistent: each row is run exactly once, and deliveries
-never get cheaper when another form is needed.
+and does not depend on the order of visits. The heuristic is the sum of the cheapest work of all
+remaining rows. It is admissible and consistent: each row is run exactly once, and deliveries never
+get cheaper when another form is needed.
 
-Inside a segment, states are extended visit by visit. Two rules keep them few and lose nothing:
+Inside a segment, states are extended visit by visit. Two rules keep them few without losing the
+optimum:
 
-- Irrelevant properties are removed: entries that no later row can tell apart become one.
-- Dominance: a state is dropped if another one of the same boundary, brought to the same needs at
-  the worst extra price, is still no dearer.
+- Irrelevant properties are removed: entries that no later row can tell apart are merged.
+- Dominance: a state is dropped if another one at the same boundary costs no more, even after it
+  pays the largest extra price that its own entries may cause later.
 
 Segments with the same signature (repeated layers) share their transitions.
 """
@@ -42,7 +43,7 @@ Route = tuple["Route", Path] | None
 """Paths of segments, the last one first."""
 _Node = tuple[float, int, float, int, Codes, Route]  # estimate, counter, cost, segment, entries
 
-_FORMS = 16  # bits of an entry that hold the set of forms; above them the made form plus 1
+_FORMS = 16  # bits of an entry that hold the set of forms; higher bits hold the made form plus 1
 _MOST_COMPARED = 5  # forms whose subsets are all compared
 
 
@@ -96,11 +97,11 @@ class Search:
         width: States kept after each visit; the result says whether any were cut.
         check: Called at every visit; an exception from it ends the search.
         most_extensions: Extensions of a state by a triple, and comparisons at boundaries, after
-            which the search gives up without a program: a bound where there is none on time.
-        most_at_cut: States that are followed from each boundary of segments; others are cut.
+            which the search gives up without a program; it bounds searches without a time limit.
+        most_at_cut: Most states that are followed from each boundary of segments.
 
     Attributes:
-        extensions_left: What is left of ``most_extensions``.
+        extensions_left: Rest of ``most_extensions``.
         is_exact: Whether no state was cut so far.
     """
 
@@ -189,7 +190,7 @@ class Search:
         return SearchResult(tuple(programs), self.is_exact and not is_over, is_over)
 
     def heuristic(self) -> list[float]:
-        """For each segment, the cheapest work of all rows from there on; 0 at the end."""
+        """For each segment, the cheapest work of its rows and all later ones; 0 at the end."""
         remaining = [0.0]
         for segment in reversed(self.segments.segments):
             cheapest = sum(min(self._work[step.action]) for step in segment.steps)
@@ -199,7 +200,7 @@ class Search:
     def _is_dominated(
         self, cost: float, codes: Codes, others: list[tuple[float, Codes]], kinds: Sequence[int]
     ) -> bool:
-        """Whether some state, plus the most that it may still cost more, is no dearer."""
+        """Whether some other state costs no more, even with the most that it may cost extra."""
         excess = self._excess
         for other_cost, other in others:
             left = cost - other_cost
@@ -215,7 +216,7 @@ class Search:
         return False
 
     def solve(self, number: int, codes: Codes) -> list[tuple[Codes, float, Path]]:
-        """All undominated ways through a segment from given entries of the values it touches."""
+        """All undominated paths through a segment, from given entries of the values it touches."""
         segment = self.segments.segments[number]
         key = (segment.signature, codes)
         if key in self._solved:
@@ -278,11 +279,12 @@ class Search:
         return result
 
     def _pending(self, kind_number: int, entry: Entry) -> float:
-        """An entry's probable further cost: the beam's guess, no part of any cost.
+        """An entry's probable further cost: the beam ranks states by it; no cost includes it.
 
-        A promise costs its maker the division of its work; a partial value is summed up.
+        A promised form is priced from the cheapest split form in which its maker could make it. A
+        made value is priced by its cheapest conversion into forms that are still wanted.
         """
-        if kind_number < 0:  # brought into the segment, still untouched: the same in all states
+        if kind_number < 0:  # entered the segment and is untouched: the same in all states
             return 0.0
         kind = self.segments.kinds[kind_number]
         if self._is_parameter[kind.value_class]:
@@ -320,7 +322,7 @@ class Search:
         choice: int,
         best: dict[Codes, tuple[float, int]],
     ) -> None:
-        options: list[list[Entry]] = []  # a parameter that is new may be stored in several forms
+        options: list[list[Entry]] = []  # a new parameter may be stored in several forms
         for place, old in enumerate(touched):
             value_class = action.classes[place]
             delivery = self._delivery[value_class]
@@ -364,7 +366,7 @@ class Search:
                 best[codes] = (cost, choice)
 
     def _simplified(self, value_class: int, wanted: int, entry: Entry) -> Entry:
-        """One representative of all entries that mean the same to later rows."""
+        """The representative of all entries that later rows cannot tell apart."""
         if self._is_parameter[value_class] or _made(entry) < 0:
             return entry
         key = (value_class, wanted, entry)
@@ -387,7 +389,7 @@ class Search:
         return [delivery.price(made, forms | more) - paid for more in _subsets(wanted)]
 
     def _excess_of(self, kind_number: int, entries: tuple[Entry, Entry]) -> float:
-        """Upper bound of how much more a value may cost later with the first entry."""
+        """Upper bound of the later cost of a value with the first entry beyond the second."""
         one, other = entries
         kind = self.segments.kinds[kind_number]
         if self._is_parameter[kind.value_class]:

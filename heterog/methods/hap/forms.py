@@ -1,9 +1,9 @@
-"""Forms: layouts of a tensor over the devices, and how forms pass through ops and views.
+"""Forms: placements of a tensor along an axis, and how forms pass through ops and views.
 
-A form is a placement together with the axis that ``S`` means. The batch is one axis; every
-dimension of a parameter is another (columns, rows, heads, the vocabulary, experts), and so are the
-factors that views cut such a dimension into (768 = 12 heads x 64). Which axes exist is read off
-the shapes; nothing here knows the name of a layer.
+A form is a placement together with the axis that ``S`` splits. The batch is one axis. Every
+dimension of a parameter is an axis (columns, rows, heads, the vocabulary, experts). So is every
+factor into which views cut such a dimension (768 = 12 heads x 64). Axes follow from shapes alone;
+nothing here knows the name of a layer.
 """
 
 import math
@@ -87,7 +87,7 @@ def call_key(graph: OpGraph, index: int) -> CallKey:
 
 
 class Rulebook:
-    """Answers of the sharding rules, each asked for once per distinct call."""
+    """Results of the sharding rules, computed once per distinct call."""
 
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
@@ -110,11 +110,11 @@ class Rulebook:
         return self._unsplit_rules(self.call_id[op])
 
     def through(self, view: int, form: Form, output: int) -> Form | None:
-        """The form that a view turns a form into; ``None`` if it cannot pass."""
+        """The form of a view's output for a form of its input; ``None`` if there is none."""
         return form if form.kind == "R" else self._passed(self.call_id[view], form, output)
 
     def before(self, view: int, form: Form, output: int) -> Form | None:
-        """The form that a view turns into ``form``; ``None`` if there is none."""
+        """The form of a view's input that gives its output ``form``; ``None`` if none does."""
         return form if form.kind == "R" else self._source(self.call_id[view], form, output)
 
     @kept
@@ -194,7 +194,7 @@ def _unsplit_rules(call: OpCall) -> tuple[RuleResult, ...]:
 
 
 _MOST_PARTIAL = 3
-"""Most inputs for which every set of partial ones is tried; beyond, all are partial or none."""
+"""Most inputs for which every set of partial ones is tried; with more, all or none are partial."""
 
 
 def _is_settled(call: OpCall, result: RuleResult, units: int) -> bool:
@@ -212,10 +212,10 @@ def draws_shared(result: RuleResult) -> bool:
 
 @lru_cache(maxsize=65536)
 def finer_splits(shape: tuple[int, ...], to: tuple[int, ...], form: Form) -> tuple[Form, ...]:
-    """Coarser axes on which a split survives a view as another shape.
+    """Coarser axes along which a split survives a view as another shape.
 
-    A dimension of 768 that a view cuts into (12, 64) cannot stay split into 768 parts, but can
-    into 12: the heads.
+    If a view cuts a dimension of 768 into (12, 64), a split into 768 units does not survive, but
+    a split into 12 units (heads) does.
 
     >>> [str(form) for form in finer_splits((8, 768), (8, 12, 64), Form("S", 1, 1, 768))]
     ['S(1,1)/12']

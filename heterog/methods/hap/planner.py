@@ -1,13 +1,13 @@
 """HAP: SPMD programs by synthesis, sharding ratios by linear program (Zhang et al., EuroSys 2024).
 
-The search (``spmd.a_star``) finds the cheapest program at given ratios, the linear program
-(``spmd.ratios``) the best ratios for a given program; they take turns from several starts, and
-each program stays together with the ratios it was scored at. Column and row parallelism, heads,
-vocabulary, experts and sufficient factors are nowhere named: they come out of the sharding rules.
+The search (``hap.a_star``) finds the cheapest program at given ratios; the linear program
+(``hap.ratios``) finds the best ratios for a given program. They alternate from several starts, and
+each program is kept with the ratios at which it was priced. Column and row parallelism, heads,
+vocabulary, experts and sufficient factors are not coded anywhere: they follow from sharding rules.
 
-The paper's cost adds all stages up. Real steps hide most of the gradients' synchronisation behind
-the backward pass, so the search also runs with only a part of it counted, and the k best programs
-of all runs are ranked by simulation. Data parallelism at the solved ratios is always among them.
+The paper's cost is the sum of all stages. Real steps hide most of the gradient synchronisation
+behind the backward pass, so the search also runs with a part of it counted, and simulation ranks
+the best programs of all runs. Data parallelism at the solved ratios is always among them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,29 +42,29 @@ from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, 
 _MOST_ROUNDS = 3  # of search and linear program; the paper's loop ends after two or three
 _GAIN = 1e-4
 """Relative gain below which the loop of search and linear program ends."""
-_NUM_SOLVED = 24  # device sets for which data parallelism's ratios are solved
+_NUM_SOLVED = 24  # device sets for which ratios of data parallelism are solved
 _NUM_SUBSETS = 2  # subsets of machines, besides the whole cluster, that are searched
 _NUM_TUNED = 3  # programs whose synchronisation, buckets and order are varied
 _TEAM_MICRO = (2, 4)  # micro-batches of teams inside hosts
-_NARROW = 2  # states kept everywhere by the quick search before that of a large graph
-_LARGE = 3000  # rows from which on it runs: the full search of fewer takes seconds
+_NARROW = 2  # states that the narrow search keeps; on a large graph it runs before the full one
+_LARGE = 3000  # least rows of a large graph: the full search of fewer takes seconds
 _MOST_EXTENSIONS = 2_500_000
-"""Most steps of all full searches of a plan, some ten seconds; each for BERT-large on 8 devices
-takes 17,000, for an unrolled RWKV on two 2.2 million. It bounds budgets in evaluations, which no
-time cuts. Once they are spent, the plan's other searches are narrow."""
+"""Most extensions of all full searches of a plan, some ten seconds: BERT-large on 8 devices takes
+17,000 for each, an unrolled RWKV on two 2.2 million. This bounds plans under a budget in
+evaluations, which time never cuts. Once they are spent, the other searches are narrow."""
 _PRICED_BY = tuple(product((PADDED_ONLY, COLLECTIVES), (0.3, 1.0)))
-"""Algorithms that a conversion may be priced by, and the part of the synchronisation that counts,
-of each search. The paper's are all algorithms and 1; a program runs all-reduces (by hosts where
-several devices of a host take part) and gathers."""
+"""For each search, the algorithms allowed for conversions and the part of the synchronisation that
+counts; all algorithms and 1 in the paper. A program then runs all-reduces (hierarchical if several
+devices of a host take part) and gathers."""
 _WIDTH = 32
 """States that the beam keeps."""
 _NUM_PROGRAMS = 2
-"""Programs that are kept of each search."""
+"""Programs that each search returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A program with the devices and shares it was scored at.
+    """A program with the devices and shares at which it was priced.
 
     Attributes:
         triples: Number of the triple for each row of the theory.
@@ -132,7 +132,7 @@ class Synthesis:
     def narrow_search(self, prices: SpmdPrices) -> tuple[SpmdProgram, ...]:
         """A good program in a fraction of the time: the full search of a large graph may not end.
 
-        One example is unrolled LSTMs, where every step's gates may be sharded in their own way.
+        An unrolled LSTM is an example: the gates of every time step may be sharded differently.
         """
         search = Search(
             self.segments,
@@ -296,7 +296,7 @@ class _Ranking(StrategySearch):
         return self._note
 
     def add_plain(self, devices: tuple[int, ...]) -> None:
-        """Score data parallelism, to have a result however little time is left."""
+        """Score data parallelism first, so that even a short search has a result."""
         evaluator = self.problem.evaluator
         shares, *_ = starts_of(evaluator.graph.batch_size, evaluator.speeds, devices)
         self._seen.add(((), devices, shares))
@@ -313,7 +313,7 @@ class _Ranking(StrategySearch):
             self._score(self._strategy(rules, decision, DEFAULT_BUCKET_BYTES))
 
     def know(self, placed: Placed) -> None:
-        """Have the evaluator number the channels of some devices, so that they are priced once."""
+        """Let the evaluator number channels of some devices now, so that it prices them once."""
         channels = self.problem.evaluator.channels
         for sync in (Sync.HIERARCHICAL, Sync.RING, Sync.REDUCE_SCATTER_ALL_GATHER):
             channels.for_decision(self._decision(placed.devices, placed.shares, sync))
@@ -325,14 +325,14 @@ class _Ranking(StrategySearch):
         return list(dict.fromkeys(each.decisions[0].devices for each in self._ranked()))
 
     def _ranked(self) -> list[Strategy]:
-        """Strategies that were simulated, best first, for each order that they were tried in."""
+        """Simulated strategies, best first, once for each order in which they were tried."""
         return [strategy for strategy, _ in self.best(len(self.found))]
 
     def prune(self) -> None:
         """Remove rules that do not pay in the simulation, for one kind of group at a time.
 
-        The search adds up prices, and what it splits in one kind of group, say a tied vocabulary
-        beside the layers, may cost more than the rest gains.
+        Prices are only estimates: splitting one kind of group, such as a tied vocabulary beside
+        the layers, may cost more than the other rules gain.
         """
         graph = self.problem.evaluator.graph
         group, kind_of = group_ops(graph).group, alike_groups(graph)
@@ -370,7 +370,7 @@ class _Ranking(StrategySearch):
     def team_up(self) -> None:
         """Try the best programs inside hosts, with replicas on other hosts, also in micro-batches.
 
-        The paper's programs span all devices; here their sums stay inside hosts.
+        The paper's programs span all devices; with teams, their sums stay inside hosts.
         """
         cluster, speeds = self.problem.evaluator.cluster, self.problem.evaluator.speeds
         leaders = dict.fromkeys(each.op_rules for each in self._ranked() if each.op_rules)

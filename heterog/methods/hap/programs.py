@@ -1,10 +1,9 @@
-"""The cost of a program, and its strategy.
+"""The cost of a program at given sharding ratios, and its strategy.
 
-Seconds of triples and conversions at given sharding ratios, from the evaluator's cost model.
-
-Each stage waits for its slowest device, as in the paper: a divided op takes the largest of its
-parts, a collective the time of its padded or uneven volume. Sizes are bytes. Unlike the paper's
-code, latencies count, and the algorithm of each conversion is the cheapest of those allowed.
+Seconds of triples and conversions come from the evaluator's cost model. As in the paper, each
+stage waits for its slowest device: a divided op takes the time of its slowest part, a collective
+that of its padded or uneven volume. Sizes are bytes. Unlike the paper's code, latencies count, and
+each conversion uses the cheapest of the allowed algorithms.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,11 +49,11 @@ class ValueClass:
 
 
 class Work:
-    """FLOPs and bytes of every triple of every op: fixed ones, and ones by part of its axis.
+    """FLOPs and bytes of every triple of every op: a fixed amount, and one divided along its axis.
 
     Attributes:
         theory: Theory with the triples.
-        channels: A table of its own, so that asking for prices never grows the evaluator's.
+        channels: Own table, so that pricing never adds channels to the evaluator's table.
         units: Axis of each triple, 0 if it is not divided.  # [most_triples, num_ops]
         axes: All different axes.
     """
@@ -145,7 +144,7 @@ class SpmdPrices:
         devices: Devices that run the program, ascending.
         shares: Samples of each of ``devices``; every other axis is divided in the same
             proportions.
-        collectives: Those of ``COLLECTIVES`` that a conversion may use.
+        collectives: Members of ``COLLECTIVES`` that a conversion may use.
         exposed: Part of the gradients' synchronisation that is not hidden behind the backward
             pass; 1 in the paper.
     """
@@ -228,10 +227,10 @@ class SpmdPrices:
 
     @kept
     def _all_to_all_s_per_byte(self, source: int, target: int) -> float:
-        """Each pair exchanges what one has and the other wants; NICs and ports work at once.
+        """Seconds per byte of an all-to-all between two splits; NICs and ports work at once.
 
-        With a_i and b_j the parts of two devices, i sends a_i (1 - b_i) of all bytes, of which
-        a_i (1 - sum of b over its host) leaves the host.
+        If device i has the part a_i and wants the part b_i, it sends a_i (1 - b_i) of all bytes,
+        of which a_i (1 - sum of b over its host) leaves the host.
         """
         cluster = self.evaluator.cluster
         have = np.array(self.shares_of(source)) / source
@@ -268,10 +267,9 @@ class SpmdPrices:
         return latency, per_byte * num_bytes * len(self.devices)
 
     def synchronise_s(self, num_bytes: int) -> float:
-        """Seconds of a replicated parameter's gradient in buckets, as far as they are not hidden.
+        """Exposed seconds of synchronising a replicated parameter's gradient in buckets.
 
-        Ring or hierarchical, whichever is better, whatever ``collectives`` allows: that is for
-        conversions of values.
+        The better of ring and hierarchical; ``collectives`` limits conversions of values only.
         """
         # A gradient that fills a tenth of a bucket pays a tenth of the bucket's latency.
         filled = min(num_bytes / DEFAULT_BUCKET_BYTES, 1.0)
@@ -283,7 +281,7 @@ class SpmdPrices:
 
     @kept
     def delivery(self, kind: ValueClass) -> "Delivery":
-        """Prices of bringing values of a class into sets of forms."""
+        """Prices of converting values of a class into sets of forms."""
         return Delivery(self.conversions(kind))
 
     def conversions(self, kind: ValueClass) -> list[list[float]]:
@@ -331,16 +329,16 @@ def _affine(cost: tuple[float, float], num_bytes: int) -> float:
 
 
 class Delivery:
-    """Cheapest way to bring a value from the form it is made in into a set of forms.
+    """Cheapest conversions of a value from the form in which it is made into a set of forms.
 
-    Prices of sets come from growing a tree of conversions from the made form; it may pass through
-    other forms, so the price never falls when a form is added to the set.
+    The price of a set is that of a tree of conversions from the made form, which may pass through
+    other forms. So the price never falls when a form is added to the set.
 
     Args:
         conversions: Seconds of one conversion from each form to each other.
 
     Attributes:
-        conversions: The same, through other forms where that is cheaper.
+        conversions: Seconds of the cheapest sequence of conversions from each form to each other.
     """
 
     def __init__(self, conversions: Sequence[Sequence[float]]) -> None:
@@ -385,7 +383,7 @@ class Delivery:
                 grown = reached | 1 << form
                 if grown != reached:
                     cost[grown] = min(cost[grown], so_far + step[form])
-        # A set costs no more than any set that contains it: forms on the way need not be wanted.
+        # A set costs no more than any set that contains it: the tree may hold unwanted forms.
         for form in range(count):
             for forms in range(1 << count):
                 if not forms >> form & 1:
@@ -427,7 +425,7 @@ def program_cost(theory: Theory, prices: SpmdPrices, triples: Sequence[int]) -> 
     for number, forms in needed.items():
         value = theory.values[number]
         if value.role == Role.PARAMETER:
-            # Stored split, all readers must want just that form; stored whole, they slice.
+            # All readers of a split parameter must want that form; a whole one can be sliced.
             form = stored.get(number, 0)
             if form != 0 and forms != 1 << form:
                 return IMPOSSIBLE

@@ -7,9 +7,10 @@ Variables are the ratio B_c of each class of like devices, and the time T_k of e
         T_k >= alpha + n beta S_k B_c          for each padded gather               (volume)
         fixed_c + B_c divided_c <= usable_c + overflow                              (memory)
 
-(HAP section 5.1.) A roofline is convex in the part that a device does, so its tangents bound it
-from below and are exact where they touch. Stages that repeat are one stage with a weight w_k.
-Unlike the paper: bytes instead of elements, latencies, no upper bound on T_k, and memory.
+(HAP section 5.1.) A roofline is convex in the part that a device computes, so its tangents bound
+it from below and are exact where they touch. Repeated stages are one stage with a weight w_k.
+Unlike the paper, sizes are bytes instead of elements, latencies and memory count, and T_k has no
+upper bound.
 """
 
 from collections import Counter
@@ -25,7 +26,7 @@ from heterog.methods.hap.programs import SpmdPrices, Work
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 
 _OVERFLOW_PRICE_S = 1e3
-"""Charge for overflowing a device by all its memory, which outweighs any gain in speed."""
+"""Seconds charged for an overflow of a device's whole memory; they outweigh any gain in speed."""
 _TANGENTS = (0.25, 1.0, 4.0)
 """Points at which work is linearised, as multiples of the even part."""
 
@@ -64,8 +65,8 @@ def best_ratios(
 
     Args:
         work: Work of the program's theory.
-        prices: Prices at any ratios; only the devices and the padded gather, which do not depend
-            on ratios, are used.
+        prices: Prices at any ratios: only the devices and the padded gather are used, which do
+            not depend on ratios.
         triples: The program.
     """
     from scipy.optimize import linprog  # takes 0.3 s, which ranks need not wait for
@@ -186,10 +187,10 @@ def _gathered(work: Work, triples: Sequence[int]) -> list[int]:
 def _memory(
     work: Work, triples: Sequence[int], classes: Sequence[DeviceClass]
 ) -> tuple[list[float], list[float]]:
-    """(share of a device's memory per unit of ratio, share left for it) by class.
+    """(divided bytes, room for them) of each class, as shares of a device's memory.
 
-    Whole are replicated parameters with gradient and optimizer state and values that every device
-    computes; divided are split parameters and the activations that wait for the backward pass.
+    Every device holds replicated parameters with gradients and optimizer state, and whole
+    activations. Split parameters and split activations that the backward pass reads are divided.
     """
     theory = work.theory
     graph = theory.graph

@@ -1,17 +1,15 @@
-"""Segments of the folded order in local terms, so that repeated layers share results.
+"""The folded order of a graph, and its segments, through which repeated layers share results.
 
-Two segments with the same signature offer the same transitions: the same calls, triples and values
-in the same relation to each other. Values that a segment does not touch are no part of it.
+In program order, every activation is alive from its layer's forward pass to its backward pass, so
+that a search would carry hundreds of values. The *folded* order visits a forward op and its
+backward ops together, as one step. Then only values that cross to the next layer are carried:
+activations in the form in which they were made, and cotangents in the forms that were *promised*
+for them, because their readers come before their makers. Any assignment of ops to steps gives an
+exact search; it only changes how many values are carried.
 
-The folded graph: a forward op and its backward twins are one step.
-
-A joint graph of forward and backward keeps every activation alive from its layer's forward pass to
-its backward pass, so a search in program order would carry hundreds of values. Folded at the loss,
-forward and backward of one layer are visited together, and only what crosses to the next layer is
-carried: activations in the form they were made, and cotangents in the forms that were *promised*
-for them, because their readers come before their makers.
-
-The order is exact whatever ops are assigned to which step: it only changes how much is carried.
+A segment is a run of visits, described by places of values instead of their numbers. Segments with
+the same signature offer the same transitions: the same calls, triples and values in the same
+relation to each other. A segment leaves out values that it does not touch.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -34,7 +32,7 @@ class Visit:
         step: Forward position of its step.
         touched: Values that the row reads or makes, in order of first mention.
         stays: For each touched value, whether it is carried on.
-        wanted: For each touched value, the forms (bit set) that later rows may need it in.
+        wanted: For each touched value, the forms (bit set) in which later rows may need it.
         awaited: For each touched value, whether a later row makes it.
     """
 
@@ -64,10 +62,10 @@ class Folded:
 def assign_steps(theory: Theory) -> list[int]:
     """The step (number of the forward row) of every row.
 
-    A backward op belongs to the forward op that it shares its saved values with; of several the
-    one of the same module, and the latest. No op goes before the step of a cotangent that it
-    reads (steps are visited from the first forward op to the last, so cotangents flow to earlier
-    steps). Optimizer steps belong to the op that makes the gradient.
+    A backward op belongs to the forward op that touches its saved values; among several, those of
+    the same module are preferred, then the latest. Steps are visited from the first forward op to
+    the last, and cotangents flow to earlier steps, so the step of an op is not after that of a
+    cotangent that it reads. Optimizer steps belong to the op that makes the gradient.
     """
     graph, rows, values = theory.graph, theory.rows, theory.values
     maker = {write: number for number, row in enumerate(rows) for write in row.writes}
@@ -84,7 +82,7 @@ def assign_steps(theory: Theory) -> list[int]:
             step[number] = number
             continue
         made_by = [maker[read.value] for read in row.reads if read.value in maker]
-        # Cotangents that it reads: it cannot be visited before they are made.
+        # Makers of cotangents that it reads: their steps bound its own.
         late = [m for m in made_by if graph.ops[rows[m].op].phase != Phase.FORWARD]
         bound = min((step[m] for m in late), default=last)
         saved = [
@@ -96,7 +94,7 @@ def assign_steps(theory: Theory) -> list[int]:
         if row.is_update:
             step[number] = bound
             continue
-        if not saved:  # it only sums up a gradient: the parameter decides its step
+        if not saved:  # it only sums a gradient: the parameter decides its step
             saved = [updated[write] for write in row.writes if write in updated]
         step[number] = _twin(theory, row, saved, touching, bound)
     return step
@@ -126,8 +124,8 @@ class TooWideError(Exception):
 
 
 _MOST_CARRIED = 20_000_000
-"""Most values carried past all rows together, of 8 bytes each: every step of a search copies what
-is carried. An RWKV of 13,900 rows carries 1.2 million, 10,000 parameters that one op reads 100."""
+"""Most values (8 bytes each) carried past all rows together: every step of a search copies them.
+An RWKV of 13,900 rows carries 1.2 million, 10,000 parameters that one op reads 100 million."""
 
 
 def fold(theory: Theory, reach: int = 6) -> Folded:
@@ -135,7 +133,7 @@ def fold(theory: Theory, reach: int = 6) -> Folded:
 
     Args:
         theory: Theory with the rows and values.
-        reach: Number of steps within which no fewer values are carried where a segment ends.
+        reach: A segment ends where no fewer values are carried within this number of steps.
 
     Raises:
         TooWideError: a search would take hours.
@@ -192,7 +190,7 @@ def fold_in_order(
                 awaited=tuple(made_at.get(value, -1) > place for value in mine),
             )
         )
-        # Values touched by this row move to the end, in its order: like segments carry alike.
+        # Values touched by this row move to the end, in its order, so that like segments agree.
         carried = (
             *(value for value in carried if value not in mine),
             *(value for value, stay in zip(mine, stays, strict=True) if stay),
@@ -261,7 +259,7 @@ class Action:
     """The options of a visit, shared by all like visits in any layer.
 
     Attributes:
-        op: Graph op that stands for its likes when work is priced.
+        op: Graph op whose work prices all like ops.
         is_update: Whether it is an optimizer step, which needs the parameter in its stored form.
         triples: Ways to run it.
         classes: Value class of each touched value.
@@ -402,8 +400,8 @@ class Segments:
         mine = {value for visit in visits for value in visit.touched}
         carried = tuple(value for value in before if value in mine)
         inlets = tuple(place for place, value in enumerate(before) if value in mine)
-        # From here on values are places in the tuple of carried ones: layers whose values have
-        # other numbers, but the same places, get the same steps and so the same signature.
+        # From here on, values are places in the tuple of carried values: layers with other values
+        # at the same places get the same steps, and so the same signature.
         kind_of = {value: -1 for value in carried}
         steps = []
         for visit in visits:

@@ -1,10 +1,10 @@
-"""The background theory of a graph: which triples {needs} op {makes} a program may consist of.
+"""The background theory of a graph: the triples {needs} op {makes} of which programs consist.
 
-A *value* is a tensor that owns its memory (views are seen through), a *row* is an op that runs a
-kernel, or an optimizer step. A *triple* of a row says in which forms it needs its values, in which
-it leaves its own, and along which axis its work is divided. Triples come from the sharding rules
-alone. Which axes an op is offered follows from the shapes of parameters and batch by closure: a
-form that one op knows is offered to every op that a rule connects with it.
+A *value* is a tensor that owns its memory; a view stands for its value. A *row* is an op that runs
+a kernel, or an optimizer step. A *triple* of a row gives the forms of its inputs, the forms of its
+outputs, and the axis along which its work is divided. Triples come from the sharding rules alone.
+Axes come from the shapes of parameters and batch and spread by closure: a form of one op is
+offered to every op that a rule connects with it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -32,7 +32,7 @@ class Role(IntEnum):
     """The role of a value in the search."""
 
     FREE = 0
-    """The batch, buffers and constants, which every device has as needed."""
+    """The batch, buffers and constants, which every device has in any form."""
     PARAMETER = 1
     """A parameter: stored in the one form that its readers and its update agree on, or whole."""
     MADE = 2
@@ -319,7 +319,7 @@ class _Builder:
         rules = self.rules.unsplit(row.op)
         for rule in rules:
             partial = [forms for p, forms in zip(rule.inputs, seen, strict=True) if p.kind == "P"]
-            # A whole value counts as partial if another summand is: the others add zeros.
+            # If one summand is partial, whole ones count as partial, too: other devices add zeros.
             if partial and not any(PARTIAL in forms for forms in partial):
                 continue
             if draws_shared(rule):
@@ -327,7 +327,7 @@ class _Builder:
             yield rule
 
     def _fixed(self, op: int) -> RuleResult | None:
-        """The only rule of an op that states its own or uses local statistics, if it does."""
+        """The only rule of an op that states a rule or uses local statistics, else ``None``."""
         graph, plan = self.graph, self.plan
         outputs = tuple(plan.placements[tensor] for tensor in graph.outputs[op])
         inputs = plan.needed[op]
@@ -359,7 +359,7 @@ class _Builder:
             value = self.values[read.value]
             if value.role == Role.FREE or place.kind == "L":
                 continue
-            # A split that no form of the value itself turns into is sliced from the whole.
+            # If no form of the value gives this split, it is sliced from the whole value.
             form = self._source(read, form_of(place, units)) or WHOLE
             needs[read.value, value.forms.get(form, 0)] = None
         makes = tuple(

@@ -1,18 +1,16 @@
-"""Machines of several kinds train a model together: an estimate, and a cut into stages.
+"""Compositions of machines of several kinds: their estimates, variants and strategies.
 
 An *island* is some hosts of one kind, in teams of one size, as some consecutive stages of a
-pipeline; the teams of a stage share its micro-batches. Hosts that are left out are idle: a small
-batch is often trained sooner by fewer. A *pool* is a pipeline of islands; pools are replicas of
-each other, however unlike. With C_r the seconds that stage r would take for all layers of a
-micro-batch, stages that are cut in proportion take H = 1 / sum_r 1/C_r each, and a pool of R
-stages takes (m + R - 1) H for its m micro-batches, or as long as the slowest message
-between two stages takes where that is longer (both, where messages are not hidden). Weight
-gradients that wait fill a part of the R - 1 turns in which stages are idle (Qi et al., Zero Bubble
-Pipeline Parallelism, section 2.3). Gradients of what several teams have are added up behind them.
+pipeline; the teams of a stage share its micro-batches. Other hosts of the kind are idle: fewer
+hosts often train a small batch faster. A *pool* is a pipeline of islands; pools are replicas of
+each other, even if they are unlike.
 
-Variants of a composition: a layer moved over a boundary, two stages on each device in a V.
-
-The strategy of a composition.
+Let C_r be the seconds that stage r would take for all layers of a micro-batch. Stages cut in
+proportion take H = 1 / sum_r 1/C_r each, and a pool of R stages takes (m + R - 1) H for its m
+micro-batches. If the slowest message between two stages takes longer than H, it replaces H; if
+messages are not hidden, it is added to H. Delayed weight gradients fill a part of the R - 1 turns
+in which stages are idle (Qi et al., Zero Bubble Pipeline Parallelism, section 2.3). Last come the
+sums of gradients that several teams have.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,12 +39,12 @@ MOST_KINDS = 4
 MOST_STAGES = 16
 """Most stages of one kind of machines."""
 OVERFLOWS = 1e6
-"""Seconds from which on an estimate says that something does not fit."""
+"""An estimate of so many seconds or more means that the composition does not fit."""
 IDLE = 2.0 / 3.0
-"""Part of the idle turns of a pipeline that is left where weight gradients fill them: a third in
-ZB-H1 with many micro-batches, more with few."""
+"""Part of a pipeline's idle turns that delayed weight gradients leave idle: a third in ZB-H1 with
+many micro-batches, more with few."""
 ROUNDS = 3
-"""Number of rounds in which samples and pools find their proportions."""
+"""Number of rounds in which the samples of pools are adjusted to their seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +77,15 @@ class Composition:
     Attributes:
         pools: The pools.
         num_micro: Number of micro-batches of a step, the same in every pool.
-        recompute: What layers make again.
+        recompute: What layers recompute.
         zero: Stage of ZeRO: 0, 1 or 3.
         samples: Samples of the batch for each pool.
         layers: Layers of each stage of each pool; in a V there are two stages on the same devices.
         hides_messages: Whether stages may hold about twice as many micro-batches as under 1F1B,
-            whose caps make stages wait where forward and backward passes are not alike.
+            whose caps make stages wait if forward and backward passes differ.
         splits_backward: Whether weight gradients wait until a device has nothing else to do.
-        in_a_v: Whether a pool's layers go through its islands forth and back: each has two stages,
-            in the turns of ``zero_bubble_v``.
+        in_a_v: Whether a pool's layers go through its islands forth and back: each device has two
+            stages, in the turns of ``zero_bubble_v``.
         copies_on_hosts: Whether each host keeps all slices of ZeRO, so that only sums of gradients
             cross the network.
     """
@@ -110,7 +108,7 @@ class _Stage:
 
     island: Island
     teams: int
-    hosts: int  # those that it has a part of
+    hosts: int  # number of hosts with devices of the stage
 
 
 def stages_of(pool: Pool, slices: Slices) -> list[_Stage]:
@@ -124,7 +122,7 @@ def stages_of(pool: Pool, slices: Slices) -> list[_Stage]:
 
 
 def num_copies(pool: Pool, slices: Slices) -> int:
-    """Hosts of each stage, if all have as many, several, and teams enough to share slices."""
+    """Hosts per stage if equal for all stages, above 1, and with several teams each; else 1."""
     found = set()
     for island in pool:
         hosts, rest = divmod(island.hosts, island.stages)
@@ -133,9 +131,9 @@ def num_copies(pool: Pool, slices: Slices) -> int:
 
 
 def islands_of(slices: Slices, kind: int) -> list[Island]:
-    """Every division of the hosts of a kind, or of a half, a quarter, ..., into teams and stages.
+    """Every division of all, half, a quarter, ... of a kind's hosts into teams and stages.
 
-    Those that leave no sample for some team come last.
+    Divisions with more teams in a stage than samples come last.
     """
     of_kind, batch = slices.kinds[kind], slices.evaluator.graph.batch_size
     most = min(of_kind.size, slices.most_members)
@@ -214,7 +212,7 @@ class Estimator:
             gradients *= 0.5 + point.num_micro
         turn = max(each, messages) if point.hides_messages else each + messages
         seconds = (point.num_micro + IDLE * (len(stages) - 1)) * turn + gradients
-        # Those that do not fit by the estimate rank behind all that do, the leanest first.
+        # Pools that do not fit by the estimate rank after all that do, the leanest first.
         return float(seconds if over.max() <= 1.0 else OVERFLOWS * over.max() + seconds)
 
     def shared_out(self, point: Composition) -> tuple[float, tuple[int, ...]]:
@@ -242,12 +240,11 @@ class Estimator:
         return best
 
     def cut(self, point: Composition) -> tuple[float, Composition] | None:
-        """(seconds, the same with layers for each stage); ``None`` if there are too few layers.
+        """(seconds, the composition with layers of each stage); ``None`` with too few layers.
 
-        Weight gradients wait where that fills idle turns.
-
-        Stages of whole layers are not cut in proportion, so the estimate is made again from the
-        slowest stage: m max_r T_r + sum_r T_r - max_r T_r for T_r seconds of stage r, less what
+        With several stages, weight gradients are delayed to fill idle turns. Stages of whole
+        layers are not exactly in proportion, so seconds are estimated again from the slowest
+        stage: m max_r T_r + sum_r T_r - max_r T_r for T_r seconds of stage r, less the part that
         weight gradients fill.
         """
         layers, slowest = [], 0.0
@@ -312,7 +309,7 @@ class Estimator:
         return np.stack(state, axis=1), np.stack(kept, axis=1)
 
     def _message_seconds(self, stages: Sequence[_Stage], micro: float) -> float:
-        """Seconds of the slowest hop of a micro-batch between stages, both ways at once."""
+        """Seconds of the slowest message of a micro-batch between stages, both ways at once."""
         slowest = 0.0
         for first, second in pairwise(stages):
             kinds = first.island.kind, second.island.kind
@@ -323,7 +320,7 @@ class Estimator:
     def _gradient_seconds(
         self, stages: Sequence[_Stage], parts: FloatArray, others: Sequence[int]
     ) -> float:
-        """Seconds in which the slowest stage adds up its gradients.
+        """Seconds in which the slowest stage sums its gradients.
 
         Args:
             stages: Stages of a pool.
@@ -348,20 +345,20 @@ class Estimator:
 
 
 def _kinds_beside(pool: Pool, point: Composition) -> tuple[int, ...]:
-    """Kinds of machines in the other pools, with which gradients are added up."""
+    """Kinds of machines in the other pools, with which gradients are summed."""
     return tuple(island.kind for other in point.pools if other != pool for island in other)
 
 
 def structures(kinds: Sequence[int]) -> Iterator[Structure]:
-    """Kinds of machines as pools, each in the order of its layers; idle kinds are in none.
+    """Kinds of machines in pools, each pool in the order of its layers; some kinds may be idle.
 
-    All sets and partitions of up to four kinds; of more, all in one pipeline, each without the
-    others, and all as replicas of each other.
+    Up to four kinds: all partitions of all subsets. More: all kinds in one pipeline, each kind
+    alone, and all kinds as replicas of each other.
 
     Args:
         kinds: Kinds, first the one that should have the first layers.
     """
-    # A search that is cut short has seen all kinds together, and each without the others.
+    # These come first, so that a search that is cut short has seen them.
     together = tuple(kinds)
     yield (together,)
     for kind in kinds if len(kinds) > 1 else ():
@@ -413,7 +410,7 @@ def described(point: Composition, slices: Slices, cluster: Cluster) -> str:
 
 
 def with_moved_layer(point: Composition) -> Iterator[Composition]:
-    """A layer more or less at each boundary."""
+    """The composition with one layer moved across each boundary, in both directions."""
     for pool, layers in enumerate(point.layers):
         for stage in range(len(layers) - 1):
             for step in (1, -1):
@@ -432,12 +429,12 @@ def places(point: Composition) -> list[tuple[int, int]]:
 
 
 def can_be_in_a_v(point: Composition) -> bool:
-    """Whether every stage has two layers or more, and no device two stages yet."""
+    """Whether every stage has two layers or more, and no device has two stages yet."""
     return not point.in_a_v and min(min(layers) for layers in point.layers) > 1
 
 
 def in_a_v(point: Composition) -> Composition:
-    """The same devices with two stages each, forth and back, with as many layers together.
+    """The composition with two stages on each device, forth and back; their layers add up.
 
     >>> from heterog.strategy.layouts.layout import Recompute
     >>> point = Composition((), 2, recompute=Recompute.NONE, zero=0, layers=((5, 3),))
@@ -483,7 +480,7 @@ def strategy_of(
         caps_of_stages(pipeline.ranks, cluster.num_devices, hidden=hidden).in_flight
         for pipeline in pipelines
     ]
-    # Each device is in one pipeline, and only that sets its caps.
+    # Each device is in one pipeline, which alone sets its caps.
     in_flight = tuple(
         next((each for each in of_device if each), ()) for of_device in zip(*caps, strict=True)
     )

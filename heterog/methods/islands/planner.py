@@ -1,15 +1,17 @@
 """Islands: unlike pipelines side by side, with stages of one kind of machines each.
 
-On mixed clusters a pipeline of equal stages waits for its slowest one, and replicas that are alike
-for the slowest replica. Here every kind of machines is divided on its own (teams, stages) and gets
-as many layers as it is fast; kinds are stages of one pipeline, or replicas of each other with as
-many samples as they are fast: what Tangram, Sailor, HexiScale and AutoHet each have a part of.
+On mixed clusters, a pipeline of equal stages waits for its slowest stage, and equal replicas wait
+for the slowest replica. Here every kind of machines has its own division into teams and stages.
+Kinds are stages of one pipeline, with layers in proportion to speed, or replicas of each other,
+with samples in proportion to speed. Tangram, Sailor, HexiScale and AutoHet each have a part of
+this.
 
-First of all each kind has the whole batch in one go, as replicas and in a few numbers of stages.
-Then divisions are found by descent on an estimate, one kind after another, for every way to put
-kinds into pools; layers are cut by dynamic programming; the best are simulated. Boundaries,
-samples and micro-batches of the very best so far are moved in between, for as long as that helps:
-this takes half of the time, so that a search that is cut short has done both.
+First, each kind alone gets the whole batch without micro-batches, as replicas and in a few numbers
+of stages. Then, for every way to put kinds into pools, divisions are found by descent on an
+estimate, one kind after another. Dynamic programming cuts the layers, and the best compositions
+are simulated. In between, boundaries, samples and micro-batches of the best so far are varied as
+long as that helps. Each of the two takes half of the time, so that a search that is cut short has
+done both.
 """
 
 from collections import Counter
@@ -50,23 +52,24 @@ from heterog.strategy.strategy import Strategy
 NUM_RETURNED = 4
 """Number of strategies handed to the referee."""
 NUM_CUT = 300
-"""Number of estimated ones whose layers are cut: stages of few layers are never quite even."""
+"""Number of estimated compositions whose layers are cut: stages of few layers are uneven, which
+the estimate does not see."""
 NUM_REFINED = 3
 """Number of divisions whose best compositions are refined."""
 NUM_IN_STAGES = 2
 """Number of ways to cut a kind's machines into stages that are simulated before estimates."""
 SCHEDULED_AFTER = 8
-"""Number of compositions after which the one that other schedules may help most gets them."""
+"""Number of compositions after which other schedules are tried for the one that may gain most."""
 NEARLY = 1.1
-"""Step over the best up to which variants of a composition are tried."""
+"""Ratio to the best step up to which variants of a composition are tried."""
 VARIETY = 1.04
 """Factor by which each further composition of the same structure counts as slower."""
 PASSES = 2
 """Passes of a descent over all kinds."""
 UNTIL_ESTIMATED = 0.25
-"""Part of the budget after which estimates end, whatever is left to estimate."""
+"""Part of the budget after which estimates end, even if some are left."""
 UNTIL_PLAIN = 0.7
-"""The same for what is tried before any estimate."""
+"""Part of the budget after which compositions that need no estimates end."""
 
 
 class Islands(Planner):
@@ -90,7 +93,7 @@ class CompositionSearch(PointSearch[Composition]):
         self.estimator = Estimator(self.slices)
         self.options = [islands_of(self.slices, kind) for kind in range(len(self.slices.kinds))]
         self.estimates: dict[Composition, tuple[float, tuple[int, ...]]] = {}
-        self.started: set[Composition] = set()  # those that were descended from
+        self.started: set[Composition] = set()  # starts of descents that have ended
         self.done: set[Structure] = set()
         # Kept for a resumed search, whose rounds may be short.
         self.num_ranked, self.ranked = 0, list[Composition]()
@@ -119,7 +122,7 @@ class CompositionSearch(PointSearch[Composition]):
         return self.problem.orders
 
     def search(self) -> None:
-        """Simulate what is plain, estimate, simulate the best and refine the best of these."""
+        """Simulate plain compositions, estimate others, simulate and refine the best."""
         self._simulate_plain()
         self.estimate()
         if len(self.estimates) != self.num_ranked:
@@ -185,7 +188,7 @@ class CompositionSearch(PointSearch[Composition]):
                 yield Composition(tuple(pools), self._bounded(num_micro), *self.manners[0])
 
     def _option(self, kind: int, *, large: bool) -> Island:
-        """Teams of the largest or the smallest size on all hosts, or as many as have samples."""
+        """The first division of a kind into teams of the largest or the smallest size."""
         options = self.options[kind]
         sizes = sorted({island.members for island in options})
         members = sizes[-1] if large else sizes[0]
@@ -199,7 +202,7 @@ class CompositionSearch(PointSearch[Composition]):
         return 1 if micro_batches_refused(graph, num_micro) else num_micro
 
     def _descend(self, start: Composition) -> None:
-        """Improve one kind's division, the micro-batches and the manner, one after another."""
+        """Improve the micro-batches, the manner and each kind's division, one after another."""
         point, seconds = start, self._estimated(start)
         for _ in range(PASSES):
             before = seconds
@@ -226,8 +229,8 @@ class CompositionSearch(PointSearch[Composition]):
     def promising(self) -> list[Composition]:
         """Compositions with the least estimates, with their samples and layers.
 
-        An estimate may be off for a whole structure, so that each further one of the same kinds
-        in the same pools counts as a little slower than it is.
+        An estimate may be wrong for a whole structure, so each further composition of the same
+        structure is ranked as if it were slower, by ``VARIETY``.
         """
         weighted = self.weighted(NUM_CUT)
         alone: dict[int, Composition] = {}
@@ -238,7 +241,7 @@ class CompositionSearch(PointSearch[Composition]):
         return list(dict.fromkeys((*alone.values(), *(point for _, point in weighted))))
 
     def weighted(self, most: int) -> list[tuple[float, Composition]]:
-        """(seconds, composition) of those with the least estimates, sorted, see ``promising``.
+        """(ranked seconds, composition) with the least estimates, sorted; see ``promising``.
 
         Args:
             most: Most compositions whose layers are cut.
@@ -249,7 +252,7 @@ class CompositionSearch(PointSearch[Composition]):
         for point, (seconds, samples) in ranked:
             if not np.isfinite(seconds) or len(cuts) >= most:
                 break
-            # With a cheaper kind of recomputation than all, or none, whichever seems best.
+            # Only the best manner of a division is kept, one with full recomputation apart.
             division = point.pools, point.num_micro, point.recompute == Recompute.FULL
             if division not in cuts:  # points that do not fit are tried in other manners
                 cut = self._cut(replace(point, samples=samples))
@@ -268,12 +271,12 @@ class CompositionSearch(PointSearch[Composition]):
         return self.estimator.cut(point)
 
     def _plain(self) -> Iterator[Composition]:
-        """The batch in one go: on the machines of each kind, of the fastest kinds and of all.
+        """The batch without micro-batches: on each kind of machines, the fastest kinds, and all.
 
-        Replicas are hard to beat, and an estimate takes their gradients to be added up behind the
-        step, where data parallelism hides them. Stages of a kind wait for each other's values, but
-        make their weight gradients beside each other: where ops are short, what each host has to
-        issue one after the other is what a step takes.
+        Replicas are hard to beat, but the estimate ranks them too low: it adds the sums of
+        gradients to the step, while data parallelism hides them. Stages of one kind wait for each
+        other's values but compute their weight gradients at the same time. This helps if ops are
+        short, because a step then takes as long as a host needs to issue its ops.
         """
         speeds, kinds = self.evaluator.speeds, self.slices.kinds
         fast = sorted(range(len(kinds)), key=lambda kind: -speeds[kinds[kind].devices[0][0]])
@@ -286,7 +289,7 @@ class CompositionSearch(PointSearch[Composition]):
                 yield from self._in_stages(*some)
 
     def _in_stages(self, kind: int) -> Iterator[Composition]:
-        """The most promising stages of devices of a kind that have the whole batch in one go."""
+        """The most promising pipelines of one kind's devices without micro-batches."""
         few = self._option(kind, large=False).members
         found = [
             self._in_one_go(((island,),))
@@ -307,9 +310,9 @@ class CompositionSearch(PointSearch[Composition]):
     # --- simulation ------------------------------------------------------------------------------
 
     def _simulate_plain(self) -> None:
-        """Replicas on each kind of machines and on all, and slices of ZeRO for the best of them.
+        """Simulate the compositions of ``_plain``, and slices of ZeRO for the best of them.
 
-        They need no estimates of other divisions, so a search that is cut short has tried them.
+        They need no estimates of other divisions, so even a search that is cut short tries them.
         """
         self.plain = self.plain or list(self._plain())
         for point in self.plain:
@@ -336,7 +339,7 @@ class CompositionSearch(PointSearch[Composition]):
         return after is not None and before is not None and after.preference < before.preference
 
     def _simulate_halves(self) -> None:
-        """Two stages of the machines of each kind, whose replicas add up half of the gradients."""
+        """Two stages of each kind of machines, so that replicas sum half of the gradients."""
         for options in self.options:
             halves = (each for each in options if (each.members, each.stages) == (1, 2))
             island = next(halves, None)
@@ -349,12 +352,15 @@ class CompositionSearch(PointSearch[Composition]):
                     break
 
     def _is_near(self, found: Evaluation) -> bool:
-        """Whether a composition is nearly as good as the best, so that variants may be better."""
+        """Whether a composition is nearly as good as the best one; its variants may be better."""
         missing, seconds = self.found[self.best(1)[0]].preference
         return found.preference <= (missing, NEARLY * seconds)
 
     def _simulate_in_manners(self, point: Composition, until: float = 1.0) -> None:
-        """Simulate a composition, leaner until it fits, before a part of the budget is over."""
+        """Simulate a composition in ever leaner manners until one fits.
+
+        It ends when the part ``until`` of the budget is spent.
+        """
         for manner in self.until_it_fits(point):
             if self.found and self.spending.fraction >= until:
                 return
@@ -379,7 +385,7 @@ class CompositionSearch(PointSearch[Composition]):
             yield replace(each, recompute=Recompute.FULL)
 
     def _simulate_cheaper(self, point: Composition) -> None:
-        """Make less again than everything for as long as that fits."""
+        """Recompute less and less, as long as the composition fits."""
         for recompute in reversed(self.kinds[:-1] if point.recompute == Recompute.FULL else ()):
             evaluation = self.simulate(replace(point, recompute=recompute))
             if evaluation is None or not evaluation.is_ok:
@@ -400,7 +406,7 @@ class CompositionSearch(PointSearch[Composition]):
 
     def simulate(self, point: Composition) -> Evaluation | None:
         """Simulate a composition; ``None`` if it makes no sense."""
-        # Stated turns may deadlock if values cross that are no layer's output.
+        # Explicit turns may deadlock if other values than outputs of layers cross stages.
         return self.evaluate(point, self.problem.first_order)
 
     def strategy_of(self, point: Composition) -> Strategy:
@@ -408,10 +414,10 @@ class CompositionSearch(PointSearch[Composition]):
         return strategy_of(point, self.slices, self.evaluator, self.problem.step_barrier)
 
     def _refine(self) -> bool:
-        """Simulate one more variant of a good composition; ``False`` if there is no more, or time.
+        """Simulate one variant of a good composition; ``False`` without variants or time left.
 
-        All variants of a composition are tried before those of the best that is then known, which
-        is as a rule one of them: a descent, interrupted when something else turns out better.
+        All variants of a composition are tried, then those of the best composition by then. As a
+        rule this is one of them, which makes a descent; otherwise the descent moves elsewhere.
         """
         if self.spending.is_over:
             return False
@@ -427,7 +433,7 @@ class CompositionSearch(PointSearch[Composition]):
         return True
 
     def beside(self, point: Composition) -> Iterator[Composition]:
-        """A layer more or less at each boundary, other numbers of micro-batches, other manners."""
+        """Variants: a moved layer, schedules, hosts, manners, micro-batches, moved samples."""
         yield from with_moved_layer(point)
         yield from self.scheduled(point)
         yield from self._on_other_hosts(point)
@@ -448,7 +454,7 @@ class CompositionSearch(PointSearch[Composition]):
                     yield replace(point, samples=tuple(samples))
 
     def _on_other_hosts(self, point: Composition) -> Iterator[Composition]:
-        """The same with more or fewer hosts of one kind, and samples shared out again."""
+        """Compositions with more or fewer hosts of one kind, and samples divided again."""
         for place in places(point):
             for other in _ByHosts(self, *place)(point):
                 seconds, samples = self.estimator.shared_out(replace(other, samples=()))
@@ -456,13 +462,16 @@ class CompositionSearch(PointSearch[Composition]):
                     yield replace(other, samples=samples)
 
     def kept(self, point: Composition) -> Iterator[Composition]:
-        """Slices of ZeRO over all hosts, and a copy of them on each where there is one pool."""
+        """Slices of ZeRO over all hosts and, with one pool, also a sliced copy on each host."""
         yield replace(point, copies_on_hosts=False)
         if point.zero and len(point.pools) == 1 and num_copies(point.pools[0], self.slices) > 1:
             yield replace(point, copies_on_hosts=True)
 
     def _worth_trying(self, point: Composition, zero: int) -> tuple[Recompute, ...]:
-        """Kinds of recomputation with a stage of ZeRO: what fits needs no more of both."""
+        """Kinds of recomputation to try with a stage of ZeRO.
+
+        A composition that fits needs neither more recomputation nor, beside it, a higher stage.
+        """
         kinds = (Recompute.NONE, *self.kinds)
         found = self.found.get(point)
         if found is None or not found.is_ok or zero < point.zero:
@@ -470,7 +479,7 @@ class CompositionSearch(PointSearch[Composition]):
         return kinds[: kinds.index(point.recompute) + (zero > point.zero)]
 
     def scheduled(self, point: Composition) -> Iterator[Composition]:
-        """The same with other caps, with split backward passes, and in a V."""
+        """The composition with other caps, with split backward passes, and in a V."""
         if point.in_a_v:
             return
         for hides, splits in product((True, False), (True, False)):
@@ -479,7 +488,7 @@ class CompositionSearch(PointSearch[Composition]):
             yield from map(in_a_v, self._with_micro(point, (1, 2)))
 
     def _with_micro(self, point: Composition, times: Iterable[float]) -> Iterator[Composition]:
-        """Variants with some times as many micro-batches, where the model can be cut into them."""
+        """Variants with multiples of the micro-batches, if the model can be cut into them."""
         for factor in times:
             num_micro = int(factor * point.num_micro)
             if num_micro and num_micro == self._bounded(num_micro):

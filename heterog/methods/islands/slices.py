@@ -1,7 +1,8 @@
 """Costs of a slice of the model on a team of devices of one kind.
 
-A slice is a run of *layers*: the repeated modules of a model, what lies before the first with it
-and what lies behind the last with that; or single groups of ops where a model repeats nothing.
+A slice is a run of *layers*. Layers are the repeated modules of a model; the first one includes
+everything before it, the last one everything after it. If a model repeats nothing, every group is
+a layer.
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from heterog.strategy.layouts.stages import (
 )
 
 RECOMPUTED = 0.12
-"""Part of the activations that a stage holds if its layers make everything again."""
+"""Part of the activations that a stage holds if its layers recompute everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class Kind:
 
     Attributes:
         hosts: Positions of the hosts in the cluster.
-        devices: Devices of each host that are of the type.
+        devices: Devices of the type, for each host.
         device_type: Number of the type of all devices.
         usable_bytes: Memory of one device that a job may use.
         nic_bytes_per_s: Rate of all NICs of a host.
@@ -62,7 +63,7 @@ class Kind:
 
 
 def kinds_of(cluster: Cluster) -> tuple[Kind, ...]:
-    """The kinds of a cluster's machines; a host of several types of devices has one for each."""
+    """The kinds of a cluster; a host with several types of devices counts for one of each."""
     of_kind: dict[tuple[int, int], dict[int, list[int]]] = {}
     for device, host in enumerate(cluster.host_of):
         key = cluster.host_kind[host], cluster.type_index[device]
@@ -94,7 +95,7 @@ class Slices:
         kinds: Kinds of the cluster's hosts.
         layer_of_group: Layer of every group.  # [num_groups]
         num_layers: Number of layers.
-        most_members: Size of the largest team that the model can be split for; 1 if for none.
+        most_members: Size of the largest team that can divide the model; 1 if none can.
         state_bytes: Parameters, gradients and optimizer state of each layer.  # [num_layers]
         parameter_bytes: Parameters of each layer.  # [num_layers]
         kept_bytes: Activations of a sample that the backward pass reads.  # [num_layers]
@@ -129,12 +130,12 @@ class Slices:
     def hop_bytes_per_s(self, kinds: tuple[int, int], hosts: tuple[int, int]) -> float:
         """Rate at which values get from the teams of one stage to those of the next.
 
-        Of kinds in the same hosts each team has its neighbour beside it. Stages of one kind are in
-        different hosts if there is more than one.
+        If two kinds are in the same hosts, each team sends to a team on its own host. Stages of
+        one kind are on different hosts if the kind has several.
 
         Args:
             kinds: Kinds of machines of both stages.
-            hosts: Number of hosts that each has a part of.
+            hosts: Number of hosts with devices of each stage.
         """
         ends = [self.kinds[kind] for kind in kinds]
         if ends[0].hosts == ends[1].hosts and (ends[0] != ends[1] or len(ends[0].hosts) == 1):
@@ -162,7 +163,7 @@ class Slices:
             kind: Number of the kind of the team's host.
             members: Number of devices of the team.
             samples: Samples of the micro-batch on this team.
-            recompute: What layers make again for the backward pass.
+            recompute: What layers recompute for the backward pass.
 
         Returns:
             # [num_layers]
@@ -175,7 +176,7 @@ class Slices:
         if (key, recompute) not in self._seconds:
             of_ops, sums = self._priced[key]
             forward, backward, again = self._of_layers(of_ops, members, recompute)
-            # Gradients of weights take half of the backward pass, and hide its sums.
+            # Weight gradients take half of the backward pass and hide the team's sums.
             behind = backward / 2.0 + np.maximum(backward / 2.0, sums[1])
             self._seconds[key, recompute] = forward + sums[0] + behind + again
         return self._seconds[key, recompute]
@@ -258,9 +259,10 @@ class Slices:
 
     @cached_property
     def _summed(self) -> tuple[FloatArray, FloatArray]:
-        """(bytes, number) of the partial results that a team's devices add up, by pass and layer.
+        """(bytes, number) of partial results that a team sums, by pass and layer.
 
-        A sum of partial results is partial too: only what a reader needs whole is exchanged.
+        A sum of partial results is partial, too, so only values that a reader needs whole are
+        exchanged.
         """
         graph, plan = self.evaluator.graph, self._plan
         total, count = np.zeros((2, self.num_layers)), np.zeros((2, self.num_layers))
@@ -280,7 +282,7 @@ class Slices:
 
 
 def layers_or_groups(graph: OpGraph) -> tuple[int, ...]:
-    """The layer of every group; every group is one where nothing is repeated."""
+    """The layer of every group; if no module is repeated, every group is a layer."""
     layers = layers_of(graph)
     if len(layers.names) > 1:
         return stages_by_counts(layers, (1,) * len(layers.names))
@@ -288,7 +290,7 @@ def layers_or_groups(graph: OpGraph) -> tuple[int, ...]:
 
 
 def layer_of_op(graph: OpGraph, layer_of_group: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """The layer of every op that a micro-batch runs, -1 for the others.  # [num_ops]"""
+    """The layer of every op that runs per micro-batch, -1 for other ops.  # [num_ops]"""
     group = group_ops(graph).group
     return np.array(
         [

@@ -1,8 +1,8 @@
 """Op rules inside a search: one number per group, so that moves change them group by group.
 
-A strategy's op rules (``OpRule``) are cut at the borders of groups. Rules that are legal together
-stay legal in parts: what must be decided together (local statistics and their readers) is in one
-group, and where the placements at a border differ, lowering converts the value.
+A strategy's op rules (``OpRule``) are cut at the borders of groups. Parts of legal rules are
+legal: ops that must be decided together (local statistics and their readers) are in one group, and
+if placements differ at a border, lowering converts the value.
 """
 
 from collections.abc import Collection
@@ -27,7 +27,7 @@ Place = dict[int, OpRules]
 
 
 class GroupRules:
-    """Numbers the rules of groups, and puts them together again.
+    """Numbers the rules of groups, and joins them to rules of a whole strategy.
 
     Args:
         evaluator: Evaluator that numbers whole rule sets.
@@ -51,12 +51,12 @@ class GroupRules:
 
     @cached_property
     def of_teams(self) -> RuleRow:
-        """The rules by which teams share every layer; empty if they can share none."""
+        """The rules by which teams divide every layer; empty if there are none."""
         rules = rules_of_model(self._evaluator.graph)
         return () if rules is None else self.row_of(rules.op_rules)
 
     def row_of(self, op_rules: OpRules) -> RuleRow:
-        """Numbers of a strategy's rules; rules of constants are left out, they have no effect."""
+        """Numbers of a strategy's rules, without rules of constants, which have no effect."""
         return self.added((), self._by_group(op_rules))
 
     def op_rules(self, rules: RuleRow) -> OpRules:

@@ -1,8 +1,8 @@
-"""What a policy sees of the moves of a local search: numbers of each, without a simulation.
+"""What a policy sees of the moves of a local search: features of each move, without simulating it.
 
-All are ratios: parts of the step's seconds, of a device's memory, of the batch, or logarithms, so
-that one policy serves models and clusters of any size. A *view* is what is seen of a point before
-a move (``View``); ``MoveFeatures.of`` then describes many moves from there at once.
+All features are ratios (to the step's seconds, a device's memory or the batch) or logarithms of
+ratios, so that one policy serves models and clusters of any size. A ``View`` holds the features of
+the point before a move; ``MoveFeatures.of`` describes many moves from it at once.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ TIMELINE = {
         NUM_MOVE_FEATURES - 1,
     ),
 }
-"""Columns of features that only a simulation tells."""
+"""Columns of features that come from a simulation of the point."""
 
 
 def _log(ratio: npt.ArrayLike) -> FloatArray:
@@ -53,12 +53,12 @@ def _log(ratio: npt.ArrayLike) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class View:
-    """What is seen of a point.
+    """Features of a point of the search.
 
     Attributes:
         state: The point.
         step_s: Seconds of its step.
-        facts: Where they are spent.
+        facts: How these seconds are spent on groups and devices.
         groups: Features of each group of ops.  # [num_groups, NUM_GROUP_FEATURES]
         whole: Features of the whole step.  # [NUM_STATE_FEATURES]
         load_s: Seconds of compute on each device, by shares alone.  # [num_devices]
@@ -75,7 +75,7 @@ class View:
 
 
 class _Decisions:
-    """What is known of each candidate, in arrays that grow with the space."""
+    """Features of each candidate, in arrays that grow with the space."""
 
     def __init__(self, evaluator: Evaluator, space: StrategySpace) -> None:
         self._evaluator, self._space = evaluator, space
@@ -83,13 +83,13 @@ class _Decisions:
         self.shares = np.zeros((0, devices))
         self.member = np.zeros((0, devices), np.bool_)
         self.scalars = np.zeros((0, _SCALARS))
-        self.described = np.zeros((0, 6 + len(_SYNCS)))  # what groups are told of their decision
+        self.described = np.zeros((0, 6 + len(_SYNCS)))  # the part that becomes group features
         self._host = np.array(evaluator.cluster.host_of)
         self._priced: dict[tuple[object, ...], tuple[float, float]] = {}
         self._size = 0
 
     def up_to_date(self) -> None:
-        """Add what the space has been given since."""
+        """Add candidates that are new in the space."""
         count = len(self._space.candidates)
         if count > len(self.shares):
             more = max(2 * count, 256) - len(self.shares)
@@ -206,7 +206,7 @@ class MoveFeatures:
         return np.bincount(group, size, tables.num_groups).astype(np.float64)
 
     def _edges(self) -> tuple[IntArray, FloatArray]:
-        """Pairs of groups of which one feeds the other, and the bytes of the whole batch."""
+        """Pairs (source group, target group) of values, and their bytes for the whole batch."""
         tables = self._evaluator.tables
         maker = tables.op_group[tables.value_op[tables.slot_value]]
         size = tables.value_bytes + self._batch * tables.value_bytes_per_unit
@@ -221,7 +221,7 @@ class MoveFeatures:
     # --- views -----------------------------------------------------------------------------------
 
     def view(self, state: State, found: Evaluation, facts: PlaceFacts) -> View:
-        """What is seen of a point that was simulated."""
+        """Features of a point that was simulated."""
         self._decisions.up_to_date()
         row = state.row
         load = self._load(row, np.arange(len(row)))
@@ -293,7 +293,7 @@ class MoveFeatures:
         rows = np.stack([move.state.row for move in moves])
         count = len(rows)
         which, group = np.nonzero(changed_groups(view.state, moves))
-        # Groups of a move that go from one decision to another are looked at together.
+        # Groups of a move with the same old and the same new decision are described together.
         before, after = old[group].astype(np.int64), rows[which, group].astype(np.int64)
         most = len(self._space.candidates)
         key = (which * most + before) * most + after
@@ -313,7 +313,7 @@ class MoveFeatures:
         return np.concatenate(features, axis=1).astype(np.float32)
 
     def _changed_facts(self, view: View, which: Numbers, group: Numbers, count: int) -> FloatArray:
-        """The facts at the place of each move, and the mean of its groups'."""
+        """Facts of the changed groups of each move: their sums, and parts of the whole step's."""
         facts = view.facts.groups[group]
         total = np.zeros((count, facts.shape[1]))
         np.add.at(total, which, facts)
@@ -380,7 +380,7 @@ class MoveFeatures:
         ])  # fmt: skip
 
     def _changed_cuts(self, view: View, rows: Numbers, count: int) -> FloatArray:
-        """Seconds of values between groups that lie differently, before and after each move."""
+        """Seconds of values between groups with other placements, before and after each move."""
         first, second = self.edges
         old = view.state.row
         changed = (rows[:, first] != old[first]) | (rows[:, second] != old[second])
@@ -476,7 +476,7 @@ class MoveFeatures:
 
 
 _SEEN_AS = {MoveKind.PROPOSAL: MoveKind.DECISION}
-"""Kinds that policies do not tell from others: whether there are proposals is not of the plan."""
+"""Kinds that policies see as another kind: proposals are no property of a plan."""
 _SETTINGS = (
     MoveKind.TEAMS, MoveKind.RULES, MoveKind.BUCKETS, MoveKind.ORDER, MoveKind.MICRO_BATCHES,
     MoveKind.STAGES, MoveKind.STRUCTURE, MoveKind.EVERYWHERE, MoveKind.PIPELINING,
@@ -507,7 +507,7 @@ def _bucket(state: State) -> float:
 
 
 def _settings(state: State) -> tuple[float, ...]:
-    """What a point says of the whole step, as numbers."""
+    """Settings of the whole step, as numbers."""
     micro = len(state.micro_batches[0]) if state.micro_batches else 1
     most = max(map(max, filter(None, state.schedule.in_flight)), default=0)
     return (

@@ -2,13 +2,13 @@
 
 A row holds one candidate per group, groups in the order of the forward pass; neighbouring groups
 with the same candidate are a *run*. Most moves change a run, a part of it, or all groups of one
-kind. Beside the row, a point has rules of ops that do not follow the batch, which stay with their
-groups whatever the row does, and settings of the whole step.
+kind. Beside the row, a point has rules of ops that do not follow the batch, and settings of the
+whole step. Rules belong to groups and stay if their candidates change.
 
-Rules by which teams share layers (``GroupRules.of_teams``) are for all groups at once: a row then
-has teams everywhere, of one device each where there is data parallelism, so that moves between
-the two change no rule. Every point is legal: a move that makes rules that cut across samples gives
-up micro-batches and teams, and ZeRO is given up where a slice would have several owners.
+Rules by which teams divide layers (``GroupRules.of_teams``) hold for all groups at once. All
+groups of such a row have teams, of one device each for data parallelism, so that moves between the
+two change no rule. Every point is legal: with rules that cut across samples it has neither
+micro-batches nor teams, and a group in which a slice would have several owners has no ZeRO.
 """
 
 import math
@@ -53,8 +53,8 @@ BUCKETS = (0, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024, DEFAULT_BUCKET_BYTES)
 _ONLY_SOME, _FEW_OPS = 0.75, 600
 _RESCHEDULED = 0.4  # part of the changes to micro-batches
 _TEAMED = 0.1  # part of all moves, if teams may pay
-_BY_STAGE = 0.5  # part of the changes to recomputation: whole layers of a whole run
-_OTHER_LEVEL = 0.3  # part of the changes to synchronisation under ZeRO: another stage of it
+_BY_STAGE = 0.5  # part of the changes to recomputation that set whole layers of a run
+_OTHER_LEVEL = 0.3  # part of the changes to synchronisation under ZeRO that change its stage
 _PROPOSED = 0.4  # part of the changes to groups, if a policy has proposed some
 
 
@@ -69,12 +69,12 @@ class State:
     rules: RuleRow = ()
     schedule: PipelineSchedule = AS_IT_COMES
     blocks: tuple[int, ...] = ()
-    """First group of each block that recomputes as one; a block's groups have one candidate."""
+    """First group of each block that recomputes as a whole; its groups have one candidate."""
     first_bucket_bytes: int = 0
 
     @property
     def key(self) -> "StateKey":
-        """Values that tell it from other points."""
+        """Hashable values that are equal for equal points only."""
         return (
             self.row.tobytes(), self.bucket_bytes, int(self.order), self.micro_batches, self.rules,
             self.schedule, self.blocks, self.first_bucket_bytes,
@@ -124,7 +124,7 @@ class Move:
         kind: What changes.
         state: The point, perhaps before it is made legal.
         is_legal: Whether it is legal already.
-        without: The point without the move, which may turn out to be refused; else ``None``.
+        without: The point to keep if the move turns out to be refused; ``None`` if it cannot be.
     """
 
     kind: MoveKind
@@ -187,7 +187,7 @@ class Neighbours:
         return self.legal(state)
 
     def move(self, state: State) -> Move:
-        """Draw a move; what is left to do for it does not depend on chance."""
+        """Draw a move; the work that ``after`` does for it is deterministic."""
         if self.may_team and self.rng.random() < _TEAMED:
             return Move(MoveKind.TEAMS, self._teamed(state))
         kind = self.rng.random()
@@ -237,7 +237,7 @@ class Neighbours:
         return Move(what, state.with_row(row))
 
     def legal(self, state: State) -> State:
-        """The same state as ranks can execute it, in the form that all equal states have."""
+        """A state that ranks can execute, in a form that is the same for equal states."""
         rules, row = state.rules, state.row
         micro_batches = state.micro_batches
         if not self.rules.may_cut(rules):
@@ -262,13 +262,13 @@ class Neighbours:
         return replace(made, schedule=self._fitted(made, state.schedule))
 
     def completed(self, state: State) -> State:
-        """A state whose teams have only the rules that they need, completed to all groups."""
+        """A state whose rules of teams are in some groups only, completed to all groups."""
         whole = self.rules.of_teams
         pairs = zip(state.rules, whole, strict=True) if state.rules and whole else ()
         rest = [own == 0 for own, every in pairs if own in (0, every)]
         if len(rest) < self.num_groups or all(rest):
             return state
-        # A group without rules has no teams either, whatever else it has.
+        # A group without rules has no teams, so its devices become teams of one.
         row = np.where(rest, self._said(state.row, apart), state.row).astype(np.int32)
         return self.legal(replace(state, row=row, rules=whole))
 
@@ -372,9 +372,9 @@ class Neighbours:
     # --- micro-batches ---------------------------------------------------------------------------
 
     def _recut(self, state: State) -> State:
-        """Halve or double the number of micro-batches, or move samples between two devices'.
+        """Halve or double the micro-batches, or move samples between those of two devices.
 
-        Or change the caps on how many are under way, or the time of weight gradients.
+        Or change the caps on micro-batches in flight, or the time of weight gradients.
         """
         cut = state.micro_batches
         if self.rng.random() < _RESCHEDULED:
@@ -422,7 +422,8 @@ class Neighbours:
     def _rescheduled(self, state: State) -> State:
         """Change the cap of one or all devices, or the time of weight gradients.
 
-        Without micro-batches only these can wait: for devices that wait for each other's values.
+        Without micro-batches, only weight gradients can be delayed, which helps devices that wait
+        for each other's values.
         """
         num_devices, schedule = self.space.cluster.num_devices, state.schedule
         kind = self.rng.random() if state.micro_batches else 0.0
@@ -445,8 +446,9 @@ class Neighbours:
     def _moved_between_cuts(self, state: State) -> State:
         """Move samples from one device's micro-batch to another's, for groups that follow them.
 
-        Groups whose shares are the sums of the micro-batches keep following them. If each of these
-        groups has the whole batch on devices of its own, samples stay on those, in their cut.
+        Groups whose shares are the sums of micro-batches keep following them. In a pipeline, where
+        the devices of each stage share the whole batch, samples stay in their stage and in their
+        micro-batch.
         """
         cut = np.array(state.micro_batches, np.int32)  # [num_devices, num_micro]
         givers = np.argwhere(cut > 0)
@@ -490,7 +492,7 @@ class Neighbours:
     # --- groups ----------------------------------------------------------------------------------
 
     def _recomputed(self, numbers: IntArray) -> IntArray:
-        """The same decisions, with another kind of recomputation than the first one, or none."""
+        """The same decisions, with a kind of recomputation that the first one does not have."""
         first = self.space.candidates[numbers[0]]
         ways = [(False, Keeps.NOTHING), *((True, keeps) for keeps in self._kinds)]
         others = [way for way in ways if way != (first.recompute, first.keeps)]
@@ -527,7 +529,7 @@ class Neighbours:
         return np.arange(first, last, dtype=np.int32)
 
     def edges(self, row: IntArray) -> list[int]:
-        """First group of each run but the first one; many moves are drawn from a point."""
+        """First group of each run but the first; cached, as many moves are drawn from a point."""
         if row is not self._last_row:
             self._last_row = row
             self._last_edges = (np.flatnonzero(row[1:] != row[:-1]) + 1).tolist()

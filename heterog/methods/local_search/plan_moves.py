@@ -1,11 +1,11 @@
-"""Moves that change a whole plan at once, for a search that is led.
+"""Moves that change a whole plan at once, for a search that a policy leads.
 
-``Neighbours`` changes a few groups at a time and comes to a pipeline, or to ZeRO everywhere, by
-many steps that are each slower than the one before. A move here is such a step in one: stages on
-other devices with cuts in balance, two stages joined or one divided, the cuts of a plan balanced
+``Neighbours`` changes a few groups at a time. It reaches a pipeline, or ZeRO everywhere, only
+through many points that are each slower than the one before. A move here takes all of these at
+once: new stages with balanced cuts, two stages joined or one divided, the cuts of a plan balanced
 again, samples moved from all busy devices to all idle ones, the same change to every decision,
-another number of micro-batches and other caps, layers that are sharded where they are or on other
-devices. What is not known is drawn.
+other micro-batches and caps, layers sharded on their own or on other devices. Everything else
+about a move is drawn at random.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ _KINDS = (
     (MoveKind.SHARES, 0.15), (MoveKind.EVERYWHERE, 0.15), (MoveKind.PIPELINING, 0.15),
     (MoveKind.SHARDED, 0.25),
 )  # fmt: skip
-_SPREAD = 0.2  # of the logarithm of a stage's seconds where cuts are balanced
+_SPREAD = 0.2  # standard deviation of the noise on log seconds of stages when cuts are balanced
 Devices = tuple[int, ...]
 Change = Callable[[int], int]  # of a candidate's number
 
@@ -49,7 +49,7 @@ class PlanMoves:
     """Random changes of whole plans.
 
     Args:
-        neighbours: The search's small moves: candidates, generator and rules are theirs.
+        neighbours: The search's small moves, whose candidates, generator and rules are used.
     """
 
     def __init__(self, neighbours: Neighbours) -> None:
@@ -110,7 +110,7 @@ class PlanMoves:
         return Move(kind, made, without=state if kind == MoveKind.SHARDED else None)
 
     def _is_small(self, state: State) -> bool:
-        """Whether a simulation does not take too long, as far as the ops tell."""
+        """Whether a simulation is short enough, by the number of ops."""
         if not state.micro_batches:
             return True
         sizes = [self._size(number) for number in state.row.tolist()]
@@ -123,7 +123,7 @@ class PlanMoves:
     # --- stages ----------------------------------------------------------------------------------
 
     def _some_devices(self) -> list[Devices]:
-        """Devices of some hosts, host by host: all kinds or some, the kinds in any order."""
+        """Devices of some hosts, host by host: all or some kinds, in random order."""
         kinds = [self._by_kind[n] for n in self.rng.permutation(len(self._by_kind)).tolist()]
         if len(kinds) > 1 and self.rng.random() < 0.4:
             kinds = kinds[: int(self.rng.integers(1, len(kinds)))]
@@ -151,7 +151,7 @@ class PlanMoves:
         return self._on_stages(state, decisions, micro)
 
     def _manner(self) -> Callable[[Devices], Decision]:
-        """How stages decide on their devices: the same synchronisation and recomputation."""
+        """Draw a synchronisation and a recomputation, and return what decides all stages so."""
         kind, level = self.rng.random(), self.rng.random()
         ways = [Sync.HIERARCHICAL, Sync.RING, Sync.PARAMETER_SERVER]
         if self._graph.updates_elementwise:
@@ -196,7 +196,7 @@ class PlanMoves:
         return np.repeat(np.array(numbers, np.int32), sizes)
 
     def _order(self, state: State, micro: int) -> Order:
-        """Any order for micro-batches: which one is best differs from that of whole batches."""
+        """A random order with micro-batches, whose best order differs from that without."""
         orders = self._near.problem.orders
         return orders[int(self.rng.integers(len(orders)))] if micro > 1 else state.order
 
@@ -226,7 +226,7 @@ class PlanMoves:
 
     @kept
     def _costs(self, number: int) -> tuple[FloatArray, FloatArray, float]:
-        """Seconds and bytes of each group under a candidate, and bytes of its least device."""
+        """Seconds and bytes of each group under a candidate, and room on its smallest device."""
         decision = self._space.candidates[number]
         part = np.array(decision.shares) / max(sum(decision.shares), 1)
         devices = list(decision.devices)
@@ -243,7 +243,7 @@ class PlanMoves:
         return list(pairwise((0, *edges, self._num_groups)))
 
     def _stages_of(self, state: State) -> list[Decision]:
-        """A decision for each stage of a plan: runs on the same devices are one."""
+        """A decision for each stage of a plan; successive runs on the same devices are a stage."""
         decisions: list[Decision] = []
         for first, _ in self._runs(state):
             decision = self._space.candidates[state.row[first]]
@@ -390,7 +390,7 @@ class PlanMoves:
         return replace(state, row=row, rules=changed)
 
     def _devices_for_shards(self, state: State) -> int | None:
-        """Candidate of a host, of one kind's devices or of another group's; ``None``: as it is."""
+        """Candidate on a host, on hosts of a kind, or of another group; ``None``: no change."""
         kind = self.rng.random()
         if kind < 0.4:
             return None
@@ -403,7 +403,7 @@ class PlanMoves:
         return self._space.add(self._space.decisions_on(devices)[0])
 
     def _pipelined(self, state: State) -> State | None:
-        """Any number of micro-batches, and caps on those under way."""
+        """Another number of micro-batches, and other caps on those in flight."""
         if not self._near.rules.may_cut(state.rules):
             return None
         micro = self._num_micro(2) if self.rng.random() < 0.9 else 1
@@ -433,8 +433,8 @@ def drawn_moves(near: Neighbours, plans: PlanMoves, view: View, count: int) -> l
     Args:
         near: The small moves.
         plans: The moves of whole plans.
-        view: What is seen of the point.
-        count: Number of moves; those that turn out to change nothing are left out.
+        view: Features of the point.
+        count: Number of moves to draw; moves that change nothing are left out.
     """
     whole = int(PLAN_PART * count)
     moves = [near.move(view.state) for _ in range(count - whole)]

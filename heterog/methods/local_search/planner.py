@@ -2,13 +2,13 @@
 
 Simulated annealing with restarts changes runs of groups (``neighbours``): it shifts, adds and
 removes boundaries, gives a run, part of it or all groups of one kind another decision, shards
-layers or stops sharding them, and changes the settings of the whole step. What pays (measured in
-ablations on BERT and Transformer): device subsets per range of layers, collectives whose slices
-follow the NICs, and the order on top.
+layers or stops sharding them, and changes the settings of the whole step. In ablations on BERT and
+Transformer, gains came from device subsets per range of layers, from collectives whose slices
+follow the NICs, and from the order.
 
-A search overfits the link model that it looks at. So what annealing finds with the fast engine is
-scored again by the referee, restarts begin from the referee's favourites, and the last part of the
-budget anneals with the referee as the judge.
+A search overfits the link model of its simulator. So the referee scores the best states of the
+fast engine again, restarts begin from the referee's best states, and in the last part of the
+budget the referee judges every move.
 """
 
 import math
@@ -36,7 +36,7 @@ from heterog.strategy.schedules import AS_IT_COMES
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Strategy
 
 NUM_RETURNED = 4
-"""Number of strategies handed to the portfolio, the best by the referee."""
+"""Number of strategies returned, the best by the referee."""
 NUM_ELITES = 12
 REFEREE_FROM = 0.6
 """Part of the budget after which the referee judges every move."""
@@ -46,22 +46,22 @@ COSTS_NOTHING = 2e-4
 """Relative rise of the step time that a simpler strategy may cost."""
 
 _MOST_UNIFORM = 128  # uniform rows scored at the start
-_UNIFORM_UNTIL = 0.25  # part of the budget after which the rest of them is left out
-_UNIFORM_UNTIL_LED = 0.05  # the same for a search that is led: its moves make them, too
+_UNIFORM_UNTIL = 0.25  # part of the budget after which no more uniform rows are scored
+_UNIFORM_UNTIL_LED = 0.05  # the same for a led search, whose moves also reach uniform rows
 _LEAST_SPEED = 0.25  # part of the cluster's speed that the devices of a uniform row need
-_MOST_REPAIRED = 3  # seeds that do not fit
-_REPAIR_SHARE = 0.1  # part of the budget, for each
+_MOST_REPAIRED = 3  # seeds that do not fit and are repaired
+_REPAIR_SHARE = 0.1  # part of the budget for each repair
 _MOST_SHARDED = 3  # best starts, and machines, whose layers are sharded
-_SHARD_SHARE = 0.05  # part of the budget, for all of them
-_NEAR = 1.1  # times the best start: slowest sharded start that is worth moves
+_SHARD_SHARE = 0.05  # part of the budget for all of these together
+_NEAR = 1.1  # ratio to the best start up to which a sharded start makes sharding moves allowed
 _NUM_MOVES = 300  # moves of one annealing run
-_MOST_IDLE = 20  # runs in a row without a new state after which all has been seen
-_IF_KEPT = 0.0  # limit for states that matter only if they are among the best few
+_MOST_IDLE = 20  # runs in a row without a new state after which the search ends
+_IF_KEPT = 0.0  # limit for states whose cost matters only if they are among the best few
 _HOT, _COLD = 0.02, 0.0005  # temperatures as parts of the start's cost
 
 
 class Moves(Protocol):
-    """Proposes where a search goes next; ``Neighbours`` does so blindly."""
+    """Proposes the next point of a search; ``Neighbours`` draws it at random."""
 
     def of(self, state: State) -> State:
         """A point to try from a point."""
@@ -69,16 +69,16 @@ class Moves(Protocol):
 
 
 Lead = Callable[["Search"], Moves]
-"""Makes what proposes the moves of a search."""
+"""Function that makes the ``Moves`` of a search."""
 
 
 class LocalSearch(Planner):
     """Simulated annealing on runs of groups; see the module docstring.
 
     Args:
-        lead: Maker of what proposes moves, such as a policy; by default they are blind.
-        refused: Strategies whose changes, beside the problem's first seed, are not made again;
-            see ``Changes``.
+        lead: Function that makes the moves, such as those of a policy; by default random ones.
+        refused: Strategies whose changes, relative to the problem's first seed, are not made
+            again; see ``Changes``.
     """
 
     name = "local_search"
@@ -125,7 +125,7 @@ class Changes:
 
 
 class _Judge:
-    """Asks the engine or the referee about each state once, and keeps the best few.
+    """Evaluates each state once, by the engine or the referee, and keeps the best few.
 
     Args:
         ask: Function that evaluates a state up to a limit; see ``Evaluator.evaluate``.
@@ -143,7 +143,7 @@ class _Judge:
         self.best: list[tuple[float, State]] = []  # different states, best first
 
     def cost(self, state: State, limit: float = math.inf) -> float:
-        """Cost of a state; perhaps only a lower bound of it if that is above the limit."""
+        """Cost of a state; if it is above the limit, perhaps only a lower bound."""
         # Costs low enough for a state to be kept must be exact.
         limit = max(limit, self.best[-1][0] if len(self.best) == NUM_ELITES else math.inf)
         found = self.found.get(state.key)
@@ -163,7 +163,7 @@ class _Judge:
 
 
 class Search:
-    """A local search that can go on with more budget.
+    """A local search that can be resumed with more budget.
 
     Args:
         problem: The first problem.
@@ -172,7 +172,7 @@ class Search:
 
     Attributes:
         evaluator: Evaluator of the problem.
-        neighbours: The moves that there are.
+        neighbours: The random moves, and the rules that keep states legal.
         space: Candidates of the rows.
     """
 
@@ -205,12 +205,12 @@ class Search:
         )
 
     def run(self, problem: Problem) -> PlanResult:
-        """Search with a problem's budget, which may be a later problem than the first."""
+        """Search with the budget of a problem: the first one, or a later one."""
         self.advance(problem)
         return self.result()
 
     def advance(self, problem: Problem) -> None:
-        """Search with a problem's budget, without handing anything over."""
+        """Search with the budget of a problem, without returning anything."""
         if problem is not self.problem:  # making the search counts for the first one
             self.problem, self.spending = problem, problem.spend()
         with self.spending.limits():
@@ -218,7 +218,7 @@ class Search:
 
     def result(self) -> PlanResult:
         """The best few different strategies so far, made simpler while there is budget."""
-        # Without time for the referee, the engine's results go to whoever judges later.
+        # If there was no time for the referee, the engine's best states are returned.
         best = [state for _, state in (self.referee.best or self.engine.best)[:NUM_RETURNED]]
         with self.spending.limits():
             for place, state in enumerate(best):
@@ -267,7 +267,7 @@ class Search:
     def _with_best_seed(self, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """The candidates, with the best judged seed if the search found nothing better.
 
-        So no search ends worse than it began, however little time it had.
+        So even a search that is cut short does not end worse than it began.
         """
         seeds = [each for each in self.problem.seeds if each.judged is not None]
         seed = min(seeds, key=_judged_cost, default=None)
@@ -296,7 +296,7 @@ class Search:
             self.referee.cost(state, _IF_KEPT)
 
     def _join_seeds(self) -> None:
-        """Score what other methods have found since; the referee judges the best of it."""
+        """Score new strategies of other methods; the referee judges the best of them."""
         for seed in self.problem.seeds:
             for state in self._states(seed):
                 if self.engine.cost(state) <= self.engine.best[-1][0]:
@@ -322,7 +322,7 @@ class Search:
         return [self.neighbours.completed(state) for state in states]
 
     def _repair_seeds(self) -> None:
-        """Repair the fastest strategies that do not fit, and start from those too."""
+        """Repair the fastest strategies that do not fit, and add the results to the starts."""
         broken: list[tuple[float, int, Candidate]] = []
         for candidate in self.problem.seeds:
             found = self.engine.found.get(self._states(candidate)[0].key)
@@ -343,8 +343,8 @@ class Search:
     def _shard_seeds(self) -> None:
         """Shard layers, one kind after another, of the best starts and on every kind of machine.
 
-        Layers that are faster so stay sharded for the next kind. If no result comes near the
-        best start, moves leave the ops' rules alone.
+        If sharding a kind of layers is faster, they stay sharded for the next kind. If no result
+        comes near the best start, moves do not change rules of ops.
         """
         if self.spending.is_over:
             return
@@ -370,7 +370,7 @@ class Search:
     def _team_seeds(self) -> None:
         """Form teams inside hosts in the best starts and in replicas on all devices.
 
-        If no result comes near the best start, moves leave devices alone.
+        If no result comes near the best start, moves do not form teams.
         """
         sizes = self.neighbours.team_sizes
         if self.spending.is_over or not sizes or not self.rules.may_cut(self.rules.of_teams):
@@ -448,11 +448,11 @@ class Search:
         return found
 
     def evaluated(self, state: State, limit_s: float = math.inf) -> Evaluation:
-        """A point as the engine sees it, which the search does not keep."""
+        """The engine's evaluation of a point, which the search does not keep."""
         return self._ask(self.evaluator.evaluate, state, limit_s)
 
     def gain(self, before: State, after: State) -> float | None:
-        """Logarithm of one point's cost over another's; ``None`` if no judge knows both."""
+        """Log of the ratio of two points' costs; ``None`` if no judge knows both."""
         for judge in (self.referee, self.engine):
             old, new = judge.found.get(before.key), judge.found.get(after.key)
             if old is not None and new is not None:
@@ -462,11 +462,11 @@ class Search:
     def looked_at(
         self, state: State, *, by_referee: bool = False
     ) -> tuple[Evaluation, PlaceFacts] | None:
-        """A point's evaluation and where its seconds are spent; ``None`` if it is not simulated.
+        """A point's evaluation and facts; ``None`` if it is not simulated to its end.
 
         Args:
             state: The point.
-            by_referee: Whether the referee judges it; the facts are of the engine's times.
+            by_referee: Whether the referee judges it; facts come from the engine's times even so.
         """
         if by_referee:
             self._ask(self.evaluator.referee, state, math.inf)
@@ -501,7 +501,8 @@ class Search:
                 break
             temperature = _HOT * cost * (_COLD / _HOT) ** (move / _NUM_MOVES)
             neighbour = self.moves.of(state)
-            # Metropolis's rule, its random number drawn first: no cost above the limit matters.
+            # Metropolis's rule, with the random number drawn first: it gives the highest cost that
+            # is accepted, and no evaluation above it has to be exact.
             accepted = cost - temperature * math.log(1.0 - self.rng.random())
             new = judge.cost(neighbour, accepted)
             if new <= accepted:
@@ -513,7 +514,7 @@ class Search:
     def _simpler(self, state: State) -> State:
         """A state with one decision for neighbours on the same devices, if that costs nothing.
 
-        Annealing takes moves that change nothing, and the resulting variety is only hard to read.
+        Annealing accepts moves without effect; the needless variety is hard to read.
         """
         limit = self.referee.cost(state) * (1.0 + COSTS_NOTHING)
         decided = [self.space.candidates[number] for number in state.row]

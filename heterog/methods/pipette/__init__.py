@@ -1,5 +1,5 @@
-"""Pipette: uniform layouts and the order of hosts for links that are not equal (DATE 2024).
+"""Pipette: uniform layouts, and an order of hosts for unequal links (DATE 2024).
 
-``communication`` has the paper's six models of a step and the cost of an order of hosts,
-with the search for one, and ``planner`` lists the layouts and is the method.
+``communication`` has the paper's six models of a step, the cost of an order of hosts, and the
+search for an order. ``planner`` lists the layouts and is the method.
 """

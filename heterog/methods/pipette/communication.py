@@ -1,25 +1,24 @@
-"""Seconds that a uniform pipeline communicates on an order of hosts, by measured rates.
+"""Pipette's models of a step (Yim et al., DATE 2024, arXiv 2405.18093), and its search for orders.
 
-Hosts are laid out as d rows of p columns: a row is a pipeline, a column has one stage. With rates
-b[i, j] from host i to host j (b[i, i] inside host i), Pipette's objective is the sum of
+**Communication on an order of hosts.** Hosts are arranged in d rows of p columns: a row is a
+pipeline, a column a stage. With rates b[i, j] from host i to host j (b[i, i] inside host i),
+Pipette's objective is the sum of
 
     pipeline   max over rows of the sum over neighbours (i, j) of 2 P / b[i, j]
     between    2 (d - 1)/d D  x  max over the ring of the first column of 1 / b[i, j]
     inside     2 (n - 1)/n D  x  max over the first column of 1 / b[i, i]
 
-That is ``Pricing.PUBLISHED``. What heterog runs differs in four ways, which ``Pricing.EXECUTED``
-follows: gradients of activations travel against the activations and take the rate of that
-direction; all replicas of a host send at the same time over one line, and so do the members of
-teams with their gradients; the rings of all stages count; and a ring goes through its hosts in
-the order of the cluster, so that an order decides who is in a ring and not who is next to whom.
+That is ``Pricing.PUBLISHED``. ``Pricing.EXECUTED`` follows heterog's runtime, which differs in
+four ways. Gradients of activations travel in the opposite direction, at the rate of that
+direction. All replicas of a host send at the same time over one line; so do team members with
+their gradients. The rings of all stages count. A ring goes through its hosts in the order of the
+cluster, so the order decides which hosts form a ring, but not which are neighbours in it.
 
-Seconds of a step of a uniform pipeline: Pipette's six models, and the exact time of 1F1B.
-
-Pipette (Yim et al., DATE 2024, arXiv 2405.18093) prices a layout of tp x pp x dp before anything
-runs. Its published code has six variants, each with one more of the paper's ideas. With p stages,
-m micro-batches, d_p replicas (n of them on a host, on d hosts), F and B seconds of one micro-batch
-on one stage, P bytes of an activation, D of a stage's gradients, E = p (F + B), k = floor(m / p)
-and C = 2 (p - 1) P / bandwidth:
+**Seconds of a step.** Pipette prices a layout of tp x pp x dp before anything runs. Its published
+code has six variants, each with one more of the paper's ideas. With p stages, m micro-batches, d_p
+replicas (n of them on a host, on d hosts), F and B seconds of one micro-batch on one stage, P
+bytes of an activation, D of a stage's gradients, E = p (F + B), k = floor(m / p) and
+C = 2 (p - 1) P / bandwidth:
 
     variant      pipeline                               gradients
     amp          (m - 1) 3F + p 3F + C                  2 (d_p - 1)/d_p D / slowest bandwidth
@@ -30,20 +29,19 @@ and C = 2 (p - 1) P / bandwidth:
     path+split   as +path                               as +split
     all          as +path, C of an order of hosts       of that order
 
-Where m < p, +path has E + C + (m - 1)(F + B). Four peculiarities are kept as published:
+If m < p, +path has E + C + (m - 1)(F + B). Four peculiarities are kept as published:
 
 - k drops the remainder of m / p, so that a model with m = 2p - 1 costs as much as with m = p.
-- The term inside hosts has a factor 2 under +split that it lacks where an order is measured.
+- The term inside hosts has a factor 2 under +split, but not if an order is measured.
 - Only the gradients of the first stage are priced.
 - amp takes a backward pass as twice a forward pass, whatever B is.
 
-Simulated annealing over orders, as Pipette dedicates hosts to places in pipelines.
-
-Five moves, equally likely; a worse neighbour is taken with probability exp(-x / T), where x is the
-difference scaled by a power of ten into [0.1, 1), T begins at 1 and shrinks by a thousandth in
-every step. Because of the scaling the size of a loss hardly matters, and after ``COOLED`` steps
-nothing worse is taken any more. Unlike the paper, which goes on for 500 s, it then begins anew at
-a random order, and the first run begins at the order that is given: the result is never worse.
+**Simulated annealing over orders.** Five moves are equally likely. A worse neighbour is accepted
+with probability exp(-x / T): x is the difference scaled by a power of ten into [0.1, 1), T begins
+at 1 and shrinks by a thousandth in every step. Because of the scaling, the size of a loss hardly
+matters; after ``COOLED`` steps no worse order is accepted. Unlike the paper, which goes on for 500
+s, the search then restarts at a random order. The first run begins at the given order, so the
+result is never worse.
 """
 
 import math
@@ -304,10 +302,10 @@ def _gradients_s(variant: Variant, costs: UniformCosts) -> float:
 FIRST_TEMPERATURE = 1.0
 COOLING = 0.999
 COOLED = 5_000
-"""Steps of a run: at 0.999^5000 = 0.007 a loss of the least scaled size, 0.1, is taken once in
-three million times."""
+"""Steps of a run: at T = 0.999^5000 = 0.007, the least scaled loss, 0.1, is accepted once in three
+million times."""
 _MOST_KNOWN = 10_000
-"""Orders whose cost is kept: all neighbours in a cold run of few hosts, little memory for many."""
+"""Most orders whose cost is cached: all neighbours for few hosts, little memory for many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,12 +338,12 @@ def anneal(
         start: Order to start from.
         rng: Generator of everything random.
         num_steps: Most neighbours to price.
-        is_over: Function asked before each step whether to return the best order so far.
+        is_over: Function called before each step; if true, the best order so far is returned.
     """
     known: dict[bytes, float] = {}
 
     def known_cost(order: IntArray) -> float:
-        """The cost, which a cold run asks for often: few orders are neighbours of one."""
+        """The cost of an order, cached: a cold run prices the few neighbours of one repeatedly."""
         key = order.tobytes()
         found = known.get(key)
         if found is None:
@@ -383,7 +381,7 @@ def scaled(difference: float) -> float:
 
 
 def moved(order: IntArray, rng: np.random.Generator) -> IntArray:
-    """A neighbour: a segment reversed, an element or segment moved, or two of them swapped."""
+    """A neighbour: a segment reversed or moved or both, an element moved, or two swapped."""
     count = len(order)
     # One call for all draws, because this runs in every step.
     draws = rng.random(4) * (5, count, count - 1, 1e9)

@@ -1,21 +1,21 @@
 """The method ``pipette``: uniform layouts by a model, hosts dedicated to places, ten simulated.
 
-As the paper has it: layouts are enumerated and ranked by the model ``all``, the order of hosts is
-annealed for the shortest communication on measured rates, what cannot fit into memory is left out,
-and the ten cheapest that are left are tried. Unlike the paper, they are simulated instead of run;
-orders are annealed for what heterog executes (``Pricing.EXECUTED``) and, of the best, for what
-their programs were found to send and for the published objective, beside hosts in the order of the
-cluster; and a layout that does not fit is tried with a sliced optimizer and with layers that
-recompute. Hosts are dedicated only where the rates between them differ: else all orders are alike.
+As in the paper, layouts are enumerated and ranked by the model ``all``; the order of hosts is
+annealed for the shortest communication on measured rates; layouts that cannot fit into memory are
+left out, and the ten cheapest others are tried. Orders are annealed only if rates between hosts
+differ, since otherwise all orders are equal.
 
-The uniform layouts that Pipette enumerates, and their costs in the terms of its models.
+Unlike in the paper, layouts are simulated instead of run. Orders are annealed for heterog's own
+communication (``Pricing.EXECUTED``). The best layouts are also tried with hosts in the order of
+the cluster, with an order for the traffic counted in their programs, and with one for the paper's
+objective. A layout that does not fit is tried with a sliced optimizer and with recomputation.
 
-On S hosts of g devices each: tp divides g (teams stay inside hosts), pp divides S, replicas take
-the rest; a stage has whole hosts. Micro-batches are the powers of two that divide a replica's
-share, also above 8, where the paper stops: samples of other models are smaller than sequences.
-Unlike the paper, whose seconds come from a network that was fitted to profiled runs and
-whose gradients from a formula for GPT, all of this is counted in the captured graph: forward and
-backward seconds of ops, bytes of gradients of the largest stage, bytes between stages.
+On S hosts of g devices each, tp divides g (teams stay inside hosts), pp divides S (a stage has
+whole hosts), and replicas take the rest. Sizes of micro-batches are the powers of two that divide
+a replica's share, also above 8, where the paper stops: samples of other models are smaller than
+sequences. The paper's seconds come from a network fitted to profiled runs, its gradients from a
+formula for GPT. Unlike there, everything is counted in the captured graph: forward and backward
+seconds of ops, gradient bytes of the largest stage, bytes between stages.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,7 +51,7 @@ from heterog.strategy.layouts.stages import layers_of, stage_of_groups
 from heterog.strategy.strategy import Strategy
 
 _SUMS_PER_LAYER = 2
-"""All-reduces of a team in each pass through a layer: behind attention and behind the rest."""
+"""All-reduces of a team in each pass through a layer: one after attention, one after the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ def ranks(cluster: Cluster, order: IntArray, num_stages: int) -> tuple[int, ...]
 
 
 def stage_by_stage(num_hosts: int, num_stages: int) -> IntArray:
-    """The order in which layouts take up hosts by default: those of a stage are neighbours.
+    """The default order of hosts in layouts: consecutive hosts have the same stage.
 
     >>> stage_by_stage(6, 3).reshape(-1, 3).tolist()
     [[0, 2, 4], [1, 3, 5]]
@@ -190,7 +190,7 @@ class LayoutCosts:
     def _stages(
         self, num_stages: int, layers: tuple[int, ...]
     ) -> tuple[tuple[int, ...], float, float, int]:
-        """Of a cut: each group's stage; message, gradients and layers of the largest stage."""
+        """Each group's stage, and the largest message, gradients and layers of any stage."""
         tables = self._evaluator.tables
         layout = Layout(pp=num_stages, layers=layers)
         stage = np.array(stage_of_groups(self._evaluator.graph, layout))
@@ -207,7 +207,7 @@ class LayoutCosts:
         )
 
     def _sent_bytes(self, stage_of_group: IntArray, num_stages: int) -> FloatArray:
-        """Bytes of a sample that each stage makes in its forward pass and a later one reads."""
+        """Bytes of a sample that each stage computes in its forward pass for a later stage."""
         tables = self._evaluator.tables
         group = tables.op_group[tables.value_op]
         made_in = np.where(group >= 0, stage_of_group[group], num_stages)
@@ -215,7 +215,7 @@ class LayoutCosts:
         goes_on = forward[tables.slot_value] & (
             stage_of_group[tables.slot_group] > made_in[tables.slot_value]
         )
-        goes_on &= np.diff(tables.remake_start) == 0  # or each stage makes it of the batch
+        goes_on &= np.diff(tables.remake_start) == 0  # other stages remake the rest from the batch
         sent = np.unique(tables.slot_value[goes_on])
         sizes = tables.value_bytes_per_unit[sent]
         summed = np.bincount(made_in[sent], sizes, num_stages + 1)[:-1]
@@ -223,7 +223,7 @@ class LayoutCosts:
 
     @property
     def _activation_bytes(self) -> float:
-        """Bytes of a sample between two layers, which would be sent if each were a stage."""
+        """Bytes of a sample that two layers would exchange if each layer were a stage."""
         num_layers = int(self._layers.max(initial=-1)) + 1
         if num_layers < 2:
             return 0.0
@@ -231,13 +231,13 @@ class LayoutCosts:
 
 
 NUM_TRIED = 10
-"""Number of layouts that fit and are simulated: as many as the paper measures."""
+"""Number of layouts that fit and are simulated; the paper measures as many."""
 NUM_REORDERED = 3
 """About this many of the best layouts are simulated on other orders of hosts, too."""
 MOST_MISSED = 30
 """Number of simulations of layouts that do not fit after which the search ends."""
 ANNEALED_PART = 0.5
-"""Part of a budget in seconds after which no order is searched for any longer."""
+"""Part of a budget in seconds after which annealing ends."""
 
 Order = tuple[int, ...]
 """Hosts of a cluster, row by row; a row is a pipeline."""
@@ -260,7 +260,7 @@ class Pipette(Planner):
 
     @staticmethod
     def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
-        """Whether ``auto`` gives it a part: if pairs differ; else the grid has all layouts."""
+        """Whether ``auto`` runs it: if pairs differ; else ``megatron_grid`` has all layouts."""
         return bool(cluster.pairs) and HostRates.of_cluster(cluster).differ
 
     def plan(self, problem: Problem) -> PlanResult:
@@ -307,7 +307,7 @@ class _Search(PointSearch[_Trial]):
         return (self.problem.first_order,)
 
     def _cheapest(self, point: Point, order: Order) -> Point:
-        """A layout that fits, or one that makes less again and still fits."""
+        """The layout with the least recomputation that still fits."""
         for layout in cheaper_layouts(self.graph, point.layout):
             cheaper = replace(point, layout=layout)
             found = self.ask(_Trial(point=cheaper, order=order))
@@ -343,7 +343,7 @@ class _Search(PointSearch[_Trial]):
         return latency_s(variant, costs, measured if variant.needs_measured else None)
 
     def _rank(self, point: Point) -> tuple[float, int]:
-        """Seconds by the last model with hosts as given; ties: the shorter pipeline first."""
+        """Seconds by the model ``all`` with hosts as given; among equal ones, smaller tp x pp."""
         trial = _Trial(point=point, order=self._as_given(point))
         return self._model_s(trial, Variant.ALL), point.layout.tp * point.layout.pp
 
@@ -378,13 +378,13 @@ class _Search(PointSearch[_Trial]):
         return self._orders[key]
 
     def _is_annealed(self) -> bool:
-        """Whether simulations need the rest of the seconds."""
+        """Whether annealing must end, because simulations need the rest of the seconds."""
         spending = self.spending
         is_timed = self.problem.budget.seconds is not None
         return spending.is_cut or (is_timed and spending.fraction >= ANNEALED_PART)
 
     def _other_orders(self, point: Point) -> Iterator[Order]:
-        """Orders by the program's traffic, by pipeline neighbours, by the published objective."""
+        """Orders for the program's traffic, of the cluster, and for the published objective."""
         if not self.rates.among(np.array(point.hosts, np.int32)).differ:
             return
         given = _Trial(point=point, order=self._as_given(point))

@@ -1,7 +1,7 @@
 """Poplar: ZeRO with unequal batches on unequal devices (Zhang et al., AAAI 2025).
 
-``allocation`` shares the batch out exactly and turns that into strategies; ``planner`` finds the
-limits and speeds of each device and tries them.
+``allocation`` divides the batch by exact search, and makes strategies of the result; ``planner``
+finds the limits and speeds of each device, and simulates allocations.
 """
 
 from heterog.methods.poplar.allocation import STAGES, even_allocation, zero_strategy

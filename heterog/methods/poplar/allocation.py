@@ -1,9 +1,8 @@
-"""How many samples each device takes, exactly: the searches of Poplar over integer batches.
+"""Poplar's allocation of samples to devices, by exact search over integer batches.
 
 A *curve* is the seconds of one device for 0, 1, ..., m samples at once, where m is the most that
-fits its memory; seconds never fall when samples are added.
-
-Strategies of ZeRO over the whole model (Rajbhandari et al. 2020), with any allocation.
+fits its memory; seconds never fall when samples are added. ``zero_strategy`` makes an allocation
+into a strategy with ZeRO over the whole model (Rajbhandari et al. 2020).
 """
 
 import heapq
@@ -23,7 +22,7 @@ Allocation = tuple[tuple[int, ...], ...]
 
 
 def cheapest_cut(curve: FloatArray, batch: int) -> tuple[FloatArray, list[int]]:
-    """Least seconds for 0 to ``batch`` samples in micro-batches one after another, and last sizes.
+    """Least seconds for 0 to ``batch`` samples in successive micro-batches, and the last sizes.
 
     g(B) = min over b of curve(b) + g(B - b); among equals the larger micro-batch.
     """
@@ -42,11 +41,11 @@ def cheapest_cut(curve: FloatArray, batch: int) -> tuple[FloatArray, list[int]]:
 
 
 def own_micro_batches(curves: Sequence[FloatArray], batch: int) -> tuple[float, Allocation] | None:
-    """Stages 0 and 1: each device cuts its share into micro-batches of its own.
+    """Stages 0 and 1: each device cuts its share into its own micro-batches.
 
-    The devices meet once, at the end of the step: min over shares of max_i g_i(B_i), where g_i is
-    the cheapest cut. Exact: the answer is one of the values of g, and a time is enough if the most
-    samples that the devices finish in it add up to the batch.
+    Devices synchronise once, at the end of the step: min over shares of max_i g_i(B_i), where g_i
+    is the cheapest cut. The search is exact, because the answer is one of the values of g: a time
+    is enough if the samples that all devices can finish in it reach the batch.
 
     Args:
         curves: Curve of each device.
@@ -82,8 +81,8 @@ def common_steps(
     """Stages 2 and 3: all devices share the number of micro-steps, each with its collectives.
 
     A micro-step of n samples takes h(n) + step_s, where h(n) is the least t with sum_i max{b :
-    curve_i(b) <= t} >= n; the step is the cheapest cut of the batch into micro-steps. Unlike the
-    paper, micro-steps need not be alike: that is what makes the answer exact.
+    curve_i(b) <= t} >= n; the step is the cheapest cut of the batch into micro-steps. Unlike in
+    the paper, micro-steps may differ, which makes the answer exact.
 
     Args:
         curves: Curve of each device.
@@ -113,9 +112,9 @@ def common_steps(
 
 
 def _within_time(curves: Sequence[FloatArray], batch: int) -> list[int] | None:
-    """Samples of each device so that the slowest ends first; ``None`` if they cannot take all.
+    """Samples of each device with the earliest end of the slowest; ``None`` if too few fit.
 
-    Samples beyond the batch are taken off the device that would end last.
+    If the devices can take more than the batch in that time, those that end last get fewer.
     """
     times = np.unique(np.concatenate(list(curves)))
     times = times[np.isfinite(times)]
@@ -143,7 +142,7 @@ def _within_time(curves: Sequence[FloatArray], batch: int) -> list[int] | None:
     return shares
 
 
-STAGES = (0, 1, 2, 3)
+STAGES = (0, 1, 2, 3)  # of ZeRO; 0 divides nothing
 
 
 def even_allocation(evaluator: Evaluator, num_micro: int) -> Allocation:

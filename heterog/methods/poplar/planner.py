@@ -1,22 +1,22 @@
 """Poplar: ZeRO on unequal devices (Zhang et al., AAAI 2025; arXiv 2408.12596).
 
-ZeRO gives every device the same batch; Poplar gives each what its speed and memory allow. For each
-stage of ZeRO:
+ZeRO gives every device the same batch; Poplar gives each what its speed and memory allow. Each
+stage of ZeRO takes three steps:
 
-1. The most samples that fit each device at once, from the liveness of the step's values
+1. Find the most samples that fit each device at once, from the liveness of the step's values
    (``samples_that_fit``).
-2. Seconds of each device over its micro-batch: measured if the cluster has a calibration, else the
-   roofline's. A few micro-batches are priced and interpolated. Unlike the paper's cubic splines
-   the interpolation is monotone (PCHIP, Fritsch and Carlson 1980), for it must be inverted.
-3. The allocation, exactly (``allocation``): under stages 0 and 1 devices meet once per step, so
-   each has its own micro-batches; under 2 and 3 once per micro-step, so the number is common.
+2. Find the seconds of each device over its micro-batch (``seconds_over_samples``): measured if the
+   cluster has a calibration, else the roofline's. A few micro-batches are priced, the others
+   interpolated. Unlike the paper's cubic splines, the interpolation is monotone (PCHIP, Fritsch
+   and Carlson 1980), because it must be inverted.
+3. Find the exact allocation (``allocation``). Under stages 0 and 1 devices synchronise once per
+   step, so each has its own number of micro-batches; under 2 and 3 they do so in every micro-step,
+   so the number is common.
 
-The paper's own code is not public: this follows its description, with an exact search in place of
-its heuristic. Collectives may hide behind compute or not; allocations for both are tried, beside
-even ones, and the simulator decides. Slices are equal, as in the paper, and where memory is short
-also such that the devices are left alike room for samples.
-
-Poplar's data about each device: the samples that fit, and seconds over samples.
+The paper's code is not public: this follows its description, with an exact search in place of its
+heuristic. Collectives may or may not hide behind compute; allocations for both cases and even ones
+are tried, and the simulator decides. Slices are equal, as in the paper; if memory is short, slices
+that leave all devices equal room for samples are tried, too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,7 +48,7 @@ from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator, Outcome
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
 
-_KNOTS_PER_OCTAVE = 2
+_KNOTS_PER_OCTAVE = 2  # micro-batch sizes that are priced; see below
 
 
 def seconds_over_samples(evaluator: Evaluator, device_type: DeviceType, most: int) -> FloatArray:
@@ -66,7 +66,7 @@ def seconds_over_samples(evaluator: Evaluator, device_type: DeviceType, most: in
         float(evaluator.cost_model.op_seconds(graph, device_type, int(knot))[computes].sum())
         for knot in knots
     ]
-    # More samples never take less: measurements may differ, but a device could pad.
+    # More samples never take less time: measurements may say so, but a device could pad.
     priced = np.maximum.accumulate(priced).tolist()
     samples = np.arange(1, most + 1)
     if len(knots) == 1:
@@ -79,9 +79,9 @@ def seconds_over_samples(evaluator: Evaluator, device_type: DeviceType, most: in
 
 @dataclass(frozen=True, slots=True)
 class Liveness:
-    """Bytes of values that are alive at once, over the samples that a device has at once.
+    """Bytes of live values while each op runs, as a function of a device's samples at once.
 
-    While op r runs they are ``fixed[r] + samples x per_sample[r]`` bytes.
+    While op r runs, values take ``fixed[r] + samples x per_sample[r]`` bytes.
     """
 
     fixed: FloatArray
@@ -99,7 +99,7 @@ class Liveness:
 
 
 def liveness(tables: GraphTables) -> Liveness:
-    """Bytes alive from each value's maker to its last reader, without parameters' gradients."""
+    """Liveness of values from their maker to their last reader, without parameter gradients."""
     num_ops, num_values = len(tables.op_id), len(tables.value_op)
     last = tables.value_op.astype(np.int64).copy()
     reader = np.repeat(np.arange(num_ops), np.diff(tables.read_start))
@@ -144,10 +144,9 @@ def samples_that_fit(
 def kept_bytes(evaluator: Evaluator, stage: int, bucket_bytes: int) -> tuple[float, float]:
     """(bytes that every device keeps for the step, bytes that the devices divide into slices).
 
-    With P bytes of parameters and r bytes of optimizer state per byte, (2 + r) P are kept in all:
-    parameters, gradients and state (Rajbhandari et al. 2020, section 5, without mixed precision).
-    Divided are r P of them under stage 1, (1 + r) P under 2 and all under 3. The buckets that are
-    under way come on top.
+    With P bytes of parameters and r bytes of optimizer state per byte, parameters, gradients and
+    state take (2 + r) P bytes (Rajbhandari et al. 2020, section 5, without mixed precision). Stage
+    1 divides r P of them, stage 2 (1 + r) P, stage 3 all. Buckets in flight are added.
     """
     tables, cluster = evaluator.tables, evaluator.cluster
     size, state = float(tables.parameter_bytes.sum()), tables.state_ratio
@@ -155,7 +154,7 @@ def kept_bytes(evaluator: Evaluator, stage: int, bucket_bytes: int) -> tuple[flo
     largest = min(largest, size)
     divided = {0: 0.0, 1: state, 2: 1.0 + state, 3: 2.0 + state}[stage] * size
     under_way = {0: 0.0, 1: 0.0, 2: 3.0, 3: 6.0}[stage] * largest
-    # Of the batch itself an even part; larger parts are corrected when they do not fit.
+    # An even part of the batch; if a larger part does not fit, ``_fitting`` corrects it.
     inputs = evaluator.graph.batch_size / cluster.num_devices * tables.input_bytes_per_sample
     return (2.0 + state) * size - divided + under_way + tables.common_bytes + inputs, divided
 
@@ -163,10 +162,10 @@ def kept_bytes(evaluator: Evaluator, stage: int, bucket_bytes: int) -> tuple[flo
 def slices_by_memory(evaluator: Evaluator, stage: int) -> tuple[int, ...]:
     """Slices that leave all devices equal room for samples; empty if equal slices do.
 
-    The paper's slices are equal. Let device d have room m_d beside what it keeps whole and its
-    samples, shared out by speed. With D bytes to divide, the room L that is left solves
-    sum over d of max(m_d - L, 0) = D, and max(m_d - L, 0) is the slice of d. As long as L is
-    negative, there are twice as many micro-steps.
+    The paper's slices are equal. Let m_d be the room of device d beside undivided bytes and
+    samples in proportion to speed. With D bytes to divide, the remaining room L solves
+    sum over d of max(m_d - L, 0) = D, and max(m_d - L, 0) is the slice of d. While L is negative,
+    the number of micro-steps is doubled.
     """
     whole, divided = kept_bytes(evaluator, stage, DEFAULT_BUCKET_BYTES)
     speeds = np.array(evaluator.speeds)
@@ -191,7 +190,7 @@ def room_left(room: FloatArray, divided: float) -> float:
     """The L at which sum over d of max(room_d - L, 0) is ``divided``."""
     ordered = np.sort(room)[::-1]
     levels = (np.cumsum(ordered) - divided) / np.arange(1, len(ordered) + 1)
-    # With the k highest cut to one level, that level is the right one if the next is below it.
+    # If the k largest rooms are cut to one level, it is right once the next room is below it.
     below = np.append(ordered[1:], -np.inf)
     return float(levels[np.argmax(levels >= below)])
 
@@ -218,7 +217,7 @@ def micro_step_seconds(evaluator: Evaluator, decision: Decision, stage: int) -> 
     return seconds(channels[first]) + gathers
 
 
-_MOST_CORRECTIONS = 4
+_MOST_CORRECTIONS = 4  # allocations that are simulated to find one that fits
 
 
 class Poplar(Planner):
@@ -262,7 +261,7 @@ class _Search(StrategySearch):
         """See ``PointSearch``."""
         for stage in self._stages:
             self.try_stage(stage)
-        if self._is_any_stage:  # a given stage is asked for as the paper has it
+        if self._is_any_stage:  # a given stage runs as in the paper
             for stage in (stage for stage in self._stages if stage < 2):
                 self.try_fewer(stage)
 
@@ -274,7 +273,7 @@ class _Search(StrategySearch):
         return "no device can hold one sample under any of its stages of ZeRO"
 
     def try_stage(self, stage: int) -> None:
-        """Evaluate a stage's allocations: for equal slices, even ones, for uneven slices."""
+        """Evaluate a stage's allocations: Poplar's, even ones, and Poplar's on uneven slices."""
         equal: tuple[int, ...] = ()
         tried = [(each, equal) for each in self._allocations(stage, equal)]
         tried += [(each, equal) for each in self._even_that_fits(stage)]
@@ -292,8 +291,8 @@ class _Search(StrategySearch):
     def try_fewer(self, stage: int) -> None:
         """Evaluate a stage without the slowest types of devices, and with a copy on each host.
 
-        Beyond the paper: what a device computes may not pay for the sums that it joins, where
-        steps are as short as the host allows.
+        Beyond the paper: if steps are so short that hosts limit them, a device may slow down the
+        sums of gradients by more than it computes.
         """
         evaluator = self.evaluator
         cluster, batch = evaluator.cluster, evaluator.graph.batch_size
@@ -344,9 +343,9 @@ class _Search(StrategySearch):
                 yield allocation
 
     def _fitting(self, stage: int, slices: tuple[int, ...], step_s: float) -> Allocation | None:
-        """An allocation that fits by the simulator, which sees more than the memory model.
+        """An allocation that fits by the simulator, which is more exact than the memory model.
 
-        Samples that overflow are taken off, and room left on devices at their limit is used.
+        Devices that overflow get fewer samples; devices at their limit that have room get more.
         """
         evaluator = self.evaluator
         most = samples_that_fit(evaluator, stage, slices)

@@ -1,5 +1,5 @@
 """An asynchronous server.
 
-``value``, the mode; ``method``, its prices and the search; ``ranks`` and the ``weight_server``
-itself.
+``value`` is the mode, ``method`` has prices and the search, ``ranks`` the work of a rank, and
+``weight_server`` the server.
 """

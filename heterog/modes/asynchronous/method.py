@@ -1,36 +1,36 @@
-"""``server``: teams that push gradients to a server as they have them, tau steps apart at most.
+"""``server``: teams push their gradients to a server without waiting, at most tau steps apart.
 
-Only where a person asks for it (``server=2``), because the weights that come out
-are not those of one device. It is a row beside the exact methods.
+Only if a user asks for it (``server=2``), because the resulting weights differ from those of one
+device. It is a row beside the exact methods.
 
 Teams are single devices, or the devices of a host, which then sum gradients in every step. In the
-long run every team makes as many steps as the slowest one, so samples follow the teams' speeds,
-and are then moved one by one from the team that takes longest to the one that takes shortest, the
-exchange with the server included. The server is on one device (each is tried, on small clusters),
-or parts of it are on the first device of every host.
+long run every team makes as many steps as the slowest one. So samples follow the teams' speeds,
+and are then moved one by one from the slowest device to the fastest, counting the exchange with
+the server. The server is on one device (on small clusters each is tried), or has a part on the
+first device of every host.
 
-**Times of teams.** Things happen in the order of ``AsynchronousServer.events``. A pull of team i
-takes q_i seconds from when the team has pushed its last gradient; then the team computes for w_i;
-its push takes p_i. For parts of q_i and p_i the server's own link or optimizer is busy, with one
-exchange after the other:
+**Times of teams.** Events come in the order of ``AsynchronousServer.events``. A pull of team i
+takes q_i seconds after the team's last push; then the team computes for w_i; its push takes p_i.
+For parts of q_i and p_i the server's own link or optimizer is busy, with one exchange after the
+other:
 
     pulled_i(n) = max(pushed_i(n - 1) + q_i, server)
     pushed_i(n) = max(pulled_i(n) + w_i + p_i, server)
 
-with ``server`` the end of its part. In a planned order a push is also taken no earlier than those
-before it, and a pull begins when these are taken. Where several devices are the server, each is
-busy with its parameters, and a team waits for all of them. Other links are not shared in this
-recurrence; a step takes no less than all exchanges hold any of them, which the evaluator adds.
+where ``server`` is the end of the server's part. In a planned order a push ends no earlier than
+the pushes before it, and a pull begins when these have ended. If several devices are the server,
+each is busy with its own parameters, and a team waits for all of them. This recurrence does not
+share other links; a step takes at least the time that all exchanges hold any link, which the
+evaluator adds.
 
-For two teams whose exchanges are short, c_1 <= c_2
-the seconds that they take alone and tau the staleness, this is
+For two teams with short exchanges that take c_1 <= c_2 seconds alone, and the staleness tau,
 
     pushed_2(n) = n c_2,   pushed_1(n) = max(n c_1, c_1 + (n - 1 - tau) c_2)
 
-after n steps. So a bound lets the faster team run ahead, for tau steps more than the slower one.
-From then on it goes at the slower one's pace, whatever tau is: samples should follow speeds. And
-no bound lets the teams make as many steps as they would alone, unless the server is busy: n steps
-of all teams keep it busy for n sum(p_i + q_i).
+after n steps. So the faster team runs ahead until it is tau steps ahead. From then on it goes at
+the slower team's pace, whatever tau is: samples should follow speeds. Without a bound, teams make
+as many steps as they would alone, unless the server is busy: n steps of all teams keep it busy for
+n sum(p_i + q_i).
 """
 
 from collections.abc import Iterator, Sequence
@@ -72,19 +72,19 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Decision, Strategy
 
 _MOST_SERVERS = 8
-"""Most devices that are tried as the server; the first ones of a larger cluster."""
+"""Most devices that are tried as the server; on larger clusters the first ones."""
 
 SLOWEST_TICKS = 1000
-"""Ticks of a step of the slowest team: predictions are no better than a thousandth."""
+"""Ticks of the slowest team's step; predictions are no more precise than a thousandth."""
 _MOST_SETTLING = 400
-"""Most steps until teams reach their steady pace; with a larger tau not all of them do."""
+"""Most steps for teams to reach their steady pace; with a larger tau not all of them do."""
 _MEASURED = 100
-"""Steps over which the steady pace is measured, more than the teams' order takes to repeat where
-their ticks have a common measure, as those that planners round have."""
+"""Steps over which the steady pace is measured. The order of pushes repeats sooner if ticks have a
+common divisor, as planners' rounded ticks have."""
 
 
 def parse_server(text: str) -> "ServedTeams":
-    """The method that a text such as ``server=2`` asks for.
+    """The method for a text such as ``server=2``.
 
     >>> parse_server("server=2").staleness
     2
@@ -113,7 +113,7 @@ class ServedTeams(Planner):
     """Searches the best teams and server for one bound of staleness.
 
     Args:
-        staleness: Number of steps that a team may be ahead of the slowest one.
+        staleness: Most steps that a team may be ahead of the slowest one.
         order: Order in which the server takes pushes.
     """
 
@@ -174,7 +174,7 @@ def served_strategy(
 
 
 def _servers(evaluator: Evaluator, decision: Decision) -> Iterator[tuple[int, ...]]:
-    """Candidate places of the server: one device, or the first one of every host."""
+    """Candidate places of the server: one device, or the first device of every host."""
     cluster = evaluator.cluster
     for device in decision.devices[:_MOST_SERVERS]:
         yield (device,)
@@ -184,7 +184,7 @@ def _servers(evaluator: Evaluator, decision: Decision) -> Iterator[tuple[int, ..
 
 
 def _device_speeds(evaluator: Evaluator, strategy: Strategy) -> tuple[float, ...]:
-    """Samples per second of every device, the exchange of its team with the server included."""
+    """Samples per second of every device, counting its team's exchange with the server."""
     decision = strategy.decisions[0]
     paces = team_paces(evaluator, strategy, evaluator.encode(strategy))
     shares = dict(zip(decision.devices, decision.shares, strict=True))
@@ -199,12 +199,12 @@ class TeamPace(NamedTuple):
     """Seconds of the parts of one team's step.
 
     Attributes:
-        pull_s: Seconds q until it has weights, when nobody else talks to the server.
+        pull_s: Seconds q of a pull, while no other team uses the server.
         compute_s: Seconds w from having weights to having all gradients.
-        push_s: Seconds p until the server has taken its gradients and stepped the optimizer.
+        push_s: Seconds p until the server has taken the gradients and stepped the optimizer.
         pull_busy_s: Seconds of the pull for which each of the server's devices is busy; empty
-            for a single one that is busy for all of the pull.
-        push_busy_s: Seconds of the push, in the same way.
+            for a single device that is busy for the whole pull.
+        push_busy_s: The same for the push.
     """
 
     pull_s: float
@@ -215,12 +215,12 @@ class TeamPace(NamedTuple):
 
     @property
     def alone_s(self) -> float:
-        """Seconds of a step when the server has nothing else to do."""
+        """Seconds of a step while no other team uses the server."""
         return self.pull_s + self.compute_s + self.push_s
 
 
 def ticks_of(paces: Sequence[TeamPace]) -> tuple[int, ...]:
-    """Ticks of a step of each team alone, ``SLOWEST_TICKS`` for the slowest.
+    """Ticks of each team's step alone, ``SLOWEST_TICKS`` for the slowest team.
 
     >>> ticks_of([TeamPace(0.0, 1.0, 0.0), TeamPace(0.5, 1.0, 0.5)])
     (500, 1000)
@@ -239,7 +239,7 @@ def push_seconds(
 
     Args:
         paces: Pace of each team.
-        server: Server, for its order of pushes.
+        server: Server, which has the order of pushes.
         num_steps: Number of steps of each team.
 
     Returns:
@@ -248,7 +248,7 @@ def push_seconds(
     ended = np.zeros((num_steps, len(paces)))
     free = [0.0] * len(server.devices)
     ready = [0.0] * len(paces)
-    taken = 0.0  # all pushes before this one in the order
+    taken = 0.0  # end of all pushes before this one in the order
     is_planned = server.order == PushOrder.PLANNED
     for is_push, team, step in server.events_of(num_steps):
         pace, begin = paces[team], ready[team]
@@ -272,26 +272,26 @@ def _busy(pace: TeamPace, *, is_push: bool) -> tuple[float, ...]:
 
 
 def steady_seconds(paces: Sequence[TeamPace], server: AsynchronousServer) -> float:
-    """Seconds of a step, once teams have run for so long that the bound holds them together.
+    """Seconds of a step at the steady pace, once the bound holds faster teams back.
 
-    All teams then make as many steps as the slowest one: a step is one of each team.
+    All teams then make as many steps as the slowest one; a step is one step of each team.
     """
     settling = min(server.staleness, _MOST_SETTLING) + _MEASURED
-    # As many steps afterwards: in the last ones the server has less and less to do.
+    # As many steps after the measured ones, because the server becomes idle in the last ones.
     done = push_seconds(paces, server, 2 * settling + _MEASURED).max(1)
     return float(done[settling + _MEASURED - 1] - done[settling - 1]) / _MEASURED
 
 
 _EXCHANGES = (True, pushes_of), (False, pulls_of)
-"""Whether it is a push, and the transfers of a team."""
+"""(is a push, function for a team's transfers)."""
 _READ_AND_WRITTEN = 2.0
-"""Bytes that a copy moves, as a multiple of its own."""
+"""Bytes that a copy reads and writes, per byte copied."""
 
 
 def exchange_tape(
     traffic: Sequence[Traffic], sizes: FloatArray, channels: ChannelTable, *, is_push: bool
 ) -> Tape:
-    """The tasks of a push or pull: copies into messages, transfers, and what receivers do.
+    """The tasks of a push or pull: copies into messages, transfers, and the receivers' work.
 
     After a push the server's optimizer steps; pulled weights are copied into the parameters.
 
@@ -325,7 +325,7 @@ def exchange_tape(
 
 
 def more_seconds(evaluator: Evaluator, strategy: Strategy, choice: Choice) -> float:
-    """Seconds that a step takes longer than teams alone, at the pace that teams settle at."""
+    """Seconds of a step at the steady pace beyond the teams' own step."""
     if evaluator.tasks_of(choice) > evaluator.most_tasks:  # it will not be simulated
         return 0.0
     server = strategy.own_mode(AsynchronousServer)
@@ -335,9 +335,9 @@ def more_seconds(evaluator: Evaluator, strategy: Strategy, choice: Choice) -> fl
 
 
 def team_paces(evaluator: Evaluator, strategy: Strategy, choice: Choice) -> tuple[TeamPace, ...]:
-    """Seconds that a step of each team takes, and its exchange with the server alone.
+    """Seconds of each team's step and of its exchange with the server, each alone.
 
-    Not counted as an evaluation: it belongs to that of the strategy.
+    Not counted as an evaluation, because it is part of the strategy's evaluation.
 
     Args:
         evaluator: Evaluator of the graph on the cluster.
@@ -348,7 +348,7 @@ def team_paces(evaluator: Evaluator, strategy: Strategy, choice: Choice) -> tupl
     lowered, _, timings = evaluator.alone(choice)
     number = int(lowered.tape.counts[NUM_TASKS])
     tasks, finish = lowered.tape.tasks[:number], timings.finish[:number].copy()
-    # The server updates, and a team is done when it has its gradients.
+    # Not the updates: the server makes them, and a team ends with its gradients.
     finish[tasks["kind"] == TaskKind.UPDATE] = 0.0
     paces = []
     for team, members in enumerate(islands(strategy)):
@@ -362,7 +362,7 @@ def team_paces(evaluator: Evaluator, strategy: Strategy, choice: Choice) -> tupl
 def _pace(
     evaluator: Evaluator, strategy: Strategy, choice: Choice, team: int, compute_s: float
 ) -> TeamPace:
-    """Pace of a team, given its compute seconds."""
+    """Pace of a team with given compute seconds."""
     server = strategy.own_mode(AsynchronousServer)
     whole, busy = [], []
     for is_push, of in _EXCHANGES:
@@ -382,9 +382,9 @@ def _pace(
 
 
 def _busy_s(evaluator: Evaluator, traffic: Traffic, *, is_push: bool) -> float:
-    """Seconds that an exchange occupies the server's link, and its device.
+    """Seconds that an exchange occupies the server's link and device.
 
-    A push holds the device for the optimizer's step, a pull for the copy of the weights.
+    A push occupies the device for the optimizer's step, a pull for the copy of the weights.
     """
     num_bytes, cluster = _bytes_of(evaluator.graph, traffic.rows), evaluator.cluster
     if is_push:
@@ -403,7 +403,7 @@ def _busy_s(evaluator: Evaluator, traffic: Traffic, *, is_push: bool) -> float:
 def _exchange_s(
     evaluator: Evaluator, traffic: tuple[Traffic, ...], choice: Choice, *, is_push: bool
 ) -> float:
-    """Seconds of a push or pull when nobody else talks to the server; simulated once."""
+    """Seconds of a push or pull while no other team uses the server; simulated once."""
     graph, key = evaluator.graph, (AsynchronousServer.key, is_push, traffic)
     if key not in evaluator.memo:
         sizes = np.array([graph.tensor_bytes[row] for _, row, _ in graph.updates])
@@ -415,7 +415,7 @@ def _exchange_s(
 def _on_links_s(evaluator: Evaluator, strategy: Strategy) -> float:
     """Seconds that one step of all teams occupies the busiest link.
 
-    Teams of one host share its NIC, and a device of the server sends and receives for others.
+    Teams of one host share its NIC, and a server's device exchanges with all teams.
     """
     graph, num_devices = evaluator.graph, evaluator.cluster.num_devices
     held = np.zeros(len(evaluator.cluster.resources))

@@ -1,9 +1,9 @@
 """Training with an asynchronous server on real ranks: the work of a rank around each step.
 
-A rank of a team asks for weights, which come when the server's order has reached its step, trains
-on them, and sends its gradients without waiting. Ranks of different teams are in different steps
-at the same time, so they must not wait for each other in between: a loop that sums something over
-all ranks after every step stops for ever where the plan lets a team run ahead.
+A team's rank asks for weights, which come when the server's order reaches its step. It trains on
+them and sends its gradients without waiting. Ranks of different teams are in different steps at
+the same time, so they must not wait for each other: a training loop with a collective over all
+ranks after every step would deadlock if the plan lets a team run ahead.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 
 class AsynchronousTraining(RankMode):
-    """Pulls and pushes of a rank, and its part of the server if it has one.
+    """Pulls and pushes of a rank, and its part of the server, if any.
 
-    The optimizer of the rank's parameters is never stepped, but its options are those of the
-    server's steps, and it gets the server's state when all teams have settled.
+    The optimizer of the rank's parameters never steps. But the server steps with its options, and
+    it receives the server's state when all teams have settled.
 
     Args:
-        step: The step of this rank, of a plan with an asynchronous server.
+        step: The deployed step of this rank; its plan has an asynchronous server.
 
     Attributes:
         is_idle: Whether this rank is in no team.
-        weights: Part of the server on this rank; ``None`` if there is none.
+        weights: Part of the server on this rank; ``None`` if it has none.
     """
 
     is_free_running = True
@@ -83,7 +83,7 @@ class AsynchronousTraining(RankMode):
         self._alike_after = 0
 
     def why_apart(self, num_steps: int) -> str:
-        """Why teams have no model in common after so many steps; empty if they have."""
+        """Why teams have different models after a number of steps; empty if they are equal."""
         if num_steps == self._alike_after:
             return ""
         return (
@@ -97,7 +97,7 @@ class AsynchronousTraining(RankMode):
             self._ask(Ask.WEIGHTS)
 
     def keep(self, rows: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Keep gradients, which are pushed at the end of the step.
+        """Keep gradients until the end of the step, which pushes them.
 
         Args:
             rows: Rows of ``graph.updates``.
@@ -106,14 +106,14 @@ class AsynchronousTraining(RankMode):
         self._gradients |= dict(zip(rows, gradients, strict=True))
 
     def end_step(self, num_steps: int) -> None:
-        """Push the gradients, without waiting until they are there."""
+        """Push the gradients without waiting for their arrival."""
         for server, rows in self._pushes:
             flat = flat_of([self._gradients[row].to(self._parameters[row].dtype) for row in rows])
             self._sending.append(self._messages.start_send(flat, server, Tag.GRADIENTS))
         self._gradients.clear()
 
     def settle(self, num_steps: int) -> None:
-        """Wait until the server has all gradients, and get its weights; every rank calls it.
+        """Get the weights of the server once it has all gradients; every rank calls it.
 
         Args:
             num_steps: Number of steps since the start of training.
@@ -130,14 +130,14 @@ class AsynchronousTraining(RankMode):
                 self._optimizer.state[self._parameters[row]] = dict(state)
 
     def reading(self, step: "DeployedStep", contents: "Contents") -> Reading:
-        """Go on from the weights and the state that the step reads."""
+        """Continue from the weights and state of the checkpoint."""
         return _Resumed(self, contents.num_steps)
 
     def resume(self, num_steps: int) -> None:
-        """Continue from weights and a state that were loaded; every rank calls it.
+        """Continue from loaded weights and optimizer state; every rank calls it.
 
         Args:
-            num_steps: Number of steps after which they were saved.
+            num_steps: Number of steps before the checkpoint.
         """
         self._alike_after = num_steps
         served = {} if self.weights is None else self.weights.values
@@ -148,7 +148,7 @@ class AsynchronousTraining(RankMode):
                 with torch.no_grad():
                     served[row].copy_(parameter)
                 self.weights.optimizer.state[served[row]] = dict(state)
-        dist.barrier()  # nobody asks for weights before all servers have them
+        dist.barrier()  # no rank asks for weights before all servers have loaded them
 
     def close(self) -> None:
         """End the messages' process group; every rank calls it when all have settled."""
@@ -156,7 +156,7 @@ class AsynchronousTraining(RankMode):
         self._messages.close()
 
     def _ask(self, ask: Ask) -> None:
-        """Send a request to all servers of this rank's parameters, and copy the weights sent."""
+        """Send a request to all servers of this rank's parameters, and copy their answers."""
         self._check_server()
         if self.weights is not None:
             self.weights.start()
@@ -165,7 +165,7 @@ class AsynchronousTraining(RankMode):
         options = options_now(self._optimizer, self._named)
         said = torch.tensor([float(ask), *options], dtype=torch.float64)
         coming, asked = [], []
-        # A team that settles waits for all steps of the others.
+        # No limit for a team that settles: it waits for all steps of the others.
         limits = [group_limit()] if ask == Ask.WEIGHTS else []
         for server, rows in self._pulls:
             values = [self._parameters[row].detach() for row in rows]
@@ -183,10 +183,10 @@ class AsynchronousTraining(RankMode):
             wait()
 
     def _check_server(self) -> None:
-        """Raise the error that has ended this rank's server, if any.
+        """Raise the error that ended this rank's server, if any.
 
         Raises:
-            HeterogError: the server has ended; the message says why.
+            HeterogError: the server has ended; the message has the reason.
         """
         if self.weights is not None and self.weights.error is not None:
             raise HeterogError(
@@ -195,22 +195,22 @@ class AsynchronousTraining(RankMode):
 
 
 class _Resumed(Reading):
-    """Makes a server go on from what its rank has read of a checkpoint."""
+    """Makes a server continue from its rank's part of a checkpoint."""
 
     def __init__(self, training: AsynchronousTraining, num_steps: int) -> None:
         super().__init__()
         self._training, self._num_steps = training, num_steps
 
     def take_over(self) -> None:
-        """Go on from the rank's parameters and optimizer."""
+        """Continue from the rank's parameters and optimizer."""
         self._training.resume(self._num_steps)
 
 
 def meeting_fault(seen: RankProgram) -> str:
-    """Say why teams of a program would wait for each other in a step; empty if they do not.
+    """Why teams of a program would wait for each other in a step; empty if they do not.
 
-    The number of labels that count is not exchanged: every rank has the whole batch and counts
-    them itself.
+    The number of unmasked labels is not exchanged, because every rank has the whole batch and
+    counts them itself.
     """
     team_of = {device: n for n, own in enumerate(islands(seen.strategy)) for device in own}
     program = seen.program

@@ -1,21 +1,21 @@
-"""An asynchronous server: teams push gradients as they have them and never wait for all others.
+"""An asynchronous server: teams push their gradients and wait only beyond a staleness bound.
 
-The teams of every decision train alone, as the islands of ``averaging`` do. A *server* keeps the
-weights and the optimizer. A team pulls the weights, computes a gradient of its own samples on
-them, and pushes it; the server steps its optimizer with every push. A team may begin a step only
-if it is at most tau steps ahead of the slowest one (stale synchronous parallel, Ho et al. 2013):
-with tau = 0 nobody begins step k + 1 before all have finished step k.
+The teams of every decision train alone, like the islands of ``averaging``. A *server* keeps the
+weights and the optimizer. A team pulls the weights, computes the gradient of its own samples and
+pushes it; the server steps its optimizer with every push. A team may begin a step only if it is at
+most tau steps ahead of the slowest team (stale synchronous parallel, Ho et al. 2013): with tau = 0
+no team begins step k + 1 before all have finished step k.
 
 A pushed gradient is the team's part of the mean over the whole batch. With tau = 0 all gradients
-of a step are made on the same weights, so with plain SGD (no momentum, no weight decay) their
-updates add up to the step of one device on the whole batch. An optimizer with a state steps once
-for every team, which one device does not; and with tau > 0 gradients are made on weights that are
-older than those they change. So a strategy has such a server only where a person asked for it.
+of a step use the same weights, so with plain SGD (no momentum, no weight decay) their updates add
+up to one device's step on the whole batch. A stateful optimizer, however, steps once for every
+team, not once per batch; and with tau > 0 gradients use weights older than those they change. So a
+strategy has such a server only if a user asked for it.
 
-The order of all pushes and pulls is part of the strategy, if it is ``planned``: it follows from
-``ticks``. Runs are then the same each time, whatever clocks say, but a team that is late holds the
-others up. By ``arrival`` the server takes what comes first, so that nobody waits before the bound
-on staleness says so, and no two runs are alike.
+A ``planned`` order of all pushes and pulls is part of the strategy: it follows from ``ticks``. All
+runs then give the same weights, independent of clocks, but a late team delays the others. By
+``arrival`` the server takes what comes first, so that teams wait only for the staleness bound, and
+runs differ.
 """
 
 import heapq
@@ -64,16 +64,16 @@ class PushOrder(StrEnum):
     PLANNED = "planned"
     """Order of ``AsynchronousServer.events``: each run gives the same weights."""
     ARRIVAL = "arrival"
-    """Order of arrival: no two runs are alike."""
+    """Order of arrival: runs differ."""
 
 
 class ServerEvent(NamedTuple):
     """Next action of a server.
 
     Attributes:
-        is_push: Whether it takes a gradient and steps its optimizer; otherwise it gives weights.
-        team: Team whose gradient it takes, or which gets the weights.
-        step: Step of that team, from 0, that made the gradient or gets the weights.
+        is_push: Whether it takes a gradient and steps its optimizer, or else sends weights.
+        team: Team that sends the gradient or gets the weights.
+        step: The team's step for this gradient or these weights, from 0.
     """
 
     is_push: bool
@@ -86,11 +86,11 @@ class AsynchronousServer(Mode):
     """A server that keeps the weights, and the order in which gradients reach it.
 
     Attributes:
-        staleness: Number tau of steps that a team may be ahead of the slowest one.
-        devices: Devices that share the server's work: each keeps the weights and the optimizer's
+        staleness: Most steps tau that a team may be ahead of the slowest one.
+        devices: Devices that share the server's work: each keeps the weights and the optimizer
             state of some of the parameters that it trains; see ``server_of_rows``.
-        ticks: Duration of a step of each team in whole numbers, relative to the others. The
-            planned order of pushes is that of teams which take exactly so long.
+        ticks: Relative duration of each team's step in whole numbers. The planned order of pushes
+            assumes that teams take exactly these times.
         order: Order in which the server takes pushes.
     """
 
@@ -143,9 +143,9 @@ class AsynchronousServer(Mode):
     def events(self) -> Iterator[ServerEvent]:
         """All pushes and pulls from the start of training, without end.
 
-        Team i takes ``ticks[i]`` from its pull to its push, the server takes no time. After a push
-        all teams that may now begin a step pull, those with the most ticks first. Of pushes at
-        the same time the team with the lower number is first.
+        Team i takes ``ticks[i]`` from its pull to its push; the server takes no time. After a push
+        all teams that may begin a step pull, in order of falling ticks. Simultaneous pushes come
+        in order of team numbers.
 
         >>> server = AsynchronousServer(staleness=1, devices=(0,), ticks=(1, 3))
         >>> from itertools import islice
@@ -170,7 +170,7 @@ class AsynchronousServer(Mode):
             waiting.append(team)
 
     def events_of(self, num_steps: int) -> Iterator[ServerEvent]:
-        """The pushes and pulls of a training in which every team makes a number of steps."""
+        """The pushes and pulls of training in which every team makes a number of steps."""
         left = len(self.ticks) * num_steps
         events = self.events()
         while left:
@@ -181,7 +181,7 @@ class AsynchronousServer(Mode):
 
     @classmethod
     def method(cls, text: str) -> "Planner":
-        """The method that searches for it."""
+        """The method that searches teams and server."""
         from heterog.modes.asynchronous.method import parse_server
 
         return parse_server(text)
@@ -191,7 +191,7 @@ class AsynchronousServer(Mode):
         return f"asynchronous server, {self.staleness} steps ahead at most"
 
     def check(self, strategy: "Strategy", graph: OpGraph, cluster: "Cluster") -> None:
-        """Refuse teams that cannot train alone, and parameters that nobody serves."""
+        """Refuse teams that cannot train alone, and parameters without a server."""
         check_islands(strategy, graph.batch_size, "an asynchronous server")
         num_teams = len(strategy.decisions[0].teams)
         if len(self.ticks) != num_teams:
@@ -227,7 +227,7 @@ class AsynchronousServer(Mode):
     def encode(
         self, strategy: "Strategy", tables: "GraphTables", channels: "ChannelTable"
     ) -> EncodedMode:
-        """What the server adds to each device."""
+        """The bytes that the server adds to each device."""
         kept = kept_bytes(
             strategy,
             tables.parameter_bytes.tolist(),
@@ -240,7 +240,7 @@ class AsynchronousServer(Mode):
     def priced(
         self, encoded: EncodedMode, evaluator: "Evaluator", strategy: "Strategy", choice: "Choice"
     ) -> EncodedMode:
-        """The pace that teams settle at, beside a step of teams alone."""
+        """The teams' steady pace, minus the step of teams alone."""
         from heterog.modes.asynchronous.method import more_seconds
 
         return replace(encoded, more_s=more_seconds(evaluator, strategy, choice))
@@ -248,7 +248,7 @@ class AsynchronousServer(Mode):
     def loss_part(
         self, graph: OpGraph, strategy: "Strategy", rank: int
     ) -> tuple[float, tuple[int, ...]]:
-        """The mean over the team's own samples; not a number on a rank of no team."""
+        """The mean over the team's own samples; NaN on a rank without a team."""
         team = island_of(strategy, rank)
         if team is None:
             return math.nan, ()
@@ -260,7 +260,7 @@ class AsynchronousServer(Mode):
         return {devices for devices in islands(strategy) if len(devices) > 1}
 
     def owners(self, graph: OpGraph, strategy: "Strategy") -> tuple[int, ...]:
-        """The server's devices, beside whose copies the optimizer's state is."""
+        """The server's devices, which keep the optimizer state with their copies."""
         return server_of_rows(graph, strategy)
 
     def seen_fault(self, seen: "RankProgram") -> str:
@@ -278,7 +278,7 @@ class AsynchronousServer(Mode):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _EncodedServer(EncodedMode):
-    """What a server adds to each device, beside what it needs to train alone."""
+    """Bytes that a server adds to each device, beyond those of training alone."""
 
     folds = False
 
@@ -292,8 +292,8 @@ class _EncodedServer(EncodedMode):
 def server_of_rows(graph: OpGraph, strategy: "Strategy") -> tuple[int, ...]:
     """The device that serves each parameter, by row of ``graph.updates``.
 
-    The largest parameters first, each goes to the server's device that has the fewest bytes so
-    far among those that train it.
+    In order of falling size, each parameter goes to the server's device with the fewest bytes so
+    far among the devices that train it.
     """
     group = group_ops(graph).group
     sizes = [float(graph.tensor_bytes[parameter]) for _, parameter, _ in graph.updates]
@@ -301,7 +301,7 @@ def server_of_rows(graph: OpGraph, strategy: "Strategy") -> tuple[int, ...]:
 
 
 def _dealt(strategy: "Strategy", sizes: Sequence[float], groups: Sequence[int]) -> tuple[int, ...]:
-    """The device that serves each parameter, given the bytes and the group of each."""
+    """The device that serves each parameter, from the parameters' bytes and groups."""
     server = strategy.own_mode(AsynchronousServer)
     load = dict.fromkeys(server.devices, 0.0)
     found = [0] * len(sizes)
@@ -314,7 +314,7 @@ def _dealt(strategy: "Strategy", sizes: Sequence[float], groups: Sequence[int]) 
 
 
 class Traffic(NamedTuple):
-    """Parameters that one device of a team exchanges with one of the server in a step.
+    """Parameters that a team's device exchanges with a server's device in a step.
 
     Attributes:
         device: Device of the team.
@@ -332,7 +332,7 @@ class Traffic(NamedTuple):
 
 
 def pushes_of(graph: OpGraph, strategy: "Strategy", team: int) -> tuple[Traffic, ...]:
-    """Gradients that a team pushes, by sender and server: of replicas, the first sends."""
+    """Gradients that a team pushes, by sender and server; the first of replicas sends."""
     return _traffic(graph, strategy, team, all_replicas=False)
 
 
@@ -362,18 +362,18 @@ def kept_bytes(
     num_devices: int,
     state_ratio: float,
 ) -> list[float]:
-    """Bytes that a server adds to each device, beside what it needs to train alone.
+    """Bytes that a server adds to each device, beyond those of training alone.
 
-    A replica keeps a message of gradients and one of weights, but no state of the optimizer, which
-    is the server's. The server keeps weights of its own, the state, and a message to and one from
-    each team.
+    A replica keeps a message of gradients and one of weights, but no optimizer state, which the
+    server keeps. The server also keeps weights of its own, and a message to and one from each
+    team.
 
     Args:
         strategy: Strategy with a server.
         sizes: Bytes of each parameter.
-        groups: Group of each parameter, by which decisions are looked up.
+        groups: Group of each parameter, for its decision.
         num_devices: Number of devices of the cluster.
-        state_ratio: Bytes of the optimizer's state for each byte of parameters.
+        state_ratio: Bytes of optimizer state per byte of parameters.
 
     Returns:
         # [num_devices]

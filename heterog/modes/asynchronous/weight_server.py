@@ -1,22 +1,22 @@
-"""A device of an asynchronous server: a thread that takes gradients and gives weights.
+"""One device of an asynchronous server: a thread that takes gradients and sends weights.
 
-In a planned order the thread does what ``AsynchronousServer.events`` says, one event after the
-other: for a pull it waits until the team asks and begins to send it weights, for a push it waits
-for the gradients and steps the optimizer. So it waits for the team whose turn it is, even if
-another one is earlier than the plan predicted; the weights are the same in every run. Messages of
-several teams may travel at the same time.
+In a planned order the thread follows ``AsynchronousServer.events``, one event after the other: for
+a pull it waits until the team asks and begins to send weights, for a push it waits for the
+gradients and steps the optimizer. It waits for the team whose turn it is, even if another team is
+earlier than predicted, so the weights are the same in every run. Messages of several teams may
+travel at the same time.
 
 By arrival it has a thread for each team, and a lock around the weights. A team that asks for
-weights gets them when it is at most tau steps ahead of the slowest one. Gradients of a step that a
-team has not begun although others are tau steps ahead wait until it has its weights: no team ever
-trains on gradients from more than tau steps ahead, and with tau = 0 all start a step alike.
+weights gets them when it is at most tau steps ahead of the slowest one. Gradients of step k are
+applied only once every team has the weights of its step k - tau. So no team trains on gradients
+from more than tau steps ahead, and with tau = 0 all teams begin a step with the same weights.
 
-What a team asks for is a message of numbers: a code, then the options of its optimizer.
+A team's request is a message of numbers: a code, then the options of its optimizer.
 
-- ``WEIGHTS``: of its next step.
-- ``SETTLE``: it has made all its steps for now. When all teams have said so, and the server has
-  taken all their gradients, every team gets the weights and the thread ends. The next step starts
-  another one, and the order of events begins anew.
+- ``WEIGHTS``: the weights of its next step.
+- ``SETTLE``: the team has made all its steps for now. When all teams have sent this, and the
+  server has taken all their gradients, every team gets the weights and the thread ends. The next
+  step starts another thread, and the order of events begins anew.
 """
 
 import threading
@@ -46,8 +46,8 @@ from heterog.runtime.step.collectives import open_group
 from heterog.strategy.strategy import Strategy
 
 _MOST_IDLE = timedelta(days=1)
-"""Longest wait of a server for a team; a rank that ends is noticed at once. A team that waits for
-the weights of its next step gives up as in any other collective."""
+"""Longest wait of a server for a team; the end of a rank is noticed at once. A team that waits for
+the weights of its next step has the limit of any other collective."""
 
 
 class Ask(IntEnum):
@@ -68,9 +68,9 @@ class Tag(IntEnum):
 class Messages:
     """Messages between teams and servers, in a process group of their own.
 
-    They go through host memory by gloo, whatever the ranks compute on: the server's thread and the
-    step's own thread both send, which other backends do not allow. A rank that is a team's and the
-    server's hands its messages over in memory. Every rank has to make one at the same time.
+    They go through host memory by gloo on any accelerator, because the server's thread and the
+    step's thread both send, which other backends do not allow. A rank that is in a team and in the
+    server passes messages to itself in memory. All ranks must make this object together.
 
     Args:
         rank: Number of this rank.
@@ -82,7 +82,7 @@ class Messages:
         self._own: dict[Tag, SimpleQueue[Tensor | None]] = {tag: SimpleQueue() for tag in Tag}
 
     def start_send(self, tensor: Tensor, dst: int, tag: Tag) -> Callable[[], None]:
-        """Begin to send a tensor, which must not change until the returned function is called."""
+        """Begin to send a tensor; it must not change before the returned function has returned."""
         if dst == self._rank:
             self._own[tag].put(tensor.detach().clone())
             return lambda: None
@@ -102,10 +102,10 @@ class Messages:
         """Begin to receive a tensor; the returned function waits for it.
 
         Args:
-            into: Host memory of the tensor's shape and dtype, which may be used for it.
+            into: Host memory of the tensor's shape and dtype, which may hold the result.
             src: Rank of the sender.
             tag: Kind of the message.
-            limit: How long it waits.
+            limit: Longest wait.
         """
         if src == self._rank:
             return lambda: self._take_own(tag)
@@ -119,7 +119,7 @@ class Messages:
         return wait
 
     def fail(self) -> None:
-        """Wake up the thread that waits for this rank's own server, which has ended."""
+        """Wake the thread that waits for this rank's own server, because the server has ended."""
         self._own[Tag.NEW_WEIGHTS].put(None)
 
     def _take_own(self, tag: Tag) -> Tensor:
@@ -129,7 +129,7 @@ class Messages:
         return taken
 
     def close(self) -> None:
-        """End the process group; no rank may use it any more."""
+        """End the process group; no rank may use it afterwards."""
         dist.destroy_process_group(self._group)
 
 
@@ -140,16 +140,16 @@ class WeightServer:
         graph: Graph of the step.
         strategy: Strategy with an asynchronous server.
         rank: Number of this rank, one of the server's devices.
-        parameters: Parameters of this rank at the start, by row of ``graph.updates``.
-        make_optimizer: Function that makes the user's optimizer of parameters, which it is given
-            by row.
+        parameters: Initial parameters of this rank, by row of ``graph.updates``.
+        make_optimizer: Function that makes the user's optimizer for parameters by row.
         messages: Messages to and from teams.
 
     Attributes:
         values: Weights of the server, by row of ``graph.updates``.
         optimizer: Optimizer of these weights.
-        error: Exception that has ended the thread, if it failed.
-        most_ahead: By arrival, most steps that a team was ahead of the slowest one at a begin.
+        error: Exception that ended the thread, if it failed.
+        most_ahead: By arrival, most steps by which a team that began a step was ahead of the
+            slowest one.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class WeightServer:
         self._messages = messages
         self._sending: dict[int, list[Callable[[], None]]] = {}  # by team
         self._coming: dict[int, list[Callable[[], Tensor]]] = {}  # gradients, by team
-        self._options: dict[int, list[float]] = {}  # of each team's step, by team
+        self._options: dict[int, list[float]] = {}  # optimizer options of its step, by team
         self._named = numeric_options(self.optimizer)
         teams = range(len(self._server.ticks))
         self._pushes = [_with_server(pushes_of(graph, strategy, team), rank) for team in teams]
@@ -187,7 +187,7 @@ class WeightServer:
     def join(self) -> None:
         """Wait for the thread to end, when all teams have settled.
 
-        A process whose threads wait for messages cannot end in order.
+        A process with threads that wait for messages cannot exit cleanly.
         """
         if self._thread is not None:
             self._thread.join()
@@ -203,7 +203,7 @@ class WeightServer:
                 self._give(team)
             for team in range(len(self._server.ticks)):
                 self._end_sending(team)
-        except Exception as error:  # told to the rank's own thread, which raises it
+        except Exception as error:  # the rank's own thread raises it
             self._fail(error)
 
     def _serve_in_order(self) -> None:
@@ -239,7 +239,7 @@ class WeightServer:
         self.most_ahead = max(self.most_ahead, stretch.most_ahead)
 
     def _follow(self, team: int, stretch: "_Stretch") -> None:
-        """Serve one team until it has settled."""
+        """Serve one team until it settles."""
         try:
             while self._listen(team) == Ask.WEIGHTS:
                 with stretch.changed:
@@ -259,13 +259,13 @@ class WeightServer:
                 stretch.changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        """Keep the error that ends the server, and wake this rank's own thread."""
+        """Store the error that ends the server, and wake this rank's own thread."""
         if self.error is None:
             self.error = error
             self._messages.fail()
 
     def _listen(self, team: int) -> Ask:
-        """Receive the request of a team, the same from all its devices."""
+        """Receive a team's request, which is the same from all its devices."""
         said: list[list[float]] = []
         for device, _ in self._pulls[team]:
             into = torch.empty(1 + len(self._named), dtype=torch.float64)
@@ -275,7 +275,7 @@ class WeightServer:
         return Ask(round(said[0][0]))
 
     def _give(self, team: int) -> None:
-        """Begin to send a team the present weights."""
+        """Begin to send the current weights to a team."""
         self._send(team, self._weights_for(team))
 
     def _weights_for(self, team: int) -> list[tuple[int, Tensor]]:
@@ -292,7 +292,7 @@ class WeightServer:
         ]
 
     def _end_sending(self, team: int) -> None:
-        """Wait until a team has what was sent to it."""
+        """Wait until all messages to a team have been sent."""
         for wait in self._sending.pop(team, []):
             wait()
 
@@ -307,7 +307,7 @@ class WeightServer:
 
     def _receive(self, team: int) -> dict[int, Tensor]:
         """A team's gradients, by row of ``graph.updates``."""
-        self._end_sending(team)  # it has the weights, or it could not have gradients
+        self._end_sending(team)  # gradients imply that the team has its weights
         found: dict[int, Tensor] = {}
         for (_, rows), come in zip(self._pushes[team], self._coming.pop(team), strict=True):
             values = [self.values[row] for row in rows]
@@ -315,7 +315,7 @@ class WeightServer:
         return found
 
     def _step(self, team: int, gradients: dict[int, Tensor]) -> None:
-        """Step the optimizer with a team's gradients, at the options of the team's step."""
+        """Step the optimizer with a team's gradients and the options of the team's step."""
         for row, gradient in gradients.items():
             value = self.values[row]
             value.grad = gradient.to(value.device, value.dtype)
@@ -326,14 +326,14 @@ class WeightServer:
 
 
 class _Stretch:
-    """Steps of all teams from one settling to the next, where gradients are taken as they come.
+    """Steps of all teams between two settlings, if gradients are taken in order of arrival.
 
     Attributes:
-        begun: Number of steps that each team has weights for.
+        begun: Number of steps for which each team has weights.
         done: Number of steps that each team has pushed.
-        changed: Condition held to read or change weights, and notified of every push.
+        changed: Condition to hold while weights are read or changed; every push notifies it.
         most_ahead: Most steps that any team has been ahead of the slowest one.
-        error: Exception that has ended a team's thread, if any.
+        error: Exception that ended a team's thread, if any.
     """
 
     def __init__(self, num_teams: int) -> None:
@@ -344,9 +344,9 @@ class _Stretch:
         self.error: Exception | None = None
 
     def wait_for_turn(self, team: int, staleness: int) -> None:
-        """Wait until a team may begin its next step, which counts as begun then.
+        """Wait until a team may begin its next step, and count this step as begun.
 
-        Called with ``changed`` held until the team's weights are copied.
+        The caller holds ``changed`` until the team's weights are copied.
         """
         self._wait_for(lambda: self.done[team] - min(self.done) <= staleness)
         self.most_ahead = max(self.most_ahead, self.done[team] - min(self.done))
@@ -354,9 +354,9 @@ class _Stretch:
         self.changed.notify_all()
 
     def wait_for_begins(self, team: int, staleness: int) -> None:
-        """Wait until no team has yet to begin a step that is tau steps before a team's push.
+        """Wait until every team has begun the step that is tau steps before this team's push.
 
-        Called with ``changed`` held.
+        The caller holds ``changed``.
         """
         self._wait_for(lambda: self.done[team] + 1 - min(self.begun) <= staleness)
 
@@ -366,23 +366,23 @@ class _Stretch:
             raise self.error
 
     def has_pushed(self, team: int) -> None:
-        """Count a push; called with ``changed`` held."""
+        """Count a push; the caller holds ``changed``."""
         self.done[team] += 1
         self.changed.notify_all()
 
 
 def _with_server(traffic: Sequence[Traffic], rank: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Pairs (device of the team, rows) that this server exchanges."""
+    """(device of the team, rows) of each exchange with this server."""
     return [(device, rows) for device, server, rows in traffic if server == rank]
 
 
 def flat_of(values: Sequence[Tensor]) -> Tensor:
-    """Tensors joined in a flat one, of a dtype that holds all of theirs."""
+    """Tensors joined into a flat one, in their promoted dtype."""
     return torch.cat([value.detach().reshape(-1) for value in values])
 
 
 def flat_like(values: Sequence[Tensor]) -> Tensor:
-    """Host memory for the result of ``flat_of`` on such tensors."""
+    """Host memory for the result of ``flat_of`` on tensors like these."""
     dtype = reduce(torch.promote_types, (value.dtype for value in values))
     return torch.empty(sum(value.numel() for value in values), dtype=dtype)
 
@@ -392,7 +392,7 @@ OptionName = tuple[int, str]
 
 
 def numeric_options(optimizer: torch.optim.Optimizer) -> list[OptionName]:
-    """Names of the options that are numbers, such as the learning rate, in all groups."""
+    """Names of all groups' numeric options, such as the learning rate."""
     return sorted(
         (number, key)
         for number, options in enumerate(optimizer.param_groups)

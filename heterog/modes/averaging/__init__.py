@@ -1,5 +1,5 @@
 """Averaging (local SGD, DiLoCo).
 
-``value``, the mode, its buckets, passes over memory and prices; ``method``, the search;
-``ranks``, in rehearsals too.
+``value`` is the mode with its buckets, passes over memory and prices, ``method`` the search, and
+``ranks`` the work of a rank, also in rehearsals.
 """

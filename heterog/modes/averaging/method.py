@@ -1,12 +1,12 @@
-"""``average``: replicas that train alone and average their parameters every H steps.
+"""``average``: replicas train alone and average their parameters every H steps.
 
-Only where a person asks for it (``average=8``), because the weights that come out
-are not those of one device. It is a row beside the exact methods, judged by the same referee: a
-step costs its own seconds and the H-th part of an averaging.
+Only if a user asks for it (``average=8``), because the resulting weights differ from those of one
+device. It is a row beside the exact methods, judged by the same referee: a step costs its own
+seconds and one H-th of an averaging.
 
 Islands are single devices, or the devices of a host, which then sum gradients in every step.
-Samples follow the devices' speeds, so that islands end their steps at the same time. A device
-that adds more communication than it takes work off the others is left out.
+Samples follow the devices' speeds, so that islands end their steps at the same time. An island is
+left out if its communication costs more time than its computation saves.
 """
 
 from collections.abc import Iterator
@@ -34,12 +34,12 @@ from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import Decision
 
 _MOST_ASKED = 8
-"""Most islands, the slowest first, for which leaving them out is tried."""
+"""Most islands, the slowest first, that the search tries to leave out."""
 _NUMBERS = {"rate": "outer_rate", "momentum": "outer_momentum"}
 
 
 def parse_averaging(text: str) -> Averaging:
-    """The averaging that a text such as ``average=8`` asks for.
+    """The averaging for a text such as ``average=8``.
 
     >>> parse_averaging("average=8,rate=0.7,momentum=0.9").words
     'parameters averaged every 8 steps by samples, outer SGD of rate 0.7, momentum 0.9'
@@ -92,7 +92,7 @@ class AveragedReplicas(Planner):
     """Searches the best islands for one averaging.
 
     Args:
-        averaging: The averaging that was asked for.
+        averaging: The requested averaging.
     """
 
     name = Averaging.word
@@ -125,9 +125,9 @@ class AveragedReplicas(Planner):
         return evaluator.evaluate(strategy, Order.FIFO), strategy
 
     def _without_slow(self, evaluator: Evaluator, best: Tried) -> Iterator[Tried]:
-        """Leave islands out while one costs more communication than it computes.
+        """Leave islands out while the communication of one costs more than its computation saves.
 
-        A CPU beside GPUs, say; ``is_worth_adding`` is the closed form.
+        An example is a CPU beside GPUs; ``is_worth_adding`` is the closed form.
         """
         speeds = evaluator.speeds
         while len(teams := best[1].decisions[0].teams) > 2:

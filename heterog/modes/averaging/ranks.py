@@ -1,17 +1,15 @@
-"""Averaging on real ranks: islands' parameters are averaged after every H steps.
+"""Averaging on ranks: the islands' parameters are averaged after every H steps.
 
-With a codec the first replica of each island sends what the island has changed since the last
-averaging, and keeps what its message left out; see ``Averaging``. What passes over memory this
-takes is stated in ``passes``, which prices them: change both together.
+With a codec the first replica of each island sends the island's changes since the last averaging,
+and keeps the error of its message; see ``Averaging``. ``passes_before`` and ``passes_after`` price
+the passes over memory that this module makes: change both together.
 
-Entries of a checkpoint where islands average: their optimizers' states, and the outer one's.
+After an averaging all islands have the same parameters, but each has its own optimizer state. A
+checkpoint has the first island's state like that of any plan, and the other islands' states and
+the momentum of the outer optimizer under their own names. A plan with the same islands continues
+exactly, any other plan from the first island's state.
 
-After an averaging all islands have the same parameters, but each has the state of its own
-optimizer. The first island's is saved as that of any plan; those of the others, and the momentum
-of the outer optimizer, have names of their own. A plan with the same islands goes on exactly where
-the saved one was, any other one from the first island's state.
-
-An averaging in a rehearsal: one of all ranks, after the steps.
+A rehearsal plays one averaging of all ranks after the steps.
 """
 
 import re
@@ -43,11 +41,11 @@ from heterog.strategy.strategy import Strategy
 
 
 def gradient_scale(graph: OpGraph, strategy: Strategy, rank: int) -> float:
-    """Factor of a rank's gradients that makes them means over its own island.
+    """Factor that turns a rank's gradients into means over its own island.
 
-    A step's loss is a mean over the whole batch, of which an island has made its part. Where
-    labels are masked it is the island's part of the batch that counts, not of the labels: with
-    H = 1 the average is then the step of one device whatever is masked.
+    A step's loss is a mean over the whole batch, and an island computes its part. With masked
+    labels, the factor counts the island's part of the samples, not of the labels: with H = 1 the
+    average is then one device's step for any mask.
 
     Raises:
         StrategyError: a batch of this size leaves an island without samples.
@@ -64,7 +62,7 @@ def gradient_scale(graph: OpGraph, strategy: Strategy, rank: int) -> float:
 
 @dataclass(slots=True)
 class OuterState:
-    """State of an averaging for one parameter.
+    """State of the averaging of one parameter.
 
     Attributes:
         anchor: Value of the parameter after the last averaging.
@@ -76,13 +74,13 @@ class OuterState:
 
 
 class _UnderWay(NamedTuple):
-    """A bucket whose average is on its way."""
+    """A bucket whose averaging is under way."""
 
     bucket: AveragedBucket
     sent: Tensor | None
-    """Flat copy of what this rank sent; only if islands train on meanwhile."""
+    """Flat copy of the parameters sent; only if islands train on meanwhile."""
     total: Pending
-    """Average of the parameters; with a codec, of the differences to it."""
+    """Average of the parameters; with a codec, average of their differences to the anchor."""
 
 
 class Averager(RankMode):
@@ -93,14 +91,14 @@ class Averager(RankMode):
         strategy: Strategy with an averaging.
         rank: Number of this rank.
         parameters: Parameters of this rank, by tensor id.
-        masters: The optimizer's copies, which are averaged where there are any.
+        masters: The optimizer's master copies, which are averaged instead of parameters if any.
         communicator: Communicator with the other ranks; gets a process group for each device set.
 
     Attributes:
         averaging: Averaging of the strategy.
         outer: State of the outer optimizer and of codecs, by row of ``graph.updates``; empty
             without either.
-        feedback: Parts of this island's changes that codecs have left out so far.
+        feedback: Errors of codecs in this island's changes so far.
         every_bucket: Buckets of all ranks.
     """
 
@@ -130,7 +128,7 @@ class Averager(RankMode):
         self.begin(0)
 
     def begin(self, num_steps: int) -> None:
-        """Start from the parameters as they are now, which are alike on all islands.
+        """Start from the current parameters, which are equal on all islands.
 
         Args:
             num_steps: Number of steps since the start of training.
@@ -145,7 +143,7 @@ class Averager(RankMode):
                 )
 
     def why_apart(self, num_steps: int) -> str:
-        """Why islands have no model in common after so many steps; empty if they have."""
+        """Why islands have different models after a number of steps; empty if they are equal."""
         if num_steps == self._alike_after:
             return ""
         return (
@@ -155,9 +153,9 @@ class Averager(RankMode):
         )
 
     def end_step(self, num_steps: int) -> None:
-        """Begin an averaging after every H-th step since the start of training, and end it.
+        """Begin an averaging after every H-th step since the start of training.
 
-        Its end is D steps later; without a delay that is at once.
+        It ends D steps later; without a delay, at once.
         """
         due = num_steps % self.averaging.every
         with torch.no_grad():
@@ -169,7 +167,7 @@ class Averager(RankMode):
                     self._alike_after = num_steps
 
     def settle(self, num_steps: int) -> None:
-        """End the window here: what is under way arrives, and islands average what they have.
+        """End averagings under way, then average the current parameters of all islands.
 
         Args:
             num_steps: Number of steps since the start of training.
@@ -186,7 +184,7 @@ class Averager(RankMode):
         """Issue the weighted sum of every bucket.
 
         Args:
-            keeps_sent: Whether islands train on before its end, so that a copy is kept.
+            keeps_sent: Whether to keep a copy, because islands train on before the end.
         """
         for bucket in self._buckets:
             values = [self._stepped(row).detach() for row in bucket.rows]
@@ -204,13 +202,13 @@ class Averager(RankMode):
     def _gather_changes(
         self, bucket: AveragedBucket, codec: Codec, values: Sequence[Tensor], flat: Tensor
     ) -> Pending:
-        """Gather the messages of all islands about a bucket; their sum is the mean change.
+        """Gather the messages of all islands for a bucket; their sum is the mean change.
 
         Args:
             bucket: The bucket.
             codec: Its codec.
-            values: This rank's parameters in it.
-            flat: Memory for them; overwritten.
+            values: This rank's parameters in the bucket.
+            flat: Memory of the bucket's size; overwritten.
         """
         message = flat.new_empty(0, dtype=torch.uint8)
         if self._rank in bucket.senders:
@@ -235,7 +233,7 @@ class Averager(RankMode):
         if not self._under_way:
             return
         while self._under_way:
-            each = self._under_way.pop(0)  # and let its copies go when they have been read
+            each = self._under_way.pop(0)  # frees its copies once they are read
             self._take_over(each)
         self._masters.write_back(self._values.values())
 
@@ -253,7 +251,7 @@ class Averager(RankMode):
                 new = outer_step(state, difference, self.averaging)
             if before is None:
                 value.copy_(new)
-            else:  # and what this island has learned since
+            else:  # plus the island's changes since it was sent
                 value.sub_(before).add_(new)
 
     def entries(self, step: "DeployedStep") -> "list[Entry]":
@@ -261,7 +259,7 @@ class Averager(RankMode):
         return averaging_entries(step, self)
 
     def left_out(self, step: "DeployedStep") -> "Iterator[Kept]":
-        """What codecs have left out of the changes that islands send."""
+        """Errors that codecs have left out of the islands' changes."""
         yield changes_left_out(self)
 
     def reading(self, step: "DeployedStep", contents: "Contents") -> Reading:
@@ -285,7 +283,7 @@ def averager_of(step: "DeployedStep") -> Averager:
 
 
 def changes_key(bucket: AveragedBucket) -> Key:
-    """Key of what a codec leaves out of an island's changes of a bucket."""
+    """Key of a codec's errors in an island's changes of a bucket."""
     return bucket.rows[0], bucket.devices
 
 
@@ -325,7 +323,10 @@ def averaging_entries(step: DeployedStep, averager: Averager) -> list[Entry]:
 
 
 def _island_of(step: DeployedStep) -> int:
-    """Number of this rank's island; 0, whose state is saved as any plan's, for a rank of none."""
+    """Number of this rank's island; a rank without one counts to island 0.
+
+    Island 0's state is saved like that of any plan.
+    """
     return island_of(step.plan.strategy, step.rank) or 0
 
 
@@ -355,7 +356,7 @@ def _stepped_rows(step: DeployedStep) -> dict[int, Tensor]:
 
 
 class SavedAveraging(Reading):
-    """State of a rank's island and of the outer optimizer, read beside the current one.
+    """Reads the state of a rank's island and of the outer optimizer from a checkpoint.
 
     Args:
         step: A freshly deployed step.
@@ -396,7 +397,7 @@ class SavedAveraging(Reading):
         self.wanted[name] = like.detach().new_empty(shape, dtype=dtype)
 
     def take_over(self) -> None:
-        """Make it the state of the step, whose parameters and optimizer are already loaded."""
+        """Set the state of the step, whose parameters and optimizer are already loaded."""
         averager = self._averager
         averager.begin(self._step.num_steps)
         for row, state in averager.outer.items():
@@ -409,7 +410,7 @@ class SavedAveraging(Reading):
 
 
 def changes_left_out(averager: Averager) -> Kept:
-    """What codecs have left out of the changes that islands send."""
+    """Errors that codecs have left out of the islands' changes."""
     coded = {changes_key(each): each for each in averager.every_bucket if each.codec}
     outer = averager.outer
     return Kept(
@@ -422,7 +423,7 @@ def changes_left_out(averager: Averager) -> Kept:
 
 
 def _has_same_islands(step: DeployedStep, names: set[str]) -> bool:
-    """Whether as many islands were saved as there are; otherwise their states are useless."""
+    """Whether the checkpoint has as many islands; otherwise their states cannot be used."""
     found = (re.match(r"averaging\.island(\d{1,9})\.", name) for name in names)
     saved = {int(each[1]) for each in found if each is not None}
     return saved == set(range(1, len(islands(step.plan.strategy))))

@@ -6,32 +6,28 @@ of all islands are averaged (local SGD, Stich 2019). With an outer optimizer the
 last average is a gradient for SGD with Nesterov momentum (DiLoCo, Douillard et al. 2023,
 algorithm 1).
 
-The weights that come out are *not* those of one device, but for H = 1 with plain SGD, so a
-strategy averages only where a person asked for it.
+The resulting weights *differ* from those of one device unless H = 1 with plain SGD, so a strategy
+averages only if a user asked for it.
 
-The data that one averaging moves: parameters in buckets, each all-reduced over its replicas.
+One averaging moves the parameters in buckets, and all-reduces each bucket over its replicas. If a
+codec applies to a bucket, the first replica of each island sends the island's changes instead, in
+a message that all replicas gather.
 
-Where a codec of the strategy is about a bucket, the first replica of each island sends what the
-island has changed, in a message that all replicas gather instead.
+Each replica also makes passes over memory (``Pass``). ``ranks`` makes exactly these passes, which
+are priced here, without encoding and decoding:
 
-Passes over memory of a replica in one averaging; encoding and decoding not counted.
-
-``ranks`` makes these passes, and they are priced as stated here.
-
-    x  parameters, in the optimizer's dtype    s  copy of them when they were sent
-    a  parameters after the averaging before   w  weight of the replica, or of its island's message
+    x  parameters, in the optimizer's dtype    s  copy of the parameters as sent
+    a  parameters after the last averaging     w  weight of the replica, or of its island's message
     f  the bucket                              m  momentum, c its coefficient
     d  difference a - average                  r  outer learning rate
 
-Every tensor has one element for each of the bucket, so that bytes moved for each byte of the
-bucket are the tensors read and written. What error feedback moves belongs to
-``codec.encode_bytes``, and masters are rounded into the model's values afterwards.
+Every tensor has the size of the bucket, so bytes moved per byte of the bucket are the number of
+tensors read and written. Bytes of error feedback are part of ``encode_bytes``; masters are rounded
+into the model's values afterwards.
 
-Cost of one averaging: its tasks, written to a tape as lowering writes a step's.
-
-A step costs its own seconds and the H-th part of one averaging, because the averaging begins when
-the step before it has ended: T = T_local + T_average / H. Passes over memory are those of
-``Pass``.
+The tasks of one averaging are written to a tape, as lowering writes those of a step. A step costs
+its own seconds and one H-th of an averaging, which begins when the step before it has ended:
+T = T_local + T_average / H.
 """
 
 from collections.abc import Iterable, Sequence
@@ -68,27 +64,27 @@ class AverageWeights(StrEnum):
     """Weight of an island's parameters in the average."""
 
     SAMPLES = "samples"
-    """In proportion to the samples that it trains on: with H = 1 and SGD, one device's step."""
+    """In proportion to the island's samples: with H = 1 and SGD, one device's step."""
     EQUAL = "equal"
-    """All islands alike, as in DiLoCo."""
+    """Equal for all islands, as in DiLoCo."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Averaging(Mode):
     """How and when islands average their parameters.
 
-    With w the average of the islands' parameters and a the parameters after the averaging before,
+    With w the average of the islands' parameters and a the parameters after the last averaging,
     the outer optimizer takes d = a - w as a gradient: m = momentum * m + d, and the new parameters
     are a - rate * (d + momentum * m). With rate 1 and momentum 0 they are w.
 
     With a delay of D steps the average of the parameters s after step t arrives after step t + D,
-    while islands train on: what they have then, x, becomes new + (x - s). Nobody waits for it
-    unless it takes longer than D steps (CoCoD-SGD, Shen et al. 2019, for D = H), and what an
-    island knows of the others is at most H + D steps old.
+    while islands train on: their parameters x become new + (x - s). Islands wait only if an
+    averaging takes longer than D steps (CoCoD-SGD, Shen et al. 2019, for D = H), and updates of
+    other islands arrive at most H + D steps late.
 
     With a codec (``CodecRule`` of parameter changes) island i sends c_i = encode(p_i (a - x_i) +
-    e_i) of its parameters x_i and weight p_i, and keeps e_i, what the message left out, for the
-    next one. All take d = sum_i decode(c_i), in one order, so that they stay equal bit for bit
+    e_i) of its parameters x_i and weight p_i, and keeps the error e_i of the message for the next
+    one. All use d = sum_i decode(c_i), in the same order, so that they stay equal bit for bit
     (Qsparse-local-SGD, Basu et al. 2019, algorithm 1).
 
     Attributes:
@@ -96,7 +92,7 @@ class Averaging(Mode):
         weights: Weight of each island in the average.
         outer_rate: Learning rate of the outer optimizer.
         outer_momentum: Nesterov momentum of the outer optimizer.
-        delay: Number D of steps for which an average may be under way; below H.
+        delay: Number D of steps from the start of an averaging to its end; below H.
     """
 
     key = "averaging"
@@ -139,12 +135,12 @@ class Averaging(Mode):
         return self.outer_rate != 1.0 or self.outer_momentum != 0.0
 
     def num_copies(self, is_coded: bool) -> int:
-        """Copies of all parameters that stay on a device: outer state, and averages under way.
+        """Copies of all parameters on a device: outer state, and averages under way.
 
-        With codecs also the parameters after the last averaging, and what messages left out.
+        With codecs also the parameters after the last averaging, and the errors of messages.
 
         Args:
-            is_coded: Whether what averaging sends has codecs.
+            is_coded: Whether messages of the averaging have codecs.
         """
         num_anchors = 1 + (not self.has_outer) if is_coded else 0
         return 2 * self.has_outer + 2 * (self.delay > 0) + num_anchors
@@ -182,7 +178,7 @@ class Averaging(Mode):
 
     @classmethod
     def method(cls, text: str) -> "Planner":
-        """The method that searches for it."""
+        """The method that searches islands for the averaging."""
         from heterog.modes.averaging.method import AveragedReplicas, parse_averaging
 
         return AveragedReplicas(parse_averaging(text))
@@ -216,14 +212,14 @@ class Averaging(Mode):
     def priced(
         self, encoded: EncodedMode, evaluator: "Evaluator", strategy: "Strategy", choice: "Choice"
     ) -> EncodedMode:
-        """The part of an averaging that a step has; see ``step_s``."""
+        """The seconds that averaging adds to a step; see ``step_s``."""
         seconds = averaging_seconds(evaluator, strategy, choice)
-        # What a delay hides follows from the step alone, which is simulated once for it.
+        # The seconds that a delay hides depend on the step alone, so that is simulated, too.
         local_s = evaluator.local_s(choice) if self.delay else 0.0
         return replace(encoded, more_s=self.step_s(local_s, seconds) - local_s)
 
     def gradient_scale(self, graph: "OpGraph", strategy: "Strategy", rank: int) -> float:
-        """Factor that makes a rank's gradients means over its own island."""
+        """Factor that turns a rank's gradients into means over its own island."""
         from heterog.modes.averaging.ranks import gradient_scale
 
         return gradient_scale(graph, strategy, rank)
@@ -270,16 +266,15 @@ class AveragedBucket:
     Attributes:
         rows: Rows of ``graph.updates``.
         devices: Devices that have the parameters, ascending.
-        weights: Weight of the copy of each of ``devices``; they add up to 1. Replicas of one
-            island are equal and share its weight.
-        num_bytes: Size of all its parameters as the optimizer has them: of masters, if it has
-            any.
+        weights: Weight of each device's copy; they add up to 1. Replicas of one island are equal
+            and share its weight.
+        num_bytes: Size of all parameters in the optimizer's dtype: of masters, if there are any.
         rounded_bytes: Size of the model's own parameters, into which masters are rounded
             afterwards; 0 without masters.
         senders: First replica of each island.
-        parts: Weight of what each of ``senders`` sends by a codec: that of its island.
-        rule: Codec rule of its messages; ``None``: parameters are summed as they are.
-        num_elements: Number of elements of all its parameters.
+        parts: Weight of each sender's message with a codec: the weight of its island.
+        rule: Codec rule of the messages; without one (``None``) parameters are all-reduced.
+        num_elements: Number of elements of all parameters.
     """
 
     rows: tuple[int, ...]
@@ -299,7 +294,7 @@ class AveragedBucket:
 
     @property
     def message_bytes(self) -> float:
-        """Size of the message of each of ``senders``; of the bucket without a codec."""
+        """Size of each sender's message; without a codec, size of the bucket."""
         if self.rule is None:
             return self.num_bytes
         value_bytes = round(self.num_bytes / self.num_elements)
@@ -309,8 +304,8 @@ class AveragedBucket:
 def averaged_buckets(graph: OpGraph, strategy: Strategy) -> list[AveragedBucket]:
     """The buckets of an averaging, in the order in which all ranks handle them.
 
-    Parameters of one dtype and one set of devices share buckets of at most DDP's bucket size, in
-    bytes of the model's own values, not of masters.
+    Parameters of one decision and one dtype share buckets. A bucket is full when the model's own
+    values in it (not the masters) reach DDP's bucket size.
     """
     group = group_ops(graph).group
     parts = island_parts(strategy)
@@ -337,7 +332,7 @@ def _bucket(
     decision: Decision,
     rows: list[int],
 ) -> AveragedBucket:
-    """A bucket of rows; a codec that would not shorten its messages is left out."""
+    """A bucket of rows, without a codec if that would not shorten its messages."""
     parameters = [graph.updates[row][1] for row in rows]
     num_elements = sum(graph.tensors[each].meta.num_elements for each in parameters)
     own_bytes = float(sum(graph.tensor_bytes[each] for each in parameters))
@@ -379,7 +374,7 @@ class Pass(NamedTuple):
     """One pass over memory.
 
     Attributes:
-        formula: The assignment that it makes.
+        formula: Its assignment, in the symbols of the module's docstring.
         reads: Number of tensors read.
         writes: Number of tensors written.
     """
@@ -406,12 +401,12 @@ LEARNED_SINCE = (Pass("x = x - s", 2, 1), Pass("x = x + f, or x = x + a", 2, 1))
 
 
 def passes_before(averaging: Averaging, *, has_codec: bool, sends: bool) -> tuple[Pass, ...]:
-    """Passes before what a replica sends of a bucket is encoded, or summed as it is.
+    """Passes of a replica before a bucket is encoded or all-reduced.
 
     Args:
         averaging: The averaging.
         has_codec: Whether the bucket has a codec.
-        sends: Whether the replica sends something; with a codec one of each island does.
+        sends: Whether the replica sends; with a codec only one replica of each island does.
     """
     kept = (KEEP,) if averaging.delay else ()
     if not has_codec:
@@ -420,7 +415,7 @@ def passes_before(averaging: Averaging, *, has_codec: bool, sends: bool) -> tupl
 
 
 def passes_after(averaging: Averaging, *, has_codec: bool) -> tuple[Pass, ...]:
-    """Passes around the decoding of what has come, and after it; without a codec, after the sum.
+    """Passes of a replica around and after the decoding of messages, or after the all-reduce.
 
     Args:
         averaging: The averaging.
@@ -434,7 +429,7 @@ def passes_after(averaging: Averaging, *, has_codec: bool) -> tuple[Pass, ...]:
 
 
 def times_moved(passes: Iterable[Pass]) -> int:
-    """Bytes that passes read and write for each byte of the bucket.
+    """Bytes that passes read and write per byte of the bucket.
 
     >>> averaging = Averaging(every=8)
     >>> times_moved(passes_before(averaging, has_codec=False, sends=True))
@@ -455,12 +450,12 @@ def averaging_tape(
 ) -> Tape:
     """The tasks of one averaging: copies into buckets, their all-reduces, copies back.
 
-    Of a bucket with a codec the senders' differences are encoded, the messages gathered, and
-    decoded and added up everywhere.
+    For a bucket with a codec, senders encode their differences, and all replicas gather the
+    messages, decode them and add them up.
 
     Args:
         averaging: The averaging.
-        buckets: Buckets in the order in which ranks take them up.
+        buckets: Buckets in the order in which ranks handle them.
         channels: Table in which the channels of the all-reduces are registered.
         num_parameters: Number of parameters of the graph.
         num_devices: Number of devices of the cluster.
@@ -484,7 +479,7 @@ def averaging_tape(
 def _written_messages(
     writer: TapeWriter, averaging: Averaging, number: int, bucket: AveragedBucket
 ) -> list[int]:
-    """Passes that fill a bucket, encoded where it has a codec; returns what they make."""
+    """Write the passes that fill a bucket, and its encoding if any; returns their buffers."""
     size, made = bucket.num_bytes, []
     for device in bucket.devices:
         sends = bucket.rule is None or device in bucket.senders
@@ -504,7 +499,7 @@ def _written_sum(
     bucket: AveragedBucket,
     reads: Sequence[int],
 ) -> int:
-    """The all-reduce of a bucket, or the all-gather of its messages; returns what it makes."""
+    """Write the all-reduce of a bucket, or the all-gather of its messages; returns its buffer."""
     kind, channel, size = TaskKind.ALL_REDUCE, -1, bucket.num_bytes
     if bucket.rule is None:
         channel = channels.value_reduce(bucket.devices)
@@ -518,7 +513,7 @@ def _written_sum(
 def _write_end(
     writer: TapeWriter, averaging: Averaging, number: int, bucket: AveragedBucket, token: int
 ) -> None:
-    """What all replicas do with what has come: decode it, and take over the result."""
+    """Write the work of all replicas after that: decode messages, and take over the result."""
     size = bucket.num_bytes
     passes = passes_after(averaging, has_codec=bucket.rule is not None)
     cost = size * times_moved(passes)
@@ -536,7 +531,7 @@ def averaging_seconds(evaluator: "Evaluator", strategy: Strategy, choice: "Choic
     """Seconds of one averaging of a strategy's parameters, by the referee.
 
     Args:
-        evaluator: "Evaluator" of the graph on the cluster.
+        evaluator: Evaluator of the graph on the cluster.
         strategy: Strategy with an averaging.
         choice: The same strategy, encoded.
     """

@@ -1,5 +1,5 @@
 """Codecs, lossy encodings of messages.
 
-``value``, the mode; ``messages``, its tasks; ``tensors``, the encodings themselves; ``method``,
-the search.
+``value`` is the mode, ``messages`` has its tasks, ``tensors`` the encodings, and ``method`` the
+search.
 """

@@ -1,19 +1,19 @@
 """The last step of lowering: messages with codecs get tasks that encode and decode them.
 
-It works on a finished tape, so that a strategy without codecs is lowered as if there were none.
+It rewrites a finished tape, so that lowering knows nothing of codecs.
 
     SEND, PUSH, PULL   ->  ENCODE on the source, the shorter message, DECODE on the destination
     ALL_REDUCE         ->  ENCODE on every member, an all-gather of the messages,
                            DECODE_SUM on every member: all messages decoded and added up in the
                            order of the members, so that replicas stay equal bit for bit
 
-Encoding and decoding take a device's time, in ``codec.ENCODE_BYTES`` and ``DECODE_BYTES`` of
-copies. Values are decoded in program order, as other conversions are; gradients and parameters
-whenever the device would otherwise wait.
+Encoding and decoding take a device's time, in copies of ``ENCODE_BYTES`` and ``DECODE_BYTES``
+bytes per byte. Values are decoded in program order, like other conversions; gradients and
+parameters whenever the device would otherwise wait.
 
-What has no codec: values that do not follow the batch or are no floating-point numbers, rows of
-neighbours, parts of sums, gradients in reduce-scatters and what slice groups add up of them, and
-gradients that replicas give to replicas which have made none.
+These messages have no codec: values without a batch dimension or without floating-point numbers,
+rows of neighbours, parts of sums, gradients in reduce-scatters and their sums over slice groups,
+and gradients that replicas give to replicas without any.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ from heterog.lowering.tape import (
 from heterog.modes.codecs.value import DECODE_BYTES, CodecRule, CodecRules, Traffic, encode_bytes
 from heterog.modes.mode import EncodedMode
 
-_BEFORE, _SELF, _AFTER = 0, 1, 2
+_BEFORE, _SELF, _AFTER = 0, 1, 2  # places of tasks around a rewritten task
 
 
 class CodedChannel(NamedTuple):
@@ -50,7 +50,7 @@ class CodedChannel(NamedTuple):
         rule: Rule of the strategy.
         transfer: Number of the channel between two devices; -1 if there are more devices.
         reduces: Numbers of the all-reduces over the devices.
-        gather: Number of the all-gather that replaces those; -1 if there are none.
+        gather: Number of the all-gather that replaces all-reduces; -1 if there are none.
     """
 
     rule: CodecRule
@@ -74,7 +74,7 @@ class EncodedCodecs(EncodedMode):
 
     @property
     def rules(self) -> tuple[CodecRule, ...]:
-        """The rules that tasks name."""
+        """The rules that tasks refer to."""
         return tuple(each.rule for each in self.coded)
 
     def rewritten(self, tape: Tape, tables: GraphTables, choice: Choice) -> Tape:
@@ -82,15 +82,15 @@ class EncodedCodecs(EncodedMode):
         return encode_messages(tape, tables, choice.home, self.coded)
 
     def kept_bytes(self, tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
-        """Bytes of what codecs leave out of gradients."""
+        """Bytes of the errors that codecs leave out of gradients."""
         return feedback_bytes(tape, self.coded, choice.member.shape[1])
 
 
 def coded_channels(rules: CodecRules, channels: ChannelTable) -> tuple[CodedChannel, ...]:
-    """Find the channels of a strategy's rules; new collectives get a number."""
+    """The channels of a strategy's rules; new collectives are registered."""
     found = []
     for rule in rules:
-        if rule.traffic == Traffic.PARAMETER_CHANGES:  # no message of a step
+        if rule.traffic == Traffic.PARAMETER_CHANGES:  # sent by averagings, not by steps
             continue
         transfer, gather = -1, -1
         reduces: tuple[int, ...] = ()
@@ -108,7 +108,7 @@ def coded_channels(rules: CodecRules, channels: ChannelTable) -> tuple[CodedChan
 def encode_messages(
     tape: Tape, tables: GraphTables, home: IntArray, coded: Sequence[CodedChannel]
 ) -> Tape:
-    """Add the tasks that encode and decode messages; returns a tape with memory of its own.
+    """Add the tasks that encode and decode messages; returns a tape with its own memory.
 
     Args:
         tape: The kernel's output.
@@ -147,7 +147,7 @@ def encode_messages(
 
 
 def _item_bytes(tasks: npt.NDArray[np.void], tables: GraphTables) -> IntArray:
-    """Bytes of each element that a task moves, 0 where it moves no floating-point numbers."""
+    """Bytes per element that each task moves, 0 if these are no floating-point numbers."""
     found = np.zeros(len(tasks), np.int32)
     kind, subject = tasks["kind"], tasks["subject"]
     sends = kind == TaskKind.SEND
@@ -186,7 +186,7 @@ def _messages_of(
 
 
 def feedback_bytes(tape: Tape, coded: Sequence[CodedChannel], num_devices: int) -> FloatArray:
-    """Bytes that each device keeps of what codecs leave out of gradients.  # [num_devices]
+    """Bytes of the errors that each device keeps from coded gradients.  # [num_devices]
 
     Args:
         tape: A tape with the encoding tasks, of one or more steps.
@@ -195,7 +195,7 @@ def feedback_bytes(tape: Tape, coded: Sequence[CodedChannel], num_devices: int) 
     """
     kept = np.zeros(num_devices)
     tasks = tape.tasks[: tape.counts[NUM_TASKS]]
-    largest: dict[tuple[int, int, int], float] = {}  # the same one in each step
+    largest: dict[tuple[int, int, int], float] = {}  # each step reuses the same memory
     for task in np.flatnonzero((tasks["kind"] == TaskKind.ENCODE) & (tasks["codec"] > 0)).tolist():
         rule = int(tasks[task]["codec"]) - 1
         if coded[rule].rule.traffic == Traffic.GRADIENTS:
@@ -210,7 +210,7 @@ def feedback_bytes(tape: Tape, coded: Sequence[CodedChannel], num_devices: int) 
 class _Splice:
     """Inserts tasks, buffers and reads into a tape, and renumbers everything at the end.
 
-    New tasks, buffers and reads first get the next free numbers; ``tape`` puts them in order.
+    New tasks, buffers and reads first get the next free numbers; ``tape`` sorts them.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -234,7 +234,7 @@ class _Splice:
         record = self._tasks[task]
         size = float(record["num_bytes"])
         (made,) = self._made(task)
-        # The sender has made what is read; a pull reads tokens of the server.
+        # The sender is where the read buffer is; a pull reads tokens of the server.
         read = self._take_reads(task)
         src = int(self._old.buffers["device"][read[0]])
         encode = self._add(task, _BEFORE, TaskKind.ENCODE, src, size * encode_bytes(each.rule))
@@ -250,7 +250,7 @@ class _Splice:
         self._mark(rule, message, task, encode, decode)
 
     def gathered(self, task: int, rule: int, message: float, each: CodedChannel) -> None:
-        """Gather the messages of all members of an all-reduce, and sum them everywhere."""
+        """Gather the messages of all members of an all-reduce, and sum them on each."""
         size = float(self._tasks[task]["num_bytes"])
         members = sorted(each.rule.devices)
         token = self._made(task)[-1]
@@ -290,7 +290,7 @@ class _Splice:
         return range(int(start[task]), int(start[task + 1]))
 
     def _take_reads(self, task: int) -> list[int]:
-        """Take away and return the reads of a task."""
+        """Remove and return the reads of a task."""
         begin, end = self._span(task)
         self._is_kept[begin:end] = False
         return [int(each) for each in self._read[begin:end]]
@@ -305,7 +305,7 @@ class _Splice:
         return self._num_tasks + len(self._new_tasks) - 1
 
     def _follow(self, task: int, read: Sequence[int]) -> None:
-        """Move a task to the turn of the latest task of its device that it reads from."""
+        """Set a task's turn to that of the latest task on its device that it reads from."""
         record, turn = self._new_tasks[task - self._num_tasks], 0
         for buffer in read:
             number = int(self._maker[buffer])
@@ -320,7 +320,7 @@ class _Splice:
         return self._num_buffers + len(self._new_buffers) - 1
 
     def _mark(self, rule: int, message: float, *tasks: int) -> None:
-        """Assign tasks to a rule, and give their communication the length of the message."""
+        """Assign tasks to a rule, and set communication tasks to the length of the message."""
         for task in tasks:
             if task < self._num_tasks:
                 self._tasks[task]["codec"] = rule + 1
@@ -329,7 +329,7 @@ class _Splice:
                 self._new_tasks[task - self._num_tasks]["codec"] = rule + 1
 
     def tape(self) -> Tape:
-        """Everything in order."""
+        """The new tape, with everything in order."""
         if not self._new_tasks:
             return self._old
         tasks = np.concatenate([self._tasks[: self._num_tasks], *self._new_tasks])

@@ -1,26 +1,26 @@
 """Codecs on the slowest boundaries of a plan, if the user asked for a codec by name.
 
 A *boundary* is all messages of one kind of traffic between the same devices: activations from one
-stage to the next, their gradients back, the sums of gradients of some replicas, what is pushed to
-a server and pulled from it. Of islands that average it is what they average: the parameters that
-the same devices have, whose changes are then what travels. Let  t_i  be the seconds for which the
-exact messages of boundary i hold its slowest link in a step, t* = max t_i.
+stage to the next, their gradients back, all-reduces of gradients over the same replicas, pushes to
+a server and pulls from it. If islands average, a boundary is all parameters on the same devices,
+because their changes are sent. Let  t_i  be the seconds for which the exact messages of boundary i
+hold its slowest link in a step, t* = max t_i.
 
-- ``fp16`` and ``int8`` are put on the slowest boundary, the two slowest, the four slowest, ...;
-  the fewest boundaries within ``EQUALLY_FAST`` of the best step are taken: more of them would
-  only lose accuracy.
-- ``top_k=R`` shortens the slowest boundary by R and the others by what brings them to the same
-  seconds, r_i = max(1, R t_i / t*): links above t*/R end at t*/R, the rest stay exact. This
-  is AdaTopK (FusionLLM, arXiv 2410.12707) as we read it; its own code is not public.
-- With a target for the step, R is an upper bound, and reductions
+- ``fp16`` and ``int8`` are tried on the slowest boundary, the two slowest, the four slowest, ...
+  The fewest boundaries within ``EQUALLY_FAST`` of the best step are chosen, because more of them
+  would only lose accuracy.
+- ``top_k=R`` shortens the slowest boundary by R and the others to the same seconds,
+  r_i = max(1, R t_i / t*): boundaries above t*/R end at t*/R, the rest stay exact. This is our
+  reading of AdaTopK (FusionLLM, arXiv 2410.12707), whose code is not public.
+- With a target for the step, R is an upper bound, and the reductions
   r_i = min(R, max(1, t_i / tau)) are as small as the target allows: tau is bisected.
 
-A plan that is the fastest without codecs is one that sends little. So codecs are tried on all
-strategies found that could still win: exact steps slower than the best by at most the factor by
-which a codec shortens messages, the ``MOST_STARTS`` fastest of them.
+The fastest plan without codecs sends little. So codecs are tried on all known strategies that
+could still win: those whose exact steps are slower than the best by at most the factor by which a
+codec shortens messages, at most the ``MOST_STARTS`` fastest.
 
 The sum of n replicas' gradients becomes an all-gather of messages, which carries n/2 times the
-bytes of a ring for the same length: their reductions are multiplied by that.
+bytes of a ring for the same length. So the reductions of such boundaries are multiplied by n/2.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,12 +55,12 @@ from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.strategy import Strategy
 
 EQUALLY_FAST = 0.01
-"""Relative difference of steps that counts as equal: no prediction is that exact."""
+"""Relative difference of step times that counts as none; no prediction is more precise."""
 MOST_STARTS = 8
-"""Most exact strategies that codecs are tried on."""
+"""Most exact strategies on which codecs are tried."""
 _NOTE = "lossy: changes the numbers of training"
 _BISECTIONS = 12
-"""Halvings of the range of tau: to within a thousandth of it where R is below 4."""
+"""Halvings of the range of tau; for R below 4 they find tau to within a thousandth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +71,8 @@ class Boundary:
         traffic: Kind of traffic.
         devices: Source and destination, or the members of an all-reduce.
         seconds: Time for which the exact messages of a step hold their slowest link.
-        num_gathered: Number of messages that are gathered instead of an all-reduce; 2 for
-            transfers, which nothing replaces.
+        num_gathered: Number of messages gathered instead of an all-reduce; 2 for transfers, which
+            stay transfers.
     """
 
     traffic: Traffic
@@ -82,12 +82,12 @@ class Boundary:
 
 
 def boundaries(evaluator: Evaluator, program: Program, tables: GraphTables) -> list[Boundary]:
-    """Boundaries of an exact program that codecs can be used on, slowest first.
+    """Boundaries of an exact program that may have codecs, slowest first.
 
     Args:
-        evaluator: Evaluator that knows the links.
+        evaluator: Evaluator with the links' prices.
         program: Program of one step.
-        tables: Tables that it was lowered with.
+        tables: Tables from which it was lowered.
     """
     seconds: dict[tuple[Traffic, tuple[int, ...]], float] = {}
     # Sums between slice groups have no codec.
@@ -138,7 +138,7 @@ def averaged_boundaries(evaluator: Evaluator, strategy: Strategy) -> list[Bounda
 
 
 def slowest_first(found: Sequence[Boundary]) -> list[Boundary]:
-    """Boundaries, slowest first: the order in which they get codecs."""
+    """Boundaries in the order in which they get codecs, slowest first."""
     return sorted(found, key=lambda each: (-each.seconds, each.traffic, each.devices))
 
 
@@ -169,10 +169,10 @@ class LossyResult:
         strategy: Strategy with the codecs; the exact one if none makes it faster.
         evaluation: Its evaluation.
         exact: Evaluation of the exact strategy.
-        halves: Evaluation of the exact strategy with ``fp16`` on all boundaries, which costs and
-            loses little, for comparison.
-        num_boundaries: Number of boundaries that codecs could be used on.
-        misses_target: Whether a target was given that even the strongest codecs do not reach.
+        halves: Evaluation of the exact strategy with ``fp16`` on all boundaries, for comparison,
+            because that costs little time and accuracy.
+        num_boundaries: Number of boundaries that may have codecs.
+        misses_target: Whether even the strongest codecs do not reach a given target.
     """
 
     strategy: Strategy
@@ -202,8 +202,8 @@ def lossy_strategy(
         evaluator: Evaluator of the graph and cluster.
         strategy: An exact strategy.
         order: Order in which its tasks run.
-        codec: Codec that was asked for.
-        target_s: Target for the step, with ``top_k``: reductions are then the least that reach it.
+        codec: The requested codec.
+        target_s: Target for the step, with ``top_k``: reductions are the least that reach it.
 
     Raises:
         StrategyError: the strategy has codecs already, or a target was given for another codec.
@@ -249,7 +249,7 @@ class _Search:
         else:
             choice = evaluator.encode(strategy)._replace(num_steps=1)
             found = boundaries(evaluator, evaluator.program(choice), evaluator.tables_of(choice))
-        # Rules about no message, for instance about integers, which have no codec, are refused.
+        # Rules without a message, such as rules for integers, would be refused.
         self.boundaries = [each for each in found if self._has_messages(each)]
         self.seconds = [each.seconds for each in self.boundaries]
         self.exact = evaluator.referee(strategy, order)
@@ -279,7 +279,7 @@ class _Search:
         )
 
     def sparse(self, codec: Codec, reductions: Sequence[float]) -> tuple[CodecRule, ...]:
-        """Rules for ``top_k``; parameters and messages that need not be shorter stay exact."""
+        """Rules for ``top_k``; parameters stay exact, and boundaries with a reduction of 1."""
         rules = []
         for each, reduction in zip(self.boundaries, reductions, strict=False):
             if reduction <= 1.0 or each.traffic == Traffic.PARAMETERS:
@@ -290,7 +290,7 @@ class _Search:
         return tuple(rules)
 
     def fewest(self, codec: Codec) -> _Tried:
-        """The codec on the fewest boundaries that suffice."""
+        """The codec on the fewest boundaries that suffice for the best step."""
         counts, number = [], 1
         while number < len(self.boundaries):
             counts.append(number)
@@ -302,7 +302,7 @@ class _Search:
         return next(each for each in tried if each[1].preference <= enough)
 
     def to_target(self, codec: Codec, target_s: float) -> tuple[_Tried, bool]:
-        """The least reductions that reach a target, and whether even the largest miss it."""
+        """(strategy with the least reductions that reach a target, whether all miss it)."""
         is_reached = self.exact.step_time_s <= target_s
         if is_reached or not self.seconds:
             return (self._strategy, self.exact), not is_reached
@@ -333,24 +333,24 @@ def with_codec(
     target_s: float | None = None,
     rehearse: Rehearse | None = None,
 ) -> tuple[Plan, str]:
-    """A plan with codecs beside the one it was made of.
+    """A plan with codecs, made from a plan without.
 
-    Its method is that one's name with ``+ CODEC (lossy)``, and a row of that name is added:
-    wherever the method is named, readers see that training computes other numbers.
+    Its method has the old name with ``+ CODEC (lossy)`` and a row of its own: wherever the method
+    is named, readers see that training computes other numbers.
 
     Args:
-        plan: A plan without codecs that is ``ok``, exact or of islands that average.
+        plan: A plan without codecs that is ``ok``, exact or with islands that average.
         evaluator: Evaluator of its graph and cluster.
-        codec: Codec that was asked for.
+        codec: The requested codec.
         target_s: Target for the step; see ``lossy_strategy``.
-        rehearse: Function that plays the result through on shapes.
+        rehearse: Function that runs the result on shapes.
 
     Returns:
-        The plan, and a remark that compares it; the given plan if no codec makes it faster.
+        The plan, and a remark that compares both; the given plan if no codec makes it faster.
 
     Raises:
         StrategyError: the plan does not run, it has a server or a stash, or its step is too large
-            to say task by task.
+            to be written task by task.
     """
     _check_start(plan, codec)
     assert plan.step_time_s is not None
@@ -373,7 +373,7 @@ def with_codec(
             faults.append(fault)
             continue
         coded = _row(row, candidate, result.evaluation, codec, is_rehearsed=bool(rehearse))
-        if any(each.noisy_step_times_s for each in plan.rows):  # gains are compared draw by draw
+        if any(each.noisy_step_times_s for each in plan.rows):  # rows are compared draw by draw
             noisy = under_noise(evaluator, candidate.strategy, candidate.orders[0])
             coded = replace(coded, noisy_step_times_s=noisy)
         ends = evaluator.interval(result.evaluation.step_time_s, candidate.strategy)
@@ -388,7 +388,7 @@ def with_codec(
 
 
 def _check_start(plan: Plan, codec: Codec) -> None:
-    """Refuse a plan that codecs cannot be put on."""
+    """Refuse a plan that cannot have codecs."""
     beside = _beside(plan.strategy)
     if beside is not None and beside.key not in Codecs.goes_with:
         raise StrategyError(
@@ -401,9 +401,9 @@ def _check_start(plan: Plan, codec: Codec) -> None:
 
 
 def _starts(plan: Plan, codec: Codec) -> list[tuple[MethodRow, Candidate]]:
-    """Strategies that may win with a codec, each once; the plan's own first."""
+    """Distinct strategies that may win with a codec; the plan's own first."""
     assert plan.step_time_s is not None
-    # No message becomes shorter than this, and compute stays.
+    # No message is shortened by more than this factor, and compute stays, so a step gains less.
     most = {CodecKind.FP16: 2.0, CodecKind.INT8: 4.0}.get(codec.kind, codec.reduction)
     own = Candidate(strategy=plan.strategy, orders=(Order[plan.order.upper()],))
     found = {plan.strategy: (next(row for row in plan.rows if row.method == plan.method), own)}
@@ -423,9 +423,9 @@ def _starts(plan: Plan, codec: Codec) -> list[tuple[MethodRow, Candidate]]:
 def _other_islands(
     evaluator: Evaluator, starts: Sequence[tuple[MethodRow, Candidate]]
 ) -> Iterator[tuple[MethodRow, Candidate]]:
-    """What averages, on islands of devices and of hosts.
+    """The first averaging strategy on other islands, of devices and of hosts.
 
-    All islands gather each other's messages, so that fewer of them may be best with a codec.
+    All islands gather each other's messages, so fewer islands may be best with a codec.
     """
     averaged = [
         (row, averaging)
@@ -441,7 +441,7 @@ def _other_islands(
 
 
 def _with_row(plan: Plan, row: MethodRow, issued: IssuedStep, interval_s: Interval) -> Plan:
-    """The plan with a further row, which it now runs."""
+    """The plan with a further row, whose strategy it now runs."""
     assert row.candidate is not None
     return replace(
         plan,
@@ -479,7 +479,7 @@ def _row(
 
 
 def _beside(strategy: Strategy) -> Mode | None:
-    """The mode that a strategy has beside codecs, if any."""
+    """A strategy's other mode beside codecs, if any."""
     return next((mode for mode in strategy.modes if mode.key != Codecs.key), None)
 
 

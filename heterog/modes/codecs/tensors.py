@@ -1,13 +1,13 @@
 """Encoding tensors as messages of bytes, and decoding them.
 
-``value`` says what each codec keeps and how long its messages are. A message is one flat
-``uint8`` tensor, its parts with the widest elements first, so that each lies where its type wants:
+``value`` defines what each codec keeps and the length of its messages. A message is one flat
+``uint8`` tensor. Its parts are in order of falling element size, so that each is aligned:
 
     fp16    halves
     int8    scales (fp32), one for each block; elements
     top_k   kept values and their indices, or kept values and a bitmap
 
-Values that are not finite stay so: training that has gone wrong must not look right.
+Values that are not finite stay so: diverged training must not look right.
 """
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from heterog.modes.codecs.value import INT8_BLOCK, Codec, CodecKind
 
-_INT8_STEPS = 127.0
-_MOST_HALF = 65504.0
+_INT8_STEPS = 127.0  # steps on each side of 0
+_MOST_HALF = 65504.0  # largest finite number in half precision
 
 
 def encode(tensor: Tensor, codec: Codec) -> Tensor:
@@ -64,7 +64,7 @@ def decode(message: Tensor, num_elements: int, dtype: torch.dtype, codec: Codec)
 
 
 def add_decoded(total: Tensor, message: Tensor, codec: Codec) -> None:
-    """Add a decoded message to a flat tensor; a sparse one changes few of its elements."""
+    """Add a decoded message to a flat tensor; a sparse message changes few elements."""
     if message.is_meta:
         return
     if codec.kind == CodecKind.TOP_K:
@@ -75,7 +75,7 @@ def add_decoded(total: Tensor, message: Tensor, codec: Codec) -> None:
 
 
 def _halves(flat: Tensor) -> Tensor:
-    """Convert to half precision; finite values beyond its range become its largest ones."""
+    """Convert to half precision; finite values beyond its range are clipped to it."""
     half = flat.to(torch.float16)
     least, most = torch.aminmax(flat)
     if -_MOST_HALF <= least and most <= _MOST_HALF:
@@ -92,7 +92,7 @@ def _steps(flat: Tensor) -> Tensor:
     if short:
         wide = torch.cat([wide, wide.new_zeros(short)])
     blocks = wide.view(-1, INT8_BLOCK)
-    # Not a maximum of magnitudes: that would write all of them to memory once more.
+    # Not the maximum of magnitudes, which would write all magnitudes to memory.
     scales = torch.maximum(blocks.amax(1), -blocks.amin(1)) / _INT8_STEPS
     factor = torch.where(scales > 0.0, 1.0 / scales, scales)
     steps = (blocks * factor[:, None]).round_().clamp_(-_INT8_STEPS, _INT8_STEPS).to(torch.int8)
@@ -114,7 +114,7 @@ def _largest(flat: Tensor, codec: Codec) -> Tensor:
 
 
 def _is_among_largest(flat: Tensor, kept: int) -> Tensor:
-    """Whether each element is among the ``kept`` of largest magnitude; ties go to the first."""
+    """Whether each element is among the ``kept`` largest magnitudes; ties go to the first."""
     magnitude = flat.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
     smallest = magnitude.kthvalue(flat.numel() - kept + 1).values
     is_kept = magnitude > smallest
@@ -142,7 +142,7 @@ def _kept(
 
 
 def _bits(flags: Tensor) -> Tensor:
-    """Pack eight flags into each byte; flags of one bit are neighbours, which packs quickly."""
+    """Pack eight flags into each byte; bit n holds the n-th eighth, so whole arrays are packed."""
     bits = flags.to(torch.uint8)
     short = -bits.numel() % 8
     if short:
@@ -155,7 +155,7 @@ def _bits(flags: Tensor) -> Tensor:
 
 
 def _places(bits: Tensor, num_elements: int) -> Tensor:
-    """Positions of the flags that are set in the result of ``_bits``."""
+    """Positions of the set flags in a result of ``_bits``."""
     flags = torch.cat([(bits >> number) & 1 for number in range(8)])
     return flags[:num_elements].nonzero().view(-1)
 

@@ -1,23 +1,20 @@
 """Codecs: lossy encodings of messages, chosen by kind of traffic and devices.
 
-A codec changes the numbers of training, so no strategy has one unless somebody asked for it by
-name. It is a trait of a transfer or of a synchronisation: ``Codecs`` lists ``CodecRule`` values,
-and ``messages`` makes an encoding and a decoding task of each message that a rule is about. A
-message is one run of bytes whose length follows from the number of elements alone, so that the
-receiver knows it beforehand.
+A codec changes the numbers of training, so a strategy has one only if a user asked for it by name.
+A codec belongs to a transfer or a synchronisation: ``Codecs`` lists ``CodecRule`` values, and
+``messages`` adds an encoding and a decoding task to each message that a rule applies to. The
+length of a message depends on the number of elements only, so the receiver knows it beforehand.
 
-- ``fp16``: every element in half precision. Finite values beyond its range become the largest
-  that it has.
+- ``fp16``: every element in half precision. Finite values beyond its range are clipped to it.
 - ``int8``: every element as one of 255 steps of the largest magnitude in its block of 256
-  elements; the block's scale travels as an fp32 number.
-- ``top_k``: the k elements of largest magnitude, as they are; zeros elsewhere. Ties are decided
-  for the lowest index. Their positions are sent as indices or as a bitmap, whichever leaves
-  room for more values.
+  elements; the block's scale is sent as an fp32 number.
+- ``top_k``: the k elements of largest magnitude, unchanged; zeros elsewhere. The lowest index wins
+  ties. Positions are sent as indices or as a bitmap, whichever leaves room for more values.
 
 With ``d`` elements of ``v`` bytes and indices of ``x`` bytes, k kept elements cost ``k (v + x)``
-bytes, or ``k v + d / 8`` with a bitmap. ``reduction`` is stated in bytes, ``r = d v / message``,
-and k follows from it: ``k / d = v / (r (v + x))`` with indices. Below ``r = (v + x) / v`` a
-message of half the elements would be as long as all of them: they are sent as they are.
+bytes, or ``k v + d / 8`` with a bitmap. ``reduction`` is a ratio of bytes, ``r = d v / message``,
+which gives k: ``k / d = v / (r (v + x))`` with indices. Below ``r = (v + x) / v`` all elements are
+sent unchanged, because a message of half of them would be as long.
 """
 
 from dataclasses import dataclass, replace
@@ -39,10 +36,10 @@ if TYPE_CHECKING:
     from heterog.strategy.strategy import Strategy
 
 INT8_BLOCK = 256
-"""Number of elements that share a scale, which takes one in 64 bytes of the message. A bucket
-mixes gradients of layers, whose magnitudes differ by orders; a block lies within one layer."""
+"""Number of elements that share a scale; scales are about 1/64 of a message. A bucket mixes
+gradients of layers, whose magnitudes differ by orders; a block lies within one layer."""
 MOST_REDUCTION = 1e6
-"""Limit of ``top_k``: less than one of a million elements is no training."""
+"""Limit of ``top_k``; nothing is learned from less than one of a million elements."""
 
 
 class CodecKind(StrEnum):
@@ -57,15 +54,15 @@ class Traffic(IntEnum):
     """The content of a message."""
 
     ACTIVATIONS = 0
-    """Values of the forward pass, sent between groups on unlike devices."""
+    """Values of the forward pass, sent between groups on different devices."""
     ACTIVATION_GRADIENTS = 1
-    """Values of the backward pass that stages send each other."""
+    """Values of the backward pass, sent between stages."""
     GRADIENTS = 2
     """Gradients of parameters: in all-reduces, and pushed to parameter servers."""
     PARAMETERS = 3
     """New parameters, pulled from parameter servers."""
     PARAMETER_CHANGES = 4
-    """What an island has changed its parameters by since the last averaging."""
+    """Changes of an island's parameters since the last averaging."""
 
     @property
     def words(self) -> str:
@@ -74,11 +71,10 @@ class Traffic(IntEnum):
 
 
 OF_VALUES = (Traffic.ACTIVATIONS, Traffic.ACTIVATION_GRADIENTS)
-"""Traffic of values, which belong to other samples in each step: what a codec leaves out of them
-is lost. What it leaves out of a gradient is kept and added to the next one."""
+"""Traffic of values, which belong to other samples in each step, so a codec's error is lost."""
 WITH_FEEDBACK = (Traffic.GRADIENTS, Traffic.PARAMETER_CHANGES)
-"""Traffic that adds up over steps, and over any number of devices: what a codec leaves out of it
-is added to the next message."""
+"""Traffic that adds up over steps, and over any number of devices, so that a codec's error is
+added to the next message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +83,7 @@ class Codec:
 
     Attributes:
         kind: Kind of encoding; see the module.
-        reduction: For ``top_k``, bytes of the plain message over bytes of the encoded one.
+        reduction: For ``top_k``, bytes of the plain message over bytes of the encoded message.
         index_bytes: For ``top_k``, bytes of each index, 4 or 8.
     """
 
@@ -126,13 +122,13 @@ class Codec:
         return decode(message, num_elements, dtype, self)
 
     def add_decoded(self, total: "Tensor", message: "Tensor") -> None:
-        """Add what a message means to a flat tensor."""
+        """Add a decoded message to a flat tensor."""
         from heterog.modes.codecs.tensors import add_decoded
 
         add_decoded(total, message, self)
 
     def message_bytes(self, num_elements: int, value_bytes: int) -> int:
-        """Bytes of the encoded message of some elements."""
+        """Bytes of the encoded message for a number of elements."""
         if self.is_plain(num_elements, value_bytes):
             return num_elements * value_bytes
         if self.kind == CodecKind.FP16:
@@ -155,7 +151,7 @@ class Codec:
         )
 
     def kept(self, num_elements: int, value_bytes: int) -> tuple[int, bool]:
-        """Number of elements that ``top_k`` keeps, at least 1, and whether a bitmap marks them."""
+        """(number of elements that ``top_k`` keeps, at least 1, whether a bitmap marks them)."""
         room = num_elements * value_bytes / self.reduction
         by_index = int(room / (value_bytes + self.index_bytes))
         by_bitmap = int((room - -(-num_elements // 8)) / value_bytes)
@@ -211,11 +207,11 @@ class CodecRule:
 
     @property
     def of_changes(self) -> bool:
-        """Whether the messages are what islands have changed since the last averaging."""
+        """Whether the messages are changes of islands since the last averaging."""
         return self.traffic == Traffic.PARAMETER_CHANGES
 
     def __str__(self) -> str:
-        """A description for people and error messages."""
+        """A description for users and error messages."""
         between = ", ".join(map(str, self.devices))
         return f"{self.codec} on {self.traffic.words} between devices {between}"
 
@@ -268,12 +264,12 @@ class Codecs(Mode):
 
     @classmethod
     def from_record(cls, record: list[CodecRecord]) -> "Codecs | None":
-        """The codecs of a list of records; none of an empty one."""
+        """The codecs from a list of records; ``None`` for an empty list."""
         rules = tuple(_rule(number, each) for number, each in enumerate(record))
         return cls(rules=rules) if rules else None
 
     def check(self, strategy: "Strategy", graph: "OpGraph", cluster: "Cluster") -> None:
-        """Refuse rules about devices that are not there, and two rules about one message."""
+        """Refuse unknown devices, two rules for a message, and traffic that averaging excludes."""
         sends_changes = any(mode.sends_changes for mode in strategy.modes)
         seen: set[tuple[Traffic, tuple[int, ...]]] = set()
         for rule in self.rules:
@@ -299,7 +295,7 @@ class Codecs(Mode):
     def encode(
         self, strategy: "Strategy", tables: "GraphTables", channels: "ChannelTable"
     ) -> EncodedMode:
-        """The channels of the rules; nothing where all are about what averaging sends."""
+        """The channels of the rules; no effect if all rules are for averaging."""
         from heterog.modes.codecs.messages import EncodedCodecs, coded_channels
 
         coded = coded_channels(self.rules, channels)
@@ -367,10 +363,10 @@ ENCODE_BYTES: dict[CodecKind, float] = {
     CodecKind.INT8: 9.0,
     CodecKind.TOP_K: 80.0,
 }
-"""Bytes of device memory that could be copied while one payload byte is encoded: CPU seconds over
-those of a copy, for 0.1 to 16 MB of fp32 numbers; ``experiments/inexact.py cost`` measures
-them.
-An accelerator's ratios differ; that of ``top_k`` is probably smaller."""
+"""Bytes of device memory that could be copied while one payload byte is encoded: CPU seconds of
+encoding over those of a copy, for 0.1 to 16 MB of fp32 numbers, as measured by
+``experiments/inexact.py cost``. Ratios of accelerators differ; for ``top_k`` they are probably
+smaller."""
 DECODE_BYTES: dict[CodecKind, float] = {
     CodecKind.FP16: 3.5,
     CodecKind.INT8: 3.5,
@@ -378,11 +374,11 @@ DECODE_BYTES: dict[CodecKind, float] = {
 }
 """The same for decoding one payload byte."""
 _FEEDBACK_BYTES = 6.0
-"""Same for error feedback: a sum and a difference, each reads two, writes one."""
+"""The same for error feedback: a sum and a difference, each of two reads and one write."""
 
 
 def encode_bytes(rule: CodecRule) -> float:
-    """Bytes of copies that take as long as encoding a payload byte, its feedback included."""
+    """Bytes that could be copied while a payload byte is encoded, including error feedback."""
     kind = rule.codec.kind
     if rule.traffic not in WITH_FEEDBACK:
         return ENCODE_BYTES[kind]

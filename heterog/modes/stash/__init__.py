@@ -1,5 +1,5 @@
 """Weight stashes (PipeDream).
 
-``value``, the mode, phases of a step and their memory; ``paces`` and prices; ``method``, the
-search; ``ranks``, in rehearsals too.
+``value`` is the mode with the passes of a step and their memory, ``paces`` has prices, ``method``
+the search, and ``ranks`` the work of a rank, also in rehearsals.
 """

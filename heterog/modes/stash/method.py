@@ -1,13 +1,13 @@
 """``stash``: pipelines whose stages do not wait, and keep older weights for batches under way.
 
-Only where a person asks for it (``stash=1``), because the weights that come out are
-not those of one device. It is a row beside the exact methods.
+Only if a user asks for it (``stash=1``), because the resulting weights differ from those of one
+device. It is a row beside the exact methods.
 
-Stages are those of ``pipeline``: whole machines or single devices in many sequences. For each the
-cut is found by dynamic programming whose slowest stage is as fast as possible, because that is a
-step's time where messages are short; groups count with the memory of all batches that their stage
-has under way. Then boundaries of the best are moved, one group at a time. The stages of exact
-pipelines that other methods have found are tried, too.
+Stages are those of ``pipeline``: whole machines or single devices in many sequences. For each
+sequence, dynamic programming finds the cut with the fastest slowest stage, which is a step's time
+if messages are short. Each group counts with the memory of all batches that its stage has under
+way. Then boundaries of the best cut move by one or two groups. The stages of exact pipelines from
+other methods are tried, too.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,13 +33,13 @@ from heterog.strategy.schedules import AS_IT_COMES
 from heterog.strategy.strategy import REPLICATED, Decision, Keeps, Strategy
 
 _MOST_TRIED = 40
-"""Most sequences of stages that are simulated, those with the shortest estimates first."""
+"""Most sequences of stages that are simulated, in order of estimates."""
 _MICRO_BATCHES = (2, 4, 8, 16, 32)
-"""Numbers of micro-batches that the best sequences of stages are tried with."""
+"""Numbers of micro-batches that are tried for the best sequences of stages."""
 _NUM_CUT_FINER = 4
 """Number of sequences of stages that are tried with micro-batches."""
 _MOST_MOVED = 12
-"""Most times that a boundary is moved."""
+"""Most moves of boundaries."""
 
 _LEAST_S = 1e-9
 """Least seconds of a group, so that cuts of groups without work differ."""
@@ -48,7 +48,7 @@ _Tried = tuple[Evaluation, Strategy]
 
 
 def parse_stash(text: str) -> "StashedPipelines":
-    """The method that a text such as ``stash=1`` asks for.
+    """The method for a text such as ``stash=1``.
 
     >>> parse_stash("stash=1").stash.boundary_steps
     1
@@ -56,7 +56,7 @@ def parse_stash(text: str) -> "StashedPipelines":
     8
 
     Raises:
-        HeterogError: a word is unknown, or what follows is no number.
+        HeterogError: a word is unknown, or its value is no number.
     """
     first, *others = (part.strip().partition("=")[::2] for part in text.split(","))
     value, count = first[1].strip(), dict(others).get("micro_batches", "1").strip()
@@ -76,7 +76,7 @@ class StashedPipelines(Planner):
     """Searches the best stages for one stash.
 
     Args:
-        stash: The stash that was asked for.
+        stash: The requested stash.
         num_micro: Number of micro-batches; if ``None``, the search chooses it.
     """
 
@@ -148,7 +148,7 @@ class StashedPipelines(Planner):
     def _cut_finer(
         self, evaluator: Evaluator, costs: "_Costs", tried: Sequence[_Tried]
     ) -> Iterator[Strategy]:
-        """The best sequences of stages with more micro-batches, also where these are cut anew."""
+        """The best sequences of stages with more micro-batches, with old and new cuts."""
         graph = evaluator.graph
         counts = [count for count in _MICRO_BATCHES if count <= graph.batch_size]
         if micro_batches_refused(graph, 2):
@@ -163,7 +163,7 @@ class StashedPipelines(Planner):
                 yield self._strategy(evaluator, stages, starts, count)
 
     def _of_exact(self, evaluator: Evaluator, exact: Strategy, count: int) -> Strategy | None:
-        """The stages of an exact pipeline with a stash; ``None`` if it has none."""
+        """An exact pipeline's stages with the stash; ``None`` if they cannot have it."""
         strategy = replace(
             exact,
             micro_batches=_micro_batches(evaluator, exact, count),
@@ -180,7 +180,7 @@ class StashedPipelines(Planner):
     def _strategy(
         self, evaluator: Evaluator, stages: Stages, starts: tuple[int, ...], count: int
     ) -> Strategy:
-        """The strategy whose stages begin at the given groups, with a number of micro-batches."""
+        """The strategy with a number of micro-batches, whose stages begin at the given groups."""
         graph, cluster = evaluator.graph, evaluator.cluster
         speeds = evaluator.speeds
         ends = (*starts[1:], evaluator.tables.num_groups)
@@ -197,7 +197,7 @@ class StashedPipelines(Planner):
         return replace(strategy, micro_batches=_micro_batches(evaluator, strategy, count))
 
     def _moved(self, evaluator: Evaluator, best: _Tried) -> Iterator[_Tried]:
-        """Move boundaries between stages while that helps."""
+        """Move boundaries between stages while that improves the best strategy."""
         for _ in range(_MOST_MOVED):
             found = [
                 (evaluator.referee(strategy, Order.FIFO), strategy)
@@ -212,7 +212,7 @@ class StashedPipelines(Planner):
 
 
 class _Costs:
-    """Seconds and bytes of groups on stages, for cuts of the chain of groups."""
+    """Seconds and bytes of groups on stages, to cut the chain of groups."""
 
     def __init__(self, evaluator: Evaluator, stash: WeightStash) -> None:
         self._evaluator = evaluator
@@ -241,7 +241,7 @@ class _Costs:
         return float(np.add.reduceat(seconds, starts, axis=0).diagonal().max()), starts
 
     def _seconds(self, devices: tuple[int, ...], num_micro: int) -> FloatArray:
-        """Seconds of each group on the device of a stage that takes longest."""
+        """Seconds of each group on the slowest device of a stage."""
         evaluator = self._evaluator
         weights = tuple(self._speeds[device] for device in devices)
         shares = split_in_proportion(evaluator.graph.batch_size, weights)
@@ -276,14 +276,14 @@ class _Costs:
 def _micro_batches(
     evaluator: Evaluator, strategy: Strategy, count: int
 ) -> tuple[tuple[int, ...], ...]:
-    """A number of even micro-batches for a strategy, which every group cuts in proportion."""
+    """The table of a number of even micro-batches, which every group divides in proportion."""
     sizes = split_evenly(evaluator.graph.batch_size, count)
     first = strategy.decisions[0].devices[0]
     return micro_batch_table(sizes, evaluator.cluster.num_devices, first)
 
 
 def _with_a_boundary_moved(strategy: Strategy) -> Iterator[Strategy]:
-    """Strategies with one boundary between stages one or two groups earlier or later."""
+    """Strategies with one boundary of stages moved by one or two groups either way."""
     decisions, count = strategy.decisions, len(strategy.decisions)
     for start in range(1, count):
         if decisions[start] == decisions[start - 1]:
@@ -300,12 +300,12 @@ def _with_a_boundary_moved(strategy: Strategy) -> Iterator[Strategy]:
 
 
 def _recomputing(strategy: Strategy, keeps: Keeps) -> Strategy:
-    """The same with all stages dropping what they can recompute in their backward passes."""
+    """The strategy with recomputation in all stages."""
     decisions = tuple(replace(each, recompute=True, keeps=keeps) for each in strategy.decisions)
     return replace(strategy, decisions=decisions)
 
 
 def _fault(evaluator: Evaluator, strategy: Strategy) -> str:
-    """Why stages cannot run batches apart; empty if they can."""
+    """Why stages cannot run different batches; empty if they can."""
     program = evaluator.program(evaluator.encode(strategy))
     return stage_fault(program, stages_of(strategy), evaluator.tables)

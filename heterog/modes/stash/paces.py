@@ -1,43 +1,37 @@
-"""Pace and memory of a pipeline whose stages do not wait: closed forms from one step on its own.
+"""Pace of a pipeline whose stages do not wait, predicted from one step on its own.
 
-A batch is m micro-batches. Stage s takes F_s for the forward pass of one and B_s for the backward
-pass, with the m-th part of what ends a batch: sums of gradients and updates. It does one after
-the other: the backward pass of micro-batch n - 1 - D_s, then the forward pass of n
-(``value``). With c_s the seconds that messages take from stage s to the next and back
-together, and K micro-batches that each boundary adds, a step takes
+A batch is m micro-batches. Stage s takes F_s for the forward pass of a micro-batch and B_s for the
+backward pass, which includes one m-th of the end of a batch: sums of gradients and updates. It
+alternates: the backward pass of micro-batch n - 1 - D_s, then the forward pass of n (``value``).
+With c_s the seconds of messages from stage s to the next and back together, and K micro-batches
+that each boundary adds, a step takes
 
     T = m max over i <= j of (F_i + B_i + ... + F_j + B_j + c_i + ... + c_{j-1}) / (1 + K (j - i))
 
-because the stages i to j wait for each other in a circle: forth from i to j with one micro-batch,
-back to i, and there the forward pass of the (1 + K (j - i))-th one after it begins. For i = j it
-is the slowest stage; if messages take no time, no other circle is slower, for K of at least 1. For
-K = 0 and the whole pipeline it is one micro-batch after the other. No step takes less than what
-all its messages hold any link.
+because the stages i to j wait for each other in a circle: a micro-batch goes forth from i to j and
+back to i, and then the forward pass of the (1 + K (j - i))-th micro-batch after it begins. For
+i = j it is the slowest stage; if messages take no time and K >= 1, no other circle is slower. For
+K = 0 and the whole pipeline it is one micro-batch after the other. A step takes at least the time
+that all its messages hold any link.
 
-A message leaves when its receive has begun, and behind the one before it. So no step takes less
-than m messages in a row, of the forward or of the backward pass. The receive of inputs begins one
-micro-batch ahead, as ``ranks`` has it, but that of a batch's first one when the stage has
-ended the forward pass before it: nobody has called with this batch yet. So with c_ij of forward
-messages alone no step takes less than m c_ij + F_j. Receives of gradients begin early enough to
-add nothing.
+A message leaves when its receive has begun and the message before it has arrived. So a step takes
+at least m messages in a row, of the forward or of the backward pass. The receive of inputs begins
+one micro-batch ahead (``ranks``). Only the receive for a batch's first micro-batch begins when the
+stage has ended the forward pass before it, because nobody has called with this batch yet. So with
+c_ij of forward messages alone a step takes at least m c_ij + F_j. Receives of gradients begin
+early enough to add nothing.
 
-For m = 1 that is exact. For more, what ends a batch comes at once and not in m parts, and inputs
-are late once in a batch. Then a step's seconds follow from when each pass ends, for some tens of
-batches: with U_s what stage s does at the end of a batch, not in B here, messages c_ij and c'_ij
-of the two passes and b(k) of k = n - 1 - D_s,
+For m = 1 that is exact. For more, the end of a batch comes at once and not in m parts, and inputs
+are late once in a batch. Then the ends of passes over some tens of batches give a step's seconds:
+with U_s the end of a batch on stage s, not in B here, messages c_ij and c'_ij of the two passes
+and b(k) of k = n - 1 - D_s,
 
     b_s(k) = max(f_s(n - 1), max over j > s of g_js(k)) + B_s
     g_js(k) = max(b_j(k), g_js(k - 1)) + c'_js
     f_s(n) = max(b_s(k) + (U_s if k ends a batch), max over i < s of a_is(n)) + F_s
     a_is(n) = max(f_i(n), a_is(n - 1), f_s(n - 1 if n begins a batch, else n - 2)) + c_is
 
-F_s, B_s and c_s are means, if micro-batches are unequal.
-
-On each device stay ceil(D_s / m) more versions of its weights, ceil((D_s + 1) / m) more batches,
-what D_s more micro-batches have left for their backward passes, and messages that come before they
-are needed (``memory``).
-
-Prices of a stash: the pace of its stages, from a step on its own.
+F_s, B_s and c_s are means, if micro-batches are unequal. ``value.stash_bytes`` has the memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,9 +58,9 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.runs import Lowered
 
 Pair = tuple[int, int]
-"""A stage that sends, and one that receives."""
+"""(sending stage, receiving stage)."""
 _NUM_BATCHES = 48
-"""Batches behind the first gradient, of which the later half tells a step's seconds."""
+"""Batches after the first gradient; the later half measures a step's seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +71,11 @@ class StagePace:
         forward_s: Seconds F of the forward pass of each stage.
         backward_s: Seconds B of the backward pass of each stage, with its part of the updates.
         forward_lag_s: Seconds from the end of a stage's forward pass until another stage has all
-            that it gets of it; negative where that is earlier.
+            messages from it; negative if these arrive before the end.
         backward_lag_s: The same for the backward pass.
         num_micro: Number m of micro-batches of a step.
-        end_s: Seconds U of what ends a batch on each stage, of which ``backward_s`` has the m-th
-            part; empty for none.
+        end_s: Seconds U of the end of a batch on each stage; ``backward_s`` includes one m-th of
+            them; empty for none.
     """
 
     forward_s: tuple[float, ...]
@@ -105,7 +99,7 @@ class StagePace:
         """
         there = _longest(self.forward_s, self.forward_lag_s)
         back = _longest(self.backward_s[::-1], _mirrored(self.backward_lag_s, self.num_stages))
-        # Of back[last - j, last - i], which leads from stage j to stage i, at [i, j].
+        # Entry [i, j] becomes back[last - j, last - i], the path from stage j to stage i.
         back = back[::-1, ::-1].T
         first, last = np.indices(there.shape)
         apart = 1 + stash.boundary_steps * np.maximum(last - first, 0)
@@ -114,7 +108,7 @@ class StagePace:
         return seconds if self.num_micro == 1 else max(seconds, self._by_passes(stash))
 
     def _messages_s(self) -> float:
-        """Seconds of a batch's messages one after the other, and the gap to the next batch's."""
+        """Seconds of a batch's messages in a row, and the gap to the next batch's messages."""
         inputs = (
             self.num_micro * lag + self.forward_s[target]
             for (_, target), lag in self.forward_lag_s.items()
@@ -123,7 +117,7 @@ class StagePace:
         return max((*inputs, *gradients), default=0.0)
 
     def _gradient_lags(self) -> dict[Pair, float]:
-        """Lags of messages of the backward pass from the pass alone, without a batch's end."""
+        """Lags of backward messages after the end of the pass, without the end of a batch."""
         end_s = self.end_s or (0.0,) * self.num_stages
         return {
             (source, target): lag + end_s[source] / self.num_micro
@@ -131,7 +125,7 @@ class StagePace:
         }
 
     def _by_passes(self, stash: WeightStash) -> float:
-        """Seconds of a step in the long run, by the ends of passes of many batches."""
+        """Steady seconds of a step, from the ends of passes over many batches."""
         stages, num_micro = range(self.num_stages), self.num_micro
         behind = [stash.behind(stage, self.num_stages) for stage in stages]
         at_end_s = self.end_s or (0.0,) * self.num_stages
@@ -171,7 +165,7 @@ class _Messages:
     """When messages of one kind of pass arrive, micro-batch after micro-batch.
 
     Args:
-        lag_s: Seconds that a message takes behind the end of its pass; see ``StagePace``.
+        lag_s: Seconds from the end of a pass to the arrival of its message; see ``StagePace``.
         num_stages: Number of stages.
     """
 
@@ -182,12 +176,12 @@ class _Messages:
         self._last: dict[Pair, float] = {}
 
     def arrival(self, target: int, ended: Sequence[float], announced: float) -> float:
-        """When a stage has all that it gets of the next micro-batch; 0 if it gets nothing.
+        """When a stage has all messages of the next micro-batch; 0 if it gets none.
 
         Args:
             target: The stage.
-            ended: When the pass of this micro-batch has ended on each stage before it.
-            announced: When the stage has begun to receive it.
+            ended: When the pass of this micro-batch has ended on each earlier stage.
+            announced: When the stage has begun to receive this micro-batch.
         """
         latest = 0.0
         for source, lag in self._sources[target]:
@@ -199,7 +193,7 @@ class _Messages:
 
 
 def _longest(own_s: Sequence[float], lag_s: Mapping[Pair, float]) -> FloatArray:
-    """Seconds of the longest path between stages, ends included; -inf where there is none."""
+    """Seconds of the longest path between stages, including both; -inf without a path."""
     count = len(own_s)
     found = np.full((count, count), -np.inf)
     for first in range(count):
@@ -237,7 +231,7 @@ def held_s(tape: Tape, prices: Prices) -> float:
 
 
 class StagedStep:
-    """The tasks of one step on its own, by the micro-batch, pass and stage that they belong to.
+    """The tasks of one step on its own, by micro-batch, pass and stage.
 
     Micro-batches come one after another (``value.one_at_a_time``).
 
@@ -259,7 +253,7 @@ class StagedStep:
         micro = micro_batch_of(tasks["micro"], np.diff(ends), reads, tape.buffers["maker"])
         self._pass: IntArray = 2 * micro + is_late
         self._is_link = tasks["kind"] >= FIRST_LINK_KIND
-        # A collective, which has no device, runs where what it reads is.
+        # A collective has no device; it runs where its inputs are.
         source = source_stages(tape, stage)
         self._ends_batch = ends_batch(tasks["kind"])
         self._is_awaited = ~is_written_last(tasks["kind"], tasks["subject"], tables)
@@ -267,7 +261,7 @@ class StagedStep:
         self._source = np.where(self._is_link, source, self._stage)
 
     def pace(self, seconds: FloatArray, finish: FloatArray) -> StagePace:
-        """Pace of the stages, by the times of the step on its own.
+        """Pace of the stages, from the times of the step on its own.
 
         Args:
             seconds: Seconds that each task takes.  # [num_tasks]
@@ -294,11 +288,11 @@ class StagedStep:
             forward_lag_s=forward_lag_s,
             backward_lag_s=backward_lag_s,
             num_micro=num_micro,
-            end_s=tuple(end.tolist()),  # of the last pass, that of the last micro-batch
+            end_s=tuple(end.tolist()),  # of the last pass: the last micro-batch's backward pass
         )
 
     def _latest(self, finish: FloatArray, chosen: BoolArray) -> FloatArray:
-        """When the last of some tasks of a pass ends on a stage, 0 for none.
+        """When the last of the chosen tasks of each pass ends on each stage, 0 for none.
 
         Returns:
             # [num_micro * 2, num_stages]
@@ -310,7 +304,7 @@ class StagedStep:
         return found
 
     def _busy(self, seconds: FloatArray) -> FloatArray:
-        """Seconds that a pass takes on the busiest device of a stage.
+        """Seconds that each pass takes on the busiest device of each stage.
 
         Returns:
             # [num_micro * 2, num_stages]
@@ -329,7 +323,7 @@ class StagedStep:
     def _lags(
         self, crosses: BoolArray, finish: FloatArray, ends: FloatArray
     ) -> tuple[dict[Pair, float], dict[Pair, float]]:
-        """Lags of messages of the forward and the backward pass, in the mean of micro-batches."""
+        """Lags of messages of the forward and the backward pass, as means over micro-batches."""
         arrived: dict[tuple[int, Pair], float] = {}
         for task in np.flatnonzero(crosses).tolist():
             key = int(self._pass[task]), (int(self._source[task]), int(self._stage[task]))
@@ -344,7 +338,7 @@ class StagedStep:
 
 
 def more_seconds(stash: WeightStash, evaluator: Evaluator, choice: Choice) -> float:
-    """Seconds that a step takes longer than on its own, mostly below 0: steps overlap."""
+    """Seconds of a step beyond a step on its own; mostly below 0, because steps overlap."""
     if evaluator.tasks_of(choice) > evaluator.most_tasks:  # it will not be simulated
         return 0.0
     pace, local_s, lowered = stage_pace(evaluator, choice)
@@ -352,9 +346,9 @@ def more_seconds(stash: WeightStash, evaluator: Evaluator, choice: Choice) -> fl
 
 
 def stage_pace(evaluator: Evaluator, choice: Choice) -> tuple[StagePace, float, Lowered]:
-    """Pace of stages by the referee's times of a step alone, its seconds, and what was lowered.
+    """(pace of the stages, seconds of a step on its own by the referee, its lowering).
 
-    Not counted as an evaluation: it belongs to that of the strategy.
+    Not counted as an evaluation, because it is part of the strategy's evaluation.
     """
     lowered, _, timings = evaluator.alone(choice)
     local_s, replayed = evaluator.replayed(lowered)

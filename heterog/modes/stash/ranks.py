@@ -1,28 +1,28 @@
-"""Pipelines whose stages do not wait, on real ranks: several batches of a rank are under way.
+"""Pipelines whose stages do not wait, on ranks: each rank has several batches under way.
 
-A call with a batch goes through its micro-batches (one, if batches are not cut). Each, the n-th of
-all, has five moments, in this order, where D is the number of those that the rank is behind by:
+A call with a batch goes through its micro-batches (one, if batches are not cut). Micro-batch n,
+counted over all batches, has five moments in this order, on a rank that is D micro-batches behind:
 
-- The rank begins to receive what earlier stages send it of micro-batch n, if that is the first one
-  of its batch; of others it has begun already.
-- It does so for micro-batch n + 1, if that belongs to the same batch.
+- The rank begins to receive inputs of micro-batch n from earlier stages, if n is the first one of
+  its batch; otherwise it has begun already.
+- It begins to receive inputs of micro-batch n + 1, if that belongs to the same batch.
 - It begins to receive gradients for micro-batch n - D.
 - It runs the backward pass of its oldest micro-batch, n - 1 - D; if that is the last one of its
   batch, it updates.
-- It runs the forward pass of micro-batch n, with the weights as they are now; or as they were for
-  the first one of its batch.
+- It runs the forward pass of micro-batch n, with the weights that the first micro-batch of the
+  batch found.
 
-So messages travel while the rank computes: a message only leaves once its receive has begun, so a
-rank begins to receive the next one before a pass that reads the one before it. Inputs of the next
-batch are the exception, because nobody has called with it yet. Each batch under way has an
-executor of its own, which reads the weights that its forward pass began with. These are no copies:
-the parameters get new memory before an update, and the old one stays as long as a batch reads it.
+So messages travel while the rank computes: a message leaves only once its receive has begun, so a
+rank begins to receive the next message before the pass that reads the current one. Inputs of the
+next batch are the exception, because nobody has called with it yet. Each batch under way has its
+own executor, which reads the weights of the batch's first forward pass. These are no copies: the
+parameters get new memory before an update, and the old memory stays while a batch reads it.
 
-Nothing can deadlock: what a moment waits for was sent for the same micro-batch by an earlier
-stage, or by a later stage in the same one or before; a stage sends gradients before it waits for
-inputs.
+There is no deadlock: a moment waits only for messages that an earlier stage sent for the same
+micro-batch, or a later stage in the same micro-batch or before; a stage sends gradients before it
+waits for inputs.
 
-A stash in a rehearsal: the stages of a pipeline that do not wait, played side by side.
+A rehearsal plays all stages in turn, moment by moment.
 """
 
 from collections import deque
@@ -60,7 +60,7 @@ from heterog.runtime.step.whole_model import ModelPart
 
 
 class Moment(IntEnum):
-    """Parts of what a rank does when a micro-batch comes, in order."""
+    """Parts of a rank's work when a micro-batch comes, in order."""
 
     RECEIVE_INPUTS = 0
     RECEIVE_NEXT_INPUTS = 1
@@ -70,7 +70,7 @@ class Moment(IntEnum):
 
 
 class StashedWeights:
-    """The parameters of a rank as they were when the forward pass of one batch began.
+    """The parameters of a rank at the beginning of one batch's forward pass.
 
     Args:
         live: The rank's parameters, by tensor id.
@@ -86,15 +86,15 @@ class StashedWeights:
         return bool(self._kept)
 
     def keep(self) -> None:
-        """Keep the parameters' memory as it is now."""
+        """Keep the parameters' current memory."""
         self._kept = {tensor: value.detach() for tensor, value in self._live.items()}
 
     def drop(self) -> None:
-        """Let the memory go that is kept."""
+        """Free the kept memory."""
         self._kept = {}
 
     def read(self, tensor: int) -> Tensor:
-        """A parameter as it was, by tensor id."""
+        """A kept parameter, by tensor id."""
         return self._kept[tensor]
 
 
@@ -106,12 +106,12 @@ class TurnsByMoment:
     """The turns of a step, by the moment in which a rank takes them.
 
     Args:
-        seen: The program; which rank it is seen from does not matter.
+        seen: The program, from the view of any rank.
         order: Order of a step.
 
     Attributes:
         order: The same order with all turns of the forward pass first, micro-batch by
-            micro-batch. Ranks take those of a pass of a micro-batch in this order.
+            micro-batch. Ranks take the turns of each pass of a micro-batch in this order.
         num_micro: Number of micro-batches.
     """
 
@@ -140,7 +140,7 @@ class TurnsByMoment:
         return found
 
     def _place(self, turn: DueTask) -> tuple[bool, int]:
-        """Whether a turn belongs to the backward pass, and its micro-batch."""
+        """(whether a turn belongs to the backward pass, its micro-batch)."""
         if turn.task == LOSS:
             return False, self.num_micro - 1
         return self._is_late[turn.task], self._micro[turn.task]
@@ -174,10 +174,10 @@ class _MicroBatch:
     """A micro-batch under way on a rank.
 
     Attributes:
-        batch: The batch that it is a part of.
+        batch: Its batch.
         number: Its number in the batch.
-        receives_inputs: Whether the rank has begun to receive inputs of it.
-        receives_gradients: Whether it has begun to receive gradients for it.
+        receives_inputs: Whether the rank has begun to receive its inputs.
+        receives_gradients: Whether the rank has begun to receive its gradients.
     """
 
     def __init__(self, batch: _Batch, number: int) -> None:
@@ -195,14 +195,14 @@ class StashedTraining(RankMode):
         strategy: Strategy with a stash.
         rank: Number of this rank.
         parameters: Parameters of this rank, by tensor id.
-        make_executor: Function that makes an executor that reads parameters by the given function
-            and follows ``turns.order``.
+        make_executor: Function that makes an executor, which reads parameters by the given
+            function and follows ``turns.order``.
         flush: Ends communication that is under way.
 
     Attributes:
         num_micro: Number of micro-batches of a batch.
-        loss_delay: Number of calls after which the loss of a batch is returned, the same on all
-            ranks: the staleness of the first stage.
+        loss_delay: Number of calls by which a batch's loss is late on all ranks: the staleness of
+            the first stage.
         is_alone: Whether every micro-batch ends before the next one begins, as in the plan's
             timeline.
     """
@@ -247,7 +247,7 @@ class StashedTraining(RankMode):
         return [each.executor for each in (*under_way, *self._free)]
 
     def record(self, recorder: Recorder | None, *, is_alone: bool | None = None) -> None:
-        """Have a recorder notified of every task of the next batches, or nobody."""
+        """Notify a recorder, or none, of every task of the next batches."""
         for executor in self.executors:
             executor.recorder = recorder
         if is_alone is not None:
@@ -255,11 +255,11 @@ class StashedTraining(RankMode):
 
     @property
     def is_alike(self) -> bool:
-        """Whether all stages have made an update with every batch."""
+        """Whether all stages have updated with every batch."""
         return not self._under_way
 
     def why_apart(self, num_steps: int) -> str:
-        """Why stages have no model in common after so many steps; empty if they have."""
+        """Why stages have weights of different steps; empty if they do not."""
         if self.is_alike:
             return ""
         return (
@@ -275,8 +275,8 @@ class StashedTraining(RankMode):
             num_steps: Number of steps before it since the start of training.
 
         Returns:
-            The loss of the batch ``loss_delay`` calls before, the same on every rank; not a number
-            if there was none since the last ``settle``.
+            The loss of the batch ``loss_delay`` calls before, the same on every rank; NaN if there
+            was none since the last ``settle``.
         """
         with torch.no_grad():
             self.begin(batch, num_steps)
@@ -289,7 +289,7 @@ class StashedTraining(RankMode):
             return self.end()
 
     def begin(self, batch: Mapping[int, Tensor], number: int) -> None:
-        """Begin a call, which ``rehearsal`` goes through part by part."""
+        """Begin a call; a rehearsal makes the parts of a call one by one."""
         newest = self._free.pop()
         newest.executor.num_steps = number
         newest.executor.begin(batch)
@@ -300,7 +300,7 @@ class StashedTraining(RankMode):
         self._under_way.append(self._to_come.popleft())
 
     def enter(self, moment: Moment, *, is_last: bool = False) -> _MicroBatch | None:
-        """Begin a moment; returns the micro-batch that it is about, ``None`` if there is none.
+        """Begin a moment; returns its micro-batch, or ``None`` if it has none.
 
         Args:
             moment: The moment.
@@ -329,7 +329,7 @@ class StashedTraining(RankMode):
         return found
 
     def _receiving_gradients(self, *, is_last: bool) -> _MicroBatch | None:
-        """The micro-batch n - D; if no more come, the oldest one that gets no gradients yet."""
+        """Micro-batch n - D; if no more come, the oldest one that receives no gradients yet."""
         due = len(self._under_way) if is_last else len(self._under_way) - self._behind
         waiting = (each for each in self._under_way if not each.receives_gradients)
         found = next(waiting, None) if due > 0 else None
@@ -338,7 +338,7 @@ class StashedTraining(RankMode):
         return found
 
     def leave(self, moment: Moment, ended: _MicroBatch | None) -> None:
-        """End a moment that was about a micro-batch."""
+        """End a moment of a micro-batch, if it had one."""
         if ended is None:
             return
         is_whole = ended.number == self.num_micro - 1
@@ -364,7 +364,7 @@ class StashedTraining(RankMode):
         return self._losses.popleft().wait()
 
     def settle(self, num_steps: int) -> None:
-        """End all batches that are under way; every rank has to call it."""
+        """End all batches under way; every rank must call it."""
         with torch.no_grad():
             self._end_all()
         self._late_losses += [float(each.wait()) for each in self._losses]
@@ -372,12 +372,12 @@ class StashedTraining(RankMode):
         self._flush()
 
     def take_late_losses(self) -> list[float]:
-        """Losses that no call has returned, of the last batches before each ``settle``."""
+        """Losses of the last batches before each ``settle``, which no call has returned."""
         found, self._late_losses = self._late_losses, []
         return found
 
     def _end_all(self) -> None:
-        """End all micro-batches that are under way."""
+        """End all micro-batches under way."""
         while not self.is_alike:
             self._play(Moment.RECEIVE_GRADIENTS, is_last=True)
             self._play(Moment.BACKWARD, is_last=True)
@@ -389,7 +389,7 @@ class StashedTraining(RankMode):
         self.leave(moment, about)
 
     def _move_on(self) -> None:
-        """Give the parameters new memory, because batches under way read the old one."""
+        """Give the parameters new memory, because batches under way read the old memory."""
         for value in self._parameters.values():
             value.data = value.data.clone()
 
@@ -400,7 +400,7 @@ def training_of(step: "DeployedStep") -> StashedTraining:
     turns = TurnsByMoment(seen, step_order(seen, plan.task_order, clips=False))
 
     def make_executor(read: Callable[[int], Tensor] | None) -> StepExecutor:
-        # Nobody runs ahead further than the stash lets them, so no op waits for sends.
+        # The stash limits how far ranks run ahead, so no op has to wait for sends.
         return step.executor_of(step.captured, seen, turns.order, (), read)
 
     return StashedTraining(
@@ -426,7 +426,7 @@ class RehearsedStash(Rehearsal):
         self._stashed: list[StashedTraining] = []
 
     def ordered(self, seen: RankProgram, order: StepOrder) -> StepOrder:
-        """The turns of the forward pass first."""
+        """The order with the turns of the forward pass first."""
         self._turns = TurnsByMoment(seen, order)
         return self._turns.order
 
@@ -437,7 +437,7 @@ class RehearsedStash(Rehearsal):
         communicator: Communicator,
         make_executor: MakeExecutor,
     ) -> bool:
-        """Make the executors of the batches that a rank has under way."""
+        """Make the executors of a rank's batches."""
         assert self._turns is not None
         strategy, parameters = self._stage.strategy, part.parameters
         self._stashed.append(
@@ -448,9 +448,9 @@ class RehearsedStash(Rehearsal):
     def play(self) -> bool:
         """Run batches until the pipeline is full and every stage has ended one.
 
-        In a moment a stage waits only for what earlier stages send in it, or later ones if it is
-        the backward pass, so stages may take it one after another; the ranks of a stage take it
-        turn by turn. Then all batches end, the last stage first.
+        In a moment a stage waits only for messages of earlier stages, or of later stages in the
+        backward pass. So stages take a moment one after another, and the ranks of a stage take it
+        turn by turn. At last all batches end, the last stage first.
         """
         turns = self._turns
         assert turns is not None
@@ -482,7 +482,7 @@ class RehearsedStash(Rehearsal):
     def _play_moment(
         self, ranks: Sequence[int], moment: Moment, turns: Turns, *, is_last: bool = False
     ) -> None:
-        """Run a moment of the ranks of a stage, turn by turn.
+        """Run a moment on the ranks of a stage, turn by turn.
 
         Args:
             ranks: The ranks.

@@ -1,32 +1,29 @@
 """Weight stashes: a pipeline whose stages never wait for a step to end.
 
-A batch is m micro-batches (one, if it is not cut). Of a pipeline of S stages, stage s is
-D_s = K (S - 1 - s) micro-batches behind the last one with its backward passes: while a gradient
-is on its way back, the stage runs the forward passes of the micro-batches after it, those of the
-next batches among them. Gradients of a batch are added up, and its last backward pass makes the
-update. All passes of a batch use the weights that its first forward pass found, which the stage
-keeps until then: its *stash*. With w_s(n) the weights of stage s after n updates, and
-d_s = ceil(D_s / m), the update with batch t is
+A batch is m micro-batches (one, if it is not cut). In a pipeline of S stages, the backward passes
+of stage s are D_s = K (S - 1 - s) micro-batches behind those of the last stage: while a gradient
+travels back, the stage runs the forward passes of the next micro-batches, also of next batches.
+Gradients of a batch are added up, and its last backward pass makes the update. All passes of a
+batch use the weights that its first forward pass found. The stage keeps these weights until the
+update: its *stash*. With w_s(n) the weights of stage s after n updates, and d_s = ceil(D_s / m),
+the update with batch t is
 
     w_s(t + 1) = step(w_s(t), grad_s loss_t(w_0(t - d_0), ..., w_{S-1}(t - d_{S-1})))
 
-where versions before the first one are the first. For K = m = 1 that is PipeDream's weight
-stashing (Narayanan et al. 2019, section 3.3), with whole batches in the place of its minibatches.
-For K = 1 and m >= S - 1 it is PipeDream-2BW (Narayanan et al. 2021, section 3.1): two versions of
-weights, one update apart. Unlike there, the last stage has the newest. Larger K leave messages
-more time to travel. With K = 0 every stage waits for the gradient of its own micro-batch: one
-device's step.
+where versions before the first one equal the first. For K = m = 1 that is PipeDream's weight
+stashing (Narayanan et al. 2019, section 3.3), with whole batches instead of its minibatches. For
+K = 1 and m >= S - 1 it is PipeDream-2BW (Narayanan et al. 2021, section 3.1): two versions of
+weights, one update apart. Unlike there, the last stage has the newest weights. Larger K leave
+messages more time to travel. With K = 0 every stage waits for the gradient of its own micro-batch:
+one device's step.
 
-Each step makes one update with the gradient of a whole batch, as an exact step does, but of older
-weights, so a strategy has a stash only where a person asked for it.
-
-Which pass of which micro-batch a task belongs to, and whether stages can run these apart.
+Like an exact step, each step makes one update with the gradient of a whole batch, but with older
+weights. So a strategy has a stash only if a user asked for it.
 
 With a stash a stage runs the forward pass of one micro-batch and the backward pass of another. So
-every task belongs to one of the two, and a value of the forward pass may only go to later stages,
-one of the backward pass only to earlier ones.
-
-What a stash keeps on each device, beside what a step needs on its own.
+this module assigns every task to a pass and a micro-batch (``is_of_backward``,
+``micro_batch_of``). A value of the forward pass may go only to later stages, a value of the
+backward pass only to earlier stages (``stage_fault``). ``stash_bytes`` has the memory of a stash.
 """
 
 from dataclasses import dataclass, replace
@@ -84,13 +81,14 @@ _OF_BATCH = (
 def is_of_backward(kind: AnyIntegers, subject: IntArray, tables: GraphTables) -> BoolArray:
     """Whether each task belongs to the backward pass of its batch.
 
-    A move of a value belongs where the value is made, and what is made again of the batch where it
-    was made first; updates, sums of gradients and what is recomputed belong to the backward pass.
+    A task that moves a value belongs to the pass that makes the value. A remade value belongs to
+    the pass that made it first; updates, sums of gradients and recomputation belong to the
+    backward pass.
 
     Args:
         kind: ``TaskKind`` of each task.  # [num_tasks]
         subject: Subject of each task.  # [num_tasks]
-        tables: The graph's tables, by which subjects are numbered.
+        tables: The graph's tables, which number subjects.
 
     Returns:
         # [num_tasks]
@@ -108,7 +106,7 @@ def is_of_backward(kind: AnyIntegers, subject: IntArray, tables: GraphTables) ->
 
 
 def ends_batch(kind: AnyIntegers) -> BoolArray:
-    """Whether each task sums the gradients of a batch over devices, or updates with them.
+    """Whether each task sums a batch's gradients over devices or updates with them.
 
     Args:
         kind: ``TaskKind`` of each task.  # [num_tasks]
@@ -117,15 +115,15 @@ def ends_batch(kind: AnyIntegers) -> BoolArray:
 
 
 def is_written_last(kind: AnyIntegers, subject: IntArray, tables: GraphTables) -> BoolArray:
-    """Whether each task writes to a buffer what the forward pass has made for it.
+    """Whether each task writes a model's buffer, such as a running statistic.
 
-    A running statistic, say. A step on its own does so at its end, but no later task waits for it,
-    and stages that run batches apart do so in the forward pass.
+    The forward pass makes the values. A step on its own writes them at its end, but no later task
+    waits for that; stages that run different batches write them in the forward pass.
 
     Args:
         kind: ``TaskKind`` of each task.  # [num_tasks]
         subject: Subject of each task.  # [num_tasks]
-        tables: The graph's tables, by which subjects are numbered.
+        tables: The graph's tables, which number subjects.
     """
     found = kind == TaskKind.COMPUTE
     own = subject[found]
@@ -136,14 +134,13 @@ def is_written_last(kind: AnyIntegers, subject: IntArray, tables: GraphTables) -
 def micro_batch_of(
     micro: IntArray, num_reads: AnyIntegers, reads: IntArray, maker: IntArray
 ) -> IntArray:
-    """Micro-batch with which a stage runs each task: the last one that it has anything of.
+    """Micro-batch with which a stage runs each task: the last one that the task depends on.
 
     A sum of gradients or an update belongs to no micro-batch; it runs with the last one whose
     gradients it needs.
 
     Args:
-        micro: Micro-batch of each task as it was lowered, 0 where it belongs to none.
-            # [num_tasks]
+        micro: Micro-batch of each task from lowering, 0 for tasks without one.  # [num_tasks]
         num_reads: Number of buffers that each task reads.  # [num_tasks]
         reads: Buffers that tasks read, one task after another.  # [num_reads]
         maker: Task that makes each buffer.  # [num_buffers]
@@ -155,7 +152,7 @@ def micro_batch_of(
     if not micro.any():
         return found
     reader, made_by = np.repeat(np.arange(len(micro)), num_reads), maker[reads]
-    while True:  # once for each task of a chain without micro-batches: sum, update, pull
+    while True:  # as often as a chain of tasks without micro-batch is long: sum, update, pull
         last = found.copy()
         np.maximum.at(found, reader, last[made_by])
         if (found == last).all():
@@ -163,7 +160,7 @@ def micro_batch_of(
 
 
 def stage_fault(program: Program, stages: Stages, tables: GraphTables) -> str:
-    """Say why stages cannot work on different batches at a time; empty if they can.
+    """Why stages cannot work on different batches at a time; empty if they can.
 
     Args:
         program: Program of one step.
@@ -187,7 +184,7 @@ def stage_fault(program: Program, stages: Stages, tables: GraphTables) -> str:
             )
     reader = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
     maker = program.buffer_maker[program.read_buffer]
-    # A forward pass begins after the backward pass before it in a step on its own only.
+    # Across micro-batches, forward passes follow backward passes only in a step on its own.
     is_alike = program.micro[maker] == program.micro[reader]
     if (is_late[maker] & ~is_late[reader] & is_alike).any():
         return (
@@ -199,11 +196,11 @@ def stage_fault(program: Program, stages: Stages, tables: GraphTables) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedStash(EncodedMode):
-    """Stage of each device, and the micro-batches by which it is behind.
+    """Stage of each device, and the number of micro-batches that it is behind.
 
     Attributes:
         stage: Stage of each device, -1 for none.  # [num_devices]
-        behind: Number of micro-batches.  # [num_devices]
+        behind: Number D of micro-batches.  # [num_devices]
     """
 
     folds = False
@@ -228,15 +225,15 @@ def stash_bytes(
     """Bytes that a stash adds to each device.
 
     A device that is D micro-batches of m behind keeps ceil(D / m) more versions of its weights,
-    and what D more micro-batches have left for their backward passes. The newest batch has come
-    when the oldest of these D + 1 begins its backward pass: that is its own samples of
-    ceil((D + 1) / m) more batches. Messages come before they are needed, too: gradients of one
-    micro-batch, and inputs of one, or of two of the same batch.
+    and the saved values of D more micro-batches. The newest batch has come when the oldest of
+    these D + 1 micro-batches begins its backward pass, so the device keeps its own samples of
+    ceil((D + 1) / m) more batches. Messages come before they are needed: gradients of one
+    micro-batch, and inputs of one or two micro-batches of a batch.
 
     Args:
         tape: Tape of one step, whose micro-batches come one after another.
         tables: The graph's tables.
-        choice: The choice that it was lowered from.
+        choice: The choice from which the step was lowered.
         stash: The stash.
 
     Returns:
@@ -278,8 +275,8 @@ def _by_micro_batch(
 
     Args:
         buffers: Buffers of a tape.  # [num_buffers]
-        micro: Micro-batch of each.  # [num_buffers]
-        chosen: Whether each counts.  # [num_buffers]
+        micro: Micro-batch of each buffer.  # [num_buffers]
+        chosen: Whether each buffer counts.  # [num_buffers]
         shape: Numbers of micro-batches and devices.
 
     Returns:
@@ -292,7 +289,7 @@ def _by_micro_batch(
 
 
 def source_stages(tape: Tape, stage: IntArray) -> IntArray:
-    """Stage of the device whose buffer each task reads first, -1 for none.  # [num_tasks]"""
+    """Stage of the device with the first buffer that each task reads, or -1.  # [num_tasks]"""
     count = int(tape.counts[NUM_TASKS])
     starts = np.append(tape.tasks["read_start"][:count], tape.counts[NUM_READS])
     found = np.full(count, -1, np.int32)
@@ -308,7 +305,7 @@ def _stage(stage: IntArray, device: IntArray) -> IntArray:
 
 
 MOST_BOUNDARY_STEPS = 1000
-"""Most steps that a boundary may add; memory ends long before."""
+"""Most micro-batches that a boundary may add; memory runs out long before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,8 +313,8 @@ class WeightStash(Mode):
     """Staleness of a pipeline's stages.
 
     Attributes:
-        boundary_steps: Number K of micro-batches by which every boundary between stages lets the
-            backward passes of the stages before it be later.
+        boundary_steps: Number K of micro-batches by which every boundary delays the backward
+            passes of the stages before it.
     """
 
     key = "stash"
@@ -336,7 +333,7 @@ class WeightStash(Mode):
     def behind(self, stage: int, num_stages: int) -> int:
         """Number D_s of micro-batches that a stage runs forward before its first backward pass.
 
-        The one whose backward pass is next is not counted.
+        The micro-batch of this backward pass is not counted.
 
         >>> [WeightStash(boundary_steps=2).behind(stage, 3) for stage in range(3)]
         [4, 2, 0]
@@ -344,7 +341,7 @@ class WeightStash(Mode):
         return self.boundary_steps * (num_stages - 1 - stage)
 
     def staleness(self, stage: int, num_stages: int, num_micro: int) -> int:
-        """Number d_s of updates between the weights of a gradient and those that it changes.
+        """Number d_s of updates between the weights that made a gradient and those it changes.
 
         >>> [WeightStash(boundary_steps=2).staleness(stage, 3, num_micro=1) for stage in range(3)]
         [4, 2, 0]
@@ -355,7 +352,7 @@ class WeightStash(Mode):
 
     @property
     def words(self) -> str:
-        """The stash in a sentence, which holds for any number of micro-batches.
+        """The stash in a sentence that is true for any number of micro-batches.
 
         >>> WeightStash(boundary_steps=1).words
         'stages that do not wait, with weights up to 1 step older for each later stage'
@@ -365,7 +362,7 @@ class WeightStash(Mode):
 
     @classmethod
     def method(cls, text: str) -> "Planner":
-        """The method that searches for it."""
+        """The method that searches stages for the stash."""
         from heterog.modes.stash.method import parse_stash
 
         return parse_stash(text)
@@ -376,7 +373,7 @@ class WeightStash(Mode):
         return f"weights up to {age} step{'s' * (age != 1)} old"
 
     def sentence(self, strategy: "Strategy") -> str:
-        """What stages that do not wait keep, where it is most: on the first one."""
+        """The batches and weights of the first stage, which keeps the most."""
         age = oldest_weights(strategy)
         behind = self.behind(0, len(stages_of(strategy)))
         prefix = "micro-" if strategy.num_micro_batches > 1 else ""
@@ -392,7 +389,7 @@ class WeightStash(Mode):
     def check(self, strategy: "Strategy", graph: "OpGraph", cluster: "Cluster") -> None:
         """Refuse a strategy that is no pipeline of stages with replicas of whole parameters.
 
-        Which values flow between stages is found in its program; see ``fault``.
+        ``fault`` checks the values that flow between stages, in the program.
         """
         if not strategy.step_barrier:
             raise StrategyError("a stash needs steps that end with all updates; plan with them.")
@@ -426,7 +423,7 @@ class WeightStash(Mode):
     def encode(
         self, strategy: "Strategy", tables: "GraphTables", channels: "ChannelTable"
     ) -> EncodedMode:
-        """Stage of each device, and the micro-batches that it is behind by."""
+        """Stage of each device, and the number of micro-batches that it is behind."""
         stages, num_devices = stages_of(strategy), channels.cluster.num_devices
         stage, behind = np.full(num_devices, -1, np.int32), np.zeros(num_devices, np.int32)
         for number, devices in enumerate(stages):
@@ -437,7 +434,7 @@ class WeightStash(Mode):
     def priced(
         self, encoded: EncodedMode, evaluator: "Evaluator", strategy: "Strategy", choice: "Choice"
     ) -> EncodedMode:
-        """The pace of stages that do not wait, beside a step on its own."""
+        """The pace of stages that do not wait, minus a step on its own."""
         from heterog.modes.stash.paces import more_seconds
 
         return replace(encoded, more_s=more_seconds(self, evaluator, choice))
@@ -483,7 +480,7 @@ def _check_decision(decision: "Decision") -> None:
 def stages_of(strategy: "Strategy") -> tuple[tuple[int, ...], ...]:
     """Devices of each stage, ascending, in the order of the model's groups.
 
-    Devices of one decision are in one stage.
+    All devices of a decision are in one stage.
     """
     stages: list[set[int]] = []
     for decision in dict.fromkeys(strategy.decisions):
@@ -497,7 +494,7 @@ def stages_of(strategy: "Strategy") -> tuple[tuple[int, ...], ...]:
 
 
 def oldest_weights(strategy: "Strategy") -> int:
-    """The largest number of updates by which a gradient's weights are old; 0 without a stash."""
+    """The largest age of a gradient's weights in updates; 0 without a stash."""
     stash = strategy.mode(WeightStash)
     if stash is None:
         return 0
@@ -505,7 +502,7 @@ def oldest_weights(strategy: "Strategy") -> int:
 
 
 def stage_of(strategy: "Strategy", device: int) -> int | None:
-    """Number of a device's stage; ``None`` for one that takes no part in training."""
+    """Number of a device's stage; ``None`` for a device without a part in training."""
     found = (number for number, own in enumerate(stages_of(strategy)) if device in own)
     return next(found, None)
 
@@ -513,8 +510,8 @@ def stage_of(strategy: "Strategy", device: int) -> int | None:
 def one_at_a_time(strategy: "Strategy", num_devices: int) -> PipelineSchedule:
     """The schedule of a step on its own: each micro-batch begins when the one before has ended.
 
-    Its times are those of single passes, from which ``paces`` finds the pace of stages
-    with several batches under way. Its memory is that of a stage without older weights.
+    It has the times of single passes, from which ``paces`` computes the pace of stages with
+    several batches under way, and the memory of stages without older weights.
     """
     groups = [decision.devices for decision in strategy.decisions]
     chunks = device_chunks(groups, num_devices)

@@ -1,10 +1,10 @@
-"""Jobs on a cluster of unequal GPUs, which take as long as heterog's own evaluator predicts.
+"""Jobs on a cluster of unequal GPUs, with durations that heterog's own evaluator predicts.
 
-A job that gets k devices is planned on just these by cheap methods, and takes its steps times the
-step that the referee vouches for. So twice the devices are worth what they are worth: links, slow
-cards and memory count, where PAC-ML's splits are perfect. Step times are kept by model, and by
-which kinds of devices on which kinds of hosts. Jobs do not slow each other down where they share a
-host's link to others: that is not simulated.
+Cheap methods plan a job on exactly the devices that it gets; its duration is the number of steps
+times the step time by the referee. So the gain of more devices depends on links, slow cards and
+memory, unlike PAC-ML's perfect splits. Step times are cached by kind of job and by the kinds of
+devices and hosts. Jobs that share a host's link to other hosts do not slow each other down: that
+is not simulated.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,15 +24,15 @@ from heterog.search.request import Request
 from heterog.simulator.evaluator import Evaluator
 
 METHODS = ("cp_ar", "ddp_accumulate")
-"""Methods without search: a fraction of a second for each set of devices."""
+"""Methods without search, which take a fraction of a second for each set of devices."""
 IF_TOO_LARGE = ("pipeline",)
 _SEARCHED = Budget(evaluations=100)
-"""Budget of a method with search, which is asked where no baseline fits into memory."""
+"""Budget of ``IF_TOO_LARGE``, a search that runs if no baseline fits into memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """What jobs of one kind train.
+    """The training of jobs of one kind.
 
     Attributes:
         graph: Graph of one training step.
@@ -93,7 +93,7 @@ class EvaluatedCluster:
         return tuple(self.jobs)
 
     def alone_s(self, kind: str) -> float:
-        """Seconds of a job on the fastest device; if none holds it, device seconds on the fewest.
+        """Seconds on the fastest device; if none holds the job, device seconds on the fewest.
 
         Raises:
             HeterogError: not even all devices hold it.

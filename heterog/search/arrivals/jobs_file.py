@@ -28,9 +28,9 @@ from heterog.units import parse_seconds
 from heterog.user_code import is_from_file
 from heterog.yaml_files import parse_yaml
 
-_MOST_BYTES = 1024**2
-MOST_ARRIVALS = 100_000
-_MOST_S = 1e9
+_MOST_BYTES = 1024**2  # of a file
+MOST_ARRIVALS = 100_000  # of all jobs of a file
+_MOST_S = 1e9  # for each time in a file, and the last arrival
 
 
 class JobRecord(Record):

@@ -1,6 +1,7 @@
-"""PAC-ML's jobs: profiled graphs of ops that are split perfectly, placed on RAMP.
+"""PAC-ML's jobs and users.
 
-PAC-ML's users: how much of its time alone a job may take, and when jobs arrive.
+A job is a profiled graph of ops, which are split perfectly and placed on RAMP. Users say when jobs
+arrive, and set deadlines as factors of a job's time on one worker.
 """
 
 import csv
@@ -21,20 +22,20 @@ from heterog.grouped import grouped
 from heterog.search.arrivals.queueing import JobCluster, JobFeatures, JobRequest, Place
 from heterog.search.arrivals.ramp import MOST_PARTS, RampNetwork
 
-NUM_STEPS = 50
+NUM_STEPS = 50  # training steps of each job
 _QUANTUM = 0.01
 """Cost of a forward op, in the profile's unit, that is worth a part of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledOp:
-    """A forward op and its backward twin.
+    """A forward op and its backward op.
 
     Attributes:
-        forward: Seconds of the forward op. Profiles are in milliseconds, which the authors'
-            simulator takes for seconds; so do we, or jobs would never be in the cluster together.
-        backward: Seconds of its twin, likewise.
-        activation_bytes: Bytes of the activations that it hands on.
+        forward: Seconds of the forward op. The authors' simulator takes the milliseconds of the
+            profiles for seconds; so do we, or jobs would never overlap on the cluster.
+        backward: Seconds of the backward op, likewise.
+        activation_bytes: Bytes of the activations that it outputs.
         parameter_bytes: Bytes of its parameters.
         inputs: Positions of the ops whose outputs it reads.
     """
@@ -47,7 +48,7 @@ class ProfiledOp:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of activations and parameters; a split op sends both, as the authors' do."""
+        """Bytes of activations and parameters; as in the authors' code, a split op sends both."""
         return self.activation_bytes + self.parameter_bytes
 
     def parts(self, degree: int) -> int:
@@ -74,16 +75,16 @@ class ProfiledJob:
         return NUM_STEPS * sum(op.forward + op.backward for op in self.ops)
 
     def widths(self, degree: int) -> tuple[int, ...]:
-        """Numbers of parts that occur in a split of at most some parts, ascending."""
+        """Distinct numbers of parts of the ops at some degree, ascending."""
         return tuple(sorted({op.parts(degree) for op in self.ops}))
 
     def step_s(self, degree: int, network: RampNetwork, blocks: dict[int, int]) -> float:
         """Seconds of a training step whose ops are split into at most ``degree`` parts.
 
-        A split op takes its time over its number of parts. A message between ops on the same
-        block is an all-reduce, other messages are one to one, and each split backward op sends its
-        parts to each other. Unlike in the paper's simulator, nothing overlaps: all communication
-        together is below 0.2 % of a job.
+        The time of a split op is divided by its number of parts. A message between ops on the same
+        block is an all-reduce, other messages are one to one, and parts of a split backward op
+        exchange their results. Unlike in the paper's simulator, nothing overlaps: communication
+        is below 0.2 % of a job.
 
         Args:
             degree: Most parts of an op.
@@ -120,7 +121,7 @@ class ProfiledJob:
         sent = [op.activation_bytes for op in self.ops]
         edges = [float(sent[i]) for op in self.ops for i in op.inputs]
         edges += [float(op.activation_bytes) for op in self.ops for _ in op.inputs]
-        edges.append(float(sent[-1]))  # from the last forward op to its twin
+        edges.append(float(sent[-1]))  # from the last forward op to its backward op
         return JobFeatures.of(costs, memory, edges, NUM_STEPS)
 
 
@@ -177,7 +178,7 @@ class RampCluster:
         return named("job", kind, self.jobs).features
 
     def place(self, kind: str, degree: int, occupied: int) -> Place | None:
-        """First-fit blocks, one for each number of parts that occurs; a worker has one job."""
+        """First-fit blocks, one for each distinct number of parts; a worker has one job."""
         job = named("job", kind, self.jobs)
         blocks: dict[int, int] = {}
         devices = 0
@@ -196,7 +197,7 @@ DeadlineName = Literal["A", "B", "C", "D"]
 DEADLINES: tuple[DeadlineName, ...] = get_args(DeadlineName)
 """Even, tight, medium and loose."""
 _SKEWNESS = {"B": 5.0, "C": 0.0, "D": -5.0}
-_LEAST_FACTOR = 0.1
+_LEAST_FACTOR = 0.1  # smaller factors are raised to it
 _DECIMALS = 2
 _NUM_SAMPLES, _NUM_BINS = 50_000, 1_000
 """Size of the authors' ``CustomSkewNorm``: a histogram of samples, whose upper edges are drawn."""
@@ -210,9 +211,9 @@ Factors = npt.NDArray[np.float64]
 def draw_factors(name: str, number: int, rng: np.random.Generator) -> Factors:
     """Deadlines as factors of jobs' times alone.
 
-    ``A`` is even on 0.1 to 1. The others are normal distributions skewed by 5, 0 and -5, shifted
-    to begin at 0 and divided to end at 1. The authors draw values below 0.1 again between two
-    equal bounds, so they become 0.1.
+    ``A`` is uniform from 0.1 to 1. The others are normal distributions skewed by 5, 0 and -5,
+    shifted to begin at 0 and scaled to end at 1. The authors' code draws a value below 0.1 again
+    between two equal bounds, so it becomes 0.1.
 
     Raises:
         UnknownNameError: no such distribution.

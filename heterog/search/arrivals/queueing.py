@@ -1,10 +1,10 @@
-"""Jobs arrive one by one and each gets devices at once or is turned away: the simulation.
+"""Event simulation of jobs that arrive at a cluster, and rules that decide about them.
 
-Time goes from event to event. A job that is accepted holds its devices until it ends; a device has
-one job. Jobs that end when another arrives end first. A job is *blocked* if it is rejected, if no
-devices for it are free, or if it would end after the time that its user accepts.
-
-Rules that decide how many devices a job gets: PAC-ML's baselines and some of our own.
+Each arriving job gets devices at once or is turned away (unless jobs may wait). An accepted job
+holds its devices until it ends; a device has one job. At equal times, jobs end before another
+arrives. A job is *blocked* if it is rejected, if no devices for it are free, or if it would end
+after the time that its user accepts. A rule decides how many devices a job gets: ``RULES`` has
+PAC-ML's baselines and some of our own.
 """
 
 import heapq
@@ -23,7 +23,7 @@ from heterog.search.arrivals.ramp import (
 )
 
 _ROUNDING = 1e-12
-"""Part of a job's seconds that rounding may add: a job alone takes what it takes alone."""
+"""Relative error by rounding: a job on one device meets a deadline of exactly its time alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,9 +192,9 @@ class JobQueueing:
     Args:
         cluster: Cluster on which they run.
         requests: The jobs.
-        waits: Whether a job that finds no devices waits for others to end, as long as it would
-            still be in time, and all later ones behind it. The paper's jobs do not.
-        end_s: End of the simulation; jobs that still run then count as blocked, as in the paper's.
+        waits: Whether a job that finds no devices waits for others to end, as long as it may still
+            be in time; later jobs wait behind it. The paper's jobs do not wait.
+        end_s: End of the simulation; as in the paper, jobs that still run then count as blocked.
     """
 
     def __init__(
@@ -234,7 +234,8 @@ class JobQueueing:
     def legal(self) -> list[int]:
         """Degrees that the job at hand may ask for now, without 0; ascending.
 
-        As in the paper these are no more than the free devices, but their shape may be missing.
+        As in the paper, no degree exceeds the number of free devices, but a free block of the
+        needed shape may still be missing.
         """
         request = self.request
         if request is None:
@@ -259,7 +260,7 @@ class JobQueueing:
         """Give the job at hand up to ``degree`` devices; 0, or an illegal number, rejects it.
 
         Returns:
-            What became of it; ``None`` if it waits and is to be decided again.
+            The decision; ``None`` if the job waits and must be decided again.
         """
         request = self.request
         if request is None:
@@ -369,7 +370,7 @@ def fewest_in_time(state: JobQueueing) -> int:
 def fewest_that_fit(state: JobQueueing) -> int:
     """The fewest devices with which the job starts now and ends in time; not one of PAC-ML's.
 
-    It asks where the job would run and how long that takes, not what perfect splits would give.
+    It asks the cluster for the job's place and time instead of assuming perfect splits.
     """
     for degree in state.legal():
         place = state.place(degree)

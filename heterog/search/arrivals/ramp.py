@@ -1,8 +1,8 @@
 """RAMP: PAC-ML's all-optical network of communication groups, racks and servers.
 
-One server holds one worker. Formulas are those of the authors' simulator (cwfparsonson/ddls);
-``RampNetwork.all_reduce_s`` and ``RampNetwork.one_to_one_s`` name them. Sets of workers are
-integers with one bit for each worker.
+One server holds one worker. Formulas are those of the authors' simulator (cwfparsonson/ddls); see
+``RampNetwork.all_reduce_s`` and ``RampNetwork.one_to_one_s``. A set of workers is an integer with
+one bit for each worker.
 """
 
 import math
@@ -101,7 +101,7 @@ class RampNetwork:
 
     @cached_property
     def legal_degrees(self) -> tuple[int, ...]:
-        """Numbers of parts that have the shape of a block: 1, 2, 4, 6, 8 and 16 in the paper."""
+        """Numbers of parts for which a block exists: 1, 2, 4, 6, 8 and 16 in the paper."""
         most = min(MOST_PARTS, self.num_workers)
         return tuple(
             degree
@@ -118,7 +118,7 @@ class RampNetwork:
         return tuple(dict.fromkeys(self._all_blocks(num_parts)))
 
     def extent(self, block: int) -> Shape:
-        """How many servers in racks, racks, and groups a block uses, in the costs' order."""
+        """Numbers of different servers, racks and groups of a block, as ``all_reduce_s`` takes."""
         places = [divmod(bit, self.num_servers) for bit in devices_of(block)]
         return (
             len({server for _, server in places}),
