@@ -5,8 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-# Registers the baselines that rewards are relative to.
-import heterog.search.portfolio  # noqa: F401
 from heterog.agents.config import PolicyConfig
 from heterog.agents.encoder import BUILT_IN, ENCODERS
 from heterog.agents.graph_data import PairBatch

@@ -16,7 +16,7 @@ import torch
 from heterog.agents.elites import find_elites
 from heterog.agents.graph_data import PairBatch
 from heterog.agents.imitation import Example, Imitation
-from heterog.agents.policy import Policy
+from heterog.agents.policy import Policy, on_one_thread
 from heterog.agents.proposals import Proposals, rescore
 from heterog.agents.reinforce import Reinforce
 from heterog.envs.pair import Pair, Score
@@ -58,35 +58,33 @@ class FineTuned(Planner):
         reinforce = Reinforce(_NUM_SAMPLES, entropy_nats=(8.0, 4.0))
         best: dict[bytes, tuple[IntArray, Score]] = {}
         batch = PairBatch([pair.observation])
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # the matrices are small
         num_steps = 0
-        while not best or not spending.is_over:
-            scores = policy(batch)
-            made = reinforce.step(scores, [pair], [0], min(spending.fraction, 1.0), rng)
-            loss = made.loss
-            rows = [*made.rows[0]]
-            num_steps += 1
-            if num_steps % _SEARCH_EVERY == 0 and not spending.is_over:
-                left = (self._budget.evaluations or math.inf) - spending.evaluations
-                starts = [*rows, *(row for row, _ in best.values())]
-                allowed = int(min(_SEARCH_EVALUATIONS, left))
-                rows += [*find_elites(pair, allowed, rng, starts).rows]
-            for row in rows:
-                best[row.tobytes()] = (row, pair.score(row))  # a look-up: it is scored already
-            kept = sorted(best.items(), key=lambda item: item[1][1].preference)[:_NUM_KEPT]
-            best = dict(kept)
-            top = kept[0][1][1]
-            if top.overflow == 0.0:
-                elites = np.array([row for _, (row, score) in kept if score.overflow == 0.0])
-                example = _example(pair, elites, top.step_time_s)
-                loss = loss + Imitation([example]).loss(policy, [example], rng)[0]
-                problem.report(min(spending.fraction, 1.0), top.step_time_s)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-            optimizer.step()
-        torch.set_num_threads(threads)
+        with on_one_thread():
+            while not best or not spending.is_over:
+                scores = policy(batch)
+                made = reinforce.step(scores, [pair], [0], min(spending.fraction, 1.0), rng)
+                loss = made.loss
+                rows = [*made.rows[0]]
+                num_steps += 1
+                if num_steps % _SEARCH_EVERY == 0 and not spending.is_over:
+                    left = (self._budget.evaluations or math.inf) - spending.evaluations
+                    starts = [*rows, *(row for row, _ in best.values())]
+                    allowed = int(min(_SEARCH_EVALUATIONS, left))
+                    rows += [*find_elites(pair, allowed, rng, starts).rows]
+                for row in rows:
+                    best[row.tobytes()] = (row, pair.score(row))  # a look-up: it is scored already
+                kept = sorted(best.items(), key=lambda item: item[1][1].preference)[:_NUM_KEPT]
+                best = dict(kept)
+                top = kept[0][1][1]
+                if top.overflow == 0.0:
+                    elites = np.array([row for _, (row, score) in kept if score.overflow == 0.0])
+                    example = _example(pair, elites, top.step_time_s)
+                    loss = loss + Imitation([example]).loss(policy, [example], rng)[0]
+                    problem.report(min(spending.fraction, 1.0), top.step_time_s)
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+                optimizer.step()
         rows_best = np.array([row for row, _ in best.values()])
         candidates, rescored = rescore(problem, pair, rows_best, spent=0)
         after = Proposals(problem, policy.eval()).more(problem)

@@ -107,8 +107,6 @@ def learner_of(algorithm: str) -> MakeLearner:
         ConformanceError: a name of your own is no ``Learner``.
     """
     if algorithm in list(Algorithm):
-        from heterog.agents.learner import GradientLearner
-
         return GradientLearner
     if algorithm == "ppo":
         warnings.warn(

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,9 +31,6 @@ from heterog.garbage import settled
 from heterog.methods.planner import Budget
 from heterog.names import own_name
 from heterog.workers import HERE, Workers
-
-if TYPE_CHECKING:
-    from heterog.agents.config import TrainingConfig
 
 FIRST_PAIR = 1_000_000
 """Number in the source of the first validation pair."""
@@ -60,7 +57,7 @@ class Validation:
     def __init__(
         self,
         source: PairSource,
-        config: "TrainingConfig",
+        config: TrainingConfig,
         workers: Workers = HERE,
         first: int = FIRST_PAIR,
         *,

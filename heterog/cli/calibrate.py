@@ -121,7 +121,6 @@ def _calibrate_on_runs(
 
     import numpy as np
 
-    from heterog.cli.common import load_model_graph
     from heterog.fidelity.comparison import read_runs
     from heterog.fidelity.run_fit import cases_of, fit_runs
     from heterog.pricing.calibration import cost_model_of, save_run_models

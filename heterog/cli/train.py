@@ -7,7 +7,7 @@
 - ``heterog dataset`` solves models on clusters, and keeps the plans for others to learn from.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,8 +44,6 @@ from heterog.errors import HeterogError
 from heterog.workers import open_workers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from heterog.agents.benchmark.board import Entry, Scored
     from heterog.agents.learner import Report
     from heterog.agents.policy import Policy

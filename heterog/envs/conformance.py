@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 
-# Registers the baselines that rewards are relative to.
-import heterog.search.portfolio  # noqa: F401
 from heterog.envs.pair import Pair, Score
 from heterog.envs.reward import Reward, RewardFunction
 from heterog.envs.toy import chain_graph, toy_cluster

@@ -18,6 +18,7 @@ from heterog.methods.local_search.move_features import (
     NUM_MOVE_FEATURES,
     NUM_STATE_FEATURES,
     MoveFeatures,
+    changed_groups,
 )
 from heterog.methods.local_search.neighbours import Move, MoveKind, State
 from heterog.methods.local_search.plan_moves import PlanMoves, drawn_moves
@@ -179,20 +180,19 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
         moves = drawn_moves(search.neighbours, self._plans, view, self._num_moves)
         moves += [Move(MoveKind.ORDER, view.state)] * (self._num_moves - len(moves))
         self._moves = moves
-        changed = np.stack([move.state.row for move in moves]) != view.state.row
         own = view.state.key
         self._masks = np.array([move.state.key != own for move in moves])
         if not self._masks.any():
             self._masks[0] = True
         edges = features.edges
-        found = {
+        found: dict[str, npt.NDArray[Any]] = {
             "groups": view.groups,
             "group_mask": np.ones(len(view.groups)),
             "edges": edges,
             "edge_mask": np.ones(edges.shape[1]),
             "whole": view.whole,
             "moves": features.of(view, moves),
-            "changed": changed,
+            "changed": changed_groups(view.state, moves),
             "action_mask": self._masks,
         }
         return {key: _padded(value, self._arrays[key]) for key, value in found.items()}

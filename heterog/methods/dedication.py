@@ -222,5 +222,7 @@ class _Search:
             if self._found and self._is_searched:
                 return None
             self._found[key] = self.problem.evaluator.evaluate(strategy, turn, limit_s)
-            self.problem.report(self.spending.fraction, self._least[1])
+            missing, seconds = self._least
+            if not missing:
+                self.problem.report(self.spending.fraction, seconds)
         return self._found[key]

@@ -284,18 +284,13 @@ class CheapestSearch:
         every = []
         for subset, row in self._found:
             if row.step_time_s is not None:
-                names = tuple(subset.whole.hosts[host].name for host in _used(subset, row))
-                rent = math.fsum(
-                    cluster.host_price_per_s(host)
-                    for host in range(cluster.num_hosts)
-                    if cluster.hosts[host].name in names
-                )
+                used = _used(subset, row)
                 every.append(
                     Offer(
-                        hosts=names,
+                        hosts=tuple(cluster.hosts[host].name for host in used),
                         method=row.method,
                         step_time_s=row.step_time_s,
-                        cost_per_step=row.step_time_s * rent,
+                        cost_per_step=row.step_time_s * rent_per_s(cluster, used),
                     )
                 )
         return best_trades(every)

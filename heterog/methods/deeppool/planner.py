@@ -67,7 +67,8 @@ class DeepPool(Planner):
                 evaluations = problem.evaluator.evaluate_orders(choice, problem.orders)
                 best = min(evaluations, key=lambda evaluation: evaluation.preference)
                 tried[strategy] = best, is_uniform
-                problem.report(spending.fraction, best.step_time_s)
+                if best.is_ok:
+                    problem.report(spending.fraction, best.step_time_s)
                 if spending.is_over:
                     break
         ranked = sorted(tried, key=lambda strategy: tried[strategy][0].preference)

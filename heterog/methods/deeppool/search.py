@@ -72,14 +72,6 @@ def layers_of(chain: Chain) -> Iterator[int]:
             yield item
 
 
-def last_layer(chain: Chain, fork: int) -> int:
-    """The layer in which a branch ends; the fork if the branch is empty."""
-    if not chain:
-        return fork
-    item = chain[-1]
-    return item.join if isinstance(item, Block) else item
-
-
 def _chain(layers: list[int], links: list[tuple[int, int]]) -> Chain:
     """The chain of some layers and the links among them."""
     position = {layer: index for index, layer in enumerate(layers)}

@@ -53,9 +53,6 @@ if TYPE_CHECKING:
     from heterog.cluster.topology import Cluster
     from heterog.graph.op_graph import OpGraph
     from heterog.lowering.channels import ChannelTable
-    from heterog.lowering.choice import Choice
-    from heterog.lowering.program import Program
-    from heterog.lowering.tables import GraphTables
     from heterog.methods.planner import Planner
     from heterog.modes.on_ranks import RankMode, Rehearsal
     from heterog.runtime.deploy import DeployedStep
