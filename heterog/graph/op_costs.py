@@ -19,9 +19,6 @@ VIEW_KINDS = frozenset({
     "unbind.int", "unfold.default", "unsqueeze.default", "view.default", "view.dtype",
     "view_as_real.default", "view_as_complex.default", "_unsafe_view.default",
     "unsafe_split.Tensor", "unsafe_split_with_sizes.default", "_reshape_alias.default",
-
-
-
 })  # fmt: skip
 """Ops whose outputs share the memory of input 0: they run no kernel.
 

@@ -39,15 +39,12 @@ from heterog.garbage import without_collector
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.graph.python_state import MISSING, NUM_SEEDS, PythonState, Slot
 from heterog.graph.static_shapes import everywhere, plain_control_flow, with_static_shapes
-from heterog.graph.step import Step
+from heterog.graph.step import OFTEN, Step
 from heterog.graph.value_checks import answered_guards
 from heterog.graph.value_numbers import Results
 from heterog.graph.workload import Workload
 
-_OFTEN = 720_720_000
-"""Number of calls that is a multiple of every n up to 16, and of tens, hundreds and thousands, so
-that a change at every n-th call happens at it; all warm-ups have ended before."""
-_FAR = (_OFTEN - 1, _OFTEN, 120)
+_FAR = (OFTEN - 1, OFTEN, 120)
 _LONG = 1_000
 """Entries that are appended to a growing list to try its state after many calls."""
 _MOST_NAMED = 40
@@ -149,7 +146,7 @@ class _Check:
             # A counter may be read before or after it counts.
             for number in self._before.constants | beside:
                 named |= {number // pace - 1, number // pace}
-        return sorted(each for each in named if 2 < each < _OFTEN)[:_MOST_NAMED]
+        return sorted(each for each in named if 2 < each < OFTEN)[:_MOST_NAMED]
 
     def _call_with(self, values: Iterable[tuple[Slot, Any]]) -> None:
         """Put some values in their places and call the step; refuse it if its results differ."""
@@ -366,7 +363,7 @@ _MOST_ENTRIES = 1_000
 """Entries of a list or dict that is compared: larger ones are data and tables."""
 _MOST_TRIED = 16
 """Most places that are tried one by one."""
-_LATER = (1, 7, 120, 720_720_000)
+_LATER = (1, 7, 120, OFTEN)
 """A number is also tried at its values after it has changed as much so many times more."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 

@@ -132,7 +132,9 @@ def _differ(one: Any, other: Any) -> bool:
 logger = logging.getLogger(__name__)
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
-_OFTEN = 720_720_000
+OFTEN = 720_720_000
+"""Number of calls that is a multiple of every n up to 16, and of tens, hundreds and thousands, so
+that a change at every n-th call happens at it; all warm-ups have ended before."""
 
 
 class Step:
@@ -184,7 +186,7 @@ class Step:
         """Raise the version counters of parameters in the body, as after many steps."""
         parameters = tuple(self._inputs[0].values())
         versions = tuple(each._version for each in parameters)
-        _set_versions(parameters, tuple(each + _OFTEN for each in versions))
+        _set_versions(parameters, tuple(each + OFTEN for each in versions))
         try:
             yield
         finally:
