@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rows import finish, keep_row, option, progress, read_rows, script_parser
 
 from heterog.agents.config import Algorithm, PolicyConfig, TrainingConfig
@@ -55,6 +56,7 @@ def validated(policy: Policy, pairs: Validation) -> dict[str, float]:
 def begun(source: PairSource, seed: int) -> Policy:
     """A policy taught by imitation."""
     config = replace(FIRST, seed=seed)
+    torch.manual_seed(seed)
     learner = learner_of(Algorithm.IMITATION)(
         Task(source=source, config=config, policy=Policy(PolicyConfig()))
     )
