@@ -50,7 +50,8 @@ class Trial:
         is_complete: every step counts once, every sample of an epoch was dealt once, and the plan
             was changed once at most, or not at all where ranks should train on.
         left_behind: processes and files that are still there.
-        source: where training resumed from. why: the reason if it failed.
+        source: where training resumed from.
+        why: the reason if it failed.
     """
 
     victims: tuple[int, ...] = ()
