@@ -1,20 +1,20 @@
-"""What does our executor cost beside plain PyTorch?
+"""How much slower is our executor than plain PyTorch?
 
     python benchmarks/runtime_overhead.py --json
     python benchmarks/runtime_overhead.py --gpu H100 --json
 
 On two even gloo ranks: our step against the real DistributedDataParallel for the same split, or
 with ``--sharded`` our ZeRO-3 against FSDP2 of each layer. On one device: our step against plain
-PyTorch. Both eagerly, and both compiled: what our cluster file
-says as ``execution: compiled`` against ``torch.compile`` of the model. They are measured in turn,
-and plain PyTorch once more: how far it is from itself says what a ratio of this machine is worth.
-A ratio is that of medians of one start of the processes; five starts give their mean and the
-upper end of its interval of 95 % (Student's t). On a machine that others use, ratios of processor
-time say more than those of time. ``tiny`` has twelve layers that take next to no time: what is
-left is what the host takes for an op, as in steps of small kernels on a GPU.
+PyTorch. Each pair runs eagerly and compiled: our ``execution: compiled`` against ``torch.compile``
+of the model. Both are measured in turn, and plain PyTorch a second time: the ratio of its two runs
+shows the noise of this machine. A ratio is that of medians of one start of the processes; five
+starts give the mean ratio and the upper end of its 95 % interval (Student's t). On a machine with
+other work, ratios of processor time are more reliable than ratios of wall time. ``tiny`` has
+twelve layers that take almost no time, so it measures the host's time for an op, as in steps of
+small kernels on a GPU.
 
-``--gpu TYPE`` measures ResNet-50, GPT-2 and a Llama of 1 B in bfloat16 on one GPU instead, with
-what is predicted for that type, until ten minutes are over: no row begins after seven.
+``--gpu TYPE`` measures ResNet-50, GPT-2 and a Llama of 1 B in bfloat16 on one GPU instead, beside
+the predictions for that type. It ends after ten minutes: no row begins after seven.
 """
 
 import argparse
@@ -60,7 +60,7 @@ _LAST_BEGIN_S = 420.0
 
 
 class Row(NamedTuple):
-    """What is measured: a model on some ranks, run eagerly or compiled, on CPUs or a GPU type.
+    """One measurement: a model on some ranks, run eagerly or compiled, on CPUs or a GPU type.
 
     With ``is_sharded`` ranks keep slices of the parameters.
     """
@@ -197,7 +197,7 @@ def plain_step(row: Row, workload: Workload, rank: int, device: torch.device) ->
 
 
 def shard(module: nn.Module) -> None:
-    """FSDP2 of each layer of the outermost list of them, and of all that is left."""
+    """Apply FSDP2 to each layer of the outermost list of layers, and to the rest of the model."""
     lists = [each for each in module.modules() if isinstance(each, nn.ModuleList | nn.Sequential)]
     mesh = init_device_mesh(rank_device().type, (dist.get_world_size(),))
     for each in (*lists[0], module):
@@ -205,7 +205,7 @@ def shard(module: nn.Module) -> None:
 
 
 def serve(rank: int, folder: str, row: Row, num_steps: int) -> None:
-    """One rank: both steps in turn; rank 0 writes the seconds."""
+    """Run both steps in turn as one rank; rank 0 writes the seconds."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "cpu:gloo,cuda:nccl" if row.gpu else "gloo"
@@ -250,7 +250,7 @@ def bounded(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def plan_of(row: Row) -> Plan:
-    """The plan that does what plain PyTorch does."""
+    """The plan that does the same work as plain PyTorch."""
     if row.is_sharded:
         return layout(workload_of(row), cluster_of(row), zero=3)
     request = Request(
@@ -325,7 +325,7 @@ def main() -> None:
 
 
 def show(row: dict[str, Any], *, as_json: bool) -> None:
-    """Print a row once it is measured: what comes after it may be cut off."""
+    """Print a row as soon as it is measured, because later rows may be cut off."""
     if as_json:
         print(json.dumps(row), flush=True)
         return

@@ -1,12 +1,11 @@
-"""Planning on 8 to 1,024 devices of four types: how long it takes, and what comes out.
+"""Planning time and step times on 8 to 1,024 devices of four types.
 
     python benchmarks/scale.py --json
 
-For every model and size ``heterog plan`` runs as a person would run it, with ``--budget 60s`` for
-``auto``, without past plans, on a graph that was captured before. The row of a run has the seconds
-of the whole command and of every method its evaluations per second and its step. Then one
-evaluation of Llama-3-70B is timed, as one uniform layout on 64 to 1,024 devices of four and of
-eight types.
+For every model and size ``heterog plan`` runs as a user would run it, with ``--budget 60s`` for
+``auto``, on a graph that was captured before. The row of a run has the seconds of the whole
+command, and for every method its evaluations per second and its step time. Then one evaluation of
+Llama-3-70B is timed, as one uniform layout on 64 to 1,024 devices of four and of eight types.
 """
 
 import argparse

@@ -2,11 +2,11 @@
 
     python benchmarks/training_speed.py --json
 
-Policy gradients on vgg19 and paper_8gpu, scored op by op as rewards are, a process per core; then
-random episodes of ``heterog/Improve-v0`` there, eight environments in each process. Shares are of
-CPU time: *simulator* is scoring strategies, *network* is the forward and backward pass and the
-optimizer, the rest is drawing, encoding, and waiting. Rates by CPU seconds are what so many idle
-cores would do, whatever else runs beside it.
+The benchmark trains by policy gradients on vgg19 and paper_8gpu, with rewards scored op by op, one
+process per core. Then it plays random episodes of ``heterog/Improve-v0`` there, eight environments
+in each process. Shares are of CPU time: *simulator* is scoring strategies, *network* is the
+forward and backward pass and the optimizer, the rest is drawing, encoding, and waiting. Rates
+count CPU seconds, so they are those of idle cores, whatever else the machine runs.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def measure(seed: int, model: str, cluster: str, steps: int) -> dict[str, float]
 
 
 def _timed(owner: type, name: str, spent: dict[str, float], key: str) -> Any:
-    """Count the CPU seconds of a method; returns what puts it back as it was."""
+    """Count the CPU seconds of a method; returns a function that restores the method."""
     method = getattr(owner, name)
 
     def timed(*arguments: Any) -> Any:

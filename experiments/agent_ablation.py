@@ -1,15 +1,15 @@
-"""What does learning add? One machinery around scores of different origin.
+"""What does learning add? The same planner with scores from different sources.
 
     python experiments/agent_ablation.py --pairs experiments/pairs/test.jsonl --seeds 3 --json
 
 Arms: ``trained`` (``--policy``), ``untrained`` (the same network with the analytic prior alone;
 the seed draws its weights, too), ``no_messages`` (trained as ``default`` is, but with the encoder
-``NoMessages``; ``train_zoo.py`` says how), ``thumb`` (a rule of thumb) and ``uniform`` (all that
-fits is alike). Each answers once as ``agent`` does: 64 draws, stages, segments, refining; drafts;
-moves until the seconds of an answer are over. These are led by the shipped policy for moves in
-arms that are trained, by one with random weights in ``untrained``, and are blind else.
-``NAME:rows`` is the beginner alone: its draws without drafts and moves. ``NAME+search`` goes on
-with a local search of the CPU seconds, with the same moves.
+``NoMessages``; ``train_zoo.py`` says how), ``thumb`` (a rule of thumb) and ``uniform`` (all
+fitting candidates are equally likely). Each arm answers once as ``agent`` does: 64 draws, stages,
+segments, refining; drafts; moves until the seconds of an answer are over. In trained arms the
+shipped policy leads the moves, in ``untrained`` a policy with random weights; in the other arms
+moves are blind. ``NAME:rows`` uses the draws alone, without drafts and moves. ``NAME+search``
+continues with a local search for the CPU seconds, with the same moves.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ ARMS = "trained,untrained,no_messages,thumb,uniform"
 
 
 class NoMessages(torch.nn.Module):
-    """An encoder in which nothing hears of anything else: what features alone can do."""
+    """An encoder without messages between nodes: it shows what features alone can do."""
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class NoMessages(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Arm:
-    """Where scores come from, and what leads moves, of a seed."""
+    """Source of scores, and lead of moves, for a seed."""
 
     policy: Callable[[int], Policy]
     lead: Callable[[int], Lead | None] = lambda seed: None

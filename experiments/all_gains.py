@@ -1,4 +1,4 @@
-"""All tables of gains in ``docs/notebook/searches.md`` again, in pieces that may be stopped.
+"""Makes all tables of gains in ``docs/notebook/searches.md`` again; a run may be stopped.
 
     python experiments/all_gains.py --folder gains --minutes 60
     python experiments/all_gains.py --folder gains --summary   # what is there so far
@@ -7,15 +7,15 @@
 Sections, most wanted first: ``paper`` (eight models on 2 V100 + 4 GTX 1080 Ti + 2 P100, two
 networks), ``large`` (HeteroG's six large settings), ``free`` (without a step barrier), ``rates``
 (the network at 0.2, 0.5 and 1.0 of its line rate), ``presets`` (five models on four other
-clusters). Rows are kept pair by pair in one file for each section: a run that was stopped, or
-whose minutes are over, goes on where it ended. Budgets are in evaluations and the same for every
+clusters). Rows are kept pair by pair in one file for each section, so a run that was stopped, or
+whose minutes are over, resumes where it ended. Budgets are in evaluations and the same for every
 method of a section, so that rows are the same on any machine.
 
-Rows are those of ``heterog compare --methods auto``: each search has the whole budget, all are
-judged by the referee. With ``--beside`` each number stands beside the one of another run
-(``now (then)``): of another commit, made by running this file with that commit's package.
-``CLUSTER@0.35`` is a cluster whose NICs reach that part of their line rate. ``--calibration
-roofline`` prices kernels from data sheets, as tables from before the device models did.
+Rows are those of ``heterog compare --methods auto``: each search has the whole budget, and the
+referee judges all of them. ``--beside`` prints each number beside that of another run (``now
+(then)``), made by running this file with the package of another commit. ``CLUSTER@0.35`` is a
+cluster whose NICs reach that part of their line rate. ``--calibration roofline`` prices kernels
+from data sheets, as tables did before there were device models.
 """
 
 import math
@@ -100,7 +100,7 @@ SECTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Where the rows of a section are, and what they are made with.
+    """Where the rows of a section are kept, and how they are made.
 
     Attributes:
         rows: File of JSON lines.
@@ -189,7 +189,7 @@ def columns(rows: list[Row]) -> dict[str, float | None]:
 
 
 def draws(rows: list[Row]) -> dict[str, float | None]:
-    """Least and largest gain over what gains are quoted over when speeds are not as predicted."""
+    """Least and largest gain over the reference when speeds are not as predicted."""
     names = ("over it, worst draw", "over it, best draw")
     parallel = [r for r in rows if r["method"] in REFERENCES and r["step_time_s"]]
     parallel = parallel or [r for r in rows if r["method"] in DATA_PARALLEL and r["step_time_s"]]
@@ -209,7 +209,7 @@ def shown(value: float | None) -> str:
 
 
 def cell(name: str, found: Mapping[str, float | None]) -> str:
-    """One number of a line; a gain over what does not fit is none."""
+    """One number of a line; there is no gain over a reference that does not fit."""
     is_gain = name.startswith("over ")
     return "-" if is_gain and found.get(name) is None else shown(found.get(name))
 
@@ -262,7 +262,7 @@ def summary(folder: Path, beside: Path | None) -> Iterator[str]:
 
 
 def main() -> None:
-    """Make what is missing while there is time, or print what is there."""
+    """Make missing rows while there is time, or print the rows that exist."""
     arguments = plain_parser(
         __doc__,
         option("--folder", type=Path, default=Path("gains"), help="rows are kept here"),

@@ -1,22 +1,23 @@
-"""What does a balancer gain for scripts that people write, on unequal ranks and on equal ones?
+"""What does a balancer gain for ordinary scripts, on unequal and on equal ranks?
 
     python experiments/balance_testbed.py --json        # Linux, as root
 
-Each script of ``examples/balance`` and the one without a balancer run in turn on a testbed. The
-seconds are those of whole epochs that the scripts print; a balanced script begins with equal
-shares, and epochs in which it finds its shares are left out. What perfect shares allow is the mean
-over the least speed of the ranks, measured with the same script alone in each rank's part of the
-machine, without communication. On equal ranks the same is measured with equal quotas, and on
-``cores``, two ranks that have a core each.
+Each script of ``examples/balance`` and its version without a balancer run in turn on a testbed.
+The seconds are those of whole epochs, which the scripts print. A balanced script begins with equal
+shares; epochs in which it still finds its shares are left out. Perfect shares allow a gain of mean
+speed over least speed of the ranks, measured with the same script alone in each rank's part of the
+machine, without communication. Equal ranks have equal quotas, or on ``cores`` a core each (two
+ranks).
 
-A quota is given every 100 ms, so that ranks that wait for each other several times in a short step
-lose parts of it: ``--pixels 128`` makes images larger and steps about a second long. How much they
-lose differs from run to run with the moments at which the quotas begin: by 15 % on ``equal``,
-where runs of one script with the same shares were compared. On ``cores`` nothing is given by time.
+Linux grants a CPU quota every 100 ms, so ranks that wait for each other several times in a short
+step lose a part of it. ``--pixels 128`` makes images larger, and steps about a second long. The
+loss differs from run to run with the moments at which the quotas begin: by 15 % on ``equal``,
+between runs of one script with the same shares. ``cores`` has no quotas.
 
 Ranks keep memory that they have freed, as the allocator of an accelerator does. By default glibc
-gives large buffers back and gets them again in each step, with which the same script takes up to a
-quarter longer in some runs than in others; ``--default-allocator`` leaves it so.
+returns large buffers to the system and requests them again in each step, and the same script then
+takes up to a quarter longer in some runs than in others; ``--default-allocator`` keeps this
+default.
 """
 
 import re
@@ -88,7 +89,7 @@ def epoch_seconds(
         )
 
         class Printing(Place):
-            """The testbed, where what a rank prints goes to a file."""
+            """The testbed, with the output of each rank in a file."""
 
             def command(self, rank: int, argv: Sequence[str]) -> list[str]:
                 single = ["env", "RANK=0", "WORLD_SIZE=1", "LOCAL_RANK=0", "MASTER_ADDR=127.0.0.1"]
@@ -118,7 +119,7 @@ def epoch_seconds(
 def measure(
     cluster: Cluster, script: str, epochs: int, rounds: int, pixels: int, allocator: dict[str, str]
 ) -> dict[str, Any]:
-    """Both scripts in turn, and what the ranks could do."""
+    """Run both scripts in turn, and measure what perfect shares allow."""
     with_balancer = ROOT / "examples" / "balance" / f"{script}.py"
     without = with_balancer.parent / "before" / with_balancer.name
     alone = epoch_seconds(cluster, without, 3, pixels, allocator, alone=True)

@@ -1,4 +1,4 @@
-"""Does ``heterog plan`` keep its budget? Wall seconds of the first and the second call of a wheel.
+"""Does ``heterog plan`` keep its budget? Wall seconds of its first and second call.
 
     python experiments/budget_table.py --json
     python experiments/budget_table.py --models bert_base --budgets 5 --json
@@ -6,12 +6,12 @@
 
 A wheel is built and installed into a virtual environment of its own, which borrows all other
 packages from this one, so that no network is needed. The first call of each row finds no compiled
-kernels, the second those of the first. ``capture_s`` is until the graph is there, Python's start
-included; ``prepare_s`` until kernels are compiled or loaded and the policy is read; the promise is
-that the rest takes at most the budget and 20 %.
+kernels, the second finds those of the first. ``capture_s`` is the time until the graph exists,
+including Python's start; ``prepare_s`` the time until kernels are compiled or loaded and the
+policy is read. The rest should take at most the budget and 20 %.
 
-With ``--cpu`` every clock, that of the budget, too, counts CPU seconds of the process: what a core
-that nobody else uses would show.
+With ``--cpu`` every clock, also that of the budget, counts CPU seconds of the process, as on an
+otherwise idle core.
 """
 
 import json
@@ -70,7 +70,7 @@ def cpu_seconds(process: int) -> float:
 def plan_once(
     python: Path, folder: Path, model: str, budget_s: float, *, in_cpu: bool = False
 ) -> dict[str, Any]:
-    """One call of ``heterog plan``, with the seconds at which it says what it does.
+    """Call ``heterog plan`` once and note the seconds at which it reports its phases.
 
     Args:
         python: that has heterog.

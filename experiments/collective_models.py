@@ -1,12 +1,12 @@
-"""Fit the models of collectives inside a host to measured ones, and say how far off they are.
+"""Fits the models of collectives inside a host to measured ones, and prints their errors.
 
     python experiments/collective_models.py --data DIR [--json] [--write]
 
 DIR holds ``nccl.csv.gz`` (ai-dynamo/aiconfigurator, Apache-2): seconds of collectives of 2, 4 and
-8 GPUs. Rows of ``fit`` are fitted, errors are of rows of ``test``, beside those of another
-measurement of the same collective. Types whose GPUs hang on PCIe or on single NVLinks (L40S, V100)
-keep the links of the cluster file: how fast their collectives are depends on how the machine is
-wired.
+8 GPUs. The fit uses rows of ``fit``; errors are those of rows of ``test``, beside the errors of
+another measurement of the same collective. Types whose GPUs hang on PCIe or on single NVLinks
+(L40S, V100) keep the links of the cluster file, because the speed of their collectives depends on
+how the machine is wired.
 """
 
 import statistics
@@ -75,7 +75,7 @@ def fit(rows: list[dict[str, str]], bandwidth: float, rounds: float) -> Collecti
 def repeated(fitted: list[dict[str, str]], tested: list[dict[str, str]]) -> FloatArray:
     """Errors of no model at all: the median of fitted rows of the same payload and members.
 
-    They are what differs from one measurement of a collective to the next.
+    These errors are the differences between measurements of the same collective.
 
     Returns:
         Absolute errors of the tested rows that have such rows.  # [num_rows]

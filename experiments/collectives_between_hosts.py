@@ -1,11 +1,11 @@
-"""Fit rings and trees between hosts to what NCCL was measured to reach, and say how far off it is.
+"""Fits rings and trees between hosts to NCCL's measured rates, and prints the errors.
 
     python experiments/collectives_between_hosts.py --data DIR [--json]
 
 DIR holds ``nccl_h100_efa.csv`` (Hugging Face, Ultra-Scale Playbook, Apache-2): bus bandwidth of
 collectives of 256 MiB on hosts of 8 H100 behind EFA. ``ring`` and ``tree`` with their growths are
-those of ``heterog.pricing.cost_model``; ``links.yaml`` has them for ``efa_p5``. Errors are
-of each number of hosts by a fit to the others.
+those of ``heterog.pricing.cost_model``; ``links.yaml`` has them for ``efa_p5``. The error at each
+number of hosts is that of a fit to all other numbers.
 """
 
 import csv
@@ -24,7 +24,7 @@ RATE = cluster_of(16).nic_bandwidth_bytes_per_s(0)
 
 
 class Measured(NamedTuple):
-    """How many times as long an operation takes as a ring or a tree at the NICs' rate."""
+    """Time of an operation over that of a ring or a tree at the NICs' rate."""
 
     collective: str
     hosts: int

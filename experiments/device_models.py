@@ -1,4 +1,4 @@
-"""Device models from measured kernels: fitted, held against rows that were not, and written.
+"""Fits device models to measured kernels, tests them on other rows, and writes them.
 
     python experiments/device_models.py --data DIR --json
     python experiments/device_models.py --data DIR --write
@@ -7,28 +7,30 @@
 
 DIR holds ``gemm_16bit.csv.gz`` (matrix products of an inference stack on A100, H100, H200, L40S;
 ai-dynamo/aiconfigurator, Apache-2) and ``kernels_fp32.csv.gz`` (float32 kernels of torch on P4,
-P100, V100, T4, A100, H100; sitar-lab/NeuSight, MIT), or files of the same columns. Only rows whose
-``split`` is ``fit`` are fitted; errors are those of the other rows. Then each type is left out in
-turn: parameters of the others predict all of its rows. ``--write`` puts the parameters into the
-package.
+P100, V100, T4, A100, H100; sitar-lab/NeuSight, MIT), or files of the same columns. The fit uses
+only rows whose ``split`` is ``fit``; errors are those of the other rows. Then each type is left
+out in turn, and the parameters of the others predict all of its rows. ``--write`` puts the
+parameters into the package.
 
 Layers of transformers on further cards (``zorse_layers.csv`` or ``layers_*.csv``, packed or not;
-``fits/layer_times.py`` has their columns) tell of types whose kernels nobody measured alone: one
-parameter each, see ``OF_LAYERS``. ``--shipped`` fits nothing: it says how far what ships is off on
-the layers of every card in DIR, and on Megatron's peaks of memory (``megatron_golden.csv`` or
-``megatron_peaks_*.csv``). ``--left-out`` prices the layers of each card as if nobody had measured
-it: all kernels by fits to cards with other chips, all else by its data sheet.
+``fits/layer_times.py`` has their columns) give one parameter for each type whose kernels nobody
+measured alone; see ``OF_LAYERS``. ``--shipped`` fits nothing: it prints the errors of the shipped
+models on the layers of every card in DIR, and on Megatron's peaks of memory
+(``megatron_golden.csv`` or ``megatron_peaks_*.csv``). ``--left-out`` prices the layers of each
+card as if nobody had measured it: all kernels by fits to cards with other chips, everything else
+by its data sheet.
 
 Seconds of 8-bit products are those of the stack: the activations are scaled to 8 bits first, a
 kernel of its own that reads 2 bytes an element and writes 1.
 
-Peaks of memory of Megatron-LM's functional tests on 8 A100, beside what plans say.
+Peaks are those of Megatron-LM's functional tests on 8 A100, compared with those of plans.
 
-Rows have the columns of NVIDIA/Megatron-LM's golden values (BSD-style), ``megatron_golden.csv``:
-settings of a case and ``mem_max_alloc_bytes``, which the last rank writes. Dense GPTs are
-compared, each setting once; experts, context parallelism, Megatron's own FSDP, frozen parts and
-runs that resume (which allocate in another order) are left out. Of a table that the head shares,
-the last stage has a copy, so that there it is as large as one of its own.
+Their rows have the columns of NVIDIA/Megatron-LM's golden values (BSD-style),
+``megatron_golden.csv``: settings of a case and ``mem_max_alloc_bytes``, which the last rank
+writes. Dense GPTs are compared, each setting once; experts, context parallelism, Megatron's own
+FSDP, frozen parts and runs that resume (which allocate in another order) are left out. If the head
+shares the embedding's table, the last stage holds a copy, so it needs as much memory as a head
+with its own table.
 """
 
 import argparse
@@ -161,17 +163,18 @@ HELD: dict[str, dict[str, Any]] = {
     "16 bit": {"joules_per_flop": 3.0e-12, "wide_loss": 0.0},
     "8 bit": {"joules_per_flop": 1.5e-12, "most_splits": 1.0, "least_rows": 128.0},
 }
-"""What is known of tensor cores. Energy at 16 nm, of which no board of the set is short of power:
-see ``parameters.energy_of``; that of vector units is fitted to all types together, of which a T4
-and a P4 are. Kernels of the stack for 8 bits do not cut the depth, and have tiles of 128 features
-at least: on each of the three types this fits better than others do."""
+"""Known parameters of tensor cores. The energy is that at 16 nm (see ``parameters.energy_of``),
+because no board of the set reaches its power limit there; the energy of vector units is fitted to
+all types together, among which a T4 and a P4 reach it. Kernels of the stack for 8 bits do not cut
+the depth, and have tiles of 128 features at least: on each of the three types this fits better
+than others do."""
 
 OF_LAYERS = (("16 bit", "A10G"), ("16 bit", "T4"), ("float32", "A10G"))
-"""Types with measured layers alone that differ from ``any`` by their efficiency: what their clock
-and their units reach for seconds on end. Others are within 7 % as they are."""
+"""Types with measured layers only whose efficiency differs from that of ``any``: the rate that
+their clock and units sustain for seconds. Other types are within 7 % without it."""
 _WIDE_BESIDE_LAYERS = 0.3
-"""Of a P100, whose wide outputs are slow in one library's kernels (1.7) and not in another's: with
-this, rows of either are within 12 %."""
+"""For a P100, whose wide outputs are slow in one library's kernels (1.7) but not in another's:
+with this value rows of both are within 12 %."""
 
 
 def read(path: Path) -> list[Row]:
@@ -354,7 +357,7 @@ def has_chip(kind: str, chip: str) -> bool:
 def families_without(
     kernels: Mapping[str, Mapping[str, Sequence[Row]]], known: Mapping[str, Any], chip: str
 ) -> dict[str, dict[str, Family]]:
-    """Families of kernels by type as if no card with the chip of a type had been measured.
+    """Families of kernels by type, as if no card with a type's chip had been measured.
 
     Args:
         kernels: Rows of each family by type.
@@ -375,7 +378,7 @@ def families_without(
 
 
 def print_left_out(arguments: argparse.Namespace) -> None:
-    """Print errors on layers of each card by what was fitted to cards with other chips."""
+    """Print errors on layers of each card by fits to cards with other chips."""
     rows, kernels = read_any(arguments.data, *LAYERS), measured_kernels(arguments.data)
     shipped, found = parameters._tables(), []
     for card in sorted({kind.name for row in rows if (kind := card_of(row["gpu"]))}):
@@ -392,7 +395,7 @@ def print_left_out(arguments: argparse.Namespace) -> None:
 
 
 def in_words(row: Mapping[str, Any]) -> str:
-    """One line of errors on a card's layers."""
+    """Errors on a card's layers in one line."""
     return (
         f"{row['dtype']:8} {row['type']:16} {row['rows']:5} rows, median "
         f"{row['median']:6.1%}, p90 {row['p90']:6.1%}"
@@ -429,7 +432,7 @@ def fit_layers(
 
 
 def rounded(value: Any) -> Any:
-    """Four digits are more than a fit knows."""
+    """Round to four digits, more than a fit determines."""
     if isinstance(value, dict):
         return {key: rounded(each) for key, each in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value
@@ -445,7 +448,7 @@ def families_document(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def write_section(name: str, section: Mapping[str, Any]) -> None:
-    """Put a section into the package's file of parameters; its comments and the rest stay."""
+    """Put a section into the package's file of parameters; keep its comments and the rest."""
     path = Path(parameters.__file__).parent / "fitted.yaml"
     text = path.read_text(encoding="utf-8")
     made = yaml.safe_dump({name: dict(section)}, sort_keys=False, width=99)
@@ -455,7 +458,7 @@ def write_section(name: str, section: Mapping[str, Any]) -> None:
 
 
 def print_shipped(arguments: argparse.Namespace) -> None:
-    """Print errors of what ships on layers of all cards and on Megatron's peaks."""
+    """Print errors of the shipped models on layers of all cards and on Megatron's peaks."""
     layers = errors_by_card(read_any(arguments.data, *LAYERS))
     peaks = list(peak_errors(read_any(arguments.data, *PEAKS)))
     lines = [in_words(row) for row in layers]

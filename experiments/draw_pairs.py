@@ -1,12 +1,12 @@
-"""Draws lists of pairs to learn from and to be judged on, from disjoint families and clusters.
+"""Draws lists of pairs for training, validation and tests, from disjoint families and clusters.
 
     python experiments/draw_pairs.py test --pairs 24 --large 8 --seed 58
 
 Writes ``pairs/SPLIT.jsonl`` and a cluster file for each of its lines. Every family of the split
 comes as often as every other, within one. ``--large`` of the pairs have 64 to 1,024 devices, the
-others 2 to 48; sizes are spread evenly by their ratios. A member of a family is drawn again where
-weights, gradients and optimizer state fill more than 40 % of all memory, or where a large cluster
-has more devices than the batch has samples: there is no strategy to be found there.
+others 2 to 48; sizes are spread evenly by their ratios. A member of a family is drawn again if
+weights, gradients and optimizer state fill more than 40 % of all memory, or if a large cluster has
+more devices than the batch has samples, because no strategy would work there.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Models to learn from and to be judged on, drawn by a number: ``drawn_models.py:u_shape_17``.
+"""Models for training and tests, drawn by a number: ``drawn_models.py:u_shape_17``.
 
 A name is a family and a number. The number seeds every draw: depth, widths, sizes of inputs,
-batch, optimizer and precision, over decades. Families are a grammar of own modules
-(``drawing/modules.py``) and architectures of ``transformers`` without weights
+batch, optimizer and precision, over decades. Families come from a grammar of own modules
+(``drawing/modules.py``) and from architectures of ``transformers`` without weights
 (``drawing/architectures.py``). Each belongs to training, validation or test, and a policy is never
 trained on a family of the other two.
 """

@@ -2,10 +2,10 @@
 
     python experiments/evaluate_cluster.py --cpu-seconds 300 --seeds 1
 
-By default on the held-out models and clusters (``pairs/held_out.jsonl``). Arms: ``search``, that
-is ``auto`` without the policy, which the others are over; the policy's best of 1, 16 and 64 draws;
-the baselines of HeteroG's paper; and, if asked for, ``agent+search`` and ``agent_finetuned`` for
-the same seconds.
+The default pairs are the held-out models and clusters (``pairs/held_out.jsonl``). Arms: ``search``
+(``auto`` without the policy), to which the others are compared; the policy's best of 1, 16 and 64
+draws; the baselines of HeteroG's paper; and, if asked for, ``agent+search`` and
+``agent_finetuned`` for the same seconds.
 """
 
 from functools import partial

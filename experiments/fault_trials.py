@@ -1,4 +1,4 @@
-"""What experiments that hurt jobs share: a trial, what it leaves behind, many of them."""
+"""Shared parts of experiments with faults: a trial, its leftovers, and runs of many trials."""
 
 import argparse
 import math
@@ -20,11 +20,12 @@ KINDS = ("V100-16GB", "V100-16GB", "T4", "T4")
 MODEL = Path(__file__).with_name("healing_model.py").resolve()
 PARTS = ("noticed_s", "planned_s", "moved_s", "first_step_s")
 PAUSE_S = 3.0
-"""Seconds for which a host is stopped that should not be lost by it."""
+"""Seconds of a pause after which a host must not count as lost."""
 _MARK = "HETEROG_FAULT_TRIALS"
-"""Variable of all processes that trials start, with the id of the first one."""
+"""Environment variable that marks all processes of trials; it holds the id of the first one."""
 _GONE_S = 20.0
-"""Longest wait until what was killed is gone: who removes its files waits, too."""
+"""Longest wait until killed processes are gone; the process that removes their files waits,
+too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +41,16 @@ class Trial:
         moved_s: from there until they have their state.
         first_step_s: from there to the end of their first step.
         decided_s: of a plan under torchrun, from the start of its ranks until they know it.
-        total_s: all these, or if ranks train on, until the next step, or until who leads the job
-            says that it is there again.
+        total_s: the sum of these; if ranks train on, until the next step, or until the job's
+            leader reports that it is back.
         caught_up_s: from the fault to the first step that had not been done before.
         num_ranks: that go on.
         steps_done_again: because no complete snapshot, or no checkpoint, had them.
-        most_difference: of a loss, from that of what it is compared with, relative.
+        most_difference: the largest relative difference of a loss from its reference.
         is_complete: every step counts once, every sample of an epoch was dealt once, and the plan
             was changed once at most, or not at all where ranks should train on.
         left_behind: processes and files that are still there.
-        source: what was gone on from.
+        source: where training resumed from.
         why: the reason if it failed.
     """
 
@@ -105,7 +106,7 @@ def processes() -> dict[int, tuple[int, str]]:
 
 
 def left_behind(found: Callable[[], Collection[str]]) -> tuple[str, ...]:
-    """What is still found after what was killed had time to go."""
+    """Processes and files that are still there after killed processes had time to end."""
     gone_s = time.monotonic() + _GONE_S
     while (left := found()) and time.monotonic() < gone_s:
         time.sleep(0.2)
@@ -123,7 +124,7 @@ def options(faults: Collection[str], first: str) -> tuple[Option, ...]:
 
 
 def mark_processes() -> None:
-    """Mark all that this process starts."""
+    """Mark all processes that this process starts."""
     os.environ[_MARK] = str(os.getpid())
 
 
@@ -139,8 +140,8 @@ def run_trials(
     Args:
         asked: What the script was asked.
         of: What rows of these trials have in common.
-        run: Hits once; what is drawn comes from its argument.
-        goes_on: Whether a trial that fails leaves room for the next.
+        run: Causes one fault; its random choices come from its argument.
+        goes_on: Whether the next trial runs after one that fails.
     """
     kept = asked.results and asked.results.resolve()
     of = {"fault": asked.fault, "seed": asked.seed, **of}

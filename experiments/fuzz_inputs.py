@@ -1,13 +1,13 @@
-"""What becomes of damaged and hostile files: is every one refused in a line, or valid?
+"""Are damaged and hostile files refused in one line, or valid?
 
 python experiments/fuzz_inputs.py --cases 10000 --seed 0 --json
 
 Makes a valid file of every kind that heterog reads, changes it (fields left out, doubled, renamed,
 of other types; huge, negative and infinite numbers; texts with quotes and line ends; lists cut,
 shuffled and lengthened; bytes cut off, garbled and packed; bombs) and reads it in a process of its
-own with limits. What is refused has to be refused by one line. What is accepted is looked at again
-by code that shares nothing with the readers: indices, permutations, sums, simulated seconds. Calls
-of the command line with outputs of all kinds are a kind, too (``fuzzing/outputs.py``).
+own with limits. A refusal must be one line. Accepted files are checked again by code that shares
+nothing with the readers: indices, permutations, sums, simulated seconds. Calls of the command line
+with outputs of all kinds are tested as well (``fuzzing/outputs.py``).
 
 The worker is forked from a process that has imported everything, so a case takes milliseconds.
 """
@@ -48,7 +48,7 @@ MOST_LINE = 5000
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What became of one case."""
+    """Outcome of one case."""
 
     kind: str
     change: str
@@ -211,7 +211,7 @@ GOOD = ("refused", "refused later", "accepted")
 
 
 def main() -> None:
-    """Judge many changed files and print what became of them."""
+    """Judge many changed files and print the outcomes."""
     arguments = asked_of(
         __doc__,
         option("--cases", type=int, default=10_000),

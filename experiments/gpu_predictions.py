@@ -1,10 +1,10 @@
-"""Holds predictions of the shipped device models against steps that ``gpu_steps.py`` measured.
+"""Compares predictions of the shipped device models with steps measured by ``gpu_steps.py``.
 
     python experiments/gpu_predictions.py experiments/measured/h200_held_out.jsonl.gz --json
 
-``measured/`` has the steps of one H200. Nothing is calibrated: the type's name is all that is
-known of the GPU. ``rows`` has one entry a case: seconds and peak memory, measured and predicted,
-and device seconds by family of kernels.
+``measured/`` has the steps of one H200. Nothing is calibrated: predictions know only the name of
+the GPU's type. ``rows`` has one entry a case: seconds and peak memory, measured and predicted, and
+device seconds by family of kernels.
 """
 
 import gzip

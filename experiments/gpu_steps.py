@@ -3,9 +3,9 @@
     python experiments/gpu_steps.py --out steps.jsonl [--only vgg19,gpt2] [--budget 240]
     python experiments/gpu_steps.py --out compiled.jsonl --compile --at-once 6
 
-A step is what a person writes: forward, backward, ``optimizer.step()``, ``zero_grad()``, in plain
-PyTorch. One JSON line a case: seconds of a step, peaks of memory, and device seconds of all
-kernels by ATen op and input shapes. ``gpu_predictions.py`` holds predictions against them.
+A step is that of an ordinary loop in plain PyTorch: forward, backward, ``optimizer.step()``,
+``zero_grad()``. One JSON line a case: seconds of a step, peaks of memory, and device seconds of
+all kernels by ATen op and input shapes. ``gpu_predictions.py`` compares them with predictions.
 
 With ``--compile`` each case is measured twice, eager and with its loss under ``torch.compile``.
 Several processes then compile at once, and take turns on the GPU once all have compiled.
@@ -143,7 +143,7 @@ class Step:
 
 
 def measure(case: Case, *, with_kernels: bool = True) -> dict[str, Any]:
-    """Measure one case; the row says what went wrong, if something did."""
+    """Measure one case; if it fails, the row says why."""
     return measured_step(Step(case), with_kernels=with_kernels)
 
 

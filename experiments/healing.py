@@ -1,19 +1,19 @@
-"""Kills parts of a job that heals in the middle of training, again and again, and measures it.
+"""Kills parts of a job that heals, many times in the middle of training, and measures recovery.
 
     python experiments/healing.py --kills 20 --json
     python experiments/healing.py --fault node --kills 20 --json
 
-Each trial trains on four hosts of one device (gloo), kills at a random step and lets the job go
-on. Faults: ``rank`` (one of four local ranks); on four raylets of this machine, ``node`` (any:
-the raylet, its actor with snapshots, and its rank, by SIGKILL at once), ``first`` (that of rank
-0), ``two`` (at once, with redundancy 2), ``leader`` (the actor that leads; its ranks train on),
-``both`` of a node and the leader, ``frozen`` (a node by SIGSTOP), ``paused`` (so, for 3 s: its
-ranks train on), ``cut`` (a node's link: each is in a network namespace, which takes root),
-``command`` (that which started the job; the next one watches it) and ``leaving`` (SIGTERM to a
-node's actor, or Ray drains it; it is killed once training goes on elsewhere). Then the same is
-done without healing: four local ranks train up to the step that was gone on from and save a
-checkpoint, and ranks of the new plan resume it. Losses have to be equal step by step. Processes
-and temporary files that stay are looked for.
+Each trial trains on four hosts of one device (gloo), kills at a random step and lets the job
+continue. Faults: ``rank`` (one of four local ranks); on four raylets of this machine, ``node``
+(any node: the raylet, its actor with snapshots, and its rank, by SIGKILL at once), ``first`` (the
+node of rank 0), ``two`` (two nodes at once, with redundancy 2), ``leader`` (the actor that leads;
+its ranks train on), ``both`` (a node and the leader), ``frozen`` (a node by SIGSTOP), ``paused``
+(a node by SIGSTOP for 3 s: its ranks train on), ``cut`` (a node's link: each node is in a network
+namespace, which takes root), ``command`` (the command that started the job; the next one watches
+it) and ``leaving`` (SIGTERM to a node's actor, or Ray drains it; it is killed once training
+continues elsewhere). Then a run without healing follows: four local ranks train up to the step
+from which the job resumed and save a checkpoint, and ranks of the new plan resume it. Losses have
+to be equal step by step. The script also looks for processes and temporary files left behind.
 """
 
 import json
@@ -77,7 +77,7 @@ TIMES = ("detect_s", "plan_s", "move_s", "first_step_s")
 
 
 class Nodes:
-    """Raylets of this machine, one for each host, beside the head.
+    """Raylets on this machine, one for each host, beside the head.
 
     Args:
         places: network namespace and address of the head and of each host, if they have some.
@@ -129,7 +129,7 @@ class Nodes:
                 os.kill(pid, signal.SIGTERM)
 
     def signal(self, number: int, what: signal.Signals) -> None:
-        """Send a signal to all that runs on a node, at once; not to who removes their files."""
+        """Signal all processes of a node at once, but for those that remove their files."""
         children: dict[int, list[int]] = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -151,7 +151,7 @@ class Nodes:
             self._nodes[number] = self._add(number)
 
     def wait(self) -> None:
-        """Wait until those that were replaced count as lost."""
+        """Wait until the replaced nodes count as lost."""
         while sum(each["Alive"] for each in self._ray.nodes()) != 1 + len(KINDS):
             time.sleep(0.2)
 
@@ -196,14 +196,14 @@ def things_of_jobs() -> set[str]:
 
 
 class Fault:
-    """Kills when rank 0 has begun a step, and keeps the plan that is gone on with.
+    """Kills when rank 0 has begun a step, and keeps the plan with which training continues.
 
     Args:
         fault: what is killed.
         nodes: of the cluster, if there is one.
         step: at which.
         victims: hosts that are killed.
-        copy_to: file for the plan that training goes on with.
+        copy_to: file for the plan with which training continues.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class Fault:
                 self._nodes.kill(self._victims[0])
 
     def say(self, line: str) -> None:
-        """Called with what the job says."""
+        """Called with each message of the job."""
         progress(line)
         if line.startswith("who leads"):
             self.again_s = time.monotonic()
@@ -256,7 +256,7 @@ class Fault:
 
 
 def lose_command(request: RunRequest, options: HealOptions, step: int) -> None:
-    """Start the job by another process, and kill that in a step."""
+    """Start the job by another process, and kill this process in a step."""
     begun_s = time.time()
     command = multiprocessing.get_context("spawn").Process(
         target=heal_on_ray, args=(request, options)
@@ -275,7 +275,7 @@ def lose_command(request: RunRequest, options: HealOptions, step: int) -> None:
 def run_trial(
     folder: Path, nodes: Nodes | None, fault: str, chance: random.Random, wait: bool
 ) -> Trial:
-    """Kill once."""
+    """Run one trial."""
     before = things_of_jobs()
     step = chance.randint(3, 300) + 1000 * wait
     number = {"two": 2}.get(fault, int(fault not in NOBODY))

@@ -1,7 +1,7 @@
 """A loop as people write it, for torchrun: ``python healing_loop.py LOG STEPS KIND``.
 
-It goes on after a loss from ``memory`` (KIND), or, as without heterog's healing, from a checkpoint
-that rank 0 writes every hundred steps (``plain``). What happens is told in LOG.
+After a loss it resumes from ``memory`` (KIND), or, as without heterog's healing, from a checkpoint
+that rank 0 writes every hundred steps (``plain``). LOG records the events.
 """
 
 import time
@@ -28,7 +28,8 @@ from heterog.runtime.step.collectives import gather_texts  # noqa: E402
 
 NUM_SAMPLES, BATCH_SIZE = 1000, 24
 SILENT_S = 3.0
-"""Seconds without an answer after which a rank gives a collective up: a cut link says nothing."""
+"""Seconds without an answer after which a rank gives a collective up; a cut link gives no
+error."""
 PAUSE_S = 0.01
 SAVE_STEPS = 100
 
@@ -41,7 +42,7 @@ def data() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """In doubles, so that the order in which ranks are summed up hardly shows."""
+    """The model in float64, so that the order of sums over ranks hardly matters."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 8)).double()
     return model, torch.optim.Adam(model.parameters(), lr=1e-3)

@@ -1,19 +1,19 @@
-"""Kills hosts of a loop under torchrun again and again, and measures how it goes on.
+"""Kills hosts of a loop under torchrun, many times, and measures recovery.
 
     python experiments/healing_torchrun.py --fault node --kills 20 --json
     python experiments/healing_torchrun.py --of plan --fault node --kills 20 --json
 
 Four hosts are network namespaces of this machine, which takes root, each with one of torchrun's
 agents and a rank of ``healing_loop.py``, or of a plan that heals (``--of plan``). The rendezvous
-is a store that stands outside of them, or etcd (``--etcd ENDPOINT``). Ranks are forked off their
-agent, which has imported what they need, or start as torchrun's do by default (``--start-method
-spawn``). Faults, at a random step: ``node`` (all of a host, by SIGKILL at once), ``first`` (that
-of rank 0), ``leader`` (only the agent of rank 0's host), ``two`` (hosts at once), ``cut`` (a
-host's link), ``frozen`` (a host by SIGSTOP), ``paused`` (so, for 3 s: its ranks train on),
-``leaving`` (SIGTERM to an agent), and ``plain``, as ``node`` but from a checkpoint instead of
-memory. Losses have to be those of one process that
-trains on the same batches, every sample of an epoch dealt once; those of a plan are in float32,
-and their difference is told beside the first.
+is a store outside of these hosts, or etcd (``--etcd ENDPOINT``). Ranks are forked off their agent,
+which has imported what they need, or start as torchrun's do by default (``--start-method spawn``).
+Faults, at a random step: ``node`` (all processes of a host, by SIGKILL at once), ``first`` (the
+host of rank 0), ``leader`` (only the agent of rank 0's host), ``two`` (two hosts at once), ``cut``
+(a host's link), ``frozen`` (a host by SIGSTOP), ``paused`` (a host by SIGSTOP for 3 s: its ranks
+train on), ``leaving`` (SIGTERM to an agent), and ``plain`` (as ``node``, but from a checkpoint
+instead of memory). Losses have to equal those of one process that trains on the same batches, with
+every sample of an epoch dealt once. Losses of a plan are in float32, and their difference is
+reported.
 """
 
 import itertools
@@ -76,11 +76,11 @@ _LIMIT_S = 600.0
 _AFTER = 200
 """Steps that are trained after the fault: enough for an agent that joins late to take part."""
 _AFTER_OF_PLAN = 800
-"""As many seconds of a plan, whose steps have no pause."""
+"""The same in seconds for a plan, whose steps have no pause."""
 
 
 def run_agent(place: tuple[str, str], host: int, arguments: list[str], said: Path) -> None:
-    """What the command torchrun does, on a host."""
+    """Run an agent on a host, as the command torchrun does."""
     from torch.distributed.run import main
 
     os.setsid()
@@ -133,7 +133,7 @@ class Hosts:
             self.agents[-1].start()
 
     def events(self) -> list[Event]:
-        """All that ranks have told, in order of time."""
+        """All events that ranks have logged, in order of time."""
         for log in [self._folder / "log.jsonl", *self._folder.glob("*/journal.jsonl")]:
             self._events += self._readers.setdefault(log, JournalReader(log)).new_events()
         self._events.sort(key=lambda told: float(told["at_s"]))
@@ -152,7 +152,7 @@ class Hosts:
         raise TimeoutError(f"{what} was not told; last {self.events()[-1:]}")
 
     def signal(self, host: int, what: signal.Signals) -> None:
-        """Send a signal to all that runs on a host, but for who removes files."""
+        """Send a signal to all processes of a host, but for those that remove files."""
         agent = self.agents[host].pid
         ranks = [pid for pid, (parent, _) in processes().items() if parent == agent]
         for pid in (agent, *ranks):
@@ -160,7 +160,7 @@ class Hosts:
                 os.kill(pid or 0, what)
 
     def hit(self, fault: str, hosts: tuple[int, ...]) -> None:
-        """Do to hosts what a fault says."""
+        """Cause a fault on hosts."""
         for host in hosts:
             if fault in ("leader", "leaving"):
                 is_sudden = fault == "leader"
@@ -176,7 +176,7 @@ class Hosts:
                 threading.Timer(PAUSE_S, self.signal, (host, signal.SIGCONT)).start()
 
     def end(self, hosts: tuple[int, ...]) -> None:
-        """End what is left of hosts that were hit, and mend them."""
+        """End the remaining processes of hosts that were hit, and mend the hosts."""
         for host in hosts:
             self.signal(host, signal.SIGKILL)
             self.agents[host].join()
@@ -191,7 +191,7 @@ def run_trial(
     chance: random.Random,
     plan: Plan | None,
 ) -> Trial:
-    """Hit once."""
+    """Run one trial."""
     step = chance.randint(3, 300)
     kind = "plain" if fault == "plain" else "memory"
     script = [str(LOOP), str(folder / "log.jsonl"), str(step + _AFTER), kind]
@@ -255,7 +255,7 @@ def measured_plan(
     victims: tuple[int, ...],
     left: tuple[str, ...],
 ) -> Trial:
-    """What the journals and the output of a plan's trial say."""
+    """Results of a plan's trial, from its journals and its output."""
     output = read_json(folder / "out.json", "output")
     every = [each for each in events if each["event"] == "step"]
     later = [each for each in events if each["at_s"] > hit_s]
@@ -313,7 +313,7 @@ def losses_of(num_steps: int) -> list[float]:
 def measured(
     events: list[Event], hit_s: float, victims: tuple[int, ...], left: tuple[str, ...]
 ) -> Trial:
-    """What the log says of a trial."""
+    """Results of a trial, from its log."""
     steps = [each for each in events if each["event"] == "step"]
     old = [each for each in steps if each["at_s"] <= hit_s]
     begun = [each for each in events if each["event"] == "began" and each["at_s"] > hit_s]

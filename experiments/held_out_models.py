@@ -1,4 +1,4 @@
-"""Models that nothing is fitted to: families, sizes and optimizers that the zoo does not have.
+"""Models for tests of predictions: families, sizes and optimizers that the zoo does not have.
 
 Each function is a workload for ``gpu_steps.py`` and for the command line:
 ``experiments/held_out_models.py:convnext``.

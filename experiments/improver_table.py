@@ -1,11 +1,11 @@
-"""Does local search get further where a policy leads its moves? At equal CPU seconds.
+"""Does a policy that leads its moves improve local search, at equal CPU seconds?
 
     python experiments/improver_table.py --pairs FILE --cpu-seconds 20 --json
 
-For each pair and seed, the baselines make starts in a quarter of the seconds; from these, each arm
-searches. Arms: ``blind`` (local search as it is without a policy), ``learned`` (the shipped policy
-leads its moves), ``untrained`` (the same network with random weights, the same moves and turns)
-and ``NAME=FILE`` for a policy of your own.
+For each pair and seed, the baselines make starts in a quarter of the seconds; each arm searches
+from these. Arms: ``blind`` (local search as it is without a policy), ``learned`` (the shipped
+policy leads its moves), ``untrained`` (the same network with random weights, the same moves and
+turns) and ``NAME=FILE`` for a policy of your own.
 """
 
 import time
@@ -26,7 +26,7 @@ START_PART = 0.25
 
 
 def starts_of(evaluator: Evaluator, seconds: float) -> tuple[Candidate, ...]:
-    """What the baselines find, each in an equal part of the seconds."""
+    """Plans that the baselines find, each in an equal part of the seconds."""
     graph, cluster = evaluator.graph, evaluator.cluster
     methods = [
         each
@@ -40,7 +40,7 @@ def starts_of(evaluator: Evaluator, seconds: float) -> tuple[Candidate, ...]:
 
 
 def lead_of(arm: str, seed: int) -> Lead | None:
-    """What leads the moves of an arm; ``None`` for blind ones."""
+    """Lead of the moves of an arm; ``None`` for blind ones."""
     if arm == "blind":
         return None
     if arm == "untrained":
@@ -63,7 +63,7 @@ class Starts:
 
 
 def searched(starts: Starts, arm: str, evaluator: Evaluator, seed: int, budget: Budget) -> Line:
-    """The best step of a search by the referee, and how it came to it."""
+    """The best step of a search by the referee, and the search's progress."""
     assert budget.seconds is not None
     curve: list[tuple[float, float]] = []
     found = tuple(starts(evaluator, START_PART * budget.seconds))

@@ -5,17 +5,18 @@
     python experiments/inexact.py losses --rows "exact; average=8; average=8 int8; stash=1"
     python experiments/inexact.py cost --json
 
-A row is what --asynchronous takes, or ``exact``, and behind a blank what --lossy takes.
+A row is a value of --asynchronous or ``exact``, then perhaps a blank and a value of --lossy.
 
-``steps``: on each testbed and model the best plan of each row, in one job and in turn, in windows
-of eight steps (the average in them): median seconds a step beside what was predicted with a
-calibration of the testbed on other workloads. A codec encodes what crosses the plan's slowest
-boundaries. ``losses``: two small models on three ranks over gloo, islands or teams of one rank
-each with 4, 2 and 2 samples of a batch of 8, or three stages; eight seeded batches in turn, the
-same for all; SGD with momentum 0.9. Told is the mean loss of the last eight steps, over the
-samples of all islands; a codec is put on all that islands average, or on all messages of an exact
-plan. No clock is in it: two runs give the same numbers. ``cost``: CPU seconds of encoding and
-decoding over those of a copy; the constants of ``heterog.modes.codecs.value`` come from it.
+``steps`` runs the best plan of each row on each testbed and model, in one job and in turn, in
+windows of eight steps (with one averaging each). It prints median seconds a step beside
+predictions with a calibration of the testbed on other workloads. A codec encodes messages of the
+plan's slowest boundaries. ``losses`` trains two small models on three ranks over gloo, as islands
+or teams of one rank each with 4, 2 and 2 samples of a batch of 8, or as three stages; eight seeded
+batches in turn, the same for all rows; SGD with momentum 0.9. It prints the mean loss of the last
+eight steps, over the samples of all islands. A codec encodes everything that islands average, or
+all messages of an exact plan. No clock is involved: two runs give the same numbers. ``cost``
+prints CPU seconds of encoding and decoding over those of a copy; the constants of
+``heterog.modes.codecs.value`` come from it.
 """
 
 import argparse
@@ -93,7 +94,7 @@ differ by 1e-5 end 0.16 apart, and here by less than 1e-4."""
 
 
 def parts_of(row: str) -> tuple[str, str]:
-    """What a row says of a mode and of a codec."""
+    """The mode and the codec of a row."""
     words, _, codec = row.partition(" ")
     return words, codec
 
@@ -206,7 +207,7 @@ def small(model: str) -> Workload:
 
 
 def strategy_of(evaluator: Evaluator, row: str) -> Strategy:
-    """What a row asks for, with islands or stages of one rank each."""
+    """The strategy of a row, with islands or stages of one rank each."""
     words, codec = parts_of(row)
     teams = ((0,), (1,), (2,)) if words != EXACT else ()
     decision = Decision(devices=(0, 1, 2), shares=SHARES, teams=teams)
@@ -273,7 +274,7 @@ def losses(arguments: argparse.Namespace, rows: Sequence[str]) -> Iterator[dict[
 
 
 def cpu_seconds(call: Callable[[], Any], repeats: int = 7) -> float:
-    """The least CPU time of a call: other people's processes take none of it."""
+    """The least CPU time of a call, which other processes hardly affect."""
     found = []
     for _ in range(repeats):
         begin = time.process_time()
@@ -308,7 +309,7 @@ def cost(_: argparse.Namespace, rows: Sequence[str]) -> Iterator[dict[str, Any]]
 
 
 def main() -> None:
-    """Do what is asked for."""
+    """Run one of the three experiments."""
     arguments = asked_of(
         __doc__,
         *testbed_options(TESTBEDS, ()),

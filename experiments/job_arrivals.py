@@ -1,13 +1,13 @@
-"""PAC-ML's question: baselines and a learned policy beside what its authors recorded.
+"""PAC-ML's task: baselines and a learned policy beside the results of its authors.
 
     python experiments/job_arrivals.py --json
     python experiments/job_arrivals.py --learn 60000 --deadlines C --seeds 3 --json
     python experiments/job_arrivals.py --cluster mixed_16 --models resnet50,bert_base --json
 
-With ``--cluster`` jobs run on unequal GPUs, as fast as the evaluator says, and come 1.2 times as
-often as that many of the fastest device could serve them one by one. Blocking rates are means over
-seeds; ``--learn`` trains a policy of PPO for each seed on episodes of its own and tests it on the
-episodes of the baselines.
+With ``--cluster`` jobs run on unequal GPUs with step times of the evaluator, and arrive 1.2 times
+as often as a cluster of equally many of its fastest device could serve them one by one. Blocking
+rates are means over seeds; ``--learn`` trains a PPO policy for each seed on episodes of its own
+and tests it on the episodes of the baselines.
 """
 
 import statistics
@@ -50,11 +50,11 @@ RECORDED = {
 }
 LIMITS = (2, 4, 6, 8)
 LOAD, NUM_ARRIVALS = 1.2, 300
-"""Work that comes over work that could be done, with ``--cluster``, and jobs of an episode."""
+"""Load (arriving work over capacity) with ``--cluster``, and jobs of an episode."""
 
 
 def rules(seed: int) -> dict[str, Rule]:
-    """Everything that is compared, by name."""
+    """All rules that are compared, by name."""
     found = {name: rule_named(name, seed) for name in (*RULES, "random")}
     return found | {f"at_most_{limit}": at_most(limit) for limit in LIMITS}
 

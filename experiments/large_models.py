@@ -2,8 +2,8 @@
 
 Each function is a workload for the command line: ``experiments/large_models.py:llama_8b``. Weights
 are bfloat16, sequences have 4,096 tokens (OPT 2,048), the optimizer is AdamW. Attention is causal
-without a mask, as fused kernels want it: traced, ``transformers`` makes a mask of the whole global
-batch, 8 GiB at these sizes.
+without a mask, as fused kernels expect; a traced model of ``transformers`` would make a mask of
+the whole global batch, 8 GiB at these sizes.
 """
 
 from typing import Any

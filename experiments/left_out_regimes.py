@@ -1,38 +1,39 @@
-"""What device models say of regimes that nothing was fitted to, beside gradient boosting.
+"""Errors of device models on regimes left out of the fit, beside gradient boosting.
 
     python experiments/left_out_regimes.py --data DIR --json
     python experiments/left_out_regimes.py --data DIR --ship
 
 ``DIR`` holds ``vtrain_one_node.csv`` (VIA-Research/vTrain, MIT). Each regime (teams of four and
-more, hidden 2048, micro-batch 8) is left out in turn: what was fitted to vTrain's rows of ``fit``
-and ships is fitted again to those of them outside the regime, and rows of ``test`` inside it are
-predicted. That is what Megatron's host takes in ``device_models/fitted.yaml`` (five numbers: to
-issue a kernel from Python, the same from autograd, to issue a collective, and what a collective
-takes longer in a step, at most and by byte) and the factor on products whose rows are not aligned.
-Everything else ships: kernels and collectives measured alone, and factors of A100s in training,
-which are from other runs.
+more, hidden 2048, micro-batch 8) is left out in turn: the shipped numbers that were fitted to
+vTrain's rows of ``fit`` are fitted again to those of these rows outside the regime, and rows of
+``test`` inside it are predicted. These numbers are the times of Megatron's host in
+``device_models/fitted.yaml`` (five: to issue a kernel from Python, the same from autograd, to
+issue a collective, and the extra time of a collective in a step, at most and by byte) and the
+factor on products whose rows are not aligned. Everything else stays as shipped: kernels and
+collectives measured alone, and factors of A100s in training, which are from other runs.
 
-The fit begins where no run of vTrain has been seen: kernels and collectives issued as by PyTorch,
-twice as fast by autograd, collectives as alone, rows that are not aligned no slower; see
-``BEGIN``. It takes one row of each hidden size, tensor parallelism and micro-batch, the one with
-the fewest GPUs and then the smallest batch: the set's rows are composed of so few measurements
-that all of such a kind have the same seconds of a layer, to four digits. All steps are predicted
-from models of few layers (``--few-layers`` of ``published_runs.py``), which makes this a matter of
-minutes.
+The fit begins with values that know no run of vTrain: kernels and collectives issued as by
+PyTorch, twice as fast by autograd, collectives as fast as alone, rows that are not aligned no
+slower; see ``BEGIN``. It takes one row of each hidden size, tensor parallelism and micro-batch,
+the one with the fewest GPUs and then the smallest batch: the set's rows are composed of so few
+measurements that all rows of such a kind have the same seconds of a layer, to four digits. All
+steps are predicted from models of few layers (``--few-layers`` of ``published_runs.py``), so the
+script takes only minutes.
 
-Not fitted again is what was decided with all rows of ``fit`` in view: which kernels Megatron runs,
-where its fused softmax applies, and that a collective's extra time is the lesser of two lines.
+Decisions that were made with all rows of ``fit`` in view are not fitted again: which kernels
+Megatron runs, where its fused softmax applies, and that a collective's extra time is the lesser of
+two lines.
 
 Boosting gets all rows of ``fit`` outside the regime, the logarithm of the seconds and the columns.
 
-``--ship`` leaves nothing out, begins with what ships, lets each kind count as often as it has rows
-of ``fit``, and prints what is to ship then, with the spread of Megatron's steps. The errors of all
-rows of ``fit`` are taken to be those of so many kinds, of which the fit has used up six: with a
-root mean square r, K kinds and P parameters, one more row is off by
+``--ship`` leaves nothing out, begins with the shipped numbers, weights each kind by its rows of
+``fit``, and prints the new numbers to ship, with the spread of Megatron's steps. The errors of all
+rows of ``fit`` are treated as those of K kinds, of which the fit has used up P = 6: with a root
+mean square r, one more row is off by
 
     r sqrt(K / (K - P)) sqrt(1 + P / K)
 
-and the spread is what that has beyond the spread of the device and its kernels.
+and the spread is the part of this beyond the spread of the device and its kernels.
 """
 
 import json
@@ -88,7 +89,7 @@ _MOST_ITERATIONS = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """What is fitted to vTrain's rows: see ``Host`` and ``InTraining.unaligned``."""
+    """Numbers fitted to vTrain's rows: see ``Host`` and ``InTraining.unaligned``."""
 
     issue_s: float
     backward: float
@@ -98,7 +99,7 @@ class Fitted:
     unaligned: float
 
     def models(self) -> DeviceModels:
-        """The device models that ship, but for these numbers."""
+        """The shipped device models, but for these numbers."""
         factors = replace(in_training_of(_CARD), unaligned=self.unaligned)
         models = DeviceModels(Execution.MEGATRON, in_training={_CARD: factors})
         models.host = replace(
@@ -321,7 +322,7 @@ def regime(name: str, rows: Sequence[Row], predictor: Predictor) -> dict[str, An
 
 
 def to_ship(rows: Sequence[Row], predictor: Predictor) -> dict[str, Any]:
-    """What is fitted to all rows of ``fit``, and the spread of Megatron's steps."""
+    """Numbers fitted to all rows of ``fit``, and the spread of Megatron's steps."""
     known = sorted((row for row in rows if row["split"] == "fit"), key=by_capture)
     parameters = fit(known, predictor, shipped(), weighs_kinds=True)
     off = np.log(predictor.predicted_s(known, parameters) / seconds_of(known))

@@ -11,8 +11,8 @@ same samples and learning rate, ``weights`` is the largest difference of weights
 one, relative to the largest weight. A row is equal if the first holds and the second is at most
 1e-5.
 
-``REFUSED`` lists beforehand what is not run, and why; ``MUST_REFUSE`` what has to end in an error,
-and words of it. Any other row that raises an error has failed.
+``REFUSED`` lists rows that are not run, and why; ``MUST_REFUSE`` lists rows that must end in an
+error, with words of the message. Any other row that raises an error has failed.
 """
 
 import logging

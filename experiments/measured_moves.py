@@ -1,11 +1,11 @@
-"""Do moves that are tried on a job's own steps pay, as measured?
+"""Do trial moves on a job's own steps pay, as measured?
 
     python experiments/measured_moves.py --testbeds skew_both --models gpt --json  # Linux, as root
 
-For each testbed, model and seed: a plan of ``auto`` for the testbed as its file describes it, a
-job that trains with it and tries moves (``heterog run --heal --improve``), and then the first and
-the last plan on the same ranks in turn. A row has what was tried and taken back, and seconds of
-both.
+For each testbed, model and seed ``auto`` makes a plan for the testbed as its file describes it,
+and a job trains with the plan and tries moves (``heterog run --heal --improve``). Then the first
+and the last plan run on the same ranks in turn. A row has the moves that were tried and taken
+back, and seconds of both plans.
 """
 
 import shutil

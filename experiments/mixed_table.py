@@ -3,9 +3,10 @@
     python experiments/mixed_table.py --seeds 1 --json
     python experiments/mixed_table.py --arms megatron_grid,islands --cpu-seconds 60
 
-By default twelve models on six clusters (``pairs/mixed.jsonl``). The first arm is what others are
-over: a gain is one over that ratio. ``auto`` is asked without ``megatron_grid``, so that nothing
-starts from its plans; ``auto_with_grid`` with it; every other arm is a method of that name.
+The default pairs are twelve models on six clusters (``pairs/mixed.jsonl``). Ratios are step times
+over those of the first arm; a gain is one over that ratio. ``auto`` runs without
+``megatron_grid``, so that no method starts from its plans, ``auto_with_grid`` with it; every other
+arm is a method of that name.
 """
 
 from functools import partial

@@ -1,10 +1,10 @@
-"""Does what was planned run, and is it equal to plain PyTorch? Model families beyond the zoo.
+"""Do plans of model families beyond the zoo run, and do they equal plain PyTorch?
 
     python experiments/model_families.py --json
     python experiments/model_families.py --only gpt2,clip
     python experiments/model_families.py -o rows.jsonl      # goes on where it was stopped
 
-Every family is captured, planned, and trained for five steps on three ranks with uneven shares,
+Every family is captured, planned, and trained for five steps on three ranks with uneven shares:
 under parameter servers, a pipeline with micro-batches, ZeRO-3, op rules, and the plan that
 ``heterog plan`` finds for three unlike GPUs. Losses and all weights are compared with the same
 steps on one device; see ``families/running.py`` for BatchNorm and random numbers.

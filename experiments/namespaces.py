@@ -1,4 +1,4 @@
-"""Network namespaces on one switch, which stand for machines; takes root and the command ip."""
+"""Network namespaces on one switch, as machines; needs root and the command ip."""
 
 import ctypes
 import os
@@ -16,7 +16,7 @@ _CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 def namespaces(
     count: int, prefix: str = "hb", subnet: str = "10.78.0"
 ) -> Iterator[list[tuple[str, str]]]:
-    """Names and addresses: of this machine, whose namespace has no name, and of new ones."""
+    """Names and addresses of this machine's namespace, which has no name, and of new ones."""
     bridge = f"{prefix}0"
     servers = re.findall(r"^nameserver\s+([0-9.]+)$", Path("/etc/resolv.conf").read_text(), re.M)
     with ExitStack() as stack:
@@ -46,7 +46,7 @@ def namespaces(
 
 @contextmanager
 def inside(namespace: str) -> Iterator[None]:
-    """Sockets and processes that this thread makes are in a namespace; no name is where it is."""
+    """Make this thread's new sockets and processes in a namespace; no name means its own."""
     if not namespace:
         yield
         return

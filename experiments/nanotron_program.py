@@ -1,4 +1,4 @@
-"""What nanotron does in a step: its model, its stages, what it keeps, sends and waits for.
+"""A step of nanotron: its model and stages, its memory, messages and waits.
 
 Kernels are those of nanotron: fused attention, rotary positions and norms in one kernel each, a
 gated MLP without biases, cross entropy over the parts of the vocabulary in float32. Parameters in
@@ -146,7 +146,7 @@ class _Llama(nn.Module):
 class _CrossEntropy(torch.autograd.Function):
     """The passes of nanotron's sharded cross entropy over the vocabulary, in float32.
 
-    The largest logits and the wanted ones, one of each row, are left out. It is priced, never run.
+    The largest logits and the wanted ones, one of each row, are left out. Only priced, never run.
     """
 
     @staticmethod
@@ -199,12 +199,12 @@ def graph_of(sizes: Sizes, batch: int) -> OpGraph:
 
 
 def stages(sizes: Sizes, pp: int) -> tuple[str, ...]:
-    """Modules at which stages begin but the first: fewer than ``pp`` where some have no layer.
+    """Modules at which all stages but the first begin; fewer than ``pp`` if some have no layer.
 
-    nanotron gives layers to a stage until their work together reaches its share of all, of which a
-    head has its product. 1B kept as much on the first of 2, 4 and 8 stages as 10, 5 and 3 layers
-    do, and 8 stages took as long as a head and its loss without a layer, on hosts of their own
-    too: both are on the last stage.
+    nanotron gives layers to a stage until their work reaches the stage's share of all work, which
+    includes the product of the head. This agrees with runs of 1B: the first of 2, 4 and 8 stages
+    kept as much memory as 10, 5 and 3 layers, and 8 stages took as long as if the last one had the
+    head and its loss without a layer, also on hosts of their own.
 
     >>> sizes = Sizes(layers=16, hidden=2048, heads=32, ffn=8192, vocabulary=131072, length=4096,
     ...     is_tied=False)
@@ -236,10 +236,10 @@ PROGRAM = DeviceModels(
 )
 """Nanotron's host and kernels, fitted to 27 runs of 1B with ZeRO-1 on 8 to 64 GPUs.
 
-The spread lets intervals on one host hold four of five of the 30 runs there (conformal).
+With this spread intervals on one host hold four of five of the 30 runs there (conformal).
 
-Members of a team add to what a kernel takes to issue where stages lie on several hosts: a layer
-took 8.5, 12.5 and 20.5 ms there with tp 2, 4 and 8.
+Where stages lie on several hosts, each member of a team adds to the time to issue a kernel: a
+layer took 8.5, 12.5 and 20.5 ms there with tp 2, 4 and 8.
 """
 
 
@@ -256,24 +256,24 @@ def strategy_of(row: Row, graph: OpGraph, cluster: Cluster) -> Strategy:
 
 
 _ALL_GRADIENTS = 1 << 50
-"""Bytes of a bucket that is never full before the last gradient."""
+"""Bytes of a bucket so large that it is never full before the last gradient."""
 _OF_DDP = 50 << 20
 """Of gradients in float32, of parameters in bfloat16 that fill DDP's 25 MB; a strategy counts
 those of a whole team."""
 
 
 def kept_bytes(row: Row) -> float:
-    """What nanotron keeps on rank 0 beside what a strategy says, by the slopes of 1B's peaks.
+    """Memory of nanotron's rank 0 beyond that of a strategy, by the slopes of 1B's peaks.
 
-    Each of it was found in ``fit`` rows, by size and number of micro-batches. Members of a team
+    Each part was found in ``fit`` rows, by size and number of micro-batches. Members of a team
     keep gathered inputs of the two column-parallel products of a layer, and of the head: one a
     layer for each micro-batch in flight, and one more for two of these while kernels lag behind
     the host; in a pipeline that waits for its host, two less. (By the slopes of 1B's peaks: 2 a
-    micro-batch with 1 and 2 stages, 1.5 with 4, 1 with 8; where the host decides 0, 0.2 and 1
-    with 2, 4 and 8.) DDP keeps buckets in the parameters' dtype, which one replica lacks.
-    Gradients are added up in float32 also where there is one micro-batch to add. The loss
-    overwrites its exponentials, and those of the micro-batch before live on until the next has
-    run; a strategy has two in any case.
+    micro-batch with 1 and 2 stages, 1.5 with 4, 1 with 8; where the host decides 0, 0.2 and 1 with
+    2, 4 and 8.) DDP keeps buckets in the parameters' dtype, which one replica lacks. Gradients are
+    added up in float32 also where there is one micro-batch to add. The loss overwrites its
+    exponentials, and those of the previous micro-batch live until the next has run; a strategy has
+    two in any case.
 
     >>> from published.nanotron import row_of
     >>> row = {"model": "1B", "layers": 16, "hidden": 2048, "heads": 32, "ffn": 8192, "seq": 4096,
@@ -302,12 +302,12 @@ def kept_bytes(row: Row) -> float:
 
 
 def can_run(row: Row, peak_bytes: float, memory_bytes: float) -> bool:
-    """Whether nanotron can run a row that has such a peak.
+    """Whether nanotron can run a row with this predicted peak.
 
-    What no tensor holds (CUDA's context, NCCL's buffers, fragments) is ``_RESERVED_BYTES``: 68.3
-    GiB were the most that 1B ran with, and 71.5 the least as predicted of all runs but two that
-    failed for memory. All 80 runs of 1B with two or more stages without a layer failed, however
-    little they would have kept; a single one can have the loss.
+    ``_RESERVED_BYTES`` is memory outside tensors (CUDA's context, NCCL's buffers, fragments): 1B
+    ran with at most 68.3 GiB, and all but two of the runs that failed for memory have predicted
+    peaks of at least 71.5 GiB. All 80 runs of 1B with two or more stages without a layer failed,
+    however little memory they needed; a single such stage can have the loss.
     """
     return row.empty_stages < _EMPTY_STAGES and peak_bytes <= memory_bytes - _RESERVED_BYTES
 
@@ -317,7 +317,7 @@ _EMPTY_STAGES = 2
 
 
 def beside_s(row: Row, models: DeviceModels, cluster: Cluster, step_s: float) -> float:
-    """Seconds of nanotron's step that its strategy does not have.
+    """Seconds of nanotron's step that are not in its strategy's step.
 
     Its ZeRO-1 reduces all gradients to all replicas after the last backward pass, though each
     updates its slice alone (issue 261 of huggingface/nanotron); the strategy reduces and scatters

@@ -4,13 +4,13 @@
 
 ``peaks`` of ``device_models/fitted.yaml`` comes from here. ``DIR`` holds
 ``sailor_gh200_opt.json`` (eth-easl/sailor, MIT): OPT-350M on 1 to 32 nodes of four GH200, and the
-largest peak of a device of each run. Runs on one and two nodes are fitted, those on more are the
-test: the rule by which ``published_runs.MEGATRON_RESERVES_BYTES`` was found, and the very same
+largest peak of a device of each run. Runs on one and two nodes are fitted, runs on more nodes are
+the test. ``published_runs.MEGATRON_RESERVES_BYTES`` was found by the same rule, from the same
 runs. ``pricing.intervals`` has the formula of the spread.
 
-What is compared is what devices hold beyond that reserve, because it is what is predicted.
-Several runs of the test differ in their number of replicas only, and have nearly the same peak:
-the errors of each kind of pipeline are alike, so that the test says less than its number of runs.
+The comparison is of memory beyond that reserve, because this part is predicted. Several runs of
+the test differ in their number of replicas only, and have nearly the same peak: the errors of each
+kind of pipeline are alike, so the test proves less than its number of runs suggests.
 """
 
 import math
@@ -33,7 +33,7 @@ _TYPE = "GH200"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The largest peak of a run, without what its device reserves.
+    """The largest peak of a run, without the reserve of its device.
 
     Attributes:
         name: of the run.

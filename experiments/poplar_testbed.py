@@ -2,12 +2,12 @@
 
     python experiments/poplar_testbed.py --json        # Linux, as root
 
-On a testbed, for each stage of ZeRO: Poplar's plan against the same stage with equal shares, as
-few micro-steps as fit and 25 MiB buckets. Where Poplar's plan has more micro-steps, equal shares
-in as many are measured too: the rest of the gain is that of the shares. All plans of a workload
-run in one job and in turn, so what else the machine does meets all of them. Measured, not
-simulated, with the predicted gains beside. Plans are made with a calibration of the testbed, on
-other workloads than these.
+On a testbed, for each stage of ZeRO, Poplar's plan is compared with the same stage with equal
+shares, as few micro-steps as fit and 25 MiB buckets. Where Poplar's plan has more micro-steps,
+equal shares with equally many are measured too: the remaining gain is that of the shares. All
+plans of a workload run in one job and in turn, so other load on the machine affects all of them.
+Gains are measured, not simulated, with the predicted gains beside them. Plans are made with a
+calibration of the testbed on other workloads than these.
 """
 
 import statistics

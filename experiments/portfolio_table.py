@@ -1,10 +1,10 @@
-"""What does ``auto`` gain from its agents, and what from more time without them?
+"""What does ``auto`` gain from its agents, compared with more time without them?
 
     python experiments/portfolio_table.py --pairs experiments/pairs/test.jsonl --json
 
-Arms: ``with`` and ``without`` agents, ``without_5x``: without them for five times as long, and, if
-asked for, ``blind``: with them, but no policy leads the moves of ``agent+search``.
-Budgets are in seconds of this process, so that other work on the machine shortens no search.
+Arms: ``with`` and ``without`` agents, ``without_5x`` (without agents for five times as long) and,
+if asked for, ``blind`` (with agents, but no policy leads the moves of ``agent+search``). Budgets
+are in seconds of this process, so that other work on the machine shortens no search.
 """
 
 import time

@@ -1,14 +1,14 @@
-"""Can every published layout be said, and does its program do what the textbook says?
+"""Can every published layout be expressed, and do programs agree with the textbook?
 
     python experiments/published_layouts.py --vtrain FILE.csv --sailor FILE.json --json
 
 For every row of measured training runs (Megatron-DeepSpeed GPT on A100 nodes as vTrain published
 them; OPT and GPT-Neo on GH200 nodes and mixed cards as Sailor did) the layout is built for the
-captured model, lowered and simulated. What each device then keeps, computes and sends is counted
-in the lowered program and compared with ``published/textbook.py``, which knows formulas only.
-Simulated seconds stand beside the measured ones; nothing is fitted to them.
+captured model, lowered and simulated. Then the parameters, FLOPs and bytes sent of each device are
+counted in the lowered program and compared with ``published/textbook.py``, which has formulas
+only. Simulated seconds stand beside the measured ones; nothing is fitted to them.
 
-How rows are read is said in ``published/runs.py``, what is captured in ``published/models.py``.
+``published/runs.py`` reads the rows, ``published/models.py`` has the models that are captured.
 """
 
 from collections import defaultdict
@@ -42,7 +42,7 @@ _DATA_KINDS = (TaskKind.ALL_REDUCE, TaskKind.REDUCE_SCATTER, TaskKind.ALL_GATHER
 
 @dataclass(slots=True)
 class Counted:
-    """What a device keeps, computes and sends, by a lowered program."""
+    """Parameters, FLOPs and bytes sent of a device, by a lowered program."""
 
     parameters: float = 0.0
     flops: float = 0.0
@@ -163,7 +163,7 @@ FIELDS = ("parameters", "flops", "tensor_bytes", "data_bytes", "pipeline_bytes")
 
 
 def expected(run: Run, place: tuple[int, int], team: oracle.Team) -> oracle.Costs:
-    """What the textbook says about a device of a team of a stage."""
+    """The textbook's costs of a device of a team of a stage."""
     model = run.model
     sizes = oracle.Transformer(
         hidden=model.hidden,
@@ -185,8 +185,8 @@ def expected(run: Run, place: tuple[int, int], team: oracle.Team) -> oracle.Cost
 def compared(run: Run, found: Sequence[Counted]) -> dict[str, dict[str, float]]:
     """For each quantity the stage where program and oracle differ most.
 
-    The mean over the devices in teams of one size; of what crosses stages over all devices, for
-    which of them sends to a larger or smaller team is no matter of the textbook.
+    It compares means over the devices in teams of one size. Bytes between stages are means over
+    all devices, because the textbook does not say which of them sends to a larger or smaller team.
     """
     worst: dict[str, dict[str, float]] = {}
     for number, (stages, of_stages) in enumerate(zip(run.pipelines, run.teams, strict=True)):

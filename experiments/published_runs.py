@@ -1,4 +1,4 @@
-"""Predicted steps held against published runs on real GPUs.
+"""Compares predicted steps with published runs on real GPUs.
 
     python experiments/published_runs.py --data DIR --json
 
@@ -6,9 +6,9 @@ DIR holds files with the names and columns of the public sets, or some of them:
 
 ``training_steps_one_gpu.csv`` (sitar-lab/NeuSight, MIT): forward and backward of language models
     of ``transformers`` in float32 without TF32, on one GPU and on four. Nothing is fitted to them:
-    kernels are priced by the device models that ship.
+    the shipped device models price the kernels.
 ``vtrain_one_node.csv``, ``vtrain_many_nodes.csv`` (VIA-Research/vTrain, MIT): iterations of
-    Megatron-DeepSpeed on A100. What its host takes was fitted to rows of ``fit`` on one node.
+Megatron-DeepSpeed on A100. The times of its host were fitted to rows of ``fit`` on one node.
 ``mpt_fsdp.csv`` (mosaicml/llm-foundry, Apache-2): MPT with FSDP on A100 and H100;
     ``published/mpt.py`` says what is assumed. Factors on 16-bit kernels were fitted to rows of
     ``fit`` on 8 GPUs.
@@ -16,12 +16,11 @@ DIR holds files with the names and columns of the public sets, or some of them:
     Apache-2): Llama-like models with nanotron on H100, by layout. Pairs are of layouts on as many
     GPUs, at least 3 % apart.
 ``sailor_*.json`` (eth-easl/sailor, MIT): OPT and GPT-Neo with Megatron-DeepSpeed. Nothing is
-    fitted to them; a second family is fitted to the runs of one and two nodes, and holds the
-    others.
+fitted to them; a second family is fitted to the runs of one and two nodes, and has the others.
 
 Rows whose ``split`` is ``test`` are compared, or all of a file without splits.
 
-What the rows do not say is chosen. NeuSight's GPT-3 XL has a hidden size of 3072 (24 heads of
+Settings that the rows lack are chosen. NeuSight's GPT-3 XL has a hidden size of 3072 (24 heads of
 128): with the 2048 of the GPT-3 paper it would run at half the rate of all other models of the
 set. Rows whose forward pass takes more than 0.7 of the backward pass contradict physics and are
 marked; all of the A100's do. Attention of that time is written out (``eager``). Megatron's fused
@@ -36,8 +35,8 @@ two times what float32 can (its image, NVIDIA's of PyTorch 24.10, has TF32 on). 
 fused softmax for float32: scores are masked in place where they are a view, whose gradient
 autograd copies five times more (``published.models.masked_in_place``).
 
-1F1B pipelines of many micro-batches are not simulated in full: from so many on that the pipeline
-is in its steady state, each further one takes what the last one took.
+1F1B pipelines of many micro-batches are not simulated in full: once the pipeline is in its steady
+state, each further micro-batch takes as long as the last one.
 """
 
 import csv
@@ -185,7 +184,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 def vtrain(
     path: Path, split: str, every: int, family: str, *, few_layers: bool
 ) -> Iterable[Compared]:
-    """One of so many of vTrain's rows; rows of one model and batch share a capture."""
+    """Every n-th of vTrain's rows; rows of one model and batch share a capture."""
     rows = [row for row in read_rows(path) if row.get("split", split) == split][::every]
     for row in sorted(rows, key=by_capture):
         each = vtrain_run(row, 0)
@@ -209,7 +208,7 @@ def vtrain(
 
 
 def by_capture(row: dict[str, str]) -> tuple[int, ...]:
-    """Sizes that rows have in common which share a capture."""
+    """Sizes that all rows with one capture have in common."""
     named = (
         "hidden size", "tensor parallelism", "pipeline parallelism", "global batch",
         "micro batch", "# layers",
@@ -218,7 +217,8 @@ def by_capture(row: dict[str, str]) -> tuple[int, ...]:
 
 
 Terms = list[tuple[float, Run]]
-"""Runs to simulate: the weighted sum of their seconds is that of a step. The last is largest."""
+"""Runs to simulate: the weighted sum of their seconds is the time of a step. The last is the
+largest."""
 
 
 def by_few_layers(
@@ -266,7 +266,7 @@ def as_megatron_ran_it(run: Run, recompute: Recompute) -> Run:
 
 
 _SOFTMAXES_OF_A_BLOCK = 4
-"""Megatron's fused softmax takes so many heads of samples at a time, and applies to no rest."""
+"""Megatron's fused softmax takes so many heads of samples at a time, and no remainder."""
 
 
 def step_seconds(run: Run, models: DeviceModels | None = None) -> tuple[float, Evaluator, bool]:
@@ -323,7 +323,7 @@ def mpt_runs(path: Path, split: str) -> Iterable[Compared]:
 
 
 def sailor(path: Path) -> Iterable[Compared]:
-    """Sailor's runs with nothing fitted, then those on more nodes than two with a fit to two."""
+    """Sailor's runs without a fit, then those on more than two nodes with a fit to the others."""
     family = f"Sailor, {path.stem.removeprefix('sailor_')}"
     runs = sailor_runs(path)
     yield from (sailor_compared(run, family, None) for run in runs)
@@ -386,7 +386,7 @@ def _with_tf32(run: Run) -> Run:
 
 
 MEGATRON_RESERVES_BYTES = int(4.1e9)
-"""Of context, communicators and buffers: what Sailor's runs on one and two nodes held beyond
+"""Bytes of context, communicators and buffers: memory of Sailor's runs on one and two nodes beyond
 tensors."""
 
 
@@ -394,7 +394,7 @@ tensors."""
 
 
 def by_formula(run: Compared) -> float:
-    """Seconds of a step up to a factor: how often a device runs a layer, whatever the layer takes.
+    """Seconds of a step up to a factor, from how often a device runs a layer.
 
     T ~ (micro-batches + stages - 1) / stages.
     """

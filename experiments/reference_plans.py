@@ -1,10 +1,10 @@
-"""The best step times that are known for a list of pairs, by all methods with long budgets.
+"""The best known step times for a list of pairs, by all methods with long budgets.
 
     python experiments/reference_plans.py --pairs experiments/pairs/test.jsonl --seeds 3
 
 Runs ``auto`` for each budget (in seconds of this process), seed and pair, shortest budgets first,
 and renews a JSON file after each: by pair the best step time, its method, and every run. Runs that
-are in the file are not made again.
+are in the file are not repeated.
 """
 
 import json

@@ -1,13 +1,13 @@
-"""How unsure predictions are by regime of a run: conformal prediction over recorded runs.
+"""Uncertainty of predictions by regime of a run: conformal prediction over recorded runs.
 
     python experiments/published_runs.py --data DIR --only ultrascale --split fit --json > 1B.json
     python experiments/published_runs.py --data DIR --only ultrascale --split test --json > 3B.json
     python experiments/regimes.py 1B.json --test 3B.json [--write]
 
-The first file's runs give each regime the spread that, beside that of devices, lets its intervals
-hold four of five runs and one more; see ``pricing.intervals.conformal_spread``. The other file's
-say what the intervals hold and how wide they are where no spread was fitted. ``--write`` puts the
-spreads into the package.
+The first file's runs give each regime a spread. With this spread and that of devices, the regime's
+intervals hold four of five runs and one more; see ``pricing.intervals.conformal_spread``. The
+other file's runs show how many runs the intervals hold, and their width, on runs that were not
+fitted. ``--write`` puts the spreads into the package.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What scripts share: arguments, rows that are kept as they are found, and what is printed."""
+"""Shared parts of scripts: arguments, rows that are kept as they are found, and output."""
 
 import argparse
 import json
@@ -35,18 +35,18 @@ def plain_parser(doc: str | None, *options: Option) -> argparse.ArgumentParser:
 
 
 def script_parser(doc: str | None, *options: Option) -> argparse.ArgumentParser:
-    """A parser of a script that knows ``--json``, too."""
+    """A parser of a script, with ``--json``."""
     as_json = option("--json", action="store_true", help="print one JSON document")
     return plain_parser(doc, *options, as_json)
 
 
 def asked_of(doc: str | None, *options: Option) -> argparse.Namespace:
-    """What a script was asked on the command line."""
+    """The arguments of a script's command line."""
     return script_parser(doc, *options).parse_args()
 
 
 def progress(line: object) -> None:
-    """Say how far a script is, beside what it prints."""
+    """Report the progress of a script, apart from its output."""
     print(line, file=sys.stderr, flush=True)
 
 

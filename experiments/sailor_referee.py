@@ -3,9 +3,9 @@
     python experiments/sailor_referee.py --data DIR --table table.json --json
 
 ``table.json`` is what ``sailor_table.py --json`` prints. Plans become strategies on a cluster of
-nodes with four GPUs, whose NICs have Sailor's measured rates; compute is priced by the device
-models, memory by what a lowered program keeps. The model is that of ``published/models.py``:
-float32, with attention written out. ``auto`` searches on the same graph and cluster.
+nodes with four GPUs, whose NICs have Sailor's measured rates; the device models price compute, and
+memory is that of the lowered program. The model is that of ``published/models.py``: float32, with
+attention written out. ``auto`` searches on the same graph and cluster.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def judged(row: Mapping[str, Any], evaluator: Evaluator) -> dict[str, Any]:
 
 
 def planned(setting: str, evaluator: Evaluator, budget: str, seed: int) -> dict[str, Any]:
-    """What ``heterog plan`` finds on the same graph and cluster."""
+    """The plan of ``heterog plan`` on the same graph and cluster."""
     begin = time.monotonic()
     found = {"setting": setting, "method": f"heterog plan, auto, {budget}"}
     try:

@@ -3,13 +3,14 @@
     python experiments/sailor_table.py --data DIR --json
 
 ``DIR`` has Sailor's three input files, see ``sailor/inputs.py``. Rows are clusters of its paper
-and two of RTX cards. Each has the best plans of others by Sailor's simulator where there are some,
-the best even plan, and one that is searched for among all that Sailor can say.
+and two of RTX cards. Each row has the best published plans by Sailor's simulator, if there are
+any, the best even plan, and the result of a search over all plans that Sailor can express.
 
-Even plans: the baseline that any user would try first.
+Even plans are the baseline that any user would try first.
 
-All replicas have teams of one size and micro-batches of one size, layers are cut as evenly as
-whole layers allow, and as many replicas are used as there are GPUs for; or those of one card only.
+All their replicas have teams of one size and micro-batches of one size, layers are cut as evenly
+as whole layers allow, and there are as many replicas as GPUs allow, of all cards or of one card
+only.
 """
 
 import sys
@@ -31,7 +32,7 @@ MOST_STAGES = 8
 
 
 def best_even(inputs: Inputs, num_gpus: Mapping[str, int]) -> tuple[Plan, Score] | None:
-    """The fastest even plan that fits, over stages, teams, sizes and the order of cards."""
+    """The fastest even plan that fits, over stages, teams, sizes and orders of cards."""
     best: tuple[Plan, Score] | None = None
     for plan in _plans(inputs, num_gpus):
         try:

@@ -1,10 +1,10 @@
-"""How far are predicted step times and memory from measured ones?
+"""What are the errors of predicted step times and memory?
 
     python experiments/simulator_fidelity.py --json        # Linux, as root
 
 Each testbed is calibrated on workloads of ``testbed_workloads.py``. Then six strategies of each of
-four others there, none of which was calibrated on, are predicted and run in turn on the testbed:
-median of the steps, and the most bytes that each rank's allocator held.
+four other workloads there, which are not in the calibration, are predicted and run in turn on the
+testbed: median of the steps, and the most bytes that each rank's allocator held.
 """
 
 import statistics

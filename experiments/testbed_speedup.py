@@ -6,10 +6,10 @@
 
 On each testbed and workload, in one job and in turn: the plan of ``auto``, that of
 ``tuned_uniform``, DDP with even batches, and, every second time, DDP with batches in proportion to
-the CPU quotas. Measured, not simulated, with the predicted gains beside. Plans are made with a
-calibration of the testbed, on other workloads than these. Compiled are our steps, and DDP by
-``torch.compile``, whose seconds no calibration of our steps knows. So both ways of DDP also run as
-plans: gains over those are what is predicted.
+the CPU quotas. Gains are measured, not simulated, with the predicted gains beside them. Plans are
+made with a calibration of the testbed on other workloads than these. With ``--execution compiled``
+our steps are compiled, and DDP runs under ``torch.compile``, whose seconds no calibration of our
+steps predicts. So both kinds of DDP also run as plans, and predicted gains are gains over these.
 """
 
 import statistics

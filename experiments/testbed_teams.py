@@ -1,4 +1,4 @@
-"""Do composed plans (stages, teams, caps) hold on real ranks what the simulator promises?
+"""Do composed plans (stages, teams, caps) reach the simulated gains on real ranks?
 
     python experiments/testbed_teams.py --json                    # Linux, as root
     python experiments/testbed_teams.py --testbeds skew_hosts --models gpt --pairs 10

@@ -1,8 +1,8 @@
-"""Workloads that are run for real on testbeds of CPUs, and those that testbeds are calibrated on.
+"""Workloads that run on testbeds of CPUs, and workloads for the calibration of testbeds.
 
 Each is a function for ``heterog plan experiments/testbed_workloads.py:NAME``; weights and batches
-are the same on every call. There is no dropout. What a testbed is calibrated on has the same
-families in other sizes: no layer has the shape of one that the calibration is judged by.
+are the same on every call. There is no dropout. Workloads for calibration are of the same families
+in other sizes: none of their layers has the shape of a layer on which the calibration is tested.
 """
 
 from collections.abc import Callable

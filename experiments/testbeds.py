@@ -70,8 +70,8 @@ def plan_of(evaluator: Evaluator, strategy: Strategy) -> Plan:
 def calibrated(testbed: str, folder: Path, execution: Execution = Execution.EAGER) -> Cluster:
     """The testbed's cluster with a calibration of its own; measured once per folder.
 
-    Ops are not measured again on types of devices that another testbed has had measured, if steps
-    were run in the same way, nor links if these ops are known.
+    Ops are not measured again on types of devices that were measured for another testbed with the
+    same execution, nor are links if these ops are known.
     """
     cluster = replace(load_testbed(testbed), execution=execution)
     is_compiled = execution == Execution.COMPILED
@@ -127,14 +127,14 @@ def testbeds_and_models(asked: argparse.Namespace) -> Iterator[tuple[Cluster, st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What all ranks of a testbed measure: a model's plans and DDP, in turn.
+    """A measurement on all ranks of a testbed: a model's plans and DDP, in turn.
 
     Attributes:
         model: of ``testbed_workloads.py``.
         rounds: after one to warm up.
         batch_size: samples of a step; the workload's own if there is none.
         steps: of each contender in a round.
-        peaks: plans whose most bytes are told.
+        peaks: plans whose largest memory is reported.
         shares: samples of each rank, for every DDP by its name.
         every: contenders that are slow, and in how many rounds they take part once.
         execution: how every DDP runs; plans say it themselves.
@@ -151,7 +151,7 @@ class Task:
 
 
 class Measured(NamedTuple):
-    """What ranks found, by contender.
+    """Measurements of the ranks, by contender.
 
     Attributes:
         seconds: a step of each round, on rank 0.
@@ -163,7 +163,7 @@ class Measured(NamedTuple):
 
 
 def measured(cluster: Cluster, plans: Mapping[str, Plan], task: Task) -> Measured:
-    """Run plans on the ranks of a testbed that is like a cluster."""
+    """Run plans on the ranks of a testbed that corresponds to a cluster."""
     with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
         folder = Path(name)
         for key, plan in plans.items():
@@ -251,7 +251,7 @@ def seconds_in_turn(
 ) -> dict[str, list[float]]:
     """Seconds of every contender in every round, between barriers; on every rank.
 
-    Each round begins with another contender: what ran just before leaves its traces.
+    Each round begins with another contender, because a contender's time depends on the one before.
 
     Args:
         contenders: what to call, by name; the same names in the same order on all ranks.
@@ -275,7 +275,7 @@ def seconds_in_turn(
 
 
 def result_of_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> Any:
-    """Run a function on some ranks, and hand over what it returned on rank 0, as JSON.
+    """Run a function on some ranks, and return its result on rank 0, sent as JSON.
 
     Args:
         function: Called with the rank and the arguments, in a process of one thread.

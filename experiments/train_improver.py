@@ -1,13 +1,13 @@
-"""How is the shipped policy that improves plans made? By expert iteration.
+"""Trains the shipped policy that improves plans, by expert iteration.
 
     python experiments/train_improver.py -o heterog/agents/improvers/default.pt
 
-Searches are recorded, of models of the zoo and of the grammar's training families on clusters that
-are drawn for each, and of the pairs of ``--pairs``: blind ones first, then, ``--iterations``
-times, ones that are led by what was learned from all before, so that points are seen to which only
-a led search comes. (``--records DIR`` keeps them, a file a search; what is there is not made
-again.) ``VALIDATION`` and the grammar's validation families are recorded, but not learned from.
-A card goes beside the policy.
+The script records searches on models of the zoo and of the grammar's training families, on
+clusters drawn for each, and on the pairs of ``--pairs``. Blind searches come first. Then,
+``--iterations`` times, the policy learned from all records leads further searches, so that the
+records include points that only a led search reaches. (``--records DIR`` keeps them, one file a
+search; existing files are not made again.) ``VALIDATION`` and the grammar's validation families
+are recorded, but not learned from. A card goes beside the policy.
 """
 
 import argparse
@@ -43,7 +43,7 @@ FUNCTIONS = (
     "lm_14l_long", "lm_18l_untied", "lm_32l", "lm_8l_giant",
 )  # fmt: skip
 VALIDATION = ("gpt2", "cells", "resnet50")
-"""Models that nothing is learned from: they say how often a chosen move gains."""
+"""Models from which nothing is learned: they show how often a chosen move gains."""
 SETTINGS = ("drawn", "evaluations", "led", "iterations", "models", "steps", "seed")
 LED_LONGER = 2
 """Times the evaluations that a led search is recorded for: it gains for longer."""
@@ -161,7 +161,7 @@ def main() -> None:
 
 
 def report(step: int, loss: float) -> None:
-    """Say how far a training is."""
+    """Report the progress of training."""
     if step % 500 == 499:
         progress(f"step {step + 1}: loss {loss:.4f}")
 

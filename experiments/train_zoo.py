@@ -1,15 +1,15 @@
-"""Which policies does the package ship, and how are they made?
+"""Trains the policies that the package ships.
 
     python experiments/train_zoo.py heldout -o heterog/agents/policies/heldout.pt
     python experiments/train_zoo.py default -o heterog/agents/policies/default.pt
 
-``heldout`` never sees the models and clusters of ``heterog.agents.shipped.HELD_OUT_*``; with
-``--drawn``, ``default`` sees members of the training families of ``drawn_models.py``, too (the
-notebook says why the shipped one does not). ``--encoder
-experiments/agent_ablation.py:NoMessages`` trains another network in the same way: that of
-``measured/no_messages.pt``. A log with seed, settings, models, clusters and validation goes
-beside the policy. About half an hour on one core, the capture of the models included; ``--graphs
-DIR`` keeps the captures.
+``heldout`` never sees the models and clusters of ``heterog.agents.shipped.HELD_OUT_*``. With
+``--drawn``, ``default`` also sees members of the training families of ``drawn_models.py`` (the
+notebook says why the shipped policy does not). ``--encoder
+experiments/agent_ablation.py:NoMessages`` trains another network in the same way, that of
+``measured/no_messages.pt``. A log with seed, settings, models, clusters and validation goes beside
+the policy. About half an hour on one core, the capture of the models included; ``--graphs DIR``
+keeps the captures.
 """
 
 import time

@@ -4,8 +4,9 @@
 
 ``in_training`` of ``device_models/fitted.yaml`` comes from here: rows of ``fit`` on 8 GPUs in 16
 bits, A100s together and H100 apart, ``fidelity.run_fit`` from factors of 1 with the host as it
-ships. ``DIR`` holds ``mpt_fsdp.csv``. Printed beside what ships, with the mean errors before and
-after on these very rows; ``published_runs.py`` has the rows that were not fitted.
+ships. ``DIR`` holds ``mpt_fsdp.csv``. The factors are printed beside the shipped ones, with the
+mean errors before and after on the fitted rows; ``published_runs.py`` has the rows that were not
+fitted.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Models that policies are trained on beside the zoo: other depths, widths and lengths.
+"""Models for training policies, beside those of the zoo: other depths, widths and lengths.
 
-Each function is a workload for the command line: ``experiments/training_models.py:lm_4l``. None
-of them is the size of a held-out model, nor of its family.
+Each function is a workload for the command line: ``experiments/training_models.py:lm_4l``. None of
+them has the size of a held-out model or belongs to its family.
 """
 
 from collections.abc import Callable

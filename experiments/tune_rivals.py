@@ -1,11 +1,11 @@
-"""Settings of the board's rivals, searched with as many trials each.
+"""Tunes settings of the board's rivals, with equally many trials for each.
 
     python experiments/tune_rivals.py --results experiments/measured/tuning.jsonl --json
 
 A trial is a setting of a rival (the first one as its paper or library has it, the others drawn
 without repetition) on every pair, with the same budget and seed; pairs are in no suite of the
 board. The setting with the least geometric mean of step times over the best known ones is chosen.
-Rivals with fewer settings than trials try all of them; those without any are left as they are.
+Rivals with fewer settings than trials try all of them; rivals without settings stay as they are.
 """
 
 import sys
@@ -34,7 +34,7 @@ def settings_of(name: str, trials: int) -> list[dict[str, float]]:
 
 
 def main() -> int:
-    """Run what is missing, and say what is best."""
+    """Run missing trials, and print the best settings."""
     asked = asked_of(
         __doc__,
         option("--rivals", default=",".join(name for name in RIVALS if RIVALS[name].choices)),

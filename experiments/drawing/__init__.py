@@ -1,5 +1,6 @@
-"""Drawn pairs to learn from and to be judged on.
+"""Drawn pairs for training and tests.
 
-``families`` has what they are drawn with, ``modules`` a grammar of own models, ``architectures``
-those of ``transformers``, ``clusters`` hosts and links from the whole catalogue.
+``families`` has the families and their random draws, ``modules`` a grammar of own models,
+``architectures`` models of ``transformers``, ``clusters`` hosts and links from the whole
+catalogue.
 """

@@ -1,4 +1,4 @@
-"""Models that capture refuses, and beside each one that is changed as the message advises."""
+"""Models that capture refuses, each beside a version changed as the message advises."""
 
 from typing import Any
 

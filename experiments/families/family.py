@@ -1,4 +1,4 @@
-"""What a model family is: a workload in small, batches to train it on, and how equal is equal."""
+"""A model family: a small workload, its batches, and the tolerance of its comparison."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Models that keep something in Python between steps, control flow, schedules, guards."""
+"""Models that keep state in Python between steps, control flow, schedules, guards."""
 
 import random
 from typing import Any

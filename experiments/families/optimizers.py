@@ -1,4 +1,4 @@
-"""Optimizers that look at more than one number at a time: at tensors, groups, or everything."""
+"""Optimizers that are not elementwise: they read whole tensors, groups, or everything."""
 
 from collections.abc import Callable
 from typing import Any

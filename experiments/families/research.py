@@ -1,4 +1,4 @@
-"""What papers train: loops inside a loss, networks that make weights, flows, energies, scans."""
+"""Models of papers: loops inside a loss, networks that make weights, flows, energies, scans."""
 
 import math
 from itertools import pairwise

@@ -1,9 +1,9 @@
 """Runs a family: captures it, plans it, executes the plans on ranks, compares.
 
-A family runs in a process of its own that has three ranks: one that hangs or dies takes nothing
-else with it. All of them are forks of this process, which has imported everything already.
+A family runs in a process of its own that has three ranks, so a family that hangs or dies does not
+end the others. All processes are forks of this one, which has imported everything already.
 
-Plain PyTorch on one device: what every plan has to come out equal to.
+The reference is plain PyTorch on one device: every plan must equal it.
 """
 
 import logging
@@ -68,10 +68,10 @@ class Part(NamedTuple):
 def train_on_one_device(
     family: Family, captured: CapturedStep, plan: Plan, *, is_double: bool = False
 ) -> Trained:
-    """The same steps without any of this project, but for what cannot be the same by itself.
+    """Train with plain PyTorch, except for two things that could not be equal otherwise.
 
-    BatchNorm sees the local groups that the plan makes, with running statistics of their own on
-    every device; random ops are given the numbers that the ranks draw.
+    BatchNorm normalises the local groups of the plan, with running statistics of their own for
+    every device; random ops get the numbers that the ranks draw.
 
     Args:
         family: of models.
@@ -120,7 +120,7 @@ def _in_groups(
     buffers: Sequence[dict[str, Tensor]],
     graph: OpGraph,
 ) -> float:
-    """Gradients of a mean loss whose samples are normalised group by group."""
+    """Compute gradients of a mean loss whose samples are normalised group by group."""
     workload = family.workload()
     total = 0.0
     for begin, size, device in groups:
@@ -141,11 +141,11 @@ def _in_groups(
 
 
 def local_groups(part: RankProgram) -> list[Part]:
-    """Samples that each BatchNorm takes its statistics over; empty where there is none.
+    """Samples of the statistics of each BatchNorm; empty without one.
 
     Raises:
-        NotImplementedError: they are not the same for all of them, or devices have unlike parts
-            of them in different layers, so that their running statistics saw unlike samples.
+        NotImplementedError: BatchNorms have different groups, or devices have different parts of
+            the groups in different layers, so that running statistics saw different samples.
     """
     found: set[tuple[Part, ...]] = set()
     for index, op in enumerate(part.graph.ops):
@@ -177,7 +177,7 @@ def _parts(part: RankProgram, layout: Spans) -> Iterator[Part]:
 
 
 class Draws(TorchDispatchMode):
-    """Gives the random ops of a step on one device what the ranks draw for their samples."""
+    """Gives the random ops of a step on one device the numbers that the ranks draw."""
 
     def __init__(self, captured: CapturedStep, part: RankProgram, step: int) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class Draws(TorchDispatchMode):
 
 _FORK = multiprocessing.get_context("fork")
 _END_S = 20
-"""Seconds that ranks have to end by themselves."""
+"""Seconds within which ranks may end by themselves."""
 _STEP_TIMEOUT = timedelta(seconds=60)
 
 
@@ -238,8 +238,8 @@ class Row(NamedTuple):
     Attributes:
         family: its name.
         strategies: error of each strategy that was executed, relative to how far weights moved.
-        equal: whether at least three were executed or refused and all that were executed came
-            out equal, or it was refused with the words that it should be.
+        equal: whether at least three strategies were executed or refused and all executed ones
+            were equal, or the family was refused with the expected words.
         tolerance: largest error that counts as equal.
         refused: what was refused and why: by strategy, or under ``capture``.
         failed: what went wrong otherwise, the same way.
@@ -349,13 +349,14 @@ def _is_in_bf16(graph: OpGraph) -> bool:
 def error_of(family: Family, results: list[Trained], wanted: Trained) -> float:
     """Largest error of a loss or of the weights of a tensor.
 
-    That of weights is relative to how far they moved at most, or a thousandth of how far any did
-    (gradients that are zero in theory are rounding in practice), or the rounding of the largest
-    weight, which is more in bf16. That of a loss is relative to itself.
+    The error of weights is relative to the largest of three: their largest movement, a thousandth
+    of any weight's movement (gradients that are zero in theory are rounding errors in practice),
+    and the rounding of the largest weight, which is larger in bf16. The error of a loss is
+    relative to the loss.
 
-    In bf16 lengths of tensors are compared instead of their largest elements, which are extremes
-    of thousands of roundings: on one device, another order of the sums in its linear layers moves
-    an embedding of ``llama_bf16`` by 0.95 of its movement in five steps, and its length by 0.36.
+    In bf16 norms of tensors are compared instead of their largest elements, which are extremes of
+    thousands of roundings: on one device, another order of the sums in its linear layers moves an
+    embedding of ``llama_bf16`` by 0.95 of its movement in five steps, but its norm by 0.36.
     """
     size = _length if family.tolerance == BFLOAT16 else _largest
     start = family.workload().make_model().state_dict()
@@ -413,7 +414,7 @@ class Ranks:
             self._processes.append(process)
 
     def train(self, plan: Plan) -> list[Trained]:
-        """What each rank has after some steps; weights are those of rank 0.
+        """Train, and return the results of each rank; weights are those of rank 0.
 
         Raises:
             HeterogError: a rank refused the plan.

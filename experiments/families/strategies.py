@@ -64,7 +64,7 @@ def shares_of(graph: OpGraph, *weights: int) -> tuple[int, ...]:
 
 
 def strategies(graph: OpGraph, *, searches: bool) -> Iterator[tuple[str, Plan]]:
-    """A plan of every kind that the graph has, by name; ends at the first that is refused."""
+    """A plan of every kind that the graph allows, by name; ends at the first that is refused."""
     for name, make in makers(graph, searches=searches):
         yield name, make()
 
@@ -111,8 +111,8 @@ def _servers(graph: OpGraph) -> Strategy:
 def _pipeline(graph: OpGraph) -> Strategy:
     """The first half on one device, the second on two, with two micro-batches.
 
-    With BatchNorm every stage is on one device: all layers then see the same local groups, with
-    which the steps on one device can be compared.
+    With BatchNorm every stage is on one device: all layers then see the same local groups, so the
+    plan can be compared with steps on one device.
     """
     groups = group_ops(graph)
     work = np.zeros(groups.num_groups)

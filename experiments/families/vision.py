@@ -140,7 +140,7 @@ def whisper() -> Workload:
 
 
 class _Block(nn.Module):
-    """A residual block that hears what time it is."""
+    """A residual block that gets the time step."""
 
     def __init__(self, channels_in: int, channels: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Gradient boosting of regression trees, as a rival that knows columns and nothing about GPUs.
+"""Gradient boosting of regression trees: a baseline that knows nothing about GPUs.
 
-Least squares, as in Friedman (2001), algorithms 1 and 2: each tree is fitted to what the ones
-before it leave over, and a share of it is added. Splits are exact: every value between two rows
-is tried.
+Least squares, as in Friedman (2001), algorithms 1 and 2: each tree is fitted to the residuals of
+the trees before it, and a share of it is added. Splits are exact: every value between two rows is
+tried.
 """
 
 from dataclasses import dataclass

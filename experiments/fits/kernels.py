@@ -1,7 +1,7 @@
 """Parameters of device models from measured kernels.
 
 Least squares of log(predicted / measured), so that a kernel of 5 us counts as much as one of
-50 ms, with a loss that lets single outliers go (soft l1 beyond 10 %).
+50 ms, with a loss that is robust to single outliers (soft l1 beyond 10 %).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,7 +39,7 @@ _STREAM_MOST = StreamModel(
     launch_s=1e-4, efficiency=1.2, long_row_efficiency=1.2, cached_share=2.0
 )
 _CACHED_SHARES = (0.01, 0.03, 0.06, 0.15, 0.4)
-"""Where fits begin: rows begin to fall out of the cache somewhere, and the error has a minimum at
+"""Starts of fits: rows fall out of the cache from some length on, and the error has a minimum at
 each length that many rows have."""
 
 
@@ -90,7 +90,7 @@ class MeasuredStreams:
 
 
 class Measured(Protocol):
-    """Rows that tell of the parameters of products."""
+    """Rows that determine the parameters of products."""
 
     def log_errors(self, model: ProductModel) -> FloatArray:
         """log(predicted / measured) of each row.  # [num_rows]"""
@@ -101,8 +101,8 @@ def fit_products(measured: Sequence[Measured], **held: float) -> ProductModel:
 
     Args:
         measured: Products of each type.
-        **held: Parameters that are known. One type alone does not tell whether its clock or the
-            power of its board bounds large products (``joules_per_flop``).
+        **held: Parameters that are known. Rows of one type alone do not determine whether its
+            clock or the power of its board bounds large products (``joules_per_flop``).
     """
     return _fit_products(measured, held)[0]
 

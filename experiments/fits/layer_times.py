@@ -1,13 +1,13 @@
 """Measured seconds of transformer layers on many cards, as the device models see them.
 
 Rows have the columns of benson-guo/zorse (MIT): ``model, gpu, seq, dtype, phase, microbatch, ms``.
-``split`` says which are fitted; without it, rows of ``_TESTED`` are not. A layer is what its
-matrix products take, by parameters at hand, and what everything else takes.
+The column ``split`` says which rows are fitted; without it, rows of ``_TESTED`` are not. The time
+of a layer is that of its matrix products, by given parameters, plus that of everything else.
 
-Layers of transformers as benson-guo/zorse (MIT) timed them: BERT, GPT, Llama, Mistral, ViT.
+The layers are those of BERT, GPT, Llama, Mistral and ViT.
 
-That program ran one layer on one GPU, in float32 or under float16 autocast: the parameters stay in
-float32, and each product casts what it is given. Autocast keeps the casts of parameters, so that
+The authors' program ran one layer on one GPU, in float32 or under float16 autocast: the parameters
+stay in float32, and each product casts its inputs. Autocast keeps the casts of parameters, so that
 the forward pass, timed fifteen times, casts them once. Kernels are those of Hugging Face's modules
 of the time. Everything here is captured and priced, never run.
 """
@@ -46,7 +46,7 @@ _DROPOUT = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """Sizes of a layer, and what it is captured with.
+    """Sizes of a layer, and how it is captured.
 
     ``is_fused`` tells whether attention is one kernel.
     """
@@ -222,7 +222,7 @@ class _TimedLayer(nn.Module):
 
 @lru_cache(maxsize=256)
 def graph_of_layer(layer: Layer, batch: int) -> OpGraph:
-    """One captured forward and backward pass; the loss and the update are of no account."""
+    """One captured forward and backward pass; the loss and the update do not count."""
     dtype = torch.float16 if layer.is_half else torch.float32
     shape = batch, layer.sequence, layer.hidden
     return capture(
@@ -237,7 +237,7 @@ def graph_of_layer(layer: Layer, batch: int) -> OpGraph:
 
 
 class _Input(nn.Module):
-    """What makes the gradient of the layer's input wanted."""
+    """A module in front of the layer, so that the gradient of the layer's input is computed."""
 
     def __init__(self, hidden: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ class MeasuredLayers:
         layer: Layer of each.  # [num_products]
         others_s: Seconds of all other kernels.  # [num_layers]
         seconds: Measured seconds.  # [num_layers]
-        weight: What a row counts for in a fit beside one of kernels measured alone.
+        weight: Weight of a row in a fit, relative to a row of kernels measured alone.
     """
 
     chip: Chip
@@ -412,7 +412,7 @@ def _share_of_pass(graph: OpGraph, phase: Phase) -> FloatArray:
 
 
 def errors_by_card(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Errors of what ships on every card and dtype of the rows."""
+    """Errors of the shipped models on every card and dtype of the rows."""
     found = []
     for dtype in ("float16", "float32"):
         for name, both in measured_layers(rows, dtype).items():

@@ -1,1 +1,1 @@
-"""Damaged files for ``fuzz_inputs.py``: valid ones, how they change, what must hold then."""
+"""Files for ``fuzz_inputs.py``: valid ones, their changes, and checks of accepted files."""

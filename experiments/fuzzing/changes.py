@@ -1,4 +1,4 @@
-"""Changes of a document, of its values or its bytes: what a case does to a valid file."""
+"""Changes that a case makes to a valid file: to its values or its bytes."""
 
 import contextlib
 import csv
@@ -59,7 +59,7 @@ def at(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def draw_value(rng: random.Random, old: Any) -> Any:
-    """Something else, more often of the same type."""
+    """Another value, usually of the same type."""
     numeric = isinstance(old, int | float) and not isinstance(old, bool)
     if numeric and rng.random() < 0.7:
         small = abs(old) < 1e300  # what was changed before may be beyond any float
@@ -105,7 +105,7 @@ def change_value(rng: random.Random, document: Any) -> Any:
 def change_op(rng: random.Random, document: Any) -> Any:
     """One change of an op in a graph: its kind, the names of its arguments, its tensors.
 
-    What comes out is of the right types, but no rule of that kind has seen its like.
+    The result has the right types, but is unlike any op that a rule of this kind has seen.
     """
     graph: Any = document.get("graph", document) if isinstance(document, dict) else None
     ops: Any = graph.get("ops") if isinstance(graph, dict) else None
@@ -153,7 +153,7 @@ def _change_list(rng: random.Random, values: list[Any]) -> None:
 
 
 def to_json(rng: random.Random, document: Any) -> bytes:
-    """A document as JSON, now and then as only Python would write it."""
+    """A document as JSON, sometimes in a form that only Python writes."""
     text = json.dumps(document)
     if rng.random() < 0.05 and isinstance(document, dict) and document:
         key = rng.choice(list(document))

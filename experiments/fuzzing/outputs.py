@@ -1,8 +1,8 @@
 """Calls of the command line with outputs of every kind, good and bad.
 
 A case is a folder with inputs, links, a pipe and a device, and a call whose outputs are drawn from
-its names and others. Whatever becomes of the call, nothing but its outputs may have changed, and a
-call that is refused has written nothing.
+the folder's names and others. Whatever the outcome, only the outputs may have changed, and a
+refused call must have written nothing.
 """
 
 import gzip

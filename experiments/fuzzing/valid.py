@@ -1,6 +1,6 @@
 """Valid files of every kind that heterog reads.
 
-What must hold of files that were accepted, by code that shares nothing with their readers.
+The checks of accepted files are here, too; they share no code with the readers.
 """
 
 import contextlib
@@ -302,7 +302,7 @@ graph.json.gz,,lab.yaml,pp=4,3.87e-1,,
 
 
 def measurements(graph: OpGraph, cluster: Cluster) -> Measurements:
-    """What a profile might say, from the roofline."""
+    """Measurements as a profile might have them, made from the roofline."""
     kind = cluster.devices[0].type
     rows = []
     for samples in (3, 12, 24):
@@ -377,7 +377,7 @@ def write_checkpoint(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file: how it is read, and what must hold of what was read.
+    """A kind of file: how it is read, and how the result is checked.
 
     Attributes:
         name: of the kind.

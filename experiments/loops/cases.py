@@ -1,4 +1,4 @@
-"""What is trained: data, models, and a record of each update."""
+"""Data, models, and a record of each update."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ LENGTH, WORDS, CLASSES, UNCOUNTED = 6, 13, 4, -100
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a loop does beside the least.
+    """A case: what a loop does beyond the minimum.
 
     Attributes:
         tokens: Whether the loss is a mean over labels that count, some samples having few.
@@ -130,7 +130,7 @@ class Stream(IterableDataset[dict[str, Tensor]]):
 
 
 class StatefulStream(Stream):
-    """A stream that goes on where it was, without being read again."""
+    """A stream that resumes where it was, without being read again."""
 
     def state_dict(self) -> dict[str, int]:
         """Its position."""
@@ -142,7 +142,7 @@ class StatefulStream(Stream):
 
 
 def data_of(case: Case) -> Dataset[dict[str, Tensor]]:
-    """What a balancer deals in a case."""
+    """The data that a balancer deals in a case."""
     samples = Samples(case, case.num_samples)
     if case.stream:
         return (StatefulStream if case.stream == "stateful" else Stream)(samples)
@@ -171,7 +171,7 @@ class Net(nn.Module):
 
 
 class NetThatIgnores(Net):
-    """A head that takes the number of labels and does not use it, as many classifiers do."""
+    """A head that takes the number of labels but ignores it, as many classifiers do."""
 
     def forward(self, ids: Tensor, x: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:
         """The loss of a batch."""
@@ -211,7 +211,7 @@ def make_schedule(case: Case, optimizer: Optimizer) -> torch.optim.lr_scheduler.
 
 
 def labels_that_count(case: Case, batch: dict[str, Tensor]) -> Tensor | None:
-    """Number of labels of which a token mean is the mean; ``None`` if the loop does not say."""
+    """Number of labels that a token mean counts; ``None`` if the loop does not say."""
     return (batch["labels"] != UNCOUNTED).sum() if case.tokens and case.states_count else None
 
 
@@ -256,7 +256,7 @@ def weights_of(*models: nn.Module) -> list[Tensor]:
 
 
 def global_batches(case: Case, dataset: Samples) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """What one process trains with: the step in its pass and the batch; passes are epochs."""
+    """Batches of one process, each with its step in the pass; passes are epochs."""
     for epoch in range(NUM_BATCHES):
         places = epoch_order(case.num_samples, SEED, epoch, shuffle=not case.stream)
         order = torch.from_numpy(places)

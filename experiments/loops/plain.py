@@ -35,7 +35,7 @@ from loops.cases import (
 
 
 def alone(case: Case, record: Record, _: str) -> list[Tensor]:
-    """One process, without anything of this package but the order of samples."""
+    """Train in one process without this package, but for the order of samples."""
     model, critic = make_model(case, record), Critic()
     optimizer, second = make_optimizer(model), make_optimizer(critic)
     schedule = make_schedule(case, optimizer)
@@ -58,7 +58,7 @@ def alone(case: Case, record: Record, _: str) -> list[Tensor]:
 
 
 class Job:
-    """What a plain loop has, all of it saved and made again where a job resumes."""
+    """State of a plain loop, saved and restored when a job resumes."""
 
     def __init__(self, case: Case, record: Record, wrapper: str) -> None:
         self.case = case

@@ -2,5 +2,5 @@
 
 ``models`` are captured, never run. ``runs`` reads vTrain's and Sailor's files, ``mpt`` MosaicML's,
 ``nanotron`` the sweep of thousands of H100.
-``textbook`` knows what a layout costs by formulas alone.
+``textbook`` computes the costs of a layout from formulas alone.
 """

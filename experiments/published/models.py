@@ -44,7 +44,7 @@ class Model:
 def summed_loss(output: Any, labels: Tensor) -> Tensor:
     """Cross-entropy by sums over the vocabulary, which teams that split it can add up.
 
-    Without the largest logit taken off first: it is captured, never run.
+    The largest logit is not subtracted first, because the graph is captured, never run.
     """
     logits: Tensor = output.logits.float()
     is_wanted = labels.unsqueeze(-1) == torch.arange(logits.shape[-1])
@@ -74,7 +74,7 @@ class _InPlace(torch.autograd.Function):
 
 
 class _OneBuffer(torch.autograd.Function):
-    """The same where logits are widened, exponentiated and scaled in one buffer of float32."""
+    """The same, with logits widened, exponentiated and scaled in one buffer of float32."""
 
     @staticmethod
     def forward(context: Any, logits: Tensor) -> Tensor:
@@ -119,8 +119,8 @@ def written_out(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention by two products and a softmax, [batch, heads, tokens, width] each.
 
-    With one mask for all samples: for its own ``"eager"``, the library makes one for each, of the
-    whole batch.
+    It has one mask for all samples; for its own ``"eager"`` the library makes one for each sample
+    of the whole batch.
     """
     del module, attention_mask, dropout, others
     length = query.shape[-2]
@@ -144,7 +144,7 @@ def fused_softmax(
 
 
 class _OnViews(torch.autograd.Function):
-    """The same on queries, keys and values as they lie in one tensor, of which nothing is copied.
+    """The same on queries, keys and values as views of one tensor, without copies.
 
     Megatron's order of dimensions lets its kernels read them there.
     """
@@ -175,13 +175,13 @@ def on_views(
 
 
 class _MaskedOnAView(torch.autograd.Function):
-    """Scores masked in place where they are a view, and what autograd does about it.
+    """Scores masked in place where they are a view, with the cost of that in autograd.
 
-    Filling a view in place leaves ``CopySlices`` and ``AsStridedBackward0`` behind. On the way
-    back the gradient is written into zeros, copied, cloned, masked in another clone, and copied
-    back: 13 readings and writings of the scores in seven kernels, where one not in place takes
-    four in two (``masked_fill`` is a clone and a fill). Five clones and a masking are as much but
-    for a writing of zeros. It is priced, never run.
+    Filling a view in place records ``CopySlices`` and ``AsStridedBackward0``. In the backward pass
+    the gradient is written into zeros, copied, cloned, masked in another clone, and copied back:
+    13 reads and writes of the scores in seven kernels, where masking not in place takes four in
+    two (``masked_fill`` is a clone and a fill). Five clones and a masking cost as much, but for
+    one write of zeros. It is priced, never run.
     """
 
     @staticmethod
@@ -205,8 +205,8 @@ def masked_in_place(
 ) -> tuple[Tensor, Tensor]:
     """Attention as Megatron does it in float32, where it has no fused softmax.
 
-    One product makes scaled scores, of which a view is masked in place. Without dropout, of which
-    no mask is in Sailor's counts of memory. It is priced, never run.
+    One product makes scaled scores, and a view of them is masked in place. There is no dropout,
+    because Sailor's counts of memory have no mask of it. It is priced, never run.
     """
     del module, others, more
     length, width = query.shape[-2:]

@@ -1,6 +1,6 @@
 """MPT with FSDP, as llm-foundry's published runs trained it: the model, and its rows.
 
-What the rows do not say is from llm-foundry's configurations of these sizes: a vocabulary of
+Settings that the rows lack are from llm-foundry's configurations of these sizes: a vocabulary of
 50368, learned positions, no biases, GELU, an MLP four times as wide, the head tied to the
 embedding, fused attention. Parameters and gradients are gathered and reduced in 16 bits. Hosts
 have eight GPUs and eight NICs, together at the rate that the section of the table names.

@@ -3,7 +3,7 @@
 Columns: ``model, layers, hidden, heads, ffn, vocab, embeddings, seq, gpus, dp, tp, pp, zero, mbs,
 grad_acc, gbs, status, step_s, mem_gb, polled, host_bound, split``.
 
-``nanotron_program`` says what that program does. Hosts have 8 H100 behind EFA.
+``nanotron_program`` models that program. Hosts have 8 H100 behind EFA.
 """
 
 import csv
@@ -53,7 +53,7 @@ def sweeps(folder: Path) -> Iterator[Path]:
 
 
 def rows_of(path: Path, split: str) -> Iterator[Row]:
-    """The rows of a split (all if there are none) but those in which a send slept."""
+    """The rows of a split (all rows without splits), except those in which a send slept."""
     with _opened(path) as file:
         rows = list(csv.DictReader(file))
     is_bound = _host_bound(rows)
@@ -68,7 +68,7 @@ decide, one the host, one the sums of teams, and two the host of a pipeline."""
 
 
 def calibration_rows(path: Path) -> list[Row]:
-    """The five rows to which a fit may look, of whatever split; none if one is missing."""
+    """The five rows that a fit may use, of any split; none if one is missing."""
     found = []
     with _opened(path) as file:
         for row in csv.DictReader(file):
@@ -86,10 +86,11 @@ def _opened(path: Path) -> Any:
 
 
 def _host_bound(rows: Sequence[dict[str, str]]) -> list[bool]:
-    """The column, or where it is empty what siblings say.
+    """The column, or if it is empty the value of sibling rows.
 
-    Those of the same model, teams and stages. Of the same micro-batch the majority counts; else
-    one that is bound with more work, or not bound with less, tells the same of this one.
+    Siblings have the same model, teams and stages. Among those with the same micro-batch the
+    majority counts. Otherwise a sibling that is bound with more work, or not bound with less work,
+    decides.
     """
     told = grouped(
         ((row["model"], row["tp"], row["pp"]), (int(row["mbs"]), row["host_bound"] == "True"))
@@ -204,9 +205,9 @@ def calibrated(path: Path) -> DeviceModels | None:
 def swept(
     path: Path, split: str, every: int, models: DeviceModels | None = None
 ) -> Iterable[Swept]:
-    """One of so many of the sweep's rows, by ``PROGRAM`` if ``models`` is None.
+    """Every n-th of the sweep's rows, priced by ``PROGRAM`` if ``models`` is ``None``.
 
-    After a fit those that failed are left out: it moves seconds, not bytes.
+    After a fit failed runs are left out, because the fit changes seconds, not bytes.
     """
     after = "" if models is None else ", after five runs"
     rows = sorted(rows_of(path, split), key=lambda row: str(row.sizes))[::every]
@@ -247,7 +248,7 @@ _LEAST_DIFFERENCE = 0.03
 
 
 def swept_errors(runs: Sequence[Swept]) -> Iterable[FamilyErrors]:
-    """Errors of a model's runs: those that the host decides apart, and by number of GPUs."""
+    """Errors of a model's runs by number of GPUs; runs that the host limits are apart."""
     pairs = [(each.row, each.compared) for each in runs if each.compared is not None]
     parts = {
         "": [run for row, run in pairs if not row.is_host_bound],
@@ -262,10 +263,10 @@ def swept_errors(runs: Sequence[Swept]) -> Iterable[FamilyErrors]:
 
 
 def told(runs: Sequence[Swept]) -> str:
-    """How many runs that ran, and that failed, were told so.
+    """How many of the runs that ran, and of those that failed, were predicted to.
 
-    Why a run failed is not known: some had two empty stages (``nanotron_program.can_run``), some
-    no reason that is known. Those with fewer micro-batches than stages but one are left out.
+    The data do not say why a run failed: some had two empty stages (``nanotron_program.can_run``),
+    for others no reason is known. Runs with fewer micro-batches than stages less one are left out.
     """
     ran = [each.fits for each in runs if each.compared is not None]
     failed = [

@@ -1,11 +1,11 @@
 """Rows of measured training runs with their layouts, as vTrain and Sailor published them.
 
-What the rows do not say is chosen here: vTrain's vocabulary (50257), bfloat16 and full
+Settings that the rows lack are chosen here: vTrain's vocabulary (50257), bfloat16 and full
 recomputation (its own settings), 8 GPUs per A100 node behind 400 Gbit/s; Sailor's float32, 2048
 tokens, the vocabulary padded to 50304 (its own parameter counts), one host per tensor-parallel
-group, 800 Gbit/s per GH200 node and 10 Gbit/s for other cards. The head is tied to the
-embedding where one device holds both; in a team or a pipeline there are two tables, whose
-gradients Megatron-LM sums and we do not.
+group, 800 Gbit/s per GH200 node and 10 Gbit/s for other cards. The head is tied to the embedding
+where one device holds both; in a team or a pipeline there are two tables, whose gradients
+Megatron-LM sums and we do not.
 """
 
 import csv

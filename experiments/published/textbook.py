@@ -1,7 +1,7 @@
-"""What a layout of a transformer costs each device, from textbook formulas alone.
+"""Costs of a transformer's layout on each device, from textbook formulas alone.
 
-This module imports nothing of heterog: ``published_layouts.py`` holds the lowered programs against
-it. Sources, by the letters that the functions name:
+This module imports nothing of heterog: ``published_layouts.py`` compares the lowered programs with
+it. Sources, by the letters that the functions cite:
 
 - [M] Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
   Model Parallelism", section 3: which weights are cut, and where sums over the team are needed.
@@ -123,7 +123,7 @@ def parameters(model: Transformer, piece: int, t: int) -> tuple[float, float]:
 
     [N] eq. 2: P = 12 l h^2 (1 + 13/(12 h) + (V + s)/(12 l h)). By weight [M]: a layer cuts query,
     key and value (3 h^2 + 3 h), the output projection (h^2) and both weights of the feed-forward
-    block (2 h w, and w biases); whole are the two norms (4 h) and the biases behind sums (2 h).
+    block (2 h w, and w biases); the two norms (4 h) and the biases behind sums (2 h) stay whole.
     The tables of the vocabulary (V h; the head again, unless it is tied) and of positions are cut.
     """
     h, w = model.hidden, model.wide
@@ -141,8 +141,8 @@ def flops(model: Transformer, stage: Stage, team: Team, *, recompute: bool) -> f
     backward pass twice as much. With w = 4 h: 8 h^2 for the four h x h products and 4 h w for the
     feed-forward block.
 
-    [N]'s 96 B s l h^2 (...) repeats the whole forward pass of a layer. Here it ends with the last
-    value that the backward pass reads, as PyTorch's checkpoints do
+    [N]'s 96 B s l h^2 (...) repeats the whole forward pass of a layer. Here recomputation ends
+    with the last value that the backward pass reads, as PyTorch's checkpoints do
     (``torch.utils.checkpoint``): the product behind the activation function (2 h w) is not
     repeated. Nor is, in a team, the output projection (2 h^2), because the sum over the team
     behind it is kept: see ``tensor_bytes``.
@@ -185,16 +185,17 @@ def tensor_bytes(model: Transformer, stage: Stage, team: Team) -> float:
 def data_bytes(
     model: Transformer, pipelines: Pipelines, stage: Stage, team: Team, zero: int, num_micro: int
 ) -> float:
-    """Bytes that a device sends to other teams that hold a copy of what it holds.
+    """Bytes that a device sends to other teams with a copy of its parameters.
 
     [N] section 3.2, [P]: an all-reduce of the gradients, 2 (d-1)/d of the device's parameters.
     [Z]: the same with stages 1 and 2 (a reduce-scatter and an all-gather), half as much again with
     stage 3, for every micro-batch: parameters are gathered for the forward pass and once more for
     the backward pass, and gradients are scattered.
 
-    Teams of different sizes reduce what they cut in one ring for each interval, of d members; what
-    every member holds whole is reduced over all n devices. Pipelines that cut the model
-    differently share each piece with other devices, so it is added up piece by piece.
+    Teams of different sizes reduce parameters that they cut in one ring for each interval, of d
+    members; parameters that every member holds whole are reduced over all n devices. Pipelines
+    that cut the model differently share each piece with other devices, so bytes are added up piece
+    by piece.
     """
     times = 1.5 * num_micro if zero == 3 else 1.0
     total = 0.0

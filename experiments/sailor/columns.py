@@ -1,10 +1,11 @@
-"""Plans as columns of replicas: kinds of columns, how many of each, and what they take.
+"""Plans as columns of replicas: kinds of columns, their numbers, and their costs.
 
 A column has one replica in every stage. Columns of one kind have the same teams, so a plan on a
-hundred GPUs is a handful of numbers, and an evaluation costs what is different in it.
+hundred GPUs is a handful of numbers, and the cost of an evaluation grows with the number of kinds
+only.
 
-Their seconds and bytes are in tables, as a search asks a hundred thousand times. No table is a
-rule of its own: ``score`` says what is right, and every plan that is handed back is scored there.
+Their seconds and bytes are in tables, because a search needs them a hundred thousand times. The
+rules are in ``score``, which also scores every plan that is returned.
 """
 
 from collections.abc import Mapping
@@ -52,7 +53,7 @@ class Team:
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """What a search looks up.
+    """Tables in which a search looks up costs.
 
     Attributes:
         inputs: what was measured.

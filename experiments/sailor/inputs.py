@@ -1,11 +1,11 @@
-"""What Sailor measured: seconds of layers, sizes of layers, rates of links.
+"""Sailor's measurements: seconds of layers, sizes of layers, rates of links.
 
 The files are those of its repository, gzipped: ``profiles_tmp.json.gz`` (seconds of forward,
 backward and update by card, micro-batch and tensor parallelism), ``llm_info.json.gz`` (parameters,
 outputs and activations by tensor parallelism) and ``multizone_bandwidths_het.json.gz``
 (polynomials of point-to-point rates by zones, cards and GPUs taking part).
 
-A plan as the rules read it: stages of layers, replicas of stages, micro-batches.
+The module also has plans as the rules read them: stages, replicas of stages, micro-batches.
 """
 
 from collections.abc import Mapping

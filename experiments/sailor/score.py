@@ -1,6 +1,6 @@
 """A plan's score: its time, and its memory.
 
-Memory under Sailor's rules is what a GPU of each replica holds, and whether it fits.
+Memory under Sailor's rules is the bytes on a GPU of each replica, and whether they fit.
 
 Sailor's closed form is that of ``heterog.agents.benchmark.sailor``, with the micro-batches of a
 replica as rounds; here it gets the seconds and bytes that Sailor measured.
@@ -17,7 +17,7 @@ from sailor.inputs import CAPACITY_BYTES, FLOAT_BYTES, Inputs, Plan, Polynomial,
 BUCKET_BYTES = 5e8
 """Gradients are reduced in buckets of this size and a rest."""
 MOST_SLICES = 4
-"""Sailor's simulator divides gradients by the smallest team of a stage, but never by more."""
+"""Sailor's simulator divides gradients by the smallest team of a stage, but by this at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +141,9 @@ STATE_BYTES = 24
 """For each parameter under Adam: 8 of Adam, 4 each of model, gradients, communication and copies
 at the start."""
 CHECK_BYTES = {False: 2.0e9, True: 3.0e9}
-"""What runtime and fragments take in the check of validity, by whether GPUs form teams."""
+"""Bytes of runtime and fragments in the check of validity, by whether GPUs form teams."""
 VALIDATION_BYTES = 4.76e9 + 0.3e9
-"""The same where predictions are held against real runs."""
+"""The same where predictions are compared with real runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ class Memory:
 
     @property
     def fits_tightly(self) -> bool:
-        """By what real runs were predicted to take."""
+        """By the prediction for real runs."""
         return self.validation_bytes <= self.capacity_bytes
 
 
@@ -258,7 +258,7 @@ class Score:
 
     @property
     def fits_tightly(self) -> bool:
-        """Whether every GPU has room for what real runs were predicted to take."""
+        """Whether every GPU has room by the prediction for real runs."""
         return all(each.fits_tightly for each in self.memory)
 
     @property

@@ -1,8 +1,8 @@
-"""Finds plans under Sailor's rules, within a time and a number of evaluations.
+"""Search for plans under Sailor's rules, limited by time and number of evaluations.
 
-Simulated annealing from many starts, done when its budget is.
+The search is simulated annealing from many starts, until the limit is reached.
 
-Random columns, and small changes to columns, for a search.
+Starts are random columns; moves are small changes to columns.
 """
 
 import math
@@ -17,9 +17,9 @@ from sailor.inputs import Inputs, Plan
 from sailor.score import Score, score_of
 
 MOST_STAGES = 8
-"""More stages have never been near the best: each sends twice and fills the pipeline."""
+"""More stages were never near the best, because each sends twice and fills the pipeline."""
 MOST_KINDS = 4
-"""Columns of more kinds than cards and one more have not been better."""
+"""Plans with more kinds of columns than one per card and one more were not better."""
 
 
 class Moves:
@@ -228,14 +228,14 @@ second than 3,000 or 10,000."""
 WARMEST, COLDEST = 0.03, 1e-4
 """Share of a plan's time by which a worse one may be taken, at the beginning and the end."""
 NUM_ELITES = 2
-"""Best plans of each number of stages, from which others start again; over all numbers, the first
-that is good would fill the list."""
+"""Best plans kept for each number of stages, as further starts; one list for all numbers would be
+filled by the first good one."""
 PART_FROM_ELITES = 0.4
 """Share of starts from one of them."""
 PART_AGAIN_CHANGED = 0.5
-"""Share of changes with one more before they are priced: a slower team wants fewer layers. On
-32 + 96 GPUs, 0 and 0.35 found the best plan of Sailor's kind from one of three seeds, 0.5 from
-all."""
+"""Share of changes that are followed by a second one before pricing: a slower team needs fewer
+layers. On 32 + 96 GPUs, 0 and 0.35 found the best plan of Sailor's kind from one of three seeds,
+0.5 from all."""
 MOST_DRAWS = 300
 """Random plans until one is possible."""
 STAGES = (1, 1, 2, 2, 2, 3, 3, 4, 5, 6)
@@ -364,7 +364,7 @@ class Limit:
 def search(
     inputs: Inputs, num_gpus: Mapping[str, int], limit: Limit | None = None, seed: int = 0
 ) -> Found:
-    """The best plan that Sailor can say.
+    """The best plan that Sailor can express.
 
     Args:
         inputs: what was measured.

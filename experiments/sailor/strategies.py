@@ -1,8 +1,8 @@
 """Plans for OPT-350M as strategies of heterog, on a cluster of nodes with four GPUs.
 
-What Sailor's rules leave open is chosen here: teams are placed in nodes in the order of the plan,
-the largest first; the NIC of a node has the rate that Sailor measured between two nodes of its
-kind with all four GPUs sending, as one rate that all flows share.
+Choices that Sailor's rules leave open are made here: teams are placed in nodes in the order of the
+plan, the largest first; the NIC of a node has the rate that Sailor measured between two nodes of
+its kind with all four GPUs sending, as one rate that all flows share.
 """
 
 from collections.abc import Mapping
