@@ -4,9 +4,9 @@
   (``graph_records`` is its schema, ``graph_reader`` makes a graph of it).
 - ``capture`` traces a ``step`` on fake tensors, again with other ``python_state``
   (``repeated_calls``, compared by ``value_numbers``), and notices what has changed since. Its
-  helpers: ``static_shapes`` (what torch and its control flow do otherwise meanwhile),
-  ``traced_constants`` (constants that all samples share, steps on one sample), ``guards`` and
-  ``value_checks`` (questions about values that only guard).
+  helpers: ``known_values`` (those that no input has a part in), ``static_shapes`` (what torch and
+  its control flow do otherwise meanwhile), ``traced_constants`` (constants that all samples share,
+  steps on one sample), ``guards`` and ``value_checks`` (questions about values that only guard).
   ``op_costs`` counts FLOPs and bytes; ``optimizer_probe`` finds out what an optimizer looks at,
   and which parameters it steps with which options.
 - ``placement`` says how a tensor lies along an axis, ``sharding_rules`` what each op allows.
