@@ -137,6 +137,7 @@ def with_static_shapes(model: nn.Module) -> Iterator[None]:
             _causal_masks(),
             _diagonals_without_strides(),
             _hessians_by_reverse(),
+            _statistics_of_instances(),
         ):
             stack.enter_context(each)
         yield
@@ -228,6 +229,28 @@ def _hessians_by_reverse() -> Iterator[None]:
         return eager_transforms.jacrev(func, argnums, has_aux=has_aux)
 
     with mock.patch.object(eager_transforms, "jacfwd", jacfwd):
+        yield
+
+
+@contextmanager
+def _statistics_of_instances() -> Iterator[None]:
+    """Make an instance norm that keeps running statistics step them by ops that a plan sees.
+
+    Torch has a batch norm step a repeated copy of them in place, and takes its mean over samples.
+    """
+    norm: Callable[..., Tensor] = torch.instance_norm
+
+    def stepped(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Tensor:
+        use_input_stats, momentum, *_ = rest
+        if use_input_stats and mean is not None and x.dim() > 2:
+            with torch.no_grad():
+                found = torch.var_mean(x.detach(), tuple(range(2, x.dim())), correction=1)
+                for kept, now in zip((var, mean), found, strict=True):
+                    kept.copy_((1 - momentum) * kept + momentum * now.mean(0))
+            mean = var = None
+        return norm(x, weight, bias, mean, var, *rest)
+
+    with mock.patch.object(torch, "instance_norm", stepped):
         yield
 
 

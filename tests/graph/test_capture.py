@@ -595,6 +595,18 @@ def test_a_hessian_and_an_inverse_fourier_transform_have_gradients() -> None:
         step.module(*inputs[:-1], 0 * model.window, x)
 
 
+def test_running_statistics_of_an_instance_norm_are_stepped_by_ops() -> None:
+    norm = nn.InstanceNorm2d(3, affine=True, track_running_stats=True)
+    x, y = torch.randn(8, 3, 4, 4), torch.zeros(8, 3, 4, 4)
+    step = capture_step(workload(norm, x, y))
+    kept = [each.clone() for each in norm.buffers()]
+    inputs = [each.detach().clone() for each in norm.parameters()]
+    step.module(*inputs, *kept, x, y)
+    norm(x)
+    for found, wanted in zip(kept, norm.buffers(), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
 def test_a_parameter_that_torch_cannot_add_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"'weight' is trained in torch.float8_e4m3fn, which"):
         capture(
