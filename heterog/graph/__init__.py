@@ -4,7 +4,8 @@
   a graph's file (``graph_records`` is its schema, ``graph_reader`` makes a graph from records).
 - ``capture`` traces a ``step`` on fake tensors. ``repeated_calls`` runs the step again after
   ``python_state`` has changed, and compares both by ``value_numbers``. Helpers of a capture:
-  ``static_shapes`` (changes torch and its control flow meanwhile), ``traced_constants``
+  ``known_values`` (values that depend on no input), ``static_shapes`` (changes torch and its
+  control flow meanwhile), ``traced_constants``
   (constants that all samples share, steps on one sample), ``guards`` and ``value_checks``
   (conditions on values that only decide whether to raise an error).
 - ``op_costs`` counts FLOPs and bytes. ``optimizer_probe`` finds the tensors that an optimizer

@@ -27,18 +27,21 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._functorch import eager_transforms
 from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx.node import _side_effectful_functions
 from torch.nn.attention import flex_attention
+from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heterog.errors import CaptureError
 from heterog.graph.python_state import is_of_library
 from heterog.graph.value_checks import check_all
+from heterog.graph.value_numbers import is_known
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -51,6 +54,8 @@ def looked_up() -> Iterator[None]:
 
     def getitem(self: Tensor, index: Any) -> Any:
         parts = index if isinstance(index, tuple) else (index,)
+        if any(_is_unknown_mask(each) and is_known(each) for each in parts):
+            parts = index = tuple(_places(parts))
         if any(_is_unknown(each) for each in parts):
             return get(*_chosen(self, parts))
         return get(self, index)
@@ -78,6 +83,15 @@ def _is_unknown(part: object) -> bool:
 
 def _is_unknown_mask(index: object) -> bool:
     return isinstance(index, FakeTensor) and index.constant is None and index.dtype == torch.bool
+
+
+def _places(parts: tuple[Any, ...]) -> Iterator[Any]:
+    """Parts of an index with the places that a mask chooses, where these are known."""
+    for each in parts:
+        if _is_unknown_mask(each) and each.dim() and is_known(each):
+            yield from each.nonzero(as_tuple=True)
+        else:
+            yield each
 
 
 def _chosen(source: Tensor, parts: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
@@ -117,6 +131,10 @@ def with_static_shapes(model: nn.Module) -> Iterator[None]:
             _checks_in_the_step(),
             _conversions_to_the_same(),
             looked_up(),
+            _causal_masks(),
+            _diagonals_without_strides(),
+            _hessians_by_reverse(),
+            _statistics_of_instances(),
         ):
             stack.enter_context(each)
         yield
@@ -159,6 +177,78 @@ def _checks_in_the_step() -> Iterator[None]:
         yield
     finally:
         functions._check_tensor_all_with = before
+
+
+@contextmanager
+def _causal_masks() -> Iterator[None]:
+    """Make ``nn.Transformer`` use a mask whose values are unknown as it is.
+
+    It would ask whether the mask is the causal one, only to choose a kernel that needs none.
+    """
+    detect: Callable[..., bool] = transformer._detect_is_causal_mask
+
+    def is_causal_mask(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        if is_causal is None and isinstance(mask, FakeTensor) and not is_known(mask):
+            return False
+        return detect(mask, is_causal, size)
+
+    with mock.patch.object(transformer, "_detect_is_causal_mask", is_causal_mask):
+        yield
+
+
+@contextmanager
+def _diagonals_without_strides() -> Iterator[None]:
+    """Make ``fill_diagonal_`` fill a view of a diagonal, which can be traced without a write."""
+    owner: Any = Tensor
+    fill: Callable[..., Tensor] = owner.fill_diagonal_
+
+    def fill_diagonal(self: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
+        if self.dim() != 2 or wrap:
+            return fill(self, fill_value, wrap)
+        self.diagonal().fill_(fill_value)
+        return self
+
+    owner.fill_diagonal_ = fill_diagonal
+    try:
+        yield
+    finally:
+        del owner.fill_diagonal_  # of the class above
+
+
+@contextmanager
+def _hessians_by_reverse() -> Iterator[None]:
+    """Make ``torch.func.hessian`` differentiate backward twice, which gives the same.
+
+    Torch's own way, forward over backward, has no backward pass on fake tensors.
+    """
+
+    def jacfwd(func: Any, argnums: Any, *, has_aux: bool = False, **_: Any) -> Any:
+        return eager_transforms.jacrev(func, argnums, has_aux=has_aux)
+
+    with mock.patch.object(eager_transforms, "jacfwd", jacfwd):
+        yield
+
+
+@contextmanager
+def _statistics_of_instances() -> Iterator[None]:
+    """Make an instance norm that keeps running statistics step them by ops that a plan sees.
+
+    Torch has a batch norm step a repeated copy of them in place, and takes its mean over samples.
+    """
+    norm: Callable[..., Tensor] = torch.instance_norm
+
+    def stepped(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Tensor:
+        use_input_stats, momentum, *_ = rest
+        if use_input_stats and mean is not None and x.dim() > 2:
+            with torch.no_grad():
+                found = torch.var_mean(x.detach(), tuple(range(2, x.dim())), correction=1)
+                for kept, now in zip((var, mean), found, strict=True):
+                    kept.copy_((1 - momentum) * kept + momentum * now.mean(0))
+            mean = var = None
+        return norm(x, weight, bias, mean, var, *rest)
+
+    with mock.patch.object(torch, "instance_norm", stepped):
+        yield
 
 
 @contextmanager

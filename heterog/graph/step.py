@@ -385,8 +385,14 @@ def _root_of(workload: Workload, loss: object) -> torch.autograd.graph.Node:
     """Node at which the backward pass begins; refuses a loss that cannot be trained."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        advice = (
+            "Take its mean or its sum."
+            if isinstance(loss, Tensor)
+            else "Return what is trained on alone, or with loss=None in a dict as 'loss'; of "
+            "several losses their sum."
+        )
         raise CaptureError(
-            f"workload '{workload.name}': the loss must be a scalar tensor, got {shape}."
+            f"workload '{workload.name}': the loss must be a scalar tensor, got {shape}. {advice}"
         )
     if loss.grad_fn is None:
         raise CaptureError(

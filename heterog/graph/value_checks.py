@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import has_side_effect
 from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from heterog.graph.guards import guard_of_answer, guard_of_truth, is_number_of_guard
 from heterog.graph.traced_constants import insert_before
@@ -62,6 +63,7 @@ def answered_guards() -> Iterator[None]:
     functions: dict[tuple[Any, str], tuple[Callable[..., Any], Any]]
     functions = {place: (_asked, truth_of) for place, truth_of in _ASKED.items()}
     functions.update(_DRAWN)
+    functions.update(_CHECKED)
     # Torch caches the functions that ``torch.device`` applies to: fill it before replacing them.
     _device_constructors()
     replaced = [(owner, name, vars(owner).get(name)) for owner, name in functions]
@@ -164,6 +166,43 @@ _DRAWN: Mapping[tuple[Any, str], tuple[Callable[..., Any], Any]] = {
     (Tensor, "__ge__"): (_compared_with_bounds, False),
 }
 """Functions that LayerDrop calls, and their wrappers: with p = 0 no layer is ever left out."""
+
+
+class _GoesOn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers what a function of torch asks before it raises an error, so that it goes on.
+
+    Args:
+        text: What it checks.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._text = text
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.equal.default and isinstance(args[0], FakeTensor):
+            check_all(args[0].logical_not(), self._text)
+            return False
+        return func(*args, **(kwargs or {}))
+
+
+def _going_on(function: Callable[..., Any], text: object) -> Callable[..., Any]:
+    """A function that checks values itself, whose checks the step makes."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **keywords: Any) -> Any:
+        with _GoesOn(str(text)):
+            return function(*args, **keywords)
+
+    return called
+
+
+_OVERLAP = "the windows of torch.istft do not overlap everywhere"
+_CHECKED: Mapping[tuple[Any, str], tuple[Callable[..., Any], Any]] = {
+    (torch, "istft"): (_going_on, _OVERLAP),
+    (Tensor, "istft"): (_going_on, _OVERLAP),
+}
+"""Functions of torch that ask in order to raise an error: what is wrong then."""
 
 _ASKED: Mapping[tuple[Any, str], _Truth | None] = {
     (Tensor, "item"): None,

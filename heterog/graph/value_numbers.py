@@ -19,7 +19,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from heterog.graph.known_values import KnownValues
 
 _LARGEST_CONSTANT_BYTES = 1 << 26
 """Larger constants are not compared: they are tables, which no step writes."""
@@ -56,6 +58,7 @@ class ValueNumbers:
     Attributes:
         first_new: Line where the last run first computed a new value; empty if nowhere.
         unanswered: Error that the last run got when it read unknown values; ``None`` if none.
+        known: Values that depend on no input.
     """
 
     def __init__(self, where: Callable[[], str]) -> None:
@@ -72,6 +75,7 @@ class ValueNumbers:
         self._met: set[int] = set()
         self._num_draws = 0
         self._inputs: tuple[Tensor, ...] = ()
+        self.known = KnownValues()
         self.seeds = Seeds()
 
     @contextmanager
@@ -263,13 +267,27 @@ class _Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
         key, varies = self._numbers.key_of(func, args, keywords)
+        result = None if varies else self._numbers.known.answer(func, args, keywords)
         try:
-            result = func(*args, **keywords)
+            if result is None:
+                result = func(*args, **keywords)
         except DATA_DEPENDENT as error:
             self._numbers.unanswered = error  # the step's code may catch it and go on
             raise
         self._numbers.record(func, args, keywords, key, varies=varies, result=result)
+        if not varies:
+            self._numbers.known.note(func, args, keywords, result)
         return result
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a tensor has values that depend on no input."""
+        return self._numbers.known.made(tensor) and not self._numbers.of(tensor).varies
+
+
+def is_known(tensor: Tensor) -> bool:
+    """Whether the step that runs has made a tensor of none of its inputs."""
+    modes = _get_current_dispatch_mode_stack()
+    return any(isinstance(mode, _Numbering) and mode.knows(tensor) for mode in modes)
 
 
 def _written_by(schema: Any, args: Any, keywords: Any) -> Iterator[Tensor]:

@@ -25,8 +25,8 @@ class Workload:
 
     The step is ``loss(model(*inputs), target)`` if the batch is ``(*inputs, target)``, or
     ``loss(model(**inputs), labels)`` if the batch is a dict with the key ``"labels"``. With
-    ``loss=None`` the model itself returns the loss (a scalar, or an object with ``.loss``) when it
-    is called with the whole batch.
+    ``loss=None`` the model itself returns the loss (a scalar, an object with ``.loss``, or a dict
+    with ``"loss"``) when it is called with the whole batch.
 
     Attributes:
         model: A module, or a function without arguments that makes one. Prefer the function:
@@ -119,6 +119,8 @@ class Workload:
         """The loss of one forward pass, as the class docstring defines it."""
         if self.loss is None:
             output = model(**batch) if isinstance(batch, dict) else model(*batch)
+            if isinstance(output, Mapping) and "loss" in output:
+                output = output["loss"]
             loss: Tensor = getattr(output, "loss", output)
             return loss
         if isinstance(batch, dict):

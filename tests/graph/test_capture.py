@@ -4,6 +4,7 @@ import functools
 import re
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -536,13 +537,76 @@ def test_a_failing_model_names_its_line() -> None:
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
-        (lambda out, y: out - y, r"must be a scalar tensor, got \(8, 4\)"),
+        (lambda out, y: out - y, r"must be a scalar tensor, got \(8, 4\). Take its mean"),
+        (lambda out, y: (out.sum(), y), r"must be a scalar tensor, got tuple. Return what is"),
         (lambda out, y: y.sum(), "does not depend on any parameter"),
     ],
 )
 def test_losses_that_cannot_be_trained(loss: Any, text: str) -> None:
     with pytest.raises(CaptureError, match=text):
         capture(workload(lambda: nn.Linear(6, 4), torch.zeros(8, 6), torch.zeros(8, 4), loss=loss))
+
+
+def test_a_model_may_return_its_loss_in_a_dict() -> None:
+    class Trains(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+            out = super().forward(x)
+            return {"loss": functional.mse_loss(out, y), "error": (out - y).abs().max()}
+
+    batch = (torch.zeros(8, 6), torch.zeros(8, 4))
+    graph = capture(workload(lambda: Trains(6, 4), *batch, loss=None))
+    assert "max.default" not in {op.kind for op in graph.ops}
+
+
+def test_tensors_in_objects_of_a_batch_are_refused_by_their_place() -> None:
+    @dataclass
+    class Sample:
+        x: Tensor
+
+    batch = {"one": [1, Sample(torch.zeros(8, 6))], "labels": torch.zeros(8, 4)}
+    made = Workload(lambda: nn.Linear(6, 4), batch, functional.mse_loss, torch.optim.SGD)  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match=r"\['one'\]\[1\] of the batch is a Sample with tens"):
+        capture(made)
+
+
+def test_a_hessian_and_an_inverse_fourier_transform_have_gradients() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+            self.window: Tensor
+            self.register_buffer("window", torch.hann_window(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            bent = torch.func.vmap(torch.func.hessian(lambda y: self.layer(y).tanh().sum()))(x)
+            seen = torch.stft(x.flatten()[None], 8, 2, window=self.window, return_complex=True)
+            again: Tensor = torch.istft(seen * 2, 8, 2, window=self.window)
+            return bent.pow(2).sum() + again.pow(2).sum()
+
+    x = torch.randn(8, 6)
+    step = capture_step(workload(Twice, x, loss=None))
+    model = Twice()
+    loss = model(x)
+    torch.autograd.backward(loss)
+    inputs = (*(each.detach() for each in model.parameters()), model.window)
+    found = pytree.tree_leaves(step.module(*inputs, x))
+    wanted = [loss.detach(), *(each.grad for each in model.parameters())]
+    for value, expected in zip(found, wanted, strict=False):
+        torch.testing.assert_close(value, expected)
+    with pytest.raises(RuntimeError, match=r"windows of torch.istft do not overlap"):
+        step.module(*inputs[:-1], 0 * model.window, x)
+
+
+def test_running_statistics_of_an_instance_norm_are_stepped_by_ops() -> None:
+    norm = nn.InstanceNorm2d(3, affine=True, track_running_stats=True)
+    x, y = torch.randn(8, 3, 4, 4), torch.zeros(8, 3, 4, 4)
+    step = capture_step(workload(norm, x, y))
+    kept = [each.clone() for each in norm.buffers()]
+    inputs = [each.detach().clone() for each in norm.parameters()]
+    step.module(*inputs, *kept, x, y)
+    norm(x)
+    for found, wanted in zip(kept, norm.buffers(), strict=True):
+        torch.testing.assert_close(found, wanted)
 
 
 def test_a_parameter_that_torch_cannot_add_is_refused() -> None:

@@ -846,6 +846,13 @@ def creation_calls(make: Make) -> Iterator[Call]:
     yield "randint.low", 2, 5, (5, 6)
     yield "randperm.default", 5
     yield "multinomial.default", x, 2
+    for name in ("_standard_gamma", "poisson", "_sample_dirichlet"):
+        yield f"{name}.default", x.abs() + 1
+    yield "binomial.default", torch.full_like(x, 3), x.sigmoid()
+    yield "normal.Tensor_Tensor", x, x.abs()
+    yield "normal.Tensor_float", x, 1.0
+    yield "normal.float_Tensor", 0.0, x.abs()
+    yield "rrelu_with_noise_functional.default", x, torch.ones_like(x), 0.1, 0.3, True
 
 
 def attention(

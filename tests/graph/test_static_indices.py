@@ -1,4 +1,7 @@
-"""Unknown numbers and masks as indices do in a captured step what they do in torch."""
+"""Unknown numbers and masks as indices do in a captured step what they do in torch.
+
+Masks that a step makes of sizes alone are known, and so are questions about them.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from heterog.errors import CaptureError
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.capture import capture_step
 from heterog.graph.placement import S
@@ -101,3 +105,78 @@ def test_one_value_is_written_by_a_mask(width: int) -> None:
     for value, expected in zip(torch.utils._pytree.tree_leaves(found), wanted, strict=True):
         torch.testing.assert_close(value, expected)
     assert batch_plan(step.graph).needed  # shared out by samples
+
+
+def off_the_diagonal(x: Tensor) -> Tensor:
+    return (x @ x.mT)[:, ~torch.eye(LENGTH, dtype=torch.bool)]
+
+
+def filled_diagonal(x: Tensor) -> Tensor:
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    mask.fill_diagonal_(False)
+    mask[0, 3] = False
+    return (x @ x.mT)[:, mask] * int(mask.sum())
+
+
+def pairs_of_samples(x: Tensor) -> Tensor:
+    same = torch.arange(BATCH)[None] % 2 == torch.arange(BATCH)[:, None] % 2
+    apart = ~torch.eye(BATCH, dtype=torch.bool)
+    near = (x[:, 0] @ x[:, 0].mT)[apart].view(BATCH, -1)
+    return near[same[apart].view(BATCH, -1)] - x[0, torch.triu(torch.ones(2, 2)).nonzero()].sum()
+
+
+def covariance(x: Tensor) -> Tensor:
+    return torch.cov(x.flatten(0, 1).T) + torch.corrcoef(x[0].T)
+
+
+@pytest.mark.parametrize(
+    "choice", [off_the_diagonal, filled_diagonal, pairs_of_samples, covariance]
+)
+def test_what_is_made_of_sizes_alone_may_choose(choice: Callable[[Tensor], Tensor]) -> None:
+    def of_both(x: Tensor, place: Tensor) -> Tensor:
+        return choice(x) * (1 + 0 * place)
+
+    step = capture_step(workload_of(of_both))
+    model, x = Choosing(of_both), torch.randn(BATCH, LENGTH, WIDTH).double()
+    loss = model(x, torch.tensor(0))
+    torch.autograd.backward(loss)
+    found: Any = step.module(*model.parameters(), x, torch.tensor(0))
+    wanted = [loss.detach(), *(p.grad for p in model.parameters())]
+    for value, expected in zip(torch.utils._pytree.tree_leaves(found), wanted, strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+def test_a_mask_that_an_input_has_written_to_is_not_known() -> None:
+    def written(x: Tensor, place: Tensor) -> Tensor:
+        mask = torch.ones(LENGTH, dtype=torch.bool)
+        mask[:2] = x[0, 0, :2] > 0
+        return x[:, mask]
+
+    with pytest.raises(CaptureError, match="depends on tensor values"):
+        capture_step(workload_of(written))
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_attention_of_torch_takes_any_mask(is_buffer: bool) -> None:
+    class Causal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True).double()
+            self.body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+            self.register_buffer("mask", self.made() if is_buffer else None)
+
+        def made(self) -> Tensor:
+            return nn.Transformer.generate_square_subsequent_mask(LENGTH).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = self.mask if is_buffer else self.made()
+            return self.body(x, mask=mask).pow(2).mean()  # type: ignore[no-any-return]
+
+    batch = (torch.randn(BATCH, LENGTH, WIDTH).double(),)
+    step = capture_step(Workload(Causal, batch, None, torch.optim.SGD, {"lr": 0.1}))
+    model = Causal()
+    found: Any = step.module(*model.parameters(), *model.buffers(), *batch)
+    torch.testing.assert_close(torch.utils._pytree.tree_leaves(found)[0], model(*batch).detach())
+    masks = [op.args.get("is_causal") for op in step.graph.ops if op.kind == "attention"]
+    assert masks == [not is_buffer], "the kernel needs no mask where it is known to be causal"

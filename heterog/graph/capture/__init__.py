@@ -15,7 +15,7 @@ of torch.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -108,6 +108,32 @@ def _check_model(workload: Workload, model: nn.Module) -> None:
     check_hooks(workload, parameters)
 
 
+def _check_batch(workload: Workload, batch: Any) -> None:
+    """Refuse a batch with tensors in objects, where no plan finds them."""
+    for path, each in pytree.tree_leaves_with_path(batch):
+        if not isinstance(each, Tensor) and _holds_tensors(each):
+            place, kind = pytree.keystr(path), type(each).__name__
+            raise CaptureError(
+                f"workload '{workload.name}': {place} of the batch is a {kind} with tensors in "
+                "it, which ranks cannot share out. Put them into tuples, lists or dicts "
+                f"(vars(it), say), and make the {kind} of them in the model."
+            )
+
+
+def _holds_tensors(value: Any, depth: int = 3) -> bool:
+    """Whether an object has tensors among its attributes, or in what these contain."""
+    if isinstance(value, Tensor) or not depth:
+        return isinstance(value, Tensor)
+    if isinstance(value, Mapping):
+        inside = list(value.values())
+    elif isinstance(value, tuple | list):
+        inside = list(value)
+    else:
+        is_module = isinstance(value, type | nn.Module)
+        inside = [] if is_module else [*getattr(value, "__dict__", {}).values()]
+    return any(_holds_tensors(each, depth - 1) for each in inside)
+
+
 class _UnknownConstant(Exception):
     """A step reads a constant tensor made with the model, which has no values (fake or meta)."""
 
@@ -132,9 +158,9 @@ def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: boo
             buffers = frozen | {
                 name: _fake(mode, value, by_rows=True) for name, value in model.named_buffers()
             }
-            batch = pytree.tree_map_only(
-                Tensor, lambda value: _fake(mode, value), workload.make_batch()
-            )
+            given = workload.make_batch()
+            _check_batch(workload, given)
+            batch = pytree.tree_map_only(Tensor, lambda value: _fake(mode, value), given)
         if not parameters:
             some = "parameter" if workload.parameter_groups is None else "grouped parameter"
             raise CaptureError(f"workload '{workload.name}': no {some} requires a gradient.")

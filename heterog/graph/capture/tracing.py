@@ -312,6 +312,10 @@ _WAYS_OUT_OF_OP = {
         "and pass each sample's place among them, with a number of places that is the same for "
         "all batches."
     ),
+    "aten::linalg_lstsq": (
+        "how many residuals there are is such a value. torch.linalg.pinv(a) @ b, or solve of "
+        "a.mT @ a and a.mT @ b, gives the same solution."
+    ),
     "aten::_pack_padded_sequence": (
         "a packed sequence has as many steps as the values of lengths say. Run the layers on the "
         "padded batch; where states are read at the last step of each sample, take them from the "

@@ -171,7 +171,9 @@ def _like(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> Ru
     *("bernoulli.default", "bernoulli.p", "bernoulli.Tensor", "rand_like.default"),
     *("randn_like.default", "randint_like.default", "randint_like.low_dtype"),
     *("native_dropout.default", "uniform.default", "normal_functional.default"),
-    "exponential.default",
+    *("exponential.default", "_standard_gamma.default", "poisson.default", "binomial.default"),
+    *("normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor"),
+    "rrelu_with_noise_functional.default",
 )
 def _random_like(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
     axes = broadcast_axes(call, Special.OWN_RANDOM_STREAM)
@@ -180,7 +182,7 @@ def _random_like(call: OpCall, placements: tuple[Placement, ...], axis_size: int
 
 @rule(
     *("rand.default", "randn.default", "randint.default", "randint.low", "randperm.default"),
-    "multinomial.default",
+    *("multinomial.default", "_sample_dirichlet.default"),
 )
 def _random(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
     return with_shared_stream(choose(call, placements, axis_size))
