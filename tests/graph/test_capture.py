@@ -578,7 +578,9 @@ def test_a_hessian_and_an_inverse_fourier_transform_have_gradients() -> None:
             self.register_buffer("window", torch.hann_window(8))
 
         def forward(self, x: Tensor) -> Tensor:
-            bent = torch.func.vmap(torch.func.hessian(lambda y: self.layer(y).tanh().sum()))(x)
+            bent: Tensor = torch.func.vmap(
+                torch.func.hessian(lambda y: self.layer(y).tanh().sum())
+            )(x)
             seen = torch.stft(x.flatten()[None], 8, 2, window=self.window, return_complex=True)
             again: Tensor = torch.istft(seen * 2, 8, 2, window=self.window)
             return bent.pow(2).sum() + again.pow(2).sum()
