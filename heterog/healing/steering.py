@@ -163,7 +163,7 @@ class Steering:
             )
 
     def plan_for_loss(self, timeout_s: float) -> Answer:
-        """A plan for what is left: the one prepared, or else a new one.
+        """A plan for what is left: the one that is or is being prepared, or else a new one.
 
         Raises:
             HeterogError: nothing fits, or the process that plans does not answer.
@@ -172,15 +172,20 @@ class Steering:
         prepared = self._prepared.get(self.lost)
         if prepared is not None:
             return prepared
+        asked, self._asked = self._asked, None
         try:
-            return self._first_answer(timeout_s, FIRST_METHODS)
+            if asked and asked[1] == "prepared" and frozenset(asked[2].lost) == self.lost:
+                return self._first_answer(timeout_s, asked[2], asked[0])
+            return self._ask_now(timeout_s, FIRST_METHODS)
         except HeterogError:
-            return self._first_answer(timeout_s, _AUTO)
+            return self._ask_now(timeout_s, _AUTO)
 
-    def _first_answer(self, timeout_s: float, methods: tuple[str, ...]) -> Answer:
+    def _ask_now(self, timeout_s: float, methods: tuple[str, ...]) -> Answer:
         question = self._question(self.lost, methods, self._options.first_budget)
-        number = self._service.ask(asdict(question))
-        self._asked = None
+        return self._first_answer(timeout_s, question, self._service.ask(asdict(question)))
+
+    def _first_answer(self, timeout_s: float, question: Question, number: int) -> Answer:
+        """Wait for the answer to a question that was asked."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             reply = self._service.next_reply(max(deadline_s - time.monotonic(), 0.0))

@@ -300,6 +300,21 @@ def test_a_slow_device_ends_a_search_that_nobody_waits_for() -> None:
     assert steering._wishes[-1] == interrupted[1:]
 
 
+def test_a_plan_that_is_being_prepared_is_not_asked_for_again() -> None:
+    prompt = Prompt({}, stay_step_s=2.0)
+    steering = steered(prompt, [], search_budget="")
+    steering.begin_generation(None, "first")
+    steering.look()  # asks about the loss of the first device
+    assert steering._asked is not None
+    number, _, question = steering._asked
+    steering.leave_out(question.lost)
+    answer = steering.plan_for_loss(1.0)
+    assert (answer.question, prompt._asked) == (question, number)
+    steering.leave_out([1])
+    assert steering.plan_for_loss(1.0).question.lost == (0, 1)
+    assert prompt._asked == number + 1
+
+
 def test_a_device_that_is_known_to_be_slow_is_not_the_measure_of_the_others() -> None:
     """Of two devices one is quick again: it is not the other one that has become slow."""
     said: list[str] = []

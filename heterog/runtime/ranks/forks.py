@@ -190,7 +190,8 @@ class Forks:
     def warm(self, module: str, *arguments: str) -> None:
         """Have the process do what every later rank would: ``warm`` of a module.
 
-        It may start no thread and touch no accelerator. Nothing waits for it but the next rank.
+        It may start no thread and touch no accelerator. Nothing waits for it but the next rank,
+        and who wants to hear of the end of one.
         """
         with self._lock:
             self._tell({"warm": module, "arguments": arguments})

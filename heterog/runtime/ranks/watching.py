@@ -17,6 +17,7 @@ COMPILING = "compiling the step"
 POLL_S = 0.05
 _GRACE_S = 2.0  # the first rank seen to fail may not be the first that did: wait for the others
 _KILLED_GRACE_S = 0.5  # one that was killed is why the others fail; more may have been, at once
+_LEAST_GRACE_S = 0.1  # of links that are cut at once, one counts as cut a look later than another
 _STOPPED_S = 1.0  # a debugger or a suspended container stops a process for a moment only
 
 
@@ -64,11 +65,16 @@ class Watched(Protocol):
         stage: What it does.
         since_s: Time since which it does that, by the monotonic clock.
         stopped_since_s: Time since which a signal has stopped its process, if one has.
+        silent_s: Seconds for which it has not answered; 0 where it need not be asked.
     """
 
     stage: str
     since_s: float
     stopped_since_s: float | None
+
+    @property
+    def silent_s(self) -> float:
+        """See above."""
 
     @property
     def pid(self) -> int:
@@ -107,7 +113,9 @@ def wait_for_ranks(
         failed = [number for number, code in enumerate(codes) if code not in (None, 0)]
         if failed:
             is_killed = any(_is_killed(codes[number]) for number in failed)
-            _wait_for_all(ranks, _KILLED_GRACE_S if is_killed else _GRACE_S)
+            grace_s = _KILLED_GRACE_S if is_killed else _GRACE_S
+            since_s = max(ranks[number].silent_s for number in failed)
+            _wait_for_all(ranks, max(grace_s - since_s, _LEAST_GRACE_S))
             for rank in ranks:
                 rank.look(time.monotonic())
             raise _failure(ranks, failed)
