@@ -1,20 +1,8 @@
 """Healing for a user's own loop under torchrun: its state survives lost ranks, even mid-epoch.
 
-    balancer = heterog.Balancer(model, global_batch_size=96)
-    loader = balancer.loader(dataset)
-    healing = HealingLoop(model, optimizer, balancer)
-    healing.restore()                          # after the loader is made; nothing on a first start
-    while balancer.share_sampler.epoch < 10:
-        for inputs, targets in loader:
-            ...
-            optimizer.step()
-            healing.end_step()
-    healing.close()
-
-    torchrun --nnodes 2:4 --rdzv-backend c10d --max-restarts 100 -m examples.balance.elastic_ddp
-
 torchrun ends all ranks when one is lost and starts those that are left. A rank of a host that has
-the newest snapshot reads it to all, and they go on with the step after it.
+the newest snapshot reads it to all, and they go on with the step after it. A loop has
+``HealingLoop.restore`` before it and ``end_step`` in it (``docs/healing.md`` shows one).
 """
 
 import json
