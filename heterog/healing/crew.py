@@ -93,7 +93,7 @@ class Crew:
             generation: Number of times ranks were started before.
             devices: Device of the whole cluster of each rank.
             decide: Says what they run; called in another thread while they start.
-            watch: Called with what rank 0 does, whenever that changes.
+            watch: Called with what rank 0 does, whenever that changes, and while a host is silent.
 
         Raises:
             LaunchError: a rank failed or is lost; all have ended.
@@ -146,6 +146,10 @@ class Crew:
     def is_here(self, device: int) -> bool:
         """Whether a rank could be started for a device."""
         return True
+
+    def is_silent(self, device: int) -> bool:
+        """Whether the host of a device does not answer and may be lost."""
+        return False
 
     def is_leaving(self, device: int) -> bool:
         """Whether the host of a device has announced its end."""

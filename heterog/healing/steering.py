@@ -6,7 +6,7 @@ one plus what it costs to go there. Predicted seconds are scaled by what steps r
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,15 @@ class Steering:
             budget = self._options.search_budget
             question = self._question(self.lost, methods=_AUTO, budget=budget)
             self._wishes.append(("better", question))
+
+    def prepare_first(self, devices: Iterable[int]) -> None:
+        """Ask for what is to be prepared for the loss of these devices before all else."""
+        lost = self.lost | frozenset(devices)
+        for wish in self._wishes:
+            if wish[0] == "prepared" and frozenset(wish[1].lost) == lost:
+                self._wishes.remove(wish)
+                self._ask_first(wish)
+                return
 
     def look(self) -> Going | None:
         """Decide whether to change to another plan now; called again and again."""

@@ -315,6 +315,23 @@ def test_a_plan_that_is_being_prepared_is_not_asked_for_again() -> None:
     assert prompt._asked == number + 1
 
 
+def test_a_device_that_does_not_answer_is_planned_without_first() -> None:
+    steering = steered(Prompt({}, stay_step_s=2.0), [], search_budget="")
+    steering.begin_generation(None, "first")
+    steering.look()
+
+    def waiting() -> list[tuple[int, ...]]:
+        return [question.lost for _, question in steering._wishes]
+
+    steering.prepare_first([])
+    assert waiting() == [(1,), (2,)], "that of the first device was asked"
+    steering.prepare_first([2])
+    assert waiting() == [(2,), (1,), (0,)]
+    steering.look()
+    steering.prepare_first([2])
+    assert waiting() == [(1,), (0,)], "it is being prepared"
+
+
 def test_a_device_that_is_known_to_be_slow_is_not_the_measure_of_the_others() -> None:
     """Of two devices one is quick again: it is not the other one that has become slow."""
     said: list[str] = []

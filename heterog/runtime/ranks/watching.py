@@ -15,6 +15,8 @@ from heterog.errors import HeterogError
 COMPILING = "compiling the step"
 """Begin of the stage of a rank that compiles, for which others may wait in a step."""
 POLL_S = 0.05
+SILENCE_S = 0.5
+"""Seconds after which it is said that a rank does not answer; it may be lost, or busy."""
 _GRACE_S = 2.0  # the first rank seen to fail may not be the first that did: wait for the others
 _KILLED_GRACE_S = 0.5  # one that was killed is why the others fail; more may have been, at once
 _LEAST_GRACE_S = 0.1  # of links that are cut at once, one counts as cut a look later than another
@@ -91,7 +93,10 @@ class Watched(Protocol):
 
 
 def wait_for_ranks(
-    ranks: Sequence[Watched], limits: Limits, progress: Callable[[str], None]
+    ranks: Sequence[Watched],
+    limits: Limits,
+    progress: Callable[[str], None],
+    in_silence: Callable[[], None] = lambda: None,
 ) -> None:
     """Wait until all ranks are done, one fails or stands still, or the time is over.
 
@@ -99,6 +104,7 @@ def wait_for_ranks(
         ranks: All ranks of the job, in order.
         limits: When they are given up.
         progress: Called with the stage of rank 0, whenever that changes.
+        in_silence: Called again and again while a rank does not answer.
 
     Raises:
         LaunchError: a rank failed or the time is over; names the rank and its last words.
@@ -114,8 +120,8 @@ def wait_for_ranks(
         if failed:
             is_killed = any(_is_killed(codes[number]) for number in failed)
             grace_s = _KILLED_GRACE_S if is_killed else _GRACE_S
-            since_s = max(ranks[number].silent_s for number in failed)
-            _wait_for_all(ranks, max(grace_s - since_s, _LEAST_GRACE_S))
+            has_waited = any(ranks[number].silent_s > grace_s for number in failed)
+            _wait_for_all(ranks, _LEAST_GRACE_S if has_waited else grace_s)
             for rank in ranks:
                 rank.look(time.monotonic())
             raise _failure(ranks, failed)
@@ -127,6 +133,8 @@ def wait_for_ranks(
         if ranks[0].stage != told:
             told = ranks[0].stage
             progress(told)
+        if any(rank.silent_s > SILENCE_S for rank in ranks):
+            in_silence()
         _check_alive(ranks, now_s, limits.step_timeout_s)
         if now_s > deadline_s:
             waiting = [number for number, code in enumerate(codes) if code is None]
