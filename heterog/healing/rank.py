@@ -101,7 +101,7 @@ class HealingRank:
             is_copied=assignment.is_copied,
             carry=self._carrier.copy if self._carrier else None,
         )
-        self._settled = assignment.moment
+        self._taker.settled = assignment.moment
         self._clock = None if is_accelerated(self._step.device) else BusyClock(self._program)
         self._step.notify(self._clock)
         self._looked = 0, 0.0  # number of steps and time at the last report
@@ -129,7 +129,8 @@ class HealingRank:
                     set_silence(self._silent_s, self._groups)
             is_wanted, is_due = self._agree(number)
             elapsed_s = time.perf_counter() - begin
-            self._journal.write("step", step=number, loss=_jsonable(loss), seconds=elapsed_s)
+            told = loss if math.isfinite(loss) else None  # JSON has nothing else
+            self._journal.write("step", step=number, loss=told, seconds=elapsed_s)
             if is_due:
                 busy_s = self._busy_seconds(number)
             if busy_s:
@@ -206,8 +207,8 @@ class HealingRank:
         dist.all_reduce(said, op=dist.ReduceOp.MAX)
         is_busy, has_failed, is_wanted, is_due = (bool(each) for each in said.tolist())
         if not is_busy:
-            if self._taker.newest is not None and not has_failed:
-                self._settled = self._taker.newest
+            if not has_failed:
+                self._taker.settle()
             self._take_snapshot(number)
         return is_wanted, is_due
 
@@ -236,15 +237,11 @@ class HealingRank:
             "optimizer": graph.optimizer,
             "num_steps": step.num_steps,
         }
-        self._taker.take(number, entries, states, about, self._settled)
+        self._taker.take(number, entries, states, about)
         if self._taker.failed:
             self._journal.write("no snapshot", why=self._taker.failed)
-        self._journal.write(
-            "snapshot",
-            step=number,
-            num_bytes=self._taker.num_bytes,
-            copy_s=self._taker.copy_s,
-        )
+        num_bytes, copy_s = self._taker.num_bytes, self._taker.copy_s
+        self._journal.write("snapshot", step=number, num_bytes=num_bytes, copy_s=copy_s)
 
     def _leave_all(self, number: int) -> None:
         """Take a snapshot of this step, if there is none, and wait until it is where it should."""
@@ -270,10 +267,6 @@ def warm(plan: str, run_file: str = "") -> None:
     path = Path(run_file)
     if run_file and path not in _captured:
         _captured[path] = capture_step(workload_of(loaded, read_request(path)))
-
-
-def _jsonable(loss: float) -> float | None:
-    return loss if math.isfinite(loss) else None
 
 
 def main() -> None:
