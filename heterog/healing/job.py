@@ -173,6 +173,7 @@ class HealingJob:
             stack.push(lambda kind, error, trace: self._crew.close(str(error or "")))
             planning = Service("heterog.healing.planning")  # which imports while others start
             stack.callback(planning.close)
+            planning.ask({"whole": str(self._path), "source": self._source})
             state = self._crew.open(self._folder, self._state)
             running = Running(
                 path=str(self._path),
@@ -189,7 +190,6 @@ class HealingJob:
                 is_here=self._crew.is_here,
                 is_leaving=self._crew.is_leaving,
             )
-            self._steering.begin(str(self._path), self._source)
             if state is not None:
                 self._go_on(state)
             self._steering.steps_left = self._steps_left()

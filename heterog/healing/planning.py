@@ -195,12 +195,7 @@ class Planning:
 
 
 class _Untried(Planner):
-    """A search whose answers leave out what is known already.
-
-    Args:
-        search: The search.
-        known: Strategies that are no answer.
-    """
+    """A search whose answers leave out what is known already."""
 
     stage = "search"
 

@@ -34,11 +34,7 @@ _ALONE_S = 300.0
 
 
 class HealingHost(Host):
-    """The class of the actor.
-
-    Args:
-        number: Number of the host.
-    """
+    """The class of the actor."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

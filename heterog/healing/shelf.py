@@ -93,11 +93,7 @@ def newest_complete(lists: Iterable[Iterable[Part]]) -> Moment | None:
 
 
 class Shelf:
-    """The parts that a host holds.
-
-    Args:
-        folder: Folder of their files.
-    """
+    """The parts that a host holds, as files in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -89,7 +89,8 @@ class Steering:
         folder: Folder for plans.
         options: Settings of healing.
         say: Called with one line about each plan that was considered and not taken.
-        service: Answers the questions, as the process of ``heterog.healing.planning`` does.
+        service: Answers the questions, as the process of ``heterog.healing.planning`` does, which
+            was asked to load the first plan.
         is_here: Whether a rank could be started for a device.
         is_leaving: Whether the host of a device has announced its end.
 
@@ -134,16 +135,6 @@ class Steering:
         self._trial: Trial | None = None
         self._tried_s: list[float] = []
         self._service = service
-        self._setup_id = 0
-
-    def begin(self, plan: str, source: str) -> None:
-        """Have the service load the first plan and its workload.
-
-        Args:
-            plan: Path of the plan.
-            source: Source of the workload.
-        """
-        self._setup_id = self._service.ask({"whole": plan, "source": source})
 
     @property
     def lost(self) -> frozenset[int]:
@@ -423,7 +414,8 @@ class Steering:
         )
 
     def _note_setup(self, reply: Message) -> None:
-        if reply["id"] == self._setup_id and "error" not in reply and not self.running.busy_s:
+        """Take in the answer about the first plan, which has no path as it is known."""
+        if "busy_s" in reply and "path" not in reply and not self.running.busy_s:
             self.running.busy_s = tuple(reply["busy_s"])
 
     def _weigh(self, kind: str, question: Question, reply: dict[str, Any]) -> Going | None:

@@ -140,7 +140,7 @@ def steered(prompt: Prompt, said: list[str], **options: Any) -> Steering:
     steering = Steering(
         whole, running, Path(), HealOptions(**options), said.append, service=prompt
     )
-    steering.begin("", "")
+    prompt.ask({"whole": "", "source": ""})
     steering.look()
     steering.steps_left, steering.step_s = 1000, 2.0
     return steering
