@@ -15,7 +15,7 @@ that: from node to node Ray carries parts, or under torchrun the ranks themselve
   that plans for what is left (a ``service`` that answers a ``question``); ``remaining`` and
   ``moving`` say what is left and what it costs to go there, ``busy`` who is slow, ``trial``
   whether a change kept its promise, ``improving`` which moves pay as measured. ``checkpoints``
-  are written beside training, by the process in ``writing``.
+  are written beside training, by a process of their own.
 - ``on_torchrun`` is a plan whose ranks torchrun starts again and again (``heterog.heal``); they
   have parts in ``carrying``. ``loop`` is for loops with a ``Balancer``, and ``elastic`` what both
   need.

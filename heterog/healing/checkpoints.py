@@ -1,17 +1,27 @@
 """Checkpoints that are written beside training, from snapshots.
 
+    python -m heterog.healing.checkpoints       requests on standard input, see ``answer``
+
 Ranks do not take part and wait for nothing: a process of low priority reads the newest complete
 snapshot and writes it in the format of ``heterog.runtime.checkpoint``, by
 torch.distributed.checkpoint. Any plan resumes from it.
 """
 
+import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from heterog.files import check_save_folder
-from heterog.healing.service import Service
-from heterog.healing.shelf import Moment
+from torch import Tensor
+
+from heterog.errors import HeterogError
+from heterog.files import CHECKPOINT_INDEX, check_save_folder
+from heterog.healing.restoring import Snapshot, part_of
+from heterog.healing.service import Message, Service, answer_requests
+from heterog.healing.shelf import Moment, Shelf
+from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
+from heterog.runtime.checkpoint.contents import SavedTensor
 
 
 class Writing:
@@ -23,17 +33,15 @@ class Writing:
 
     Attributes:
         failed: Why the last checkpoint was not written; empty if it was.
-        num_written: Number of checkpoints written so far.
     """
 
     def __init__(self, folder: Path, every_s: float) -> None:
         check_save_folder(folder)
         self.failed = ""
-        self.num_written = 0
         self._folder, self._every_s = folder.resolve(), every_s
         self._since_s = time.monotonic()
         self._is_asked = False
-        self._service = Service("heterog.healing.writing")
+        self._service = Service("heterog.healing.checkpoints")
 
     def look(self, lend: Callable[[], tuple[Path, Moment | None]]) -> str:
         """Ask for a checkpoint if one is due.
@@ -48,9 +56,7 @@ class Writing:
         for reply in self._service.replies():
             self._is_asked = False
             self.failed = str(reply.get("error", "")) if reply else "the process has ended"
-            if not self.failed:
-                written = str(self._folder)
-                self.num_written += 1
+            written = "" if self.failed else str(self._folder)
         if not self._is_asked and time.monotonic() - self._since_s > self._every_s:
             self._since_s = time.monotonic()
             self._is_asked = self._service.is_alive
@@ -63,3 +69,49 @@ class Writing:
     def close(self) -> None:
         """End the process that writes; the previous checkpoint survives an unfinished one."""
         self._service.close()
+
+
+def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
+    """Write a snapshot as a checkpoint; part by part, so that one at a time is in memory.
+
+    Raises:
+        InputFileError: for example, the disk is full; the previous checkpoint is still there.
+    """
+    from heterog.runtime.checkpoint.files import make_data_folder, publish, write_tensors
+
+    data = folder / f"data-{make_data_folder(folder)}"
+    contents = snapshot.contents
+    try:
+        tensors: dict[str, SavedTensor] = {}
+        for number in range(snapshot.moment.num_parts):
+            names = [name for name, saved in contents.tensors.items() if part_of(saved) == number]
+            entries = [
+                _entry(name, contents.tensors[name], value)
+                for name, value in snapshot.read(names).items()
+            ]
+            tensors |= write_tensors(entries, data, number)
+        publish(
+            replace(contents, tensors=tensors, data=data.name), folder / CHECKPOINT_INDEX, data
+        )
+    except (HeterogError, OSError):
+        shutil.rmtree(data, ignore_errors=True)
+        raise
+
+
+def _entry(name: str, saved: SavedTensor, value: Tensor) -> Entry:
+    shape = saved.whole_shape if saved.whole else saved.shape
+    box = Box(saved.offsets, saved.shape) if saved.whole else whole_box(shape)
+    return Entry(whole=saved.whole or name, shape=shape, box=box, value=value)
+
+
+def answer(request: Message) -> Message:
+    """Write a snapshot: ``moment`` of the ``shelf``, into the ``folder``."""
+    if request["moment"] is None:
+        return {"error": "no snapshot is complete yet"}
+    snapshot = Snapshot(Shelf(Path(request["shelf"])), Moment(*request["moment"]))
+    write_snapshot(snapshot, Path(request["folder"]))
+    return {"step": snapshot.contents.num_steps}
+
+
+if __name__ == "__main__":
+    answer_requests(answer)

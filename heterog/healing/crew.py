@@ -12,6 +12,7 @@ from heterog.healing.journal import Event, JournalReader
 from heterog.healing.options import Trained
 from heterog.healing.shelf import Moment, Part, Shelf
 from heterog.healing.steering import Running
+from heterog.runtime.accelerators import has_accelerator
 from heterog.runtime.launch import run_commands, temporary_folder
 from heterog.runtime.ranks.forks import open_forks
 from heterog.runtime.ranks.place import HERE, Place
@@ -42,11 +43,11 @@ def rank_command(run_file: Path, assignment: Path, journal: Path, stop: Path) ->
     return ["-m", RANK_MODULE, *map(str, (run_file, assignment, journal, stop))]
 
 
-def warm_ranks(plan: Path) -> None:
+def warm_ranks(run_file: Path, plan: Path) -> None:
     """Let ranks of later generations begin quicker, with a plan like theirs."""
     forks = open_forks()
     if forks is not None:
-        forks.warm(RANK_MODULE, str(plan))
+        forks.warm(RANK_MODULE, str(plan), "" if has_accelerator() else str(run_file))
 
 
 class Crew:
@@ -92,7 +93,7 @@ class Crew:
             generation: Number of times ranks were started before.
             devices: Device of the whole cluster of each rank.
             decide: Says what they run; called in another thread while they start.
-            watch: Called with what rank 0 does, whenever that changes.
+            watch: Called with what rank 0 does, whenever that changes, and while a host is silent.
 
         Raises:
             LaunchError: a rank failed or is lost; all have ended.
@@ -107,7 +108,7 @@ class Crew:
         def assign() -> None:
             decided = replace(decide(), shelf=str(self._shelf.folder))
             decided.write(assignment)
-            warm_ranks(Path(decided.plan))
+            warm_ranks(run_file, Path(decided.plan))
 
         deciding = threading.Thread(target=assign, daemon=True)
         deciding.start()
@@ -145,6 +146,10 @@ class Crew:
     def is_here(self, device: int) -> bool:
         """Whether a rank could be started for a device."""
         return True
+
+    def is_silent(self, device: int) -> bool:
+        """Whether the host of a device does not answer and may be lost."""
+        return False
 
     def is_leaving(self, device: int) -> bool:
         """Whether the host of a device has announced its end."""

@@ -102,20 +102,11 @@ class Improving:
         return self.num_left == 0 and self._tried is None
 
     def slow(self, known: Mapping[int, float]) -> dict[int, float]:
-        """Factors by which kernels of devices take longer than in the cluster's description.
-
-        Args:
-            known: Those that the running plan assumes.
-        """
+        """Factors over the cluster's description: those that the plan assumes, as measured."""
         return {**known, **{d: known.get(d, 1.0) * each for d, each in self.factors.items()}}
 
     def begin(self, answer: Answer, running: Answer) -> None:
-        """Try a plan.
-
-        Args:
-            answer: The plan.
-            running: The one that runs, as something to go back to.
-        """
+        """Try a plan instead of the running one, which can be gone back to."""
         self.num_left -= 1
         self.tried += [path for path in (running.path, answer.path) if path not in self.tried]
         self._tried, self._before = answer, (running, self.step_s)

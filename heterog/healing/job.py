@@ -173,6 +173,7 @@ class HealingJob:
             stack.push(lambda kind, error, trace: self._crew.close(str(error or "")))
             planning = Service("heterog.healing.planning")  # which imports while others start
             stack.callback(planning.close)
+            planning.ask({"whole": str(self._path), "source": self._source})
             state = self._crew.open(self._folder, self._state)
             running = Running(
                 path=str(self._path),
@@ -189,7 +190,6 @@ class HealingJob:
                 is_here=self._crew.is_here,
                 is_leaving=self._crew.is_leaving,
             )
-            self._steering.begin(str(self._path), self._source)
             if state is not None:
                 self._go_on(state)
             self._steering.steps_left = self._steps_left()
@@ -321,13 +321,14 @@ class HealingJob:
     # --- while ranks train -----------------------------------------------------------------------
 
     def _watch(self, stage: str) -> None:
-        """Read rank 0's events and check for a better plan; called when rank 0 changes stage."""
+        """Read rank 0's events, and check for a better plan."""
         self._progress(stage)
         self._hear()
         steering, is_training = self._steering, stage.startswith("step ")
         if self._going is not None or (self.generation and not is_training):
             return  # while ranks of a later plan start, another thread asks for it
         steering.steps_left = self._steps_left()
+        steering.prepare_first(filter(self._crew.is_silent, self.running.device_of))
         if is_training:
             moves = self.trained.moves
             steering.step_s = recent_step_s(self.trained.seconds, moves[-1].step if moves else 0)

@@ -1,20 +1,8 @@
 """Healing for a user's own loop under torchrun: its state survives lost ranks, even mid-epoch.
 
-    balancer = heterog.Balancer(model, global_batch_size=96)
-    loader = balancer.loader(dataset)
-    healing = HealingLoop(model, optimizer, balancer)
-    healing.restore()                          # after the loader is made; nothing on a first start
-    while balancer.share_sampler.epoch < 10:
-        for inputs, targets in loader:
-            ...
-            optimizer.step()
-            healing.end_step()
-    healing.close()
-
-    torchrun --nnodes 2:4 --rdzv-backend c10d --max-restarts 100 -m examples.balance.elastic_ddp
-
 torchrun ends all ranks when one is lost and starts those that are left. A rank of a host that has
-the newest snapshot reads it to all, and they go on with the step after it.
+the newest snapshot reads it to all, and they go on with the step after it. A loop has
+``HealingLoop.restore`` before it and ``end_step`` in it (``docs/healing.md`` shows one).
 """
 
 import json
@@ -46,7 +34,7 @@ from heterog.healing.elastic import (
 )
 from heterog.healing.restoring import Snapshot
 from heterog.healing.sending import Taker
-from heterog.healing.shelf import Moment, Shelf, newest_complete
+from heterog.healing.shelf import Shelf, newest_complete
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import option_like
 from heterog.runtime.ranks.forks import end_with_parent
@@ -112,7 +100,6 @@ class HealingLoop:
         self._num_local = int(os.environ.get("LOCAL_WORLD_SIZE", self._num_ranks))
         self._shelf = Shelf(folder_of_host())
         self._taker: Taker | None = None
-        self._settled: Moment | None = None
         self._checkpoint, self._checkpoint_s = checkpoint, checkpoint_s
         self._writing: Any = None
         end_at_once()
@@ -141,7 +128,7 @@ class HealingLoop:
             random = f"random.{self._local}"
             if own is not None and random in own.contents.tensors:
                 torch.set_rng_state(own.read([random])[random].clone())
-                self._settled = newest
+                self._taker.settled = newest
             self.resumed_from = f"step {self.num_steps} in memory"
         elif self._checkpoint and (Path(self._checkpoint) / CHECKPOINT_INDEX).exists():
             from heterog.runtime.checkpoint.contents import read_contents
@@ -169,9 +156,9 @@ class HealingLoop:
         )
         if is_busy and not is_left:
             return
-        if self._taker.newest is not None and not has_failed:
-            self._settled = self._taker.newest
-        self._taker.take(self.num_steps, self._entries(), {}, self._about(), self._settled)
+        if not has_failed:
+            self._taker.settle()
+        self._taker.take(self.num_steps, self._entries(), {}, self._about())
         if is_left:
             self._any()  # all have taken it
             if self._leaves:

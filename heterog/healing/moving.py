@@ -103,8 +103,3 @@ def _by_host(parts: FloatArray, cluster: Cluster, device_of: Sequence[int]) -> F
     for rank, device in enumerate(device_of):
         found[:, cluster.host_of[device]] += parts[:, rank]
     return found
-
-
-def total_s(step_s: float, steps_left: int, moving_s: float) -> float:
-    """Seconds until the job is done if it changes to a plan now."""
-    return moving_s + steps_left * step_s

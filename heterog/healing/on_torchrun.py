@@ -295,12 +295,7 @@ def warm(path: str) -> None:
 
 
 class TorchrunRank(HealingRank):
-    """A rank that brings prepared plans to its host.
-
-    Args:
-        generation: What its ranks know.
-        assignment: What they run.
-    """
+    """A rank that brings prepared plans to its host."""
 
     def __init__(self, generation: Generation, assignment: Assignment) -> None:
         self._generation = generation

@@ -64,7 +64,6 @@ class Move:
         step: Number of the last step before the new plan.
         num_ranks: Number of ranks of the new plan.
         method: Name of the method that found the plan.
-        plan: Path of its file, which exists as long as the job runs.
         steps_done_again: Number of steps repeated because no complete snapshot had them.
         detect_s: Seconds from the last event of the ranks to the end of their generation.
         plan_s: Seconds from there until the new ranks knew what to run.
@@ -79,7 +78,6 @@ class Move:
     step: int = 0
     num_ranks: int = 0
     method: str = ""
-    plan: str = ""
     steps_done_again: int = 0
     detect_s: float = 0.0
     plan_s: float = 0.0

@@ -16,7 +16,7 @@ from heterog.errors import StrategyError
 from heterog.graph.capture import capture_step
 from heterog.healing.busy import device_seconds
 from heterog.healing.improving import NEAR
-from heterog.healing.moving import total_s, transfer_s
+from heterog.healing.moving import transfer_s
 from heterog.healing.question import Question
 from heterog.healing.remaining import Remaining, SlowedCosts, remaining, slowed
 from heterog.healing.service import Message, answer_requests
@@ -55,7 +55,7 @@ class Planning:
     def __init__(self) -> None:
         self._stop = Stop()
         self._plans: dict[str, Plan] = {}
-        self._whole: Cluster | None = None
+        self._whole: Cluster  # of the first request
         self._rehearse: Rehearse | None = None
 
     def heard(self, request: Message) -> None:
@@ -78,7 +78,7 @@ class Planning:
                 self._rehearse = rehearsal_of(capture_step(workload))
             return {"busy_s": busy_seconds(Evaluator(plan.graph, plan.cluster), plan)}
         question = parse_dataclass(request, Question, "the question")
-        left = remaining(self._whole_cluster, question.lost)
+        left = remaining(self._whole, question.lost)
         evaluator = self._evaluator(self._running(question), left, question)
         if question.tried:
             plan = self._near(question, evaluator)
@@ -114,7 +114,7 @@ class Planning:
             assert row.candidate is not None
             assert row.step_time_s is not None
             moving_s = self._moving_s(question, left, row.candidate.strategy)
-            return total_s(row.step_time_s, question.steps_left, moving_s)
+            return moving_s + question.steps_left * row.step_time_s
 
         fitting = [row for row in plan.rows if row.step_time_s is not None and row.candidate]
         if fitting:
@@ -163,7 +163,7 @@ class Planning:
         running = self._running(question)
         return question.restart_s + transfer_s(
             running.graph,
-            self._whole_cluster,
+            self._whole,
             (running.strategy, question.running_on),
             (strategy, left.device_of),
         )
@@ -179,8 +179,8 @@ class Planning:
     def _stay_step_s(self, question: Question) -> float:
         """Predicted step time of the running plan on the devices that it runs on."""
         running = self._running(question)
-        others = set(range(self._whole_cluster.num_devices)) - set(question.running_on)
-        evaluator = self._evaluator(running, remaining(self._whole_cluster, others), question)
+        others = set(range(self._whole.num_devices)) - set(question.running_on)
+        evaluator = self._evaluator(running, remaining(self._whole, others), question)
         strategy = replace(running.strategy, cluster=evaluator.cluster.fingerprint())
         judged = evaluator.referee(strategy, Order[running.order.upper()])
         return judged.step_time_s
@@ -202,19 +202,9 @@ class Planning:
             self._plans = {question.running: load_plan(question.running)}
         return self._plans[question.running]
 
-    @property
-    def _whole_cluster(self) -> Cluster:
-        assert self._whole is not None
-        return self._whole
-
 
 class _Untried(Planner):
-    """A search whose answers leave out what is known already.
-
-    Args:
-        search: The search.
-        known: Strategies that are no answer.
-    """
+    """A search whose answers leave out what is known already."""
 
     stage = "search"
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from heterog.graph.capture import CapturedStep, capture_step
 from heterog.healing.assignment import Assignment, wait_for_assignment
 from heterog.healing.busy import BusyClock, device_seconds
 from heterog.healing.carrying import RankCarrier
@@ -32,7 +33,7 @@ from heterog.runtime.accelerators import is_accelerated
 from heterog.runtime.checkpoint.files import needed, read_boxes
 from heterog.runtime.checkpoint.state import NewState, check_can_save, check_fits, own_entries
 from heterog.runtime.checkpoint.steps import load_checkpoint, save_checkpoint
-from heterog.runtime.rank import as_rank, check_loss, end_together, set_up, tell
+from heterog.runtime.rank import as_rank, check_loss, end_together, set_up, tell, workload_of
 from heterog.runtime.request import RunRequest, read_request
 from heterog.search.plan import load_plan
 
@@ -43,6 +44,9 @@ LOOK_S = 1.0
 """Least seconds between reports of ranks on CPUs: ten periods of a cgroup's quota, within which a
 throttled process first runs at full speed and then stands still."""
 
+_captured: dict[Path, CapturedStep] = {}
+"""Steps of jobs by their run file, captured where this process was forked off."""
+
 
 class HealingRank:
     """One rank of one generation.
@@ -52,6 +56,7 @@ class HealingRank:
         assignment: What the generation runs.
         journal: Path of the event file, for who writes it.
         stop: Path of a file whose existence asks the ranks to stop after a step.
+        captured: The step, if it is captured already.
         store: The store of ``meet``, if the ranks have met.
         redundancy: Number of other hosts to which ranks themselves carry their parts; ``None``
             where others do.
@@ -66,6 +71,7 @@ class HealingRank:
         journal: Path,
         stop: Path,
         *,
+        captured: CapturedStep | None = None,
         store: Any = None,
         redundancy: int | None = None,
         silent_s: float = 0.0,
@@ -73,7 +79,7 @@ class HealingRank:
         self._request, self._assignment, self._stop = request, assignment, stop
         self._silent_s = silent_s
         plan = load_plan(assignment.plan)
-        self._step, workload = set_up(plan, request, store)
+        self._step, workload = set_up(plan, request, store, captured)
         self._rank = dist.get_rank()
         self._journal = Journal(journal if self._rank in assignment.writers else None)
         self._program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
@@ -95,7 +101,7 @@ class HealingRank:
             is_copied=assignment.is_copied,
             carry=self._carrier.copy if self._carrier else None,
         )
-        self._settled = assignment.moment
+        self._taker.settled = assignment.moment
         self._clock = None if is_accelerated(self._step.device) else BusyClock(self._program)
         self._step.notify(self._clock)
         self._looked = 0, 0.0  # number of steps and time at the last report
@@ -123,7 +129,8 @@ class HealingRank:
                     set_silence(self._silent_s, self._groups)
             is_wanted, is_due = self._agree(number)
             elapsed_s = time.perf_counter() - begin
-            self._journal.write("step", step=number, loss=_jsonable(loss), seconds=elapsed_s)
+            told = loss if math.isfinite(loss) else None  # JSON has nothing else
+            self._journal.write("step", step=number, loss=told, seconds=elapsed_s)
             if is_due:
                 busy_s = self._busy_seconds(number)
             if busy_s:
@@ -200,8 +207,8 @@ class HealingRank:
         dist.all_reduce(said, op=dist.ReduceOp.MAX)
         is_busy, has_failed, is_wanted, is_due = (bool(each) for each in said.tolist())
         if not is_busy:
-            if self._taker.newest is not None and not has_failed:
-                self._settled = self._taker.newest
+            if not has_failed:
+                self._taker.settle()
             self._take_snapshot(number)
         return is_wanted, is_due
 
@@ -230,15 +237,11 @@ class HealingRank:
             "optimizer": graph.optimizer,
             "num_steps": step.num_steps,
         }
-        self._taker.take(number, entries, states, about, self._settled)
+        self._taker.take(number, entries, states, about)
         if self._taker.failed:
             self._journal.write("no snapshot", why=self._taker.failed)
-        self._journal.write(
-            "snapshot",
-            step=number,
-            num_bytes=self._taker.num_bytes,
-            copy_s=self._taker.copy_s,
-        )
+        num_bytes, copy_s = self._taker.num_bytes, self._taker.copy_s
+        self._journal.write("snapshot", step=number, num_bytes=num_bytes, copy_s=copy_s)
 
     def _leave_all(self, number: int) -> None:
         """Take a snapshot of this step, if there is none, and wait until it is where it should."""
@@ -251,14 +254,19 @@ class HealingRank:
             self._taker.wait()
 
 
-def warm(plan: str) -> None:
-    """Lower a plan where later ranks are forked off: loading the kernels takes each 0.4 s."""
+def warm(plan: str, run_file: str = "") -> None:
+    """Do what ranks would, where later ones are forked off: 0.4 s of each to load the kernels.
+
+    Args:
+        plan: Path of a plan like theirs, which is lowered.
+        run_file: That of the job whose step is captured, which takes each 0.25 s or longer; not
+            where there is an accelerator, which the model's code might touch.
+    """
     loaded = load_plan(plan)
     lower(loaded.graph, loaded.cluster, loaded.strategy, num_steps=1)
-
-
-def _jsonable(loss: float) -> float | None:
-    return loss if math.isfinite(loss) else None
+    path = Path(run_file)
+    if run_file and path not in _captured:
+        _captured[path] = capture_step(workload_of(loaded, read_request(path)))
 
 
 def main() -> None:
@@ -273,7 +281,7 @@ def main() -> None:
     with as_rank(int(os.environ.get("RANK", "0"))):
         request = read_request(run_file)
         work = wait_for_assignment(assignment, request.limits.timeout_s)
-        rank = HealingRank(request, work, journal, stop)
+        rank = HealingRank(request, work, journal, stop, captured=_captured.get(run_file))
         rank.end(rank.train())
     end_together()
 

@@ -35,7 +35,7 @@ from heterog.runtime.ranks.on_ray import (
     variables_of_ranks,
 )
 from heterog.runtime.ranks.ray_nodes import asked_of_nodes, offers
-from heterog.runtime.ranks.watching import wait_for_ranks
+from heterog.runtime.ranks.watching import SILENCE_S, wait_for_ranks
 from heterog.runtime.request import RunRequest
 
 _STARTED_S = 300.0
@@ -100,7 +100,8 @@ class RayCrew(Crew):
             self._begin(generation, devices, hosts)
             deciding.start()
         try:
-            wait_for_ranks(ranks, self._request.limits, watch)
+            limits = self._request.limits
+            wait_for_ranks(ranks, limits, watch, lambda: watch(ranks[0].stage))
         finally:
             self._end(hosts)
             if is_new:
@@ -148,6 +149,10 @@ class RayCrew(Crew):
         host = self._hosts[self._cluster.host_of[device]]
         host.look()
         return host.is_here and not self.is_leaving(device)
+
+    def is_silent(self, device: int) -> bool:
+        """See ``Crew``."""
+        return self._hosts[self._cluster.host_of[device]].silent_s > SILENCE_S
 
     def is_leaving(self, device: int) -> bool:
         """See ``Crew``."""

@@ -34,16 +34,13 @@ _ALONE_S = 300.0
 
 
 class HealingHost(Host):
-    """The class of the actor.
-
-    Args:
-        number: Number of the host.
-    """
+    """The class of the actor."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
         folder = self._open.enter_context(temporary_folder())
         self._number, self._shelf = number, Shelf(folder)
+        self._run_file = self._folder / "run.json"
         self._carrier: Carrier | None = None
         self._lent: dict[str, tuple[str, Any]] = {}
         self._journal: tuple[int, Path] | None = None
@@ -63,11 +60,11 @@ class HealingHost(Host):
     ) -> None:
         """Start the ranks of a generation, which wait for its assignment."""
         self.end()
-        run_file, journal = self._path(generation, "run"), self._path(generation, "journal")
-        request.write(run_file)
+        journal = self._path(generation, "journal")
+        request.write(self._run_file)
         self._journal = generation, journal
         paths = self._path(generation, "assignment"), journal, self._path(generation, "stop")
-        self._start(generation, rank_command(run_file, *paths), variables)
+        self._start(generation, rank_command(self._run_file, *paths), variables)
 
     def assign(
         self,
@@ -97,7 +94,7 @@ class HealingHost(Host):
             self._path(assignment.generation, "assignment")
         )
         self._kept = state, plan
-        warm_ranks(path)
+        warm_ranks(self._run_file, path)
 
     def look(self, generation: int, at: int) -> HostStatus:
         """See ``Host``."""

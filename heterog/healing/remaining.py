@@ -52,7 +52,7 @@ def slowed(cluster: Cluster, factors: Mapping[int, float]) -> Cluster:
     devices = list(cluster.devices)
     for device, factor in factors.items():
         kind = devices[device].type
-        name = f"{base_name(kind.name)}{_SLOW}{factor:.3g}"
+        name = f"{kind.name.partition(_SLOW)[0]}{_SLOW}{factor:.3g}"
         devices[device] = replace(
             devices[device],
             type=replace(
@@ -66,15 +66,6 @@ def slowed(cluster: Cluster, factors: Mapping[int, float]) -> Cluster:
             ),
         )
     return replace(cluster, devices=tuple(devices))
-
-
-def base_name(name: str) -> str:
-    """The name of a device type without what ``slowed`` adds.
-
-    >>> base_name("T4_slow_1.5"), base_name("T4")
-    ('T4', 'T4')
-    """
-    return name.partition(_SLOW)[0]
 
 
 class SlowedCosts:

@@ -33,6 +33,7 @@ class Taker:
 
     Attributes:
         newest: The last snapshot begun.
+        settled: The last one that is known to be complete; older parts are let go.
         failed: Why the last part could not be written; empty if it was.
         num_bytes: Its size.
         copy_s: Seconds that it took.
@@ -49,6 +50,7 @@ class Taker:
         carry: Callable[[Part], None] | None = None,
     ) -> None:
         self.newest: Moment | None = None
+        self.settled: Moment | None = None
         self.failed = ""
         self.num_bytes = 0
         self.copy_s = 0.0
@@ -71,27 +73,30 @@ class Taker:
         entries: Sequence[Entry],
         states: Mapping[str, SavedOptimizer],
         about: Mapping[str, Any],
-        settled: Moment | None,
     ) -> None:
-        """Write this rank's part; parts older than ``settled``, which is complete, are let go."""
+        """Write this rank's part of a snapshot."""
         begin_s = time.monotonic()
         self.newest = Moment(self._generation, step_number, self._num_parts)
+        part = Part(self.newest, self._number)
         try:
-            if settled is not None:
-                self._shelf.forget_before(settled)
-            part = Part(self.newest, self._number)
+            if self.settled is not None:
+                self._shelf.forget_before(self.settled)
             self.num_bytes = self._shelf.put(part, entries, states, about, is_new=self._is_copied)
             self.failed = ""
         except OSError as error:
             self.failed = f"{error.strerror or error} in {self._shelf.folder}"
         if self._carry is not None:
             try:
-                self._carry(Part(self.newest, self._number))
+                self._carry(part)
             except InputFileError as error:
                 self.failed = str(error)
         now_s = time.monotonic()
         self.copy_s = now_s - begin_s
         self._rested_s = now_s + _REST * self.copy_s
+
+    def settle(self) -> None:
+        """Note that the newest snapshot is complete: no rank has failed to write its part."""
+        self.settled = self.newest or self.settled
 
     def wait(self) -> None:
         """Wait until other hosts hold the last part, if they should."""

@@ -30,9 +30,9 @@ class Service:
     """Starts a module as such a process and talks to it.
 
     Args:
-        module: Name of a module whose ``main`` calls ``answer_requests``.
-        is_forked: Whether it may be forked off this process, if that has imported it; importing
-            takes seconds. Not where threads compute or an accelerator is used already.
+        module: Name of a module that calls ``answer_requests`` when it is run.
+        is_forked: Whether its ``main`` may be forked off this process, if that has imported it;
+            importing takes seconds. Not where threads compute or an accelerator is used already.
     """
 
     def __init__(self, module: str, *, is_forked: bool = False) -> None:

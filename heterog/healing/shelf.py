@@ -93,11 +93,7 @@ def newest_complete(lists: Iterable[Iterable[Part]]) -> Moment | None:
 
 
 class Shelf:
-    """The parts that a host holds.
-
-    Args:
-        folder: Folder of their files.
-    """
+    """The parts that a host holds, as files in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -151,7 +147,8 @@ class Shelf:
                 for entry, begin in zip(entries, begins, strict=True)
             }
             index = {"tensors": to_json(saved), "states": to_json(dict(states)), **about}
-            self._publish(part.name, json.dumps(index), begun, NEW if is_new else "")
+            write_atomically(self.folder / f"{part.name}{INDEX}", json.dumps(index).encode())
+            begun.rename(self.folder / f"{part.name}{NEW if is_new else ''}")
         except OSError:
             begun.unlink(missing_ok=True)
             raise
@@ -220,10 +217,6 @@ class Shelf:
             if gone.exists() or time.monotonic() > deadline_s:
                 raise LostError(f"{name} of a snapshot was lost before it was read.")
             time.sleep(_POLL_S)
-
-    def _publish(self, name: str, index: str, begun: Path, suffix: str) -> None:
-        write_atomically(self.folder / f"{name}{INDEX}", index.encode())
-        begun.rename(self.folder / f"{name}{suffix}")
 
 
 def _copy(entry: Entry, room: mmap.mmap | None, begin: int, number: int) -> SavedTensor:

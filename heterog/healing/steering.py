@@ -6,7 +6,7 @@ one plus what it costs to go there. Predicted seconds are scaled by what steps r
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,8 @@ class Steering:
         folder: Folder for plans.
         options: Settings of healing.
         say: Called with one line about each plan that was considered and not taken.
-        service: Answers the questions, as the process of ``heterog.healing.planning`` does.
+        service: Answers the questions, as the process of ``heterog.healing.planning`` does, which
+            was asked to load the first plan.
         is_here: Whether a rank could be started for a device.
         is_leaving: Whether the host of a device has announced its end.
 
@@ -134,16 +135,6 @@ class Steering:
         self._trial: Trial | None = None
         self._tried_s: list[float] = []
         self._service = service
-        self._setup_id = 0
-
-    def begin(self, plan: str, source: str) -> None:
-        """Have the service load the first plan and its workload.
-
-        Args:
-            plan: Path of the plan.
-            source: Source of the workload.
-        """
-        self._setup_id = self._service.ask({"whole": plan, "source": source})
 
     @property
     def lost(self) -> frozenset[int]:
@@ -163,7 +154,7 @@ class Steering:
             )
 
     def plan_for_loss(self, timeout_s: float) -> Answer:
-        """A plan for what is left: the one prepared, or else a new one.
+        """A plan for what is left: the one that is or is being prepared, or else a new one.
 
         Raises:
             HeterogError: nothing fits, or the process that plans does not answer.
@@ -172,15 +163,19 @@ class Steering:
         prepared = self._prepared.get(self.lost)
         if prepared is not None:
             return prepared
+        asked, self._asked = self._asked, None
         try:
-            return self._first_answer(timeout_s, FIRST_METHODS)
+            if asked and asked[1] == "prepared" and frozenset(asked[2].lost) == self.lost:
+                return self._first_answer(timeout_s, asked[2], asked[0])
+            return self._ask_now(timeout_s, self._question(self.lost))
         except HeterogError:
-            return self._first_answer(timeout_s, _AUTO)
+            return self._ask_now(timeout_s, self._question(self.lost, methods=_AUTO))
 
-    def _first_answer(self, timeout_s: float, methods: tuple[str, ...]) -> Answer:
-        question = self._question(self.lost, methods, self._options.first_budget)
-        number = self._service.ask(asdict(question))
-        self._asked = None
+    def _ask_now(self, timeout_s: float, question: Question) -> Answer:
+        return self._first_answer(timeout_s, question, self._service.ask(asdict(question)))
+
+    def _first_answer(self, timeout_s: float, question: Question, number: int) -> Answer:
+        """Wait for the answer to a question that was asked."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             reply = self._service.next_reply(max(deadline_s - time.monotonic(), 0.0))
@@ -223,11 +218,20 @@ class Steering:
         for device in self.running.device_of[:_MOST_PREPARED]:
             lost_too = self.lost | {device}
             if len(self.running.device_of) > 1 and lost_too not in self._prepared:
-                question = self._question(lost_too, FIRST_METHODS, self._options.first_budget)
-                self._wishes.append(("prepared", question))
+                self._wishes.append(("prepared", self._question(lost_too)))
         if kind in ("lost", "leaving") and self._options.search_budget:
-            question = self._question(self.lost, _AUTO, self._options.search_budget)
+            budget = self._options.search_budget
+            question = self._question(self.lost, methods=_AUTO, budget=budget)
             self._wishes.append(("better", question))
+
+    def prepare_first(self, devices: Iterable[int]) -> None:
+        """Ask for what is to be prepared for the loss of these devices before all else."""
+        lost = self.lost | frozenset(devices)
+        for wish in self._wishes:
+            if wish[0] == "prepared" and frozenset(wish[1].lost) == lost:
+                self._wishes.remove(wish)
+                self._ask_first(wish)
+                return
 
     def look(self) -> Going | None:
         """Decide whether to change to another plan now; called again and again."""
@@ -298,19 +302,16 @@ class Steering:
 
     def _wish_about_speed(self, device: int, factor: float, *, is_slow: bool) -> None:
         """Ask for plans in which a device takes so many times as long as in the first plan."""
-        methods, budget = FIRST_METHODS, self._options.first_budget
         slow = {**self.running.slow, device: factor}
         if is_slow:
-            without = self._question(self.lost | {device}, methods, budget, slow)
-            wishes = [
-                ("rebalanced", self._question(self.lost, methods, budget, slow)),
-                ("left out", without),
-            ]
+            self._ask_first(
+                ("rebalanced", self._question(self.lost, slow)),
+                ("left out", self._question(self.lost | {device}, slow)),
+            )
         else:
             if factor < self._options.slow_factor:
                 del slow[device]
-            wishes = [("quick", self._question(self.lost, methods, budget, slow))]
-        self._ask_first(*wishes)
+            self._ask_first(("quick", self._question(self.lost, slow)))
 
     def _ask_first(self, *wishes: tuple[str, Question]) -> None:
         """Ask before all else; a search that nobody waits for ends, and comes later."""
@@ -326,7 +327,7 @@ class Steering:
         improving = self.improving
         if improving.is_due:
             slow = improving.slow(self.running.slow)
-            question = self._question(self.lost, (), BUDGET, slow)
+            question = self._question(self.lost, slow, methods=(), budget=BUDGET)
             tried = tuple(dict.fromkeys((self.running.path, *improving.tried)))
             self._wishes.append(("tried", replace(question, tried=tried)))
             return None
@@ -334,13 +335,11 @@ class Steering:
         if found is None:
             return None
         trial, before = found
-        steps = f"{format_seconds(trial.after_s)} instead of {format_seconds(trial.before_s)}"
+        steps = f"steps take {_instead(trial.after_s, trial.before_s)}"
         if trial.is_kept:
-            self._say(f"steps take {steps}: the plan that was tried is kept")
+            self._say(f"{steps}: the plan that was tried is kept")
             return None
-        return Going(
-            answer=before, kind="taken back", why=f"steps take {steps}: the move is taken back"
-        )
+        return Going(answer=before, kind="taken back", why=f"{steps}: the move is taken back")
 
     def _try(self, answer: Answer) -> Going:
         """Go to a plan that is tried, with a way back."""
@@ -354,10 +353,7 @@ class Steering:
             busy_s=running.busy_s,
         )
         self.improving.begin(answer, back)
-        steps = (
-            f"{format_seconds(answer.step_time_s)} instead of "
-            f"{format_seconds(answer.stay_step_s)} predicted"
-        )
+        steps = f"{_instead(answer.step_time_s, answer.stay_step_s)} predicted"
         return Going(answer=answer, kind="tried", why=f"tries a move of {answer.method} ({steps})")
 
     def _before_end(self) -> Going | None:
@@ -370,9 +366,7 @@ class Steering:
             return self._leave(self._prepared[lost])
         wishes = [*self._wishes, *([self._asked[1:]] if self._asked is not None else [])]
         if ("leaving", lost) not in ((kind, frozenset(wish.lost)) for kind, wish in wishes):
-            self._ask_first(
-                ("leaving", self._question(lost, FIRST_METHODS, self._options.first_budget))
-            )
+            self._ask_first(("leaving", self._question(lost)))
         return None
 
     def _leave(self, answer: Answer) -> Going:
@@ -395,22 +389,23 @@ class Steering:
         for absence in due.values():
             absence.since_s, absence.wait_s = now_s, 2 * absence.wait_s
         # Those of a host come back together, and moving twice would cost twice.
-        question = self._question(self.lost - set(due), FIRST_METHODS, self._options.first_budget)
-        self._wishes.insert(0, ("back", question))
+        self._wishes.insert(0, ("back", self._question(self.lost - set(due))))
 
     def _question(
         self,
         lost: frozenset[int],
-        methods: tuple[str, ...],
-        budget: str,
         slow: dict[int, float] | None = None,
+        *,
+        methods: tuple[str, ...] = FIRST_METHODS,
+        budget: str = "",
     ) -> Question:
+        """The question for a plan without some devices, by default a quick one."""
         self._num_plans += 1
         return Question(
             lost=tuple(sorted(lost)),
             slow=self.running.slow if slow is None else slow,
             methods=methods,
-            budget=budget,
+            budget=budget or self._options.first_budget,
             steps_left=self.steps_left,
             restart_s=self.restart_s,
             running=self.running.path,
@@ -419,7 +414,8 @@ class Steering:
         )
 
     def _note_setup(self, reply: Message) -> None:
-        if reply["id"] == self._setup_id and "error" not in reply and not self.running.busy_s:
+        """Take in the answer about the first plan, which has no path as it is known."""
+        if "busy_s" in reply and "path" not in reply and not self.running.busy_s:
             self.running.busy_s = tuple(reply["busy_s"])
 
     def _weigh(self, kind: str, question: Question, reply: dict[str, Any]) -> Going | None:
@@ -507,11 +503,8 @@ class Steering:
         trial, turned = self._trial, self._trial.swapped(self._tried_s)
         self._trial = None
         self._tried_s.clear()
-        text = (
-            f"{trial.device} was {trial.chosen.what} and steps take "
-            f"{format_seconds(turned.other.step_s)} instead of "
-            f"{format_seconds(trial.chosen.step_s)}: "
-        )
+        steps = _instead(turned.other.step_s, trial.chosen.step_s)
+        text = f"{trial.device} was {trial.chosen.what} and steps take {steps}: "
         other = f"{turned.chosen.what} ({format_seconds(turned.chosen.step_s)})"
         taken_in = self.lost - set(turned.chosen.answer.question.lost)
         if not turned.pays(self.steps_left) or not all(map(self._is_here, taken_in)):
@@ -524,10 +517,7 @@ class Steering:
     def _if_it_pays(self, answer: Answer, kind: str, why: str) -> Going | None:
         scale = self._scale(answer)
         saved_s = answer.saved_s(self.steps_left, scale)
-        steps = (
-            f"steps {format_seconds(answer.step_time_s * scale)} instead of "
-            f"{format_seconds(answer.stay_step_s * scale)}"
-        )
+        steps = f"steps {_instead(answer.step_time_s * scale, answer.stay_step_s * scale)}"
         if saved_s <= 0 or not self.step_s:
             if kind == "back":
                 moving = format_seconds(answer.moving_s)
@@ -547,3 +537,7 @@ class Steering:
 
     def _name(self, device: int) -> str:
         return self._whole.devices[device].name
+
+
+def _instead(new_s: float, old_s: float) -> str:
+    return f"{format_seconds(new_s)} instead of {format_seconds(old_s)}"

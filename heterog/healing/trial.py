@@ -50,11 +50,7 @@ class Trial:
     other: Choice
 
     def swapped(self, step_s: Sequence[float]) -> "Trial":
-        """The trial of the other choice, after this one was measured.
-
-        Args:
-            step_s: Measured seconds of a step, a few times.
-        """
+        """The trial of the other choice, after steps of this one were measured."""
         measured = replace(self.chosen, step_s=statistics.median(step_s), is_measured=True)
         return replace(self, chosen=self.other, other=measured)
 

@@ -69,6 +69,7 @@ class LocalRank:
     stage: str = ""
     since_s: float = field(default_factory=time.monotonic)
     stopped_since_s: float | None = None
+    silent_s: float = 0.0
 
     @property
     def pid(self) -> int:

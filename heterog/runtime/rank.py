@@ -29,6 +29,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError
 from heterog.files import write_atomically, write_json
+from heterog.graph.capture import CapturedStep
 from heterog.graph.workload import Workload
 from heterog.lowering.program import FloatArray
 from heterog.runtime.accelerators import (
@@ -39,7 +40,7 @@ from heterog.runtime.accelerators import (
     stream_of_priority,
     use_device,
 )
-from heterog.runtime.deploy import DeployedStep, deploy
+from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import HEARTBEAT, PORT_FILE
 from heterog.runtime.ranks.background import (
     Governor,
@@ -141,23 +142,35 @@ def tell(stage: str) -> None:
         draft.replace(path)
 
 
-def set_up(plan: Plan, request: RunRequest, store: Any = None) -> tuple[DeployedStep, Workload]:
+def workload_of(plan: Plan, request: RunRequest) -> Workload:
+    """The workload that trains with a plan.
+
+    Raises:
+        HeterogError: nothing names the model, or it cannot be made.
+    """
+    source = request.source_of(plan)
+    if not source:
+        raise HeterogError("the plan does not name its model; give it as `model`.")
+    draw_alike()
+    batch_size = None if request.model else plan.graph.batch_size
+    return load_workload(source, batch_size, must_take=False)
+
+
+def set_up(
+    plan: Plan, request: RunRequest, store: Any = None, captured: CapturedStep | None = None
+) -> tuple[DeployedStep, Workload]:
     """Join the others and deploy the plan with its workload.
 
     Args:
         plan: Plan to run; device ``i`` of its cluster is rank ``i``.
         request: Has the source of the workload, and how long to wait for the others.
         store: The store of ``meet``, if the ranks have met.
+        captured: The workload's step, if it is captured already.
 
     Raises:
         HeterogError: plan and model do not fit, or nothing names the model.
     """
-    source = request.model or trusted_source(plan.graph.source, request.sources, "the plan")
-    if not source:
-        raise HeterogError("the plan does not name its model; give it as `model`.")
-    draw_alike()
-    batch_size = None if request.model else plan.graph.batch_size
-    workload = load_workload(source, batch_size, must_take=False)
+    workload = workload_of(plan, request)
     tell("joining the others")
     join(
         request.limits.timeout_s,
@@ -166,7 +179,7 @@ def set_up(plan: Plan, request: RunRequest, store: Any = None) -> tuple[Deployed
         store=store,
     )
     tell("capturing the model")
-    step = deploy(workload, plan)
+    step = DeployedStep(workload, plan, captured=captured)
     if step.compiler is not None:
         step.compiler.tell = lambda part: tell(f"{COMPILING}, {part}")
     draw_alike()  # until here, ranks may have drawn different numbers

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from heterog.healing.checkpoints import answer
 from heterog.healing.shelf import Moment, Part, Shelf
-from heterog.healing.writing import answer
 from heterog.runtime.checkpoint.boxes import Entry, whole_box
 from heterog.runtime.checkpoint.contents import read_contents
 from heterog.runtime.checkpoint.files import read_tensors

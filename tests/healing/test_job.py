@@ -23,6 +23,7 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.files import read_json, write_atomically, write_json
 from heterog.graph.capture import capture
+from heterog.healing import rank
 from heterog.healing.improving import NEAR
 from heterog.healing.job import HealingJob
 from heterog.healing.journal import JournalReader
@@ -142,6 +143,22 @@ def test_a_rank_is_lost_and_comes_back(folder: Path) -> None:
     expected = losses_of_one_process(folder, steps[-1])
     assert [job.trained.losses[step] for step in steps] == pytest.approx(expected, rel=1e-3)
     assert is_cleared(job)
+
+
+def test_the_step_is_captured_where_ranks_are_forked_off(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each job, and what ranks of any generation of it get is that."""
+    monkeypatch.setattr(rank, "_captured", {})
+    plan, run_file = folder / "plan.json", tmp_path / "run.json"
+    RunRequest(plan=plan, sources=(str(folder / "model.py"),)).write(run_file)
+    rank.warm(str(plan))
+    assert not rank._captured, "there is an accelerator"
+    rank.warm(str(plan), str(run_file))
+    (captured,) = rank._captured.values()
+    assert captured.graph.fingerprint == load_plan(plan).graph.fingerprint
+    rank.warm(str(plan), str(run_file))
+    assert rank._captured == {run_file: captured}
 
 
 def test_planning_for_a_slow_device_gives_it_less(folder: Path) -> None:

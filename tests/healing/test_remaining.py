@@ -140,7 +140,7 @@ def steered(prompt: Prompt, said: list[str], **options: Any) -> Steering:
     steering = Steering(
         whole, running, Path(), HealOptions(**options), said.append, service=prompt
     )
-    steering.begin("", "")
+    prompt.ask({"whole": "", "source": ""})
     steering.look()
     steering.steps_left, steering.step_s = 1000, 2.0
     return steering
@@ -298,6 +298,38 @@ def test_a_slow_device_ends_a_search_that_nobody_waits_for() -> None:
         steering.hear_busy([1.0, 3.0])
     assert [kind for kind, _ in steering._wishes[:2]] == ["rebalanced", "left out"]
     assert steering._wishes[-1] == interrupted[1:]
+
+
+def test_a_plan_that_is_being_prepared_is_not_asked_for_again() -> None:
+    prompt = Prompt({}, stay_step_s=2.0)
+    steering = steered(prompt, [], search_budget="")
+    steering.begin_generation(None, "first")
+    steering.look()  # asks about the loss of the first device
+    assert steering._asked is not None
+    number, _, question = steering._asked
+    steering.leave_out(question.lost)
+    answer = steering.plan_for_loss(1.0)
+    assert (answer.question, prompt._asked) == (question, number)
+    steering.leave_out([1])
+    assert steering.plan_for_loss(1.0).question.lost == (0, 1)
+    assert prompt._asked == number + 1
+
+
+def test_a_device_that_does_not_answer_is_planned_without_first() -> None:
+    steering = steered(Prompt({}, stay_step_s=2.0), [], search_budget="")
+    steering.begin_generation(None, "first")
+    steering.look()
+
+    def waiting() -> list[tuple[int, ...]]:
+        return [question.lost for _, question in steering._wishes]
+
+    steering.prepare_first([])
+    assert waiting() == [(1,), (2,)], "that of the first device was asked"
+    steering.prepare_first([2])
+    assert waiting() == [(2,), (1,), (0,)]
+    steering.look()
+    steering.prepare_first([2])
+    assert waiting() == [(1,), (0,)], "it is being prepared"
 
 
 def test_a_device_that_is_known_to_be_slow_is_not_the_measure_of_the_others() -> None:

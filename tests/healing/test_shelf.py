@@ -84,11 +84,12 @@ def test_a_part_that_cannot_be_written_leaves_what_was_there(
     where = Shelf(tmp_path)
     taker = Taker(where, 0, 1, 0)
     values = [entry("w", torch.ones(3))]
-    taker.take(1, values, {}, ABOUT, None)
+    taker.take(1, values, {}, ABOUT)
+    taker.settle()
     assert (taker.failed, taker.num_bytes) == ("", 16)
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(os, "posix_fallocate", full)
-    taker.take(2, values, {}, ABOUT, Moment(0, 1, 1))
+    taker.take(2, values, {}, ABOUT)
     assert taker.failed == f"No space left on device in {tmp_path}"
     assert newest_complete([where.parts()]) == Moment(0, 1, 1)
     assert len(list(tmp_path.iterdir())) == 2
@@ -100,7 +101,7 @@ def test_ranks_train_for_ten_times_as_long_as_a_snapshot_takes(
     now = iter([5.0, 5.5, 10.4, 10.6])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
     taker = Taker(Shelf(tmp_path), 0, 1, 0)
-    taker.take(1, [], {}, ABOUT, None)
+    taker.take(1, [], {}, ABOUT)
     assert taker.copy_s == 0.5
     assert taker.is_busy
     assert not taker.is_busy

@@ -23,6 +23,7 @@ from heterog.runtime.launch import ranks_of_this_process, run_commands, run_rank
 from heterog.runtime.rank import _listen, join
 from heterog.runtime.ranks import testbed as module
 from heterog.runtime.ranks import watching
+from heterog.runtime.ranks.links import CUT_S
 from heterog.runtime.ranks.testbed import Testbed
 from heterog.runtime.ranks.watching import (
     COMPILING,
@@ -189,8 +190,27 @@ def test_a_rank_that_compiles_is_waited_for() -> None:
         _check_alive([compiling, waiting], now_s=1300.0, step_timeout_s=300.0)
 
 
+def test_who_was_silent_for_long_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others that were lost with it show so at once; those killed with one take a moment."""
+    waited: list[float] = []
+    monkeypatch.setattr(watching, "_wait_for_all", lambda ranks, limit_s: waited.append(limit_s))
+    for silent_s in (0.0, 0.2, CUT_S):
+        gone, there = (
+            SimpleNamespace(
+                stage="step 3 of 9", since_s=0.0, stopped_since_s=None, silent_s=seconds, pid=0,
+                poll=lambda code=code: code, look=lambda now_s: None, last_words=str,
+            )
+            for code, seconds in ((-9, silent_s), (None, 0.0))
+        )  # fmt: skip
+        with pytest.raises(LaunchError) as caught:
+            wait_for_ranks([there, gone], LONG, lambda stage: None)
+        assert caught.value.lost == (1,)
+    assert waited == [0.5, 0.5, 0.1]
+
+
 def test_a_job_has_its_time_besides_compiling() -> None:
     rank = SimpleNamespace(stage=f"{COMPILING}, part 2", since_s=0.0, stopped_since_s=None, pid=0)
+    rank.silent_s = 0.0
     polls = iter(range(5))
     rank.look = lambda now_s: None
     rank.poll = lambda: None if next(polls, None) is not None else 0

@@ -190,7 +190,8 @@ class Forks:
     def warm(self, module: str, *arguments: str) -> None:
         """Let the server call a module's ``warm``, whose work all later ranks then share.
 
-        It may start no thread and touch no accelerator. Only the next rank waits for it.
+        It may start no thread and touch no accelerator. Only the next rank waits for it, and
+        whoever wants to hear of the end of one.
         """
         with self._lock:
             self._tell({"warm": module, "arguments": arguments})

@@ -301,6 +301,7 @@ class NodeHost:
         told: Its last answer.
         is_here: Whether it answers.
         position: The generation whose events are read, and the known length of its journal.
+        silent_s: Seconds for which it has not answered a question.
     """
 
     def __init__(
@@ -313,6 +314,7 @@ class NodeHost:
         self.told: HostStatus | None = None
         self.is_here = True
         self.position = 0, 0
+        self.silent_s = 0.0
         self._ray, self._hear_events = ray, hear
         self._lock = threading.Lock()
         self._asked: Any = None
@@ -331,8 +333,11 @@ class NodeHost:
             if not self._is_known and now_s - self._asked_s < _AGAIN_S:
                 return
             self._asked, self._asked_s = self.actor.look.remote(*self.position), now_s
+        self.silent_s = now_s - self._asked_s
         if not self._ray.wait([self._asked], timeout=0)[0]:
-            self.is_here = self.is_here and not self._is_lost(now_s - self._asked_s)
+            if self.silent_s >= len(self._again) * _AGAIN_S:  # gives the kernel data, to test the link
+                self._again.append(self.actor.look.remote(*self.position))
+            self.is_here = self.is_here and not self._is_lost
             return
         answer, self._asked, self._again = self._asked, None, []
         try:
@@ -343,14 +348,15 @@ class NodeHost:
             self.is_here = self._is_known = False
             return
         self.is_here = self._is_known = True
+        self.silent_s = 0.0
         self.hear(told)
 
-    def _is_lost(self, silent_s: float) -> bool:
+    @property
+    def _is_lost(self) -> bool:
         """Whether it counts as lost after so many seconds without an answer."""
+        silent_s = self.silent_s
         if self.told is None:  # the actor may still be starting
             return silent_s >= PLACED_S
-        if silent_s >= len(self._again) * _AGAIN_S:  # gives the kernel data, to test the link
-            self._again.append(self.actor.look.remote(*self.position))
         return silent_s >= SILENT_S or (silent_s >= CUT_S and self.told.address in cut_off())
 
     def hear(self, told: HostStatus) -> None:
@@ -370,6 +376,11 @@ class RankOnRay:
         self._host, self._number, self._generation = host, number, generation
         self._actor = host.told.actor if host.told else ""
         self._code: int | None = None
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which its node has not answered."""
+        return self._host.silent_s
 
     @property
     def pid(self) -> int:

@@ -15,8 +15,11 @@ from heterog.errors import HeterogError
 COMPILING = "compiling the step"
 """Beginning of the stage of a rank that compiles; others may wait for it in a step."""
 POLL_S = 0.05
+SILENCE_S = 0.5
+"""Seconds after which it is said that a rank does not answer; it may be lost, or busy."""
 _GRACE_S = 2.0  # the first rank seen to fail may not be the first that did: wait for the others
 _KILLED_GRACE_S = 0.5  # a killed rank is the cause; others may have been killed at the same time
+_LEAST_GRACE_S = 0.1  # of links that are cut at once, one counts as cut a look later than another
 _STOPPED_S = 1.0  # a debugger or a suspended container stops a process for a moment only
 
 
@@ -64,11 +67,16 @@ class Watched(Protocol):
         stage: Its current stage, in words.
         since_s: Time at which the stage began, by the monotonic clock.
         stopped_since_s: Time at which a signal stopped its process; ``None`` if it runs.
+        silent_s: Seconds for which it has not answered; 0 if it need not be asked.
     """
 
     stage: str
     since_s: float
     stopped_since_s: float | None
+
+    @property
+    def silent_s(self) -> float:
+        """See above."""
 
     @property
     def pid(self) -> int:
@@ -85,7 +93,10 @@ class Watched(Protocol):
 
 
 def wait_for_ranks(
-    ranks: Sequence[Watched], limits: Limits, progress: Callable[[str], None]
+    ranks: Sequence[Watched],
+    limits: Limits,
+    progress: Callable[[str], None],
+    in_silence: Callable[[], None] = lambda: None,
 ) -> None:
     """Wait until all ranks are done, one fails or stands still, or the time is over.
 
@@ -93,6 +104,7 @@ def wait_for_ranks(
         ranks: All ranks of the job, in order.
         limits: Seconds after which they are given up.
         progress: Called with the stage of rank 0, whenever that changes.
+        in_silence: Called again and again while a rank does not answer.
 
     Raises:
         LaunchError: a rank failed or the time is over; names the rank and its last words.
@@ -107,7 +119,9 @@ def wait_for_ranks(
         failed = [number for number, code in enumerate(codes) if code not in (None, 0)]
         if failed:
             is_killed = any(_is_killed(codes[number]) for number in failed)
-            _wait_for_all(ranks, _KILLED_GRACE_S if is_killed else _GRACE_S)
+            grace_s = _KILLED_GRACE_S if is_killed else _GRACE_S
+            has_waited = any(ranks[number].silent_s > grace_s for number in failed)
+            _wait_for_all(ranks, _LEAST_GRACE_S if has_waited else grace_s)
             for rank in ranks:
                 rank.look(time.monotonic())
             raise _failure(ranks, failed)
@@ -119,6 +133,8 @@ def wait_for_ranks(
         if ranks[0].stage != told:
             told = ranks[0].stage
             progress(told)
+        if any(rank.silent_s > SILENCE_S for rank in ranks):
+            in_silence()
         _check_alive(ranks, now_s, limits.step_timeout_s)
         if now_s > deadline_s:
             waiting = [number for number, code in enumerate(codes) if code is None]
