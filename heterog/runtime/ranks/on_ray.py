@@ -335,7 +335,7 @@ class NodeHost:
             self._asked, self._asked_s = self.actor.look.remote(*self.position), now_s
         self.silent_s = now_s - self._asked_s
         if not self._ray.wait([self._asked], timeout=0)[0]:
-            if self.silent_s >= len(self._again) * _AGAIN_S:  # gives the kernel data, to test the link
+            if self.silent_s >= len(self._again) * _AGAIN_S:  # tests the link with data
                 self._again.append(self.actor.look.remote(*self.position))
             self.is_here = self.is_here and not self._is_lost
             return
