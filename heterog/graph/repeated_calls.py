@@ -410,10 +410,14 @@ class WatchedState:
                 self._others.append(holder)
             elif holder.values or holder.held:
                 self._copies.append((holder.held, holder.held.copy()))
+        # Each step writes parameters and buffers, wherever else they are listed (``nn.LSTM``).
+        trained = {id(each) for each in (*self._model.parameters(), *self._model.buffers())}
         self._tensors = [
             (slot, slot.before, slot.before._version)
             for slot in self._state.tensors()
-            if not slot.before.is_inference() and slot.place not in self._allowed
+            if not slot.before.is_inference()
+            and slot.place not in self._allowed
+            and id(slot.before) not in trained
         ]
 
     def new_hook(self) -> str:

@@ -132,6 +132,27 @@ def test_the_rest_may_change(name: str) -> None:
     assert [each.key for each in state.changed()] == ["temperature"]
 
 
+def test_weights_that_a_step_writes_are_no_state_of_python() -> None:
+    """Deep LSTMs list more of them than places are tried one by one."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.LSTM(4, 4, num_layers=5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.layers(x)[0]
+            return made
+
+    workload = Workload(Deep, BATCH, nn.functional.mse_loss, torch.optim.SGD)
+    model = Deep()
+    state = WatchedState(workload, model, capture(workload))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(0.5)
+    assert state.changed() == []
+
+
 def test_a_counter_of_the_loop_is_looked_at_once() -> None:
     made: list[None] = []
 
