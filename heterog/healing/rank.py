@@ -45,7 +45,7 @@ LOOK_S = 1.0
 throttled process first runs at full speed and then stands still."""
 
 _captured: dict[Path, CapturedStep] = {}
-"""Steps of jobs by their run file, captured where this process was forked off."""
+"""Steps of jobs by the folder of their files, captured where this process was forked off."""
 
 
 class HealingRank:
@@ -56,7 +56,6 @@ class HealingRank:
         assignment: What the generation runs.
         journal: Path of the event file, for who writes it.
         stop: Path of a file whose existence asks the ranks to stop after a step.
-        captured: The step, if it is captured already.
         store: The store of ``meet``, if the ranks have met.
         redundancy: Number of other hosts to which ranks themselves carry their parts; ``None``
             where others do.
@@ -71,7 +70,6 @@ class HealingRank:
         journal: Path,
         stop: Path,
         *,
-        captured: CapturedStep | None = None,
         store: Any = None,
         redundancy: int | None = None,
         silent_s: float = 0.0,
@@ -79,7 +77,7 @@ class HealingRank:
         self._request, self._assignment, self._stop = request, assignment, stop
         self._silent_s = silent_s
         plan = load_plan(assignment.plan)
-        self._step, workload = set_up(plan, request, store, captured)
+        self._step, workload = set_up(plan, request, store, _captured.get(journal.parent))
         self._rank = dist.get_rank()
         self._journal = Journal(journal if self._rank in assignment.writers else None)
         self._program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
@@ -264,9 +262,10 @@ def warm(plan: str, run_file: str = "") -> None:
     """
     loaded = load_plan(plan)
     lower(loaded.graph, loaded.cluster, loaded.strategy, num_steps=1)
-    path = Path(run_file)
-    if run_file and path not in _captured:
-        _captured[path] = capture_step(workload_of(loaded, read_request(path)))
+    folder = Path(run_file).parent
+    if run_file and folder not in _captured:
+        request = read_request(Path(run_file))
+        _captured[folder] = capture_step(workload_of(loaded, request))
 
 
 def main() -> None:
@@ -281,7 +280,7 @@ def main() -> None:
     with as_rank(int(os.environ.get("RANK", "0"))):
         request = read_request(run_file)
         work = wait_for_assignment(assignment, request.limits.timeout_s)
-        rank = HealingRank(request, work, journal, stop, captured=_captured.get(run_file))
+        rank = HealingRank(request, work, journal, stop)
         rank.end(rank.train())
     end_together()
 

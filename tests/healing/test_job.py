@@ -158,7 +158,7 @@ def test_the_step_is_captured_where_ranks_are_forked_off(
     (captured,) = rank._captured.values()
     assert captured.graph.fingerprint == load_plan(plan).graph.fingerprint
     rank.warm(str(plan), str(run_file))
-    assert rank._captured == {run_file: captured}
+    assert rank._captured == {tmp_path: captured}
 
 
 def test_planning_for_a_slow_device_gives_it_less(folder: Path) -> None:
