@@ -9,7 +9,6 @@ counts as evaluations, too.
 """
 
 import math
-import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from rows import finish, keep_row, option, progress, read_rows, script_parser
 
+from heterog.agents.benchmark.statistics import over_pairs
 from heterog.agents.config import Algorithm, PolicyConfig, TrainingConfig
 from heterog.agents.learner import Task, learner_of
 from heterog.agents.policy import Policy, on_one_thread
@@ -97,13 +97,10 @@ def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
         own = [row["points"] for row in rows if row["algorithm"] == name]
         for check in range(NUM_CHECKS + 1):
             for what in ("best_of_16", "greedy"):
-                gains = [math.log(each[check][what] / each[0][what]) for each in own]
-                drawn = np.random.default_rng(0).choice(gains, (10_000, len(gains))).mean(axis=1)
-                low, high = np.exp(np.quantile(drawn, (0.025, 0.975)))
-                mean = math.exp(statistics.fmean(gains))
+                found = over_pairs(np.array([each[check][what] / each[0][what] for each in own]))
                 yield (
-                    f"{name:24} {own[0][check]['evaluations']:6} {what:11} "
-                    f"{mean:.3f} [{low:.3f}, {high:.3f}] of the beginning, {len(own)} seeds"
+                    f"{name:24} {own[0][check]['evaluations']:6} {what:11} {found.value:.3f} "
+                    f"[{found.low:.3f}, {found.high:.3f}] of the beginning, {len(own)} seeds"
                 )
 
 

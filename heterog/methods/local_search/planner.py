@@ -96,10 +96,10 @@ class LocalSearch(Planner):
 
 
 class Changes:
-    """What a point changes beside another one: groups, and settings of the whole step.
+    """The differences between two points: groups, and settings of the whole step.
 
-    A plan that was measured and did not pay says nothing good of plans that make the same change,
-    however many others they make beside it, as long as the prediction errs about that change.
+    If a plan was measured and did not pay, the prediction errs about its changes. It errs about
+    any other plan that makes the same changes as well.
 
     Args:
         before: The point that is changed.
@@ -193,10 +193,11 @@ class Search:
         self.moves: Moves = self.neighbours if lead is None else lead(self)
         self._uniform_until = _UNIFORM_UNTIL if lead is None else _UNIFORM_UNTIL_LED
         self._refused: list[Changes] = []
-        for strategy in refused:
-            first = self._states(problem.seeds[0])[0]
-            other = self._states(replace(problem.seeds[0], strategy=strategy))[0]
-            self._refused.append(Changes(first, other))
+        if refused:
+            first = problem.seeds[0]
+            before = self._states(first)[0]
+            others = (self._states(replace(first, strategy=each))[0] for each in refused)
+            self._refused = [Changes(before, other) for other in others]
         self._simulated: tuple[StateKey, Evaluation] | None = None
         self.engine = _Judge(partial(self._ask, problem.evaluator.evaluate))
         self.referee = _Judge(
