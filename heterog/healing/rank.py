@@ -108,10 +108,10 @@ class HealingRank:
         """Train until the last step or until asked to stop; returns whether all is done."""
         step, last = self._step, self._assignment.last
         first = step.num_steps + 1
+        begin_s = time.perf_counter()
         for number in range(first, last + 1):
             tell(f"step {number} of {last}")
             dist.barrier()
-            begin = time.perf_counter()
             busy_s: list[float] = []
             if self._clock is None and number % LOOK_STEPS == 0 and number > first:
                 loss_tensor, start_s, finish_s = step.record(self._batch)
@@ -125,10 +125,16 @@ class HealingRank:
                 self._begin_look(number)
                 if self._silent_s:
                     set_silence(self._silent_s, self._groups)
-            is_wanted, is_due = self._agree(number)
-            elapsed_s = time.perf_counter() - begin
+            is_busy, has_failed, is_wanted, is_due = self._agree()
+            end_s = time.perf_counter()
             told = loss if math.isfinite(loss) else None  # JSON has nothing else
-            self._journal.write("step", step=number, loss=told, seconds=elapsed_s)
+            # Before the snapshot, from which others may go on although this rank ends within it.
+            self._journal.write("step", step=number, loss=told, seconds=end_s - begin_s)
+            begin_s = end_s
+            if not is_busy:
+                if not has_failed:
+                    self._taker.settle()
+                self._take_snapshot(number)
             if is_due:
                 busy_s = self._busy_seconds(number)
             if busy_s:
@@ -184,15 +190,17 @@ class HealingRank:
             far_bytes=int(moved[1]),
         )
 
-    def _agree(self, number: int) -> tuple[bool, bool]:
-        """End a step on all ranks and begin a snapshot of it.
+    def _agree(self) -> tuple[bool, bool, bool, bool]:
+        """End a step on all ranks.
 
         Returns:
-            Whether all should stop, and whether all should say how long they computed.
+            Whether a rank's last snapshot is still being copied, whether one has failed, whether
+            all should stop, and whether all should say how long they computed.
         """
         is_first = self._rank == 0
         looked_after, looked_s = self._looked
-        is_due = number - looked_after >= LOOK_STEPS and time.perf_counter() - looked_s >= LOOK_S
+        num_steps = self._step.num_steps - looked_after
+        is_due = num_steps >= LOOK_STEPS and time.perf_counter() - looked_s >= LOOK_S
         said = torch.tensor(
             [
                 self._taker.is_busy,
@@ -204,11 +212,7 @@ class HealingRank:
         )
         dist.all_reduce(said, op=dist.ReduceOp.MAX)
         is_busy, has_failed, is_wanted, is_due = (bool(each) for each in said.tolist())
-        if not is_busy:
-            if not has_failed:
-                self._taker.settle()
-            self._take_snapshot(number)
-        return is_wanted, is_due
+        return is_busy, has_failed, is_wanted, is_due
 
     def _begin_look(self, number: int) -> None:
         """Begin to measure how long this rank computes, after a step."""
