@@ -58,8 +58,7 @@ def _tokens(
 def _classifier(kind: str, **options: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         config = getattr(transformers, f"{kind}Config")(num_labels=_CLASSES, **options)
-        made: nn.Module = getattr(transformers, f"{kind}ForImageClassification")(config)
-        return made
+        return getattr(transformers, f"{kind}ForImageClassification")(config)
 
     return make
 
@@ -100,14 +99,18 @@ def qwen(batch_size: int = 8) -> Workload:
     """A language model with few keys, of half a billion parameters."""
 
     def make() -> nn.Module:
-        made: nn.Module = transformers.Qwen2ForCausalLM(
+        return transformers.Qwen2ForCausalLM(
             transformers.Qwen2Config(
-                hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
-                num_attention_heads=14, num_key_value_heads=2, vocab_size=151_936,
-                tie_word_embeddings=True, use_cache=False,
+                hidden_size=896,
+                intermediate_size=4864,
+                num_hidden_layers=24,
+                num_attention_heads=14,
+                num_key_value_heads=2,
+                vocab_size=151_936,
+                tie_word_embeddings=True,
+                use_cache=False,
             )
-        )  # fmt: skip
-        return made
+        )
 
     return _tokens("qwen", batch_size, 512, 151_936, make)
 
@@ -149,8 +152,7 @@ class _Block(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out
+        return self.layers(x)
 
 
 class UNet(nn.Module):
@@ -177,8 +179,7 @@ class UNet(nn.Module):
         skips.pop()
         for up, block in zip(self.up, self.joined, strict=True):
             x = block(torch.cat([up(x), skips.pop()], 1))
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 def unet(batch_size: int = 16) -> Workload:
@@ -215,8 +216,7 @@ class Recommender(nn.Module):
         columns = [table(categories[:, index]) for index, table in enumerate(self.tables)]
         every = torch.stack([first, *columns], 1)
         pairs = (every @ every.transpose(1, 2))[:, self.low[0], self.low[1]]
-        out: Tensor = self.top(torch.cat([first, pairs], 1))[:, 0]
-        return out
+        return self.top(torch.cat([first, pairs], 1))[:, 0]
 
 
 def recommender(batch_size: int = 4096) -> Workload:

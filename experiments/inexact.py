@@ -170,8 +170,7 @@ class SmallGpt(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        out: Tensor = self.head(x)
-        return out.flatten(0, 1)
+        return self.head(x).flatten(0, 1)
 
 
 def conv_net() -> nn.Module:

@@ -31,8 +31,7 @@ class Logits(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps tokens ``[batch, length]`` to logits ``[batch x length, vocabulary]``."""
-        logits: Tensor = self.model(tokens).logits
-        return logits.flatten(0, 1)
+        return self.model(tokens).logits.flatten(0, 1)
 
 
 def _workload(name: str, config: Any, causal: Any, batch: int, tokens: int) -> Workload:

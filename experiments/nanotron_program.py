@@ -105,8 +105,7 @@ class _Block(nn.Module):
         )
         x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
         normed = self.norm_2(x)
-        made: Tensor = x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
-        return made
+        return x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
 
 
 class _Head(nn.Module):
@@ -139,8 +138,7 @@ class _Llama(nn.Module):
         turned = torch.ones(tokens.shape[1], self.width_of_heads, dtype=x.dtype)
         for block in self.blocks:
             x = block(x, turned)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -155,21 +153,18 @@ class _CrossEntropy(torch.autograd.Function):
         sums = exponentials.sum(-1, keepdim=True)
         context.save_for_backward(exponentials / sums)
         context.dtype = logits.dtype
-        found: Tensor = sums.log().mean()
-        return found
+        return sums.log().mean()
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Tensor:
         (shares,) = context.saved_tensors
-        made: Tensor = shares * (gradient / shares.shape[0] / shares.shape[1])
-        return made.to(context.dtype)
+        return (shares * (gradient / shares.shape[0] / shares.shape[1])).to(context.dtype)
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:
     del labels
     apply: Any = _CrossEntropy.apply
-    loss: Tensor = apply(logits)
-    return loss
+    return apply(logits)
 
 
 @lru_cache(maxsize=16)

@@ -142,8 +142,7 @@ class _Cell(nn.Module):
         """Maps two ``[N, C, H, W]`` to one."""
         first = self.branches[0](x) + self.branches[1](before)
         second = self.branches[2](x) + self.branches[3](first)
-        out: Tensor = self.join(torch.cat([first, second], dim=1))
-        return out
+        return self.join(torch.cat([first, second], dim=1))
 
 
 class Cells(nn.Module):
@@ -160,8 +159,7 @@ class Cells(nn.Module):
         before = x = self.stem(x)
         for cell in self.cells:
             before, x = x, cell(x, before)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 def cells(batch_size: int = 64) -> Workload:

@@ -38,8 +38,7 @@ class Named(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         """Maps inputs to one output."""
         found = self.model(**dict(zip(self.names, inputs, strict=True)))
-        out: Tensor = getattr(found, self.output)
-        return out
+        return getattr(found, self.output)
 
 
 def _causal(split: str, name: str, kind: str, **fixed: Any) -> None:

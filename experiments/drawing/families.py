@@ -96,5 +96,4 @@ def tensors(
 
 def precision(draw: Draw) -> torch.dtype:
     """Half of the models of tokens are in bfloat16."""
-    found: torch.dtype = draw.pick(torch.float32, torch.bfloat16)
-    return found
+    return draw.pick(torch.float32, torch.bfloat16)

@@ -84,8 +84,7 @@ class Decoder(nn.Module):
         """Maps target and source to the shape of the target."""
         x = x + self.own(self.norms[0](x))
         x = x + self.cross(self.norms[1](x), memory)
-        out: Tensor = x + self.wide(self.norms[2](x))
-        return out
+        return x + self.wide(self.norms[2](x))
 
 
 class Translator(nn.Module):
@@ -106,8 +105,7 @@ class Translator(nn.Module):
         x = self.target(target)
         for layer in self.decoder:
             x = layer(x, memory)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 @family(TRAIN)
@@ -132,8 +130,7 @@ class WideTable(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         """Maps sets of rows to a number."""
-        out: Tensor = self.top(self.table(words).sum(1))
-        return out
+        return self.top(self.table(words).sum(1))
 
 
 @family(TRAIN)
@@ -197,8 +194,7 @@ class Recurrence(nn.Module):
                 new, keep = gate(torch.cat([x, state], 1)).chunk(2, 1)
                 state = torch.sigmoid(keep) * state + torch.tanh(new)
                 steps[index] = state
-        out: Tensor = self.head(torch.stack(steps, 1))
-        return out
+        return self.head(torch.stack(steps, 1))
 
 
 @family(TRAIN)
@@ -253,8 +249,7 @@ class Mixer(nn.Module):
         for positions, channels in zip(self.over_positions, self.over_channels, strict=True):
             x = x + positions(x.transpose(1, 2)).transpose(1, 2)
             x = x + channels(x)
-        out: Tensor = self.head(x.mean(1))
-        return out
+        return self.head(x.mean(1))
 
 
 @family(VALIDATION)
@@ -292,8 +287,7 @@ class UShape(nn.Module):
             x = layer(functional.max_pool2d(x, 2))
         for wider, layer in zip(reversed(self.wider), reversed(self.up), strict=True):
             x = layer(torch.cat([wider(x), skips.pop()], 1))
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 @family(TEST)
@@ -348,8 +342,7 @@ class Tables(nn.Module):
         rows = [table(words[:, index]) for index, table in enumerate(self.tables)]
         every = torch.stack([first, *rows], 1)
         products = (every @ every.transpose(1, 2)).flatten(1)
-        out: Tensor = self.top(torch.cat([first, products], 1))
-        return out
+        return self.top(torch.cat([first, products], 1))
 
 
 @family(TEST)
@@ -408,8 +401,7 @@ class StateSpace(nn.Module):
                 before = functional.pad(state, (0, 0, step, 0))[:, :length]
                 state, factor, step = state + factor * before, factor * factor, 2 * step
             x = x + outer(state * functional.silu(gate))
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 @family(TEST)

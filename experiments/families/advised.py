@@ -8,12 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric import nn as pyg
 
-from families.family import BATCH, FLOAT32, Batch, Family, enter, family, sgd, trained
+from families.family import BATCH, FLOAT32, Batch, Family, enter, sgd, trained
 from families.found import features_and_classes
 from families.graphs import NODES, edges_of_batch
 from families.language import VOCABULARY, config_of, hugging_face, padded_batch
 from families.training import numbers
-from heterog.graph.workload import Workload
 
 CLASSES = 4
 PLACES, KEPT = 8, 3
@@ -144,12 +143,17 @@ def time_series(net: Any, past: Tensor, times: Tensor, future: Tensor, later: Te
     return made.loss
 
 
-class Spectra(nn.Module):
-    """SpeechT5 without layer drop, whose loss is a sum over products with a mask."""
+def _spectra() -> Batch:
+    spectra = torch.randn(BATCH, 6, 4)
+    given = functional.pad(spectra[:, 1::2], (0, 0, 1, 0))[:, :3]
+    spectra[:, 4:] = -100.0  # as many of each: BatchNorm's local groups weigh by samples
+    return torch.randint(4, 20, (BATCH, 5)), given, spectra, torch.randn(BATCH, 8)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = transformers.SpeechT5ForTextToSpeech(
+
+@trained(
+    "speech_spectra",
+    lambda: {
+        "model": transformers.SpeechT5ForTextToSpeech(
             transformers.SpeechT5Config(
                 vocab_size=20, hidden_size=16, encoder_layers=1, decoder_layers=1,
                 encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16,
@@ -159,27 +163,24 @@ class Spectra(nn.Module):
                 activation_dropout=0.0, positional_dropout=0.0,
                 speech_decoder_prenet_dropout=0.0, speech_decoder_postnet_dropout=0.0,
             )
-        )  # fmt: skip
+        )
+    },
+    _spectra,
+    optimizer_options={"lr": 0.01},
+    tolerance=FLOAT32,
+    dtype=None,
+)  # fmt: skip
+def speech_spectra(
+    net: Any, words: Tensor, given: Tensor, spectra: Tensor, speaker: Tensor
+) -> Tensor:
+    """SpeechT5 without layer drop, whose loss is a sum over products with a mask.
 
-    def forward(self, words: Tensor, given: Tensor, spectra: Tensor, speaker: Tensor) -> Tensor:
-        made: Any = self.model
-        kept = (spectra != -100).float()
-        states = made.speecht5(words, decoder_input_values=given, speaker_embeddings=speaker)[0]
-        before, after, _ = made.speech_decoder_postnet(states)
-        return (((before - spectra).abs() + (after - spectra).abs()) * kept).sum() / kept.sum()
-
-
-@family("speech_spectra", tolerance=FLOAT32)
-def speech_spectra() -> Workload:
-    """What the refusal of SpeechT5's own loss advises."""
-
-    def batch() -> Batch:
-        spectra = torch.randn(BATCH, 6, 4)
-        given = functional.pad(spectra[:, 1::2], (0, 0, 1, 0))[:, :3]
-        spectra[:, 4:] = -100.0  # as many of each: BatchNorm's local groups weigh by samples
-        return torch.randint(4, 20, (BATCH, 5)), given, spectra, torch.randn(BATCH, 8)
-
-    return sgd(Spectra, batch, optimizer_options={"lr": 0.01})
+    The refusal of SpeechT5's own loss advises it.
+    """
+    kept = (spectra != -100).float()
+    states = net.model.speecht5(words, decoder_input_values=given, speaker_embeddings=speaker)[0]
+    before, after, _ = net.model.speech_decoder_postnet(states)
+    return (((before - spectra).abs() + (after - spectra).abs()) * kept).sum() / kept.sum()
 
 
 class Queue(nn.Module):

@@ -13,6 +13,8 @@ from families.training import network, numbers
 from heterog.graph.workload import Workload
 
 CLASSES = 4
+WAVES = 5
+"""Kept by the Fourier operator."""
 
 
 def features_and_classes() -> Batch:
@@ -20,35 +22,27 @@ def features_and_classes() -> Batch:
     return numbers(8), torch.randint(0, CLASSES, (BATCH,))
 
 
-class CheckedTokens(nn.Module):
-    """A mean over tokens that raises errors of its own about tokens, lengths and NaN."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(VOCABULARY, 8)
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
-        if words.max() >= self.table.num_embeddings or words.min() < 0:
-            raise ValueError("a word is not in the vocabulary")
-        assert lengths.max().item() <= words.shape[1], "too long"
-        found: Tensor = self.table(words)
-        assert not torch.isnan(found).any()
-        mask = torch.arange(words.shape[1]) < lengths[:, None]
-        mean = (found * mask[..., None]).sum(1) / lengths[:, None]
-        assert mean.isnan().sum() == 0
-        return self.head(mean)
-
-
-@family("checked_tokens")
-def checked_tokens() -> Workload:
+@trained(
+    "checked_tokens",
+    lambda: {"table": nn.Embedding(VOCABULARY, 8), "head": nn.Linear(8, CLASSES)},
+    lambda: (
+        torch.randint(0, VOCABULARY, (BATCH, 6)),
+        torch.randint(1, 7, (BATCH,)),
+        torch.randint(0, CLASSES, (BATCH,)),
+    ),
+    loss=functional.cross_entropy,
+)
+def checked_tokens(net: Any, words: Tensor, lengths: Tensor) -> Tensor:
     """Asserts and errors about values, which the step checks when it runs."""
-
-    def batch() -> Batch:
-        words, lengths = torch.randint(0, VOCABULARY, (BATCH, 6)), torch.randint(1, 7, (BATCH,))
-        return words, lengths, torch.randint(0, CLASSES, (BATCH,))
-
-    return sgd(lambda: CheckedTokens().double(), batch, loss=functional.cross_entropy)
+    if words.max() >= net.table.num_embeddings or words.min() < 0:
+        raise ValueError("a word is not in the vocabulary")
+    assert lengths.max().item() <= words.shape[1], "too long"
+    found = net.table(words)
+    assert not torch.isnan(found).any()
+    mask = torch.arange(words.shape[1]) < lengths[:, None]
+    mean = (found * mask[..., None]).sum(1) / lengths[:, None]
+    assert mean.isnan().sum() == 0
+    return net.head(mean)
 
 
 @trained("gaussian_head", lambda: {"body": network(8, 16, 2)}, lambda: (numbers(8), numbers()))
@@ -77,29 +71,23 @@ def moving_average(net: Any, x: Tensor) -> Tensor:
     return net.head(found - net.average)
 
 
-class OwnTeacher(nn.Module):
-    """BYOL: a teacher whose weights follow those of the student in the forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student, self.teacher = nn.Linear(8, 6), nn.Linear(8, 6)
-        self.guess = nn.Linear(6, 6)
-        self.teacher.requires_grad_(False)
-
-    def forward(self, one: Tensor, other: Tensor) -> Tensor:
-        with torch.no_grad():
-            pairs = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
-            for old, new in pairs:
-                old.mul_(0.9).add_(new, alpha=0.1)
-            wanted = functional.normalize(self.teacher(other), dim=1)
-        found = functional.normalize(self.guess(self.student(one)), dim=1)
-        return 2 - 2 * (found * wanted).sum(1).mean()
-
-
-@family("own_teacher")
-def own_teacher() -> Workload:
-    """Frozen weights that are a moving average of trained ones."""
-    return sgd(lambda: OwnTeacher().double(), lambda: (numbers(8), numbers(8)))
+@trained(
+    "own_teacher",
+    lambda: {
+        "student": nn.Linear(8, 6),
+        "teacher": nn.Linear(8, 6).requires_grad_(False),
+        "guess": nn.Linear(6, 6),
+    },
+    lambda: (numbers(8), numbers(8)),
+)
+def own_teacher(net: Any, one: Tensor, other: Tensor) -> Tensor:
+    """BYOL: frozen weights that are a moving average of trained ones."""
+    with torch.no_grad():
+        for old, new in zip(net.teacher.parameters(), net.student.parameters(), strict=True):
+            old.mul_(0.9).add_(new, alpha=0.1)
+        wanted = functional.normalize(net.teacher(other), dim=1)
+    found = functional.normalize(net.guess(net.student(one)), dim=1)
+    return 2 - 2 * (found * wanted).sum(1).mean()
 
 
 class Reversed(torch.autograd.Function):
@@ -154,35 +142,24 @@ def reversible() -> Workload:
     return sgd(model, features_and_classes, loss=functional.cross_entropy)
 
 
-class Spectral(nn.Module):
-    """A Fourier neural operator: low frequencies of a signal are mixed by complex weights."""
-
-    def __init__(self, kept: int = 5) -> None:
-        super().__init__()
-        self.kept = kept
-        self.lift, self.drop = nn.Conv1d(1, 4, 1), nn.Conv1d(4, 1, 1)
-        self.mix = nn.Parameter(0.2 * torch.randn(4, 4, kept, dtype=torch.complex128))
-
-    def forward(self, x: Tensor) -> Tensor:
-        lifted = self.lift(x)
-        waves = torch.fft.rfft(lifted)
-        mixed = torch.zeros_like(waves)
-        kept = waves[:, :, : self.kept]
-        mixed[:, :, : self.kept] = torch.einsum("bix,iox->box", kept, self.mix)
-        return self.drop(functional.gelu(lifted + torch.fft.irfft(mixed, n=x.shape[-1])))
-
-
-@family("fourier_operator")
-def fourier_operator() -> Workload:
-    """Fourier transforms and complex weights."""
-
-    def model() -> nn.Module:
-        made = Spectral()
-        made.lift.double()
-        made.drop.double()
-        return made
-
-    return sgd(model, lambda: (numbers(1, 16), numbers(1, 16)), loss=functional.mse_loss)
+@trained(
+    "fourier_operator",
+    lambda: {
+        "lift": nn.Conv1d(1, 4, 1).double(),
+        "drop": nn.Conv1d(4, 1, 1).double(),
+        "mix": nn.Parameter(0.2 * torch.randn(4, 4, WAVES, dtype=torch.complex128)),
+    },
+    lambda: (numbers(1, 16), numbers(1, 16)),
+    loss=functional.mse_loss,
+    dtype=None,
+)
+def fourier_operator(net: Any, x: Tensor) -> Tensor:
+    """FNO: the lowest waves of a signal are mixed by complex weights."""
+    lifted = net.lift(x)
+    waves = torch.fft.rfft(lifted)
+    mixed = torch.zeros_like(waves)
+    mixed[:, :, :WAVES] = torch.einsum("bix,iox->box", waves[:, :, :WAVES], net.mix)
+    return net.drop(functional.gelu(lifted + torch.fft.irfft(mixed, n=x.shape[-1])))
 
 
 @family("orthogonal_weights")
@@ -196,29 +173,21 @@ def orthogonal_weights() -> Workload:
     return sgd(model, features_and_classes, loss=functional.cross_entropy)
 
 
-class UnreadHead(nn.Module):
-    """Convolutions with a second head that the loss does not read, in which a norm counts on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-        self.unread = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
-        self.head = nn.Linear(4, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.body(x)
-        self.unread(found)
-        return self.head(found.mean((2, 3)))
-
-
-@family("unread_head")
-def unread_head() -> Workload:
+@trained(
+    "unread_head",
+    lambda: {
+        "body": nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()),
+        "unread": nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)),
+        "head": nn.Linear(4, CLASSES),
+    },
+    lambda: (numbers(3, 6, 6), torch.randint(0, CLASSES, (BATCH,))),
+    loss=functional.cross_entropy,
+)
+def unread_head(net: Any, x: Tensor) -> Tensor:
     """Running statistics of a norm whose result nothing reads."""
-
-    def batch() -> Batch:
-        return numbers(3, 6, 6), torch.randint(0, CLASSES, (BATCH,))
-
-    return sgd(lambda: UnreadHead().double(), batch, loss=functional.cross_entropy)
+    found = net.body(x)
+    net.unread(found)
+    return net.head(found.mean((2, 3)))
 
 
 @family("plain_features_normalised")
@@ -256,32 +225,23 @@ enter(
 )
 
 
-class MaskedConvolutions(nn.Module):
-    """PixelCNN: a pixel sees those before it, as the forward pass makes other weights zero."""
-
-    mask: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-        self.head = nn.Conv2d(4, CLASSES, 1)
-        self.register_buffer("mask", torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]]).float())
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (self.first, self.second):
-            layer.weight.data *= self.mask
-            x = functional.relu(layer(x))
-        return self.head(x)
-
-
-@family("masked_convolutions")
-def masked_convolutions() -> Workload:
-    """Trained weights that the forward pass writes to."""
-
-    def batch() -> Batch:
-        return numbers(1, 6, 6), torch.randint(0, CLASSES, (BATCH, 6, 6))
-
-    return sgd(lambda: MaskedConvolutions().double(), batch, loss=functional.cross_entropy)
+@trained(
+    "masked_convolutions",
+    lambda: {
+        "first": nn.Conv2d(1, 4, 3, padding=1),
+        "second": nn.Conv2d(4, 4, 3, padding=1),
+        "head": nn.Conv2d(4, CLASSES, 1),
+        "mask": torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]]).float(),
+    },
+    lambda: (numbers(1, 6, 6), torch.randint(0, CLASSES, (BATCH, 6, 6))),
+    loss=functional.cross_entropy,
+)
+def masked_convolutions(net: Any, x: Tensor) -> Tensor:
+    """PixelCNN: the forward pass writes zeros to trained weights of pixels that come later."""
+    for layer in (net.first, net.second):
+        layer.weight.data *= net.mask
+        x = functional.relu(layer(x))
+    return net.head(x)
 
 
 @trained(

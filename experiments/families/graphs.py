@@ -51,11 +51,11 @@ class GraphClassifier(nn.Module):
         return functional.cross_entropy(self.head(pooled), classes)
 
 
-def of_layers(layer: Any, *, inner: int = 8, **options: Any) -> Workload:
+def of_layers(layer: Any, **options: Any) -> Workload:
     """A classifier of graphs with a kind of layer."""
 
     def model() -> nn.Module:
-        return GraphClassifier(layer(WIDTH, 8, **options), layer(inner, 8, **options)).double()
+        return GraphClassifier(layer(WIDTH, 8, **options), layer(8, 8, **options)).double()
 
     return sgd(model, graph_batch)
 

@@ -12,6 +12,7 @@ from families.graphs import EDGES, NODES, edges_of_batch
 from families.language import (
     VOCABULARY,
     causal,
+    classes_batch,
     config_of,
     hugging_face,
     padded_batch,
@@ -38,14 +39,10 @@ def mbart() -> Workload:
 @family("fnet", tolerance=FLOAT32)
 def fnet() -> Workload:
     """FNet: Fourier transforms over tokens and features instead of attention."""
-
-    def batch() -> Batch:
-        return {"input_ids": tokens(), "labels": torch.randint(0, 2, (BATCH,))}
-
     return hugging_face(
         lambda: small("FNet", use_tpu_fourier_optimizations=False),
         "FNetForSequenceClassification",
-        batch,
+        lambda: classes_batch(2),
     )
 
 

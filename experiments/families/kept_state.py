@@ -12,16 +12,10 @@ from families.training import network, numbers
 from heterog.graph.workload import Workload
 
 
-class Penalised(nn.Module):
-    """A penalty whose weight grows for some steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = network(6, 8, 4)
-
-    def with_weight(self, x: Tensor, labels: Tensor, weight: Tensor | float) -> Tensor:
-        made = self.network(x)
-        return functional.cross_entropy(made, labels) + weight * made.square().mean()
+def _penalised(net: Any, x: Tensor, labels: Tensor, weight: Tensor | float) -> Tensor:
+    """A loss with a penalty whose weight grows for some steps."""
+    made = net.network(x)
+    return functional.cross_entropy(made, labels) + weight * made.square().mean()
 
 
 def labelled() -> tuple[Tensor, Tensor]:
@@ -29,16 +23,16 @@ def labelled() -> tuple[Tensor, Tensor]:
     return numbers(6), torch.randint(0, 4, (BATCH,))
 
 
-class Counting(Penalised):
+class Counting(nn.Module):
     """Counts its steps in Python."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps = 0
+        self.network, self.steps = network(6, 8, 4), 0
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         self.steps += 1
-        return self.with_weight(x, labels, min(1.0, self.steps / 5))
+        return _penalised(self, x, labels, min(1.0, self.steps / 5))
 
 
 @family("counter_in_python", refused="'steps' of the model (0, then 1) decides that")
@@ -47,93 +41,77 @@ def counter_in_python() -> Workload:
     return sgd(lambda: Counting().double(), labelled)
 
 
-@family("schedule_as_input")
-def schedule_as_input() -> Workload:
+def _numbered() -> Batch:
+    x, labels = labelled()
+    return x, torch.randint(1, 6, ()), labels
+
+
+@trained("schedule_as_input", lambda: {"network": network(6, 8, 4)}, _numbered)
+def schedule_as_input(net: Any, x: Tensor, step: Tensor, labels: Tensor) -> Tensor:
     """The same penalty by a tensor of the batch."""
-
-    class Scheduled(Penalised):
-        def forward(self, x: Tensor, step: Tensor, labels: Tensor) -> Tensor:
-            return self.with_weight(x, labels, torch.clamp(step / 5, max=1.0))
-
-    def batch() -> Batch:
-        x, labels = labelled()
-        return x, torch.randint(1, 6, ()), labels
-
-    return sgd(lambda: Scheduled().double(), batch)
+    return _penalised(net, x, labels, torch.clamp(step / 5, max=1.0))
 
 
-@family("schedule_in_buffer")
-def schedule_in_buffer() -> Workload:
+@trained(
+    "schedule_in_buffer",
+    lambda: {"network": network(6, 8, 4), "steps": torch.zeros(())},
+    labelled,
+)
+def schedule_in_buffer(net: Any, x: Tensor, labels: Tensor) -> Tensor:
     """The same penalty by a buffer that counts."""
-
-    class Buffered(Penalised):
-        steps: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("steps", torch.zeros(()))
-
-        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-            self.steps += 1
-            return self.with_weight(x, labels, torch.clamp(self.steps / 5, max=1.0))
-
-    return sgd(lambda: Buffered().double(), labelled)
+    net.steps += 1
+    return _penalised(net, x, labels, torch.clamp(net.steps / 5, max=1.0))
 
 
-class Dropped(nn.Module):
-    """Four layers, some of which are left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+def _four_layers() -> dict[str, nn.Module]:
+    """Layers, some of which are left out."""
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+    return {"first": nn.Linear(6, 8), "head": nn.Linear(8, 4), "layers": layers}
 
 
-@family("layer_drop_in_python", refused="the state of Python's random decides that")
-def layer_drop_in_python() -> Workload:
+@trained(
+    "layer_drop_in_python",
+    _four_layers,
+    labelled,
+    loss=functional.cross_entropy,
+    refused="the state of Python's random decides that",
+)
+def layer_drop_in_python(net: Any, x: Tensor) -> Tensor:
     """Refused: the next two are what the message advises."""
-
-    class Drawn(Dropped):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            for layer in self.layers:
-                if random.random() > 0.2:
-                    x = x + layer(x).relu()
-            return self.head(x)
-
-    return sgd(lambda: Drawn().double(), labelled, loss=functional.cross_entropy)
+    x = net.first(x)
+    for layer in net.layers:
+        if random.random() > 0.2:
+            x = x + layer(x).relu()
+    return net.head(x)
 
 
-@family("layer_drop_as_input")
-def layer_drop_as_input() -> Workload:
+def _with_kept() -> Batch:
+    x, labels = labelled()
+    return x, torch.rand(4).gt(0.2).double(), labels
+
+
+@trained("layer_drop_as_input", _four_layers, _with_kept, loss=functional.cross_entropy)
+def layer_drop_as_input(net: Any, x: Tensor, keep: Tensor) -> Tensor:
     """What to keep is drawn with the batch."""
-
-    class Given(Dropped):
-        def forward(self, x: Tensor, keep: Tensor) -> Tensor:
-            x = self.first(x)
-            for place, layer in enumerate(self.layers):
-                x = x + keep[place] * layer(x).relu()
-            return self.head(x)
-
-    def batch() -> Batch:
-        x, labels = labelled()
-        return x, torch.rand(4).gt(0.2).double(), labels
-
-    return sgd(lambda: Given().double(), batch, loss=functional.cross_entropy)
+    x = net.first(x)
+    for place, layer in enumerate(net.layers):
+        x = x + keep[place] * layer(x).relu()
+    return net.head(x)
 
 
-@family("layer_drop_by_torch", is_random=True)
-def layer_drop_by_torch() -> Workload:
+@trained(
+    "layer_drop_by_torch",
+    _four_layers,
+    labelled,
+    loss=functional.cross_entropy,
+    is_random=True,
+)
+def layer_drop_by_torch(net: Any, x: Tensor) -> Tensor:
     """Drawn in the step."""
-
-    class Drawn(Dropped):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            for layer in self.layers:
-                x = torch.where(torch.rand(()) < 0.2, x, x + layer(x).relu())
-            return self.head(x)
-
-    return sgd(lambda: Drawn().double(), labelled, loss=functional.cross_entropy)
+    x = net.first(x)
+    for layer in net.layers:
+        x = torch.where(torch.rand(()) < 0.2, x, x + layer(x).relu())
+    return net.head(x)
 
 
 @trained(

@@ -7,7 +7,17 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from families.family import BATCH, BFLOAT16, FLOAT32, Batch, Family, enter, family, sgd
+from families.family import (
+    BATCH,
+    BFLOAT16,
+    FLOAT32,
+    Batch,
+    Family,
+    enter,
+    family,
+    sgd,
+    trained,
+)
 from heterog.graph.workload import Workload
 
 VOCABULARY = 50
@@ -146,14 +156,19 @@ ENCODER_DECODER = {
 }  # fmt: skip
 
 
+def classes_batch(classes: int, *shape: int) -> Batch:
+    """Tokens, and a class of each sequence or of each place."""
+    return {"input_ids": tokens(), "labels": torch.randint(0, classes, (BATCH, *shape))}
+
+
 @family("electra")
 def electra() -> Workload:
     """ELECTRA's discriminator: which tokens were replaced."""
-
-    def batch() -> Batch:
-        return {"input_ids": tokens(), "labels": torch.randint(0, 2, (BATCH, TOKENS))}
-
-    return hugging_face(lambda: small("Electra", embedding_size=8), "ElectraForPreTraining", batch)
+    return hugging_face(
+        lambda: small("Electra", embedding_size=8),
+        "ElectraForPreTraining",
+        lambda: classes_batch(2, TOKENS),
+    )
 
 
 @family("distilbert_qa")
@@ -172,39 +187,30 @@ def distilbert_qa() -> Workload:
 @family("bert_classifier_dropout", is_random=True)
 def bert_classifier_dropout() -> Workload:
     """BERT for classification with dropout outside attention."""
-
-    def batch() -> Batch:
-        return {"input_ids": tokens(), "labels": torch.randint(0, 3, (BATCH,))}
-
     return hugging_face(
         lambda: small("Bert", num_labels=3, hidden_dropout_prob=0.3, classifier_dropout=0.5),
         "BertForSequenceClassification",
-        batch,
+        lambda: classes_batch(3),
     )
 
 
-@family("t5_encoder_regression", tolerance=FLOAT32)
-def t5_encoder_regression() -> Workload:
+@trained(
+    "t5_encoder_regression",
+    lambda: {
+        "encoder": transformers.T5EncoderModel(
+            config_of("T5", vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=2,
+                      num_heads=2, dropout_rate=0.0)
+        ),
+        "head": nn.Linear(16, 1),
+    },
+    lambda: (tokens(), torch.randn(BATCH)),
+    tolerance=FLOAT32,
+    dtype=None,
+)  # fmt: skip
+def t5_encoder_regression(net: Any, words: Tensor, scores: Tensor) -> Tensor:
     """A regression on a T5 encoder: squared error of the model's own head."""
-
-    class Regression(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            config = config_of(
-                "T5", vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=2,
-                num_heads=2, dropout_rate=0.0,
-            )  # fmt: skip
-            self.encoder = transformers.T5EncoderModel(config)
-            self.head = nn.Linear(16, 1)
-
-        def forward(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            hidden = self.encoder(input_ids=input_ids).last_hidden_state
-            return ((self.head(hidden.mean(1)).squeeze(-1) - scores) ** 2).mean()
-
-    def batch() -> Batch:
-        return {"input_ids": tokens(), "scores": torch.randn(BATCH)}
-
-    return sgd(Regression, batch)
+    hidden = net.encoder(input_ids=words).last_hidden_state
+    return ((net.head(hidden.mean(1)).squeeze(-1) - scores) ** 2).mean()
 
 
 enter(

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from families.family import BATCH, FLOAT32, Batch, Family, enter, family, sgd, trained
 from families.language import VOCABULARY, labels_of, tokens
+from families.training import numbers
 from heterog.graph.workload import Workload
 
 TOKENS = 6
@@ -57,18 +58,10 @@ class Dlrm(nn.Module):
 def _clicks() -> Batch:
     categories = torch.stack([torch.randint(0, size, (BATCH,)) for size in (11, 7, 5)], 1)
     return (
-        torch.randn(BATCH, 6, dtype=torch.float64),
+        numbers(6),
         categories,
         torch.randint(0, 9, (BATCH, 3)),
         torch.randint(0, 2, (BATCH,)).double(),
-    )
-
-
-def _wide_and_deep_batch() -> Batch:
-    return (
-        torch.randint(0, 20, (BATCH, 4)),
-        torch.randn(BATCH, 4, dtype=torch.float64),
-        torch.rand(BATCH, 1, dtype=torch.float64),
     )
 
 
@@ -79,7 +72,11 @@ def _wide_and_deep_batch() -> Batch:
         "deep": nn.EmbeddingBag(20, 6, mode="mean", padding_idx=0),
         "body": nn.Sequential(nn.Linear(6 + 4, 8), nn.PReLU(), nn.Linear(8, 1)),
     },
-    _wide_and_deep_batch,
+    lambda: (
+        torch.randint(0, 20, (BATCH, 4)),
+        numbers(4),
+        torch.rand(BATCH, 1, dtype=torch.float64),
+    ),
     loss=functional.binary_cross_entropy,
     optimizer=torch.optim.Adagrad,
     optimizer_options={"lr": 0.05},
@@ -133,46 +130,33 @@ def state_space(net: Any, words: Tensor) -> Tensor:
     return net.head(x + mixed).transpose(1, 2)
 
 
-class Perceiver(nn.Module):
-    """A few learned latents read a set, talk to each other, and answer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.latents = nn.Parameter(torch.randn(3, 8))
-        self.enter = nn.Linear(5, 8)
-        self.read = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.talk = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.norm = nn.RMSNorm(8)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, elements: Tensor, is_missing: Tensor) -> Tensor:
-        known = self.enter(elements)
-        latents = self.latents.expand(elements.shape[0], -1, -1)
-        latents = latents + self.read(latents, known, known, key_padding_mask=is_missing)[0]
-        latents = self.norm(latents + self.talk(latents, latents, latents)[0])
-        return self.head(latents.mean(1))
+def _sets() -> Batch:
+    missing = torch.zeros(BATCH, 7, dtype=torch.bool)
+    missing[1, 4:] = True
+    missing[6:, 2:] = True
+    return numbers(7, 5), missing, numbers(4)
 
 
-@family("perceiver")
-def perceiver() -> Workload:
+@trained(
+    "perceiver",
+    lambda: {
+        "latents": nn.Parameter(torch.randn(3, 8)),
+        "enter": nn.Linear(5, 8),
+        "read": nn.MultiheadAttention(8, 2, batch_first=True),
+        "talk": nn.MultiheadAttention(8, 2, batch_first=True),
+        "norm": nn.RMSNorm(8),
+        "head": nn.Linear(8, 4),
+    },
+    _sets,
+    loss=functional.mse_loss,
+)
+def perceiver(net: Any, elements: Tensor, is_missing: Tensor) -> Tensor:
     """Perceiver on sets of different size: a mask of missing elements."""
-
-    def batch() -> Batch:
-        missing = torch.zeros(BATCH, 7, dtype=torch.bool)
-        missing[1, 4:] = True
-        missing[6:, 2:] = True
-        return (
-            torch.randn(BATCH, 7, 5, dtype=torch.float64),
-            missing,
-            torch.randn(BATCH, 4, dtype=torch.float64),
-        )
-
-    return sgd(lambda: Perceiver().double(), batch, loss=functional.mse_loss)
-
-
-def _set_transformer_batch() -> Batch:
-    shape = (BATCH, 5, 3)
-    return torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+    known = net.enter(elements)
+    latents = net.latents.expand(elements.shape[0], -1, -1)
+    latents = latents + net.read(latents, known, known, key_padding_mask=is_missing)[0]
+    latents = net.norm(latents + net.talk(latents, latents, latents)[0])
+    return net.head(latents.mean(1))
 
 
 @trained(
@@ -185,7 +169,7 @@ def _set_transformer_batch() -> Batch:
         ),
         "last": nn.Linear(6, 3),
     },
-    _set_transformer_batch,
+    lambda: (numbers(5, 3), numbers(5, 3)),
 )
 def set_transformer(net: Any, cloud: Tensor, wanted: Tensor) -> Tensor:
     """Induced attention over a set, and a set distance (chamfer) as loss."""
@@ -254,32 +238,32 @@ def spectral_norm_mlp() -> Workload:
 
     return sgd(
         model,
-        lambda: (torch.randn(BATCH, 6, dtype=torch.float64), torch.randint(0, 3, (BATCH,))),
+        lambda: (numbers(6), torch.randint(0, 3, (BATCH,))),
         loss=functional.cross_entropy,
     )
 
 
-@family("tied_frozen_shared", is_quick=True)
-def tied_frozen_shared() -> Workload:
+def _tied_parts() -> dict[str, nn.Module]:
+    embedding, head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY, bias=False)
+    head.weight = embedding.weight
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    own = {"shared": nn.Linear(8, 8), "frozen": frozen, "unused": nn.Linear(8, 8)}
+    return {"embedding": embedding, **own, "head": head}
+
+
+@trained(
+    "tied_frozen_shared",
+    _tied_parts,
+    lambda: (tokens(), labels_of()),
+    loss=flat_loss,
+    is_quick=True,
+)
+def tied_frozen_shared(net: Any, words: Tensor) -> Tensor:
     """One layer used three times, a tied head, a frozen layer, and a parameter nobody uses."""
-
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(VOCABULARY, 8)
-            self.shared = nn.Linear(8, 8)
-            self.frozen = nn.Linear(8, 8).requires_grad_(False)
-            self.unused = nn.Linear(8, 8)
-            self.head = nn.Linear(8, VOCABULARY, bias=False)
-            self.head.weight = self.embedding.weight
-
-        def forward(self, words: Tensor) -> Tensor:
-            x = self.embedding(words)
-            for _ in range(3):
-                x = x + torch.tanh(self.shared(self.frozen(x)))
-            return self.head(x).flatten(0, 1)
-
-    return sgd(lambda: Network().double(), lambda: (tokens(), labels_of()), loss=flat_loss)
+    x = net.embedding(words)
+    for _ in range(3):
+        x = x + torch.tanh(net.shared(net.frozen(x)))
+    return net.head(x).flatten(0, 1)
 
 
 enter(

@@ -10,36 +10,26 @@ from torch._higher_order_ops.scan import scan
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from families.family import BATCH, Batch, family, sgd, trained
+from families.family import BATCH, Batch, trained
 from families.found import CLASSES, features_and_classes
 from families.training import network, numbers
-from heterog.graph.workload import Workload
 
 
-@family("maml")
-def maml() -> Workload:
+@trained("maml", lambda: {"body": network(3, 8, 1)}, lambda: (numbers(8, 3), numbers(8, 1)))
+def maml(net: Any, x: Tensor, y: Tensor) -> Tensor:
     """Two steps of SGD for each task inside the loss, by ``torch.func``."""
 
-    class Tasks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = network(3, 8, 1)
+    def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return functional.mse_loss(torch.func.functional_call(net.body, weights, (x,)), y)
 
-        def loss(self, weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-            found: Tensor = torch.func.functional_call(self.body, weights, (x,))
-            return functional.mse_loss(found, y)
+    def task(x: Tensor, y: Tensor) -> Tensor:
+        weights = {**dict(net.body.named_parameters())}
+        for _ in range(2):
+            slopes = torch.func.grad(loss)(weights, x[:4], y[:4])
+            weights = {name: weights[name] - 0.1 * slopes[name] for name in weights}
+        return loss(weights, x[4:], y[4:])
 
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            def task(x: Tensor, y: Tensor) -> Tensor:
-                weights: dict[str, Tensor] = {**dict(self.body.named_parameters())}
-                for _ in range(2):
-                    slopes = torch.func.grad(self.loss)(weights, x[:4], y[:4])
-                    weights = {name: weights[name] - 0.1 * slopes[name] for name in weights}
-                return self.loss(weights, x[4:], y[4:])
-
-            return torch.func.vmap(task)(x, y).mean()
-
-    return sgd(lambda: Tasks().double(), lambda: (numbers(8, 3), numbers(8, 1)))
+    return torch.func.vmap(task)(x, y).mean()
 
 
 @trained(
@@ -63,45 +53,42 @@ def capsules(net: Any, x: Tensor) -> Tensor:
     return made.norm(dim=-1)
 
 
-@family("rwkv")
-def rwkv() -> Workload:
+class _Mixer(nn.Module):
+    """A decaying mean over what came before, and tokens mixed with the last ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.rand(3, 8))
+        self.decay, self.bonus = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
+        self.maps = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = functional.pad(x[:, :-1], (0, 0, 1, 0))
+        mixed = [x * part + last * (1 - part) for part in self.mix]
+        keys, values, gates = (
+            layer(each) for layer, each in zip(self.maps[:3], mixed, strict=True)
+        )
+        total = weight = torch.zeros_like(x[:, 0])
+        made = []
+        for place in range(x.shape[1]):
+            key, value = keys[:, place].exp(), values[:, place]
+            now = key * self.bonus.exp()
+            made.append((total + now * value) / (weight + now))
+            total = total * torch.exp(-self.decay.exp()) + key * value
+            weight = weight * torch.exp(-self.decay.exp()) + key
+        return x + self.maps[3](gates.sigmoid() * torch.stack(made, 1))
+
+
+@trained(
+    "rwkv",
+    lambda: {
+        "body": nn.Sequential(nn.Embedding(20, 8), _Mixer(), _Mixer(), nn.Linear(8, 20)),
+    },
+    lambda: (torch.randint(0, 20, (BATCH, 7)),),
+)
+def rwkv(net: Any, words: Tensor) -> Tensor:
     """RWKV: a decaying mean over what came before, and tokens mixed with the last ones."""
-
-    class Mixer(nn.Module):
-        def __init__(self, width: int = 8) -> None:
-            super().__init__()
-            self.mix = nn.Parameter(torch.rand(3, width))
-            self.decay, self.bonus = (
-                nn.Parameter(torch.rand(width)),
-                nn.Parameter(torch.rand(width)),
-            )
-            self.maps = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            last = functional.pad(x[:, :-1], (0, 0, 1, 0))
-            mixed = [x * part + last * (1 - part) for part in self.mix]
-            keys, values, gates = (
-                layer(each) for layer, each in zip(self.maps[:3], mixed, strict=True)
-            )
-            total = weight = torch.zeros_like(x[:, 0])
-            made = []
-            for place in range(x.shape[1]):
-                key, value = keys[:, place].exp(), values[:, place]
-                now = key * self.bonus.exp()
-                made.append((total + now * value) / (weight + now))
-                total = total * torch.exp(-self.decay.exp()) + key * value
-                weight = weight * torch.exp(-self.decay.exp()) + key
-            return x + self.maps[3](gates.sigmoid() * torch.stack(made, 1))
-
-    class Language(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Embedding(20, 8), Mixer(), Mixer(), nn.Linear(8, 20))
-
-        def forward(self, words: Tensor) -> Tensor:
-            return functional.cross_entropy(self.body(words[:, :-1]).mT, words[:, 1:])
-
-    return sgd(lambda: Language().double(), lambda: (torch.randint(0, 20, (BATCH, 7)),))
+    return functional.cross_entropy(net.body(words[:, :-1]).mT, words[:, 1:])
 
 
 @trained(

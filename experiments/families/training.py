@@ -182,79 +182,56 @@ def custom_autograd(net: Any, x: Tensor) -> Tensor:
     return net.second(hidden)
 
 
-class TokenModel(nn.Module):
+def _token_parts() -> dict[str, nn.Module]:
     """An embedding, a layer that mixes positions, a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 8)
-        self.mix = nn.Linear(6, 6)
-        self.head = nn.Linear(8, 50)
-
-    def scores(self, words: Tensor) -> Tensor:
-        x = self.embedding(words)
-        return self.head(x + torch.tanh(self.mix(x.transpose(1, 2)).transpose(1, 2)))
+    return {"embedding": nn.Embedding(50, 8), "mix": nn.Linear(6, 6), "head": nn.Linear(8, 50)}
 
 
-@family("where_masked_target")
-def where_masked_target() -> Workload:
+def _scores(net: Any, words: Tensor) -> Tensor:
+    x = net.embedding(words)
+    return net.head(x + torch.tanh(net.mix(x.transpose(1, 2)).transpose(1, 2)))
+
+
+def _masked_tokens() -> Batch:
+    keep = torch.rand(BATCH, 6) > 0.4
+    keep[:, 0] = True
+    return tokens(), tokens(), keep
+
+
+@trained("where_masked_target", _token_parts, _masked_tokens)
+def where_masked_target(net: Any, words: Tensor, labels: Tensor, keep: Tensor) -> Tensor:
     """The target is masked by ``torch.where`` inside the model."""
-
-    class Masked(TokenModel):
-        def forward(self, words: Tensor, labels: Tensor, keep: Tensor) -> Tensor:
-            target = torch.where(keep, labels, torch.full_like(labels, -100))
-            return functional.cross_entropy(self.scores(words).flatten(0, 1), target.flatten())
-
-    def batch() -> Batch:
-        keep = torch.rand(BATCH, 6) > 0.4
-        keep[:, 0] = True
-        return tokens(), tokens(), keep
-
-    return sgd(lambda: Masked().double(), batch)
+    target = torch.where(keep, labels, torch.full_like(labels, -100))
+    return functional.cross_entropy(_scores(net, words).flatten(0, 1), target.flatten())
 
 
-@family("shifted_labels")
-def shifted_labels() -> Workload:
+@trained("shifted_labels", _token_parts, lambda: (tokens(), labels_of()))
+def shifted_labels(net: Any, words: Tensor, labels: Tensor) -> Tensor:
     """Labels one word later, flattened: ``labels[:, 1:].reshape(-1)``."""
-
-    class Shifted(TokenModel):
-        def forward(self, words: Tensor, labels: Tensor) -> Tensor:
-            scores = self.scores(words)[:, :-1].reshape(-1, 50)
-            return functional.cross_entropy(scores, labels[:, 1:].reshape(-1))
-
-    return sgd(lambda: Shifted().double(), lambda: (tokens(), labels_of()))
+    scores = _scores(net, words)[:, :-1].reshape(-1, 50)
+    return functional.cross_entropy(scores, labels[:, 1:].reshape(-1))
 
 
-@family("weighted_classes")
-def weighted_classes() -> Workload:
+@trained(
+    "weighted_classes",
+    lambda: {**_token_parts(), "weights": torch.linspace(0.5, 2.0, 50)},
+    lambda: (tokens(), labels_of()),
+)
+def weighted_classes(net: Any, words: Tensor, labels: Tensor) -> Tensor:
     """Class weights, ignored labels, and an auxiliary loss over fewer positions."""
-
-    class Weighted(TokenModel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("weights", torch.linspace(0.5, 2.0, 50))
-
-        def forward(self, words: Tensor, labels: Tensor) -> Tensor:
-            scores = self.scores(words).transpose(1, 2)
-            main = functional.cross_entropy(scores, labels, weight=self.get_buffer("weights"))
-            return main + 0.3 * functional.cross_entropy(scores[:, :, -1], words[:, 0])
-
-    return sgd(lambda: Weighted().double(), lambda: (tokens(), labels_of()))
+    scores = _scores(net, words).transpose(1, 2)
+    main = functional.cross_entropy(scores, labels, weight=net.weights)
+    return main + 0.3 * functional.cross_entropy(scores[:, :, -1], words[:, 0])
 
 
-@family("hand_masked_mean")
-def hand_masked_mean() -> Workload:
+@trained("hand_masked_mean", _token_parts, lambda: (tokens(), labels_of()))
+def hand_masked_mean(net: Any, words: Tensor, labels: Tensor) -> Tensor:
     """Unreduced losses, divided by how many positions of the whole batch count."""
-
-    class Masked(TokenModel):
-        def forward(self, words: Tensor, labels: Tensor) -> Tensor:
-            counts = labels != -100
-            found = functional.cross_entropy(
-                self.scores(words).flatten(0, 1), labels.flatten().clamp(min=0), reduction="none"
-            )
-            return (found * counts.flatten()).sum() / counts.sum()
-
-    return sgd(lambda: Masked().double(), lambda: (tokens(), labels_of()))
+    counts = labels != -100
+    found = functional.cross_entropy(
+        _scores(net, words).flatten(0, 1), labels.flatten().clamp(min=0), reduction="none"
+    )
+    return (found * counts.flatten()).sum() / counts.sum()
 
 
 @trained(

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from families.family import BATCH, FLOAT32, Batch, Family, enter, family, sgd, trained
 from families.language import NO_DROPOUT, VOCABULARY, config_of, hugging_face, tokens
+from families.training import numbers
 from heterog.graph.workload import Workload
 
 SIZE = 32
@@ -92,13 +93,6 @@ def clip() -> Workload:
 @family("wav2vec2_classifier")
 def wav2vec2() -> Workload:
     """Wav2Vec2 on raw sound: strided convolutions, group norm, grouped positions."""
-
-    def batch() -> Batch:
-        return {
-            "input_values": torch.randn(BATCH, 400, dtype=torch.float64),
-            "labels": torch.randint(0, LABELS, (BATCH,)),
-        }
-
     return hugging_face(
         lambda: config_of(
             "Wav2Vec2", vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2,
@@ -111,20 +105,13 @@ def wav2vec2() -> Workload:
             num_labels=LABELS, classifier_proj_size=8, initializer_range=0.2,
         ),
         "Wav2Vec2ForSequenceClassification",
-        batch,
+        lambda: {"input_values": numbers(400), "labels": torch.randint(0, LABELS, (BATCH,))},
     )  # fmt: skip
 
 
 @family("whisper")
 def whisper() -> Workload:
     """Whisper: spectrogram to text."""
-
-    def batch() -> Batch:
-        return {
-            "input_features": torch.randn(BATCH, 8, 20, dtype=torch.float64),
-            "labels": tokens(),
-        }
-
     return hugging_face(
         lambda: config_of(
             "Whisper", vocab_size=VOCABULARY, num_mel_bins=8, d_model=16, encoder_layers=1,
@@ -135,7 +122,7 @@ def whisper() -> Workload:
             decoder_start_token_id=3, suppress_tokens=None, begin_suppress_tokens=None,
         ),
         "WhisperForConditionalGeneration",
-        batch,
+        lambda: {"input_features": numbers(8, 20), "labels": tokens()},
     )  # fmt: skip
 
 
@@ -156,56 +143,38 @@ class _Block(nn.Module):
         return self.skip(x) + self.conv2(functional.silu(self.norm2(hidden)))
 
 
-class DiffusionUNet(nn.Module):
-    """Predicts the noise that was added to an image at a random time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.time = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 16))
-        self.down = nn.ModuleList([_Block(4, 8), _Block(8, 16)])
-        self.first = nn.Conv2d(3, 4, 3, padding=1)
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.up = nn.ModuleList([_Block(24, 8), _Block(12, 4)])
-        self.last = nn.Conv2d(4, 3, 3, padding=1)
-        self.register_buffer("alphas", torch.linspace(0.99, 0.1, 20).cumprod(0))
-
-    def forward(self, image: Tensor, time: Tensor, noise: Tensor) -> Tensor:
-        alpha = self.get_buffer("alphas")[time][:, None, None, None]
-        noisy = alpha.sqrt() * image + (1 - alpha).sqrt() * noise
-        rates = torch.exp(-torch.arange(4, device=image.device, dtype=image.dtype))
-        angles = time[:, None].to(image.dtype) * rates
-        told = self.time(torch.cat([angles.sin(), angles.cos()], 1))
-        x = self.first(noisy)
-        kept = [x]
-        for block in self.down:
-            x = block(functional.avg_pool2d(x, 2), told)
-            kept.append(x)
-        flat = kept.pop().flatten(2).transpose(1, 2)
-        x = (flat + self.attention(flat, flat, flat, need_weights=False)[0]).transpose(1, 2)
-        x = x.unflatten(2, (4, 4))
-        for block in self.up:
-            x = functional.interpolate(x, scale_factor=2.0, mode="nearest")
-            x = block(torch.cat([x, kept.pop()], 1), told)
-        return functional.mse_loss(self.last(x), noise)
-
-
-@family("diffusion_unet")
-def diffusion_unet() -> Workload:
+@trained(
+    "diffusion_unet",
+    lambda: {
+        "time": nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 16)),
+        "down": nn.ModuleList([_Block(4, 8), _Block(8, 16)]),
+        "first": nn.Conv2d(3, 4, 3, padding=1),
+        "attention": nn.MultiheadAttention(16, 2, batch_first=True),
+        "up": nn.ModuleList([_Block(24, 8), _Block(12, 4)]),
+        "last": nn.Conv2d(4, 3, 3, padding=1),
+        "alphas": torch.linspace(0.99, 0.1, 20).cumprod(0),
+    },
+    lambda: (numbers(3, 16, 16), torch.randint(0, 20, (BATCH,)), numbers(3, 16, 16)),
+)
+def diffusion_unet(net: Any, image: Tensor, time: Tensor, noise: Tensor) -> Tensor:
     """Denoising diffusion: U-Net with skips, times that are looked up."""
-
-    def batch() -> Batch:
-        shape = (BATCH, 3, 16, 16)
-        return (
-            torch.randn(shape, dtype=torch.float64),
-            torch.randint(0, 20, (BATCH,)),
-            torch.randn(shape, dtype=torch.float64),
-        )
-
-    return sgd(lambda: DiffusionUNet().double(), batch)
-
-
-def _classes(*shape: int) -> Batch:
-    return torch.randn(BATCH, *shape, dtype=torch.float64), torch.randint(0, LABELS, (BATCH,))
+    alpha = net.alphas[time][:, None, None, None]
+    noisy = alpha.sqrt() * image + (1 - alpha).sqrt() * noise
+    rates = torch.exp(-torch.arange(4, device=image.device, dtype=image.dtype))
+    angles = time[:, None].to(image.dtype) * rates
+    told = net.time(torch.cat([angles.sin(), angles.cos()], 1))
+    x = net.first(noisy)
+    kept = [x]
+    for block in net.down:
+        x = block(functional.avg_pool2d(x, 2), told)
+        kept.append(x)
+    flat = kept.pop().flatten(2).transpose(1, 2)
+    x = (flat + net.attention(flat, flat, flat, need_weights=False)[0]).transpose(1, 2)
+    x = x.unflatten(2, (4, 4))
+    for block in net.up:
+        x = functional.interpolate(x, scale_factor=2.0, mode="nearest")
+        x = block(torch.cat([x, kept.pop()], 1), told)
+    return functional.mse_loss(net.last(x), noise)
 
 
 class _Causal(nn.Module):
@@ -229,17 +198,12 @@ class _Causal(nn.Module):
         "blocks": nn.Sequential(*(_Causal(8, 2**i) for i in range(3))),
         "last": nn.Conv1d(8, 2, 1),
     },
-    lambda: (torch.randn(BATCH, 2, 20, dtype=torch.float64),),
+    lambda: (numbers(2, 20),),
 )
 def tcn(net: Any, signal: Tensor) -> Tensor:
     """A temporal convolutional network: each step predicts the next sample."""
     found = net.last(net.blocks(net.first(signal)))
     return functional.smooth_l1_loss(found[:, :, :-1], signal[:, :, 1:])
-
-
-def _instance_norm_style_batch() -> Batch:
-    shape = (BATCH, 3, 16, 16)
-    return torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
 
 
 @trained(
@@ -253,7 +217,7 @@ def _instance_norm_style_batch() -> Batch:
         ),
         "decode": nn.Sequential(nn.ConvTranspose2d(6, 3, 4, stride=2, padding=1), nn.Tanh()),
     },
-    _instance_norm_style_batch,
+    lambda: (numbers(3, 16, 16), numbers(3, 16, 16)),
 )
 def instance_norm_style(net: Any, image: Tensor, style: Tensor) -> Tensor:
     """Style transfer: instance norm, reflection, transposed convolution, a Gram loss."""
@@ -283,28 +247,28 @@ def autocast_cnn(net: Any, image: Tensor) -> Tensor:
     return found.float()
 
 
-@family("vision_hybrid_float32", tolerance=FLOAT32)
-def vision_hybrid() -> Workload:
+def _hybrid_parts() -> dict[str, nn.Module | Tensor]:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=True)
+    return {
+        "stem": nn.Conv2d(3, 16, 4, stride=4),
+        "encoder": nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        "place": nn.Parameter(torch.randn(1, 16, 16) * 0.1),
+        "head": nn.Linear(16, LABELS),
+    }
+
+
+@trained(
+    "vision_hybrid_float32",
+    _hybrid_parts,
+    lambda: (torch.randn(BATCH, 3, 16, 16), torch.randint(0, LABELS, (BATCH,))),
+    loss=functional.cross_entropy,
+    tolerance=FLOAT32,
+    dtype=None,
+)
+def vision_hybrid(net: Any, image: Tensor) -> Tensor:
     """A stem of convolutions and a transformer encoder of torch, in single precision."""
-
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem = nn.Conv2d(3, 16, 4, stride=4)
-            layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=True)
-            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-            self.place = nn.Parameter(torch.randn(1, 16, 16) * 0.1)
-            self.head = nn.Linear(16, LABELS)
-
-        def forward(self, image: Tensor) -> Tensor:
-            x = self.stem(image).flatten(2).transpose(1, 2) + self.place
-            return self.head(self.encoder(x).amax(1))
-
-    return sgd(
-        Network,
-        lambda: (torch.randn(BATCH, 3, 16, 16), torch.randint(0, LABELS, (BATCH,))),
-        loss=functional.cross_entropy,
-    )
+    x = net.stem(image).flatten(2).transpose(1, 2) + net.place
+    return net.head(net.encoder(x).amax(1))
 
 
 enter(
@@ -365,7 +329,7 @@ enter(
                 nn.Flatten(),
                 nn.Linear(8, LABELS),
             ).double(),
-            lambda: _classes(2, 4, 8, 8),
+            lambda: (numbers(2, 4, 8, 8), torch.randint(0, LABELS, (BATCH,))),
             loss=functional.cross_entropy,
         ),
         is_quick=True,

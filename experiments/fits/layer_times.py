@@ -170,8 +170,7 @@ class _Attention(nn.Module):
             found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
             found = self._written_out(query, key, value)
-        made: Tensor = self.out(found.transpose(1, 2).flatten(2))
-        return made
+        return self.out(found.transpose(1, 2).flatten(2))
 
     def _written_out(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         scores = query @ key.transpose(2, 3) / math.sqrt(query.shape[-1])
@@ -199,8 +198,7 @@ class _TimedLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.family in ("bert", "gpt"):
             x = self.first(x + self._dropped(self.attention(x)))
-            made: Tensor = self.second(x + self._dropped(self._inner(x)))
-            return made
+            return self.second(x + self._dropped(self._inner(x)))
         x = x + self.attention(self.first(x))
         return x + self._inner(self.second(x))
 
@@ -216,8 +214,7 @@ class _TimedLayer(nn.Module):
             wide = 0.5 * wide * (1.0 + bent)
         else:
             wide = functional.gelu(wide)
-        made: Tensor = self.narrow(wide)
-        return made
+        return self.narrow(wide)
 
 
 @lru_cache(maxsize=256)

@@ -69,8 +69,7 @@ class _InPlace(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Tensor:
         exponentials, sums = context.saved_tensors
-        made: Tensor = exponentials * (gradient / sums / sums.numel())
-        return made.to(context.dtype)
+        return (exponentials * (gradient / sums / sums.numel())).to(context.dtype)
 
 
 class _OneBuffer(torch.autograd.Function):
@@ -87,24 +86,21 @@ class _OneBuffer(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> Tensor:
         del gradient
         (exponentials,) = context.saved_tensors
-        made: Tensor = exponentials.to(context.dtype)
-        return made
+        return exponentials.to(context.dtype)
 
 
 def one_buffer_loss(output: Any, labels: Tensor) -> Tensor:
     """Cross-entropy in one buffer; for its memory, not its seconds."""
     del labels
     apply: Any = _OneBuffer.apply
-    loss: Tensor = apply(output.logits)
-    return loss
+    return apply(output.logits)
 
 
 def fused_loss(output: Any, labels: Tensor) -> Tensor:
     """Cross-entropy whose kernels work in place."""
     del labels
     apply: Any = _InPlace.apply
-    loss: Tensor = apply(output.logits)
-    return loss
+    return apply(output.logits)
 
 
 def written_out(
@@ -271,8 +267,7 @@ def make_model(model: Model) -> nn.Module:
     made: Any = transformers.GPT2LMHeadModel(config)
     if is_opt:
         made.transformer.ln_f = nn.Identity()
-    cast: nn.Module = made.to(getattr(torch, model.dtype))
-    return cast
+    return made.to(getattr(torch, model.dtype))
 
 
 def _attention(model: Model) -> str:

@@ -60,8 +60,7 @@ class Block(nn.Module):
         )
         seen = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
-        made: Tensor = x + self.down(functional.gelu(self.up(self.norm_2(x))))
-        return made
+        return x + self.down(functional.gelu(self.up(self.norm_2(x))))
 
 
 class Mpt(nn.Module):

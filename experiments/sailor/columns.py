@@ -9,19 +9,20 @@ rules are in ``score``, which also scores every plan that is returned.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import ceil, inf
 
 from heterog.agents.benchmark.sailor import pipeline_s, sends_of_stages
 from heterog.errors import StrategyError
+from heterog.memo import kept
 from sailor.inputs import (
     BATCH,
     CAPACITY_BYTES,
     FLOAT_BYTES,
     Inputs,
     Plan,
-    Polynomial,
     Replica,
     Sizes,
     Stage,
@@ -62,8 +63,6 @@ class Tables:
 
     inputs: Inputs
     num_gpus: Mapping[str, int]
-    _sends: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    _rings: dict[tuple[frozenset[str], float, int], float] = field(default_factory=dict)
 
     @cached_property
     def cards(self) -> tuple[str, ...]:
@@ -104,23 +103,19 @@ class Tables:
         activations = each.sizes.activations[end_layer] - each.sizes.activations[first_layer]
         return (each.room_bytes - STATE_BYTES * params) / (in_flight * FLOAT_BYTES * activations)
 
+    @kept
     def send_s(self, sender: int, receiver: int, micro_batch: int) -> float:
         """One micro-batch of a block's outputs between two teams; infinite without a link.
 
         Only stages that begin with the head send anything else; searches leave those out.
         """
-        key = (sender, receiver, micro_batch)
-        found = self._sends.get(key)
-        if found is None:
-            one, other = (self.teams[index].replica for index in (sender, receiver))
-            num_bytes = self.inputs.sizes[1].outputs[0] * FLOAT_BYTES * micro_batch
-            try:
-                link = self.inputs.link((one.card, one.tensor), (other.card, other.tensor))
-                found = seconds_of(link, num_bytes)
-            except StrategyError:
-                found = inf
-            self._sends[key] = found
-        return found
+        one, other = (self.teams[index].replica for index in (sender, receiver))
+        num_bytes = self.inputs.sizes[1].outputs[0] * FLOAT_BYTES * micro_batch
+        try:
+            link = self.inputs.link((one.card, one.tensor), (other.card, other.tensor))
+            return seconds_of(link, num_bytes)
+        except StrategyError:
+            return inf
 
     def sync_s(self, teams: frozenset[int], first_layer: int, end_layer: int, count: int) -> float:
         """The ring of a stage whose replicas stand side by side by kind.
@@ -136,22 +131,15 @@ class Tables:
         params = self.inputs.sizes[1].params
         slices = min(MOST_SLICES, min(self.teams[team].replica.tensor for team in teams))
         num_bytes = (params[end_layer] - params[first_layer]) * FLOAT_BYTES / slices
-        key = (frozenset(self.teams[team].replica.card for team in teams), num_bytes, count)
-        found = self._rings.get(key)
-        if found is None:
-            found = self._rings[key] = max(
-                self._ring_s(link, num_bytes, count) for link in self._links(key[0])
-            )
-        return found
+        cards = frozenset(self.teams[team].replica.card for team in teams)
+        return self._ring_s(cards, num_bytes, count)
 
-    def _links(self, cards: frozenset[str]) -> list[Polynomial | None]:
-        """Between all pairs of cards, the larger of both directions by whoever comes first."""
-        return [self.inputs.links.get(((one, 1), (other, 1))) for one in cards for other in cards]
-
-    @staticmethod
-    def _ring_s(link: Polynomial | None, num_bytes: float, count: int) -> float:
+    @kept
+    def _ring_s(self, cards: frozenset[str], num_bytes: float, count: int) -> float:
+        """Over the slowest link of all pairs of cards; infinite if one has none."""
         try:
-            return inf if link is None else ring_s(link, num_bytes, count)
+            links = [self.inputs.link((a, 1), (b, 1)) for a, b in product(cards, repeat=2)]
+            return max(ring_s(link, num_bytes, count) for link in links)
         except StrategyError:
             return inf
 

@@ -32,7 +32,6 @@ class Timing:
         update_s: of the optimizer.
         compute_s: of the slowest replica of each stage, for one micro-batch.
         send_s: of each stage's sends and receives, likewise.
-        stage_sync_s: of each stage's ring.
     """
 
     total_s: float
@@ -42,7 +41,6 @@ class Timing:
     update_s: float
     compute_s: tuple[float, ...]
     send_s: tuple[float, ...]
-    stage_sync_s: tuple[float, ...]
 
 
 def timing_of(plan: Plan, inputs: Inputs) -> Timing:
@@ -74,7 +72,6 @@ def timing_of(plan: Plan, inputs: Inputs) -> Timing:
         update_s=update,
         compute_s=compute,
         send_s=send,
-        stage_sync_s=sync,
     )
 
 
