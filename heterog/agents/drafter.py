@@ -23,7 +23,7 @@ from heterog.agents.drafts import (
 )
 from heterog.agents.finishing import Finisher
 from heterog.graph.batch_plan import micro_batches_refused
-from heterog.grouped import cut
+from heterog.grouped import cut, grouped
 from heterog.lowering.program import FloatArray
 from heterog.memo import kept
 from heterog.methods.local_search.neighbours import State
@@ -67,7 +67,8 @@ class Drafter:
         self.num_groups = search.num_groups
         self.types = np.array(self.cluster.type_index)
         self.speeds = np.array(search.speeds)
-        self.kinds = self._hosts_by_kind()
+        of_kind = grouped((kind, host) for host, kind in enumerate(self.cluster.host_kind))
+        self.kinds = list(of_kind.values())
         self.team_sizes = Finisher(evaluator, search.space).sizes
         self.recomputations = kinds_worth_trying(self.graph)
         self.blocks = layer_blocks(self.graph)
@@ -94,12 +95,6 @@ class Drafter:
         groups = self.evaluator.tables.op_group[real]
         of_group = np.bincount(groups, seconds[real], self.num_groups)
         return before(of_group.astype(np.float64) + 1e-9)
-
-    def _hosts_by_kind(self) -> list[list[int]]:
-        kinds: dict[int, list[int]] = {}
-        for host, kind in enumerate(self.cluster.host_kind):
-            kinds.setdefault(kind, []).append(host)
-        return list(kinds.values())
 
     def of_samples(self, kind: int, samples: float) -> FloatArray:
         """Seconds of all groups before each group, on a device type.  # [num_groups + 1]

@@ -4,12 +4,12 @@ The referee judges all rows. The searches do not see the policy's proposals.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from heterog.agents.finetune import FineTuned
 from heterog.agents.planners import Agent, AgentSearch
-from heterog.methods.planner import Budget, MethodRow, Planner, Problem
+from heterog.methods.planner import Budget, MethodRow, Planner, Problem, Progress
 from heterog.search.compare import Comparison
 from heterog.search.judging import run_method
 from heterog.search.portfolio import best_row, run_methods
@@ -17,7 +17,6 @@ from heterog.search.request import GIVEN, Request, Session
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 
-Progress = Callable[[str, float, float], None]
 LONG_SEARCH = "search"
 """Method of the row of ``auto`` without the policy: the best of all baselines and searches."""
 

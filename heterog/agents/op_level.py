@@ -108,13 +108,17 @@ def _orders(whole: StepSettings, allowed: tuple[Order, ...]) -> tuple[Order, ...
 
 
 class Scorer:
-    """Scores rows at the op level, under any settings of the whole step."""
+    """Scores rows at the op level, under any settings of the whole step.
+
+    Attributes:
+        num_evaluations: So far: one for each order of a row and settings of the whole step.
+    """
 
     def __init__(self, problem: Problem, pair: "Pair", spent: int) -> None:
         evaluator = problem.evaluator
         self.pair = pair
         self._space = evaluator.space(pair.table)
-        self._num_evaluations = 0
+        self.num_evaluations = 0
         self._scored: dict[tuple[bytes, StepSettings], Preference] = {}
         self._judged: dict[tuple[bytes, StepSettings, Order], Preference] = {}
         self._found: dict[tuple[bytes, StepSettings, Order], Evaluation] = {}  # of those that fit
@@ -138,12 +142,7 @@ class Scorer:
         self._most_evaluations = math.inf
         if problem.budget.evaluations is not None:
             left = max(problem.budget.evaluations - spent, 1)
-            self._most_evaluations = self._num_evaluations + left
-
-    @property
-    def num_evaluations(self) -> int:
-        """Evaluations so far: one for each order of a row and settings of the whole step."""
-        return self._num_evaluations
+            self._most_evaluations = self.num_evaluations + left
 
     def search(
         self,
@@ -152,7 +151,7 @@ class Scorer:
     ) -> None:
         """Score the first rows, and other rows with given settings; vary the best."""
         count = NUM_RESCORED
-        left = self._most_evaluations - self._num_evaluations
+        left = self._most_evaluations - self.num_evaluations
         if left < math.inf:
             count = max(min(count, int(left) // len(BUCKETS)), 1)
         for row in self.pair.groups(rows[:count]):
@@ -177,7 +176,7 @@ class Scorer:
             return self._scored[key]
         orders = _orders(whole, self._problem.orders)
         is_spent = (
-            bool(self._scored) and self._num_evaluations + len(orders) > self._most_evaluations
+            bool(self._scored) and self.num_evaluations + len(orders) > self._most_evaluations
         )
         if is_spent or self._num_tasks > self._most_tasks:
             return _WORST
@@ -186,19 +185,16 @@ class Scorer:
         if choice is None:
             return _WORST
         limit_s = best[1] if best[0] == 0.0 else np.inf
-        preferences: list[Preference] = []
         try:
             evaluations = problem.evaluator.evaluate_orders(choice, orders, limit_s)
         except StrategyError:  # turns of a V wait for each other where other values cross
             evaluations = []
-            preferences.append(_WORST)
-        for found in evaluations:
-            preferences.append(self._preference(found, whole))
         if any(found.outcome == Outcome.CANNOT_RUN for found in evaluations):
             self._scored[key] = _WORST  # and nothing was simulated
             return _WORST
-        self._scored[key] = min(preferences)
-        self._num_evaluations += len(orders)
+        preferences = (self._preference(found, whole) for found in evaluations)
+        self._scored[key] = min(preferences, default=_WORST)
+        self.num_evaluations += len(orders)
         self._num_tasks += len(orders) * problem.evaluator.num_tasks
         return self._scored[key]
 
@@ -239,7 +235,7 @@ class Scorer:
         if key in self._judged:
             return self._judged[key]
         choice = None
-        if self._num_tasks <= self._most_tasks and self._num_evaluations < self._most_evaluations:
+        if self._num_tasks <= self._most_tasks and self.num_evaluations < self._most_evaluations:
             choice = self._choice(row, whole)
         if choice is None:
             return _WORST
@@ -251,7 +247,7 @@ class Scorer:
                 self._found[key] = found
         except StrategyError:
             self._judged[key] = _WORST
-        self._num_evaluations += 1
+        self.num_evaluations += 1
         self._num_tasks += evaluator.num_tasks
         return self._judged[key]
 

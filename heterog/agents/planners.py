@@ -17,6 +17,7 @@ torch is imported when one is asked to plan.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -38,7 +39,6 @@ from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.evaluator import Evaluator
 
 if TYPE_CHECKING:
-    from heterog.agents.checkpoint import Checkpoint
     from heterog.agents.policy import Policy
 
 DEFAULT_POLICY = "default"
@@ -61,22 +61,18 @@ _TOO_MANY = PlanResult(
 )
 
 
-class _Policies:
-    """Loads each policy once."""
+@cache
+def _loaded(source: str) -> "Policy":
+    """The policy of a name or file."""
+    from heterog.agents.checkpoint import load_checkpoint
 
-    def __init__(self) -> None:
-        self._loaded: dict[str, Checkpoint] = {}
-
-    def get(self, source: str) -> "Checkpoint":
-        """The policy of a name or file."""
-        from heterog.agents.checkpoint import load_checkpoint
-
-        if source not in self._loaded:
-            self._loaded[source] = load_checkpoint(source)
-        return self._loaded[source]
+    return load_checkpoint(source).policy
 
 
-_policies = _Policies()
+def _network(policy: "str | Policy") -> "Policy":
+    return _loaded(policy) if isinstance(policy, str) else policy
+
+
 _proposed: WeakKeyDictionary[Evaluator, dict[tuple[object, ...], Proposed]] = WeakKeyDictionary()
 
 
@@ -95,9 +91,8 @@ def ask(policy: "str | Policy", problem: Problem, num_samples: int = NUM_SAMPLES
 
 
 def _make(policy: "str | Policy", problem: Problem, num_samples: int) -> Proposals:
-    if not isinstance(policy, str):
-        return Proposals(problem, policy, num_samples)
-    return Proposals(problem, _policies.get(policy).policy, num_samples, name=policy)
+    name = policy if isinstance(policy, str) else ""
+    return Proposals(problem, _network(policy), num_samples, name=name)
 
 
 def _more(
@@ -167,20 +162,48 @@ def _not_begun(needed_s: float, problem: Problem) -> PlanResult:
     return PlanResult(candidates=(), num_evaluations=0, reason=reason)
 
 
-class Agent(Planner):
-    """A policy's own answer; see the module docstring.
+class _AsksPolicy(Planner):
+    """A method that asks a policy, and goes on when it is asked again.
 
     Args:
         policy: Name of a shipped policy, a file, or the network itself.
+        lead: Function that makes the lead of the moves that finish drafts, or of the search.
+    """
+
+    resumes = True
+    answers_whole = True
+
+    def __init__(
+        self, policy: "str | Policy" = DEFAULT_POLICY, *, lead: NewLead = shipped_lead
+    ) -> None:
+        self.policy, self._lead = policy, lead
+
+    def prepare(self, evaluator: Evaluator) -> None:
+        """Run on the smallest graph: libraries take about a second to set up at first use."""
+        from heterog.agents.improver import load_improver
+        from heterog.agents.ways import FEWEST_FOR_WAYS, draw_in, make_ways
+        from heterog.envs.pair import Pair
+
+        if evaluator.cluster.num_devices > MOST_DEVICES:
+            return
+        pair, count = Pair(smallest_graph(), evaluator.cluster), FEWEST_FOR_WAYS
+        ways = make_ways(_network(self.policy), [pair], count)
+        draw_in(ways, count, np.random.default_rng(0))
+        load_improver()
+
+
+class Agent(_AsksPolicy):
+    """A policy's own answer; see the module docstring.
+
+    Args:
+        policy: As for every method that asks one.
         name: Name of the method.
         num_samples: Number of draws, the greedy one included.
         drafts: Whether whole plans are drafted beside the draws, and the best of both finished.
-        lead: Function that makes the lead of the moves that finish them.
+        lead: As for every method that asks a policy.
     """
 
     stage = "zero_shot"
-    resumes = True
-    answers_whole = True
 
     def __init__(
         self,
@@ -191,13 +214,8 @@ class Agent(Planner):
         drafts: bool = True,
         lead: NewLead = shipped_lead,
     ) -> None:
-        self.name = name
-        self.policy = policy
-        self._num_samples, self._drafts, self._lead = num_samples, drafts, lead
-
-    def prepare(self, evaluator: Evaluator) -> None:
-        """Import what a policy needs, and load it."""
-        _prepare(self.policy, evaluator)
+        super().__init__(policy, lead=lead)
+        self.name, self._num_samples, self._drafts = name, num_samples, drafts
 
     def whole_s(self, problem: Problem) -> float:
         """Seconds of an answer: what the last one took, or a guess."""
@@ -231,37 +249,16 @@ class Agent(Planner):
         )
 
 
-class AgentSearch(Planner):
+class AgentSearch(_AsksPolicy):
     """Local search that policies lead; see the module docstring.
 
-    Args:
-        policy: Name of a shipped policy, a file, or the network itself.
-        name: Name of the method.
-        drafts: As for ``Agent``; after other methods, it starts from their plans instead.
-        lead: Function that makes the lead of its moves.
+    Plans are drafted as by ``Agent``; after other methods, it starts from their plans instead.
     """
 
+    name = "agent+search"
     stage = "search"
-    resumes = True
     improves = True
     is_random = True
-    answers_whole = True
-
-    def __init__(
-        self,
-        policy: "str | Policy" = DEFAULT_POLICY,
-        *,
-        name: str = "agent+search",
-        drafts: bool = True,
-        lead: NewLead = shipped_lead,
-    ) -> None:
-        self.name = name
-        self.policy = policy
-        self._drafts, self._lead = drafts, lead
-
-    def prepare(self, evaluator: Evaluator) -> None:
-        """Import what a policy needs, and load it."""
-        _prepare(self.policy, evaluator)
 
     def whole_s(self, problem: Problem) -> float:
         """Seconds of an answer and an equally long search; 0 if no answer is needed."""
@@ -276,7 +273,7 @@ class AgentSearch(Planner):
         from heterog.agents.policy import draw
 
         if _has_many(problem) or problem.memory.get(_HAS_ASKED):
-            return self._search().plan(problem)
+            return LocalSearch(self._lead()).plan(problem)
         if _is_too_short(needed_s := self.whole_s(problem), problem):
             return _not_begun(needed_s, problem)
         spending = problem.spend()
@@ -289,7 +286,7 @@ class AgentSearch(Planner):
         found = ask(self.policy, asked)
         problem.memory[_HAS_ASKED] = found.is_whole
         drafted = _NO_DRAFTS
-        if self._drafts and not problem.seeds:
+        if not problem.seeds:
             rest = _left(problem.budget, found.num_evaluations, spending.seconds)
             budget = drafts_budget(rest.part(0.5), problem.evaluator.cluster.num_devices)
             drafted = _drafted(replace(problem, budget=budget), self._lead)
@@ -304,7 +301,7 @@ class AgentSearch(Planner):
         )
         num_evaluations = found.num_evaluations + drafted.num_evaluations
         rest = _left(problem.budget, num_evaluations, spending.seconds)
-        searched = self._search().plan(
+        searched = LocalSearch(self._lead()).plan(
             replace(
                 problem,
                 budget=rest,
@@ -316,9 +313,6 @@ class AgentSearch(Planner):
             candidates=(*searched.candidates, *found.candidates[:1], *drafted.candidates[:1]),
             num_evaluations=num_evaluations + searched.num_evaluations,
         )
-
-    def _search(self) -> LocalSearch:
-        return LocalSearch(self._lead())
 
 
 _NO_DRAFTS = PlanResult(candidates=(), num_evaluations=0)
@@ -343,20 +337,6 @@ def _drafted(problem: Problem, lead: NewLead) -> PlanResult:
     return DraftAgent(lead=lead()).plan(problem)
 
 
-def _prepare(policy: "str | Policy", evaluator: Evaluator) -> None:
-    """Run on the smallest graph: libraries take about a second to set up at first use."""
-    from heterog.agents.improver import load_improver
-    from heterog.agents.ways import FEWEST_FOR_WAYS, draw_in, make_ways
-    from heterog.envs.pair import Pair
-
-    if evaluator.cluster.num_devices > MOST_DEVICES:
-        return
-    network = _policies.get(policy).policy if isinstance(policy, str) else policy
-    pair, count = Pair(smallest_graph(), evaluator.cluster), FEWEST_FOR_WAYS
-    draw_in(make_ways(network, [pair], count), count, np.random.default_rng(0))
-    load_improver()
-
-
 def _left(budget: Budget, evaluations: int, seconds: float) -> Budget:
     """The rest of a budget, at least a little."""
     if budget.evaluations is not None:
@@ -373,7 +353,7 @@ def policy_methods(policy: str = DEFAULT_POLICY) -> tuple[Agent, AgentSearch]:
             mistakes show early.
     """
     if policy != DEFAULT_POLICY:
-        _policies.get(policy)
+        _loaded(policy)
     return Agent(policy), AgentSearch(policy)
 
 
