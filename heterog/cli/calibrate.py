@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from heterog.cluster import Cluster
     from heterog.fidelity.comparison import Compared
     from heterog.pricing.op_fits import Measurements
 
@@ -71,12 +70,15 @@ def calibrate(
         _calibrate_on_runs(runs, output, model=model, cluster=cluster, as_json=as_json)
         return
     assert measurements
+    from heterog.cluster import Cluster
     from heterog.pricing.calibration import calibrate as fit
     from heterog.pricing.calibration import link_error
     from heterog.pricing.op_fits import Measurements, merge
 
     measured = merge([Measurements.load(path) for path in measurements])
-    target = load_cluster(cluster) if cluster else _measured_cluster(measured)
+    target = load_cluster(cluster) if cluster else None
+    if target is None and measured.cluster is not None:
+        target = Cluster.from_dict(measured.cluster)
     if measured.links and target is None:
         raise HeterogError(
             f"{measurements[0]} holds links, but not of which cluster; pass --cluster."
@@ -165,13 +167,6 @@ def _calibrate_on_runs(
 
 def _advice(output: Path) -> str:
     return f"calibration: {output} (name it in a cluster file: 'calibration: {output.name}')"
-
-
-def _measured_cluster(measured: "Measurements") -> "Cluster | None":
-    """The cluster whose links were measured, if there is one."""
-    from heterog.cluster import Cluster
-
-    return None if measured.cluster is None else Cluster.from_dict(measured.cluster)
 
 
 def _fit_tables(types: dict[str, Any], links: dict[str, Any]) -> "Iterator[Table]":
@@ -323,6 +318,7 @@ def profile(
     for source in sources:
         _check_workload(source, batch_size)
     from heterog.runtime.measure import profiler
+    from heterog.runtime.measure.detect import local_type_name
 
     measured: Measurements | None = None
     with progress_line(as_json or rank > 0) as show:
@@ -355,7 +351,7 @@ def profile(
                 tell=tell,
             )
         else:
-            kind = device_type or (named.devices[0].type.name if named else _local_type_name())
+            kind = device_type or (named.devices[0].type.name if named else local_type_name())
             measured = profiler.profile_here(
                 sources,
                 journal,
@@ -391,12 +387,6 @@ def _check_workload(source: str, batch_size: int | None) -> None:
     from heterog.zoo import load_workload
 
     load_workload(source, batch_size)
-
-
-def _local_type_name() -> str:
-    from heterog.runtime.measure.detect import local_type_name
-
-    return local_type_name()
 
 
 def _print_measured(measured: "Measurements", output: Path, *, as_json: bool) -> None:

@@ -9,6 +9,7 @@ from heterog.export.folder import Export, fill, on_used_devices
 from heterog.export.kubernetes import dns_label
 from heterog.export.ranks import RankEntry, by_host, ranks_of
 from heterog.export.torchrun import MODEL_FILE, Target, runtime_folder
+from heterog.grouped import grouped
 from heterog.search.plan import Plan
 
 TARGET = "ray"
@@ -57,29 +58,24 @@ def export_ray(plan: Plan, sources: Sequence[str] = ()) -> Export:
 
 def _groups(ranks: Sequence[RankEntry], name: str) -> list[dict[str, Any]]:
     """A worker group of KubeRay for each kind of host, in JSON, which YAML contains."""
-    kinds: dict[tuple[str, ...], list[RankEntry]] = {}
-    counts: dict[tuple[str, ...], int] = {}
-    for entries in by_host(ranks).values():
-        kind = tuple(sorted(entry.type for entry in entries))
-        kinds.setdefault(kind, entries)
-        counts[kind] = counts.get(kind, 0) + 1
+    hosts = by_host(ranks).values()
+    kinds = grouped((tuple(sorted(entry.type for entry in own)), own) for own in hosts)
     groups = []
-    for number, (kind, entries) in enumerate(kinds.items()):
+    for number, (kind, alike) in enumerate(kinds.items()):
         has = json.dumps({each: kind.count(each) for each in dict.fromkeys(kind)})
         container: dict[str, Any] = {
             "name": "node",
             "image": "heterog:latest",
             "volumeMounts": [{"name": "job", "mountPath": "/job"}],
         }
-        if num_gpus := sum(entry.has_gpu for entry in entries):
+        if num_gpus := sum(entry.has_gpu for entry in alike[0]):
             container["resources"] = {"limits": {"nvidia.com/gpu": num_gpus}}
-        count = counts[kind]
         groups.append(
             {
                 "groupName": dns_label(f"{number}-{kind[0]}", 40),
-                "replicas": count,
-                "minReplicas": count,
-                "maxReplicas": count,
+                "replicas": len(alike),
+                "minReplicas": len(alike),
+                "maxReplicas": len(alike),
                 "rayStartParams": {"resources": f"'{has}'"},
                 "template": {
                     "spec": {

@@ -112,8 +112,8 @@ def _candidates(plan: Plan) -> Iterator[Layout]:
         **_recomputation(plan),  # type: ignore[arg-type]
     )
     schedules = tuple(SCHEDULES) if len(stages) > 1 else ("", "breadth_first")
-    chunks = -(-_num_stages(plan) // len(stages))
     counts = _layers_of_stages(plan)
+    chunks, is_uneven = -(-max(len(counts), 1) // len(stages)), len(set(counts)) > 1
     for name, teams, along, dispatch in product(
         sorted(schedules, key=lambda each: each not in ("", "1f1b", "interleaved")),
         ({"tp": team}, {"cp": team}) if team > 1 else ({},),
@@ -128,7 +128,7 @@ def _candidates(plan: Plan) -> Iterator[Layout]:
                 **teams,  # type: ignore[arg-type]
                 schedule=name,
                 chunks=chunks if chunks > 1 else 0,
-                layers=counts if len(counts) == len(stages) * chunks else (),
+                layers=tuple(counts) if is_uneven and len(counts) == len(stages) * chunks else (),
                 sequence_parallel=along,
                 dispatch=dispatch,
             )
@@ -158,8 +158,8 @@ def _recomputation(plan: Plan) -> dict[str, object]:
     return {"recompute": kind, "recompute_every": every}
 
 
-def _runs(plan: Plan) -> list[list[int]]:
-    """Layers of each stage, in the order of the model."""
+def _layers_of_stages(plan: Plan) -> list[int]:
+    """Number of layers of each stage, in the order of the model."""
     starts = set(plan.strategy.schedule.chunk_starts)
     run, found = 0, list[tuple[tuple[int, tuple[int, ...]], int]]()
     in_layer = layers_of(plan.graph).of_group
@@ -167,19 +167,7 @@ def _runs(plan: Plan) -> list[list[int]]:
         run += group in starts
         if in_layer[group] != NO_LAYER:
             found.append(((run, decision.devices), in_layer[group]))
-    return [
-        sorted({layer for _, layer in each}) for _, each in groupby(found, lambda pair: pair[0])
-    ]
-
-
-def _num_stages(plan: Plan) -> int:
-    return max(len(_runs(plan)), 1)
-
-
-def _layers_of_stages(plan: Plan) -> tuple[int, ...]:
-    """Layers of each stage; empty where all have equally many."""
-    counts = tuple(map(len, _runs(plan)))
-    return counts if len(set(counts)) > 1 else ()
+    return [len({layer for _, layer in each}) for _, each in groupby(found, lambda pair: pair[0])]
 
 
 TARGET = "torchtitan"

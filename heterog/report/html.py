@@ -70,6 +70,8 @@ def report_html(plan: Plan, *, explanation: Explanation | None = None) -> str:
     timeline = plan.timeline()
     heading = f"{plan.graph.name} on {plan.cluster.name}"
     root = module_tree(plan.graph, plan.cluster, plan.strategy)
+    opened = {id(node) for level in _levels(root, _OPEN_MODULES) for node in level}
+    deepest = len(list(_levels(root, _MOST_MODULES)))
     data = view_data(timeline)
     slots = {
         "title": escape(f"heterog: {heading}"),
@@ -90,7 +92,7 @@ def report_html(plan: Plan, *, explanation: Explanation | None = None) -> str:
         "memory_label": escape(_memory_label(plan), quote=True),
         "memory_note": f"with the margin of {MEMORY_MARGIN:.0%} that predictions hold",
         "modules_note": escape(_modules_note(plan)),
-        "modules": "\n".join(_module_rows(root, plan, _opened(root), _deepest(root))),
+        "modules": "\n".join(_module_rows(root, plan, opened, deepest)),
         "methods": "\n".join(_methods(plan)),
         "provenance": "\n".join(
             f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
@@ -265,30 +267,16 @@ def _modules_note(plan: Plan) -> str:
     )
 
 
-def _opened(root: ModuleNode) -> set[int]:
-    """Identities of the modules that are open at first: level by level, while there is room."""
-    opened: set[int] = set()
+def _levels(root: ModuleNode, most: int) -> Iterator[list[ModuleNode]]:
+    """Modules level by level, while they and the level below are at most so many rows."""
     level, shown = [root], 1
     while level:
         below = [child for node in level for child in node.children.values()]
         shown += len(below)
-        if shown > _OPEN_MODULES:
-            break
-        opened |= {id(node) for node in level}
+        if shown > most:
+            return
+        yield level
         level = below
-    return opened
-
-
-def _deepest(root: ModuleNode) -> int:
-    """Largest depth of the tree at which it has at most ``_MOST_MODULES`` rows."""
-    depth, level, shown = 0, [root], 1
-    while level:
-        below = [child for node in level for child in node.children.values()]
-        shown += len(below)
-        if shown > _MOST_MODULES:
-            break
-        depth, level = depth + 1, below
-    return depth
 
 
 def _module_rows(

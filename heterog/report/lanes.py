@@ -354,39 +354,32 @@ def _encoded(values: npt.ArrayLike, kind: str) -> str:
     return base64.b64encode(np.asarray(values).astype(kind).tobytes()).decode()
 
 
-def write_trace(
-    path: str | Path,
-    timeline: Timeline,
-    *,
-    title: str = "",
-    memory: bool | Mapping[int, tuple[FloatArray, FloatArray]] = True,
-) -> None:
+def write_trace(path: str | Path, timeline: Timeline) -> None:
     """Write a trace; compressed if the name ends in ``.gz``, which Perfetto reads as well.
-
-    Args:
-        path: Path of the file.
-        timeline: Timeline to show.
-        title: Title kept in the file's metadata.
-        memory: Counters of memory: ``True`` for the timeline's own, or (seconds, bytes) by device
-            index, or ``False`` for none.
 
     Raises:
         InputFileError: the file cannot be written; no half of it is left behind.
     """
-    write_json(path, trace_document(timeline, title=title, memory=memory))
+    write_json(path, trace_document(timeline))
 
 
 def trace_document(
     timeline: Timeline,
     *,
     title: str = "",
-    memory: bool | Mapping[int, tuple[FloatArray, FloatArray]] = True,
+    memory: Mapping[int, tuple[FloatArray, FloatArray]] | None = None,
 ) -> dict[str, Any]:
-    """The trace as JSON values; see ``write_trace``."""
-    if memory is True:
-        memory = {
-            device: timeline.memory(device) for device in range(timeline.cluster.num_devices)
-        }
+    """The trace as JSON values.
+
+    Args:
+        timeline: Timeline to show.
+        title: Title kept in the metadata.
+        memory: (seconds, bytes) of counters of memory by device index; the timeline's own if
+            ``None``.
+    """
+    if memory is None:
+        devices = range(timeline.cluster.num_devices)
+        memory = {device: timeline.memory(device) for device in devices}
     return {
         "displayTimeUnit": "ms",
         "otherData": {
@@ -397,7 +390,7 @@ def trace_document(
         "traceEvents": [
             *_processes(timeline),
             *_threads_and_tasks(timeline),
-            *_counters(timeline, memory or {}),
+            *_counters(timeline, memory),
         ],
     }
 
@@ -414,7 +407,7 @@ def write_comparison(path: str | Path, predicted: Timeline, measured: Timeline) 
         InputFileError: the file cannot be written.
     """
     document = trace_document(predicted, title=f"{predicted.graph.name}: predicted and measured")
-    others = trace_document(measured, memory=False)["traceEvents"]
+    others = trace_document(measured, memory={})["traceEvents"]
     shift = predicted.cluster.num_hosts + 1
     for events, what in ((document["traceEvents"], "predicted"), (others, "measured")):
         for event in events:

@@ -22,7 +22,7 @@ from heterog.cluster.catalog import LinkKind, ListedType, NetworkKind
 from heterog.cluster.topology import Cluster
 from heterog.explain.decided import what_was_decided
 from heterog.explain.explanation import Explanation
-from heterog.explain.wording import near_limit, size_with_interval
+from heterog.explain.wording import near_limit, percent, size_with_interval
 from heterog.methods.built_in import MethodNote
 from heterog.methods.planner import MethodRow
 from heterog.report.modules import placement_lines
@@ -486,7 +486,7 @@ def _memory(explanation: Explanation, *, with_interval: bool = False) -> str:
             return f"fits, but it cannot run: {why}"
         if near:
             return f"fits, but {near}; fullest is {who}, {size}{_recomputed(explanation)}"
-        part = _percent(fullest.peak_bytes / fullest.usable_bytes)
+        part = percent(fullest.peak_bytes / fullest.usable_bytes)
         return f"fits; fullest is {who}, {size} ({part}){_recomputed(explanation)}"
     others = sum(device.lacking_bytes > 0 for device in fit.devices) - 1
     also = f", and {others} more lack some" if others else ""
@@ -525,11 +525,11 @@ def _limits(explanation: Explanation, most_places: int) -> str:
         if seconds < 0.01 * whole:
             continue
         place, most = max(places.items(), key=lambda entry: entry[1])
-        words = f"{_percent(seconds / whole)} {_LIMITS[limit]}"
+        words = f"{percent(seconds / whole)} {_LIMITS[limit]}"
         if number >= most_places:
             pass
         elif place and len(places) > 1:
-            words += f" ({_percent(most / whole)} {_ON[limit]} {place})"
+            words += f" ({percent(most / whole)} {_ON[limit]} {place})"
         elif place:
             words += f" {_ON[limit]} {place}"
         said.append(words)
@@ -538,10 +538,6 @@ def _limits(explanation: Explanation, most_places: int) -> str:
         which = "" if explanation.bound.with_op_rules else " without op rules"
         text += f"; no plan{which} can take less than {format_seconds(explanation.bound_s)}"
     return text
-
-
-def _percent(part: float) -> str:
-    return f"{100 * part:.0f} %"
 
 
 def _in_lines(text: str, room: int, most: int) -> list[str]:

@@ -69,10 +69,10 @@ def test_predicted_and_measured_lanes_side_by_side(tmp_path: Path) -> None:
 def test_trace_of_data_parallelism(tmp_path: Path) -> None:
     timeline = data_parallel()
     path = tmp_path / "trace.json"
-    write_trace(path, timeline, title="two devices")
+    write_trace(path, timeline)
     document = json.loads(path.read_text())
     assert document["displayTimeUnit"] == "ms"
-    assert document["otherData"]["title"] == "two devices"
+    assert document["otherData"]["title"] == timeline.graph.name
 
     names = {
         (event["name"], event["pid"], event["tid"]): event["args"].get("name")
@@ -115,7 +115,7 @@ def test_trace_of_data_parallelism(tmp_path: Path) -> None:
 
 def test_counters_can_be_given_or_left_out() -> None:
     timeline = data_parallel()
-    assert not events_of(trace_document(timeline, memory=False), "C")
+    assert not events_of(trace_document(timeline, memory={}), "C")
     given_ = {1: (np.array([0.0, 0.5, 0.5]), np.array([1.0, 2.0, 3.0]))}
     counters = events_of(trace_document(timeline, memory=given_), "C")
     values = [(event["pid"], event["ts"], event["args"]["bytes"]) for event in counters]
