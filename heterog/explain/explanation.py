@@ -20,7 +20,7 @@ from heterog.explain.what_if import (
     value_of_changes,
     with_idle_devices,
 )
-from heterog.methods.planner import Budget, MethodRow, Problem, Progress, Spending, Stop
+from heterog.methods.planner import ENDLESS, Budget, MethodRow, Problem, Progress, Spending, Stop
 from heterog.methods.registry import built_in_methods
 from heterog.search.judging import run_method
 from heterog.search.plan import Plan
@@ -42,7 +42,6 @@ _MANY_TASKS = 20_000
 
 _SAME_BOUND = 1e-6
 """Relative difference of a bound that rounding in a plan's file can explain."""
-_NO_LIMIT = 10**12  # evaluations
 _BASELINES_PART = 0.5
 """Part of an explanation's seconds for baselines that have no row in the plan."""
 
@@ -225,7 +224,7 @@ def explain(
     """
     plan.require_written()
     evaluator = evaluator or Evaluator(plan.graph, plan.cluster)
-    limit = Budget(evaluations=_NO_LIMIT) if seconds is None else Budget(seconds=seconds)
+    limit = ENDLESS if seconds is None else Budget(seconds=seconds)
     spending = Spending(limit, evaluator, stop=stop)
     progress("explain", 0.0, math.inf)
     order = Order[plan.order.upper()]

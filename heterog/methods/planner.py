@@ -90,6 +90,10 @@ class Budget:
         return Budget(seconds=amount * _SECONDS[match[2]])
 
 
+ENDLESS = Budget(evaluations=10**12)
+"""A budget for what only a stop ends."""
+
+
 class Stop:
     """Switch that asks all searches to return their best so far; Ctrl-C sets it.
 

@@ -281,19 +281,8 @@ class CheapestSearch:
     def offers(self) -> tuple[Offer, ...]:
         """The trades of time for money that no other beats in both, fastest first."""
         cluster = self._evaluator.cluster
-        every = []
-        for subset, row in self._found:
-            if row.step_time_s is not None:
-                used = _used(subset, row)
-                every.append(
-                    Offer(
-                        hosts=tuple(cluster.hosts[host].name for host in used),
-                        method=row.method,
-                        step_time_s=row.step_time_s,
-                        cost_per_step=row.step_time_s * rent_per_s(cluster, used),
-                    )
-                )
-        return best_trades(every)
+        fitting = ((sub, row) for sub, row in self._found if row.step_time_s is not None)
+        return best_trades(_offer(row, _used(sub, row), cluster) for sub, row in fitting)
 
     def _search(self, hosts: tuple[int, ...], part: Budget) -> None:
         subset = HostSubset(whole=self._evaluator.cluster, hosts=hosts)
@@ -432,13 +421,17 @@ def best_trades(offers: Iterable[Offer]) -> tuple[Offer, ...]:
 def offers_of_rows(rows: Iterable[MethodRow], cluster: Cluster) -> tuple[Offer, ...]:
     """The best trades among rows of a whole cluster."""
     return best_trades(
-        Offer(
-            hosts=tuple(cluster.hosts[h].name for h in used),
-            method=row.method,
-            step_time_s=row.step_time_s,
-            cost_per_step=row.step_time_s * rent_per_s(cluster, used),
-        )
+        _offer(row, hosts_used(row.candidate.strategy, cluster), cluster)
         for row in rows
         if row.step_time_s is not None and row.candidate is not None
-        for used in (hosts_used(row.candidate.strategy, cluster),)
+    )
+
+
+def _offer(row: MethodRow, used: Sequence[int], cluster: Cluster) -> Offer:
+    assert row.step_time_s is not None
+    return Offer(
+        hosts=tuple(cluster.hosts[host].name for host in used),
+        method=row.method,
+        step_time_s=row.step_time_s,
+        cost_per_step=row.step_time_s * rent_per_s(cluster, used),
     )

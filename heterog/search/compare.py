@@ -7,7 +7,7 @@ from typing import Any
 from heterog.cluster import Cluster
 from heterog.garbage import settled
 from heterog.graph.op_graph import OpGraph
-from heterog.methods.planner import Budget, MethodRow, Spending, Stop
+from heterog.methods.planner import ENDLESS, MethodRow, Spending, Stop
 from heterog.methods.registry import AUTO
 from heterog.pricing.cost_model import CostModel
 from heterog.search.allotment import (
@@ -26,8 +26,6 @@ from heterog.search.portfolio import (
 from heterog.search.request import Request, Session
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
-
-_NO_LIMIT = 10**12  # evaluations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +59,7 @@ class Comparison:
         """
         own = [row for row in self.rows if row.method != AUTO]
         evaluator = Evaluator(self.graph, self.cluster, self.cost_model)
-        spending = Spending(Budget(evaluations=_NO_LIMIT), evaluator, stop=stop)
+        spending = Spending(ENDLESS, evaluator, stop=stop)
         rows = rehearsed(IssuedSteps(evaluator), own, rehearse, every=True, spending=spending)
         auto = [row for row in self.rows if row.method == AUTO]
         if not auto:

@@ -14,6 +14,7 @@ from heterog.lowering.program import (
     Program,
     TaskKind,
 )
+from heterog.memo import kept
 from heterog.methods.planner import Candidate
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -75,8 +76,6 @@ class IssuedSteps:
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
-        self._known: dict[tuple[Strategy, Order], IssuedStep | None] = {}
-        self._turns: dict[tuple[Strategy, Order], int] = {}
 
     @property
     def num_ops(self) -> int:
@@ -85,28 +84,28 @@ class IssuedSteps:
 
     def of(self, candidate: Candidate) -> IssuedStep | None:
         """The program and order of a candidate, in the first of its orders."""
-        key = candidate.strategy, candidate.orders[0]
-        if key not in self._known:
-            is_written = self._tasks_of(candidate) <= MOST_WRITTEN
-            self._known[key] = issued_step(self._evaluator, candidate) if is_written else None
-        return self._known[key]
+        return self._step(candidate.strategy, candidate.orders[0])
+
+    @kept
+    def _step(self, strategy: Strategy, order: Order) -> IssuedStep | None:
+        if self._tasks_of(strategy) > MOST_WRITTEN:
+            return None
+        return issued_step(self._evaluator, Candidate(strategy=strategy, orders=(order,)))
 
     def num_turns(self, candidate: Candidate) -> int:
         """Turns of all ranks in a step; the number of tasks if that is large; 0 without order."""
-        key = candidate.strategy, candidate.orders[0]
-        if key not in self._turns:
-            self._turns[key] = self._count_turns(candidate)
-        return self._turns[key]
+        return self._turns(candidate.strategy, candidate.orders[0])
 
-    def _count_turns(self, candidate: Candidate) -> int:
-        num_tasks = self._tasks_of(candidate)
+    @kept
+    def _turns(self, strategy: Strategy, order: Order) -> int:
+        num_tasks = self._tasks_of(strategy)
         if num_tasks > MOST_WRITTEN:
             return 0
-        step = self.of(candidate) if num_tasks <= _MADE_AT_ONCE else None
+        step = self._step(strategy, order) if num_tasks <= _MADE_AT_ONCE else None
         return num_tasks if step is None else num_turns(step.program)
 
-    def _tasks_of(self, candidate: Candidate) -> int:
-        choice = self._evaluator.encode(candidate.strategy)
+    def _tasks_of(self, strategy: Strategy) -> int:
+        choice = self._evaluator.encode(strategy)
         return self._evaluator.tasks_of(choice._replace(num_steps=1))
 
 

@@ -24,6 +24,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.lowering import lower
 from heterog.methods.planner import (
+    ENDLESS,
     Budget,
     MethodRow,
     Planner,
@@ -71,7 +72,6 @@ from heterog.strategy.strategy import Strategy
 
 SCHEMA_VERSION = 1
 BEST = "best"
-_NO_LIMIT = 10**12  # evaluations
 _ASYNCHRONOUS = 100  # evaluations; its search tries a dozen strategies
 
 
@@ -470,8 +470,7 @@ def _spending(
     evaluator: Evaluator, seconds: float, allotment: Allotment, stop: Stop | None = None
 ) -> Spending:
     """A limit of some seconds from now on; no limit if they are infinite."""
-    endless = Budget(evaluations=_NO_LIMIT)
-    budget = endless if math.isinf(seconds) else Budget(seconds=seconds)
+    budget = ENDLESS if math.isinf(seconds) else Budget(seconds=seconds)
     return Spending(budget, evaluator, stop=stop, clock=allotment.clock)
 
 
