@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from device_models import read, rounded, write_section
-from rows import asked_of, finish, option
+from device_models import rounded, write_section
+from rows import asked_of, csv_rows, finish, option
 from scipy.optimize import least_squares
 
 from heterog.cluster.catalog import device_type, intra_link
@@ -99,7 +99,7 @@ def main() -> None:
     )
     found = grouped(
         ((device_type(row["device"]).name, row["op"], row["split"]), dict(row))
-        for row in read(arguments.data / "nccl.csv.gz")
+        for row in csv_rows(arguments.data / "nccl.csv.gz")
         if not row["device"].startswith("vTrain") and row["op"] in KINDS
     )
     rows = defaultdict(list, found)

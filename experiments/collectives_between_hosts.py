@@ -8,7 +8,6 @@ those of ``heterog.pricing.cost_model``; ``links.yaml`` has them for ``efa_p5``.
 number of hosts is that of a fit to all other numbers.
 """
 
-import csv
 import math
 import statistics
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 from published.nanotron import cluster_of
-from rows import asked_of, finish, option
+from rows import asked_of, csv_rows, finish, option
 
 RATE = cluster_of(16).nic_bandwidth_bytes_per_s(0)
 """Bytes per second that a host sends through all of its NICs."""
@@ -36,17 +35,16 @@ class Measured(NamedTuple):
 def measured(path: Path) -> list[Measured]:
     """The rows between hosts."""
     found = []
-    with path.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            hosts, devices = int(row["nodes"]), int(row["gpus"])
-            if hosts == 1:
-                continue
-            times = RATE / (float(row["busbw_GBps_mean"]) * 1e9)
-            is_tree = row["collective"] == "AllReduce"
-            if is_tree:  # over the hosts, where a ring goes through all devices
-                times *= (1.0 - 1.0 / devices) / (1.0 - 1.0 / hosts)
-            steps = math.log2(hosts) if is_tree else float(hosts)
-            found.append(Measured(row["collective"], hosts, is_tree, steps, times))
+    for row in csv_rows(path):
+        hosts, devices = int(row["nodes"]), int(row["gpus"])
+        if hosts == 1:
+            continue
+        times = RATE / (float(row["busbw_GBps_mean"]) * 1e9)
+        is_tree = row["collective"] == "AllReduce"
+        if is_tree:  # over the hosts, where a ring goes through all devices
+            times *= (1.0 - 1.0 / devices) / (1.0 - 1.0 / hosts)
+        steps = math.log2(hosts) if is_tree else float(hosts)
+        found.append(Measured(row["collective"], hosts, is_tree, steps, times))
     return found
 
 

@@ -34,9 +34,6 @@ with its own table.
 """
 
 import argparse
-import csv
-import gzip
-import json
 import math
 import re
 from collections import defaultdict
@@ -61,7 +58,7 @@ from fits.kernels import (
 from fits.layer_times import MeasuredLayers, card_of, errors_by_card, measured_layers
 from published.models import Model, graph_of
 from published.runs import a100_nodes
-from rows import asked_of, finish, option, progress
+from rows import asked_of, csv_rows, finish, option, progress
 
 from heterog.cluster.catalog import device_type, listed_type
 from heterog.cluster.topology import Execution
@@ -177,20 +174,12 @@ _WIDE_BESIDE_LAYERS = 0.3
 with this value rows of both are within 12 %."""
 
 
-def read(path: Path) -> list[Row]:
-    """Rows of a packed CSV file."""
-    with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def read_any(data: Path, *patterns: str) -> list[Row]:
     """Rows of all files that match a pattern, packed or not."""
     found: list[Row] = []
     paths = {path for each in patterns for end in ("", ".gz") for path in data.glob(each + end)}
     for path in sorted(paths):
-        opened = gzip.open if path.suffix == ".gz" else open
-        with opened(path, "rt", encoding="utf-8", newline="") as file:
-            found += csv.DictReader(file)
+        found += csv_rows(path)
     return found
 
 
@@ -309,11 +298,11 @@ def fit_family(
 def measured_kernels(data: Path) -> dict[str, dict[str, list[Row]]]:
     """Rows of each family by type."""
     tensor_cores = by_family(
-        read(data / "gemm_16bit.csv.gz"),
+        csv_rows(data / "gemm_16bit.csv.gz"),
         lambda row: "8 bit" if row["dtype"] == "fp8" else "16 bit",
     )
     torch_kernels = by_family(
-        read(data / "kernels_fp32.csv.gz"),
+        csv_rows(data / "kernels_fp32.csv.gz"),
         lambda row: "float32" if row["op"] in ("bmm", "linear")
         else STREAM_FAMILY.get(row["op"], "elementwise"),
     )  # fmt: skip
@@ -487,16 +476,16 @@ def main() -> None:
     rows = fit_all(arguments.data)
     if arguments.write:
         write_section("families", families_document(rows))
-    if arguments.json:
-        print(json.dumps({"rows": rows}))
-        return
-    for row in rows:
-        test, unseen = row["errors"], row.get("left_out")
-        line = f"{row['family']:12} {row['type']:16} {test['rows']:5} rows, median "
-        line += f"{test['median']:6.1%}, p90 {test['p90']:6.1%}"
-        if unseen:
-            line += f"; left out: median {unseen['median']:6.1%}, p90 {unseen['p90']:6.1%}"
-        print(line)
+    finish(arguments, {"rows": rows}, map(_fit_in_words, rows))
+
+
+def _fit_in_words(row: Mapping[str, Any]) -> str:
+    test, unseen = row["errors"], row.get("left_out")
+    line = f"{row['family']:12} {row['type']:16} {test['rows']:5} rows, median "
+    line += f"{test['median']:6.1%}, p90 {test['p90']:6.1%}"
+    if unseen:
+        line += f"; left out: median {unseen['median']:6.1%}, p90 {unseen['p90']:6.1%}"
+    return line
 
 
 if __name__ == "__main__":

@@ -47,13 +47,9 @@ from typing import Any
 import numpy as np
 from fits.boosting import Settings, fit_boosted
 from numpy.typing import NDArray
-from published.models import Model, graph_of
-from published_runs import (
-    by_capture,
-    few_layer_terms,
-    read_rows,
-)
-from rows import asked_of, finish, option, progress
+from published.models import Model
+from published_runs import by_capture, case_of, few_layer_terms
+from rows import asked_of, csv_rows, finish, option, progress
 from scipy.optimize import least_squares
 
 from heterog.cluster.topology import Execution
@@ -177,11 +173,7 @@ class Predictor:
         for share, run in few_layer_terms(row):
             key = (run.model, run.batch, run.layout)
             if key not in self._cases:
-                graph = graph_of(run.model, run.batch)
-                strategy = run.build(graph, run.cluster)
-                self._cases[key] = Case(
-                    graph=graph, cluster=run.cluster, strategy=strategy, measured_s=run.measured_s
-                )
+                self._cases[key] = case_of(run)
             found.append((share, key))
         return found
 
@@ -342,7 +334,7 @@ def main() -> None:
         option("--only", default="", help="regimes that begin so"),
         option("--ship", action="store_true", help="fit what ships, leaving nothing out"),
     )
-    rows = read_rows(arguments.data / "vtrain_one_node.csv")
+    rows = csv_rows(arguments.data / "vtrain_one_node.csv")
     predictor = Predictor()
     if arguments.ship:
         print(json.dumps(to_ship(rows, predictor), indent=2))

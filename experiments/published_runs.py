@@ -39,8 +39,6 @@ autograd copies five times more (``published.models.masked_in_place``).
 state, each further micro-batch takes as long as the last one.
 """
 
-import csv
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -54,7 +52,7 @@ import torch
 import transformers
 from published.models import graph_of
 from published.runs import Run, sailor_rows, vtrain_run
-from rows import asked_of, option, progress
+from rows import asked_of, csv_rows, finish, option, progress
 from torch import Tensor
 from torch.nn import functional
 
@@ -144,7 +142,7 @@ def _neusight_cluster(kind: str, count: int) -> Cluster:
 
 def one_gpu(path: Path) -> Iterable[Compared]:
     """NeuSight's training steps; mixtures of experts are left out (their routing is not known)."""
-    for row in read_rows(path):
+    for row in csv_rows(path):
         model, _, sequence, batch, *layout = row["run"].split("-")
         if model not in _SIZES:
             progress(f"{row['run']}: left out")
@@ -172,12 +170,6 @@ def one_gpu(path: Path) -> Iterable[Compared]:
         )
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a table."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 # --- vTrain --------------------------------------------------------------------------------------
 
 
@@ -185,17 +177,17 @@ def vtrain(
     path: Path, split: str, every: int, family: str, *, few_layers: bool
 ) -> Iterable[Compared]:
     """Every n-th of vTrain's rows; rows of one model and batch share a capture."""
-    rows = [row for row in read_rows(path) if row.get("split", split) == split][::every]
+    rows = [row for row in csv_rows(path) if row.get("split", split) == split][::every]
     for row in sorted(rows, key=by_capture):
         each = vtrain_run(row, 0)
         run = as_megatron_ran_it(each, Recompute.NONE)
         if few_layers and len(run.cluster.hosts) == 1:
-            predicted_s, evaluator = by_few_layers(row)
+            predicted_s, evaluator, _ = step_seconds(few_layer_terms(row))
         else:
-            predicted_s, evaluator, fits = step_seconds(run)
+            predicted_s, evaluator, fits = step_seconds(terms_of(run))
             if not fits and len(run.cluster.hosts) > 1:
                 run = as_megatron_ran_it(each, Recompute.FULL)
-                predicted_s, evaluator, _ = step_seconds(run)
+                predicted_s, evaluator, _ = step_seconds(terms_of(run))
         yield Compared(
             family=family,
             name=f"{run.model.hidden}x{run.model.layers} batch {run.batch} {run.layout}",
@@ -219,14 +211,6 @@ def by_capture(row: dict[str, str]) -> tuple[int, ...]:
 Terms = list[tuple[float, Run]]
 """Runs to simulate: the weighted sum of their seconds is the time of a step. The last is the
 largest."""
-
-
-def by_few_layers(
-    row: dict[str, str], models: DeviceModels | None = None
-) -> tuple[float, Evaluator]:
-    """Seconds of a step by two models with fewer layers."""
-    predicted_s, evaluator, _ = _of_terms(few_layer_terms(row), models)
-    return predicted_s, evaluator
 
 
 def few_layer_terms(row: dict[str, str]) -> Terms:
@@ -269,11 +253,6 @@ _SOFTMAXES_OF_A_BLOCK = 4
 """Megatron's fused softmax takes so many heads of samples at a time, and no remainder."""
 
 
-def step_seconds(run: Run, models: DeviceModels | None = None) -> tuple[float, Evaluator, bool]:
-    """Seconds of a step, of a pipeline in its steady state by two shorter ones; if it fits."""
-    return _of_terms(terms_of(run), models)
-
-
 def terms_of(run: Run) -> Terms:
     """The run itself, or two with fewer micro-batches: each further one takes the same."""
     stages = len(run.pipelines[0])
@@ -288,12 +267,12 @@ _STEADY = 2
 """Micro-batches for each stage after which a 1F1B pipeline is in its steady state."""
 
 
-def _of_terms(terms: Terms, models: DeviceModels | None) -> tuple[float, Evaluator, bool]:
+def step_seconds(terms: Terms) -> tuple[float, Evaluator, bool]:
     """Seconds of a step, the evaluator of the largest run, and whether that one fits."""
     total_s = 0.0
     for weight, run in terms:
         graph = graph_of(run.model, run.batch)
-        evaluator = Evaluator(graph, run.cluster, models)
+        evaluator = Evaluator(graph, run.cluster)
         found = evaluator.evaluate(run.build(graph, run.cluster), Order.FIFO)
         total_s += weight * found.step_time_s
     return total_s, evaluator, found.is_ok
@@ -329,17 +308,17 @@ def sailor(path: Path) -> Iterable[Compared]:
     yield from (sailor_compared(run, family, None) for run in runs)
     few = [run for run in runs if len(run.cluster.hosts) <= _FEW_HOSTS]
     if 0 < len(few) < len(runs):
-        cases = []
-        for run in few:
-            graph = graph_of(run.model, run.batch)
-            cases.append(
-                Case(graph=graph, cluster=run.cluster, strategy=run.build(graph, run.cluster),
-                     measured_s=run.measured_s)
-            )  # fmt: skip
-        models = fit_runs(cases, DeviceModels(Execution.MEGATRON)).models
+        models = fit_runs([*map(case_of, few)], DeviceModels(Execution.MEGATRON)).models
         more = [run for run in runs if len(run.cluster.hosts) > _FEW_HOSTS]
         fitted = f"{family}, fitted to one and two nodes"
         yield from (sailor_compared(run, fitted, models) for run in more)
+
+
+def case_of(run: Run) -> Case:
+    """A run as a fit takes it."""
+    graph = graph_of(run.model, run.batch)
+    strategy = run.build(graph, run.cluster)
+    return Case(graph=graph, cluster=run.cluster, strategy=strategy, measured_s=run.measured_s)
 
 
 _FEW_HOSTS = 2
@@ -477,27 +456,25 @@ def main() -> None:
         found += nanotron.swept_errors(members)
     of_vtrain = [run for run in every if run.family.startswith("vTrain")]
     formula = ordered_pairs(of_vtrain, by_formula)
-    if arguments.json:
-        document = {
-            "families": [asdict(each) for each in found],
-            "pairs_of_vtrain_by_formula": asdict(formula),
-            "told": [nanotron.told(members) for members in of_nanotron.values()],
-            "runs": [asdict(run) for run in every]
-            + [
-                asdict(each.compared) | {"is_host_bound": each.row.is_host_bound}
-                for members in of_nanotron.values()
-                for each in members
-                if each.compared is not None
-            ],
-        }
-        print(json.dumps(document, indent=2))
-        return
-    for errors in found:
-        print(in_words(errors))
-    for members in of_nanotron.values():
-        print(nanotron.told(members))
+    told = [nanotron.told(members) for members in of_nanotron.values()]
+    document = {
+        "families": [asdict(each) for each in found],
+        "pairs_of_vtrain_by_formula": asdict(formula),
+        "told": told,
+        "runs": [asdict(run) for run in every]
+        + [
+            asdict(each.compared) | {"is_host_bound": each.row.is_host_bound}
+            for members in of_nanotron.values()
+            for each in members
+            if each.compared is not None
+        ],
+    }
+    lines = [*map(in_words, found), *told]
     if formula.number:
-        print(f"a formula of one line orders {formula.ordered} of {formula.number} of vTrain's")
+        lines.append(
+            f"a formula of one line orders {formula.ordered} of {formula.number} of vTrain's"
+        )
+    finish(arguments, document, lines)
 
 
 if __name__ == "__main__":

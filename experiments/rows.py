@@ -1,6 +1,8 @@
 """Shared parts of scripts: arguments, rows that are kept as they are found, and output."""
 
 import argparse
+import csv
+import gzip
 import json
 import math
 import statistics
@@ -67,6 +69,13 @@ def read_rows(path: Path | None) -> list[dict[str, Any]]:
         except ValueError:
             progress(f"{path}: skipped a line that was cut off")
     return rows
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    """Rows of a table, which may be compressed."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def keep_row(path: Path | None, row: dict[str, Any]) -> None:

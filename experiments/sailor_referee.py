@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from published.models import Model, graph_of
-from rows import asked_of, finish, option
+from rows import asked_of, finish, option, progress
 from sailor.inputs import Inputs, read_inputs, read_plan
 from sailor.strategies import cluster_of, strategy_of
 from sailor_table import SETTINGS
@@ -82,10 +82,10 @@ def rows_of(
     found = []
     for row in rows:
         found.append(judged(row, evaluator))
-        print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+        progress(json.dumps(found[-1]))
     if options.budget:
         found.append(planned(setting, evaluator, options.budget, options.seed))
-        print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+        progress(json.dumps(found[-1]))
     return found
 
 

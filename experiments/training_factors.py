@@ -9,13 +9,12 @@ mean errors before and after on the fitted rows; ``published_runs.py`` has the r
 fitted.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import published.mpt as mpt
-from rows import asked_of, option, progress
+from rows import asked_of, finish, option, progress
 
 from heterog.fidelity.run_fit import Case, fit_runs
 from heterog.pricing.device_models.model import DeviceModels
@@ -77,20 +76,19 @@ def main() -> None:
         option("--every", type=int, default=1, help="take each so-many-th row"),
     )
     found = [fitted(arguments.data / "mpt_fsdp.csv", cards, arguments.every) for cards in TOGETHER]
-    if arguments.json:
-        print(json.dumps(found, indent=2))
-        return
+    lines = []
     for each in found:
         for card, factors in each["fitted"].items():
             shipped = each["shipped"][card]
             words = ", ".join(
                 f"{name} {factors[name]:.3f} ({shipped[name]:.3f})" for name in factors
             )
-            print(f"{card}: {words}")
-        print(
+            lines.append(f"{card}: {words}")
+        lines.append(
             f"{each['rows']} rows: {each['mean_error_before']:.1%} before, "
             f"{each['mean_error_after']:.1%} after, {each['mean_error_left_out']:.1%} left out"
         )
+    finish(arguments, found, lines)
 
 
 if __name__ == "__main__":

@@ -29,16 +29,14 @@ _HUB: Any = transformers  # its configurations take more than their types say
 class Named(nn.Module):
     """A model of ``transformers`` that is given its inputs in order, and returns its logits."""
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...], output: str = "logits") -> None:
+    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
         self.model = model
         self.names = names
-        self.output = output
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Maps inputs to one output."""
-        found = self.model(**dict(zip(self.names, inputs, strict=True)))
-        return getattr(found, self.output)
+        """Maps inputs to logits."""
+        return self.model(**dict(zip(self.names, inputs, strict=True))).logits
 
 
 def _causal(split: str, name: str, kind: str, **fixed: Any) -> None:

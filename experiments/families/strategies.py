@@ -63,12 +63,6 @@ def shares_of(graph: OpGraph, *weights: int) -> tuple[int, ...]:
     return graph.batch_size - sum(rest), *rest
 
 
-def strategies(graph: OpGraph, *, searches: bool) -> Iterator[tuple[str, Plan]]:
-    """A plan of every kind that the graph allows, by name; ends at the first that is refused."""
-    for name, make in makers(graph, searches=searches):
-        yield name, make()
-
-
 def makers(graph: OpGraph, *, searches: bool) -> Iterator[tuple[str, Callable[[], Plan]]]:
     """What makes these plans, each of which may be refused."""
     for name, make in (

@@ -6,13 +6,13 @@ embedding, fused attention. Parameters and gradients are gathered and reduced in
 have eight GPUs and eight NICs, together at the rate that the section of the table names.
 """
 
-import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import torch
+from rows import csv_rows
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -140,11 +140,10 @@ class Row:
 
 def rows_of(path: Path, split: str) -> Iterator[Row]:
     """The rows of a split in 16 bits; no parameters of 8-bit training are known."""
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            is_known = row["Model"] in SIZES and row["GPU"] in _CARDS
-            if row["split"] == split and is_known and "bf16" in row["Precision"]:
-                yield _row(row)
+    for row in csv_rows(path):
+        is_known = row["Model"] in SIZES and row["GPU"] in _CARDS
+        if row["split"] == split and is_known and "bf16" in row["Precision"]:
+            yield _row(row)
 
 
 def _row(row: dict[str, str]) -> Row:

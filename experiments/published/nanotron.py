@@ -6,12 +6,9 @@ grad_acc, gbs, status, step_s, mem_gb, polled, host_bound, split``.
 ``nanotron_program`` models that program. Hosts have 8 H100 behind EFA.
 """
 
-import csv
-import gzip
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nanotron_program import (
     PROGRAM,
@@ -24,7 +21,7 @@ from nanotron_program import (
     stages,
     strategy_of,
 )
-from rows import progress
+from rows import csv_rows, progress
 
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
@@ -47,15 +44,13 @@ _IN_A_HOST = 8
 def sweeps(folder: Path) -> Iterator[Path]:
     """The tables of a folder that have the sweep's columns."""
     for path in sorted([*folder.glob("*.csv"), *folder.glob("*.csv.gz")]):
-        with _opened(path) as file:
-            if set(next(csv.reader(file), ())) >= _COLUMNS:
-                yield path
+        if set(next(iter(csv_rows(path)), ())) >= _COLUMNS:
+            yield path
 
 
 def rows_of(path: Path, split: str) -> Iterator[Row]:
     """The rows of a split (all rows without splits), except those in which a send slept."""
-    with _opened(path) as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(path)
     is_bound = _host_bound(rows)
     for row, bound in zip(rows, is_bound, strict=True):
         if row.get("split", split) in (split, "") and row["polled"] in ("", "0", "False"):
@@ -70,19 +65,12 @@ decide, one the host, one the sums of teams, and two the host of a pipeline."""
 def calibration_rows(path: Path) -> list[Row]:
     """The five rows that a fit may use, of any split; none if one is missing."""
     found = []
-    with _opened(path) as file:
-        for row in csv.DictReader(file):
-            key = tuple(int(row[name]) for name in ("dp", "tp", "pp", "mbs"))
-            is_one = (row["model"], row["gpus"], row["zero"]) == ("1B", "16", "1")
-            if is_one and key in _CALIBRATION and row["status"] == "ok":
-                found.append(row_of(row, is_bound=False))
+    for row in csv_rows(path):
+        key = tuple(int(row[name]) for name in ("dp", "tp", "pp", "mbs"))
+        is_one = (row["model"], row["gpus"], row["zero"]) == ("1B", "16", "1")
+        if is_one and key in _CALIBRATION and row["status"] == "ok":
+            found.append(row_of(row, is_bound=False))
     return found if len(found) == len(_CALIBRATION) else []
-
-
-def _opened(path: Path) -> Any:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
 
 
 def _host_bound(rows: Sequence[dict[str, str]]) -> list[bool]:

@@ -8,12 +8,13 @@ where one device holds both; in a team or a pipeline there are two tables, whose
 Megatron-LM sums and we do not.
 """
 
-import csv
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rows import csv_rows
 
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
@@ -68,8 +69,7 @@ class Run:
 
 def vtrain_rows(path: Path) -> list[Run]:
     """Rows of vTrain's tables."""
-    with path.open(newline="") as file:
-        return [vtrain_run(row, number) for number, row in enumerate(csv.DictReader(file))]
+    return [vtrain_run(row, number) for number, row in enumerate(csv_rows(path))]
 
 
 def vtrain_run(row: dict[str, str], number: int) -> Run:

@@ -148,7 +148,7 @@ def seconds_of(polynomial: Polynomial, num_bytes: float) -> float:
     return num_bytes / 1e9 / gigabytes_per_s
 
 
-def read_inputs(folder: Path, model: str = MODEL, zone: str = ZONE) -> Inputs:
+def read_inputs(folder: Path) -> Inputs:
     """The three files of a folder.
 
     Layers are ordered by their number. Sailor's simulator takes them as they stand in the file,
@@ -157,9 +157,9 @@ def read_inputs(folder: Path, model: str = MODEL, zone: str = ZONE) -> Inputs:
     Raises:
         InputFileError: a file is missing, or holds neither model nor zone.
     """
-    times = _section(folder, "profiles_tmp", model)
-    sizes = _section(folder, "llm_info", model)
-    links = _section(folder, "multizone_bandwidths_het", zone)
+    times = _section(folder, "profiles_tmp", MODEL)
+    sizes = _section(folder, "llm_info", MODEL)
+    links = _section(folder, "multizone_bandwidths_het", ZONE)
     return Inputs(
         times={
             card: {
@@ -173,7 +173,7 @@ def read_inputs(folder: Path, model: str = MODEL, zone: str = ZONE) -> Inputs:
             ((card, int(count)), (other, int(others))): _polynomial(entry)
             for card, counts in links.items()
             for count, zones in counts.items()
-            for other, found in zones.get(zone, {}).items()
+            for other, found in zones.get(ZONE, {}).items()
             for others, entry in found.items()
         },
     )
@@ -306,12 +306,11 @@ class Plan:
         return found
 
 
-def read_plan(row: Mapping[str, Any], batch: int = BATCH) -> Plan:
+def read_plan(row: Mapping[str, Any]) -> Plan:
     """A plan in Sailor's form: ``pipeline_list`` and ``mbs``, perhaps ``gbs``.
 
     Args:
-        row: the plan.
-        batch: samples of an iteration where it does not say.
+        row: the plan; its iteration has ``BATCH`` samples where it does not say.
 
     Raises:
         StrategyError: several pipelines, a team over several nodes or larger than its node.
@@ -332,7 +331,7 @@ def read_plan(row: Mapping[str, Any], batch: int = BATCH) -> Plan:
             pipelines[0]["layers_per_stage"], pipelines[0]["tmp_per_stage"], strict=True
         )
     )
-    return Plan(stages=stages, micro_batch=int(row["mbs"]), batch=int(row.get("gbs", batch)))
+    return Plan(stages=stages, micro_batch=int(row["mbs"]), batch=int(row.get("gbs", BATCH)))
 
 
 def written(plan: Plan, zone: str) -> dict[str, Any]:

@@ -205,12 +205,15 @@ def loss_of(scores: Tensor, gains: Tensor, of: Tensor) -> Tensor:
     return told - _LISTED * listed.sum() / count
 
 
+BATCH_SIZE = 24
+"""Points of a step of ``imitate``."""
+
+
 def imitate(
     recorded: Sequence[Recorded],
     *,
     config: ImproverConfig | None = None,
     num_steps: int = 1000,
-    batch_size: int = 24,
     seed: int = 0,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Improver:
@@ -220,7 +223,6 @@ def imitate(
         recorded: Points and moves of some pairs, all points equally likely.
         config: Sizes of the network.
         num_steps: Number of steps of gradient descent.
-        batch_size: Points of a step.
         seed: Seed of everything random.
         report: Function called with each step's number and loss.
     """
@@ -232,7 +234,7 @@ def imitate(
         torch.manual_seed(seed)
         policy.train()
         for step in range(num_steps):
-            chosen = rng.integers(len(items), size=batch_size)
+            chosen = rng.integers(len(items), size=BATCH_SIZE)
             points, gains = points_of([items[number] for number in chosen])
             loss = loss_of(policy(points), gains, points.of)
             optimizer.zero_grad()

@@ -7,7 +7,6 @@ arrive, and set deadlines as factors of a job's time on one worker.
 import csv
 import io
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -146,19 +145,11 @@ def profiled_jobs() -> dict[str, ProfiledJob]:
 
 
 class RampCluster:
-    """Profiled jobs on RAMP, as ``queueing.JobCluster``.
+    """The paper's profiled jobs on its RAMP network, as ``queueing.JobCluster``."""
 
-    Args:
-        jobs: Jobs that may arrive; the paper's by default.
-        network: The network; the paper's by default.
-    """
-
-    def __init__(
-        self, jobs: Sequence[ProfiledJob] | None = None, network: RampNetwork | None = None
-    ) -> None:
-        known = list(profiled_jobs().values()) if jobs is None else jobs
-        self.jobs = {job.name: job for job in known}
-        self.network = network or RampNetwork()
+    def __init__(self) -> None:
+        self.jobs = profiled_jobs()
+        self.network = RampNetwork()
         self.num_devices = self.network.num_workers
         self.degrees = self.network.legal_degrees
         self.most_degree = MOST_PARTS
