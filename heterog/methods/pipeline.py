@@ -11,6 +11,7 @@ are also tried with recomputation and sliced updates.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations, pairwise, permutations
 
 import numpy as np
@@ -19,6 +20,7 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import FloatArray
 from heterog.graph.placement import OpRules
 from heterog.lowering.program import IntArray
+from heterog.memo import kept
 from heterog.methods.enumeration import Enumeration
 from heterog.methods.host_order import communities, in_best_order
 from heterog.methods.megatron_grid import MOST_TASKS
@@ -188,10 +190,6 @@ class _Enumeration(Enumeration[_Point]):
         self.cluster = evaluator.cluster
         self.parameters = evaluator.group_state_bytes
         self.activations = evaluator.group_saved_bytes
-        self.seconds: dict[tuple[int, int], FloatArray] = {}
-        self.rates: dict[tuple[tuple[int, ...], int], FloatArray] = {}
-        self.cuts: dict[tuple[Stages, int, bool], tuple[int, ...]] = {}
-        self.sequences: list[Stages] = []
         self.estimates: dict[Stages, float] = {}
         self.rules = rules_of_model(evaluator.graph)
         self.blocks_of_layers = layer_blocks(evaluator.graph)
@@ -260,17 +258,17 @@ class _Enumeration(Enumeration[_Point]):
 
         Sequences without an estimate come last. Estimates are kept for a resumed search.
         """
-        if not self.sequences:
-            self.sequences = [
-                each for each in stage_sequences(self.cluster) if len(each) <= self.num_groups
-            ]
-        for stages in self.sequences:
+        for stages in self._all_sequences:
             if self.estimates and self.spending.fraction >= _UNTIL_SORTED:
                 break
             if stages not in self.estimates:
                 point = next(self._balanced(stages, num_micro, order))
                 self.estimates[stages] = self._estimate(point)
-        return sorted(self.sequences, key=lambda stages: self.estimates.get(stages, np.inf))
+        return sorted(self._all_sequences, key=lambda stages: self.estimates.get(stages, np.inf))
+
+    @cached_property
+    def _all_sequences(self) -> list[Stages]:
+        return [each for each in stage_sequences(self.cluster) if len(each) <= self.num_groups]
 
     def _estimate(self, point: _Point) -> float:
         """Seconds of a point: T_max + (sum T - T_max)/m, plus the slowest stage's gradients."""
@@ -295,17 +293,16 @@ class _Enumeration(Enumeration[_Point]):
 
     def _balanced(self, stages: Stages, num_micro: int, order: Order) -> Iterator[_Point]:
         """Cuts that balance the stages' seconds, with and without regard to memory."""
-        usable = [device.usable_memory_bytes for device in self.cluster.devices]
-        room = np.array([float(min(usable[d] for d in devices)) for devices in stages])
-        limits: tuple[FloatArray, ...] = (room, np.full(len(stages), np.inf))
-        for limit in limits:
-            key = stages, num_micro, bool(np.isfinite(limit[0]))
-            if key not in self.cuts:
-                self.spending.check()
-                self.cuts[key] = self._balanced_cuts(stages, num_micro, limit)
-            yield _Point(stages, self.cuts[key], num_micro, order)
+        for is_limited in (True, False):
+            yield _Point(stages, self._cuts(stages, num_micro, is_limited), num_micro, order)
 
-    def _balanced_cuts(self, stages: Stages, num_micro: int, limit: FloatArray) -> tuple[int, ...]:
+    @kept
+    def _cuts(self, stages: Stages, num_micro: int, is_limited: bool) -> tuple[int, ...]:
+        self.spending.check()
+        limit = np.full(len(stages), np.inf)
+        if is_limited:
+            usable = [device.usable_memory_bytes for device in self.cluster.devices]
+            limit = np.array([float(min(usable[d] for d in devices)) for devices in stages])
         seconds = np.stack([self._stage_seconds(devices, num_micro) for devices in stages], axis=1)
         memory = np.stack(
             [self.parameters + self.activations / len(devices) for devices in stages], axis=1
@@ -382,28 +379,27 @@ class _Enumeration(Enumeration[_Point]):
                 for each in dict.fromkeys((smallest, replace(start, caps=1))):
                     yield replace(each, recomputing=recomputing, slices_updates=slices_updates)
 
+    @kept
     def _stage_seconds(self, devices: tuple[int, ...], num_micro: int) -> FloatArray:
         """Seconds of each group on a stage whose devices share every micro-batch."""
-        if (devices, num_micro) in self.rates:
-            return self.rates[devices, num_micro]
-        evaluator, cluster = self.problem.evaluator, self.cluster
-        graph = evaluator.graph
-        micro = graph.batch_size / num_micro
-        samples = max(round(micro / len(devices)), 1)
+        batch = self.problem.evaluator.graph.batch_size
+        samples = max(round(batch / num_micro / len(devices)), 1)
         rate = np.zeros(self.num_groups)
         for device in devices:
-            type_number = cluster.type_index[device]
-            if (type_number, samples) not in self.seconds:
-                op_seconds = evaluator.cost_model.op_seconds(
-                    graph, cluster.device_types[type_number], samples
-                )[evaluator.tables.op_id]
-                per_group = np.full(self.num_groups, 1e-9)
-                inside = evaluator.tables.op_group >= 0
-                np.add.at(per_group, evaluator.tables.op_group[inside], op_seconds[inside])
-                self.seconds[type_number, samples] = per_group
-            rate += samples / self.seconds[type_number, samples]
-        self.rates[devices, num_micro] = graph.batch_size / rate
-        return self.rates[devices, num_micro]
+            rate += samples / self._group_seconds(self.cluster.type_index[device], samples)
+        result: FloatArray = batch / rate
+        return result
+
+    @kept
+    def _group_seconds(self, type_number: int, samples: int) -> FloatArray:
+        """Seconds of each group on a type of device, and a nanosecond."""
+        evaluator, tables = self.problem.evaluator, self.problem.evaluator.tables
+        of_ops = evaluator.cost_model.op_seconds(
+            evaluator.graph, self.cluster.device_types[type_number], samples
+        )[tables.op_id]
+        of_groups, inside = np.full(self.num_groups, 1e-9), tables.op_group >= 0
+        np.add.at(of_groups, tables.op_group[inside], of_ops[inside])
+        return of_groups
 
     def _refine(self, start: _Point) -> None:
         """Move boundaries, and form or dissolve a stage's teams, while that helps."""

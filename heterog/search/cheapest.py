@@ -31,6 +31,7 @@ from typing import ClassVar
 
 from heterog.cluster.topology import Cluster
 from heterog.grouped import grouped
+from heterog.memo import kept
 from heterog.methods.changes import renumbered
 from heterog.methods.planner import Budget, Candidate, MethodRow
 from heterog.methods.registry import AUTO
@@ -243,7 +244,6 @@ class CheapestSearch:
         self._evaluator = evaluator
         self._objective = request.objective
         self._request, self._session = request, session
-        self._evaluators: dict[tuple[int, ...], Evaluator] = {}
         self._found: list[tuple[HostSubset, MethodRow]] = []
 
     def run(self, budget: Budget, allotment: Allotment) -> list[MethodRow]:
@@ -286,7 +286,7 @@ class CheapestSearch:
 
     def _search(self, hosts: tuple[int, ...], part: Budget) -> None:
         subset = HostSubset(whole=self._evaluator.cluster, hosts=hosts)
-        evaluator = self._on(subset)
+        evaluator = self._on(subset.hosts)
         request, session = self._request, self._session
         progress = session.progress
         if not subset.is_whole:
@@ -333,14 +333,11 @@ class CheapestSearch:
         ]
         return SeedPlanner("continued", again) if again else None
 
-    def _on(self, subset: HostSubset) -> Evaluator:
-        if subset.is_whole:
-            return self._evaluator
-        if subset.hosts not in self._evaluators:
-            whole = self._evaluator
-            made = Evaluator(whole.graph, subset.part, whole.cost_model)
-            self._evaluators[subset.hosts] = made
-        return self._evaluators[subset.hosts]
+    @kept
+    def _on(self, hosts: tuple[int, ...]) -> Evaluator:
+        whole = self._evaluator
+        subset = HostSubset(whole=whole.cluster, hosts=hosts)
+        return whole if subset.is_whole else Evaluator(whole.graph, subset.part, whole.cost_model)
 
     def _is_late(self) -> bool:
         """Whether even the fastest plan so far ends after the deadline."""

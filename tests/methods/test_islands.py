@@ -95,7 +95,7 @@ def test_a_host_of_unlike_cards_is_a_kind_for_each(monkeypatch: pytest.MonkeyPat
 def test_layers_on_one_device_take_what_their_ops_take() -> None:
     evaluator = Evaluator(GRAPH, MIXED)
     slices = Slices(evaluator)
-    seconds = slices.seconds(0, 1, 4, recompute=Recompute.NONE)
+    seconds = slices.seconds(0, 1, 4, Recompute.NONE)
     of_ops = evaluator.cost_model.op_seconds(GRAPH, MIXED.device_types[0], 4)
     inside = [op for op in range(GRAPH.num_ops) if slices._layer_of_op[op] >= 0]
     assert seconds.sum() == pytest.approx(of_ops[inside].sum())
@@ -112,7 +112,7 @@ def test_a_balanced_pipeline_is_estimated_by_hand() -> None:
     estimator = Estimator(slices)
     pool = (Island(0, 1, 2, 2),)
     point = Composition((pool,), 8, recompute=Recompute.NONE, zero=0)
-    whole = slices.seconds(0, 1, GRAPH.batch_size // 8, recompute=Recompute.NONE).sum()
+    whole = slices.seconds(0, 1, GRAPH.batch_size // 8, Recompute.NONE).sum()
     found = estimator.pool_seconds(pool, GRAPH.batch_size, point)
     assert found == pytest.approx((8 + 2 / 3) * whole / 2)
 

@@ -31,7 +31,8 @@ from operator import getitem
 from typing import TypeVar
 
 from heterog.methods.hap.programs import IMPOSSIBLE, SpmdPrices
-from heterog.methods.hap.segments import Action, Segments, is_parameter
+from heterog.methods.hap.segments import Action, Segments
+from heterog.methods.hap.theory import Role
 
 _Key = TypeVar("_Key")
 
@@ -123,9 +124,7 @@ class Search:
         self.width = width
         self.is_exact = True
         self._delivery = [prices.delivery(kind) for kind in segments.classes]
-        self._is_parameter = [
-            is_parameter(segments, number) for number in range(len(segments.classes))
-        ]
+        self._is_parameter = [kind.role == Role.PARAMETER for kind in segments.classes]
         self._work = [
             ([float(seconds) for seconds in self.prices.seconds[: len(action.triples), action.op]])
             for action in segments.actions

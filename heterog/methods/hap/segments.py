@@ -341,31 +341,26 @@ class Segments:
         self._check = check
         self.theory = theory
         self.folded = folded
-        self.classes: list[ValueClass] = []
         self.actions: list[Action] = []
-        self.kinds: list[Kind] = []
-        self._class_ids: dict[ValueClass, int] = {}
         self._action_ids: dict[Hashable, int] = {}
         self._kind_ids: dict[Kind, int] = {}
         gradients = {row.reads[1].value for row in theory.rows if row.is_update}
+        class_ids: dict[ValueClass, int] = {}
         self.class_of = [
-            self._intern_class(
-                ValueClass(v.num_bytes, tuple(v.forms), v.role, number in gradients)
+            class_ids.setdefault(
+                ValueClass(v.num_bytes, tuple(v.forms), v.role, number in gradients),
+                len(class_ids),
             )
             for number, v in enumerate(theory.values)
         ]
+        self.classes = tuple(class_ids)
         self.work_key = _work_keys(theory)
         signatures: dict[Hashable, int] = {}
         self.segments = [
             self._segment(begin, end, signatures) for begin, end in pairwise(folded.cuts)
         ]
         self.kinds_after = self._kinds_at_cuts()
-
-    def _intern_class(self, value_class: ValueClass) -> int:
-        if value_class not in self._class_ids:
-            self._class_ids[value_class] = len(self.classes)
-            self.classes.append(value_class)
-        return self._class_ids[value_class]
+        self.kinds = tuple(self._kind_ids)
 
     def _action(self, visit: Visit) -> int:
         row = self.theory.rows[visit.row]
@@ -387,11 +382,7 @@ class Segments:
         return self._action_ids[key]
 
     def _kind(self, value_class: int, wanted: int, awaited: bool) -> int:
-        kind = Kind(value_class, wanted, awaited)
-        if kind not in self._kind_ids:
-            self._kind_ids[kind] = len(self.kinds)
-            self.kinds.append(kind)
-        return self._kind_ids[kind]
+        return self._kind_ids.setdefault(Kind(value_class, wanted, awaited), len(self._kind_ids))
 
     def _segment(self, begin: int, end: int, signatures: dict[Hashable, int]) -> Segment:
         visits = self.folded.visits[begin:end]
@@ -456,8 +447,3 @@ def _work_keys(theory: Theory) -> list[Hashable]:
         )
         for index, op in enumerate(graph.ops)
     ]
-
-
-def is_parameter(segments: Segments, value_class: int) -> bool:
-    """Whether a class consists of parameters."""
-    return segments.classes[value_class].role == Role.PARAMETER

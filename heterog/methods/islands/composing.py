@@ -281,7 +281,7 @@ class Estimator:
         """Seconds of each layer for a micro-batch on a stage.  # [num_layers]"""
         own = max(int(np.ceil(micro / stage.teams - 1e-9)), 1)
         kind, members = stage.island.kind, stage.island.members
-        return self.slices.seconds(kind, members, own, recompute=point.recompute)
+        return self.slices.seconds(kind, members, own, point.recompute)
 
     def _memory(
         self, stages: Sequence[_Stage], micro: float, point: Composition
@@ -426,6 +426,13 @@ def with_moved_layer(point: Composition) -> Iterator[Composition]:
 def places(point: Composition) -> list[tuple[int, int]]:
     """(pool, place in it) of every island."""
     return [(p, i) for p, pool in enumerate(point.pools) for i in range(len(pool))]
+
+
+def with_island(point: Composition, place: tuple[int, int], island: Island) -> Composition:
+    """The composition with another island at a place of ``places``."""
+    pools = [list(pool) for pool in point.pools]
+    pools[place[0]][place[1]] = island
+    return replace(point, pools=tuple(map(tuple, pools)))
 
 
 def can_be_in_a_v(point: Composition) -> bool:

@@ -15,8 +15,9 @@ done both.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -38,6 +39,7 @@ from heterog.methods.islands.composing import (
     places,
     strategy_of,
     structures,
+    with_island,
     with_moved_layer,
 )
 from heterog.methods.islands.slices import Slices
@@ -70,6 +72,8 @@ UNTIL_ESTIMATED = 0.25
 """Part of the budget after which estimates end, even if some are left."""
 UNTIL_PLAIN = 0.7
 """Part of the budget after which compositions that need no estimates end."""
+
+_Vary = Callable[[Composition], Iterator[Composition]]
 
 
 class Islands(Planner):
@@ -215,11 +219,38 @@ class CompositionSearch(PointSearch[Composition]):
             if seconds == before:
                 return
 
-    def _variables(self, point: Composition) -> list["_Vary"]:
+    def _variables(self, point: Composition) -> list[_Vary]:
+        """Functions that vary a composition in one respect each."""
         of_places = [
-            each(self, *place) for place in places(point) for each in (_ByIsland, _ByHosts)
+            partial(vary, place=place)
+            for place in places(point)
+            for vary in (self._by_island, self._by_hosts)
         ]
-        return [_ByMicro(self), _ByManner(self), *of_places]
+        return [self._by_micro, self._by_manner, *of_places]
+
+    def _by_micro(self, point: Composition) -> Iterator[Composition]:
+        for power in range(self.evaluator.graph.batch_size.bit_length()):
+            if self._bounded(1 << power) == 1 << power:
+                yield replace(point, num_micro=1 << power)
+
+    def _by_manner(self, point: Composition) -> Iterator[Composition]:
+        for recompute, zero in self.manners:
+            for hides in (True, False):
+                yield from self.kept(
+                    replace(point, recompute=recompute, zero=zero, hides_messages=hides)
+                )
+
+    def _by_island(self, point: Composition, place: tuple[int, int]) -> Iterator[Composition]:
+        island = point.pools[place[0]][place[1]]
+        for other in self.options[island.kind]:
+            if other.hosts == island.hosts:
+                yield with_island(point, place, other)
+
+    def _by_hosts(self, point: Composition, place: tuple[int, int]) -> Iterator[Composition]:
+        island = point.pools[place[0]][place[1]]
+        for other in self.options[island.kind]:
+            if replace(other, hosts=island.hosts) == island != other:
+                yield with_island(point, place, other)
 
     def _estimated(self, point: Composition) -> float:
         if point not in self.estimates:
@@ -332,7 +363,7 @@ class CompositionSearch(PointSearch[Composition]):
         if [len(pool) for pool in point.pools] != [1]:
             return []
         most = point.pools[0][0].hosts
-        return [other for other in _ByHosts(self, 0, 0)(point) if other.pools[0][0].hosts < most]
+        return [other for other in self._by_hosts(point, (0, 0)) if other.pools[0][0].hosts < most]
 
     def _improves(self, other: Composition, point: Composition) -> bool:
         before, after = self.found.get(point), self.simulate(other)
@@ -456,7 +487,7 @@ class CompositionSearch(PointSearch[Composition]):
     def _on_other_hosts(self, point: Composition) -> Iterator[Composition]:
         """Compositions with more or fewer hosts of one kind, and samples divided again."""
         for place in places(point):
-            for other in _ByHosts(self, *place)(point):
+            for other in self._by_hosts(point, place):
                 seconds, samples = self.estimator.shared_out(replace(other, samples=()))
                 if np.isfinite(seconds):
                     yield replace(other, samples=samples)
@@ -493,54 +524,3 @@ class CompositionSearch(PointSearch[Composition]):
             num_micro = int(factor * point.num_micro)
             if num_micro and num_micro == self._bounded(num_micro):
                 yield replace(point, num_micro=num_micro)
-
-
-class _Vary:
-    """Variants of a composition in one respect."""
-
-    def __init__(self, search: CompositionSearch) -> None:
-        self.search = search
-
-    def __call__(self, point: Composition) -> Iterator[Composition]:
-        raise NotImplementedError
-
-
-class _ByMicro(_Vary):
-    def __call__(self, point: Composition) -> Iterator[Composition]:
-        for power in range(self.search.evaluator.graph.batch_size.bit_length()):
-            if self.search._bounded(1 << power) == 1 << power:
-                yield replace(point, num_micro=1 << power)
-
-
-class _ByManner(_Vary):
-    def __call__(self, point: Composition) -> Iterator[Composition]:
-        for recompute, zero in self.search.manners:
-            for hides in (True, False):
-                yield from self.search.kept(
-                    replace(point, recompute=recompute, zero=zero, hides_messages=hides)
-                )
-
-
-class _ByIsland(_Vary):
-    def __init__(self, search: CompositionSearch, pool: int, place: int) -> None:
-        super().__init__(search)
-        self.pool, self.place = pool, place
-
-    def __call__(self, point: Composition) -> Iterator[Composition]:
-        island = point.pools[self.pool][self.place]
-        for other in self.search.options[island.kind]:
-            if other.hosts == island.hosts:
-                yield self.with_island(point, other)
-
-    def with_island(self, point: Composition, island: Island) -> Composition:
-        pools = [list(pool) for pool in point.pools]
-        pools[self.pool][self.place] = island
-        return replace(point, pools=tuple(map(tuple, pools)))
-
-
-class _ByHosts(_ByIsland):
-    def __call__(self, point: Composition) -> Iterator[Composition]:
-        island = point.pools[self.pool][self.place]
-        for other in self.search.options[island.kind]:
-            if replace(other, hosts=island.hosts) == island != other:
-                yield self.with_island(point, other)

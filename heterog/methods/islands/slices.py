@@ -114,10 +114,6 @@ class Slices:
         self.state_bytes = self._by_layer(evaluator.group_state_bytes)
         self.parameter_bytes = self.state_bytes / (2.0 + evaluator.tables.state_ratio)
         self.kept_bytes = self._by_layer(evaluator.group_saved_bytes) / graph.batch_size
-        self._priced: dict[object, tuple[FloatArray, FloatArray]] = {}
-        self._seconds: dict[object, FloatArray] = {}
-        self._again: dict[tuple[Recompute, OpRules], npt.NDArray[np.bool_]] = {}
-        self._held: dict[Recompute, FloatArray] = {}
 
     def _by_layer(self, of_groups: FloatArray) -> FloatArray:
         return np.bincount(self.layer_of_group, of_groups, self.num_layers).astype(np.float64)
@@ -154,9 +150,8 @@ class Slices:
         ]
         return sum(rates) or np.inf
 
-    def seconds(
-        self, kind: int, members: int, samples: int, *, recompute: Recompute
-    ) -> FloatArray:
+    @kept
+    def seconds(self, kind: int, members: int, samples: int, recompute: Recompute) -> FloatArray:
         """Seconds of each layer's forward and backward pass for a micro-batch on one team.
 
         Args:
@@ -170,40 +165,36 @@ class Slices:
         """
         on = self.kinds[kind]
         links = on.link_bytes_per_s, on.link_latency_s
-        key = on.device_type, links, members, samples
-        if key not in self._priced:
-            self._priced[key] = self._price(on, members, samples)
-        if (key, recompute) not in self._seconds:
-            of_ops, sums = self._priced[key]
-            forward, backward, again = self._of_layers(of_ops, members, recompute)
-            # Weight gradients take half of the backward pass and hide the team's sums.
-            behind = backward / 2.0 + np.maximum(backward / 2.0, sums[1])
-            self._seconds[key, recompute] = forward + sums[0] + behind + again
-        return self._seconds[key, recompute]
+        of_ops, sums = self._price(on.device_type, links, members, samples)
+        forward, backward, again = self._of_layers(of_ops, members, recompute)
+        # Weight gradients take half of the backward pass and hide the team's sums.
+        behind = backward / 2.0 + np.maximum(backward / 2.0, sums[1])
+        result: FloatArray = forward + sums[0] + behind + again
+        return result
 
+    @kept
     def held_bytes(self, recompute: Recompute) -> FloatArray:
         """Activations of a sample that wait for the backward pass.  # [num_layers]"""
         if recompute == Recompute.NONE:
             return self.kept_bytes
         if recompute == Recompute.FULL:
             return RECOMPUTED * self.kept_bytes
-        if recompute not in self._held:
-            of_sample, once = freed_bytes(self._tables(()), KEEPS[recompute])
-            freed = self._by_layer(of_sample + once / self.evaluator.graph.batch_size)
-            self._held[recompute] = np.maximum(
-                self.kept_bytes - freed, RECOMPUTED * self.kept_bytes
-            )
-        return self._held[recompute]
+        of_sample, once = freed_bytes(self._tables(()), KEEPS[recompute])
+        freed = self._by_layer(of_sample + once / self.evaluator.graph.batch_size)
+        return np.maximum(self.kept_bytes - freed, RECOMPUTED * self.kept_bytes)
 
-    def _price(self, kind: Kind, members: int, samples: int) -> tuple[FloatArray, FloatArray]:
-        """Seconds of ops, and of the sums of a team.
+    @kept
+    def _price(
+        self, type_number: int, links: tuple[float, float], members: int, samples: int
+    ) -> tuple[FloatArray, FloatArray]:
+        """Seconds of ops, and of the sums of a team over links (bytes per second, latency).
 
         Returns:
             Seconds of each op.  # [num_ops]
             Forward and backward.  # [2, num_layers]
         """
         evaluator = self.evaluator
-        device_type = evaluator.cluster.device_types[kind.device_type]
+        device_type = evaluator.cluster.device_types[type_number]
         if members == 1:
             of_ops = evaluator.cost_model.op_seconds(evaluator.graph, device_type, samples)
             return of_ops, np.zeros((2, self.num_layers))
@@ -214,10 +205,10 @@ class Slices:
         flops = (plan.flops_fixed + units * plan.flops_per_unit) * part[:, 0]
         moved = plan.bytes_fixed * part[:, 1] + units * plan.bytes_per_unit * part[:, 2]
         of_ops = evaluator.cost_model.work_seconds(evaluator.graph, device_type, flops, moved)
-        summed, count = self._summed
+        (summed, count), (bytes_per_s, latency_s) = self._summed, links
         share = samples / evaluator.graph.batch_size
-        ring = 2.0 * (members - 1) / members * share / kind.link_bytes_per_s
-        sums = summed * ring + count * (2.0 * (members - 1) * kind.link_latency_s)
+        ring = 2.0 * (members - 1) / members * share / bytes_per_s
+        sums = summed * ring + count * (2.0 * (members - 1) * latency_s)
         return of_ops, sums
 
     def _of_layers(self, of_ops: FloatArray, members: int, recompute: Recompute) -> FloatArray:
@@ -241,17 +232,16 @@ class Slices:
     def _tables(self, rules: OpRules) -> GraphTables:
         return graph_tables(self.evaluator.graph, rules, layer_blocks(self.evaluator.graph))
 
+    @kept
     def _done_again(self, recompute: Recompute, rules: OpRules) -> npt.NDArray[np.bool_]:
         """Ops of repeated layers that run again where layers recompute.  # [num_ops]"""
-        if (recompute, rules) not in self._again:
-            graph = self.evaluator.graph
-            found = np.zeros(graph.num_ops, np.bool_)
-            if recompute != Recompute.NONE:
-                tables = self._tables(rules)
-                found[tables.op_id[runs_again(tables, KEEPS[recompute])]] = True
-            in_layer = np.array(layers_of(graph).of_group)[group_ops(graph).group] != NO_LAYER
-            self._again[recompute, rules] = found & in_layer
-        return self._again[recompute, rules]
+        graph = self.evaluator.graph
+        found = np.zeros(graph.num_ops, np.bool_)
+        if recompute != Recompute.NONE:
+            tables = self._tables(rules)
+            found[tables.op_id[runs_again(tables, KEEPS[recompute])]] = True
+        found &= np.array(layers_of(graph).of_group)[group_ops(graph).group] != NO_LAYER
+        return found
 
     @cached_property
     def _plan(self) -> AxisPlan:

@@ -14,6 +14,7 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError, named
 from heterog.graph.op_graph import OpGraph
 from heterog.grouped import grouped
+from heterog.memo import kept
 from heterog.methods.planner import Budget
 from heterog.search.arrivals.queueing import JobFeatures, Place
 from heterog.search.arrivals.ramp import (
@@ -85,32 +86,28 @@ class EvaluatedCluster:
         self.most_degree = cluster.num_devices
         self.num_planned = 0
         self._steps: dict[tuple[object, ...], _Step] = {}
-        self._alone_s: dict[str, float] = {}
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Names of the jobs."""
         return tuple(self.jobs)
 
+    @kept
     def alone_s(self, kind: str) -> float:
         """Seconds on the fastest device; if none holds the job, device seconds on the fewest.
 
         Raises:
             HeterogError: not even all devices hold it.
         """
-        if kind not in self._alone_s:
-            for degree in self.degrees:
-                place = self.place(kind, degree, 0)
-                if place is not None:
-                    self._alone_s[kind] = degree * place.seconds
-                    break
-            else:
-                raise HeterogError(
-                    f"job '{kind}' does not fit into the memory of cluster '{self.cluster.name}', "
-                    f"not on all {self.num_devices} devices by {', '.join(self.methods)} or "
-                    f"{', '.join(IF_TOO_LARGE)}; reduce its batch_size or give it more devices."
-                )
-        return self._alone_s[kind]
+        for degree in self.degrees:
+            place = self.place(kind, degree, 0)
+            if place is not None:
+                return degree * place.seconds
+        raise HeterogError(
+            f"job '{kind}' does not fit into the memory of cluster '{self.cluster.name}', "
+            f"not on all {self.num_devices} devices by {', '.join(self.methods)} or "
+            f"{', '.join(IF_TOO_LARGE)}; reduce its batch_size or give it more devices."
+        )
 
     def features(self, kind: str) -> JobFeatures:
         """What a scheduler may see of a job."""
