@@ -289,7 +289,13 @@ class _Propagation:
             made[tensor] = place
         work = np.array(
             [
-                op_work(graph, index, made, self.needed[index], self._units(index))
+                op_work(
+                    graph,
+                    index,
+                    [made[tensor] for tensor in graph.outputs[index]],
+                    self.needed[index],
+                    self._units(index),
+                )
                 for index in range(graph.num_ops)
             ],
             np.float64,

@@ -71,7 +71,13 @@ def batch_plan(graph: OpGraph) -> BatchPlan:
         ):
             placements, needed, specials, unruled, follows = second
     costs = [
-        op_work(graph, index, placements, _read(needed[index], special), graph.batch_size)
+        op_work(
+            graph,
+            index,
+            [placements[tensor] for tensor in graph.outputs[index]],
+            _read(needed[index], special),
+            graph.batch_size,
+        )
         for index, special in enumerate(specials)
     ]
     columns = np.array(costs, np.float64).reshape(graph.num_ops, 4)
@@ -469,7 +475,7 @@ def _num_conversions(
 def op_work(
     graph: OpGraph,
     index: int,
-    placements: Sequence[Placement],
+    outputs: Sequence[Placement],
     needed: tuple[Placement, ...],
     units: int,
 ) -> tuple[float, float, float, float]:
@@ -481,7 +487,6 @@ def op_work(
     if graph.is_view[index]:
         return 0.0, 0.0, 0.0, 0.0
     op = graph.ops[index]
-    outputs = [placements[tensor] for tensor in graph.outputs[index]]
     batched = any(place.is_split for place in (*needed, *outputs))
     sizes = [
         *zip(op.inputs, needed, strict=True),

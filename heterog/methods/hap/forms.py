@@ -118,79 +118,67 @@ class Rulebook:
         return form if form.kind == "R" else self._source(self.call_id[view], form, output)
 
     @kept
-    def _split_rules(
-        self, number: int, units: int, outers: tuple[int, ...]
-    ) -> tuple[RuleResult, ...]:
-        return _split_rules(self._calls[number], units, outers)
-
-    @kept
-    def _unsplit_rules(self, number: int) -> tuple[RuleResult, ...]:
-        return _unsplit_rules(self._calls[number])
-
-    @kept
     def _passed(self, number: int, form: Form, output: int) -> Form | None:
-        return _passed(self._calls[number], form, output)
+        call = self._calls[number]
+        if not fits(call.inputs[0].shape, form):
+            return None
+        result = propagate(call, (form.placement,), max(form.units, 1))
+        if result is None or result.inputs[0] != form.placement:
+            return None
+        made = form_of(result.outputs[output], form.units)
+        return made if made.kind == form.kind else None
 
     @kept
     def _source(self, number: int, form: Form, output: int) -> Form | None:
-        return _source(self._calls[number], form, output)
+        if form.kind == "P":
+            return form if self._passed(number, form, output) == form else None
+        call = self._calls[number]
+        shape, to = call.inputs[0].shape, call.outputs[output].shape
+        trials = [Form("S", dim, form.outer, form.units) for dim in range(len(shape))]
+        back = split_after_view(to, shape, form.placement, form.units)
+        if back is not None and math.prod(shape) == math.prod(to):
+            trials.insert(0, form_of(back, form.units))
+        if form.outer != 1:
+            trials += [Form("S", dim, 1, form.units) for dim in range(len(shape))]
+        return next((each for each in trials if self._passed(number, each, output) == form), None)
 
+    @kept
+    def _split_rules(
+        self, number: int, units: int, outers: tuple[int, ...]
+    ) -> tuple[RuleResult, ...]:
+        call, found = self._calls[number], dict[RuleResult, None]()
+        whole = [R] * len(call.inputs)
+        for i, meta in enumerate(call.inputs):
+            for dim, size in enumerate(meta.shape):
+                for outer in outers:
+                    if size == 0 or size % (outer * units):
+                        continue
+                    given = [*whole[:i], S(dim, outer), *whole[i + 1 :]]
+                    result = propagate(call, tuple(given), units)
+                    if result is not None and _is_settled(call, result, units):
+                        found[result] = None
+        return tuple(found)
 
-def _passed(call: OpCall, form: Form, output: int) -> Form | None:
-    if not fits(call.inputs[0].shape, form):
-        return None
-    result = propagate(call, (form.placement,), max(form.units, 1))
-    if result is None or result.inputs[0] != form.placement:
-        return None
-    made = form_of(result.outputs[output], form.units)
-    return made if made.kind == form.kind else None
-
-
-def _source(call: OpCall, form: Form, output: int) -> Form | None:
-    if form.kind == "P":
-        return form if _passed(call, form, output) == form else None
-    shape, to = call.inputs[0].shape, call.outputs[output].shape
-    trials = [Form("S", dim, form.outer, form.units) for dim in range(len(shape))]
-    back = split_after_view(to, shape, form.placement, form.units)
-    if back is not None and math.prod(shape) == math.prod(to):
-        trials.insert(0, form_of(back, form.units))
-    if form.outer != 1:
-        trials += [Form("S", dim, 1, form.units) for dim in range(len(shape))]
-    return next((trial for trial in trials if _passed(call, trial, output) == form), None)
-
-
-def _split_rules(call: OpCall, units: int, outers: tuple[int, ...]) -> tuple[RuleResult, ...]:
-    found: dict[RuleResult, None] = {}
-    whole = [R] * len(call.inputs)
-    for i, meta in enumerate(call.inputs):
-        for dim, size in enumerate(meta.shape):
-            for outer in outers:
-                if size == 0 or size % (outer * units):
-                    continue
-                given = [*whole[:i], S(dim, outer), *whole[i + 1 :]]
-                result = propagate(call, tuple(given), units)
-                if result is not None and _is_settled(call, result, units):
-                    found[result] = None
-    return tuple(found)
-
-
-def _unsplit_rules(call: OpCall) -> tuple[RuleResult, ...]:
-    count = len(call.inputs)
-    trials = [(R,) * count]
-    if 0 < count <= _MOST_PARTIAL:
-        trials += [
-            tuple(P if mask >> i & 1 else R for i in range(count)) for mask in range(1, 1 << count)
-        ]
-    elif count:
-        trials.append((P,) * count)
-    found: dict[RuleResult, None] = {}
-    for given in trials:
-        result = propagate(call, given, 1)
-        if result is None:
-            return (RuleResult((R,) * count, (R,) * len(call.outputs)),)
-        if result.inputs == given and all(p.kind in "RP" for p in result.outputs):
-            found[result] = None
-    return tuple(found)
+    @kept
+    def _unsplit_rules(self, number: int) -> tuple[RuleResult, ...]:
+        call = self._calls[number]
+        count = len(call.inputs)
+        trials = [(R,) * count]
+        if 0 < count <= _MOST_PARTIAL:
+            trials += [
+                tuple(P if mask >> i & 1 else R for i in range(count))
+                for mask in range(1, 1 << count)
+            ]
+        elif count:
+            trials.append((P,) * count)
+        found: dict[RuleResult, None] = {}
+        for given in trials:
+            result = propagate(call, given, 1)
+            if result is None:
+                return (RuleResult((R,) * count, (R,) * len(call.outputs)),)
+            if result.inputs == given and all(p.kind in "RP" for p in result.outputs):
+                found[result] = None
+        return tuple(found)
 
 
 _MOST_PARTIAL = 3

@@ -6,7 +6,7 @@ that of its padded or uneven volume. Sizes are bytes. Unlike the paper's code, l
 each conversion uses the cheapest of the allowed algorithms.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +15,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import batch_plan, op_work
 from heterog.graph.op_graph import FloatArray
-from heterog.graph.placement import OpRule, OpRules, Placement
+from heterog.graph.placement import OpRule, OpRules
 from heterog.lowering.channels import ChannelTable
 from heterog.memo import kept
 from heterog.methods.hap.forms import Form
@@ -114,25 +114,9 @@ def _amounts(theory: Theory, row: Row, triple: Triple) -> tuple[float, ...]:
             float(plan.bytes_fixed[row.op]),
             float(plan.bytes_per_sample[row.op]) * batch,
         )
-    placements = dict(zip(graph.outputs[row.op], triple.rule.outputs, strict=True))
-    units = triple.rule.units
-    fixed, each, bytes_fixed, bytes_each = op_work(
-        graph, row.op, _ByTensor(placements), triple.rule.inputs, units
-    )
+    rule, units = triple.rule, triple.rule.units
+    fixed, each, bytes_fixed, bytes_each = op_work(graph, row.op, rule.outputs, rule.inputs, units)
     return fixed, each * units, bytes_fixed, bytes_each * units
-
-
-class _ByTensor(Sequence[Placement]):
-    """Placements of an op's outputs, looked up by tensor."""
-
-    def __init__(self, placements: Mapping[int, Placement]) -> None:
-        self._placements = placements
-
-    def __len__(self) -> int:
-        return len(self._placements)
-
-    def __getitem__(self, tensor):  # type: ignore[no-untyped-def]
-        return self._placements[tensor]
 
 
 class SpmdPrices:
@@ -349,7 +333,6 @@ class Delivery:
                 for j in forms:
                     price[i][j] = min(price[i][j], price[i][k] + price[k][j])
         self._price: dict[tuple[int, int], float] = {}
-        self._all: dict[int, list[float]] = {}
 
     def price(self, made: int, wanted: int) -> float:
         """Seconds from form ``made`` to all forms in the bit set ``wanted``."""
@@ -365,10 +348,9 @@ class Delivery:
     def _look_up(self, made: int, wanted: int) -> float:
         if wanted & (wanted - 1) == 0:
             return self.conversions[made][wanted.bit_length() - 1]
-        if made not in self._all:
-            self._all[made] = self._grow(made)
-        return min(self._all[made][wanted | 1 << made], IMPOSSIBLE)
+        return min(self._grow(made)[wanted | 1 << made], IMPOSSIBLE)
 
+    @kept
     def _grow(self, made: int) -> list[float]:
         """Seconds from form ``made`` to every set of forms, or to a larger set."""
         count = len(self.conversions)

@@ -246,7 +246,7 @@ class _Builder:
             for read, known, place in zip(row.reads, seen, rule.inputs, strict=True):
                 form = form_of(place, units)
                 if place.kind == "S" and form not in known:
-                    source = self._source(read, form)
+                    source = self._before(read.views, form)
                     if source is not None:
                         self._add(read.value, source, grown)
             for write, place in zip(row.writes, rule.outputs, strict=True):
@@ -299,9 +299,6 @@ class _Builder:
         for view, output in reversed(views):
             source = self.rules.before(view, source, output) if source else None
         return source
-
-    def _source(self, read: Read, form: Form) -> Form | None:
-        return self._before(read.views, form)
 
     def _split_rules(
         self, row: Row, seen: list[dict[Form, Form]], made: list[dict[Form, int]]
@@ -360,7 +357,7 @@ class _Builder:
             if value.role == Role.FREE or place.kind == "L":
                 continue
             # If no form of the value gives this split, it is sliced from the whole value.
-            form = self._source(read, form_of(place, units)) or WHOLE
+            form = self._before(read.views, form_of(place, units)) or WHOLE
             needs[read.value, value.forms.get(form, 0)] = None
         makes = tuple(
             (write, self.values[write].forms[form_of(place, units)])
@@ -375,7 +372,7 @@ class _Builder:
         stored, made = self.values[parameter.value], self.values[gradient.value]
         found = []
         for form, number in stored.forms.items():
-            source = self._source(gradient, form)
+            source = self._before(gradient.views, form)
             if source is not None and source in made.forms:
                 needs = ((parameter.value, number), (gradient.value, made.forms[source]))
                 found.append(Triple(needs, (), form.units, None))
