@@ -336,8 +336,7 @@ def beside_s(row: Row, models: DeviceModels, cluster: Cluster, step_s: float) ->
     layout, sizes, channels = row.layout, row.sizes, ChannelTable(cluster)
 
     def of(number: int, payload: float) -> float:
-        found = models.channel_seconds(cluster, channels[number])
-        return found.latency(payload) + payload * found.seconds_per_byte
+        return models.channel_seconds(cluster, channels[number]).seconds(payload)
 
     def of_stage(stage: int, parameters: float, *, members: int) -> tuple[float, float]:
         first, step = stage * layout.dp * layout.tp, layout.tp // members

@@ -312,7 +312,10 @@ class Cluster:
             "host_of": tuple(d.host_index for d in self.devices),
             "host_kind": tuple(
                 kinds.setdefault(
-                    (*_kind_of(host, [self.devices[d] for d in own]), _sides(self.pairs, index)),
+                    (
+                        *kind_of_host(host, [self.devices[d] for d in own]),
+                        _sides(self.pairs, index),
+                    ),
                     len(kinds),
                 )
                 for index, (host, own) in enumerate(zip(self.hosts, members, strict=True))
@@ -539,7 +542,7 @@ class Cluster:
         return cluster_from_dict(record)
 
 
-def _kind_of(host: Host, devices: Iterable[Device]) -> tuple[object, ...]:
+def kind_of_host(host: Host, devices: Iterable[Device]) -> tuple[object, ...]:
     """The properties that equal hosts share: all but names and quotas."""
     return (
         tuple((device.type, device.usable_memory_bytes) for device in devices),

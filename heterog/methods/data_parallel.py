@@ -17,7 +17,7 @@
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import combinations, islice
 from typing import NamedTuple
@@ -26,6 +26,7 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.grouping import group_ops
+from heterog.grouped import grouped
 from heterog.lowering.channels import proportional_slices
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem, StrategySearch
 from heterog.simulator.engine import Order
@@ -72,6 +73,24 @@ def uniform_strategy(
         first_bucket_bytes=first_bucket_bytes,
         step_barrier=step_barrier,
     )
+
+
+def replicated(
+    cluster: Cluster, devices: tuple[int, ...], shares: tuple[int, ...], sync: Sync
+) -> Decision:
+    """Replicas on devices; slices, where the synchronisation has them, in proportion to links."""
+    if len(devices) == 1:
+        return Decision(devices=devices, shares=shares)
+    slices = proportional_slices(cluster, devices) if sync.takes_slices else ()
+    return Decision(devices=devices, shares=shares, sync=sync, slices=slices)
+
+
+def starts_of(
+    batch: int, speeds: Sequence[float], devices: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """Shares of some devices: in proportion to speed, and even."""
+    by_speed = split_in_proportion(batch, tuple(speeds[device] for device in devices))
+    return list(dict.fromkeys([by_speed, split_evenly(batch, len(devices))]))
 
 
 def even_shares(evaluator: Evaluator) -> tuple[int, ...]:
@@ -330,12 +349,7 @@ class _Enumeration(Trials):
         found = [
             Replicas(devices, shares)
             for devices in class_sets(cluster)
-            for shares in dict.fromkeys(
-                (
-                    split_in_proportion(batch, [speeds[device] for device in devices]),
-                    split_evenly(batch, len(devices)),
-                )
-            )
+            for shares in starts_of(batch, speeds, devices)
         ]
         return sorted(found, key=roughly_s)
 
@@ -377,18 +391,11 @@ class _Enumeration(Trials):
         buckets: Buckets = NO_BUCKETS,
         homes: tuple[int, ...] | None = None,
     ) -> Evaluation | None:
-        devices, shares = replicas
-        cluster = self.evaluator.cluster
-        if len(devices) == 1:
-            decision = Decision(devices=devices, shares=shares)
-        else:
-            slices = proportional_slices(cluster, devices) if sync.takes_slices else ()
-            decision = Decision(devices=devices, shares=shares, sync=sync, slices=slices)
-        sizes = split_evenly(sum(shares), num_micro)
+        cluster, sizes = self.evaluator.cluster, split_evenly(sum(replicas.shares), num_micro)
         return self.judge(
             uniform_strategy(
                 self.evaluator,
-                decision,
+                replicated(cluster, *replicas, sync),
                 homes=homes,
                 bucket_bytes=buckets.others,
                 first_bucket_bytes=buckets.first,
@@ -439,9 +446,11 @@ def _fits(found: Evaluation | None) -> bool:
 
 def class_sets(cluster: Cluster) -> list[tuple[int, ...]]:
     """Devices of all hosts, then of ever fewer kinds of hosts."""
-    classes: dict[int, list[int]] = {}
-    for host, kind in enumerate(cluster.host_kind):
-        classes.setdefault(kind, []).extend(cluster.host_devices(host))
+    classes = grouped(
+        (kind, device)
+        for host, kind in enumerate(cluster.host_kind)
+        for device in cluster.host_devices(host)
+    )
     sets = (
         tuple(sorted(device for devices in chosen for device in devices))
         for size in range(len(classes), 0, -1)

@@ -205,8 +205,7 @@ class _Search:
 
     def _is_annealed(self) -> bool:
         """Whether annealing must end, because simulations need the rest of the seconds."""
-        is_timed = self.problem.budget.seconds is not None
-        return self.spending.is_cut or (is_timed and self.spending.fraction >= ANNEALED_PART)
+        return self.spending.is_past(ANNEALED_PART)
 
     def _moved(self, order: IntArray, rng: np.random.Generator) -> IntArray:
         """An order with some hosts of one kind elsewhere."""

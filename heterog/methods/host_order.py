@@ -20,7 +20,8 @@ from itertools import combinations
 
 import numpy as np
 
-from heterog.cluster.topology import Cluster
+from heterog.cluster.topology import Cluster, kind_of_host
+from heterog.grouped import grouped
 from heterog.lowering.channels import ChannelKind
 from heterog.lowering.program import FloatArray, IntArray, Program
 from heterog.methods.changes import renumbered
@@ -174,15 +175,10 @@ def _slowest(inverse: FloatArray, members: IntArray) -> FloatArray:
 
 def hosts_by_kind(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     """Hosts of each kind, kinds in order of their first host."""
-    kinds: dict[object, list[int]] = {}
-    for index, host in enumerate(cluster.hosts):
-        devices = (cluster.devices[device] for device in cluster.host_devices(index))
-        key = (
-            tuple((device.type, device.usable_memory_bytes) for device in devices),
-            host.intra,
-            (host.nic_line_rate_bytes_per_s, host.num_nics, host.nic_latency_s, host.collectives),
-        )
-        kinds.setdefault(key, []).append(index)
+    kinds = grouped(
+        (kind_of_host(host, (cluster.devices[d] for d in cluster.host_devices(index))), index)
+        for index, host in enumerate(cluster.hosts)
+    )
     return tuple(map(tuple, kinds.values()))
 
 

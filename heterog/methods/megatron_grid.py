@@ -10,13 +10,14 @@ the fastest to the leanest; after every few shapes, the manner of the best one i
 that is cut short returns the best so far.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd, prod
 
 import numpy as np
 
+from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import Phase
 from heterog.memo import kept
@@ -82,8 +83,6 @@ class _Grid(PointSearch[_Point]):
         self.graph, self.cluster = evaluator.graph, evaluator.cluster
         self.speeds = evaluator.speeds
         self.num_layers = len(layers_of(self.graph).names)
-        self.parameters = float(evaluator.group_state_bytes.sum())
-        self.activations = float(evaluator.group_saved_bytes.sum()) / self.graph.batch_size
         experts = expert_weights(self.graph, range(self.graph.num_ops))
         shapes = [self.graph.tensors[weight].shape for weight in experts]
         self.num_experts = min((shape[0] for shape in shapes), default=0)
@@ -199,7 +198,7 @@ class _Grid(PointSearch[_Point]):
     def _until_it_fits(self, point: _Point) -> Iterator[_Point]:
         """A point in ever leaner manners, without those that cannot fit."""
         made = self._manners(point)
-        fitting = [each for each in made if self._least_bytes(each) <= self._room(each)]
+        fitting = [each for each in made if self._may_fit(each)]
         yield from fitting or made[-1:]
 
     def _manners(self, point: _Point) -> list[_Point]:
@@ -244,7 +243,7 @@ class _Grid(PointSearch[_Point]):
                 layers=() if chunks > 1 else layout.layers,
             )
             point = replace(start, layout=varied)
-            if self._least_bytes(point) <= self._room(point):
+            if self._may_fit(point):
                 yield point
 
     def _recomputations(self, start: _Point) -> list[Recompute]:
@@ -350,13 +349,10 @@ class _Grid(PointSearch[_Point]):
         return slowest_s
 
     def _least_bytes(self, point: _Point) -> float:
-        here = 1.0 - self.in_experts * (1.0 - 1.0 / point.layout.ep)
-        ratio = self.graph.optimizer_state_ratio
-        return least_bytes(point.layout, self.parameters * here, self.activations, ratio)
+        return least_bytes(self.evaluator, point.layout, self.in_experts)
 
-    def _room(self, point: _Point) -> float:
-        """Bytes of the roomiest device; a layout that does not fit there fits nowhere."""
-        return max(self.cluster.devices[d].usable_memory_bytes for d in point.devices)
+    def _may_fit(self, point: _Point) -> bool:
+        return self._least_bytes(point) <= most_room(self.cluster, point.devices)
 
 
 def _in_manner(
@@ -393,22 +389,27 @@ def _schedules(layout: Layout, num_micro: int, num_layers: int) -> Iterator[tupl
         yield "zero_bubble_v", 2
 
 
-def least_bytes(
-    layout: Layout, parameters: float, activations: float, state_ratio: float
-) -> float:
+def least_bytes(evaluator: Evaluator, layout: Layout, in_experts: float = 0.0) -> float:
     """Least bytes that a device holds, on average over the stages.
 
     Args:
+        evaluator: Evaluator of the model.
         layout: The layout.
-        parameters: Bytes of all parameters with their gradients and optimizer state.
-        activations: Bytes of a sample's activations.
-        state_ratio: Bytes of optimizer state for each byte of a parameter.
+        in_experts: Part of the parameters that belongs to experts.
     """
-    parts = layout.tp * layout.pp
+    parts, state_ratio = layout.tp * layout.pp, evaluator.graph.optimizer_state_ratio
+    here = 1.0 - in_experts * (1.0 - 1.0 / layout.ep)
+    parameters = float(evaluator.group_state_bytes.sum()) * here
+    activations = float(evaluator.group_saved_bytes.sum()) / evaluator.graph.batch_size
     own = parameters / (2.0 + state_ratio) / parts
     sliced = {0: 0.0, 1: state_ratio, 2: state_ratio + 1.0, 3: state_ratio + 2.0}[layout.zero]
     static = own * (2.0 + state_ratio - sliced * (1.0 - 1.0 / layout.dp))
     return static + surely_kept(layout.recompute) * activations * layout.micro_batch / parts
+
+
+def most_room(cluster: Cluster, devices: Iterable[int]) -> float:
+    """Bytes of the roomiest of some devices; a layout that does not fit there fits nowhere."""
+    return max(cluster.devices[device].usable_memory_bytes for device in devices)
 
 
 def uniform_layouts(

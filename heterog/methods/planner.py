@@ -183,6 +183,10 @@ class Spending:
         assert self._budget.seconds is not None
         return self.seconds / self._budget.seconds
 
+    def is_past(self, part: float) -> bool:
+        """Whether the time is over, or a part of a budget of seconds is spent."""
+        return self.is_cut or (self._budget.seconds is not None and self.fraction >= part)
+
     def check(self) -> None:
         """Leave the block of ``limits`` if time is up; for long loops without evaluations.
 

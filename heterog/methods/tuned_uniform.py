@@ -8,9 +8,8 @@ buckets, whichever is better; a full update on every rank; the best of the three
 from collections.abc import Iterator
 
 from heterog.cluster.topology import Cluster
-from heterog.lowering.channels import proportional_slices
 from heterog.lowering.space import device_sets
-from heterog.methods.data_parallel import Trials, uniform_strategy
+from heterog.methods.data_parallel import Trials, replicated, uniform_strategy
 from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_in_proportion
@@ -32,15 +31,9 @@ def tuned_decision(
     evaluator: Evaluator, devices: tuple[int, ...], speeds: tuple[float, ...]
 ) -> Decision:
     """Replicas on some devices: shares in proportion to speed, slices to rates of NICs."""
-    batch = evaluator.graph.batch_size
-    if len(devices) == 1:
-        return Decision(devices=devices, shares=(batch,))
-    return Decision(
-        devices=devices,
-        shares=split_in_proportion(batch, tuple(speeds[device] for device in devices)),
-        sync=Sync.REDUCE_SCATTER_ALL_GATHER,
-        slices=proportional_slices(evaluator.cluster, devices),
-    )
+    weights = tuple(speeds[device] for device in devices)
+    shares = split_in_proportion(evaluator.graph.batch_size, weights)
+    return replicated(evaluator.cluster, devices, shares, Sync.REDUCE_SCATTER_ALL_GATHER)
 
 
 class TunedUniform(Planner):

@@ -126,6 +126,10 @@ class ChannelSeconds(NamedTuple):
         """Seconds of an operation before its bytes move at full rate."""
         return self.latency_s + min(self.fill_s, payload * self.fill_s_per_byte)
 
+    def seconds(self, payload: float) -> float:
+        """Seconds of an operation from start to end."""
+        return self.latency(payload) + payload * self.seconds_per_byte
+
 
 @by_reference
 class ChannelPrices(NamedTuple):

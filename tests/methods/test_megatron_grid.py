@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 
+import numpy as np
 import pytest
 
 from heterog.cluster import Cluster
@@ -153,8 +154,9 @@ def test_a_search_cut_short_has_varied_the_best_shape() -> None:
 def test_shapes_that_may_fit_everywhere_come_before_the_rest() -> None:
     """On 512 devices 70 billion parameters on two stages came first, and time was up."""
     cluster = cluster_of((10.0, ["V100-32GB"] * 4), (10.0, ["T4"] * 4))
-    grid = _Grid(task_of(Evaluator(GRAPH, cluster)))
-    grid.parameters = 100e9
+    evaluator = Evaluator(GRAPH, cluster)
+    evaluator.group_state_bytes = np.array([100e9])
+    grid = _Grid(task_of(evaluator))
     ranks = []
     for point in sorted(grid._shapes(), key=grid._order):
         least = min(map(grid._least_bytes, grid._manners(point)))

@@ -21,7 +21,7 @@ import numpy as np
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray, Phase
-from heterog.lowering.channels import Channel, balanced_slices
+from heterog.lowering.channels import balanced_slices
 from heterog.memo import kept
 from heterog.methods.deeppool.search import (
     Block,
@@ -32,9 +32,10 @@ from heterog.methods.deeppool.search import (
     layers_of,
     search,
 )
-from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
+from heterog.methods.planner import Planner, PlanResult, Problem, StrategySearch
+from heterog.pricing.cost_model import ChannelSeconds
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
 
@@ -57,36 +58,39 @@ class DeepPool(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Simulate the program's plans until all are tried or the budget is over."""
-        spending = problem.spend()
-        tried: dict[Strategy, tuple[Evaluation, bool]] = {}
-        with spending.limits():
-            for strategy, is_uniform in self._strategies(problem, spending.check):
-                if strategy in tried:
-                    continue
-                choice = problem.evaluator.encode(strategy)
-                evaluations = problem.evaluator.evaluate_orders(choice, problem.orders)
-                best = min(evaluations, key=lambda evaluation: evaluation.preference)
-                tried[strategy] = best, is_uniform
-                if best.is_ok:
-                    problem.report(spending.fraction, best.step_time_s)
-                if spending.is_over:
-                    break
-        ranked = sorted(tried, key=lambda strategy: tried[strategy][0].preference)
-        chosen = ranked[:NUM_RETURNED]
-        chosen += [each for each in ranked if tried[each][1] and each not in chosen][:1]
-        return PlanResult(
-            candidates=tuple(
-                Candidate(strategy=each, orders=(Order(tried[each][0].order),)) for each in chosen
-            ),
-            num_evaluations=spending.evaluations,
-        )
+        return _Search(problem).answer(problem)
 
-    def _strategies(
-        self, problem: Problem, check: Callable[[], None]
-    ) -> Iterator[tuple[Strategy, bool]]:
+
+class _Search(StrategySearch):
+    num_returned = NUM_RETURNED
+    why_nothing = ""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._uniform: dict[Strategy, bool] = {}
+
+    def search(self) -> None:
+        """Try each strategy in all orders; the best order of each counts."""
+        for strategy, is_uniform in self._strategies():
+            if strategy not in self._uniform:
+                choice = self.evaluator.encode(strategy)
+                found = self.evaluator.evaluate_orders(choice, self.problem.orders)
+                best = min(found, key=lambda evaluation: evaluation.preference)
+                self._uniform[strategy] = is_uniform
+                self.keep((strategy, Order(best.order)), best)
+            if self.spending.is_over:
+                return
+
+    def returned(self) -> list[tuple[Strategy, Order]]:
+        """The best, and the best uniform one."""
+        ranked = self.best(len(self.found))
+        uniform = [point for point in ranked if self._uniform[point[0]]]
+        return list(dict.fromkeys((*ranked[: self.num_returned], *uniform[:1])))
+
+    def _strategies(self) -> Iterator[tuple[Strategy, bool]]:
         """(strategy, whether it is uniform), uniform ones first."""
-        costs = GroupCosts(problem.evaluator)
-        barrier = problem.step_barrier
+        costs = GroupCosts(self.evaluator)
+        barrier, check = self.problem.step_barrier, self.spending.check
         for width in reversed(costs.widths):
             places = [(0, width)] * costs.num_groups
             for bucket_bytes in (DEFAULT_BUCKET_BYTES, 0):
@@ -168,11 +172,6 @@ class GroupCosts:
         self.widths = tuple(
             width for width in _widths(evaluator, self.order) if min(self.shares((0, width))) > 0
         )
-        self._compute: dict[tuple[str, int], FloatArray] = {}
-        self._layouts: dict[Place, Decision] = {}
-        self._slowest: dict[Place, FloatArray] = {}
-        self._intervals: dict[Place, list[_Interval]] = {}
-        self._moves: dict[tuple[Place, Place], float] = {}
 
     def with_exposed(self, exposed: float) -> "GroupCosts":
         """These costs with another part of the gradients' time counted."""
@@ -186,26 +185,23 @@ class GroupCosts:
         weights = tuple(self.speeds[device] for device in devices)
         return split_in_proportion(self.evaluator.graph.batch_size, weights)
 
+    @kept
     def decision(self, place: Place) -> Decision:
         """The decision of a group on a place; its gradients are summed the cheapest way."""
-        if place not in self._layouts:
-            pairs = sorted(zip(self.order[place[0] : sum(place)], self.shares(place), strict=True))
-            devices, shares = zip(*pairs, strict=True)
-            options = [Decision(devices=devices, shares=shares)]
-            if len(devices) > 1:
-                options += [
-                    Decision(devices=devices, shares=shares, sync=Sync.HIERARCHICAL),
-                    Decision(
-                        devices=devices,
-                        shares=shares,
-                        sync=Sync.REDUCE_SCATTER_ALL_GATHER,
-                        slices=balanced_slices(self.evaluator.cluster, devices),
-                    ),
-                ]
-            self._layouts[place] = min(
-                options, key=lambda each: self._synchronise(each, DEFAULT_BUCKET_BYTES)
-            )
-        return self._layouts[place]
+        pairs = sorted(zip(self.order[place[0] : sum(place)], self.shares(place), strict=True))
+        devices, shares = zip(*pairs, strict=True)
+        options = [Decision(devices=devices, shares=shares)]
+        if len(devices) > 1:
+            options += [
+                Decision(devices=devices, shares=shares, sync=Sync.HIERARCHICAL),
+                Decision(
+                    devices=devices,
+                    shares=shares,
+                    sync=Sync.REDUCE_SCATTER_ALL_GATHER,
+                    slices=balanced_slices(self.evaluator.cluster, devices),
+                ),
+            ]
+        return min(options, key=lambda each: self._synchronise(each, DEFAULT_BUCKET_BYTES))
 
     def strategy(self, places: Sequence[Place], bucket_bytes: int, step_barrier: bool) -> Strategy:
         """The strategy that gives each group its place."""
@@ -221,13 +217,7 @@ class GroupCosts:
 
     def own(self, layer: int, place: Place) -> float:
         """Seconds of the slowest device's compute and of the exposed synchronisation."""
-        decision = self.decision(place)
-        if place not in self._slowest:
-            pairs = zip(decision.devices, decision.shares, strict=True)
-            self._slowest[place] = np.max(
-                [self._group_seconds(*pair) for pair in set(pairs)], axis=0
-            )
-        compute = float(self._slowest[place][layer])
+        decision, compute = self.decision(place), float(self._slowest(place)[layer])
         gradient = float(self._gradient_bytes[layer])
         if not gradient or len(decision.devices) == 1:
             return compute
@@ -247,9 +237,7 @@ class GroupCosts:
         per_sample = self._crossing.get((source, target), 0.0)
         if at == to or not per_sample:
             return 0.0
-        if (at, to) not in self._moves:
-            self._moves[at, to] = self._seconds_per_sample_byte(at, to)
-        return self._latency_s + per_sample * self._moves[at, to]
+        return self._latency_s + per_sample * self._seconds_per_sample_byte(at, to)
 
     @cached_property
     def chain(self) -> Chain:
@@ -293,53 +281,50 @@ class GroupCosts:
         ]
         return 2.0 * max(cluster.latency_s(a, b) for a in some for b in some)
 
-    def _group_seconds(self, device: int, samples: int) -> FloatArray:
-        """Seconds of each group's ops, updates included, on a device."""
-        device_type = self.evaluator.cluster.device_types[
-            self.evaluator.cluster.type_index[device]
-        ]
-        key = (device_type.name, samples)
-        if key not in self._compute:
-            graph = self.evaluator.graph
-            seconds = self.evaluator.cost_model.op_seconds(graph, device_type, samples).copy()
-            updates = [index for index, op in enumerate(graph.ops) if op.phase == Phase.UPDATE]
-            full = self.evaluator.cost_model.op_seconds(graph, device_type, graph.batch_size)
-            seconds[updates] = full[updates]
-            group = group_ops(graph).group
-            counted = group >= 0
-            self._compute[key] = np.zeros(self.num_groups)
-            np.add.at(self._compute[key], group[counted], seconds[counted])
-        return self._compute[key]
+    @kept
+    def _slowest(self, place: Place) -> FloatArray:
+        """Seconds of each group on the slowest device of a place."""
+        decision, type_of = self.decision(place), self.evaluator.cluster.type_index
+        pairs = {
+            (int(type_of[device]), samples)
+            for device, samples in zip(decision.devices, decision.shares, strict=True)
+        }
+        seconds: FloatArray = np.max([self._group_seconds(*pair) for pair in pairs], axis=0)
+        return seconds
+
+    @kept
+    def _group_seconds(self, type_number: int, samples: int) -> FloatArray:
+        """Seconds of each group's ops, updates included, on a type of device."""
+        graph, device_type = self.evaluator.graph, self.evaluator.cluster.device_types[type_number]
+        seconds = self.evaluator.cost_model.op_seconds(graph, device_type, samples).copy()
+        updates = [index for index, op in enumerate(graph.ops) if op.phase == Phase.UPDATE]
+        full = self.evaluator.cost_model.op_seconds(graph, device_type, graph.batch_size)
+        seconds[updates] = full[updates]
+        group, of_groups = group_ops(graph).group, np.zeros(self.num_groups)
+        np.add.at(of_groups, group[group >= 0], seconds[group >= 0])
+        return of_groups
 
     def _synchronise(self, decision: Decision, num_bytes: float) -> float:
         """Seconds of a decision's collectives for some bytes of gradients."""
-        numbers = [n for n in self.evaluator.channels.for_decision(decision) if n >= 0]
-        return sum(
-            self._channel_seconds(self.evaluator.channels[number], num_bytes) for number in numbers
-        )
+        numbers = self.evaluator.channels.for_decision(decision)
+        return sum(self._cost_of(number).seconds(num_bytes) for number in numbers if number >= 0)
 
-    def _channel_seconds(self, channel: Channel, num_bytes: float) -> float:
-        cost = self.evaluator.cost_model.channel_seconds(self.evaluator.cluster, channel)
-        return cost.latency(num_bytes) + num_bytes * cost.seconds_per_byte
+    @kept
+    def _cost_of(self, number: int) -> ChannelSeconds:
+        evaluator = self.evaluator
+        return evaluator.cost_model.channel_seconds(evaluator.cluster, evaluator.channels[number])
 
+    @kept
     def _seconds_per_sample_byte(self, at: Place, to: Place) -> float:
         """Seconds on the busiest link for one byte per sample of the batch."""
         busy: dict[int, float] = {}
-        for place in (at, to):
-            if place not in self._intervals:
-                self._intervals[place] = _intervals(self.decision(place))
-        for source, target, samples in _overlaps(self._intervals[at], self._intervals[to]):
+        pieces = _overlaps(_intervals(self.decision(at)), _intervals(self.decision(to)))
+        for source, target, samples in pieces:
             if source != target:
-                for resource, held in self._held(source, target).items():
+                number = source * self.evaluator.cluster.num_devices + target
+                for resource, held in self._cost_of(number).held.items():
                     busy[resource] = busy.get(resource, 0.0) + samples * held
         return max(busy.values(), default=0.0)
-
-    @kept
-    def _held(self, source: int, target: int) -> dict[int, float]:
-        """Seconds per byte that a transfer holds each link resource."""
-        evaluator, count = self.evaluator, self.evaluator.cluster.num_devices
-        channel = evaluator.channels[source * count + target]
-        return evaluator.cost_model.channel_seconds(evaluator.cluster, channel).held
 
 
 def crossing_bytes(

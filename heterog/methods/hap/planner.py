@@ -16,8 +16,7 @@ from itertools import product
 
 from heterog.graph.grouping import alike_groups, group_ops
 from heterog.graph.placement import OpRules
-from heterog.lowering.channels import proportional_slices
-from heterog.methods.data_parallel import uniform_strategy
+from heterog.methods.data_parallel import replicated, starts_of, uniform_strategy
 from heterog.methods.hap.a_star import Search, SpmdProgram
 from heterog.methods.hap.programs import (
     COLLECTIVES,
@@ -223,14 +222,6 @@ class Synthesis:
             best_s = cost_s
 
 
-def starts_of(
-    batch: int, speeds: Sequence[float], devices: tuple[int, ...]
-) -> list[tuple[int, ...]]:
-    """Shares of a batch in proportion to the devices' speeds, and even ones."""
-    by_speed = split_in_proportion(batch, tuple(speeds[device] for device in devices))
-    return list(dict.fromkeys([by_speed, split_evenly(batch, len(devices))]))
-
-
 class Hap(Planner):
     """SPMD program synthesis with solved ratios; see the module docstring."""
 
@@ -300,7 +291,7 @@ class _Ranking(StrategySearch):
         evaluator = self.problem.evaluator
         shares, *_ = starts_of(evaluator.graph.batch_size, evaluator.speeds, devices)
         self._seen.add(((), devices, shares))
-        decision = self._decision(devices, shares, Sync.HIERARCHICAL)
+        decision = replicated(self.evaluator.cluster, devices, shares, Sync.HIERARCHICAL)
         self._score(self._strategy((), decision, DEFAULT_BUCKET_BYTES))
 
     def add(self, synthesis: Synthesis, placed: Placed) -> None:
@@ -309,14 +300,18 @@ class _Ranking(StrategySearch):
         key = (rules, placed.devices, placed.shares)
         if key not in self._seen:
             self._seen.add(key)
-            decision = self._decision(placed.devices, placed.shares, Sync.HIERARCHICAL)
+            decision = replicated(
+                self.evaluator.cluster, placed.devices, placed.shares, Sync.HIERARCHICAL
+            )
             self._score(self._strategy(rules, decision, DEFAULT_BUCKET_BYTES))
 
     def know(self, placed: Placed) -> None:
         """Let the evaluator number channels of some devices now, so that it prices them once."""
         channels = self.problem.evaluator.channels
         for sync in (Sync.HIERARCHICAL, Sync.RING, Sync.REDUCE_SCATTER_ALL_GATHER):
-            channels.for_decision(self._decision(placed.devices, placed.shares, sync))
+            channels.for_decision(
+                replicated(self.evaluator.cluster, placed.devices, placed.shares, sync)
+            )
         if len(placed.devices) > 1:
             channels.all_gather(placed.devices, ())
 
@@ -358,7 +353,9 @@ class _Ranking(StrategySearch):
                 for bucket_bytes in (DEFAULT_BUCKET_BYTES, 0):
                     if sync == Sync.HIERARCHICAL and bucket_bytes:
                         continue
-                    decision = self._decision(decided.devices, decided.shares, sync)
+                    decision = replicated(
+                        self.evaluator.cluster, decided.devices, decided.shares, sync
+                    )
                     if self.spending.is_over:
                         return
                     self._score(self._strategy(leader.op_rules, decision, bucket_bytes))
@@ -380,7 +377,9 @@ class _Ranking(StrategySearch):
         for rules, devices in product(programs, several):
             for size in host_sizes(cluster, len(devices)):
                 even = split_evenly(self.problem.evaluator.graph.batch_size, len(devices))
-                plain = self._decision(devices, even, Sync.REDUCE_SCATTER_ALL_GATHER)
+                plain = replicated(
+                    self.evaluator.cluster, devices, even, Sync.REDUCE_SCATTER_ALL_GATHER
+                )
                 decision = in_teams(plain, host_teams(cluster, devices, size), speeds, cluster)
                 if len(decision.teams) < 2 or self.spending.is_over:
                     continue
@@ -390,15 +389,6 @@ class _Ranking(StrategySearch):
                     micro = micro_batch_table(counts, cluster.num_devices)
                     if num_micro <= min(decision.shares) and not self.spending.is_over:
                         self._score(replace(strategy, micro_batches=micro))
-
-    def _decision(self, devices: tuple[int, ...], shares: tuple[int, ...], sync: Sync) -> Decision:
-        cluster = self.problem.evaluator.cluster
-        if len(devices) == 1:
-            return Decision(devices=devices, shares=shares)
-        slices: tuple[int, ...] = ()
-        if sync == Sync.REDUCE_SCATTER_ALL_GATHER:
-            slices = proportional_slices(cluster, devices)
-        return Decision(devices=devices, shares=shares, sync=sync, slices=slices)
 
     def _strategy(self, rules: OpRules, decision: Decision, bucket_bytes: int) -> Strategy:
         strategy = uniform_strategy(

@@ -20,7 +20,6 @@ seconds of ops, gradient bytes of the largest stage, bytes between stages.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +27,9 @@ import numpy.typing as npt
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.program import FloatArray, IntArray
+from heterog.memo import kept
 from heterog.methods.host_order import HostTraffic, annealed_order, hosts_by_kind
-from heterog.methods.megatron_grid import divisors, least_bytes, uniform_layouts
+from heterog.methods.megatron_grid import divisors, least_bytes, most_room, uniform_layouts
 from heterog.methods.pipette.communication import (
     COOLED,
     HostRates,
@@ -120,8 +120,6 @@ class LayoutCosts:
         self._evaluator = evaluator
         self._cluster = evaluator.cluster
         self._layers = np.array(layers_of(evaluator.graph).of_group)
-        self._by_stage = lru_cache(maxsize=256)(self._stages)
-        self._seconds = lru_cache(maxsize=1024)(self._group_seconds)
 
     def costs(self, point: Point) -> UniformCosts:
         """A layout in the terms of the models: its slowest stage on its slowest device."""
@@ -173,7 +171,8 @@ class LayoutCosts:
         slowest = int(np.argmax(passes[0] + passes[1]))
         return float(passes[0][slowest]), float(passes[1][slowest])
 
-    def _group_seconds(self, kind: int, samples: int) -> tuple[FloatArray, FloatArray]:
+    @kept
+    def _seconds(self, kind: int, samples: int) -> tuple[FloatArray, FloatArray]:
         """Seconds of each group's forward and backward ops.  # [num_groups] twice"""
         tables = self._evaluator.tables
         seconds = self._evaluator.prices.op_seconds(kind, samples)
@@ -187,7 +186,8 @@ class LayoutCosts:
 
         return of_groups(~is_backward), of_groups(is_backward)
 
-    def _stages(
+    @kept
+    def _by_stage(
         self, num_stages: int, layers: tuple[int, ...]
     ) -> tuple[tuple[int, ...], float, float, int]:
         """Each group's stage, and the largest message, gradients and layers of any stage."""
@@ -275,8 +275,6 @@ class _Search(PointSearch[_Trial]):
         self.graph, self.cluster = evaluator.graph, evaluator.cluster
         self.rates = HostRates.of_cluster(self.cluster)
         self.costs = LayoutCosts(evaluator)
-        self._parameters = float(evaluator.group_state_bytes.sum())
-        self._activations = float(evaluator.group_saved_bytes.sum()) / self.graph.batch_size
         self._orders: dict[tuple[Point, Pricing], Order] = {}
         self._ranked: tuple[Point, ...] = ()
 
@@ -379,9 +377,7 @@ class _Search(PointSearch[_Trial]):
 
     def _is_annealed(self) -> bool:
         """Whether annealing must end, because simulations need the rest of the seconds."""
-        spending = self.spending
-        is_timed = self.problem.budget.seconds is not None
-        return spending.is_cut or (is_timed and spending.fraction >= ANNEALED_PART)
+        return self.spending.is_past(ANNEALED_PART)
 
     def _other_orders(self, point: Point) -> Iterator[Order]:
         """Orders for the program's traffic, of the cluster, and for the published objective."""
@@ -429,16 +425,7 @@ class _Search(PointSearch[_Trial]):
             replace(point, layout=replace(point.layout, zero=zero, recompute=recompute))
             for zero, recompute in manners
         ]
-        return [each for each in made if self._least_bytes(each) <= self._room(each)]
-
-    def _least_bytes(self, point: Point) -> float:
-        ratio = self.graph.optimizer_state_ratio
-        return least_bytes(point.layout, self._parameters, self._activations, ratio)
-
-    def _room(self, point: Point) -> float:
-        """Bytes of the roomiest device; a layout that does not fit there fits nowhere."""
-        return max(
-            self.cluster.devices[device].usable_memory_bytes
-            for host in point.hosts
-            for device in self.cluster.host_devices(host)
+        room = most_room(
+            self.cluster, (d for host in point.hosts for d in self.cluster.host_devices(host))
         )
+        return [each for each in made if least_bytes(self.evaluator, each.layout) <= room]

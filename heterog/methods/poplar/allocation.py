@@ -40,6 +40,15 @@ def cheapest_cut(curve: FloatArray, batch: int) -> tuple[FloatArray, list[int]]:
     return best, last
 
 
+def _pieces(last: Sequence[int], total: int) -> list[int]:
+    """Sizes of the micro-batches of a cut, largest first; see ``cheapest_cut``."""
+    sizes = []
+    while total:
+        sizes.append(last[total])
+        total -= last[total]
+    return sorted(sizes, reverse=True)
+
+
 def own_micro_batches(curves: Sequence[FloatArray], batch: int) -> tuple[float, Allocation] | None:
     """Stages 0 and 1: each device cuts its share into its own micro-batches.
 
@@ -54,22 +63,13 @@ def own_micro_batches(curves: Sequence[FloatArray], batch: int) -> tuple[float, 
     Returns:
         Seconds of the slowest device, and the micro-batches; ``None`` if no device can take any.
     """
-    known: dict[bytes, tuple[FloatArray, list[int]]] = {}
-    for curve in curves:
-        if curve.tobytes() not in known:
-            known[curve.tobytes()] = cheapest_cut(curve, batch)
+    different = {curve.tobytes(): curve for curve in curves}
+    known = {key: cheapest_cut(curve, batch) for key, curve in different.items()}
     cuts = [known[curve.tobytes()] for curve in curves]
     shares = _within_time([best for best, _ in cuts], batch)
     if shares is None:
         return None
-    sizes = []
-    for share, (_, last) in zip(shares, cuts, strict=True):
-        own: list[int] = []
-        left = share
-        while left:
-            own.append(last[left])
-            left -= last[left]
-        sizes.append(sorted(own, reverse=True))
+    sizes = [_pieces(last, share) for share, (_, last) in zip(shares, cuts, strict=True)]
     length = max(map(len, sizes))
     seconds = max(float(best[share]) for share, (best, _) in zip(shares, cuts, strict=True))
     return seconds, tuple(tuple(own + [0] * (length - len(own))) for own in sizes)
@@ -100,12 +100,7 @@ def common_steps(
     enough = np.searchsorted(np.asarray(done), np.arange(1, most + 1))
     micro_step = np.concatenate([[0.0], times[enough] + step_s])
     best, last = cheapest_cut(micro_step, batch)
-    sizes = []
-    left = batch
-    while left:
-        sizes.append(last[left])
-        left -= last[left]
-    columns = [_within_time(curves, size) for size in sorted(sizes, reverse=True)]
+    columns = [_within_time(curves, size) for size in _pieces(last, batch)]
     assert all(column is not None for column in columns)
     rows = zip(*(column for column in columns if column is not None), strict=True)
     return float(best[batch]), tuple(tuple(row) for row in rows)

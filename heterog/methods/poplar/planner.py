@@ -204,15 +204,13 @@ def _usable_bytes(evaluator: Evaluator) -> FloatArray:
 def micro_step_seconds(evaluator: Evaluator, decision: Decision, stage: int) -> float:
     """Seconds of the collectives that each micro-step repeats, one after another."""
     first, second = evaluator.channels.for_decision(decision)
-    size = float(evaluator.tables.parameter_bytes.sum())
-
-    def seconds(channel: Channel) -> float:
-        cost = evaluator.cost_model.channel_seconds(evaluator.cluster, channel)
-        return cost.latency(size) + size * cost.seconds_per_byte
-
     if stage < 2 or first < 0:
         return 0.0
-    channels = evaluator.channels
+    size, channels = float(evaluator.tables.parameter_bytes.sum()), evaluator.channels
+
+    def seconds(channel: Channel) -> float:
+        return evaluator.cost_model.channel_seconds(evaluator.cluster, channel).seconds(size)
+
     gathers = 2.0 * seconds(channels[second]) if stage == 3 else 0.0
     return seconds(channels[first]) + gathers
 
@@ -335,7 +333,7 @@ class _Search(StrategySearch):
 
     def _allocations(self, stage: int, slices: tuple[int, ...]) -> Iterator[Allocation]:
         """Allocations with the full time of collectives, and with collectives hidden."""
-        whole = zero_decision(self.evaluator, stage, self._even(1), slices)
+        whole = zero_decision(self.evaluator, stage, even_allocation(self.evaluator, 1), slices)
         full_s = micro_step_seconds(self.evaluator, whole, stage)
         for step_s in dict.fromkeys((full_s, 0.0)):
             allocation = self._fitting(stage, slices, step_s)
@@ -395,15 +393,12 @@ class _Search(StrategySearch):
         """Seconds of a type of device over samples, priced once for all devices of the type."""
         return seconds_over_samples(self.evaluator, kind, most)
 
-    def _even(self, num_micro: int) -> Allocation:
-        return even_allocation(self.evaluator, num_micro)
-
     def _even_that_fits(self, stage: int) -> Iterator[Allocation]:
         """ZeRO without Poplar: equal shares, in as few micro-steps as fit."""
         num_micro = 1
-        most = min(map(max, self._even(1)), default=1)
+        most = min(map(max, even_allocation(self.evaluator, 1)), default=1)
         while True:
-            allocation = self._even(num_micro)
+            allocation = even_allocation(self.evaluator, num_micro)
             strategy = zero_strategy(self.problem, stage, allocation)
             evaluation = self.ask((strategy, self.problem.orders[0]))
             if evaluation is None or evaluation.is_ok or self._is_whole or num_micro >= most:
