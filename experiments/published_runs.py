@@ -53,8 +53,6 @@ import transformers
 from published.models import graph_of
 from published.runs import Run, sailor_rows, vtrain_run
 from rows import asked_of, csv_rows, finish, option, progress
-from torch import Tensor
-from torch.nn import functional
 
 from heterog.cluster import Cluster
 from heterog.cluster.catalog import device_type, listed_type
@@ -75,6 +73,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import Recompute, parse_layout
 from heterog.strategy.layouts.placed import place_layout
+from heterog.zoo.language import token_cross_entropy
 
 _SIZES = {
     "bert_large": ("bert", 1024, 24, 16),
@@ -111,10 +110,6 @@ def _language_model(name: str, sequence: int) -> Any:
     return model(config(**sizes, **shared))
 
 
-def _loss(output: Any, labels: Tensor) -> Tensor:
-    return functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
-
-
 @lru_cache(maxsize=2)
 def _step(name: str, sequence: int, batch: int) -> OpGraph:
     tokens = torch.zeros(batch, sequence, dtype=torch.int64)
@@ -122,7 +117,7 @@ def _step(name: str, sequence: int, batch: int) -> OpGraph:
         Workload(
             model=lambda: _language_model(name, sequence),
             example_batch=(tokens, tokens),
-            loss=_loss,
+            loss=token_cross_entropy,
             optimizer=torch.optim.SGD,
             optimizer_options={"lr": 0.1},
             name=name,
