@@ -22,6 +22,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
 from heterog.errors import StrategyError
@@ -77,9 +78,10 @@ P = Placement("P")
 L = Placement("L")
 
 
+@cache
 def S(dim: int, outer: int = 1) -> Placement:
     """Split dimension ``dim``, written as ``outer x axis x inner``."""
-    return Placement("S", dim, outer)
+    return Placement("S", int(dim), int(outer))
 
 
 def H(dim: int, window: Window) -> Placement:
