@@ -535,17 +535,12 @@ def base_type(entry: DeviceSpec) -> DeviceType:
     )
 
 
-def _merged(peaks: Mapping[str, float], given: Mapping[Dtype, float] | None) -> FrozenFlops:
-    merged = dict(peaks)
-    for dtype, peak in (given or {}).items():
-        merged[dtype] = peak
-    return FrozenFlops(merged)
-
-
 def overridden(base: DeviceType, entry: DeviceSpec) -> DeviceType:
     """The type with the entry's numbers; ``base`` itself if they change nothing."""
     given = {
-        "peak_flops_per_s": _merged(base.peak_flops_per_s, entry.peak_flops),
+        "peak_flops_per_s": FrozenFlops(
+            dict([*base.peak_flops_per_s.items(), *(entry.peak_flops or {}).items()])
+        ),
         "memory_bandwidth_bytes_per_s": entry.memory_bandwidth,
         "compute_efficiency": entry.compute_efficiency,
         "memory_efficiency": entry.memory_efficiency,
