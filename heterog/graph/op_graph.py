@@ -425,6 +425,11 @@ class OpGraph:
         return sum(self.tensors[i].meta.num_elements for i in self.parameters)
 
     @cached_property
+    def phases(self) -> IntArray:
+        """Phase of each op.  # [num_ops]"""
+        return np.array([op.phase for op in self.ops], np.int32)
+
+    @cached_property
     def flops(self) -> FloatArray:
         """FLOPs of each op at global size.  # [num_ops]"""
         return np.array([op.flops for op in self.ops], np.float64)
