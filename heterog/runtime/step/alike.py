@@ -215,7 +215,7 @@ def resize(
             executed on it; says why.
     """
     shapes = pytree.tree_map(_without_memory, batch)
-    size = _differences_in_words(batch)
+    size = ", ".join(str(tuple(value.shape)) for _, _, value in named_leaves(batch))
     try:
         captured = capture_step(replace(workload, example_batch=lambda: shapes), planned)
     except HeterogError as error:
@@ -244,10 +244,6 @@ def resize(
 
 def _without_memory(leaf: Any) -> Any:
     return torch.empty_like(leaf, device="cpu") if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _differences_in_words(batch: Any) -> str:
-    return ", ".join(str(tuple(value.shape)) for _, _, value in named_leaves(batch))
 
 
 def by_name(graph: OpGraph, values: Mapping[int, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from heterog.errors import StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
-from heterog.lowering.program import Program, TaskKind
+from heterog.lowering.program import OP_KINDS, Program, TaskKind
 from heterog.runtime.step.collectives import Communicator, Pending
 from heterog.runtime.step.compiled import Compiler
 from heterog.runtime.step.conversions import Conversions
@@ -32,7 +32,7 @@ from heterog.runtime.step.optimizer import (
     Updates,
     op_that_begins_backward,
 )
-from heterog.runtime.step.rank_program import OP_KINDS, RankProgram
+from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.recorder import Recorder as Recorder
 from heterog.runtime.step.segments import Piece, Segments
 from heterog.runtime.step.slices import Slices

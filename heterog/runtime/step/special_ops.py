@@ -107,18 +107,16 @@ def _choose_own_words(
     if call.kind not in LABEL_COUNTING_LOSSES or not reduction:
         return list(run(given, instead))
     loss, _ = run(given, instead | {"reduction": SUM})
-    total = _label_weight(call, inputs, loss)
+    weights = [inputs[position] for position in positions(call, "weight")]
+    total = weight_of_labels(call, labels, *weights).to(loss.dtype)
     return [loss / total if is_mean and reduction == MEAN else loss, total]
 
 
-def _label_weight(call: OpCall, inputs: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Weight of all labels that count."""
-    (target,) = positions(call, "target")
-    counts = torch.ne(inputs[target], integer(call, "ignore_index"))
-    total = counts
-    for weight in positions(call, "weight"):
-        total = inputs[weight][inputs[target].where(counts, 0)] * counts
-    return total.sum().to(like.dtype)
+def weight_of_labels(call: OpCall, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Weight of all labels that a loss counts: their number, or the sum of their weights."""
+    counts = torch.ne(labels, integer(call, "ignore_index"))
+    # Not by a mask that selects elements: shapes would depend on data.
+    return (counts if weights is None else weights[labels.where(counts, 0)] * counts).sum()
 
 
 def numbers_of_rows(call: OpCall, inputs: Sequence[Tensor]) -> Tensor:

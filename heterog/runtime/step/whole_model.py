@@ -20,7 +20,7 @@ from heterog.lowering.program import Program
 from heterog.runtime.accelerators import rank_device
 from heterog.runtime.step.rank_program import sharded_parameters
 from heterog.runtime.step.slices import Buffers, SlicedBucket, Slices, release, sliced_buckets
-from heterog.runtime.step.spans import cut, join, put
+from heterog.runtime.step.spans import cut, join_in_order, put
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 
 
@@ -243,10 +243,10 @@ class WholeModel:
             return found[0][1].view(shape)
         place, spans = self.part.sharded[row]
         pieces = []
-        for _, piece in sorted(found, key=lambda pair: pair[0]):
+        for begin, piece in found:
             units = piece.numel() * spans.units // math.prod(shape)
-            pieces.append(piece.view(local_shape(shape, place, units, spans.units)))
-        return join(pieces, place)
+            pieces.append((begin, piece.view(local_shape(shape, place, units, spans.units))))
+        return join_in_order(pieces, place)
 
     def _whole(self, row: int, own: Tensor) -> Tensor | None:
         """Gather all slices of a sharded parameter on rank 0; ``None`` on the others."""
@@ -266,7 +266,7 @@ class WholeModel:
                 dist.recv(parts[-1][1], device)
         if self.rank != 0:
             return None
-        return join([part for _, part in sorted(parts, key=lambda pair: pair[0])], place).clone()
+        return join_in_order(parts, place).clone()
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
