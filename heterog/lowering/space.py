@@ -130,7 +130,6 @@ class StrategySpace:
         self._channels = channels
         self.candidates: list[Decision] = []
         self._numbers: dict[Decision, int] = {}
-        self._homes: dict[tuple[int, ...], IntArray] = {}
         self._no_homes = np.full(len(tables.parameter_bytes), REPLICATED, np.int32)
         self._encoders: dict[int, tuple[GraphTables, Encoder]] = {}
         if decisions is None:
@@ -242,18 +241,17 @@ class StrategySpace:
         homes[tables.parameter_axis >= 0] = REPLICATED
         return homes
 
+    @kept
     def _balanced(self, devices: tuple[int, ...]) -> IntArray:
         """A server for each parameter among ``devices``, balanced over all parameters."""
-        if devices not in self._homes:
-            sizes = self._tables.parameter_bytes
-            load = np.zeros(len(devices))
-            homes = np.empty(len(sizes), np.int32)
-            for parameter in np.argsort(-sizes, kind="stable"):
-                server = int(np.argmin(load))
-                load[server] += sizes[parameter]
-                homes[parameter] = devices[server]
-            self._homes[devices] = homes
-        return self._homes[devices]
+        sizes = self._tables.parameter_bytes
+        load = np.zeros(len(devices))
+        homes = np.empty(len(sizes), np.int32)
+        for parameter in np.argsort(-sizes, kind="stable"):
+            server = int(np.argmin(load))
+            load[server] += sizes[parameter]
+            homes[parameter] = devices[server]
+        return homes
 
     def decode(
         self,

@@ -280,7 +280,7 @@ def profile_ops(
     keep_freed_memory()  # as a run does
     graph = captured.graph
     device = CPU if is_cpu(device_type) else own_device()
-    program = _data_parallel(graph, samples)
+    program = lower(graph, _pair(), _strategy(graph, samples), num_steps=1)
     model = workload.make_model().to(device)
     named = dict(model.named_parameters())
     named_buffers = dict(model.named_buffers())
@@ -380,10 +380,6 @@ def parts_of_segments(
         if first not in ops and len(tasks) == 1:
             found[first] = list(segments[first])
     return found
-
-
-def _data_parallel(graph: OpGraph, samples: int) -> Program:
-    return lower(graph, _pair(), _strategy(graph, samples), num_steps=1)
 
 
 def _pair() -> Cluster:
