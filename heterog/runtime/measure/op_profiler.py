@@ -422,7 +422,7 @@ def _op_rows(
     device_type: str,
 ) -> list[OpMeasurement]:
     """Rows of ops, equal signatures together, and of copies."""
-    plan = batch_plan(graph)
+    flops, num_bytes = batch_plan(graph).work(samples)
     tables = graph_tables(graph)
     found: dict[str, tuple[int, list[float]]] = {}
     rows = []
@@ -453,8 +453,8 @@ def _op_rows(
                 signature=signature,
                 kind=op_kind(graph, op),
                 samples=samples,
-                flops=float(plan.flops_fixed[op] + samples * plan.flops_per_sample[op]),
-                num_bytes=float(plan.bytes_fixed[op] + samples * plan.bytes_per_sample[op]),
+                flops=float(flops[op]),
+                num_bytes=float(num_bytes[op]),
                 seconds=_trimmed_mean(calls),
                 count=len(calls),
             )
