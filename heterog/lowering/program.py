@@ -201,6 +201,13 @@ class Program:
         counts = np.diff(self.buffer_start)
         return np.repeat(np.arange(self.num_tasks, dtype=np.int32), counts)
 
+    @cached_property
+    def edges(self) -> tuple[IntArray, IntArray]:
+        """Maker of each buffer that is read, and its reader.  # [num_reads] each"""
+        counts = np.diff(self.read_start)
+        reader = np.repeat(np.arange(self.num_tasks, dtype=np.int32), counts)
+        return self.buffer_maker[self.read_buffer], reader
+
     def dependencies(self, task: int) -> list[int]:
         """Tasks that must be done before ``task`` may start."""
         reads = self.read_buffer[self.read_start[task] : self.read_start[task + 1]]
@@ -213,8 +220,7 @@ class Program:
             order: Order that contains each task once.
         """
         place = np.argsort(np.array(order))
-        reader = np.repeat(np.arange(self.num_tasks), np.diff(self.read_start))
-        maker = self.buffer_maker[self.read_buffer]
+        maker, reader = self.edges
         early = np.flatnonzero(place[maker] >= place[reader])
         return (int(reader[early[0]]), int(maker[early[0]])) if early.size else None
 

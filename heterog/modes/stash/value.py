@@ -177,8 +177,7 @@ def stage_fault(program: Program, stages: Stages, tables: GraphTables) -> str:
                 f"a stage to {'earlier' if is_late[task] else 'later'} ones only; cut the model "
                 "where one value follows from the others, and keep shared parameters in one stage"
             )
-    reader = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
-    maker = program.buffer_maker[program.read_buffer]
+    maker, reader = program.edges
     # Across micro-batches, forward passes follow backward passes only in a step on its own.
     is_alike = program.micro[maker] == program.micro[reader]
     if (is_late[maker] & ~is_late[reader] & is_alike).any():

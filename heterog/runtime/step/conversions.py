@@ -149,8 +149,7 @@ class Conversions:
     def _encode(self, task: int, slot: int, micro: int) -> None:
         """Encode the message of a transfer."""
         part = self._part
-        codec = part.program.codec_of(task)
-        assert codec is not None
+        codec = part.rule(task).codec
         samples, units = self._sent(part.message_of[task], slot, micro)
         held = self._values.held[part.reads(task)[0]]
         (made,) = part.made(task)
@@ -160,8 +159,7 @@ class Conversions:
     def _decode(self, task: int, slot: int, micro: int) -> None:
         """Decode a received message."""
         part, tensor = self._part, self._tensor(slot)
-        codec = part.program.codec_of(task)
-        assert codec is not None
+        codec = part.rule(task).codec
         samples, units = self._sent(part.message_of[task], slot, micro)
         shape = self._shape(slot, samples, units)
         message = self._values.held[part.reads(task)[0]].tensor()

@@ -244,8 +244,7 @@ class Gradients:
     def _gathered(self, task: int, key: _InRing, flat: Tensor) -> Pending:
         """The sum of all members' decoded messages, in place of this rank's gradient."""
         message, devices = self._messages.pop(key), key[1]
-        codec = self._part.program.codec_of(task)
-        assert codec is not None
+        codec = self._part.rule(task).codec
 
         def total(parts: list[Tensor]) -> Tensor:
             flat.zero_()
@@ -265,8 +264,7 @@ class Gradients:
         """
         message = self._part.message_of[task]
         devices = self._part.channel(message).devices
-        codec = self._part.program.codec_of(task)
-        assert codec is not None
+        codec = self._part.rule(task).codec
         if self._part.kinds[message] is TaskKind.PUSH:
             flat = _waited(self.own[row]).reshape(-1)
         else:

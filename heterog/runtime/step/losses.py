@@ -98,11 +98,13 @@ class Losses:
         return self._values.zeros(self._part.graph.outputs[op][1], ()) + self._weight(op, local_op)
 
     def _weight(self, op: int, local_op: LocalOp, reader: Reader | None = None) -> Tensor:
-        """Weight of a reader's labels, or of all labels; both depend on the batch only."""
-        call, inputs, values = local_op.call, self._part.graph.ops[op].inputs, self._values
-        found = []
-        for position in positions(call, "target", "weight"):
-            whole = values.from_batch(inputs[position])
-            cut = whole if reader is None else values.cut_whole(whole, op, position, reader)
-            found.append(cut)
+        """Weight of a reader's labels, or of all labels."""
+        call, inputs = local_op.call, self._part.graph.ops[op].inputs
+        given = positions(call, "target", "weight")
+        found = (self._known(op, position, inputs[position], reader) for position in given)
         return weight_of_labels(call, *found)
+
+    def _known(self, op: int, position: int, tensor: int, reader: Reader | None) -> Tensor:
+        """An input of the loss that depends on the batch only, before its own op runs."""
+        whole = self._values.from_batch(tensor)
+        return whole if reader is None else self._values.cut_whole(whole, op, position, reader)

@@ -90,26 +90,20 @@ def _messages(program: Program) -> dict[int, int]:
     """The transfer or collective of a message, by the task that encodes or decodes it."""
     if not program.codecs:
         return {}
-    found: dict[int, int] = {}
+    maker, reader = program.edges
     is_message = (program.codec > 0) & (program.kind >= FIRST_LINK_KIND)
-    for task in np.flatnonzero(is_message).tolist():
-        reads = program.read_buffer[program.read_start[task] : program.read_start[task + 1]]
-        makers = program.buffer_maker[reads]
-        found |= dict.fromkeys(makers[program.kind[makers] == TaskKind.ENCODE].tolist(), task)
-    decodes = np.isin(program.kind, (TaskKind.DECODE, TaskKind.DECODE_SUM))
-    for task in np.flatnonzero(decodes).tolist():
-        reads = program.read_buffer[program.read_start[task] : program.read_start[task + 1]]
-        makers = program.buffer_maker[reads]
-        found[task] = int(makers[is_message[makers]][0])
-    return found
+    is_decode = np.isin(program.kind, (TaskKind.DECODE, TaskKind.DECODE_SUM))
+    sent = is_message[reader] & (program.kind[maker] == TaskKind.ENCODE)
+    taken = is_decode[reader] & is_message[maker]
+    codes = np.concatenate([maker[sent], reader[taken]]).tolist()
+    return dict(zip(codes, np.concatenate([reader[sent], maker[taken]]).tolist(), strict=True))
 
 
 def _groups_of_readers(program: Program, tables: GraphTables) -> dict[int, int]:
     """Group of the readers of each value that is made again for them, by the making task."""
     found: dict[int, int] = {}
     is_remade = program.kind == TaskKind.REMAKE
-    maker = program.buffer_maker[program.read_buffer]
-    reader = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
+    maker, reader = program.edges
     chosen = np.flatnonzero(is_remade[maker])[::-1]  # first the readers that are remade themselves
     for task, by in zip(maker[chosen].tolist(), reader[chosen].tolist(), strict=True):
         group = found.get(by) if is_remade[by] else int(tables.op_group[program.subject[by]])
@@ -204,7 +198,7 @@ class RankProgram:
         spans = self._spans[BATCH_AXIS][0]
         sizes = [spans.size(micro) for micro in range(self.num_micro)]
         self.micro_begin = [sum(sizes[:micro]) for micro in range(self.num_micro)]
-        self.spans_of_op = [
+        self.spans_of_op: list[Spans | None] = [
             self._spans[axis][group] if group >= 0 else None
             for axis, group in zip(self.plan.op_axis.tolist(), self._group.tolist(), strict=True)
         ]

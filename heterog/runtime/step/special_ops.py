@@ -65,13 +65,18 @@ def on_own_words(
     if "index" in call.args:
         return _of_own_columns(call, run, inputs, words)
     table, wanted = positions(call, "weight", "indices")
-    own = inputs[wanted] - words.start
-    elsewhere = (own < 0) | (own >= len(words))
-    given = list(inputs)
-    given[wanted] = own.masked_fill(elsewhere, 0)
+    given, elsewhere = _among(words, inputs, wanted)
     if not len(inputs[table]):
         given[table] = inputs[table].new_zeros(1, inputs[table].shape[1])
     return [found.masked_fill(elsewhere.unsqueeze(-1), 0.0) for found in run(given, {})]
+
+
+def _among(words: range, inputs: Sequence[Tensor], wanted: int) -> tuple[list[Tensor], Tensor]:
+    """Inputs with numbers of words counted from the first of some, and where these are others."""
+    own, given = inputs[wanted] - words.start, list(inputs)
+    elsewhere = (own < 0) | (own >= len(words))
+    given[wanted] = own.masked_fill(elsewhere, 0)
+    return given, elsewhere
 
 
 def _of_own_columns(
@@ -82,10 +87,7 @@ def _of_own_columns(
     added = positions(call, "src")
     if not len(words):
         return [inputs[columns] if added else inputs[columns].new_zeros(inputs[wanted].shape)]
-    own = inputs[wanted] - words.start
-    elsewhere = (own < 0) | (own >= len(words))
-    given = list(inputs)
-    given[wanted] = own.masked_fill(elsewhere, 0)
+    given, elsewhere = _among(words, inputs, wanted)
     for source in added:
         given[source] = inputs[source].masked_fill(elsewhere, 0.0)
     return [made if added else made.masked_fill(elsewhere, 0.0) for made in run(given, {})]
