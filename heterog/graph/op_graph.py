@@ -363,11 +363,14 @@ class OpGraph:
         return UpdateScope.PARAMETER if self.written and scope == UpdateScope.ELEMENT else scope
 
     @cached_property
+    def trained(self) -> frozenset[int]:
+        """Parameters that are updated."""
+        return frozenset(parameter for _, parameter, _ in self.updates)
+
+    @cached_property
     def written(self) -> frozenset[int]:
         """Trained parameters that ops write to (``weight.data *= mask``), beside their updates."""
-        trained = {parameter for _, parameter, _ in self.updates}
-        writes = (op.inputs[0] for op in self.ops if op.is_write)
-        return frozenset(trained.intersection(writes))
+        return self.trained.intersection(op.inputs[0] for op in self.ops if op.is_write)
 
     @cached_property
     def updates_elementwise(self) -> bool:

@@ -309,7 +309,7 @@ def _split_parameters(graph: OpGraph, way: OpRules) -> set[int]:
         for tensor, place in zip(graph.ops[op].inputs, rule.inputs, strict=True)
         if place.kind == "S"
     }
-    return read & {parameter for _, parameter, _ in graph.updates}
+    return read & graph.trained
 
 
 def _placed(
