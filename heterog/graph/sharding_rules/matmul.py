@@ -27,40 +27,38 @@ from heterog.graph.sharding_rules.table import (
     positions,
     rule,
     shape_of,
+    splits,
     with_shared_stream,
 )
 
 
-@rule("mm.default")
-def _mm(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    axes = [
+@splits("mm.default", linear=[(0,), (1,)])
+def _mm(call: OpCall) -> list[Axis]:
+    return [
         axis(call, (0,), self=0),
         axis(call, (1,), mat2=1),
         axis(call, (P,), self=1, mat2=0),
     ]
-    return choose(call, placements, axis_size, axes, [(0,), (1,)])
 
 
-@rule("bmm.default")
-def _bmm(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    axes = [
+@splits("bmm.default", linear=[(0,), (1,)])
+def _bmm(call: OpCall) -> list[Axis]:
+    return [
         axis(call, (0,), self=0, mat2=0),
         axis(call, (1,), self=1),
         axis(call, (2,), mat2=2),
         axis(call, (P,), self=2, mat2=1),
     ]
-    return choose(call, placements, axis_size, axes, [(0,), (1,)])
 
 
-@rule("dot.default", "vdot.default")
-def _dot(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    return choose(call, placements, axis_size, [Axis((0, 0), (P,))], [(0,), (1,)])
+@splits("dot.default", "vdot.default", linear=[(0,), (1,)])
+def _dot(call: OpCall) -> list[Axis]:
+    return [Axis((0, 0), (P,))]
 
 
-@rule("mv.default")
-def _mv(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    axes = [axis(call, (0,), self=0), axis(call, (P,), self=1, vec=0)]
-    return choose(call, placements, axis_size, axes, [(0,), (1,)])
+@splits("mv.default", linear=[(0,), (1,)])
+def _mv(call: OpCall) -> list[Axis]:
+    return [axis(call, (0,), self=0), axis(call, (P,), self=1, vec=0)]
 
 
 @rule("addmm.default")
@@ -173,12 +171,11 @@ def _has_causal_rows(call: OpCall, placements: tuple[Placement, ...], *names: st
     )
 
 
-@rule(SPARSE_PRODUCT)
-def _product(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits(SPARSE_PRODUCT, linear=[(0,)])
+def _product(call: OpCall) -> list[Axis]:
     rank = len(call.outputs[0].shape)
     others = (R,) * (len(call.inputs) - 1)
-    axes = [Axis((dim, *others), (dim,)) for dim in range(rank) if dim != rank - 2]
-    return choose(call, placements, axis_size, axes, [(0,)])
+    return [Axis((dim, *others), (dim,)) for dim in range(rank) if dim != rank - 2]
 
 
 def product_of_rows(call: OpCall, dim: int, units: int) -> RuleResult | None:
