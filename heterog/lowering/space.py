@@ -13,6 +13,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import OpRules
+from heterog.grouped import grouped
 from heterog.lowering import Choice, Decided, Encoder
 from heterog.lowering.channels import ChannelTable, balanced_slices
 from heterog.lowering.program import IntArray
@@ -73,10 +74,7 @@ def _unions(cluster: Cluster) -> Iterator[tuple[int, ...]]:
         for size in range(2, cluster.num_hosts):
             yield from combinations(everything, size)
         return
-    kinds: dict[int, list[int]] = {}
-    for host, kind in enumerate(cluster.host_kind):
-        kinds.setdefault(kind, []).append(host)
-    own = list(kinds.values())
+    own = list(grouped((kind, host) for host, kind in enumerate(cluster.host_kind)).values())
     for size in range(len(own) - 1, 0, -1):
         for some in combinations(own, size):
             yield tuple(host for hosts in some for host in hosts)

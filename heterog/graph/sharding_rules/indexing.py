@@ -91,16 +91,15 @@ def _index_select(call: OpCall) -> list[Axis]:
     return axes
 
 
-@rule("index_add.default")
-def _index_add(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("index_add.default", linear=[("self", "source")], summand="self")
+def _index_add(call: OpCall) -> list[Axis]:
     rank = len(shape_of(call, "self"))
     along = dimension(call, "dim", rank)
     axes = [axis(call, (d,), self=d, source=d) for d in range(rank) if d != along]
     if shape_of(call, "index"):
         axes.append(axis(call, (P,), self=P, index=0, source=along))
         axes.append(axis(call, (P,), Special.BIAS_ON_ONE_RANK, index=0, source=along))
-    linear, base = [positions(call, "self", "source")], positions(call, "self")
-    return choose(call, placements, axis_size, axes, linear, summand=base)
+    return axes
 
 
 @splits("index.Tensor", "_unsafe_index.Tensor", linear=[("self",)])

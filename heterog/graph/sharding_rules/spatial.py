@@ -1,33 +1,29 @@
 """Convolutions, pooling and resampling of images: batch and channels may be split."""
 
-from heterog.graph.placement import OpCall, P, Placement, R
+from heterog.graph.placement import OpCall, P, R
 from heterog.graph.sharding_rules.table import (
     Axis,
-    RuleResult,
     Special,
     axis,
-    choose,
     integer,
     positions,
-    rule,
     splits,
 )
 
 
-@rule("convolution.default")
-def _convolution(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    groups, bias = integer(call, "groups", 1), positions(call, "bias")
+@splits("convolution.default", linear=[("input", "bias"), ("weight", "bias")], summand="bias")
+def _convolution(call: OpCall) -> list[Axis]:
+    groups = integer(call, "groups", 1)
     axes = [axis(call, (0,), input=0)]
     if groups > 1:
         axes.append(axis(call, (1,), None, groups, input=1, weight=0, bias=0))
     else:
         # A transposed convolution's weight is [in, out, ...] instead of [out, in, ...].
         transposed = int(call.args["transposed"] is True)
-        special = Special.BIAS_ON_ONE_RANK if bias else None
+        special = Special.BIAS_ON_ONE_RANK if positions(call, "bias") else None
         axes.append(axis(call, (1,), weight=transposed, bias=0))
         axes.append(axis(call, (P,), special, input=1, weight=1 - transposed))
-    linear = [positions(call, "input", "bias"), positions(call, "weight", "bias")]
-    return choose(call, placements, axis_size, axes, linear, summand=bias)
+    return axes
 
 
 @splits("convolution_backward.default", linear=[("grad_output",)])

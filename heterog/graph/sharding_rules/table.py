@@ -109,13 +109,14 @@ def rule(*kinds: str) -> Callable[[Rule], Rule]:
 
 
 def splits(
-    *kinds: str, linear: Sequence[Sequence[int | str]] = ()
+    *kinds: str, linear: Sequence[Sequence[int | str]] = (), summand: str = ""
 ) -> Callable[["_Axes"], "_Axes"]:
     """Enter a rule in ``RULES`` that splits an op along axes which the decorated function finds.
 
     Args:
         kinds: Kinds of the ops.
         linear: As in ``choose``; inputs are given by their position or by argument name.
+        summand: As in ``choose``; an argument name.
     """
 
     def enter(function: _Axes) -> _Axes:
@@ -123,7 +124,8 @@ def splits(
             groups = [
                 [place for each in group for place in _places_of(call, each)] for group in linear
             ]
-            return choose(call, placements, axis_size, function(call), groups)
+            base = positions(call, summand)
+            return choose(call, placements, axis_size, function(call), groups, summand=base)
 
         rule(*kinds)(chosen)
         return function

@@ -12,6 +12,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import IntArray, OpGraph
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import local_shape
+from heterog.grouped import grouped
 from heterog.lowering.channels import Channel
 from heterog.lowering.program import (
     FIRST_LINK_KIND,
@@ -207,14 +208,14 @@ class RankProgram:
             tensor: value for value, tensor in enumerate(tables.value_tensor.tolist())
         }
         self.is_recut: list[bool] = (tables.op_recut != Recut.NONE).tolist()
-        self.parameters_of_value: dict[int, list[int]] = {}
-        for row, value in enumerate(tables.parameter_gradient.tolist()):
-            self.parameters_of_value.setdefault(value, []).append(row)
+        values: list[int] = tables.parameter_gradient.tolist()
+        self.parameters_of_value = grouped((value, row) for row, value in enumerate(values))
         made = tables.parameter_gradient[tables.parameter_gradient >= 0]
         self.makes_gradients = frozenset(tables.value_op[made].tolist())
         self.bucket: list[int] = program.bucket.tolist()
-        self.bucket_members: dict[int, list[int]] = {}
-        self._fill_buckets()
+        self.bucket_members = grouped(
+            (bucket, row) for row, bucket in enumerate(self.bucket) if bucket >= 0
+        )
         self.rings = parameter_rings(graph, strategy)
         self._buckets = sliced_buckets(graph, strategy, program)
         self.sliced: dict[int, SlicedBucket] = {}
@@ -276,12 +277,6 @@ class RankProgram:
         self.is_mine: list[bool] = is_mine.tolist()
         gathers = (program.kind == TaskKind.GATHER_VALUE) & is_mine
         self._gathered_slots = frozenset(program.subject[gathers].tolist())
-
-    def _fill_buckets(self) -> None:
-        for row in range(len(self.graph.updates)):
-            bucket = self.bucket[row]
-            if bucket >= 0:
-                self.bucket_members.setdefault(bucket, []).append(row)
 
     def spans_of_task(self, task: int, op: int) -> Spans | None:
         """Spans, along an op's axis, of the group for which a task runs it.

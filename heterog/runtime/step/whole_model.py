@@ -16,6 +16,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.sharding_rules import local_shape
 from heterog.graph.workload import Workload
+from heterog.grouped import grouped
 from heterog.lowering.program import Program
 from heterog.runtime.accelerators import rank_device
 from heterog.runtime.step.rank_program import sharded_parameters
@@ -173,11 +174,12 @@ class WholeModel:
         for name, owner in self.buffers.owners.items():
             if owner and name in state and name not in trained:
                 self._bring(state, name, state[name], owner)
-        pieces: dict[int, list[tuple[int, Tensor]]] = {}
-        for bucket in self.part.buckets:
-            if bucket.stage == 3 and bucket.is_first:
-                for row, piece in self._collect(bucket):
-                    pieces.setdefault(row, []).append((bucket.ring.begin, piece))
+        pieces = grouped(
+            (row, (bucket.ring.begin, piece))
+            for bucket in self.part.buckets
+            if bucket.stage == 3 and bucket.is_first
+            for row, piece in self._collect(bucket)
+        )
         for row, found in pieces.items():
             state[graph.tensors[graph.updates[row][1]].name] = self._put_together(row, found)
         if self.rank != 0:
