@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
@@ -41,9 +41,15 @@ class UnknownNameError(HeterogError):
             super().__init__(f"unknown {what} '{name}'; {advice}")
             return
         names = sorted(known)
-        close = get_close_matches(name, names, n=1, cutoff=0.4)
-        hint = f"; did you mean '{close[0]}'?" if close else "."
-        super().__init__(f"unknown {what} '{name}'{hint} Known: {', '.join(names)}.")
+        super().__init__(
+            f"unknown {what} '{name}'{nearest(name, names)} Known: {', '.join(names)}."
+        )
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The end of a sentence about an unknown name: a question for the known one most like it."""
+    close = get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"; did you mean '{close[0]}'?" if close else "."
 
 
 def named(what: str, name: str, known: Mapping[str, _Named]) -> _Named:

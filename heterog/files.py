@@ -11,11 +11,12 @@ import json
 import os
 import stat
 import tempfile
+import time
 import zlib
 from pathlib import Path
 from typing import Any
 
-from heterog.errors import InputFileError
+from heterog.errors import HeterogError, InputFileError
 from heterog.units import MIB, format_bytes
 
 CHECKPOINT_INDEX = "checkpoint.json"
@@ -23,6 +24,7 @@ CHECKPOINT_INDEX = "checkpoint.json"
 MAX_JSON_BYTES = 128 * MIB
 """Most bytes of a JSON text, unpacked. The plan of the zoo's largest graph takes 2 MiB;
 measurements of the whole zoo at five shares 30 MiB."""
+_POLL_S = 0.02
 _MOST_MEMORY = 256 * MIB
 # Bytes in CPython of a list or an object (with its slot), a text, and anything else.
 _CONTAINER_BYTES, _TEXT_BYTES, _VALUE_BYTES = 96, 72, 40
@@ -157,6 +159,19 @@ def write_json(path: str | Path, value: Any, *, indent: int | None = None) -> No
     if str(path).endswith(".gz"):
         content = gzip.compress(content, mtime=0)
     write_atomically(path, content)
+
+
+def wait_for_file(path: Path, timeout_s: float, late: str) -> None:
+    """Wait until a file exists.
+
+    Raises:
+        HeterogError: it does not in time; the text is ``late``.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline_s:
+            raise HeterogError(late)
+        time.sleep(_POLL_S)
 
 
 def read_bytes(path: str | Path, what: str, most_bytes: int) -> bytes:

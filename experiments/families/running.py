@@ -149,7 +149,7 @@ def local_groups(part: RankProgram) -> list[Part]:
     """
     found: set[tuple[Part, ...]] = set()
     for index, op in enumerate(part.graph.ops):
-        layout = part.spans_of_op(index)
+        layout = part.spans_of_op[index]
         if "batch_norm" not in op.kind or op.phase != Phase.FORWARD or layout is None:
             continue
         if part.plan.specials[index] == Special.LOCAL_STATISTICS:
@@ -207,7 +207,7 @@ class Draws(TorchDispatchMode):
         if special == Special.SHARED_RANDOM_STREAM:
             with RandomStream(0, torch.device("cpu")).drawing(self._step, op, 0, rank=None):
                 return tuple(local_op(inputs, local_op.whole))
-        layout = part.spans_of_op(op)
+        layout = part.spans_of_op[op]
         assert layout is not None
         place: Placement = part.plan.needed[op][0]
         drawn = []

@@ -22,7 +22,7 @@ from heterog.balance.rebalancing import (
     SpeedFollower,
 )
 from heterog.balance.replicas import ReplicaCheck, SameDeals, check_data_parallel
-from heterog.balance.sampler import BalancedLoader, ShareSampler, check_data
+from heterog.balance.sampler import BalancedLoader, Follower, ShareSampler, check_data
 from heterog.balance.shares import (
     BalanceError,
     Start,
@@ -40,10 +40,11 @@ from heterog.balance.tokens import TokenBatches
 from heterog.balance.updates import OpenSteps, watch_updates
 from heterog.balance.weights import StepWeights, average_gradients, check_loss
 from heterog.errors import HeterogWarning
+from heterog.memo import kept
 from heterog.runtime.accelerators import CPU
 
 
-class Balancer:
+class Balancer(Follower):
     """Gives each rank a share of every batch that suits its speed, and weighs losses exactly.
 
     The update is that of one process with the whole batch, whatever the shares are:
@@ -106,7 +107,11 @@ class Balancer:
         batch_size: int | None = None,
     ) -> None:
         self.global_batch_size = _checked_size(global_batch_size, batch_size)
-        _check_writer(writer)
+        if writer is not None and not hasattr(writer, "add_scalar"):
+            raise BalanceError(
+                f"writer={writer!r} has no add_scalar: give a TensorBoard SummaryWriter, such as "
+                "torch.utils.tensorboard.SummaryWriter('runs')."
+            )
         self.group = RankGroup()
         self.weights = StepWeights(self.group)
         watch_updates(self.weights, self.group)
@@ -117,8 +122,7 @@ class Balancer:
         self.weights.checks_updates = check_replicas
         self._replicas: ReplicaCheck | None = None
         self._start = Start(shares=shares, speeds=speeds, plan=plan)
-        self._fits_given, self._micro_batches = fits, micro_batches
-        self._fits: tuple[int | None, ...] | None = None
+        self._fits, self._micro_batches = fits, micro_batches
         self._samplers: list[ref[ShareSampler]] = []  # of loaders that exist, in order
         self._training: ShareSampler | None = None
         self._open = OpenSteps()
@@ -523,22 +527,19 @@ class Balancer:
         """Largest share of each rank: what it holds at once, unless micro-batches are cut."""
         return None if self._micro_batches else self._memory()
 
+    @kept
     def _memory(self) -> tuple[int | None, ...]:
         """Number of samples that each rank can hold at once; exchanged between ranks only once."""
-        given, num_ranks = self._fits_given, self.group.num_ranks
-        if self._fits is None:
-            if given is None:
-                self._fits = (None,) * num_ranks
-            elif isinstance(given, int):
-                self._fits = tuple(int(fits[0]) for fits in self.group.gather([given]))
-            else:
-                self._fits = tuple(given)
-            if len(self._fits) != num_ranks or any(n is not None and n < 1 for n in self._fits):
-                raise BalanceError(
-                    f"fits={given}: give a number of samples of 1 or more, or one for each of the "
-                    f"{num_ranks} ranks."
-                )
-        return self._fits
+        given, num_ranks = self._fits, self.group.num_ranks
+        if isinstance(given, int):
+            given = [int(fits[0]) for fits in self.group.gather([given])]
+        found = (None,) * num_ranks if given is None else tuple(given)
+        if len(found) != num_ranks or any(n is not None and n < 1 for n in found):
+            raise BalanceError(
+                f"fits={self._fits}: give a number of samples of 1 or more, or one for each of "
+                f"the {num_ranks} ranks."
+            )
+        return found
 
 
 def checked_length(dataset: Dataset[Any]) -> int:
@@ -576,16 +577,3 @@ def _checked_size(size: object, old: object) -> int:
             "number, the samples of all ranks together."
         )
     return given[0].__index__()
-
-
-def _check_writer(writer: object) -> None:
-    """Check that a writer is one.
-
-    Raises:
-        BalanceError: it is not.
-    """
-    if writer is not None and not hasattr(writer, "add_scalar"):
-        raise BalanceError(
-            f"writer={writer!r} has no add_scalar: give a TensorBoard SummaryWriter, such as "
-            "torch.utils.tensorboard.SummaryWriter('runs')."
-        )

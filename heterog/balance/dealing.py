@@ -149,11 +149,14 @@ class SampleBatches:
         whole, rest = divmod(self._num_samples, self._batch_size)
         return whole + bool(rest and not self._drop_last)
 
+    def order(self, epoch: int) -> IndexArray:
+        """The samples of an epoch in order; the same on all ranks.  # [num_samples]"""
+        return epoch_order(self._num_samples, self._seed, epoch, shuffle=self._shuffle)
+
     def batch(self, epoch: int, step: int) -> IndexArray:
         """Indices of a global batch.  # [num_samples]"""
         if self._order is None or self._order[0] != epoch:
-            order = epoch_order(self._num_samples, self._seed, epoch, shuffle=self._shuffle)
-            self._order = epoch, order
+            self._order = epoch, self.order(epoch)
         begin = step * self._batch_size
         return self._order[1][begin : begin + self._batch_size]
 

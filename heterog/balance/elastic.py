@@ -31,8 +31,8 @@ from heterog.balance.group import RankGroup
 from heterog.balance.rebalancing import ScalarWriter
 from heterog.balance.shares import BalanceError
 from heterog.balance.speeds import SpeedEstimate, StepClock
+from heterog.balance.weights import by_type, take_over
 from heterog.errors import experimental
-from heterog.grouped import grouped
 from heterog.runtime.accelerators import CPU
 from heterog.simulator.unequal_updates import (
     ElasticRule,
@@ -255,23 +255,21 @@ class ElasticAveraging:
         if self.group.num_ranks == 1:
             return
         with torch.no_grad():
-            for values in _by_type(
-                each for each in self._model.parameters() if each.requires_grad
-            ):
+            for values in by_type(each for each in self._model.parameters() if each.requires_grad):
                 flat = torch.cat([value.detach().reshape(-1) for value in values])
                 # Not multiplied by 0, because inf and nan would stay.
                 total = self.group.add_up(flat.mul_(weight) if weight else flat.zero_())
-                _take_over(values, total)
+                take_over(values, total)
 
     def _share(self, values: Iterable[Tensor], rank: int) -> None:
         """Give all ranks the values of one of them, of whatever dtype."""
         if self.group.num_ranks == 1:
             return
         with torch.no_grad():
-            for alike in _by_type(values):
+            for alike in by_type(values):
                 flat = torch.cat([value.detach().reshape(-1) for value in alike])
                 told = self.group.broadcast(flat.view(torch.uint8), rank)
-                _take_over(alike, told.view(flat.dtype))
+                take_over(alike, told.view(flat.dtype))
 
     def _write(self, done: MegaBatch) -> None:
         if self._writer is None:
@@ -398,18 +396,6 @@ def _check(
         raise BalanceError(
             f"speeds are {list(speeds)}; give a positive number for each of the {num_ranks} ranks."
         )
-
-
-def _by_type(values: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Values of one dtype and device together."""
-    return grouped(((value.dtype, value.device), value) for value in values).values()
-
-
-def _take_over(values: Sequence[Tensor], flat: Tensor) -> None:
-    """Write the parts of a flat tensor into values."""
-    parts = torch.split(flat, [value.numel() for value in values])
-    for value, part in zip(values, parts, strict=True):
-        value.copy_(part.view_as(value))
 
 
 def _own(parts: Sequence[_Part], order: IndexArray, rank: int) -> list[list[int]]:

@@ -33,7 +33,7 @@ from heterog.balance.dealing import Deal, GlobalBatches, IndexArray, SampleBatch
 from heterog.balance.label_means import MeanCounts
 from heterog.balance.loss_means import LossMean
 from heterog.balance.loss_probe import UNCOUNTED, Batch, CountOf, Measurement, measure, undisturbed
-from heterog.balance.sampler import BalancedLoader, ShareSampler
+from heterog.balance.sampler import BalancedLoader, Follower
 from heterog.balance.shares import BalanceError
 from heterog.balance.streams import StreamBatches, check_stream
 from heterog.balance.tokens import TokenBatches
@@ -170,18 +170,13 @@ class LengthGroupedBatches(SampleBatches):
         self, lengths: list[int], batch_size: int, group_size: int, *, seed: int, drop_last: bool
     ) -> None:
         super().__init__(len(lengths), batch_size, seed=seed, shuffle=True, drop_last=drop_last)
-        self._lengths, self._group_size, self._batch = lengths, group_size, batch_size
-        self._grouped_seed = seed
-        self._grouped: tuple[int, IndexArray] | None = None
+        self._lengths, self._group_size = lengths, group_size
 
-    def batch(self, epoch: int, step: int) -> IndexArray:
-        """Indices of a global batch.  # [num_samples]"""
-        if self._grouped is None or self._grouped[0] != epoch:
-            random = torch.Generator().manual_seed(self._grouped_seed + epoch)
-            order = get_length_grouped_indices(self._lengths, self._group_size, generator=random)
-            self._grouped = epoch, np.array(order, np.int64)
-        begin = step * self._batch
-        return self._grouped[1][begin : begin + self._batch]
+    def order(self, epoch: int) -> IndexArray:
+        """The samples of an epoch in order.  # [num_samples]"""
+        random = torch.Generator().manual_seed(self._seed + epoch)
+        order = get_length_grouped_indices(self._lengths, self._group_size, generator=random)
+        return np.array(order, np.int64)
 
 
 class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
@@ -242,7 +237,7 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         )
         # The Trainer fetches all batches of an update before it runs the first, so this class
         # follows the steps itself.
-        loader.follower = _Nobody()
+        loader.follower = Follower()
         self.balancer.train_with(loader.share_sampler)
         if self.model is not None:
             self.balancer.watch_norms(self.model)
@@ -466,19 +461,3 @@ def _uncounted(batch: Any) -> Any:
         if isinstance(batch.get(name), Tensor)
     }
     return {**batch, **labels}
-
-
-class _Nobody:
-    """A follower that ignores all steps."""
-
-    def begin_pass(self, sampler: ShareSampler) -> None:
-        """Do nothing."""
-
-    def begin_step(self, deal: Deal, sampler: ShareSampler) -> None:
-        """Do nothing."""
-
-    def end_step(self, sampler: ShareSampler) -> None:
-        """Do nothing."""
-
-    def end_pass(self, sampler: ShareSampler) -> None:
-        """Do nothing."""

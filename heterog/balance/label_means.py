@@ -402,14 +402,10 @@ def _unlike(of: Of, told: list[str]) -> str:
 
 def _check(total_weight: Tensor, num_labels: int) -> None:
     total = float(total_weight)
-    if not _is_close(total, num_labels):
+    if not abs(total - num_labels) <= 1e-3 * num_labels:
         raise BalanceError(
             f"the loss is a mean over labels of a total weight of {total:g} (of {num_labels} "
             "labels: some do not count, or classes have weights), but it is weighed by samples. "
             "Give that total, weigh(loss, count=(labels != -100).sum()) for labels that do not "
             "count; all ranks give it."
         )
-
-
-def _is_close(total: float, number: float) -> bool:
-    return abs(total - number) <= 1e-3 * number

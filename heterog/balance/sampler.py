@@ -5,7 +5,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
@@ -284,8 +284,8 @@ _DEALT = {
 }
 
 
-class Follower(Protocol):
-    """An object that is notified of the steps of loops; each call names the loop's sampler."""
+class Follower:
+    """Notified of the steps of loops, and ignores them; each call names the loop's sampler."""
 
     def begin_pass(self, sampler: ShareSampler) -> None:
         """Called before the loop gets its first batch."""

@@ -15,8 +15,7 @@ has used keeps no gradient, as on one process: weight decay and momentum would m
 gradient were zero. If only some ranks have used a parameter, the others contribute zeros.
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from heterog.balance.group import RankGroup
 from heterog.balance.shares import BalanceError
+from heterog.grouped import grouped
 
 
 class StepWeights:
@@ -184,32 +184,34 @@ def average_gradients(model: nn.Module, group: RankGroup) -> None:
         each is not None and not rows for each, rows in zip(gradients, has_sparse, strict=True)
     ]
     told = group.add_up(torch.tensor([has_dense, has_sparse], dtype=torch.float32)).tolist()
-    by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    averaged = []
     for parameter, gradient, dense, sparse in zip(parameters, gradients, *told, strict=True):
         if dense:
             own = torch.zeros_like(parameter) if gradient is None else gradient
             parameter.grad = own.to_dense() if own.is_sparse else own
-            by_type[parameter.grad.dtype, parameter.grad.device].append(parameter.grad)
+            averaged.append(parameter.grad)
         elif sparse:
             parameter.grad = _mean_of_sparse(parameter, gradient, group)
-    for alike in by_type.values():
-        _average_dense(alike, group)
+    for alike in by_type(averaged):
+        flat = torch.cat([gradient.reshape(-1) for gradient in alike])
+        take_over(alike, group.add_up(flat).div_(group.num_ranks))
+
+
+def by_type(values: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Values of one dtype and device together."""
+    return grouped(((value.dtype, value.device), value) for value in values).values()
+
+
+def take_over(values: Sequence[Tensor], flat: Tensor) -> None:
+    """Write the parts of a flat tensor into values."""
+    parts = torch.split(flat, [value.numel() for value in values])
+    for value, part in zip(values, parts, strict=True):
+        value.copy_(part.view_as(value))
 
 
 def _has_rows(gradient: Tensor) -> bool:
     """Whether a gradient holds only some rows of its parameter, as for a sparse embedding."""
     return gradient.is_sparse and gradient.sparse_dim() == 1
-
-
-def _average_dense(gradients: list[Tensor], group: RankGroup) -> None:
-    """Average gradients of one dtype and device in place."""
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    mean = group.add_up(flat).div_(group.num_ranks)
-    begin = 0
-    for gradient in gradients:
-        end = begin + gradient.numel()
-        gradient.copy_(mean[begin:end].view_as(gradient))
-        begin = end
 
 
 def _mean_of_sparse(parameter: Tensor, gradient: Tensor | None, group: RankGroup) -> Tensor:

@@ -64,17 +64,8 @@ _UNUSED_NIC_BYTES_PER_S = 1.25e9
 _Location: TypeAlias = tuple[int | str, ...]
 
 
-def build_cluster(spec: ClusterSpec, document: Document) -> Cluster:
-    """The cluster that a file describes.
-
-    Raises:
-        InputFileError: Fields do not go together; names file, line and field.
-    """
-    return _Builder(spec, document).cluster()
-
-
-class _Builder:
-    """Makes the cluster that a spec describes."""
+class ClusterBuilder:
+    """Makes the cluster that a file describes."""
 
     def __init__(self, spec: ClusterSpec, document: Document) -> None:
         self._spec = spec
@@ -86,6 +77,11 @@ class _Builder:
         self._num_hosts = sum(h.count or 1 for h in spec.hosts)
 
     def cluster(self) -> Cluster:
+        """The cluster.
+
+        Raises:
+            InputFileError: Fields do not go together; names file, line and field.
+        """
         num_devices = sum(
             (host.count or 1) * sum(entry.count for entry in host.devices)
             for host in self._spec.hosts
@@ -136,14 +132,14 @@ class _Builder:
             # A type whose numbers the file overrides has another name, but the same price.
             by_type |= {each: price for each in self._listed.get(name, ()) if each not in by_type}
         by_type |= {name: price for name, price in spec.device_hour.items() if name in known}
-        members = self._members()
+        members = self._members([host.name for host in cluster.hosts])
         by_host: dict[str, float] = {}
         for name, price in spec.host_hour.items():
             if name not in members:
                 fault = f"there is no host '{name}'; there are {', '.join(members)}."
                 self._document.refuse(("prices", "host_hour", name), fault)
             # The price of a single host replaces that of all hosts that share its name.
-            own = {host: price for host in members[name]}
+            own = {cluster.hosts[host].name: price for host in members[name]}
             by_host = own | by_host if len(own) > 1 else by_host | own
         try:
             prices = HourlyPrices(currency=spec.currency, device_hour=by_type, host_hour=by_host)
@@ -154,28 +150,20 @@ class _Builder:
             self._document.refuse(("prices",), str(error))
         return priced
 
-    def _members(self) -> dict[str, list[str]]:
-        """Names of hosts, by every name that the file may use: a host's, or an entry's."""
-        members: dict[str, list[str]] = {}
+    def _members(self, names: Sequence[str]) -> dict[str, list[int]]:
+        """Positions of hosts, by every name that the file may use: a host's, or an entry's."""
+        members = {name: [at] for at, name in enumerate(names)}
+        first = 0
         for spec in self._spec.hosts:
-            own = (
-                [spec.name]
-                if spec.count is None
-                else [f"{spec.name}{number}" for number in range(spec.count)]
-            )
-            members.update({name: [name] for name in own})
+            own = list(range(first, first + (spec.count or 1)))
             members.setdefault(spec.name, own)
+            first = own[-1] + 1
         return members
 
     def _pairs(self, names: Sequence[str]) -> tuple[PairLimit, ...]:
-        positions: dict[str, list[int]] = {name: [at] for at, name in enumerate(names)}
-        first = 0
-        for spec in self._spec.hosts:
-            members = list(range(first, first + (spec.count or 1)))
-            positions.setdefault(spec.name, members)
-            first = members[-1] + 1
+        members = self._members(names)
         try:
-            return pair_limits(self._spec.pairs, positions, len(names), self._spec.efficiency)
+            return pair_limits(self._spec.pairs, members, len(names), self._spec.efficiency)
         except PairsError as error:
             self._document.refuse(("pairs", *error.where), str(error))
 

@@ -21,7 +21,6 @@ device types that a file writes out or changes, and CPUs under a testbed's quota
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias
 
@@ -46,7 +45,7 @@ from heterog.cluster.hardware import (
     PairLimit,
 )
 from heterog.cluster.topology import Cluster
-from heterog.errors import HeterogError, InputFileError
+from heterog.errors import HeterogError, InputFileError, nearest
 from heterog.names import first_of, shown
 from heterog.records import Name, Text, field_name
 from heterog.units import GIB, parse_bandwidth, parse_bytes, parse_flops_per_s, parse_seconds
@@ -105,8 +104,7 @@ class Spec(BaseModel):
         known = list(cls.model_fields)
         for key in value if isinstance(value, dict) else ():
             if key not in known:
-                close = get_close_matches(str(key), known, n=1, cutoff=0.4)
-                hint = f"; did you mean '{close[0]}'?" if close else "."
+                hint = nearest(str(key), known)
                 raise PydanticCustomError(
                     "unknown_field",
                     "unknown field{hint} Known: {known}",
@@ -535,17 +533,12 @@ def base_type(entry: DeviceSpec) -> DeviceType:
     )
 
 
-def _merged(peaks: Mapping[str, float], given: Mapping[Dtype, float] | None) -> FrozenFlops:
-    merged = dict(peaks)
-    for dtype, peak in (given or {}).items():
-        merged[dtype] = peak
-    return FrozenFlops(merged)
-
-
 def overridden(base: DeviceType, entry: DeviceSpec) -> DeviceType:
     """The type with the entry's numbers; ``base`` itself if they change nothing."""
     given = {
-        "peak_flops_per_s": _merged(base.peak_flops_per_s, entry.peak_flops),
+        "peak_flops_per_s": FrozenFlops(
+            dict([*base.peak_flops_per_s.items(), *(entry.peak_flops or {}).items()])
+        ),
         "memory_bandwidth_bytes_per_s": entry.memory_bandwidth,
         "compute_efficiency": entry.compute_efficiency,
         "memory_efficiency": entry.memory_efficiency,

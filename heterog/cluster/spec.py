@@ -28,12 +28,13 @@
 """
 
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from heterog.cluster.building import build_cluster
+from heterog.cluster.building import ClusterBuilder
 from heterog.cluster.hardware import (
     MAX_DEVICES,
     MAX_PAIRS,
@@ -64,19 +65,32 @@ MAX_FILE_BYTES = 1024**2
 
 def preset_names() -> tuple[str, ...]:
     """Names of the built-in clusters."""
-    files = (entry.name for entry in _PRESETS.iterdir())
+    return yaml_names(_PRESETS)
+
+
+def yaml_names(folder: Traversable) -> tuple[str, ...]:
+    """Names of the YAML files in a folder of this package, without their suffix."""
+    files = (entry.name for entry in folder.iterdir())
     return tuple(sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml")))
 
 
-def load_cluster(source: str | Path) -> Cluster:
-    """Reads a preset by its name, or a file by its path; see ``Cluster.load``."""
-    if isinstance(source, str) and source in preset_names():
-        text = (_PRESETS / f"{source}.yaml").read_text(encoding="utf-8")
+def load_cluster(
+    source: str | Path, kind: str = "cluster", folder: Traversable = _PRESETS
+) -> Cluster:
+    """Reads a cluster that is built in by its name, or a file by its path; see ``Cluster.load``.
+
+    Args:
+        source: Name or path.
+        kind: What a name that does not exist is called.
+        folder: The files of the clusters that are built in.
+    """
+    path, names = Path(source), yaml_names(folder)
+    if isinstance(source, str) and source in names:
+        text = (folder / f"{source}.yaml").read_text(encoding="utf-8")
         return parse_cluster(text, Path(f"{source}.yaml"))
-    path = Path(source)
     looks_like_name = path.name == str(source) and not path.suffix
     if isinstance(source, str) and looks_like_name and not path.exists():
-        raise UnknownNameError("cluster", source, preset_names())
+        raise UnknownNameError(kind, source, names)
     try:
         text = read_bytes(path, "cluster file", MAX_FILE_BYTES).decode()
     except InputFileError as error:
@@ -106,7 +120,7 @@ def parse_cluster(text: str, path: Path) -> Cluster:
         spec = ClusterSpec.model_validate(document.value)
     except ValidationError as error:
         document.refuse_all(error.errors())
-    return build_cluster(spec, document)
+    return ClusterBuilder(spec, document).cluster()
 
 
 class _DeviceRecord(Record):

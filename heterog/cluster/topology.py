@@ -502,6 +502,8 @@ class Cluster:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values, without reference to the catalogue or to presets."""
+        pairs = {"pairs": [limit.to_dict() for limit in self.pairs]} if self.pairs else {}
+        prices = {} if self.prices is None else {"prices": self.prices.to_dict()}
         return {
             "schema_version": SCHEMA_VERSION,
             "name": self.name,
@@ -521,12 +523,9 @@ class Cluster:
                 }
                 for d, t in zip(self.devices, self.type_index, strict=True)
             ],
-        } | self._optional_parts()
-
-    def _optional_parts(self) -> dict[str, Any]:
-        """Fields that most clusters' files do not have."""
-        pairs = {"pairs": [limit.to_dict() for limit in self.pairs]} if self.pairs else {}
-        return pairs | ({} if self.prices is None else {"prices": self.prices.to_dict()})
+            **pairs,
+            **prices,
+        }
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "Cluster":

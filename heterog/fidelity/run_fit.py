@@ -106,7 +106,8 @@ def fit_runs(cases: Sequence[Case], start: DeviceModels, *, with_host: bool = Tr
     best, least, before = at, np.inf, np.zeros(len(cases))
     after = left_out = before
     for iteration in range(_ITERATIONS):
-        off = _predicted(cases, _model(at, types, start)) - measured
+        models = _model(at, types, start)
+        off = np.log([case.predicted_s(models) for case in cases]) - measured
         from_start = np.where(is_fitted, at - begin, 0.0)
         cost = float(
             (off / _RUN_SPREAD) @ (off / _RUN_SPREAD) + ((from_start / spread) ** 2).sum()
@@ -157,11 +158,6 @@ def _derivatives(
             there = np.log(case.predicted_s(_model(moved, types, like)))
             jacobian[row, column] = (there - here[row]) / _STEP
     return jacobian
-
-
-def _predicted(cases: Sequence[Case], models: DeviceModels) -> FloatArray:
-    """Logarithms of the predicted seconds.  # [num_cases]"""
-    return np.log([case.predicted_s(models) for case in cases])
 
 
 def _parameters(model: DeviceModels, types: Sequence[str]) -> FloatArray:

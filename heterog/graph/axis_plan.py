@@ -411,7 +411,6 @@ class _Propagation:
         """
         graph, batch = self.graph, self.batch
         rule, _ = self.rules[op]
-        parameters = {parameter for _, parameter, _ in graph.updates}
         outputs = graph.outputs[op]
         splits = [
             (int(graph.storage[tensor]), place, along)
@@ -422,7 +421,7 @@ class _Propagation:
             if place.kind == "S"
         ]
         if any(
-            storage in parameters or (along.kind == "S" and along != place)
+            storage in graph.trained or (along.kind == "S" and along != place)
             for storage, place, along in splits
         ):
             return False

@@ -52,6 +52,11 @@ class BatchPlan:
     bytes_fixed: FloatArray
     bytes_per_sample: FloatArray
 
+    def work(self, samples: int) -> tuple[FloatArray, FloatArray]:
+        """FLOPs of each op on a share of the batch, and bytes that it moves.  # [num_ops] each"""
+        flops = self.flops_fixed + samples * self.flops_per_sample
+        return flops, self.bytes_fixed + samples * self.bytes_per_sample
+
 
 @lru_cache(maxsize=64)
 def batch_plan(graph: OpGraph) -> BatchPlan:

@@ -193,7 +193,11 @@ class GraphReader:
                         "give args, a rule or batch_dims."
                     )
                 if must_follow:
-                    outputs = self._built_in_outputs(index, given)
+                    found = built_in_rule(
+                        self._call(index), tuple(given), self.spec.batch_size, self._op(index)
+                    )
+                    assert found is not None
+                    outputs = found.outputs
             placements.update(zip(self.outputs[index], outputs, strict=True))
         return rules
 
@@ -255,13 +259,6 @@ class GraphReader:
                     '"R", else one with "P".'
                 )
                 return
-
-    def _built_in_outputs(self, index: int, given: list[Placement]) -> tuple[Placement, ...]:
-        found = built_in_rule(
-            self._call(index), tuple(given), self.spec.batch_size, self._op(index)
-        )
-        assert found is not None
-        return found.outputs
 
     def _input_placement(self, tensor: int) -> Placement:
         record, meta = self.spec.tensors[tensor], self.metas[tensor]

@@ -45,6 +45,12 @@ class Grouping:
         """Number of groups that a strategy decides about."""
         return len(self.names)
 
+    @cached_property
+    def ops(self) -> tuple[tuple[int, ...], ...]:
+        """Ops of each group, in the order in which they run."""
+        found = grouped((group, op) for op, group in enumerate(self.group.tolist()))
+        return tuple(tuple(found[group]) for group in range(self.num_groups))
+
 
 @lru_cache(maxsize=64)
 def group_ops(graph: OpGraph) -> Grouping:

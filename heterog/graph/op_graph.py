@@ -363,11 +363,14 @@ class OpGraph:
         return UpdateScope.PARAMETER if self.written and scope == UpdateScope.ELEMENT else scope
 
     @cached_property
+    def trained(self) -> frozenset[int]:
+        """Parameters that are updated."""
+        return frozenset(parameter for _, parameter, _ in self.updates)
+
+    @cached_property
     def written(self) -> frozenset[int]:
         """Trained parameters that ops write to (``weight.data *= mask``), beside their updates."""
-        trained = {parameter for _, parameter, _ in self.updates}
-        writes = (op.inputs[0] for op in self.ops if op.is_write)
-        return frozenset(trained.intersection(writes))
+        return self.trained.intersection(op.inputs[0] for op in self.ops if op.is_write)
 
     @cached_property
     def updates_elementwise(self) -> bool:
@@ -423,6 +426,11 @@ class OpGraph:
     def num_parameters(self) -> int:
         """Number of scalar parameters, tied ones counted once."""
         return sum(self.tensors[i].meta.num_elements for i in self.parameters)
+
+    @cached_property
+    def phases(self) -> IntArray:
+        """Phase of each op.  # [num_ops]"""
+        return np.array([op.phase for op in self.ops], np.int32)
 
     @cached_property
     def flops(self) -> FloatArray:

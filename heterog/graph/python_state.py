@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -147,6 +147,7 @@ class PythonState:
     """All state of Python that can be reached from some objects.
 
     Attributes:
+        holders: All holders of values.
         unseen: Sources of change that are not recorded: iterators, clocks.
         constants: Integers that the user's functions have as constants.
         naming_type: Variables of the modules whose functions name ``type``.
@@ -158,28 +159,28 @@ class PythonState:
         self.constants: set[int] = set()
         self.naming_type: list[dict[str, Any]] = []
         self.reads_class = False
-        self._holders: list[Holder] = []
+        self.holders: list[Holder] = []
         self._known: set[Any] = set()
         self._todo: list[tuple[Any, str]] = [(root, text) for text, root in roots.items()]
         self._todo.append((random._inst, "the state of Python's random"))
         self._todo.append((np.random.mtrand._rand, "the state of numpy.random"))
-        while self._todo and len(self._holders) < _MAX_HOLDERS:
+        while self._todo and len(self.holders) < _MAX_HOLDERS:
             self._look_at(*self._todo.pop())
 
     def changes(self) -> list[Slot]:
         """The places whose values have changed."""
-        return [slot for holder in self._holders for slot in holder.changes()]
+        return [slot for holder in self.holders for slot in holder.changes()]
 
     def tensors(self) -> Iterator["Slot"]:
         """The places that held a tensor."""
-        for holder in self._holders:
+        for holder in self.holders:
             for key, value in holder.values.items():
                 if isinstance(value, Tensor):
                     yield Slot(holder, key, value, value)
 
     def put_back(self) -> None:
         """Restore the values that everything held."""
-        for holder in self._holders:
+        for holder in self.holders:
             if any(True for _ in holder.changes()):
                 holder.write(holder.values)
 
@@ -189,16 +190,11 @@ class PythonState:
         other.unseen, other.constants = self.unseen, self.constants
         other.naming_type, other.reads_class = self.naming_type, self.reads_class
         other._known, other._todo = self._known, []
-        other._holders = [
+        other.holders = [
             Holder(each.read, each.write, each.text, each.seeded, each.held)
-            for each in self._holders
+            for each in self.holders
         ]
         return other
-
-    @property
-    def holders(self) -> Sequence[Holder]:
-        """All holders of values."""
-        return self._holders
 
     def _look_at(self, thing: Any, text: str) -> None:
         if isinstance(thing, _NO_STATE) or id(thing) in self._known:
@@ -214,7 +210,7 @@ class PythonState:
             self._look_at_object(thing, text)
 
     def _hold(self, holder: Holder) -> None:
-        self._holders.append(holder)
+        self.holders.append(holder)
         self._todo += [
             (value, holder.text(key))
             for key, value in holder.values.items()
@@ -228,7 +224,7 @@ class PythonState:
         self._hold(_module_holder(module, say))
         children, above = vars(module).get("_modules", {}), text.partition("'")[2].rstrip("'")
         self._known.add(id(children))
-        self._holders.append(_dict_holder(children, lambda key: f"module {say(key)}"))
+        self.holders.append(_dict_holder(children, lambda key: f"module {say(key)}"))
         for name, child in children.items():
             self._todo.append((child, f"module '{above}.{name}'" if above else f"module '{name}'"))
         self._todo.append((type(module), text))

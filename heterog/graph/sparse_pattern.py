@@ -164,11 +164,6 @@ def pattern_of(
     return SparsePattern(starts, to[order].astype(np.int32), num_columns)
 
 
-def entry_order(pattern: SparsePattern) -> Int64Array:
-    """Permutation of a pattern's entries into the order of the transposed pattern."""
-    return np.lexsort((pattern.rows, pattern.columns))
-
-
 def entry_shares(pattern: SparsePattern, weights: Sequence[float], units: int) -> tuple[int, ...]:
     """Divide units of rows so that entries, not rows, are in proportion to weights.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from heterog.errors import GraphError
-from heterog.graph.sparse_pattern import SparsePattern, entry_order, pattern_of
+from heterog.graph.sparse_pattern import SparsePattern, pattern_of
 
 _LIBRARY: Any = torch.library.Library("heterog_sparse", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
@@ -133,7 +133,8 @@ class SparseProduct(nn.Module):
             )
         values = values[np.lexsort((to, at))]
         back = self.pattern.transposed()
-        back_values = values[entry_order(self.pattern)]
+        # In the order of the transposed pattern.
+        back_values = values[np.lexsort((self.pattern.rows, self.pattern.columns))]
         is_symmetric = back.key == self.pattern.key and np.array_equal(values, back_values)
         self.backward_pattern = self.pattern if is_symmetric else back
         dtype = torch.get_default_dtype()

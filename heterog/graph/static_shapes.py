@@ -68,11 +68,8 @@ def looked_up() -> Iterator[None]:
         else:
             put(self, index, value)
 
-    owner.__getitem__, owner.__setitem__ = getitem, setitem
-    try:
+    with mock.patch.multiple(owner, __getitem__=getitem, __setitem__=setitem):
         yield
-    finally:
-        del owner.__getitem__, owner.__setitem__  # the inherited ones remain
 
 
 def _is_unknown(part: object) -> bool:
@@ -165,18 +162,13 @@ def _distributions_unchecked() -> Iterator[None]:
 @contextmanager
 def _checks_in_the_step() -> Iterator[None]:
     """Make ``torch._check_tensor_all`` an op of the step, which checks values at each run."""
-    functions: Any = torch
-    before = functions._check_tensor_all_with
 
     def check(error_type: type[Exception], cond: Tensor, message: Any = None) -> None:
         text = message() if callable(message) else str(message or "a check of values failed")
         check_all(cond, text)
 
-    functions._check_tensor_all_with = check
-    try:
+    with mock.patch.object(torch, "_check_tensor_all_with", check):
         yield
-    finally:
-        functions._check_tensor_all_with = before
 
 
 @contextmanager
@@ -199,8 +191,7 @@ def _causal_masks() -> Iterator[None]:
 @contextmanager
 def _diagonals_without_strides() -> Iterator[None]:
     """Make ``fill_diagonal_`` fill a view of a diagonal, which can be traced without a write."""
-    owner: Any = Tensor
-    fill: Callable[..., Tensor] = owner.fill_diagonal_
+    fill: Callable[..., Tensor] = Tensor.fill_diagonal_
 
     def fill_diagonal(self: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
         if self.dim() != 2 or wrap:
@@ -208,11 +199,8 @@ def _diagonals_without_strides() -> Iterator[None]:
         self.diagonal().fill_(fill_value)
         return self
 
-    owner.fill_diagonal_ = fill_diagonal
-    try:
+    with mock.patch.object(Tensor, "fill_diagonal_", fill_diagonal):
         yield
-    finally:
-        del owner.fill_diagonal_  # of the class above
 
 
 @contextmanager
@@ -266,11 +254,8 @@ def _conversions_to_the_same() -> Iterator[None]:
                 return self
         return apply(self, fn, recurse)
 
-    nn.Module._apply = apply_if_needed  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(nn.Module, "_apply", apply_if_needed):
         yield
-    finally:
-        nn.Module._apply = apply  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -286,14 +271,10 @@ def _without_checkpointing() -> Iterator[None]:
         def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
             return function(*args)
 
-    module: Any = torch.utils.checkpoint
-    saved = module._checkpoint_hook, module.CheckpointFunction
-    module._checkpoint_hook = lambda frame: nullcontext()
-    module.CheckpointFunction = CallOnly
-    try:
+    instead: dict[str, Any]
+    instead = {"_checkpoint_hook": lambda frame: nullcontext(), "CheckpointFunction": CallOnly}
+    with mock.patch.multiple(torch.utils.checkpoint, **instead):
         yield
-    finally:
-        module._checkpoint_hook, module.CheckpointFunction = saved
 
 
 _OWN_LOOPS = (

@@ -10,8 +10,9 @@ nothing is sent.
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -66,17 +67,11 @@ def answered_guards() -> Iterator[None]:
     functions.update(_CHECKED)
     # Torch caches the functions that ``torch.device`` applies to: fill it before replacing them.
     _device_constructors()
-    replaced = [(owner, name, vars(owner).get(name)) for owner, name in functions]
-    for (owner, name), (wrap, how) in functions.items():
-        setattr(owner, name, wrap(getattr(owner, name), how))
-    try:
+    with ExitStack() as stack:
+        for (owner, name), (wrap, how) in functions.items():
+            instead = wrap(getattr(owner, name), how)
+            stack.enter_context(mock.patch.object(owner, name, instead))
         yield
-    finally:
-        for owner, name, before in replaced:
-            if before is None:
-                delattr(owner, name)  # the inherited function remains
-            else:
-                setattr(owner, name, before)
 
 
 def _asked(function: Callable[..., Any], truth_of: _Truth | None) -> Callable[..., Any]:

@@ -4,16 +4,13 @@ Ranks are started before it is known what they will run: they import what they n
 is made, and then wait for this file.
 """
 
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from heterog.errors import HeterogError
-from heterog.files import read_json, write_json
+from heterog.files import read_json, wait_for_file, write_json
 from heterog.healing.shelf import Moment
 from heterog.records import parse_dataclass
-
-_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +51,7 @@ def wait_for_assignment(path: Path, timeout_s: float) -> Assignment:
     Raises:
         HeterogError: it does not appear in time, or says why there is nothing to run.
     """
-    deadline_s = time.monotonic() + timeout_s
-    while not path.exists():
-        if time.monotonic() > deadline_s:
-            raise HeterogError(f"nobody said within {timeout_s:g} s what to run.")
-        time.sleep(_POLL_S)
+    wait_for_file(path, timeout_s, f"nobody said within {timeout_s:g} s what to run.")
     assignment = parse_dataclass(read_json(path, "assignment"), Assignment, f"assignment {path}")
     if assignment.why_not:
         raise HeterogError(assignment.why_not)

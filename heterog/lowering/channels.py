@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.cluster.topology import Cluster
+from heterog.grouped import grouped
 from heterog.strategy.strategy import Decision, Sync
 
 
@@ -317,10 +318,7 @@ class ChannelTable:
 
     def _members(self, devices: Sequence[int]) -> dict[int, list[int]]:
         """The members on each host."""
-        hosts: dict[int, list[int]] = {}
-        for device in devices:
-            hosts.setdefault(self.cluster.host_of[device], []).append(device)
-        return hosts
+        return grouped((self.cluster.host_of[device], device) for device in devices)
 
     def _load_nics(
         self, load: dict[int, float], members: Sequence[int], side: int, multiple: float
@@ -344,9 +342,8 @@ class ChannelTable:
         self, kind: ChannelKind, devices: tuple[int, ...], parts: tuple[float, ...]
     ) -> tuple[list[tuple[tuple[int, float], ...]], float]:
         """Phases inside and between hosts; see the module docstring for the amounts."""
-        hosts: dict[int, list[int]] = {}
-        for position, device in enumerate(devices):
-            hosts.setdefault(self.cluster.host_of[device], []).append(position)
+        host_of = self.cluster.host_of
+        hosts = grouped((host_of[device], position) for position, device in enumerate(devices))
         inside: dict[int, float] = {}
         inside_latency = 0.0
         for members in hosts.values():

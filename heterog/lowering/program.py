@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,9 @@ import numpy.typing as npt
 from heterog.graph.placement import OpRules
 from heterog.lowering.channels import Channel
 from heterog.modes.mode import MessageCodec, MessageRule
+
+if TYPE_CHECKING:
+    from heterog.lowering.tables import GraphTables
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
@@ -63,8 +67,35 @@ FIRST_FREE_KIND = int(TaskKind.SUM)
 keep program order on their device, as kernels on one CUDA stream do."""
 LAST_OP_KIND = int(TaskKind.REMAKE)
 """Tasks up to here run an op; their subject is its index among the compute ops."""
+OP_KINDS = frozenset({TaskKind.COMPUTE, TaskKind.RECOMPUTE, TaskKind.REMAKE})
+"""Tasks that run an op; subject: its index among the compute ops."""
+SLOT_KINDS = frozenset(
+    {
+        *(TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.DECODE, TaskKind.SEND),
+        *(TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE),
+    }
+)
+"""Tasks that bring a value to its readers' devices, in the form that they need; subject: slot."""
+BUCKET_KINDS = frozenset(
+    {
+        *(TaskKind.FLATTEN, TaskKind.ALL_REDUCE, TaskKind.REDUCE_SCATTER),
+        *(TaskKind.ALL_GATHER, TaskKind.GATHER_PARAMETERS),
+    }
+)
+"""Tasks about gradients or parameters that travel together; subject: bucket."""
 RECUT_KINDS = frozenset({TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE, TaskKind.GATHER_ROWS})
 """Tasks of a team right after an op, which change the cut of its output; subject: value."""
+
+
+def op_row(kind: TaskKind, subject: int, tables: "GraphTables") -> int | None:
+    """Row of the compute op that a task runs or whose value it moves; ``None`` for others."""
+    if kind in OP_KINDS:
+        return subject
+    if kind in RECUT_KINDS:
+        return int(tables.value_op[subject])
+    return int(tables.value_op[tables.slot_value[subject]]) if kind in SLOT_KINDS else None
+
+
 _ADDED = {
     TaskKind.ENCODE: 106,
     TaskKind.DECODE: 107,
@@ -170,6 +201,13 @@ class Program:
         counts = np.diff(self.buffer_start)
         return np.repeat(np.arange(self.num_tasks, dtype=np.int32), counts)
 
+    @cached_property
+    def edges(self) -> tuple[IntArray, IntArray]:
+        """Maker of each buffer that is read, and its reader.  # [num_reads] each"""
+        counts = np.diff(self.read_start)
+        reader = np.repeat(np.arange(self.num_tasks, dtype=np.int32), counts)
+        return self.buffer_maker[self.read_buffer], reader
+
     def dependencies(self, task: int) -> list[int]:
         """Tasks that must be done before ``task`` may start."""
         reads = self.read_buffer[self.read_start[task] : self.read_start[task + 1]]
@@ -182,8 +220,7 @@ class Program:
             order: Order that contains each task once.
         """
         place = np.argsort(np.array(order))
-        reader = np.repeat(np.arange(self.num_tasks), np.diff(self.read_start))
-        maker = self.buffer_maker[self.read_buffer]
+        maker, reader = self.edges
         early = np.flatnonzero(place[maker] >= place[reader])
         return (int(reader[early[0]]), int(maker[early[0]])) if early.size else None
 

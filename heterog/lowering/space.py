@@ -13,6 +13,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import OpRules
+from heterog.grouped import grouped
 from heterog.lowering import Choice, Decided, Encoder
 from heterog.lowering.channels import ChannelTable, balanced_slices
 from heterog.lowering.program import IntArray
@@ -73,10 +74,7 @@ def _unions(cluster: Cluster) -> Iterator[tuple[int, ...]]:
         for size in range(2, cluster.num_hosts):
             yield from combinations(everything, size)
         return
-    kinds: dict[int, list[int]] = {}
-    for host, kind in enumerate(cluster.host_kind):
-        kinds.setdefault(kind, []).append(host)
-    own = list(kinds.values())
+    own = list(grouped((kind, host) for host, kind in enumerate(cluster.host_kind)).values())
     for size in range(len(own) - 1, 0, -1):
         for some in combinations(own, size):
             yield tuple(host for hosts in some for host in hosts)
@@ -130,7 +128,6 @@ class StrategySpace:
         self._channels = channels
         self.candidates: list[Decision] = []
         self._numbers: dict[Decision, int] = {}
-        self._homes: dict[tuple[int, ...], IntArray] = {}
         self._no_homes = np.full(len(tables.parameter_bytes), REPLICATED, np.int32)
         self._encoders: dict[int, tuple[GraphTables, Encoder]] = {}
         if decisions is None:
@@ -242,18 +239,17 @@ class StrategySpace:
         homes[tables.parameter_axis >= 0] = REPLICATED
         return homes
 
+    @kept
     def _balanced(self, devices: tuple[int, ...]) -> IntArray:
         """A server for each parameter among ``devices``, balanced over all parameters."""
-        if devices not in self._homes:
-            sizes = self._tables.parameter_bytes
-            load = np.zeros(len(devices))
-            homes = np.empty(len(sizes), np.int32)
-            for parameter in np.argsort(-sizes, kind="stable"):
-                server = int(np.argmin(load))
-                load[server] += sizes[parameter]
-                homes[parameter] = devices[server]
-            self._homes[devices] = homes
-        return self._homes[devices]
+        sizes = self._tables.parameter_bytes
+        load = np.zeros(len(devices))
+        homes = np.empty(len(sizes), np.int32)
+        for parameter in np.argsort(-sizes, kind="stable"):
+            server = int(np.argmin(load))
+            load[server] += sizes[parameter]
+            homes[parameter] = devices[server]
+        return homes
 
     def decode(
         self,

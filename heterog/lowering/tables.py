@@ -489,14 +489,12 @@ class _Builder:
             made = [self.value_of[tensor] for tensor in self.graph.outputs[self.ops[row]]]
             if self.is_backward[row] and not any(leads_on[value] for value in made):
                 # An op that makes no gradient and has no readers is not deferred.
-                flags[row] = int(any(value in gradients or self._is_read(value) for value in made))
+                is_read = [bool(self.graph.consumers[self.values[value]]) for value in made]
+                flags[row] = int(any(is_read) or not gradients.isdisjoint(made))
             for value, _ in self.reads[row]:
                 if not flags[row] or self.op_group[self.value_op[value]] != self.op_group[row]:
                     leads_on[value] = True
         return flags
-
-    def _is_read(self, value: int) -> bool:
-        return bool(self.graph.consumers[self.values[value]])
 
     def _gradient_slot(self, parameter: int, gradient: int) -> Slot | None:
         """The slot that gathers the gradient of a whole parameter that was made in parts."""

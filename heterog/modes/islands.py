@@ -26,17 +26,15 @@ def check_islands(strategy: "Strategy", batch_size: int, what: str) -> None:
     Raises:
         StrategyError: a decision does not allow it; the message names it and the reason.
     """
-    if not strategy.step_barrier:
-        raise StrategyError(f"{what} needs steps that end with all updates; plan with them.")
-    if strategy.op_rules:
-        raise StrategyError(
-            f"{what} goes with whole parameters only, but the strategy has rules that cut "
-            "ops; plan without op rules."
-        )
+    check_whole(strategy, what, "islands")
     first, wanted = strategy.decisions[0], island_samples(strategy, batch_size)
     island_of: dict[int, int] = {}
     for decision in dict.fromkeys(strategy.decisions):
-        _check_decision(decision, what)
+        if len(decision.teams) < 2:
+            raise StrategyError(
+                f"{what} needs at least two teams that train alone; devices "
+                f"{decision.devices} are in {max(len(decision.teams), 1)}."
+            )
         if _samples(decision, batch_size) != wanted:
             raise StrategyError(
                 f"groups on devices {first.devices} and {decision.devices} give islands other "
@@ -56,18 +54,28 @@ def check_islands(strategy: "Strategy", batch_size: int, what: str) -> None:
         )
 
 
-def _check_decision(decision: "Decision", what: str) -> None:
-    if len(decision.teams) < 2:
+def check_whole(strategy: "Strategy", what: str, inside: str) -> None:
+    """Refuse steps that overlap, and parameters or training state that are not whole on a device.
+
+    Args:
+        strategy: Strategy that is checked.
+        what: Words for the mode that needs this, for messages.
+        inside: Words for the devices that have the same parameters.
+    """
+    if not strategy.step_barrier:
+        raise StrategyError(f"{what} needs steps that end with all updates; plan with them.")
+    if strategy.op_rules:
         raise StrategyError(
-            f"{what} needs at least two teams that train alone; devices "
-            f"{decision.devices} are in {max(len(decision.teams), 1)}."
+            f"{what} goes with whole parameters only, but the strategy has rules that cut "
+            "ops; plan without op rules."
         )
-    if decision.sync.is_sharded or decision.sync.is_served:
-        raise StrategyError(
-            f"{what} goes with replicas that keep all of the training state, not with "
-            f"{decision.sync.name.lower()}; choose ring, hierarchical or "
-            "reduce_scatter_all_gather inside islands."
-        )
+    for decision in strategy.decisions:
+        if decision.sync.is_sharded or decision.sync.is_served:
+            raise StrategyError(
+                f"{what} goes with replicas that keep all of the training state, not with "
+                f"{decision.sync.name.lower()}; choose ring, hierarchical or "
+                f"reduce_scatter_all_gather inside {inside}."
+            )
 
 
 def island_samples(strategy: "Strategy", batch_size: int) -> tuple[int, ...]:

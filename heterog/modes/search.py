@@ -41,14 +41,19 @@ def island_decisions(evaluator: Evaluator) -> Iterator[Decision]:
                 yield decision
 
 
-def best_of(tried: Sequence[Tried], problem: Problem, spending: Spending) -> PlanResult:
+def best_of(
+    tried: Sequence[Tried], problem: Problem, spending: Spending, why_none: str
+) -> PlanResult:
     """The best three of a method's tried strategies, none of which is exact.
 
     Args:
-        tried: All tried strategies, at least one.
+        tried: All tried strategies.
         problem: Problem whose seeds are exact strategies, with which the best one is compared.
         spending: Spending of the search.
+        why_none: The reason if none was tried.
     """
+    if not tried:
+        return nothing(why_none)
     best = sorted(tried, key=by_preference)[:3]
     return PlanResult(
         candidates=tuple(

@@ -166,8 +166,7 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
     overhead: dict[str, dict[str, list[float]]] = {}
     by_channel: dict[Channel, list[LinkMeasurement]] = {}
     for row in rows:
-        devices = tuple(cluster.device_index(name) for name in row.devices)
-        channel = measured_channel(table, ChannelKind[row.kind.upper()], devices, row.slices)
+        devices, channel = _measured_channel(table, row)
         if row.while_computing:
             loaded.setdefault(row.kind, []).append(
                 row.seconds / max(channel.latency_s, LEAST_SECONDS)
@@ -260,21 +259,23 @@ def _factors(latency: FloatArray, payload: FloatArray, seconds: FloatArray) -> t
     return max(float(of_latency), 1.0), float(of_payload)
 
 
-def measured_channel(
-    table: ChannelTable, kind: ChannelKind, devices: tuple[int, ...], slices: tuple[int, ...]
-) -> Channel:
-    """The channel of a measured transfer or collective."""
+def _measured_channel(
+    table: ChannelTable, row: LinkMeasurement
+) -> tuple[tuple[int, ...], Channel]:
+    """Devices and channel of a measured transfer or collective."""
+    kind = ChannelKind[row.kind.upper()]
+    devices = tuple(table.cluster.device_index(name) for name in row.devices)
     if kind == ChannelKind.POINT_TO_POINT:
         number = devices[0] * table.cluster.num_devices + devices[1]
     elif kind == ChannelKind.REDUCE_SCATTER:
-        number = table.reduce_scatter(devices, slices)
+        number = table.reduce_scatter(devices, row.slices)
     elif kind == ChannelKind.ALL_GATHER:
-        number = table.all_gather(devices, slices)
+        number = table.all_gather(devices, row.slices)
     else:
         number = table.all_reduce(
             devices, hierarchical=kind == ChannelKind.ALL_REDUCE_HIERARCHICAL
         )
-    return table[number]
+    return devices, table[number]
 
 
 def _seconds_per_byte(rows: Sequence[LinkMeasurement]) -> float:
@@ -340,10 +341,7 @@ class Calibration:
         fit = self.types.get(device_type.name)
         if fit is None:
             return Roofline().op_seconds(graph, device_type, samples), ~graph.is_view
-        plan = batch_plan(graph)
-        flops = plan.flops_fixed + samples * plan.flops_per_sample
-        num_bytes = plan.bytes_fixed + samples * plan.bytes_per_sample
-        seconds, is_far = fit.work_seconds(graph, flops, num_bytes)
+        seconds, is_far = fit.work_seconds(graph, *batch_plan(graph).work(samples))
         if fit.curves:
             for index, signature in enumerate(signatures(graph)):
                 curve = fit.curves.get(signature)
@@ -486,8 +484,7 @@ def link_error(rows: Iterable[LinkMeasurement], cluster: Cluster) -> dict[str, f
     wrong, measured = dict.fromkeys(left_out, 0.0), dict.fromkeys(left_out, 0.0)
     for row in rows:
         if left_out.get(row.kind) == row.num_bytes:
-            devices = tuple(cluster.device_index(name) for name in row.devices)
-            channel = measured_channel(table, ChannelKind[row.kind.upper()], devices, row.slices)
+            _, channel = _measured_channel(table, row)
             cost = model.channel_seconds(cluster, channel)
             predicted = cost.latency_s + cost.seconds_per_byte * row.num_bytes
             wrong[row.kind] += abs(predicted - row.seconds)

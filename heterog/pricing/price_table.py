@@ -9,6 +9,7 @@ alone.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from math import prod
 from typing import NamedTuple, TypeVar
 
@@ -117,7 +118,6 @@ class RuleSet:
         self.tables = graph_tables(graph, op_rules, blocks)
         self.encoder = Encoder(self.tables, channels)
         self._num_devices = channels.cluster.num_devices
-        self._scratch: Scratch | None = None
         ruled = {op for op, _ in op_rules}
         self.has_rule = np.array([int(op) in ruled for op in self.tables.op_id], np.bool_)
         self.has_rules = bool(self.has_rule.any())
@@ -128,12 +128,10 @@ class RuleSet:
         self.minds_position = len(self._plan.causal_ops) > 0 or self._sparse.by_rows
         self._seconds: dict[tuple[int, ...], FloatArray] = {}
 
-    @property
+    @cached_property
     def scratch(self) -> Scratch:
         """Working memory for all devices, made at the first use."""
-        if self._scratch is None:
-            self._scratch = make_scratch(self.tables, self._num_devices)
-        return self._scratch
+        return make_scratch(self.tables, self._num_devices)
 
     @property
     def tells_rows_apart(self) -> bool:

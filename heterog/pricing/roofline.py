@@ -28,10 +28,7 @@ class Roofline:
 
     def op_seconds(self, graph: OpGraph, device_type: DeviceType, samples: int) -> FloatArray:
         """Roofline seconds of every op at a local share; see ``CostModel``."""
-        plan = batch_plan(graph)
-        flops = plan.flops_fixed + samples * plan.flops_per_sample
-        num_bytes = plan.bytes_fixed + samples * plan.bytes_per_sample
-        seconds = self.kernel_seconds(graph, device_type, flops, num_bytes)
+        seconds = self.kernel_seconds(graph, device_type, *batch_plan(graph).work(samples))
         whole, batched = _measured(graph, device_type.name)
         share = samples / graph.batch_size
         measured = whole * (1.0 - batched + batched * share)

@@ -34,7 +34,7 @@ from heterog.runtime.ranks.forks import (
     rank_forks,
 )
 from heterog.runtime.ranks.place import HERE, Place
-from heterog.runtime.ranks.watching import DEFAULT_LIMITS, Limits, wait_for_ranks
+from heterog.runtime.ranks.watching import DEFAULT_LIMITS, Limits, Watched, wait_for_ranks
 from heterog.runtime.request import RunRequest
 from heterog.search.background import BackgroundPlan
 from heterog.search.plan import Plan
@@ -60,7 +60,7 @@ Beside = Callable[[int], list[str]]
 
 
 @dataclass(slots=True)
-class LocalRank:
+class LocalRank(Watched):
     """A rank of this machine and what is known of it; see ``watching.Watched``."""
 
     process: RankProcess
@@ -83,12 +83,7 @@ class LocalRank:
     def look(self, now_s: float) -> None:
         """Read its stage, and whether its process is stopped."""
         stage = self.heartbeat.read_text() if self.heartbeat.exists() else ""
-        if stage and stage != self.stage:
-            self.stage, self.since_s = stage, now_s
-        if _state(self.process.pid) != "T":
-            self.stopped_since_s = None
-        elif self.stopped_since_s is None:
-            self.stopped_since_s = now_s
+        self.note(stage, now_s, is_stopped=_state(self.process.pid) == "T")
 
     def last_words(self) -> str:
         """Its error line, or the last line that it printed."""

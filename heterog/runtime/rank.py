@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError
-from heterog.files import write_atomically, write_json
+from heterog.files import wait_for_file, write_atomically, write_json
 from heterog.graph.capture import CapturedStep
 from heterog.graph.workload import Workload
 from heterog.lowering.program import FloatArray
@@ -474,11 +474,8 @@ def _listen(address: str, port: int) -> socket.socket:
 
 def _published_port(path: Path, timeout_s: float) -> int:
     """The port that rank 0 chose."""
-    deadline_s = time.monotonic() + timeout_s
-    while not path.exists():
-        if time.monotonic() > deadline_s:
-            raise HeterogError(f"rank 0 did not say where to meet within {timeout_s:g} s.")
-        time.sleep(_POLL_S)
+    late = f"rank 0 did not say where to meet within {timeout_s:g} s."
+    wait_for_file(path, timeout_s, late)
     return int(path.read_text())
 
 

@@ -201,7 +201,7 @@ class Evaluator(Runner):
         """Samples per second of the whole model on each device at its even share."""
         graph, cluster = self.graph, self.cluster
         samples = max(graph.batch_size // cluster.num_devices, 1)
-        computing = [index for index, op in enumerate(graph.ops) if op.phase != Phase.UPDATE]
+        computing = graph.phases != Phase.UPDATE
         by_type = [
             samples / float(self.cost_model.op_seconds(graph, kind, samples)[computing].sum())
             for kind in cluster.device_types

@@ -160,8 +160,7 @@ def _on_path(graph: OpGraph, shortest: FloatArray, counts: npt.NDArray[np.int64]
     if graph.updates_elementwise:
         with np.errstate(divide="ignore"):
             shared = 1.0 / (counts[:, None] / shortest).sum(axis=0)
-        is_update = np.array([op.phase == Phase.UPDATE for op in graph.ops], np.bool_)
-        seconds = np.where(is_update, shared, seconds)
+        seconds = np.where(graph.phases == Phase.UPDATE, shared, seconds)
     return seconds
 
 
@@ -196,7 +195,7 @@ def best_times(
         np.minimum(whole, np.where(follows_batch, batch / last, 1.0) * seconds, out=whole)
     # The optimizer step is priced at the full batch, whatever the shares.
     full = cost_model.op_seconds(graph, device_type, batch)
-    is_update = np.array([op.phase == Phase.UPDATE for op in graph.ops], np.bool_)
+    is_update = graph.phases == Phase.UPDATE
     is_free = graph.is_view | graph.is_constant
     for best in (whole, shortest):
         best[is_update] = full[is_update]
@@ -214,7 +213,7 @@ def _best_times_of_parts(
 ) -> tuple[FloatArray, FloatArray]:
     """Extend the result of ``best_times`` to ops that may be split along any axis."""
     is_free = whole == 0.0
-    is_update = np.array([op.phase == Phase.UPDATE for op in graph.ops], np.bool_)
+    is_update = graph.phases == Phase.UPDATE
     found = whole
     for halvings in range(_HALVINGS):
         part = 0.5**halvings

@@ -34,7 +34,7 @@ def buffer_lives(
         (begin, end), in seconds.  # [num_buffers] each
     """
     makers = program.buffer_maker
-    readers = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
+    _, readers = program.edges
     begin, end = start[makers], finish[makers]
     np.maximum.at(end, program.read_buffer, finish[readers])
     all_ops = np.flatnonzero(program.kind < FIRST_FREE_KIND)

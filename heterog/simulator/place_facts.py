@@ -11,8 +11,11 @@ import numpy as np
 
 from heterog.lowering.kernels import helper, kernel
 from heterog.lowering.program import (
+    BUCKET_KINDS,
     FIRST_LINK_KIND,
+    OP_KINDS,
     RECUT_KINDS,
+    SLOT_KINDS,
     FloatArray,
     IntArray,
     TaskKind,
@@ -44,14 +47,13 @@ _OP, _VALUE, _WHOLE_VALUE, _PARAMETER, _BUCKET, _NOWHERE = range(6)
 def _about() -> IntArray:
     """Kind of the subject of each ``TaskKind``: an op, a value, a parameter, a bucket."""
     about = np.full(len(TaskKind), _NOWHERE, np.int32)
-    about[[TaskKind.COMPUTE, TaskKind.RECOMPUTE, TaskKind.REMAKE]] = _OP
-    about[[TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.DECODE, TaskKind.SEND]] = _VALUE
-    about[[TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE]] = _VALUE
-    about[list(RECUT_KINDS)] = _WHOLE_VALUE
     about[[TaskKind.ACCUMULATE, TaskKind.SUM, TaskKind.UPDATE]] = _PARAMETER
     about[[TaskKind.PUSH, TaskKind.PULL]] = _PARAMETER
-    about[[TaskKind.FLATTEN, TaskKind.ALL_REDUCE, TaskKind.REDUCE_SCATTER]] = _BUCKET
-    about[[TaskKind.ALL_GATHER, TaskKind.GATHER_PARAMETERS]] = _BUCKET
+    for kinds, number in (
+        *((OP_KINDS, _OP), (SLOT_KINDS, _VALUE)),
+        *((RECUT_KINDS, _WHOLE_VALUE), (BUCKET_KINDS, _BUCKET)),
+    ):
+        about[list(kinds)] = number
     return about
 
 

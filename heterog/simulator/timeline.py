@@ -16,12 +16,16 @@ from heterog.cluster.topology import Cluster, Sends
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.channels import Channel, ChannelKind, communicators
 from heterog.lowering.program import (
+    BUCKET_KINDS,
     FIRST_LINK_KIND,
+    OP_KINDS,
     RECUT_KINDS,
+    SLOT_KINDS,
     FloatArray,
     IntArray,
     Program,
     TaskKind,
+    op_row,
 )
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.memo import kept
@@ -56,22 +60,6 @@ _VERBS = {
     TaskKind.EXCHANGE_VALUE: "all-to-all",
     TaskKind.GATHER_ROWS: "all-gather",
 }
-_OP_KINDS = (TaskKind.COMPUTE, TaskKind.RECOMPUTE, TaskKind.REMAKE)
-_VALUE_KINDS = (
-    TaskKind.SPLIT,
-    TaskKind.CONCAT,
-    TaskKind.DECODE,
-    TaskKind.SEND,
-    TaskKind.REDUCE_VALUE,
-    TaskKind.GATHER_VALUE,
-)
-_BUCKET_KINDS = (
-    TaskKind.FLATTEN,
-    TaskKind.ALL_REDUCE,
-    TaskKind.REDUCE_SCATTER,
-    TaskKind.ALL_GATHER,
-    TaskKind.GATHER_PARAMETERS,
-)
 _COLLECTIVES = {
     ChannelKind.ALL_REDUCE_RING: "ring all-reduce",
     ChannelKind.ALL_REDUCE_HIERARCHICAL: "hierarchical all-reduce",
@@ -221,9 +209,9 @@ class Timeline:
     def name(self, task: int) -> str:
         """Description of a task: ``"mm encoder.0.linear forward"``, ``"send ... A:0 -> B:1"``."""
         kind, subject = TaskKind(self._kind[task]), self._subject[task]
-        if kind in _OP_KINDS:
+        if kind in OP_KINDS:
             return f"{self._op_name(self._op(task))} {self.kind(task)}"
-        is_bucket = kind in _BUCKET_KINDS or (
+        is_bucket = kind in BUCKET_KINDS or (
             kind in (TaskKind.ENCODE, TaskKind.DECODE_SUM) and self.program.bucket[subject] >= 0
         )
         if self._is_about_value(task) or kind in RECUT_KINDS:
@@ -258,7 +246,7 @@ class Timeline:
 
     def _is_about_value(self, task: int) -> bool:
         """Whether the subject of a task is a slot."""
-        return TaskKind(self._kind[task]) in _VALUE_KINDS or self.program.encodes_value(task)
+        return TaskKind(self._kind[task]) in SLOT_KINDS or self.program.encodes_value(task)
 
     @cached_property
     def _gradient_slots(self) -> frozenset[int]:
@@ -266,14 +254,13 @@ class Timeline:
 
     def _op(self, task: int) -> int:
         """The graph op that a task runs, whose value it moves, or whose parameter it updates."""
-        kind, subject = TaskKind(self._kind[task]), self._subject[task]
-        if kind in _OP_KINDS:
-            return int(self._tables.op_id[subject])
-        if self._is_about_value(task):
-            return int(self._tables.op_id[self._tables.value_op[self._tables.slot_value[subject]]])
-        if kind in RECUT_KINDS:
-            return int(self._tables.op_id[self._tables.value_op[subject]])
-        return self.graph.updates[subject][0]
+        kind = TaskKind(self._kind[task])
+        if self.program.encodes_value(task):
+            kind = TaskKind.SEND
+        row = op_row(kind, self._subject[task], self._tables)
+        if row is None:
+            return self.graph.updates[self._subject[task]][0]
+        return int(self._tables.op_id[row])
 
     def _op_name(self, op: int) -> str:
         kind = self.graph.ops[op].kind.partition(".")[0]

@@ -56,7 +56,9 @@ def exchanged(
             if place.kind != "S":
                 return None
             given = _brought(graph, maker, tensor, place, rules[op].units)
-            if given is None or not _is_read_alike(graph, maker, ops, inside=True):
+            if given is None or not all(
+                reader in ops for each in graph.outputs[maker] for reader in _readers(graph, each)
+            ):
                 return None
             if found.setdefault(maker, given) != given:
                 return None
@@ -136,15 +138,6 @@ def _readers(graph: OpGraph, tensor: int) -> Iterator[int]:
 
 def _follows_samples(graph: OpGraph, tensor: int) -> bool:
     return batch_plan(graph).placements[int(graph.storage[tensor])].kind == "S"
-
-
-def _is_read_alike(graph: OpGraph, maker: int, ops: frozenset[int], *, inside: bool) -> bool:
-    """Whether all readers of an op's outputs are among ``ops``, or if not ``inside``, none is."""
-    return all(
-        (reader in ops) == inside
-        for tensor in graph.outputs[maker]
-        for reader in _readers(graph, tensor)
-    )
 
 
 def _brought(
@@ -383,12 +376,8 @@ class _Windows:
         self.num_groups = grouping.num_groups
         self.group = grouping.group
         self.alike = alike_groups(graph)
-        self.ops: list[list[int]] = [[] for _ in range(self.num_groups)]
-        self.position: dict[int, int] = {}
-        for op, group in enumerate(grouping.group.tolist()):
-            if group != CONSTANT_GROUP:
-                self.position[op] = len(self.ops[group])
-                self.ops[group].append(op)
+        self.ops = grouping.ops
+        self.position = {op: place for ops in self.ops for place, op in enumerate(ops)}
         self.parameters: list[list[int]] = [[] for _ in range(self.num_groups)]
         for op, parameter, _ in graph.updates:
             self.parameters[int(grouping.group[op])].append(parameter)

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from itertools import pairwise, product
 from typing import ClassVar, NamedTuple
 
@@ -238,8 +239,14 @@ class _Turns:
         self.add(_W, chunk)
 
 
-def gpipe(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> list[Turn]:
-    """All forward passes, then all backward passes (Huang et al. 2019)."""
+def by_chunks(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> list[Turn]:
+    """All forward passes, then all backward passes, chunk by chunk.
+
+    With one chunk this is GPipe (Huang et al. 2019), with several breadth-first (Lamy-Poirier
+    2023). With ``gathers_once`` a chunk's parameters are gathered twice in a step and its
+    gradients reduced once: 3 S (n - 1) / n bytes for each of n replicas that keep S bytes in
+    slices, however many micro-batches there are.
+    """
     del rank, num_ranks
     turns = _Turns(num_micro)
     for work, chunks in ((_F, range(num_chunks)), (_B, reversed(range(num_chunks)))):
@@ -264,21 +271,13 @@ def one_forward_one_backward(
     return turns.turns
 
 
-def interleaved(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> list[Turn]:
-    """One forward, one backward, over chunks in rounds (Narayanan et al. 2021, section 2.2)."""
-    return _interleaved(rank, num_ranks, num_chunks, num_micro, zero_bubble=False)
-
-
-def interleaved_zero_bubble(
-    rank: int, num_ranks: int, num_chunks: int, num_micro: int
+def interleaved(
+    rank: int, num_ranks: int, num_chunks: int, num_micro: int, *, zero_bubble: bool = False
 ) -> list[Turn]:
-    """``interleaved`` with the weight gradients of rank r delayed by r backward passes."""
-    return _interleaved(rank, num_ranks, num_chunks, num_micro, zero_bubble=True)
+    """One forward, one backward, over chunks in rounds (Narayanan et al. 2021, section 2.2).
 
-
-def _interleaved(
-    rank: int, num_ranks: int, num_chunks: int, num_micro: int, *, zero_bubble: bool
-) -> list[Turn]:
+    With ``zero_bubble`` the weight gradients of rank r are delayed by r backward passes.
+    """
     rounds = max(num_micro // num_ranks, 1)
     if num_micro % rounds:
         raise StrategyError(
@@ -305,21 +304,6 @@ def _interleaved(
     if zero_bubble:
         for chunk in backward[written:]:
             turns.add(_W, chunk)
-    return turns.turns
-
-
-def breadth_first(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> list[Turn]:
-    """All micro-batches of a chunk, then all of the next chunk (Lamy-Poirier 2023).
-
-    With ``gathers_once`` a chunk's parameters are gathered twice in a step and its gradients
-    reduced once: 3 S (n - 1) / n bytes for each of n replicas that keep S bytes in slices, however
-    many micro-batches there are.
-    """
-    turns = _Turns(num_micro)
-    for work, chunks in ((_F, range(num_chunks)), (_B, range(num_chunks)[::-1])):
-        for chunk in chunks:
-            for _ in range(num_micro):
-                turns.add(work, chunk)
     return turns.turns
 
 
@@ -436,11 +420,11 @@ def _check_v(num_chunks: int) -> None:
 Generator = Callable[[int, int, int, int], list[Turn]]
 """Makes turns from (rank, number of ranks, chunks of each, number of micro-batches)."""
 SCHEDULES: dict[str, Generator] = {
-    "gpipe": gpipe,
+    "gpipe": by_chunks,
     "1f1b": one_forward_one_backward,
     "interleaved": interleaved,
-    "interleaved_zero_bubble": interleaved_zero_bubble,
-    "breadth_first": breadth_first,
+    "interleaved_zero_bubble": partial(interleaved, zero_bubble=True),
+    "breadth_first": by_chunks,
     "zero_bubble_v": zero_bubble_v,
     "dual_pipe_v": dual_pipe_v,
 }

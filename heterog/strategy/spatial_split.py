@@ -62,7 +62,8 @@ def spatial_splits(graph: OpGraph, most_units: int = 256) -> tuple[SpatialSplit,
         cut this set. Empty for a network without a convolution on a tensor of the batch.
     """
     found: list[SpatialSplit] = []
-    for dim in _dims(graph):
+    ranks = [len(graph.tensors[tensor].shape) for tensor in _seeds(graph)]
+    for dim in list(range(2, max(ranks, default=0))):
         known: set[tuple[int, ...]] = set()
         for units in _unit_counts(graph, dim, most_units):
             rules = spatial_rules(graph, dim, units)
@@ -72,11 +73,6 @@ def spatial_splits(graph: OpGraph, most_units: int = 256) -> tuple[SpatialSplit,
                 flops = float(sum(graph.ops[op].flops for op in cut))
                 found.append(SpatialSplit(dim=dim, units=units, op_rules=rules, flops=flops))
     return tuple(sorted(found, key=lambda each: (-each.flops, -each.units, each.dim)))
-
-
-def _dims(graph: OpGraph) -> list[int]:
-    ranks = [len(graph.tensors[tensor].shape) for tensor in _seeds(graph)]
-    return list(range(2, max(ranks, default=0)))
 
 
 def _unit_counts(graph: OpGraph, dim: int, most: int) -> list[int]:

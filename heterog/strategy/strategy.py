@@ -5,7 +5,7 @@ about what the decisions *mean*; that is ``lowering`` alone. Also here are check
 optimizer trains exactly if each device steps the parameters that a strategy gives it.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Annotated, ClassVar, TypeVar
@@ -209,10 +209,7 @@ class Strategy:
 
     def with_decisions(self, decisions: tuple[Decision, ...]) -> "Strategy":
         """Replace the decisions; a new block begins where neighbours no longer agree."""
-        blocks = self.blocks
-        if blocks:
-            cuts = {g for g in range(1, len(decisions)) if decisions[g] != decisions[g - 1]}
-            blocks = tuple(sorted({*blocks, *cuts}))
+        blocks = cut_at_changes(self.blocks, decisions) if self.blocks else ()
         return replace(self, decisions=decisions, blocks=blocks)
 
     def mode(self, kind: type[_Mode]) -> _Mode | None:
@@ -444,6 +441,14 @@ class Strategy:
                 f"length, without negative counts, that sum to the batch of {graph.batch_size} on "
                 "all devices, or alike on those of each group, with at least one sample in each."
             )
+
+
+def cut_at_changes(blocks: Iterable[int], decisions: Sequence[Decision]) -> tuple[int, ...]:
+    """First groups of blocks, so that each block has one decision: some, and all that differ."""
+    cuts = {
+        group for group in range(1, len(decisions)) if decisions[group] != decisions[group - 1]
+    }
+    return tuple(sorted({*blocks, *cuts}))
 
 
 def _check_rings(name: str, decision: Decision, axes: tuple[int, ...]) -> None:

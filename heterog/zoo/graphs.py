@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from heterog.graph.workload import Batch
+    from heterog.zoo.registry import Builders
 
 NUM_NODES = 8192
 NUM_FEATURES = 256
@@ -129,16 +130,6 @@ class GraphSage(nn.Module):
         return x
 
 
-def gcn_2l(batch_size: int) -> Workload:
-    """Two graph convolutions on a graph of 8,192 nodes."""
-    return full_batch("gcn_2l", GraphConvolutions, batch_size)
-
-
-def sage_2l(batch_size: int) -> Workload:
-    """Two layers of GraphSAGE on a graph of 8,192 nodes."""
-    return full_batch("sage_2l", GraphSage, batch_size)
-
-
 def full_batch(
     name: str,
     network: Callable[[Edges, tuple[int, ...]], nn.Module],
@@ -191,3 +182,10 @@ def node_loss(scores: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(
         scores.flatten(0, 1), labels.flatten(), ignore_index=UNLABELLED
     )
+
+
+WORKLOADS: Builders = {
+    "gcn_2l": lambda name, batch_size: full_batch(name, GraphConvolutions, batch_size),
+    "sage_2l": lambda name, batch_size: full_batch(name, GraphSage, batch_size),
+}
+"""Makers of the workloads by name."""

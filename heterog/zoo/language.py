@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ from heterog.graph.workload import Workload
 
 if TYPE_CHECKING:
     from heterog.graph.workload import Batch
+    from heterog.zoo.registry import Builders
 
 
 def token_cross_entropy(output: Any, labels: Tensor) -> Tensor:
@@ -88,38 +90,9 @@ class MissingExtraError(HeterogError):
     """A model that needs a package of an optional extra which is not installed."""
 
 
-def bert_base(batch_size: int) -> Workload:
-    """BERT-base as a masked language model (Devlin et al. 2019), 128 tokens."""
-    return _bert("bert_base", batch_size, width=768, num_layers=12, num_heads=12)
-
-
-def bert_large_24l(batch_size: int) -> Workload:
-    """BERT-large as a masked language model (Devlin et al. 2019), 128 tokens."""
-    return _bert("bert_large_24l", batch_size, width=1024, num_layers=24, num_heads=16)
-
-
-def bert_large_48l(batch_size: int) -> Workload:
-    """BERT-large with twice its layers, 128 tokens."""
-    return _bert("bert_large_48l", batch_size, width=1024, num_layers=48, num_heads=16)
-
-
-def xlnet_large_24l(batch_size: int) -> Workload:
-    """XLNet-large (Yang et al. 2019) on its content stream, 128 tokens.
-
-    As in fine-tuning, there is no permutation mask, no segment and no query stream; their
-    parameters (``mask_emb``, ``seg_embed``, ``r_s_bias``) exist and get no gradient.
-    """
-    return _xlnet("xlnet_large_24l", batch_size, num_layers=24)
-
-
-def xlnet_large_48l(batch_size: int) -> Workload:
-    """XLNet-large with twice its layers, otherwise as ``xlnet_large_24l``."""
-    return _xlnet("xlnet_large_48l", batch_size, num_layers=48)
-
-
-def gpt2(batch_size: int) -> Workload:
+def _gpt2(name: str, batch_size: int) -> Workload:
     """GPT-2 with 124 million parameters (Radford et al. 2019), 512 tokens."""
-    hub = _transformers("gpt2")
+    hub = _transformers(name)
 
     def model() -> nn.Module:
         config = hub.GPT2Config(
@@ -132,15 +105,15 @@ def gpt2(batch_size: int) -> Workload:
         )
         return _module(hub.GPT2LMHeadModel(config))
 
-    return token_workload("gpt2", model, batch_size, GPT2_VOCABULARY, _lengths(512))
+    return token_workload(name, model, batch_size, GPT2_VOCABULARY, _lengths(512))
 
 
-def llama_1b(batch_size: int) -> Workload:
+def _llama_1b(name: str, batch_size: int) -> Workload:
     """A decoder with the widths of Llama 3.2 1B (Grattafiori et al. 2024), 512 tokens.
 
     Rotary positions are the plain ones with base 500,000, without the scaling for long texts.
     """
-    hub = _transformers("llama_1b")
+    hub = _transformers(name)
 
     def model() -> nn.Module:
         config = hub.LlamaConfig(
@@ -161,10 +134,11 @@ def llama_1b(batch_size: int) -> Workload:
         )
         return _module(hub.LlamaForCausalLM(config))
 
-    return token_workload("llama_1b", model, batch_size, LLAMA_VOCABULARY, _lengths(512))
+    return token_workload(name, model, batch_size, LLAMA_VOCABULARY, _lengths(512))
 
 
 def _bert(name: str, batch_size: int, *, width: int, num_layers: int, num_heads: int) -> Workload:
+    """A masked language model (Devlin et al. 2019), 128 tokens."""
     hub = _transformers(name)
 
     def model() -> nn.Module:
@@ -186,6 +160,11 @@ def _bert(name: str, batch_size: int, *, width: int, num_layers: int, num_heads:
 
 
 def _xlnet(name: str, batch_size: int, *, num_layers: int) -> Workload:
+    """XLNet-large (Yang et al. 2019) on its content stream, 128 tokens.
+
+    As in fine-tuning, there is no permutation mask, no segment and no query stream; their
+    parameters (``mask_emb``, ``seg_embed``, ``r_s_bias``) exist and get no gradient.
+    """
     hub = _transformers(name)
 
     def model() -> nn.Module:
@@ -308,17 +287,8 @@ INNER_WIDTH = 2048
 NUM_HEADS = 8
 
 
-def transformer_6l(batch_size: int) -> Workload:
-    """The transformer with 6 + 6 layers, 32 source and 32 target tokens per sentence."""
-    return _workload("transformer_6l", 6, batch_size)
-
-
-def transformer_24l(batch_size: int) -> Workload:
-    """The transformer with 24 + 24 layers, 32 source and 32 target tokens per sentence."""
-    return _workload("transformer_24l", 24, batch_size)
-
-
-def _workload(name: str, num_layers: int, batch_size: int) -> Workload:
+def _translation(name: str, batch_size: int, *, num_layers: int) -> Workload:
+    """The transformer, 32 source and 32 target tokens per sentence."""
     num_tokens = dict.fromkeys(("input_ids", "decoder_input_ids", "labels"), NUM_TOKENS)
     return token_workload(
         name, lambda: Transformer(num_layers), batch_size, VOCABULARY, num_tokens
@@ -386,3 +356,17 @@ def sinusoids(num_tokens: int, width: int) -> Tensor:
     frequency = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000) / width))
     angle = torch.arange(num_tokens)[:, None] * frequency  # [num_tokens, width / 2]
     return torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)
+
+
+WORKLOADS: Builders = {
+    "bert_base": partial(_bert, width=768, num_layers=12, num_heads=12),
+    "bert_large_24l": partial(_bert, width=1024, num_layers=24, num_heads=16),
+    "bert_large_48l": partial(_bert, width=1024, num_layers=48, num_heads=16),
+    "xlnet_large_24l": partial(_xlnet, num_layers=24),
+    "xlnet_large_48l": partial(_xlnet, num_layers=48),
+    "gpt2": _gpt2,
+    "llama_1b": _llama_1b,
+    "transformer_6l": partial(_translation, num_layers=6),
+    "transformer_24l": partial(_translation, num_layers=24),
+}
+"""Makers of the workloads by name; those of 48 layers have twice the layers of the papers."""

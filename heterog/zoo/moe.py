@@ -25,6 +25,7 @@ from heterog.zoo.language import (
     token_cross_entropy,
     token_workload,
 )
+from heterog.zoo.registry import Builders
 
 VOCABULARY = 30_522
 MAX_TOKENS = 512
@@ -45,10 +46,14 @@ class MoeOutput(NamedTuple):
     balance: Tensor
 
 
-def bert_moe(batch_size: int) -> Workload:
+def _bert_moe(name: str, batch_size: int) -> Workload:
     """BERT-base with 16 experts in every second layer, a masked language model, 128 tokens."""
     num_tokens = {"input_ids": 128, "labels": 128}
-    return token_workload("bert_moe", BertMoe, batch_size, VOCABULARY, num_tokens, moe_loss)
+    return token_workload(name, BertMoe, batch_size, VOCABULARY, num_tokens, moe_loss)
+
+
+WORKLOADS: Builders = {"bert_moe": _bert_moe}
+"""Makers of the workloads by name."""
 
 
 def moe_loss(output: MoeOutput, labels: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from heterog.errors import HeterogError, InputFileError, named
 from heterog.user_code import (
@@ -191,13 +191,16 @@ def _takes_batch_size(function: object) -> bool:
     )
 
 
-def _from(module: str, function: str) -> Callable[[int], Workload]:
+Builders: TypeAlias = "dict[str, Callable[[str, int], Workload]]"
+"""Functions of a module that make workloads from their name and a batch size, by name."""
+
+
+def _from(module: str, name: str) -> Callable[[int], Workload]:
     """A builder that imports its module, and so torch, only when it is called."""
 
     def build_now(batch_size: int) -> Workload:
-        builder = getattr(importlib.import_module(f"heterog.zoo.{module}"), function)
-        workload: Workload = builder(batch_size)
-        return workload
+        builders: Builders = importlib.import_module(f"heterog.zoo.{module}").WORKLOADS
+        return builders[name](name, batch_size)
 
     return build_now
 

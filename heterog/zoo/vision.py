@@ -8,6 +8,7 @@ have no auxiliary head.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,68 +20,9 @@ from heterog.zoo.language import EncoderLayer
 
 if TYPE_CHECKING:
     from heterog.graph.workload import Batch
+    from heterog.zoo.registry import Builders
 
 NUM_CLASSES = 1000
-
-
-def vgg19(batch_size: int) -> Workload:
-    """VGG-19 (Simonyan and Zisserman 2015, configuration E), 224 x 224."""
-    return _workload("vgg19", Vgg19, batch_size, 224)
-
-
-def resnet50(batch_size: int) -> Workload:
-    """ResNet-50 (He et al. 2016), 224 x 224."""
-    return _workload("resnet50", lambda: ResNet((3, 4, 6, 3)), batch_size, 224)
-
-
-def resnet200(batch_size: int) -> Workload:
-    """ResNet-200 (He et al. 2016), 224 x 224, with the block of ResNet-50.
-
-    Unlike the second paper of He et al., where ResNet-200 first appears, the block normalises
-    after each convolution and not before it; the convolutions are the same.
-    """
-    return _workload("resnet200", lambda: ResNet((3, 24, 36, 3)), batch_size, 224)
-
-
-def inception_v3(batch_size: int) -> Workload:
-    """Inception-v3 (Szegedy et al. 2016) without its auxiliary head, 299 x 299."""
-    return _workload("inception_v3", InceptionV3, batch_size, 299)
-
-
-def mobilenet_v2(batch_size: int) -> Workload:
-    """MobileNetV2 at width 1.0 (Sandler et al. 2018), 224 x 224."""
-    return _workload("mobilenet_v2", MobileNetV2, batch_size, 224)
-
-
-def nasnet_large(batch_size: int) -> Workload:
-    """NASNet-A (6 @ 4032) (Zoph et al. 2018) without its auxiliary head, 331 x 331.
-
-    It has 88,753,150 parameters, the count of the PyTorch ports; the paper says 88.9 million.
-    """
-    return _workload("nasnet_large", NasNetLarge, batch_size, 331)
-
-
-def vit_base(batch_size: int) -> Workload:
-    """ViT-Base with 16 x 16 patches (Dosovitskiy et al. 2021), 224 x 224."""
-    return _workload("vit_base", VitBase, batch_size, 224)
-
-
-def _workload(
-    name: str, model: Callable[[], nn.Module], batch_size: int, image_size: int
-) -> Workload:
-    def example_batch() -> Batch:
-        random = torch.Generator().manual_seed(0)
-        images = torch.rand(batch_size, 3, image_size, image_size, generator=random)
-        return images, torch.randint(NUM_CLASSES, (batch_size,), generator=random)
-
-    return Workload(
-        model=model,
-        example_batch=example_batch,
-        loss=functional.cross_entropy,
-        optimizer=torch.optim.Adam,
-        name=name,
-        source=name,
-    )
 
 
 class Vgg19(nn.Sequential):
@@ -516,3 +458,43 @@ class VitBase(nn.Module):
         tokens = self.layers(torch.cat([class_token, patches], dim=1) + self.positions)
         logits: Tensor = self.head(self.norm(tokens[:, 0]))
         return logits
+
+
+def _workload(
+    name: str, batch_size: int, *, model: Callable[[], nn.Module], image_size: int
+) -> Workload:
+    def example_batch() -> Batch:
+        random = torch.Generator().manual_seed(0)
+        images = torch.rand(batch_size, 3, image_size, image_size, generator=random)
+        return images, torch.randint(NUM_CLASSES, (batch_size,), generator=random)
+
+    return Workload(
+        model=model,
+        example_batch=example_batch,
+        loss=functional.cross_entropy,
+        optimizer=torch.optim.Adam,
+        name=name,
+        source=name,
+    )
+
+
+WORKLOADS: Builders = {
+    # Simonyan and Zisserman 2015, configuration E.
+    "vgg19": partial(_workload, model=Vgg19, image_size=224),
+    # He et al. 2016.
+    "resnet50": partial(_workload, model=lambda: ResNet((3, 4, 6, 3)), image_size=224),
+    # With the block of ResNet-50. Unlike the second paper of He et al., where ResNet-200 first
+    # appears, the block normalises after each convolution and not before it; the convolutions are
+    # the same.
+    "resnet200": partial(_workload, model=lambda: ResNet((3, 24, 36, 3)), image_size=224),
+    # Szegedy et al. 2016, without the auxiliary head.
+    "inception_v3": partial(_workload, model=InceptionV3, image_size=299),
+    # Sandler et al. 2018, width 1.0.
+    "mobilenet_v2": partial(_workload, model=MobileNetV2, image_size=224),
+    # NASNet-A (6 @ 4032), Zoph et al. 2018, without its auxiliary head. It has 88,753,150
+    # parameters, the count of the PyTorch ports; the paper says 88.9 million.
+    "nasnet_large": partial(_workload, model=NasNetLarge, image_size=331),
+    # Dosovitskiy et al. 2021, patches of 16 x 16.
+    "vit_base": partial(_workload, model=VitBase, image_size=224),
+}
+"""Makers of the workloads by name."""

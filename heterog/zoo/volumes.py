@@ -27,6 +27,7 @@ from heterog.graph.workload import Workload
 
 if TYPE_CHECKING:
     from heterog.graph.workload import Batch
+    from heterog.zoo.registry import Builders
 
 
 class WholeBatchNorm(_BatchNorm):
@@ -99,21 +100,6 @@ def whole_statistics(model: nn.Module) -> nn.Module:
 MOST_CHANNELS = 256
 UNET_CHANNELS = ((32, 64), (64, 128), (128, 256), (256, 512))
 NUM_LABELS = 3
-
-
-def cosmoflow_128(batch_size: int) -> Workload:
-    """CosmoFlow (Mathuriya et al. 2018) on volumes of 128 x 128 x 128."""
-    return cosmoflow(batch_size, 128)
-
-
-def cosmoflow_512(batch_size: int) -> Workload:
-    """CosmoFlow (Mathuriya et al. 2018) on volumes of 512 x 512 x 512."""
-    return cosmoflow(batch_size, 512)
-
-
-def unet3d(batch_size: int) -> Workload:
-    """3D U-Net (Cicek et al. 2016) on volumes of 128 x 128 x 128, three labels."""
-    return segmentation(batch_size, 128)
 
 
 def cosmoflow(
@@ -255,3 +241,13 @@ class UNet3d(nn.Module):
             x = level(torch.cat([skip, deconvolution(x)], 1))
         out: Tensor = self.last(x)
         return out
+
+
+WORKLOADS: Builders = {
+    # Mathuriya et al. 2018, cubes of 128 and of 512 positions a side.
+    "cosmoflow_128": lambda _, batch_size: cosmoflow(batch_size, 128),
+    "cosmoflow_512": lambda _, batch_size: cosmoflow(batch_size, 512),
+    # Cicek et al. 2016, cubes of 128, three labels.
+    "unet3d": lambda _, batch_size: segmentation(batch_size, 128),
+}
+"""Makers of the workloads by name."""

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from heterog.lowering.program import OP_KINDS
 from heterog.runtime.step.compiled import Compiler, Kernels, _inductor, as_compiled
 from heterog.runtime.step.executor import StepExecutor
 from heterog.runtime.step.local_op import _FAST
-from heterog.runtime.step.rank_program import OP_KINDS
 from heterog.runtime.step.recipes import Like
 from tests.runtime.cases import SGD, batch_of, deployed
 from tests.runtime.ranks import Ranks

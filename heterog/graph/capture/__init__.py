@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -251,11 +252,8 @@ def _swapped_with_attributes() -> Iterator[None]:
             vars(one).setdefault(name, value)
         one._backward_hooks = hooks  # the setter also registers them with autograd
 
-    torch.utils.swap_tensors = swapped
-    try:
+    with mock.patch.object(torch.utils, "swap_tensors", swapped):
         yield
-    finally:
-        torch.utils.swap_tensors = swap
 
 
 _UNABLE = (RuntimeError, *DATA_DEPENDENT)

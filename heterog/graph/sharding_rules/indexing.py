@@ -13,6 +13,7 @@ from heterog.graph.sharding_rules.table import (
     positions,
     rule,
     shape_of,
+    splits,
 )
 
 
@@ -26,16 +27,14 @@ def _embedding(call: OpCall, placements: tuple[Placement, ...], axis_size: int) 
     return choose(call, placements, axis_size, axes, [positions(call, "weight")])
 
 
-@rule("embedding_dense_backward.default")
-def _embedding_backward(
-    call: OpCall, placements: tuple[Placement, ...], axis_size: int
-) -> RuleResult:
+@splits("embedding_dense_backward.default", linear=[("grad_output",)])
+def _embedding_backward(call: OpCall) -> list[Axis]:
     rank = len(shape_of(call, "indices"))
     axes = [axis(call, (1,), grad_output=rank)]
     # Scaling by frequency counts an index over the whole batch.
     if call.args["scale_grad_by_freq"] is not True:
         axes += [axis(call, (P,), grad_output=d, indices=d) for d in range(rank)]
-    return choose(call, placements, axis_size, axes, [positions(call, "grad_output")])
+    return axes
 
 
 @rule("gather.default")
@@ -82,35 +81,33 @@ def _scatter(call: OpCall, placements: tuple[Placement, ...], axis_size: int) ->
     return choose(call, placements, axis_size, axes, linear, summand=base)
 
 
-@rule("index_select.default")
-def _index_select(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("index_select.default", linear=[("self",)])
+def _index_select(call: OpCall) -> list[Axis]:
     rank = len(shape_of(call, "self"))
     along = dimension(call, "dim", rank)
     axes = [axis(call, (d,), self=d) for d in range(rank) if d != along]
     if shape_of(call, "index"):
         axes.append(axis(call, (along,), index=0))
-    return choose(call, placements, axis_size, axes, [positions(call, "self")])
+    return axes
 
 
-@rule("index_add.default")
-def _index_add(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("index_add.default", linear=[("self", "source")], summand="self")
+def _index_add(call: OpCall) -> list[Axis]:
     rank = len(shape_of(call, "self"))
     along = dimension(call, "dim", rank)
     axes = [axis(call, (d,), self=d, source=d) for d in range(rank) if d != along]
     if shape_of(call, "index"):
         axes.append(axis(call, (P,), self=P, index=0, source=along))
         axes.append(axis(call, (P,), Special.BIAS_ON_ONE_RANK, index=0, source=along))
-    linear, base = [positions(call, "self", "source")], positions(call, "self")
-    return choose(call, placements, axis_size, axes, linear, summand=base)
+    return axes
 
 
-@rule("index.Tensor", "_unsafe_index.Tensor")
-def _index(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    axes = [
+@splits("index.Tensor", "_unsafe_index.Tensor", linear=[("self",)])
+def _index(call: OpCall) -> list[Axis]:
+    return [
         Axis((self_dim, *index_dims), (out_dim,))
         for out_dim, self_dim, index_dims in _indexed_dims(call)
     ]
-    return choose(call, placements, axis_size, axes, [positions(call, "self")])
 
 
 @rule("index_put.default", "_unsafe_index_put.default", "_index_put_impl_.default")
@@ -239,10 +236,10 @@ def _indexed_dims(call: OpCall) -> list[tuple[int, Entry, tuple[Entry, ...]]]:
     return found
 
 
-@rule(
+@splits(
     *("nonzero.default", "masked_select.default", "masked_scatter.default", "bincount.default"),
     *("_unique2.default", "unique_dim.default", "searchsorted.Tensor", "repeat_interleave.Tensor"),
 )
-def _whole_only(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+def _whole_only(call: OpCall) -> list[Axis]:
     # The result of a row, and even the output's shape, depend on the other rows.
-    return choose(call, placements, axis_size)
+    return []

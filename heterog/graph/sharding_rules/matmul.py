@@ -27,78 +27,71 @@ from heterog.graph.sharding_rules.table import (
     positions,
     rule,
     shape_of,
+    splits,
     with_shared_stream,
 )
 
 
-@rule("mm.default")
-def _mm(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    axes = [
+@splits("mm.default", linear=[(0,), (1,)])
+def _mm(call: OpCall) -> list[Axis]:
+    return [
         axis(call, (0,), self=0),
         axis(call, (1,), mat2=1),
         axis(call, (P,), self=1, mat2=0),
     ]
-    return choose(call, placements, axis_size, axes, [(0,), (1,)])
 
 
-@rule("bmm.default")
-def _bmm(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    axes = [
+@splits("bmm.default", linear=[(0,), (1,)])
+def _bmm(call: OpCall) -> list[Axis]:
+    return [
         axis(call, (0,), self=0, mat2=0),
         axis(call, (1,), self=1),
         axis(call, (2,), mat2=2),
         axis(call, (P,), self=2, mat2=1),
     ]
-    return choose(call, placements, axis_size, axes, [(0,), (1,)])
 
 
-@rule("dot.default", "vdot.default")
-def _dot(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    return choose(call, placements, axis_size, [Axis((0, 0), (P,))], [(0,), (1,)])
+@splits("dot.default", "vdot.default", linear=[(0,), (1,)])
+def _dot(call: OpCall) -> list[Axis]:
+    return [Axis((0, 0), (P,))]
 
 
-@rule("mv.default")
-def _mv(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    axes = [axis(call, (0,), self=0), axis(call, (P,), self=1, vec=0)]
-    return choose(call, placements, axis_size, axes, [(0,), (1,)])
+@splits("mv.default", linear=[(0,), (1,)])
+def _mv(call: OpCall) -> list[Axis]:
+    return [axis(call, (0,), self=0), axis(call, (P,), self=1, vec=0)]
 
 
-@rule("addmm.default")
-def _addmm(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("addmm.default", linear=[("self", "mat1"), ("self", "mat2")], summand="self")
+def _addmm(call: OpCall) -> list[Axis]:
     bias, out = shape_of(call, "self"), call.outputs[0].shape
-    axes = [
+    return [
         axis(call, (0,), self=aligned(bias, out, 0), mat1=0),
         axis(call, (1,), self=aligned(bias, out, 1), mat2=1),
         axis(call, (P,), Special.BIAS_ON_ONE_RANK, mat1=1, mat2=0),
         axis(call, (P,), self=P, mat1=1, mat2=0),
     ]
-    linear = [positions(call, "self", "mat1"), positions(call, "self", "mat2")]
-    return choose(call, placements, axis_size, axes, linear, summand=positions(call, "self"))
 
 
-@rule("baddbmm.default")
-def _baddbmm(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("baddbmm.default", linear=[("self", "batch1"), ("self", "batch2")], summand="self")
+def _baddbmm(call: OpCall) -> list[Axis]:
     bias, out = shape_of(call, "self"), call.outputs[0].shape
-    axes = [
+    return [
         axis(call, (0,), self=aligned(bias, out, 0), batch1=0, batch2=0),
         axis(call, (1,), self=aligned(bias, out, 1), batch1=1),
         axis(call, (2,), self=aligned(bias, out, 2), batch2=2),
         axis(call, (P,), Special.BIAS_ON_ONE_RANK, batch1=2, batch2=1),
         axis(call, (P,), self=P, batch1=2, batch2=1),
     ]
-    linear = [positions(call, "self", "batch1"), positions(call, "self", "batch2")]
-    return choose(call, placements, axis_size, axes, linear, summand=positions(call, "self"))
 
 
-@rule("linear.default")
-def _linear(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    last, bias = len(shape_of(call, "input")) - 1, positions(call, "bias")
-    special = Special.BIAS_ON_ONE_RANK if bias else None
+@splits("linear.default", linear=[("input", "bias"), ("weight", "bias")], summand="bias")
+def _linear(call: OpCall) -> list[Axis]:
+    last = len(shape_of(call, "input")) - 1
+    special = Special.BIAS_ON_ONE_RANK if positions(call, "bias") else None
     axes = [axis(call, (d,), input=d) for d in range(last)]
     axes.append(axis(call, (last,), weight=0, bias=0))
     axes.append(axis(call, (P,), special, input=last, weight=1))
-    linear = [positions(call, "input", "bias"), positions(call, "weight", "bias")]
-    return choose(call, placements, axis_size, axes, linear, summand=bias)
+    return axes
 
 
 ATTENTION_KINDS = frozenset({"attention", "attention_backward"})
@@ -173,12 +166,11 @@ def _has_causal_rows(call: OpCall, placements: tuple[Placement, ...], *names: st
     )
 
 
-@rule(SPARSE_PRODUCT)
-def _product(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits(SPARSE_PRODUCT, linear=[(0,)])
+def _product(call: OpCall) -> list[Axis]:
     rank = len(call.outputs[0].shape)
     others = (R,) * (len(call.inputs) - 1)
-    axes = [Axis((dim, *others), (dim,)) for dim in range(rank) if dim != rank - 2]
-    return choose(call, placements, axis_size, axes, [(0,)])
+    return [Axis((dim, *others), (dim,)) for dim in range(rank) if dim != rank - 2]
 
 
 def product_of_rows(call: OpCall, dim: int, units: int) -> RuleResult | None:

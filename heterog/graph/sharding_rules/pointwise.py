@@ -7,6 +7,7 @@ placement.
 
 from heterog.graph.placement import L, OpCall, Placement, R
 from heterog.graph.sharding_rules.table import (
+    Axis,
     RuleResult,
     Special,
     axis,
@@ -14,6 +15,7 @@ from heterog.graph.sharding_rules.table import (
     choose,
     positions,
     rule,
+    splits,
     with_shared_stream,
 )
 
@@ -70,16 +72,14 @@ LINEAR_IN_FIRST = (
 """Linear in the first input (the output's gradient), whatever the others are."""
 
 
-@rule(*NONLINEAR)
-def _nonlinear(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    return choose(call, placements, axis_size, broadcast_axes(call))
+@splits(*NONLINEAR)
+def _nonlinear(call: OpCall) -> list[Axis]:
+    return broadcast_axes(call)
 
 
-@rule(*IDENTITIES, *LINEAR_IN_FIRST)
-def _linear_in_first(
-    call: OpCall, placements: tuple[Placement, ...], axis_size: int
-) -> RuleResult:
-    return choose(call, placements, axis_size, broadcast_axes(call), [(0,)])
+@splits(*IDENTITIES, *LINEAR_IN_FIRST, linear=[(0,)])
+def _linear_in_first(call: OpCall) -> list[Axis]:
+    return broadcast_axes(call)
 
 
 @rule("_to_copy.default", "_conj.default")
@@ -112,11 +112,10 @@ def _where(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> R
     return choose(call, placements, axis_size, broadcast_axes(call), linear)
 
 
-@rule("bucketize.Tensor")
-def _bucketize(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("bucketize.Tensor")
+def _bucketize(call: OpCall) -> list[Axis]:
     # The boundaries are searched as a whole, whatever their number.
-    axes = [axis(call, (d,), self=d) for d in range(len(call.outputs[0].shape))]
-    return choose(call, placements, axis_size, axes)
+    return [axis(call, (d,), self=d) for d in range(len(call.outputs[0].shape))]
 
 
 @rule("masked_fill.Scalar")
@@ -125,10 +124,10 @@ def _masked_fill(call: OpCall, placements: tuple[Placement, ...], axis_size: int
     return choose(call, placements, axis_size, broadcast_axes(call), linear)
 
 
-@rule("copy.default")
-def _copy(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("copy.default", linear=[(1,), (0, 1)])
+def _copy(call: OpCall) -> list[Axis]:
     # The first argument lends only its shape.
-    return choose(call, placements, axis_size, broadcast_axes(call), [(1,), (0, 1)])
+    return broadcast_axes(call)
 
 
 @rule("copy_.default")

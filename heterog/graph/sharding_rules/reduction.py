@@ -28,6 +28,7 @@ from heterog.graph.sharding_rules.table import (
     positions,
     rule,
     shape_of,
+    splits,
 )
 
 
@@ -47,36 +48,29 @@ def _reduction_axes(
     return axes
 
 
-@rule("sum.default", "sum.dim_IntList", "nansum.default")
-def _sum(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("sum.default", "sum.dim_IntList", linear=[(0,)])
+@splits("nansum.default", "count_nonzero.default", "count_nonzero.dim_IntList")
+def _sum(call: OpCall) -> list[Axis]:
     reduced = dimensions(call, "dim", len(call.inputs[0].shape))
-    axes = _reduction_axes(call, reduced, summed=True)
-    return choose(call, placements, axis_size, axes, [(0,)] if "nan" not in call.kind else [])
+    return _reduction_axes(call, reduced, summed=True)
 
 
-@rule("mean.default", "mean.dim")
-def _mean(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("mean.default", "mean.dim", linear=[(0,)])
+def _mean(call: OpCall) -> list[Axis]:
     reduced = dimensions(call, "dim", len(call.inputs[0].shape))
-    axes = _reduction_axes(call, reduced, summed=True, special=Special.MEAN_TO_SUM)
-    return choose(call, placements, axis_size, axes, [(0,)])
+    return _reduction_axes(call, reduced, summed=True, special=Special.MEAN_TO_SUM)
 
 
-@rule("count_nonzero.default", "count_nonzero.dim_IntList")
-def _count(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    reduced = dimensions(call, "dim", len(call.inputs[0].shape))
-    return choose(call, placements, axis_size, _reduction_axes(call, reduced, summed=True))
-
-
-@rule(
+@splits(
     *("amax.default", "amin.default", "max.default", "min.default", "max.dim", "min.dim"),
     *("argmax.default", "argmin.default", "median.dim", "kthvalue.default", "mode.default"),
     *("any.default", "any.dim", "any.dims", "all.default", "all.dim", "all.dims"),
     *("prod.default", "prod.dim_int", "logsumexp.default", "linalg_vector_norm.default"),
     *("var.correction", "std.correction", "var_mean.correction", "std_mean.correction"),
 )
-def _reduce(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+def _reduce(call: OpCall) -> list[Axis]:
     reduced = dimensions(call, "dim", len(call.inputs[0].shape))
-    return choose(call, placements, axis_size, _reduction_axes(call, reduced, summed=False))
+    return _reduction_axes(call, reduced, summed=False)
 
 
 _ALONG = (
@@ -92,8 +86,9 @@ _ALONG_LINEAR = (
 _BY_NUMBERS_OF_ROWS = ("_log_softmax.default", "_log_softmax_backward_data.default")
 
 
-@rule(*_ALONG, *_ALONG_LINEAR)
-def _along(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits(*_ALONG)
+@splits(*_ALONG_LINEAR, linear=[(0,)])
+def _along(call: OpCall) -> list[Axis]:
     """Ops that work along one dimension and treat all others as a batch."""
     rank = len(call.inputs[0].shape)
     along = dimension(call, "dim", rank, default=-1)
@@ -103,80 +98,72 @@ def _along(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> R
     if call.kind in _BY_NUMBERS_OF_ROWS and rank > 1:
         inputs, outputs = ((along,) * len(metas) for metas in (call.inputs, call.outputs))
         axes.append(Axis(inputs, outputs, Special.NUMBERS_OF_ROWS))
-    return choose(call, placements, axis_size, axes, [(0,)] if call.kind in _ALONG_LINEAR else [])
+    return axes
 
 
-@rule(CHECK)
-def _check(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits(CHECK)
+def _check(call: OpCall) -> list[Axis]:
     """A condition on all elements holds if it holds for the elements of each part."""
-    axes = [Axis((dim,), ()) for dim in range(len(call.inputs[0].shape))]
-    return choose(call, placements, axis_size, axes)
+    return [Axis((dim,), ()) for dim in range(len(call.inputs[0].shape))]
 
 
-@rule("native_layer_norm.default", "_fused_rms_norm.default")
-def _layer_norm(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("native_layer_norm.default", "_fused_rms_norm.default")
+def _layer_norm(call: OpCall) -> list[Axis]:
     batch = len(shape_of(call, "input")) - len(integers(call, "normalized_shape"))
-    axes = [axis(call, (d,) * len(call.outputs), input=d) for d in range(batch)]
-    return choose(call, placements, axis_size, axes)
+    return [axis(call, (d,) * len(call.outputs), input=d) for d in range(batch)]
 
 
-@rule("native_layer_norm_backward.default", "_fused_rms_norm_backward.default")
-def _layer_norm_backward(
-    call: OpCall, placements: tuple[Placement, ...], axis_size: int
-) -> RuleResult:
+@splits(
+    "native_layer_norm_backward.default",
+    "_fused_rms_norm_backward.default",
+    linear=[("grad_out",)],
+)
+def _layer_norm_backward(call: OpCall) -> list[Axis]:
     batch = len(shape_of(call, "input")) - len(integers(call, "normalized_shape"))
     parameters = (P, P) if "layer_norm" in call.kind else (P,)
-    axes = [
+    return [
         axis(call, (d, *parameters), grad_out=d, input=d, mean=d, rstd=d) for d in range(batch)
     ]
-    return choose(call, placements, axis_size, axes, [positions(call, "grad_out")])
 
 
-@rule("native_group_norm.default")
-def _group_norm(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    axes = [
+@splits("native_group_norm.default")
+def _group_norm(call: OpCall) -> list[Axis]:
+    return [
         axis(call, (0, 0, 0), input=0),
         axis(call, (1, 1, 1), input=1, weight=0, bias=0),
     ]
-    return choose(call, placements, axis_size, axes)
 
 
-@rule("native_group_norm_backward.default")
-def _group_norm_backward(
-    call: OpCall, placements: tuple[Placement, ...], axis_size: int
-) -> RuleResult:
-    axes = [
+@splits("native_group_norm_backward.default", linear=[("grad_out",)])
+def _group_norm_backward(call: OpCall) -> list[Axis]:
+    return [
         axis(call, (0, P, P), grad_out=0, input=0, mean=0, rstd=0),
         axis(call, (1, 0, 0), grad_out=1, input=1, mean=1, rstd=1, weight=0),
     ]
-    return choose(call, placements, axis_size, axes, [positions(call, "grad_out")])
 
 
 _STATISTICS = ("weight", "bias", "running_mean", "running_var")
 
 
-@rule(
+@splits(
     *("native_batch_norm.default", "_native_batch_norm_legit.default"),
     *("_native_batch_norm_legit.no_stats", "_native_batch_norm_legit_functional.default"),
     "_native_batch_norm_legit_no_training.default",
 )
-def _batch_norm(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+def _batch_norm(call: OpCall) -> list[Axis]:
     others = len(call.outputs) - 1
     training = call.args.get("training") is True
     special = Special.LOCAL_STATISTICS if training else None
     # Without training the statistics are empty, or the running ones, unchanged.
     outputs = [0 if meta.shape != (0,) else R for meta in call.outputs[1:]]
-    axes = [
+    return [
         axis(call, (0, *[L if training else R] * others), special, input=0),
         axis(call, (1, *outputs), input=1, **dict.fromkeys(_STATISTICS, 0)),
     ]
-    return choose(call, placements, axis_size, axes)
 
 
-@rule("native_batch_norm_backward.default")
-def _batch_norm_backward(
-    call: OpCall, placements: tuple[Placement, ...], axis_size: int
-) -> RuleResult:
+@splits("native_batch_norm_backward.default", linear=[("grad_out",)])
+def _batch_norm_backward(call: OpCall) -> list[Axis]:
     channel: dict[str, Entry] = dict.fromkeys(_STATISTICS, 0)
     if call.args["train"] is True:
         statistics = {"save_mean": L, "save_invstd": L}
@@ -184,32 +171,32 @@ def _batch_norm_backward(
         channel.update(save_mean=0, save_invstd=0)
     else:
         batch = axis(call, (0, P, P), grad_out=0, input=0)
-    axes = [batch, axis(call, (1, 0, 0), grad_out=1, input=1, **channel)]
-    return choose(call, placements, axis_size, axes, [positions(call, "grad_out")])
+    return [batch, axis(call, (1, 0, 0), grad_out=1, input=1, **channel)]
 
 
-@rule("_weight_norm_interface.default", "_weight_norm_interface_backward.default")
-def _weight_norm(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits(
+    *("_weight_norm_interface.default", "_weight_norm_interface_backward.default"),
+    linear=[("grad_w",)],
+)
+def _weight_norm(call: OpCall) -> list[Axis]:
     """``torch.nn.utils.weight_norm``: each slice along ``dim`` has a length of its own."""
     dim = dimension(call, "dim", len(call.inputs[0].shape))
-    axes = [Axis((dim,) * len(call.inputs), (dim,) * len(call.outputs))]
-    linear = [positions(call, "grad_w")] if "grad_w" in call.args else []
-    return choose(call, placements, axis_size, axes, linear)
+    return [Axis((dim,) * len(call.inputs), (dim,) * len(call.outputs))]
 
 
 NO_REDUCTION, MEAN, SUM = 0, 1, 2
 """Values of ATen's ``reduction`` argument."""
 
 
-@rule(
+@splits(
     *("mse_loss.default", "smooth_l1_loss.default", "huber_loss.default"),
     *("binary_cross_entropy.default", "binary_cross_entropy_with_logits.default"),
     *("soft_margin_loss.default",),
 )
-def _elementwise(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+def _elementwise(call: OpCall) -> list[Axis]:
     reduction, whole = integer(call, "reduction", MEAN), shape_of(call, "self")
     special = Special.MEAN_TO_SUM if reduction == MEAN else None
-    axes = [
+    return [
         Axis(
             tuple(aligned(meta.shape, whole, dim) for meta in call.inputs),
             (P if reduction else dim,),
@@ -217,20 +204,17 @@ def _elementwise(call: OpCall, placements: tuple[Placement, ...], axis_size: int
         )
         for dim in range(len(whole))
     ]
-    return choose(call, placements, axis_size, axes)
 
 
-@rule(
+@splits(
     *("mse_loss_backward.default", "smooth_l1_loss_backward.default"),
     *("huber_loss_backward.default", "binary_cross_entropy_backward.default"),
     *("soft_margin_loss_backward.default",),
+    linear=[("grad_output",)],
 )
-def _elementwise_backward(
-    call: OpCall, placements: tuple[Placement, ...], axis_size: int
-) -> RuleResult:
+def _elementwise_backward(call: OpCall) -> list[Axis]:
     special = Special.MEAN_TO_SUM if integer(call, "reduction", MEAN) == MEAN else None
-    gradient = [positions(call, "grad_output")]
-    return choose(call, placements, axis_size, broadcast_axes(call, special), gradient)
+    return broadcast_axes(call, special)
 
 
 LABEL_COUNTING_LOSSES = frozenset({"nll_loss_forward.default", "nll_loss2d_forward.default"})

@@ -1,38 +1,33 @@
 """Convolutions, pooling and resampling of images: batch and channels may be split."""
 
-from heterog.graph.placement import OpCall, P, Placement, R
+from heterog.graph.placement import OpCall, P, R
 from heterog.graph.sharding_rules.table import (
     Axis,
-    RuleResult,
     Special,
     axis,
-    choose,
     integer,
     positions,
-    rule,
+    splits,
 )
 
 
-@rule("convolution.default")
-def _convolution(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    groups, bias = integer(call, "groups", 1), positions(call, "bias")
+@splits("convolution.default", linear=[("input", "bias"), ("weight", "bias")], summand="bias")
+def _convolution(call: OpCall) -> list[Axis]:
+    groups = integer(call, "groups", 1)
     axes = [axis(call, (0,), input=0)]
     if groups > 1:
         axes.append(axis(call, (1,), None, groups, input=1, weight=0, bias=0))
     else:
         # A transposed convolution's weight is [in, out, ...] instead of [out, in, ...].
         transposed = int(call.args["transposed"] is True)
-        special = Special.BIAS_ON_ONE_RANK if bias else None
+        special = Special.BIAS_ON_ONE_RANK if positions(call, "bias") else None
         axes.append(axis(call, (1,), weight=transposed, bias=0))
         axes.append(axis(call, (P,), special, input=1, weight=1 - transposed))
-    linear = [positions(call, "input", "bias"), positions(call, "weight", "bias")]
-    return choose(call, placements, axis_size, axes, linear, summand=bias)
+    return axes
 
 
-@rule("convolution_backward.default")
-def _convolution_backward(
-    call: OpCall, placements: tuple[Placement, ...], axis_size: int
-) -> RuleResult:
+@splits("convolution_backward.default", linear=[("grad_output",)])
+def _convolution_backward(call: OpCall) -> list[Axis]:
     groups = integer(call, "groups", 1)
     axes = [axis(call, (0, P, P), grad_output=0, input=0)]
     if groups > 1:
@@ -41,7 +36,7 @@ def _convolution_backward(
         transposed = int(call.args["transposed"] is True)
         axes.append(axis(call, (P, transposed, 0), grad_output=1, weight=transposed))
         axes.append(axis(call, (1, 1 - transposed, R), input=1, weight=1 - transposed))
-    return choose(call, placements, axis_size, axes, [positions(call, "grad_output")])
+    return axes
 
 
 _PLANAR = (
@@ -68,37 +63,38 @@ _PLANAR_LINEAR = (
 """Linear in the first input: the image, or the gradient of the output."""
 
 
-@rule(*_PLANAR, *_PLANAR_LINEAR)
-def _planar(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits(*_PLANAR)
+@splits(*_PLANAR_LINEAR, linear=[(0,)])
+def _planar(call: OpCall) -> list[Axis]:
     """Ops that treat each image plane separately: all dimensions before the plane may be split."""
     plane = next(rank for rank in (1, 2, 3) if f"{rank}d" in call.kind)
     leading = range(len(call.inputs[0].shape) - plane)
-    axes = [Axis((d,) * len(call.inputs), (d,) * len(call.outputs)) for d in leading]
-    return choose(call, placements, axis_size, axes, [(0,)] if call.kind in _PLANAR_LINEAR else [])
+    return [Axis((d,) * len(call.inputs), (d,) * len(call.outputs)) for d in leading]
 
 
-@rule("pixel_shuffle.default", "pixel_unshuffle.default", "im2col.default", "col2im.default")
-def _blocks(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits(
+    "pixel_shuffle.default",
+    "pixel_unshuffle.default",
+    "im2col.default",
+    "col2im.default",
+    linear=[(0,)],
+)
+def _blocks(call: OpCall) -> list[Axis]:
     """Ops that mix channels and positions: only dimensions before them may be split."""
     shape = call.inputs[0].shape
     # im2col maps [C, H, W] to [blocks, positions], col2im the other way.
     item = 2 if call.kind == "col2im.default" else 3
-    axes = [Axis((d,), (d,)) for d in range(len(shape) - item)]
-    return choose(call, placements, axis_size, axes, [(0,)])
+    return [Axis((d,), (d,)) for d in range(len(shape) - item)]
 
 
-@rule("grid_sampler_2d.default")
-def _grid_sampler(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    axes = [axis(call, (0,), input=0, grid=0), axis(call, (1,), input=1)]
-    return choose(call, placements, axis_size, axes, [positions(call, "input")])
+@splits("grid_sampler_2d.default", linear=[("input",)])
+def _grid_sampler(call: OpCall) -> list[Axis]:
+    return [axis(call, (0,), input=0, grid=0), axis(call, (1,), input=1)]
 
 
-@rule("grid_sampler_2d_backward.default")
-def _grid_sampler_backward(
-    call: OpCall, placements: tuple[Placement, ...], axis_size: int
-) -> RuleResult:
-    axes = [
+@splits("grid_sampler_2d_backward.default", linear=[("grad_output",)])
+def _grid_sampler_backward(call: OpCall) -> list[Axis]:
+    return [
         axis(call, (0, 0), grad_output=0, input=0, grid=0),
         axis(call, (1, P), grad_output=1, input=1),
     ]
-    return choose(call, placements, axis_size, axes, [positions(call, "grad_output")])

@@ -108,6 +108,35 @@ def rule(*kinds: str) -> Callable[[Rule], Rule]:
     return enter
 
 
+def splits(
+    *kinds: str, linear: Sequence[Sequence[int | str]] = (), summand: str = ""
+) -> Callable[["_Axes"], "_Axes"]:
+    """Enter a rule in ``RULES`` that splits an op along axes which the decorated function finds.
+
+    Args:
+        kinds: Kinds of the ops.
+        linear: As in ``choose``; inputs are given by their position or by argument name.
+        summand: As in ``choose``; an argument name.
+    """
+
+    def enter(function: _Axes) -> _Axes:
+        def chosen(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+            groups = [
+                [place for each in group for place in _places_of(call, each)] for group in linear
+            ]
+            base = positions(call, summand)
+            return choose(call, placements, axis_size, function(call), groups, summand=base)
+
+        rule(*kinds)(chosen)
+        return function
+
+    return enter
+
+
+def _places_of(call: OpCall, given: int | str) -> tuple[int, ...]:
+    return (given,) if isinstance(given, int) else positions(call, given)
+
+
 Entry = int | Placement
 """A dimension that carries the axis, or the placement of a tensor that does not."""
 
@@ -127,6 +156,9 @@ class Axis:
     outputs: tuple[Entry, ...]
     special: Special | None = None
     units: int = 0
+
+
+_Axes = Callable[[OpCall], list[Axis]]
 
 
 def axis(

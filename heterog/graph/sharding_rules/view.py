@@ -15,6 +15,7 @@ from heterog.graph.sharding_rules.table import (
     integer,
     integers,
     rule,
+    splits,
 )
 
 
@@ -58,8 +59,8 @@ def _view(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> Ru
     return choose(call, placements, axis_size, linear=[(0,)], extra=extra)
 
 
-@rule("permute.default", "transpose.int", "t.default")
-def _permute(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("permute.default", "transpose.int", "t.default", linear=[(0,)])
+def _permute(call: OpCall) -> list[Axis]:
     rank = len(call.inputs[0].shape)
     order = list(range(rank))
     if call.kind == "permute.default":
@@ -69,34 +70,30 @@ def _permute(call: OpCall, placements: tuple[Placement, ...], axis_size: int) ->
     elif rank:
         one, two = dimension(call, "dim0", rank), dimension(call, "dim1", rank)
         order[one], order[two] = two, one
-    axes = [Axis((source,), (target,)) for target, source in enumerate(order)]
-    return choose(call, placements, axis_size, axes, [(0,)])
+    return [Axis((source,), (target,)) for target, source in enumerate(order)]
 
 
-@rule("expand.default")
-def _expand(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("expand.default", linear=[(0,)])
+def _expand(call: OpCall) -> list[Axis]:
     shape, to = call.inputs[0].shape, call.outputs[0].shape
-    axes = [Axis((aligned(shape, to, dim),), (dim,)) for dim in range(len(to))]
-    return choose(call, placements, axis_size, axes, [(0,)])
+    return [Axis((aligned(shape, to, dim),), (dim,)) for dim in range(len(to))]
 
 
-@rule("repeat.default")
-def _repeat(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("repeat.default", linear=[(0,)])
+def _repeat(call: OpCall) -> list[Axis]:
     repeats = integers(call, "repeats")
     new = len(repeats) - len(call.inputs[0].shape)
-    axes = [Axis((d - new,), (d,)) for d in range(new, len(repeats)) if repeats[d] == 1]
-    return choose(call, placements, axis_size, axes, [(0,)])
+    return [Axis((d - new,), (d,)) for d in range(new, len(repeats)) if repeats[d] == 1]
 
 
-@rule("flip.default", "roll.default", "tril.default", "triu.default")
-def _keep_shape(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("flip.default", "roll.default", "tril.default", "triu.default", linear=[(0,)])
+def _keep_shape(call: OpCall) -> list[Axis]:
     rank = len(call.inputs[0].shape)
     # Without dims, roll shifts the flattened tensor and flip does not occur.
     mixed = (
         frozenset({rank - 1, rank - 2}) if "tri" in call.kind else dimensions(call, "dims", rank)
     )
-    axes = [Axis((d,), (d,)) for d in range(rank) if d not in mixed]
-    return choose(call, placements, axis_size, axes, [(0,)])
+    return [Axis((d,), (d,)) for d in range(rank) if d not in mixed]
 
 
 @rule("constant_pad_nd.default")
@@ -165,22 +162,18 @@ def _split(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> R
     return choose(call, placements, axis_size, axes, [(0,)], extra=extra)
 
 
-@rule("unbind.int", "select.int")
-def _select(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("unbind.int", "select.int", linear=[(0,)])
+def _select(call: OpCall) -> list[Axis]:
     rank, count = len(call.inputs[0].shape), len(call.outputs)
     along = dimension(call, "dim", rank)
-    axes = [Axis((d,), (d - (d > along),) * count) for d in range(rank) if d != along]
-    return choose(call, placements, axis_size, axes, [(0,)])
+    return [Axis((d,), (d - (d > along),) * count) for d in range(rank) if d != along]
 
 
-@rule("select_backward.default")
-def _select_backward(
-    call: OpCall, placements: tuple[Placement, ...], axis_size: int
-) -> RuleResult:
+@splits("select_backward.default", linear=[(0,)])
+def _select_backward(call: OpCall) -> list[Axis]:
     rank = len(call.outputs[0].shape)
     along = dimension(call, "dim", rank)
-    axes = [Axis((d - (d > along),), (d,)) for d in range(rank) if d != along]
-    return choose(call, placements, axis_size, axes, [(0,)])
+    return [Axis((d - (d > along),), (d,)) for d in range(rank) if d != along]
 
 
 @rule("slice.Tensor", "slice_backward.default")
@@ -205,38 +198,35 @@ def slice_start(call: OpCall) -> int:
     return min(max(start + size if start < 0 else start, 0), size)
 
 
-@rule("slice_scatter.default", "select_scatter.default")
-def _write(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("slice_scatter.default", "select_scatter.default", linear=[(0, 1)])
+def _write(call: OpCall) -> list[Axis]:
     rank = len(call.inputs[0].shape)
     along, narrow = dimension(call, "dim", rank), call.kind == "select_scatter.default"
-    axes = [Axis((d, d - (narrow and d > along)), (d,)) for d in range(rank) if d != along]
-    return choose(call, placements, axis_size, axes, [(0, 1)])
+    return [Axis((d, d - (narrow and d > along)), (d,)) for d in range(rank) if d != along]
 
 
-@rule("diagonal.default")
-def _diagonal(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("diagonal.default", linear=[(0,)])
+def _diagonal(call: OpCall) -> list[Axis]:
     rank = len(call.inputs[0].shape)
     pair = {dimension(call, "dim1", rank), dimension(call, "dim2", rank, 1)}
     kept = [d for d in range(rank) if d not in pair]
-    axes = [Axis((source,), (target,)) for target, source in enumerate(kept)]
-    return choose(call, placements, axis_size, axes, [(0,)])
+    return [Axis((source,), (target,)) for target, source in enumerate(kept)]
 
 
-@rule("unfold.default")
-def _unfold(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("unfold.default", linear=[(0,)])
+def _unfold(call: OpCall) -> list[Axis]:
     rank = len(call.inputs[0].shape)
     along = dimension(call, "dimension", rank)
-    axes = [Axis((d,), (d,)) for d in range(rank) if d != along]
-    return choose(call, placements, axis_size, axes, [(0,)])
+    return [Axis((d,), (d,)) for d in range(rank) if d != along]
 
 
-@rule("view_as_real.default", "view_as_complex.default")
-def _complex(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("view_as_real.default", "view_as_complex.default", linear=[(0,)])
+def _complex(call: OpCall) -> list[Axis]:
     rank = min(len(call.inputs[0].shape), len(call.outputs[0].shape))
-    return choose(call, placements, axis_size, [Axis((d,), (d,)) for d in range(rank)], [(0,)])
+    return [Axis((d,), (d,)) for d in range(rank)]
 
 
-@rule("as_strided.default", "_reshape_alias.default", "as_strided_scatter.default")
-def _strided(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("as_strided.default", "_reshape_alias.default", "as_strided_scatter.default")
+def _strided(call: OpCall) -> list[Axis]:
     # Strides describe memory, not dimensions, so such a view is taken of the whole tensor.
-    return choose(call, placements, axis_size)
+    return []

@@ -140,9 +140,8 @@ class ServedTeams(Planner):
                 server = best[1].own_mode(AsynchronousServer)
                 attempt = partial(self._tried, evaluator, server.devices)
                 tried += refined(best, partial(_device_speeds, evaluator), attempt)
-        if not tried:
-            return nothing("there are no two devices or hosts with samples to train alone")
-        return best_of(tried, problem, spending)
+        why_none = "there are no two devices or hosts with samples to train alone"
+        return best_of(tried, problem, spending, why_none)
 
     def _tried(self, evaluator: Evaluator, devices: tuple[int, ...], decision: Decision) -> Tried:
         strategy = served_strategy(evaluator, decision, self.staleness, devices, self.order)

@@ -24,7 +24,6 @@ from heterog.modes.asynchronous.weight_server import (
     flat_like,
     flat_of,
     numeric_options,
-    options_now,
 )
 from heterog.modes.islands import island_of, islands
 from heterog.modes.on_ranks import RankMode, Reading, parts_of
@@ -162,7 +161,9 @@ class AsynchronousTraining(RankMode):
             self.weights.start()
         while self._sending:
             self._sending.pop()()
-        options = options_now(self._optimizer, self._named)
+        options = [
+            float(self._optimizer.param_groups[number][name]) for number, name in self._named
+        ]
         said = torch.tensor([float(ask), *options], dtype=torch.float64)
         coming, asked = [], []
         # No limit for a team that settles: it waits for all steps of the others.

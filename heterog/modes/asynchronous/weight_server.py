@@ -401,11 +401,6 @@ def numeric_options(optimizer: torch.optim.Optimizer) -> list[OptionName]:
     )
 
 
-def options_now(optimizer: torch.optim.Optimizer, names: Sequence[OptionName]) -> list[float]:
-    """Values of the named options."""
-    return [float(optimizer.param_groups[number][name]) for number, name in names]
-
-
 def set_options(
     optimizer: torch.optim.Optimizer, names: Sequence[OptionName], values: Sequence[float]
 ) -> None:

@@ -116,9 +116,8 @@ class AveragedReplicas(Planner):
                 attempt = partial(self._tried, evaluator)
                 tried += refined(best, lambda _: speeds, attempt)
                 tried += self._without_slow(evaluator, min(tried, key=by_preference))
-        if not tried:
-            return nothing("there are no two devices or hosts with samples to average between")
-        return best_of(tried, problem, spending)
+        why_none = "there are no two devices or hosts with samples to average between"
+        return best_of(tried, problem, spending, why_none)
 
     def _tried(self, evaluator: Evaluator, decision: Decision) -> Tried:
         strategy = uniform_strategy(evaluator, decision).with_mode(self.averaging)

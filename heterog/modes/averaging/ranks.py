@@ -260,7 +260,15 @@ class Averager(RankMode):
 
     def left_out(self, step: "DeployedStep") -> "Iterator[Kept]":
         """Errors that codecs have left out of the islands' changes."""
-        yield changes_left_out(self)
+        coded = {changes_key(each): each for each in self.every_bucket if each.codec}
+        outer = self.outer
+        yield Kept(
+            word="left_out_changes",
+            feedback=self.feedback,
+            senders={key: set(bucket.senders) for key, bucket in coded.items()},
+            rows={key: bucket.rows for key, bucket in coded.items()},
+            dtypes={key: outer[key[0]].anchor.dtype for key in coded if key[0] in outer},
+        )
 
     def reading(self, step: "DeployedStep", contents: "Contents") -> Reading:
         """State of this rank's island and of the outer optimizer."""
@@ -268,18 +276,6 @@ class Averager(RankMode):
 
     def _stepped(self, row: int) -> nn.Parameter:
         return self._masters.of(self._values[row])
-
-
-def averager_of(step: "DeployedStep") -> Averager:
-    """The averager of a deployed step."""
-    return Averager(
-        step.captured.graph,
-        step.plan.strategy,
-        step.rank,
-        step.part.parameters,
-        step.masters,
-        step.communicator,
-    )
 
 
 def changes_key(bucket: AveragedBucket) -> Key:
@@ -407,19 +403,6 @@ class SavedAveraging(Reading):
         for stepped, key, name in self._states:
             now = self._step.optimizer.state[stepped][key]
             now.copy_(self.wanted[name].to(now.dtype))
-
-
-def changes_left_out(averager: Averager) -> Kept:
-    """Errors that codecs have left out of the islands' changes."""
-    coded = {changes_key(each): each for each in averager.every_bucket if each.codec}
-    outer = averager.outer
-    return Kept(
-        word="left_out_changes",
-        feedback=averager.feedback,
-        senders={key: set(bucket.senders) for key, bucket in coded.items()},
-        rows={key: bucket.rows for key, bucket in coded.items()},
-        dtypes={key: outer[key[0]].anchor.dtype for key in coded if key[0] in outer},
-    )
 
 
 def _has_same_islands(step: DeployedStep, names: set[str]) -> bool:

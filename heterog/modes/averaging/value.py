@@ -226,9 +226,16 @@ class Averaging(Mode):
 
     def on_rank(self, step: "DeployedStep") -> "RankMode":
         """The averager of a rank."""
-        from heterog.modes.averaging.ranks import averager_of
+        from heterog.modes.averaging.ranks import Averager
 
-        return averager_of(step)
+        return Averager(
+            step.captured.graph,
+            step.plan.strategy,
+            step.rank,
+            step.part.parameters,
+            step.masters,
+            step.communicator,
+        )
 
     def rehearsal(self, stage: "Stage") -> "Rehearsal":
         """Play one averaging after the steps."""

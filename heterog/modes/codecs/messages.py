@@ -235,7 +235,9 @@ class _Splice:
         size = float(record["num_bytes"])
         (made,) = self._made(task)
         # The sender is where the read buffer is; a pull reads tokens of the server.
-        read = self._take_reads(task)
+        begin, end = self._span(task)
+        self._is_kept[begin:end] = False
+        read = [int(each) for each in self._read[begin:end]]
         src = int(self._old.buffers["device"][read[0]])
         encode = self._add(task, _BEFORE, TaskKind.ENCODE, src, size * encode_bytes(each.rule))
         self._follow(encode, read)
@@ -288,12 +290,6 @@ class _Splice:
     def _made(self, task: int) -> range:
         start = self._old.tasks["buffer_start"]
         return range(int(start[task]), int(start[task + 1]))
-
-    def _take_reads(self, task: int) -> list[int]:
-        """Remove and return the reads of a task."""
-        begin, end = self._span(task)
-        self._is_kept[begin:end] = False
-        return [int(each) for each in self._read[begin:end]]
 
     def _add(self, task: int, side: int, kind: TaskKind, device: int, num_bytes: float) -> int:
         """Add a task on a device, before or after another one."""

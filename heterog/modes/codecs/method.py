@@ -45,7 +45,7 @@ from heterog.modes.codecs.value import (
     with_rules,
 )
 from heterog.modes.mode import Mode
-from heterog.modes.search import island_decisions
+from heterog.modes.search import Tried, by_preference, island_decisions
 from heterog.pricing.intervals import Interval
 from heterog.search.issue_order import IssuedStep, Rehearse, issued_step
 from heterog.search.judging import under_noise
@@ -222,19 +222,16 @@ def lossy_strategy(
         best = search.with_rules(search.sparse(codec, reductions))
     else:
         best, misses = search.to_target(codec, target_s)
-    if best[1].preference >= search.exact.preference:
-        best = strategy, search.exact
+    if best[0].preference >= search.exact.preference:
+        best = search.exact, strategy
     return LossyResult(
-        strategy=best[0],
-        evaluation=best[1],
+        strategy=best[1],
+        evaluation=best[0],
         exact=search.exact,
-        halves=halves[1],
+        halves=halves[0],
         num_boundaries=len(search.boundaries),
         misses_target=misses,
     )
-
-
-_Tried = tuple[Strategy, Evaluation]
 
 
 class _Search:
@@ -266,10 +263,10 @@ class _Search:
         except StrategyError:
             return False
 
-    def with_rules(self, rules: tuple[CodecRule, ...]) -> _Tried:
+    def with_rules(self, rules: tuple[CodecRule, ...]) -> Tried:
         """The strategy with some rules."""
         coded = with_rules(self._strategy, rules)
-        return coded, self._evaluator.referee(coded, self._order)
+        return self._evaluator.referee(coded, self._order), coded
 
     def rules(self, codec: Codec, number: int) -> tuple[CodecRule, ...]:
         """Rules for one codec on the slowest boundaries."""
@@ -289,7 +286,7 @@ class _Search:
             rules.append(CodecRule(traffic=each.traffic, devices=each.devices, codec=own))
         return tuple(rules)
 
-    def fewest(self, codec: Codec) -> _Tried:
+    def fewest(self, codec: Codec) -> Tried:
         """The codec on the fewest boundaries that suffice for the best step."""
         counts, number = [], 1
         while number < len(self.boundaries):
@@ -297,28 +294,28 @@ class _Search:
             number *= 2
         counts.append(len(self.boundaries))
         tried = [self.with_rules(self.rules(codec, count)) for count in counts]
-        best = min(each.preference for _, each in tried)
+        best = min(map(by_preference, tried))
         enough = best[0], best[1] * (1.0 + EQUALLY_FAST)
-        return next(each for each in tried if each[1].preference <= enough)
+        return next(each for each in tried if by_preference(each) <= enough)
 
-    def to_target(self, codec: Codec, target_s: float) -> tuple[_Tried, bool]:
+    def to_target(self, codec: Codec, target_s: float) -> tuple[Tried, bool]:
         """(strategy with the least reductions that reach a target, whether all miss it)."""
         is_reached = self.exact.step_time_s <= target_s
         if is_reached or not self.seconds:
-            return (self._strategy, self.exact), not is_reached
+            return (self.exact, self._strategy), not is_reached
 
-        def at(tau_s: float) -> _Tried:
+        def at(tau_s: float) -> Tried:
             wanted = reductions_to(self.seconds, tau_s, codec.reduction)
             return self.with_rules(self.sparse(codec, wanted))
 
         low, high = max(self.seconds) / codec.reduction, max(self.seconds)
         best = at(low)
-        if best[1].step_time_s > target_s:
+        if best[0].step_time_s > target_s:
             return best, True
         for _ in range(_BISECTIONS):
             middle = (low * high) ** 0.5
             tried = at(middle)
-            if tried[1].is_ok and tried[1].step_time_s <= target_s:
+            if tried[0].is_ok and tried[0].step_time_s <= target_s:
                 best, low = tried, middle
             else:
                 high = middle
@@ -466,6 +463,8 @@ def _row(
     *,
     is_rehearsed: bool,
 ) -> MethodRow:
+    beside = _beside(candidate.strategy)
+    words = [] if beside is None else [f"not exact: {beside.words}"]
     return replace(
         exact,
         method=f"{exact.method} + {codec} (lossy)",
@@ -474,18 +473,13 @@ def _row(
         peak_memory_bytes=evaluation.peak_memory_bytes,
         candidate=candidate,
         is_rehearsed=is_rehearsed,
-        note="; ".join(filter(None, (_inexact_words(candidate.strategy), _NOTE))),
+        note="; ".join([*words, _NOTE]),
     )
 
 
 def _beside(strategy: Strategy) -> Mode | None:
     """A strategy's other mode beside codecs, if any."""
     return next((mode for mode in strategy.modes if mode.key != Codecs.key), None)
-
-
-def _inexact_words(strategy: Strategy) -> str:
-    beside = _beside(strategy)
-    return "" if beside is None else f"not exact: {beside.words}"
 
 
 def _remark(

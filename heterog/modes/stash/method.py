@@ -18,16 +18,17 @@ import numpy as np
 from heterog.errors import HeterogError, StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.lowering.program import FloatArray
+from heterog.memo import kept
 from heterog.methods.model_parallel import stage_starts
 from heterog.methods.pipeline import Stages, stage_sequences
 from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.tuned_uniform import tuned_decision
-from heterog.modes.search import best_of, by_preference, is_count, nothing
+from heterog.modes.search import Tried, best_of, by_preference, is_count, nothing
 from heterog.modes.stash.value import WeightStash, stage_fault, stages_of
 from heterog.names import shown
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
 from heterog.strategy.schedules import AS_IT_COMES
 from heterog.strategy.strategy import REPLICATED, Decision, Keeps, Strategy
@@ -43,8 +44,6 @@ _MOST_MOVED = 12
 
 _LEAST_S = 1e-9
 """Least seconds of a group, so that cuts of groups without work differ."""
-
-_Tried = tuple[Evaluation, Strategy]
 
 
 def parse_stash(text: str) -> "StashedPipelines":
@@ -96,7 +95,7 @@ class StashedPipelines(Planner):
         if self.num_micro is not None and self.num_micro > batch:
             return nothing(f"{self.num_micro} micro-batches are more than {batch} samples")
         spending = problem.spend()
-        tried: list[_Tried] = []
+        tried: list[Tried] = []
         faults: list[str] = []
 
         def attempt(strategies: Iterable[Strategy]) -> None:
@@ -125,9 +124,8 @@ class StashedPipelines(Planner):
                         break
             if tried:
                 tried += self._moved(evaluator, min(tried, key=by_preference))
-        if not tried:
-            return nothing(faults[0] if faults else "no two stages have layers and devices")
-        return best_of(tried, problem, spending)
+        why_none = faults[0] if faults else "no two stages have layers and devices"
+        return best_of(tried, problem, spending, why_none)
 
     def _strategies(self, problem: Problem, costs: "_Costs") -> Iterator[Strategy]:
         """Stages of exact pipelines, then balanced cuts of many sequences."""
@@ -146,7 +144,7 @@ class StashedPipelines(Planner):
             yield self._strategy(evaluator, stages, starts, count)
 
     def _cut_finer(
-        self, evaluator: Evaluator, costs: "_Costs", tried: Sequence[_Tried]
+        self, evaluator: Evaluator, costs: "_Costs", tried: Sequence[Tried]
     ) -> Iterator[Strategy]:
         """The best sequences of stages with more micro-batches, with old and new cuts."""
         graph = evaluator.graph
@@ -196,7 +194,7 @@ class StashedPipelines(Planner):
         )
         return replace(strategy, micro_batches=_micro_batches(evaluator, strategy, count))
 
-    def _moved(self, evaluator: Evaluator, best: _Tried) -> Iterator[_Tried]:
+    def _moved(self, evaluator: Evaluator, best: Tried) -> Iterator[Tried]:
         """Move boundaries between stages while that improves the best strategy."""
         for _ in range(_MOST_MOVED):
             found = [
@@ -221,7 +219,6 @@ class _Costs:
         self._kept = evaluator.group_state_bytes
         self._weights = self._kept / (2.0 + evaluator.tables.state_ratio)
         self._saved = evaluator.group_saved_bytes
-        self._by_share: dict[tuple[int, int], FloatArray] = {}
 
     def balanced(self, stages: Stages, num_micro: int) -> tuple[float, tuple[int, ...]]:
         """The best cut of a sequence of stages.
@@ -253,17 +250,16 @@ class _Costs:
         found: FloatArray = np.max(each, axis=0)
         return np.maximum(found, _LEAST_S)
 
+    @kept
     def _of_share(self, kind: int, samples: int) -> FloatArray:
         """Seconds of each group on a device type with some samples."""
-        if (kind, samples) not in self._by_share:
-            tables = self._evaluator.tables
-            found = np.zeros(tables.num_groups)
-            if samples:
-                inside = tables.op_group >= 0
-                seconds = self._evaluator.prices.op_seconds(kind, samples)
-                np.add.at(found, tables.op_group[inside], seconds[inside])
-            self._by_share[kind, samples] = found
-        return self._by_share[kind, samples]
+        tables = self._evaluator.tables
+        found = np.zeros(tables.num_groups)
+        if samples:
+            inside = tables.op_group >= 0
+            seconds = self._evaluator.prices.op_seconds(kind, samples)
+            np.add.at(found, tables.op_group[inside], seconds[inside])
+        return found
 
     def _bytes(self, stage: int, stages: Stages, num_micro: int) -> FloatArray:
         """Bytes that each group keeps on a device of a stage."""

@@ -45,8 +45,8 @@ from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import NUM_READS, NUM_TASKS, Tape
 from heterog.modes.stash.value import (
     BoolArray,
+    EncodedStash,
     WeightStash,
-    encoded_stash,
     ends_batch,
     is_of_backward,
     is_written_last,
@@ -98,11 +98,13 @@ class StagePace:
         [7.0, 3.5, 3.0]
         """
         there = _longest(self.forward_s, self.forward_lag_s)
-        back = _longest(self.backward_s[::-1], _mirrored(self.backward_lag_s, self.num_stages))
+        last = self.num_stages - 1
+        mirrored = {(last - a, last - b): lag for (a, b), lag in self.backward_lag_s.items()}
+        back = _longest(self.backward_s[::-1], mirrored)
         # Entry [i, j] becomes back[last - j, last - i], the path from stage j to stage i.
         back = back[::-1, ::-1].T
-        first, last = np.indices(there.shape)
-        apart = 1 + stash.boundary_steps * np.maximum(last - first, 0)
+        source, target = np.indices(there.shape)
+        apart = 1 + stash.boundary_steps * np.maximum(target - source, 0)
         seconds = self.num_micro * float(((there + back) / apart).max())
         seconds = max(seconds, self._messages_s())
         return seconds if self.num_micro == 1 else max(seconds, self._by_passes(stash))
@@ -206,10 +208,6 @@ def _longest(own_s: Sequence[float], lag_s: Mapping[Pair, float]) -> FloatArray:
             )
             found[first, last] = max(ways, default=-np.inf)
     return found
-
-
-def _mirrored(lag_s: Mapping[Pair, float], count: int) -> dict[Pair, float]:
-    return {(count - 1 - a, count - 1 - b): seconds for (a, b), seconds in lag_s.items()}
 
 
 def held_s(tape: Tape, prices: Prices) -> float:
@@ -354,7 +352,7 @@ def stage_pace(evaluator: Evaluator, choice: Choice) -> tuple[StagePace, float, 
     local_s, replayed = evaluator.replayed(lowered)
     assert replayed is not None
     number = int(lowered.tape.counts[NUM_TASKS])
-    stage = encoded_stash(choice).stage
+    stage = next(mode for mode in choice.modes if isinstance(mode, EncodedStash)).stage
     staged = StagedStep(lowered.tape, evaluator.tables_of(choice), stage, choice.num_micro)
     pace = staged.pace(timings.seconds[:number], replayed.finish[:number])
     return pace, local_s, lowered

@@ -37,6 +37,7 @@ from heterog.lowering.choice import Choice
 from heterog.lowering.program import (
     FIRST_LINK_KIND,
     RECUT_KINDS,
+    SLOT_KINDS,
     FloatArray,
     IntArray,
     Program,
@@ -45,6 +46,7 @@ from heterog.lowering.program import (
 from heterog.lowering.resident import resident_bytes
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
+from heterog.modes.islands import check_whole
 from heterog.modes.mode import EncodedMode, Mode
 from heterog.records import Int32
 from heterog.strategy.schedules import PipelineSchedule, device_chunks
@@ -58,17 +60,13 @@ if TYPE_CHECKING:
     from heterog.runtime.deploy import DeployedStep
     from heterog.runtime.measure.rehearsal import Stage
     from heterog.simulator.evaluator import Evaluator
-    from heterog.strategy.strategy import Decision, Strategy
+    from heterog.strategy.strategy import Strategy
 
 
 BoolArray = npt.NDArray[np.bool_]
 Stages = tuple[tuple[int, ...], ...]
 AnyIntegers = npt.NDArray[np.integer[Any]]
 
-_OF_SLOTS = (
-    *(TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND),
-    *(TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE),
-)
 _OF_BATCH = (
     *(TaskKind.FLATTEN, TaskKind.ALL_REDUCE, TaskKind.REDUCE_SCATTER, TaskKind.ALL_GATHER),
     *(TaskKind.PUSH, TaskKind.SUM, TaskKind.UPDATE, TaskKind.PULL),
@@ -93,7 +91,7 @@ def is_of_backward(kind: AnyIntegers, subject: IntArray, tables: GraphTables) ->
     found = np.ones(len(kind), np.bool_)
     of_op = np.isin(kind, (TaskKind.COMPUTE, TaskKind.REMAKE))
     found[of_op] = tables.op_is_late[subject[of_op]] > 0
-    of_value = np.isin(kind, _OF_SLOTS)
+    of_value = np.isin(kind, list(SLOT_KINDS))
     found[of_value] = tables.op_is_late[
         tables.value_op[tables.slot_value[subject[of_value]]]
     ].astype(np.bool_)
@@ -179,8 +177,7 @@ def stage_fault(program: Program, stages: Stages, tables: GraphTables) -> str:
                 f"a stage to {'earlier' if is_late[task] else 'later'} ones only; cut the model "
                 "where one value follows from the others, and keep shared parameters in one stage"
             )
-    reader = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
-    maker = program.buffer_maker[program.read_buffer]
+    maker, reader = program.edges
     # Across micro-batches, forward passes follow backward passes only in a step on its own.
     is_alike = program.micro[maker] == program.micro[reader]
     if (is_late[maker] & ~is_late[reader] & is_alike).any():
@@ -209,11 +206,6 @@ class EncodedStash(EncodedMode):
     def kept_bytes(self, tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
         """Bytes that the stash adds to each device."""
         return stash_bytes(tape, tables, choice, self)
-
-
-def encoded_stash(choice: Choice) -> EncodedStash:
-    """The stash of a choice that has one."""
-    return next(mode for mode in choice.modes if isinstance(mode, EncodedStash))
 
 
 def stash_bytes(
@@ -388,20 +380,18 @@ class WeightStash(Mode):
 
         ``fault`` checks the values that flow between stages, in the program.
         """
-        if not strategy.step_barrier:
-            raise StrategyError("a stash needs steps that end with all updates; plan with them.")
-        if strategy.op_rules:
-            raise StrategyError(
-                "a stash goes with whole parameters only, but the strategy has rules that cut "
-                "ops; plan without op rules."
-            )
+        check_whole(strategy, "a stash", "stages")
         if not strategy.schedule.is_default:
             raise StrategyError(
                 "a stash has stages run one backward and one forward pass in turn, but the "
                 "strategy has a schedule of micro-batches; plan without a schedule."
             )
-        for decision in dict.fromkeys(strategy.decisions):
-            _check_decision(decision)
+        for decision in strategy.decisions:
+            if decision.teams:
+                raise StrategyError(
+                    f"a stash goes with stages of one team, but devices {decision.devices} are in "
+                    f"{len(decision.teams)}; plan without teams."
+                )
         if len(stages_of(strategy)) < 2:
             raise StrategyError(
                 "a stash needs at least two stages that share no device, but the groups' devices "
@@ -458,20 +448,6 @@ class WeightStash(Mode):
         from heterog.modes.stash.ranks import RehearsedStash
 
         return RehearsedStash(stage)
-
-
-def _check_decision(decision: "Decision") -> None:
-    if decision.teams:
-        raise StrategyError(
-            f"a stash goes with stages of one team, but devices {decision.devices} are in "
-            f"{len(decision.teams)}; plan without teams."
-        )
-    if decision.sync.is_sharded or decision.sync.is_served:
-        raise StrategyError(
-            "a stash goes with replicas that keep all of the training state, not with "
-            f"{decision.sync.name.lower()}; choose ring, hierarchical or "
-            "reduce_scatter_all_gather inside stages."
-        )
 
 
 def stages_of(strategy: "Strategy") -> tuple[tuple[int, ...], ...]:

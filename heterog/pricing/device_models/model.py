@@ -129,7 +129,7 @@ class DeviceModels(Roofline):
         factors, program = self.in_training(device_type.name), self._program
         seconds = _kernel_seconds(graph, device_type, factors, program, flops, num_bytes)
         of_kernels, of_graphs = _shares_of_issuing(graph, device_type, factors, program)
-        host, phase = self.host, _phases(graph)
+        host, phase = self.host, graph.phases
         issue_s = host.issue_s * np.array([1.0, host.backward, host.update])[phase]
         return np.maximum(seconds, issue_s * of_kernels + self.host.graph_s * of_graphs)
 
@@ -340,7 +340,7 @@ def _shares_of_issuing(
     seconds = _kernel_seconds(graph, device_type, factors, program, *work)
     issued = _num_issued(graph, program)
     shares, parts = np.zeros(graph.num_ops), np.zeros(graph.num_ops)
-    of_phase = _phases(graph)
+    of_phase = graph.phases
     for phase in np.unique(of_phase):
         ops = np.flatnonzero((issued > 0.0) & (of_phase == phase))
         kernels = np.concatenate([[0.0], np.cumsum(seconds[ops])])
@@ -351,12 +351,6 @@ def _shares_of_issuing(
         shares[ops] = seconds[ops] * waits
         parts[ops] = shares[ops] / max(float(shares[ops].sum()), 1.0)
     return shares, parts
-
-
-@lru_cache(maxsize=64)
-def _phases(graph: OpGraph) -> IntArray:
-    """Phase of each op.  # [num_ops]"""
-    return np.array([op.phase for op in graph.ops], np.int32)
 
 
 @lru_cache(maxsize=64)

@@ -127,7 +127,7 @@ def stream_of(graph: OpGraph, op: int, *, row: float = 1.0) -> Stream:
         return Stream(max(1.0, each * _visits(call)) * as_float32)
     if is_depthwise(call):
         each = _DEPTHWISE_BACKWARD if is_backward else _DEPTHWISE
-        passes = max(1.0, each * _taps(call)) * as_float32
+        passes = max(1.0, each * float(prod(call.input("weight").shape[2:]))) * as_float32
         return Stream(passes, spared=max(1.0 / passes, DEPTHWISE_CHANNELS_LAST))
     return Stream()
 
@@ -151,10 +151,6 @@ def _visits(call: OpCall) -> float:
     """Mean number of windows of a pooling that hold an element."""
     windows = integers(call, "kernel_size")
     return prod(windows) / max(prod(integers(call, "stride") or windows), 1)
-
-
-def _taps(call: OpCall) -> float:
-    return float(prod(call.input("weight").shape[2:]))
 
 
 def is_depthwise(call: OpCall) -> bool:

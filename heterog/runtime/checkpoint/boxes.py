@@ -30,10 +30,6 @@ class Box(NamedTuple):
         """Number of elements in it."""
         return math.prod(self.sizes)
 
-    def is_at_origin(self) -> bool:
-        """Whether it holds the first element of the tensor."""
-        return not any(self.offsets)
-
     def overlap(self, other: "Box") -> "Box | None":
         """The intersection of two boxes, if any."""
         low = tuple(map(max, self.offsets, other.offsets))

@@ -78,7 +78,7 @@ class Member(NamedTuple):
     @property
     def begins_here(self) -> bool:
         """Whether its first element is here; that rank saves state that exists only once."""
-        return any(piece.box.is_at_origin() for piece in self.pieces)
+        return any(not any(piece.box.offsets) for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,11 +187,6 @@ def is_saved_here(step: DeployedStep, row: int) -> bool:
         _, spans = step.part.sharded[row]
         return step.rank in spans.first_team() and spans.units_of(step.rank)[1] > 0
     return step.part.owner(row) == step.rank
-
-
-def rows_in_slices(step: DeployedStep) -> set[int]:
-    """Parameters that ranks hold only in slices of buckets, by row of ``graph.updates``."""
-    return {row for bucket in step.part.buckets if bucket.stage == 3 for row in bucket.rows}
 
 
 def name_and_shape(step: DeployedStep, row: int) -> tuple[str, tuple[int, ...]]:

@@ -28,7 +28,6 @@ from heterog.runtime.checkpoint.held import (
     is_elementwise,
     is_saved_here,
     name_and_shape,
-    rows_in_slices,
     stepped_values,
 )
 from heterog.runtime.deploy import DeployedStep
@@ -106,7 +105,7 @@ def fixed_tensors(step: DeployedStep, model: nn.Module) -> dict[str, Tensor]:
 
 def held_rows(step: DeployedStep) -> list[tuple[int, Tensor]]:
     """Parameters that this rank has outside of slices, by row of ``graph.updates``."""
-    in_slices = rows_in_slices(step)
+    in_slices = {row for bucket in step.part.buckets if bucket.stage == 3 for row in bucket.rows}
     return [
         (row, step.part.parameters[tensor].detach())
         for row, (_, tensor, _) in enumerate(step.captured.graph.updates)

@@ -280,7 +280,7 @@ def profile_ops(
     keep_freed_memory()  # as a run does
     graph = captured.graph
     device = CPU if is_cpu(device_type) else own_device()
-    program = _data_parallel(graph, samples)
+    program = lower(graph, _pair(), _strategy(graph, samples), num_steps=1)
     model = workload.make_model().to(device)
     named = dict(model.named_parameters())
     named_buffers = dict(model.named_buffers())
@@ -382,10 +382,6 @@ def parts_of_segments(
     return found
 
 
-def _data_parallel(graph: OpGraph, samples: int) -> Program:
-    return lower(graph, _pair(), _strategy(graph, samples), num_steps=1)
-
-
 def _pair() -> Cluster:
     """Two devices of no particular kind, as the program is lowered for them but not priced."""
     kind = DeviceType(
@@ -426,7 +422,7 @@ def _op_rows(
     device_type: str,
 ) -> list[OpMeasurement]:
     """Rows of ops, equal signatures together, and of copies."""
-    plan = batch_plan(graph)
+    flops, num_bytes = batch_plan(graph).work(samples)
     tables = graph_tables(graph)
     found: dict[str, tuple[int, list[float]]] = {}
     rows = []
@@ -457,8 +453,8 @@ def _op_rows(
                 signature=signature,
                 kind=op_kind(graph, op),
                 samples=samples,
-                flops=float(plan.flops_fixed[op] + samples * plan.flops_per_sample[op]),
-                num_bytes=float(plan.bytes_fixed[op] + samples * plan.bytes_per_sample[op]),
+                flops=float(flops[op]),
+                num_bytes=float(num_bytes[op]),
                 seconds=_trimmed_mean(calls),
                 count=len(calls),
             )

@@ -20,14 +20,14 @@ from heterog.garbage import without_collector
 from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import OpGraph, TensorKind
-from heterog.lowering.program import FIRST_LINK_KIND, RECUT_KINDS, Program, TaskKind
+from heterog.lowering.program import FIRST_LINK_KIND, OP_KINDS, Program, TaskKind, op_row
 from heterog.lowering.tables import graph_tables
 from heterog.methods.planner import TimeUp
 from heterog.modes.mode import fault_of_modes
 from heterog.runtime.step.collectives import Communicator, Pending
 from heterog.runtime.step.executor import StepExecutor, device_sets
 from heterog.runtime.step.local_op import LocalOp, Share, local_ops
-from heterog.runtime.step.rank_program import OP_KINDS, RankProgram
+from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.step_order import LOSS, NORM, DueTask, StepOrder, step_order
 from heterog.runtime.step.whole_model import ModelPart
 from heterog.search.issue_order import IssuedStep, Rehearse
@@ -208,10 +208,6 @@ _MOMENTS = {
     **{BEGIN: "begin of the step", END: "end of the step", AFTER: "averaging"},
     **{LOSS: "loss", NORM: "clipping"},
 }
-_OF_SLOTS = (
-    *(TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND),
-    *(TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE),
-)
 
 
 def rehearsal_of(captured: CapturedStep) -> Rehearse:
@@ -447,18 +443,12 @@ class Stage:
         kind, subject = TaskKind(self.program.kind[task]), int(self.program.subject[task])
         what = kind.name.lower().replace("_", " ")
         tables, graph = self.tables, self.graph
-        if kind in OP_KINDS:
-            op = graph.ops[int(tables.op_id[subject])]
-            what = f"op '{op.kind}' in module '{op.module or '(root)'}'"
-        elif kind in RECUT_KINDS:
-            op = graph.ops[int(tables.op_id[tables.value_op[subject]])]
-            what += f" of what '{op.kind}' in module '{op.module or '(root)'}' makes"
-        elif kind in _OF_SLOTS:
-            maker = int(tables.op_id[tables.value_op[tables.slot_value[subject]]])
-            op = graph.ops[maker]
-            what += f" of what '{op.kind}' in module '{op.module or '(root)'}' makes"
-        else:
-            what += f" of '{graph.tensors[graph.updates[subject][1]].name}'"
+        row = op_row(kind, subject, tables)
+        if row is None:
+            return f"rank {rank}, {what} of '{graph.tensors[graph.updates[subject][1]].name}'"
+        op = graph.ops[int(tables.op_id[row])]
+        words = f"'{op.kind}' in module '{op.module or '(root)'}'"
+        what = f"op {words}" if kind in OP_KINDS else f"{what} of what {words} makes"
         return f"rank {rank}, {what}"
 
 

@@ -34,7 +34,7 @@ from heterog.runtime.launch import (
 from heterog.runtime.ranks.forks import rank_forks
 from heterog.runtime.ranks.links import CUT_S, cut_off
 from heterog.runtime.ranks.ray_nodes import CPU, GPU, AskedOfNode, asked_of_nodes, in_words, offers
-from heterog.runtime.ranks.watching import wait_for_ranks
+from heterog.runtime.ranks.watching import Watched, wait_for_ranks
 from heterog.runtime.request import RunRequest
 from heterog.user_code import is_from_file
 from heterog.workers import connect_to_ray
@@ -367,7 +367,7 @@ class NodeHost:
             self._hear_events(told.events)
 
 
-class RankOnRay:
+class RankOnRay(Watched):
     """A rank on a node, by the answers of its host's actor; see ``watching.Watched``."""
 
     def __init__(self, host: NodeHost, number: int, generation: int = 0) -> None:
@@ -401,14 +401,8 @@ class RankOnRay:
     def look(self, now_s: float) -> None:
         """See ``Watched``."""
         told = self._told()
-        if told is None:
-            return
-        if told.stage and told.stage != self.stage:
-            self.stage, self.since_s = told.stage, now_s
-        if not told.is_stopped:
-            self.stopped_since_s = None
-        elif self.stopped_since_s is None:
-            self.stopped_since_s = now_s
+        if told is not None:
+            self.note(told.stage, now_s, is_stopped=told.is_stopped)
 
     def last_words(self) -> str:
         """Its error line, or the last line that it printed."""

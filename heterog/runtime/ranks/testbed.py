@@ -33,9 +33,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Literal
 
-from heterog.cluster.spec import parse_cluster
+from heterog.cluster.spec import load_cluster, yaml_names
 from heterog.cluster.topology import Cluster
-from heterog.errors import HeterogWarning, UnknownNameError
+from heterog.errors import HeterogWarning
 from heterog.runtime.ranks.emulated_network import (
     INTERFACE,
     MTU,
@@ -67,8 +67,7 @@ _KILL_TIMEOUT_S = 10.0
 
 def shipped_testbeds() -> tuple[str, ...]:
     """Names of the testbeds that are built in."""
-    files = (entry.name for entry in _TESTBEDS.iterdir())
-    return tuple(sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml")))
+    return yaml_names(_TESTBEDS)
 
 
 def load_testbed(name_or_file: str) -> Cluster:
@@ -81,14 +80,7 @@ def load_testbed(name_or_file: str) -> Cluster:
     >>> [host.cpu_quota for host in load_testbed("skew_compute").hosts]
     [0.8, 0.4, 0.3]
     """
-    names = shipped_testbeds()
-    if name_or_file in names:
-        text = (_TESTBEDS / f"{name_or_file}.yaml").read_text(encoding="utf-8")
-        return parse_cluster(text, Path(f"{name_or_file}.yaml"))
-    path = Path(name_or_file)
-    if path.name == name_or_file and not path.suffix and not path.exists():
-        raise UnknownNameError("testbed", name_or_file, names)
-    return Cluster.load(path)
+    return load_cluster(name_or_file, "testbed", _TESTBEDS)
 
 
 def is_supported() -> str | None:

@@ -61,7 +61,7 @@ DEFAULT_LIMITS = Limits()
 
 
 class Watched(Protocol):
-    """A rank, wherever it runs.
+    """A rank, wherever it runs; ``note`` keeps its attributes up to date.
 
     Attributes:
         stage: Its current stage, in words.
@@ -90,6 +90,15 @@ class Watched(Protocol):
 
     def last_words(self) -> str:
         """Its error line, or the last line that it printed."""
+
+    def note(self, stage: str, now_s: float, *, is_stopped: bool) -> None:
+        """Note its stage, unless that is empty, and whether its process is stopped."""
+        if stage and stage != self.stage:
+            self.stage, self.since_s = stage, now_s
+        if not is_stopped:
+            self.stopped_since_s = None
+        elif self.stopped_since_s is None:
+            self.stopped_since_s = now_s
 
 
 def wait_for_ranks(

@@ -37,6 +37,7 @@ from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.op_graph import OpGraph, same_ops
 from heterog.graph.optimizer_probe import ParameterGroup
 from heterog.graph.workload import Workload, named_leaves
+from heterog.grouped import grouped
 from heterog.lowering import lower_resized
 from heterog.lowering.program import Program
 from heterog.names import own_name
@@ -111,15 +112,15 @@ class Replicas:
     def _sums(self) -> list[tuple[float, float]]:
         """Signed sum and rounding of each tensor, with one transfer from each device."""
         found = [(math.nan, math.nan)] * len(self._tensors)
-        by_device: dict[torch.device, list[int]] = {}
-        for place, tensor in enumerate(self._tensors):
-            if tensor is not None:
-                by_device.setdefault(tensor.device, []).append(place)
-        for device, places in by_device.items():
+        by_device = grouped(
+            (each.device, (place, each))
+            for place, each in enumerate(self._tensors)
+            if each is not None
+        )
+        for device, held in by_device.items():
             signs = self._signs.to(device)
-            held = [each for place in places if (each := self._tensors[place]) is not None]
-            pairs = torch.stack([_sum_and_squares(each, signs) for each in held]).tolist()
-            for place, tensor, (signed, squares) in zip(places, held, pairs, strict=True):
+            pairs = torch.stack([_sum_and_squares(each, signs) for _, each in held]).tolist()
+            for (place, tensor), (signed, squares) in zip(held, pairs, strict=True):
                 coarse = max(1.0, torch.finfo(tensor.dtype).eps / _EPS_32)
                 found[place] = signed, ROUNDING * math.sqrt(squares * coarse)
         return found
@@ -215,7 +216,7 @@ def resize(
             executed on it; says why.
     """
     shapes = pytree.tree_map(_without_memory, batch)
-    size = _differences_in_words(batch)
+    size = ", ".join(str(tuple(value.shape)) for _, _, value in named_leaves(batch))
     try:
         captured = capture_step(replace(workload, example_batch=lambda: shapes), planned)
     except HeterogError as error:
@@ -244,10 +245,6 @@ def resize(
 
 def _without_memory(leaf: Any) -> Any:
     return torch.empty_like(leaf, device="cpu") if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _differences_in_words(batch: Any) -> str:
-    return ", ".join(str(tuple(value.shape)) for _, _, value in named_leaves(batch))
 
 
 def by_name(graph: OpGraph, values: Mapping[int, Any]) -> dict[str, Any]:
@@ -514,9 +511,7 @@ def _in_words(value: Any) -> str:
 
 def _difference(name: str, told: list[Facts]) -> str:
     """One difference in words: each value with the ranks that have it."""
-    ranks: dict[str, list[int]] = {}
-    for rank, facts in enumerate(told):
-        ranks.setdefault(facts.get(name, "none"), []).append(rank)
+    ranks = grouped((facts.get(name, "none"), rank) for rank, facts in enumerate(told))
     values = ", ".join(
         f"{_cut(value)} on rank{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
         for value, own in ranks.items()

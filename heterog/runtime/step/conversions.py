@@ -16,7 +16,17 @@ from heterog.runtime.step.halos import Halos
 from heterog.runtime.step.local_op import LocalOp
 from heterog.runtime.step.losses import Losses
 from heterog.runtime.step.rank_program import RankProgram, has_window
-from heterog.runtime.step.spans import EVERY, Span, Spans, cut, join, nested, overlap
+from heterog.runtime.step.spans import (
+    EVERY,
+    Span,
+    Spans,
+    cut,
+    cut_span,
+    join,
+    join_in_order,
+    nested,
+    overlap,
+)
 from heterog.runtime.step.special_ops import completed
 from heterog.runtime.step.values import Held, Values
 
@@ -139,8 +149,7 @@ class Conversions:
     def _encode(self, task: int, slot: int, micro: int) -> None:
         """Encode the message of a transfer."""
         part = self._part
-        codec = part.program.codec_of(task)
-        assert codec is not None
+        codec = part.rule(task).codec
         samples, units = self._sent(part.message_of[task], slot, micro)
         held = self._values.held[part.reads(task)[0]]
         (made,) = part.made(task)
@@ -150,8 +159,7 @@ class Conversions:
     def _decode(self, task: int, slot: int, micro: int) -> None:
         """Decode a received message."""
         part, tensor = self._part, self._tensor(slot)
-        codec = part.program.codec_of(task)
-        assert codec is not None
+        codec = part.rule(task).codec
         samples, units = self._sent(part.message_of[task], slot, micro)
         shape = self._shape(slot, samples, units)
         message = self._values.held[part.reads(task)[0]].tensor()
@@ -184,12 +192,11 @@ class Conversions:
         in_batch, on_axis = self._places(slot)
         value = held.tensor()
         if samples != EVERY and in_batch.kind == "S":
-            low, owned = held.samples
-            value = cut(value, in_batch, owned, samples[0] - low, samples[1])
+            value = cut_span(value, in_batch, held.samples, samples)
             on_axis = nested(on_axis, in_batch, self._part.graph.batch_size, samples[1])
         if units != EVERY and on_axis.kind == "S":
-            low, owned = held.units if held.units != EVERY else (0, self._maker(slot).units)
-            value = cut(value, on_axis, owned, units[0] - low, units[1])
+            owned = held.units if held.units != EVERY else (0, self._maker(slot).units)
+            value = cut_span(value, on_axis, owned, units)
         return value
 
     def _concat(self, task: int, slot: int, micro: int) -> None:
@@ -205,7 +212,7 @@ class Conversions:
             pieces.setdefault(rows, []).append((columns[0], piece))
         batch = part.graph.batch_size
         parts = [
-            _joined(across, nested(on_axis, in_batch, batch, rows[1]))
+            join_in_order(across, nested(on_axis, in_batch, batch, rows[1]))
             for rows, across in sorted(pieces.items())
         ]
         (made,) = part.made(task)
@@ -232,17 +239,20 @@ class Conversions:
         pending = self._communicator.all_reduce(local.contiguous(), devices)
         if is_early:
             self._losses.keep_label_weight(part.value_of[tensor], pending)
-        for buffer in part.made(task):
-            if part.program.buffer_device[buffer] == part.rank:
-                self._values.held[buffer] = Held(pending, samples)
+        self._hold(task, Held(pending, samples))
 
     def _count_labels(self, task: int, op: int, value: int) -> None:
         """Find the weight of all labels from the whole batch, which every rank has."""
         weight = self._losses.whole_label_weight(op, self._ops[op])
         self._losses.keep_label_weight(value, Pending(None, lambda: weight))
-        for buffer in self._part.made(task):
-            if self._part.program.buffer_device[buffer] == self._part.rank:
-                self._values.held[buffer] = Held(weight, EVERY)
+        self._hold(task, Held(weight))
+
+    def _hold(self, task: int, held: Held) -> None:
+        """Keep this rank's result of a collective."""
+        part = self._part
+        for buffer in part.made(task):
+            if part.program.buffer_device[buffer] == part.rank:
+                self._values.held[buffer] = held
 
     def _gather(self, task: int, slot: int, micro: int) -> None:
         part, tensor = self._part, self._tensor(slot)
@@ -283,12 +293,10 @@ class Conversions:
                 for device, flat in zip(devices, parts, strict=True)
             ]
             full = [each for each in shaped if each[1].numel()]
-            return _joined(full or shaped, place)  # a layer may have no features
+            return join_in_order(full or shaped, place)  # a layer may have no features
 
         pending = self._communicator.all_gather(local, devices, counts, whole)
-        for buffer in part.made(task):
-            if part.program.buffer_device[buffer] == part.rank:
-                self._values.held[buffer] = Held(pending, *made)
+        self._hold(task, Held(pending, *made))
 
     def recut(self, task: int, kind: TaskKind, value: int, micro: int) -> None:
         """Change the placement of a value in a team whose members have just made it."""
@@ -325,10 +333,8 @@ class Conversions:
             sorted({int(part.program.buffer_device[buffer]) for buffer in part.reads(task)}),
             like=self._values.zeros(tensor, (0,)),
         )
-        for buffer in part.made(task):
-            if part.program.buffer_device[buffer] == part.rank:
-                summed = Pending(None, lambda: pending.wait().view(own))
-                self._values.held[buffer] = Held(summed, samples, along.units_of(part.rank))
+        summed = Pending(None, lambda: pending.wait().view(own))
+        self._hold(task, Held(summed, samples, along.units_of(part.rank)))
 
     def keep_inputs(self, buffer: int, inputs: Sequence[Tensor]) -> None:
         """Keep the inputs of an op that has made one number per row; ``_complete`` reads them."""
@@ -361,9 +367,7 @@ class Conversions:
             return completed(call, inputs, numbers)
 
         pending = self._communicator.all_gather(own, devices, counts, whole)
-        for buffer in part.made(task):
-            if part.program.buffer_device[buffer] == part.rank:
-                self._values.held[buffer] = Held(pending, samples, along.units_of(part.rank))
+        self._hold(task, Held(pending, samples, along.units_of(part.rank)))
 
     def _exchange(self, task: int, value: int, micro: int) -> None:
         """Cut a value along another axis, in the team whose members have just made it.
@@ -372,7 +376,7 @@ class Conversions:
         """
         part = self._part
         tensor = int(part.tables.value_tensor[value])
-        before, after = part.spans_of_op(part.maker(value)), part.spans_of_value(value)
+        before, after = part.spans_of_op[part.maker(value)], part.spans_of_value(value)
         assert before is not None
         assert after is not None
         cuts = TwoCuts.of_value(part, tensor, before, after)
@@ -398,15 +402,13 @@ class Conversions:
             ]
             if not shaped:
                 return local.new_zeros(cuts.shape(micro, rank, rank))
-            return _joined(shaped, cuts.place_of_parts(micro, rank))
+            return join_in_order(shaped, cuts.place_of_parts(micro, rank))
 
         counts = [torch.Size(shape).numel() for shape in shapes]
         pending = self._communicator.all_to_all(pieces, devices, counts, whole)
         samples = after.samples(micro, rank)
         units = EVERY if after.axis == BATCH_AXIS else after.units_of(rank)
-        for buffer in part.made(task):
-            if part.program.buffer_device[buffer] == rank:
-                self._values.held[buffer] = Held(pending, samples, units)
+        self._hold(task, Held(pending, samples, units))
 
 
 class TwoCuts(NamedTuple):
@@ -472,14 +474,13 @@ class TwoCuts(NamedTuple):
 
     def piece(self, local: Tensor, micro: int, src: int, dst: int) -> Tensor:
         """The piece of a device's old part that it sends to another device."""
-        low, owned = self.before.samples(micro, src)
-        begin, count = self._samples(micro, src, dst)
+        samples = self._samples(micro, src, dst)
         units = self.before.units_of(src)[1]
         in_batch = nested(self.in_batch, self.made, self.before.units, units)
-        local = cut(local, in_batch, owned, begin - low, count)
+        local = cut_span(local, in_batch, self.before.samples(micro, src), samples)
         if self.after.axis == BATCH_AXIS:
             return local
-        made, wanted = self._inside(self.made, count), self._inside(self.wanted, count)
+        made, wanted = (self._inside(place, samples[1]) for place in (self.made, self.wanted))
         place = nested(wanted, made, self.before.units, units)
         return cut(local, place, self.after.units, *self.after.units_of(dst))
 
@@ -492,8 +493,3 @@ def gradient_lane(program: Program) -> tuple[int, ...]:
     activations would wait for gradients in the other direction, though lines carry both at once.
     """
     return tuple(range(program.num_devices))
-
-
-def _joined(pieces: list[tuple[int, Tensor]], place: Placement) -> Tensor:
-    """Join pieces in the order of their first units."""
-    return join([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], place)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from heterog.errors import StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
-from heterog.lowering.program import Program, TaskKind
+from heterog.grouped import grouped
+from heterog.lowering.program import OP_KINDS, Program, TaskKind
 from heterog.runtime.step.collectives import Communicator, Pending
 from heterog.runtime.step.compiled import Compiler
 from heterog.runtime.step.conversions import Conversions
@@ -32,7 +33,7 @@ from heterog.runtime.step.optimizer import (
     Updates,
     op_that_begins_backward,
 )
-from heterog.runtime.step.rank_program import OP_KINDS, RankProgram
+from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.recorder import Recorder as Recorder
 from heterog.runtime.step.segments import Piece, Segments
 from heterog.runtime.step.slices import Slices
@@ -147,10 +148,11 @@ class StepExecutor:
             random,
             op_that_begins_backward(part.graph) if loss_scale else None,
         )
-        self._sent_before: dict[int, list[int]] = {}
-        for send, task in sent_before:
-            if self._part.channel(send).devices[0] == part.rank:
-                self._sent_before.setdefault(task, []).append(send)
+        self._sent_before = grouped(
+            (task, send)
+            for send, task in sent_before
+            if part.channel(send).devices[0] == part.rank
+        )
         self._open: StepUpdates | None = None
         self._before: StepUpdates | None = None
         self._step: StepUpdates | None = None

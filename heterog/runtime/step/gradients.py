@@ -136,7 +136,7 @@ class Gradients:
                     and part.program.buffer_device[buffer] == part.rank
                     and part.gives(row, micro)
                 ):
-                    spans = part.spans_of_op(part.maker(value))
+                    spans = part.spans_of_op[part.maker(value)]
                     self._keep(row, {part.value_in(buffer): buffer}, spans, micro)
 
     def _keep(self, row: int, near: Near, spans: Spans | None, micro: int) -> Recipe | None:
@@ -218,7 +218,7 @@ class Gradients:
     def _in_ring(self, row: int, ring: Ring) -> Tensor:
         """The part of a parameter's gradient that this rank gives to a ring, flat."""
         part = self._part
-        is_last = len([each for each in part.rings(row) if part.rank in each.devices]) == 1
+        is_last = len([each for each in part.rings[row] if part.rank in each.devices]) == 1
         own = self._take_own(row) if is_last else self._own_or_zeros(row)
         # gloo ignores strides, which a part of the columns has.
         return part.cut_to_ring(own, row, ring).reshape(-1).contiguous()
@@ -244,8 +244,7 @@ class Gradients:
     def _gathered(self, task: int, key: _InRing, flat: Tensor) -> Pending:
         """The sum of all members' decoded messages, in place of this rank's gradient."""
         message, devices = self._messages.pop(key), key[1]
-        codec = self._part.program.codec_of(task)
-        assert codec is not None
+        codec = self._part.rule(task).codec
 
         def total(parts: list[Tensor]) -> Tensor:
             flat.zero_()
@@ -265,8 +264,7 @@ class Gradients:
         """
         message = self._part.message_of[task]
         devices = self._part.channel(message).devices
-        codec = self._part.program.codec_of(task)
-        assert codec is not None
+        codec = self._part.rule(task).codec
         if self._part.kinds[message] is TaskKind.PUSH:
             flat = _waited(self.own[row]).reshape(-1)
         else:
@@ -388,17 +386,17 @@ class Gradients:
 
     def total(self, row: int) -> Tensor:
         """The gradient summed over all devices, in the parameter's shape."""
-        bucket = self._part.bucket(row)
+        bucket = self._part.bucket[row]
         if bucket >= 0 and self._part.is_in_one_ring(bucket):
             if row not in self._summed:
-                flat = self._totals[bucket, self._part.rings(row)[0].devices].wait()
+                flat = self._totals[bucket, self._part.rings[row][0].devices].wait()
                 members = self._part.bucket_members[bucket]
                 like = [self._parameter(each) for each in members]
                 views = _unflatten_dense_tensors(flat, like)  # type: ignore[no-untyped-call]
                 self._summed |= zip(members, views, strict=True)
             return self._summed[row]
         shape = self._parameter(row).shape
-        if bucket >= 0 and any(self._part.rank in ring.devices for ring in self._part.rings(row)):
+        if bucket >= 0 and any(self._part.rank in ring.devices for ring in self._part.rings[row]):
             return self._total_of_rings(row, bucket).view(shape)
         if row in self._sums:
             return self._sums[row].view(shape)
@@ -411,7 +409,7 @@ class Gradients:
         """A parameter's gradient as summed by the rings of this rank."""
         part = self._part
         pieces = []
-        for ring in part.rings(row):
+        for ring in part.rings[row]:
             if part.rank not in ring.devices:
                 continue
             flat = self._totals[bucket, ring.devices].wait()
@@ -422,12 +420,12 @@ class Gradients:
         """Drop the gradient of a whole parameter that has been updated."""
         for known in (self.own, self._sums, self._pushed, self._summed):
             known.pop(row, None)
-        bucket = self._part.bucket(row)
+        bucket = self._part.bucket[row]
         if bucket < 0:
             return
         self._num_stepped[bucket] = self._num_stepped.get(bucket, 0) + 1
         if self._num_stepped[bucket] == len(self._part.bucket_members[bucket]):
-            for ring in self._part.rings(row):
+            for ring in self._part.rings[row]:
                 self._totals.pop((bucket, ring.devices), None)
                 self._flat.pop((bucket, ring.devices), None)
 

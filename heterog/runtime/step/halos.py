@@ -9,6 +9,7 @@ from heterog.graph.sharding_rules import local_shape
 from heterog.graph.sparse_pattern import Rows, SparsePattern
 from heterog.lowering.program import TaskKind
 from heterog.lowering.sparse_tables import matrix_of
+from heterog.memo import kept
 from heterog.runtime.step.collectives import Communicator
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.spans import (
@@ -16,9 +17,10 @@ from heterog.runtime.step.spans import (
     Span,
     common,
     count,
-    cut,
+    cut_span,
     first,
     join,
+    join_in_order,
     overlap,
     rows_of_neighbours,
     take,
@@ -50,7 +52,6 @@ class Halos:
         self._part = part
         self._values = values
         self._communicator = communicator
-        self._patterns: dict[int, SparsePattern] = {}
 
     def run(self, task: int, kind: TaskKind, slot: int, micro: int) -> None:
         """Run one task."""
@@ -72,13 +73,10 @@ class Halos:
         dim = self._part.plan.placements[tensor].dim
         return _Slot(tensor, dim, Window(step, before, after), size, self._pattern(step))
 
+    @kept
     def _pattern(self, step: int) -> SparsePattern | None:
         """The sparse matrix that selects the rows; ``None`` for a window."""
-        if step >= 0:
-            return None
-        if step not in self._patterns:
-            self._patterns[step] = matrix_of(self._part.tables.sparse, -1 - step)
-        return self._patterns[step]
+        return None if step >= 0 else matrix_of(self._part.tables.sparse, -1 - step)
 
     def _wanted(self, slot: int, micro: int, device: int) -> tuple[Span, RowSet]:
         """Samples and rows that a slot brings to a device."""
@@ -120,8 +118,7 @@ class Halos:
     def _piece(self, said: _Slot, held: Held, samples: Span, rows: RowSet) -> Tensor:
         """Cut samples and rows out of a held value."""
         place, value = self._part.plan.batch_placement(said.tensor), held.tensor()
-        low, owned = held.samples
-        value = cut(value, place, owned, samples[0] - low, samples[1])
+        value = cut_span(value, place, held.samples, samples)
         units = self._part.plan.axes[int(self._part.plan.tensor_axis[said.tensor])]
         have = rows_held(held, said.size, units)
         return take(value, said.dim, have, rows)
@@ -136,14 +133,7 @@ class Halos:
             rows = common(rows_held(held, said.size, units), wanted)
             both = overlap(held.samples, samples)
             pieces.setdefault(both, []).append((first(rows), self._piece(said, held, both, rows)))
-        across = [
-            join([piece for _, piece in sorted(each, key=_first)], S(said.dim))
-            for _, each in sorted(pieces.items())
-        ]
+        across = [join_in_order(each, S(said.dim)) for _, each in sorted(pieces.items())]
         (made,) = part.made(task)
         whole = join(across, part.plan.batch_placement(said.tensor))
         self._values.held[made] = Held(whole, samples, rows=wanted)
-
-
-def _first(piece: tuple[int, Tensor]) -> int:
-    return piece[0]

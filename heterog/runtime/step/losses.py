@@ -1,13 +1,14 @@
 """The loss of the whole batch: each rank's part of it, and the weight of all labels that count."""
 
-from torch import Tensor, ne, where
+from torch import Tensor
 
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS
-from heterog.graph.sharding_rules.table import integer
+from heterog.graph.sharding_rules.table import positions
 from heterog.runtime.step.collectives import Pending
 from heterog.runtime.step.local_op import LocalOp
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.spans import Spans
+from heterog.runtime.step.special_ops import weight_of_labels
 from heterog.runtime.step.values import Reader, Values
 
 
@@ -80,8 +81,6 @@ class Losses:
         Members of a team have the same labels: one member counts them, or with ``speaks`` each.
         """
         part = self._part
-        inputs = part.graph.ops[op].inputs
-        ignored = integer(local_op.call, "ignore_index")
         total = self._values.zeros(part.graph.outputs[op][1], ())
         for micro in range(part.num_micro):
             if spans.range(micro, part.rank)[1] == 0:
@@ -91,29 +90,21 @@ class Losses:
             )
             if is_alike and not speaks and not spans.speaks(micro, part.rank):
                 continue
-            reader = self._values.reader(spans, micro)
-            target = self._known(op, 1, inputs[1], reader)
-            counts = ne(target, ignored)
-            if local_op.call.args.get("weight") is not None:
-                weight = self._known(op, 2, inputs[2], reader)
-                # Not by a mask that selects elements: shapes would depend on data.
-                total += (weight[where(counts, target, 0)] * counts).sum()
-            else:
-                total += counts.sum()
+            total += self._weight(op, local_op, self._values.reader(spans, micro))
         return total
 
     def whole_label_weight(self, op: int, local_op: LocalOp) -> Tensor:
         """Weight of the labels of the whole batch, which every rank has and can count."""
-        inputs = self._part.graph.ops[op].inputs
-        ignored = integer(local_op.call, "ignore_index")
-        target = self._values.from_batch(inputs[1])
-        counts = ne(target, ignored)
-        total = self._values.zeros(self._part.graph.outputs[op][1], ())
-        if local_op.call.args.get("weight") is None:
-            return total + counts.sum()
-        weight = self._values.from_batch(inputs[2])
-        return total + (weight[where(counts, target, 0)] * counts).sum()
+        return self._values.zeros(self._part.graph.outputs[op][1], ()) + self._weight(op, local_op)
 
-    def _known(self, op: int, position: int, tensor: int, reader: Reader) -> Tensor:
+    def _weight(self, op: int, local_op: LocalOp, reader: Reader | None = None) -> Tensor:
+        """Weight of a reader's labels, or of all labels."""
+        call, inputs = local_op.call, self._part.graph.ops[op].inputs
+        given = positions(call, "target", "weight")
+        found = (self._known(op, position, inputs[position], reader) for position in given)
+        return weight_of_labels(call, *found)
+
+    def _known(self, op: int, position: int, tensor: int, reader: Reader | None) -> Tensor:
         """An input of the loss that depends on the batch only, before its own op runs."""
-        return self._values.cut_whole(self._values.from_batch(tensor), op, position, reader)
+        whole = self._values.from_batch(tensor)
+        return whole if reader is None else self._values.cut_whole(whole, op, position, reader)

@@ -368,8 +368,7 @@ class Updates:
 
     def encode(self, task: int, row: int) -> None:
         """Encode a new parameter that a replica pulls."""
-        codec = self._part.program.codec_of(task)
-        assert codec is not None
+        codec = self._part.rule(task).codec
         value = self.read(self._part.graph.updates[row][1]).detach()
         self._messages[self._part.message_of[task]] = codec.encode(value)
 

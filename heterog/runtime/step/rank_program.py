@@ -12,11 +12,14 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import IntArray, OpGraph
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import local_shape
+from heterog.grouped import grouped
 from heterog.lowering.channels import Channel
 from heterog.lowering.program import (
     FIRST_LINK_KIND,
     LAST_OP_KIND,
+    OP_KINDS,
     RECUT_KINDS,
+    SLOT_KINDS,
     Program,
     TaskKind,
 )
@@ -25,22 +28,13 @@ from heterog.lowering.value_reads import Recut
 from heterog.modes.mode import MessageRule
 from heterog.runtime.step.op_inputs import needs, sources
 from heterog.runtime.step.slices import SlicedBucket, parameter_rings, sliced_buckets
-from heterog.runtime.step.spans import Spans, cut, join, spans_of_groups
+from heterog.runtime.step.spans import Spans, cut_span, join, spans_of_groups
 from heterog.strategy.division import Ring
 from heterog.strategy.strategy import Strategy
 
 _KINDS = {int(kind): kind for kind in TaskKind}
 # Looked up for every task, and members of an enum are slow in Python 3.11.
 _GATHER_PARAMETERS = TaskKind.GATHER_PARAMETERS
-CONVERSIONS = frozenset(
-    {
-        *(TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.DECODE, TaskKind.SEND),
-        *(TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE),
-    }
-)
-"""Kinds of tasks that bring a value to its readers' devices, in the form that they need."""
-OP_KINDS = frozenset({TaskKind.COMPUTE, TaskKind.RECOMPUTE, TaskKind.REMAKE})
-"""Kinds of tasks that run an op; their subject is its row in the tables."""
 _ENDS_UPDATE = frozenset({TaskKind.UPDATE, TaskKind.PULL})
 _CODES = frozenset({TaskKind.ENCODE, TaskKind.DECODE, TaskKind.DECODE_SUM})
 
@@ -97,26 +91,20 @@ def _messages(program: Program) -> dict[int, int]:
     """The transfer or collective of a message, by the task that encodes or decodes it."""
     if not program.codecs:
         return {}
-    found: dict[int, int] = {}
+    maker, reader = program.edges
     is_message = (program.codec > 0) & (program.kind >= FIRST_LINK_KIND)
-    for task in np.flatnonzero(is_message).tolist():
-        reads = program.read_buffer[program.read_start[task] : program.read_start[task + 1]]
-        makers = program.buffer_maker[reads]
-        found |= dict.fromkeys(makers[program.kind[makers] == TaskKind.ENCODE].tolist(), task)
-    decodes = np.isin(program.kind, (TaskKind.DECODE, TaskKind.DECODE_SUM))
-    for task in np.flatnonzero(decodes).tolist():
-        reads = program.read_buffer[program.read_start[task] : program.read_start[task + 1]]
-        makers = program.buffer_maker[reads]
-        found[task] = int(makers[is_message[makers]][0])
-    return found
+    is_decode = np.isin(program.kind, (TaskKind.DECODE, TaskKind.DECODE_SUM))
+    sent = is_message[reader] & (program.kind[maker] == TaskKind.ENCODE)
+    taken = is_decode[reader] & is_message[maker]
+    codes = np.concatenate([maker[sent], reader[taken]]).tolist()
+    return dict(zip(codes, np.concatenate([reader[sent], maker[taken]]).tolist(), strict=True))
 
 
 def _groups_of_readers(program: Program, tables: GraphTables) -> dict[int, int]:
     """Group of the readers of each value that is made again for them, by the making task."""
     found: dict[int, int] = {}
     is_remade = program.kind == TaskKind.REMAKE
-    maker = program.buffer_maker[program.read_buffer]
-    reader = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
+    maker, reader = program.edges
     chosen = np.flatnonzero(is_remade[maker])[::-1]  # first the readers that are remade themselves
     for task, by in zip(maker[chosen].tolist(), reader[chosen].tolist(), strict=True):
         group = found.get(by) if is_remade[by] else int(tables.op_group[program.subject[by]])
@@ -149,7 +137,7 @@ def _values_in_buffers(program: Program, tables: GraphTables) -> tuple[list[int]
     value[of_ops[is_token]] = -1
     recut = made_by(*RECUT_KINDS)
     value[recut] = subject[recut]
-    converted = made_by(*CONVERSIONS)
+    converted = made_by(*SLOT_KINDS)
     slot = subject[converted]
     value[converted] = tables.slot_value[slot]
     is_window = tables.slot_window[slot, 3] != 0
@@ -185,11 +173,15 @@ class RankProgram:
         accumulated: Gradients, as (row, micro-batch), that this rank adds to earlier ones.
         given_to_replicas: Gradients, as (row, micro-batch), that this rank gives to replicas
             without one.
+        spans_of_op: Spans of each op's group along the op's axis; ``None`` for constants.
+        rings: The rings that add up each parameter's gradients, by row.
+        bucket: Number of the bucket of each parameter's gradient, by row; -1 if it is in none.
         bucket_members: Rows of each bucket, in their order in it.
         sliced: Buckets that this rank updates in slices, by number.
         sliced_of_tensor: Buckets of ``sliced`` by tensor id of their parameters.
         is_mine: Whether this rank takes part in each task of the program.
         message_of: Transfer or collective of a message, by the task that encodes or decodes it.
+        is_converted: Whether each buffer holds the result of a conversion.
     """
 
     def __init__(self, graph: OpGraph, strategy: Strategy, program: Program, rank: int) -> None:
@@ -207,7 +199,7 @@ class RankProgram:
         spans = self._spans[BATCH_AXIS][0]
         sizes = [spans.size(micro) for micro in range(self.num_micro)]
         self.micro_begin = [sum(sizes[:micro]) for micro in range(self.num_micro)]
-        self._spans_of_op = [
+        self.spans_of_op: list[Spans | None] = [
             self._spans[axis][group] if group >= 0 else None
             for axis, group in zip(self.plan.op_axis.tolist(), self._group.tolist(), strict=True)
         ]
@@ -216,15 +208,15 @@ class RankProgram:
             tensor: value for value, tensor in enumerate(tables.value_tensor.tolist())
         }
         self.is_recut: list[bool] = (tables.op_recut != Recut.NONE).tolist()
-        self.parameters_of_value: dict[int, list[int]] = {}
-        for row, value in enumerate(tables.parameter_gradient.tolist()):
-            self.parameters_of_value.setdefault(value, []).append(row)
+        values: list[int] = tables.parameter_gradient.tolist()
+        self.parameters_of_value = grouped((value, row) for row, value in enumerate(values))
         made = tables.parameter_gradient[tables.parameter_gradient >= 0]
         self.makes_gradients = frozenset(tables.value_op[made].tolist())
-        self._bucket: list[int] = program.bucket.tolist()
-        self.bucket_members: dict[int, list[int]] = {}
-        self._fill_buckets()
-        self._rings = parameter_rings(graph, strategy)
+        self.bucket: list[int] = program.bucket.tolist()
+        self.bucket_members = grouped(
+            (bucket, row) for row, bucket in enumerate(self.bucket) if bucket >= 0
+        )
+        self.rings = parameter_rings(graph, strategy)
         self._buckets = sliced_buckets(graph, strategy, program)
         self.sliced: dict[int, SlicedBucket] = {}
         self.sliced_of_tensor: dict[int, SlicedBucket] = {}
@@ -241,8 +233,8 @@ class RankProgram:
         self._in_one_ring: dict[int, bool] = {}  # by bucket
         self._place_in_ring: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self._value_in, self._whole_in = _values_in_buffers(program, tables)
-        is_conversion = np.isin(program.kind, list(CONVERSIONS))
-        self._is_converted: list[bool] = is_conversion[program.buffer_maker].tolist()
+        is_conversion = np.isin(program.kind, list(SLOT_KINDS))
+        self.is_converted: list[bool] = is_conversion[program.buffer_maker].tolist()
         self._remade_for: dict[int, int] = {}  # the group for which each task makes a value
         self._given_by = self._find_given()
         self._look_from(rank)
@@ -286,23 +278,13 @@ class RankProgram:
         gathers = (program.kind == TaskKind.GATHER_VALUE) & is_mine
         self._gathered_slots = frozenset(program.subject[gathers].tolist())
 
-    def _fill_buckets(self) -> None:
-        for row in range(len(self.graph.updates)):
-            bucket = self._bucket[row]
-            if bucket >= 0:
-                self.bucket_members.setdefault(bucket, []).append(row)
-
-    def spans_of_op(self, op: int) -> Spans | None:
-        """Spans of an op's group along the op's axis; ``None`` for constants."""
-        return self._spans_of_op[op]
-
     def spans_of_task(self, task: int, op: int) -> Spans | None:
         """Spans, along an op's axis, of the group for which a task runs it.
 
         This is the readers' group if the task makes a value again where it is read.
         """
         if self.kinds[task] is not TaskKind.REMAKE:
-            return self.spans_of_op(op)
+            return self.spans_of_op[op]
         if not self._remade_for:
             self._remade_for = _groups_of_readers(self.program, self.tables)
         return self._spans[int(self.plan.op_axis[op])][self._remade_for[task]]
@@ -344,7 +326,7 @@ class RankProgram:
 
     def zero_stage(self, row: int) -> int:
         """Stage of ZeRO in which a parameter is updated in slices, 0 if it is not."""
-        if self._bucket[row] < 0:
+        if self.bucket[row] < 0:
             return 0
         group = int(self._group[self.graph.updates[row][0]])
         return int(self.strategy.decisions[group].sync.sharded)
@@ -353,17 +335,9 @@ class RankProgram:
         """Whether each micro-batch's gradient of a parameter is reduced."""
         return self.zero_stage(row) > 1 and not self.strategy.gathers_once
 
-    def bucket(self, row: int) -> int:
-        """Number of the bucket of a parameter's gradient; -1 if it is in none."""
-        return self._bucket[row]
-
     def sliced_bucket(self, row: int) -> SlicedBucket | None:
         """The bucket in which this rank updates a slice of a parameter, if it does."""
-        return self.sliced.get(self._bucket[row])
-
-    def rings(self, row: int) -> tuple[Ring, ...]:
-        """All rings that add up a parameter's gradients."""
-        return self._rings[row]
+        return self.sliced.get(self.bucket[row])
 
     def is_in_one_ring(self, bucket: int) -> bool:
         """Whether one ring of this rank sums a whole bucket, whose parameters are whole here."""
@@ -372,8 +346,8 @@ class RankProgram:
             members = self.bucket_members[bucket]
             known = self._in_one_ring[bucket] = all(
                 row not in self.sharded
-                and len(self._rings[row]) == 1
-                and self.rank in self._rings[row][0].devices
+                and len(self.rings[row]) == 1
+                and self.rank in self.rings[row][0].devices
                 for row in members
             )
         return known
@@ -397,7 +371,7 @@ class RankProgram:
         place = self._place_in_ring.get((row, ring.devices))
         if place is None:
             begin = 0
-            for each in self.bucket_members[self._bucket[row]]:
+            for each in self.bucket_members[self.bucket[row]]:
                 size = self.ring_size(each, ring)
                 self._place_in_ring[each, ring.devices] = begin, size
                 begin += size
@@ -414,7 +388,7 @@ class RankProgram:
 
     def ring_over(self, row: int, devices: tuple[int, ...]) -> Ring:
         """The ring of a parameter's gradients over some devices."""
-        return next(ring for ring in self.rings(row) if ring.devices == devices)
+        return next(ring for ring in self.rings[row] if ring.devices == devices)
 
     def _find_rings_of_copies(self) -> None:
         """Note the devices over which copies are summed: those of the task that reads them."""
@@ -434,14 +408,14 @@ class RankProgram:
         if row not in self.sharded:
             return gradient
         place, spans = self.sharded[row]
-        begin, count = spans.units_of(self.rank)
-        return cut(gradient, place, count, ring.begin - begin, ring.end - ring.begin)
+        wanted = ring.begin, ring.end - ring.begin
+        return cut_span(gradient, place, spans.units_of(self.rank), wanted)
 
     def join_rings(self, row: int, pieces: Sequence[Tensor]) -> Tensor:
         """Join the parts of a gradient that several rings have summed, in their order."""
         place, spans = self.sharded[row]
         shape = self.graph.tensors[self.graph.updates[row][1]].shape
-        own = [ring for ring in self.rings(row) if self.rank in ring.devices]
+        own = [ring for ring in self.rings[row] if self.rank in ring.devices]
         shaped = [
             piece.view(local_shape(shape, place, ring.end - ring.begin, spans.units))
             for piece, ring in zip(pieces, own, strict=True)
@@ -479,19 +453,15 @@ class RankProgram:
         If all devices are in one ring, only the first of the team members with the same gradient
         gives it.
         """
-        if not any(ring.is_once for ring in self.rings(row)):
+        if not any(ring.is_once for ring in self.rings[row]):
             return True
         value = int(self.tables.parameter_gradient[row])
-        spans = self.spans_of_op(self.maker(value))
+        spans = self.spans_of_op[self.maker(value)]
         assert spans is not None
         team = spans.team_of(self.rank)
         if self.tables.gradient_slot[row] >= 0:  # gathered, so that every member has it
             return team[0] == self.rank
         return spans.speaks(micro, self.rank)
-
-    def is_converted(self, buffer: int) -> bool:
-        """Whether a buffer holds the result of a conversion."""
-        return self._is_converted[buffer]
 
     def ends_update(self, task: int) -> bool:
         """Whether a task makes new parameters: updates them or sends them to other devices."""

@@ -35,12 +35,12 @@ from torch import Tensor, nn
 from torch.fx.immutable_collections import immutable_list
 
 from heterog.graph.placement import Placement, TensorRef
-from heterog.lowering.program import TaskKind
+from heterog.lowering.program import OP_KINDS, TaskKind
 from heterog.runtime.step.collectives import Communicator
 from heterog.runtime.step.compiled import Compiler
 from heterog.runtime.step.interpreter import NotedOp
 from heterog.runtime.step.optimizer import StepUpdates, Updates
-from heterog.runtime.step.rank_program import OP_KINDS, RankProgram
+from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.recipes import Begin, Like, Recipe
 from heterog.runtime.step.special_ops import RandomStream
 from heterog.runtime.step.step_order import DueTask

@@ -8,7 +8,7 @@ placed as ``S(dim, outer)`` has ``outer x units x inner`` entries in dimension `
 Sets of rows, held or wanted, are consecutive rows or the rows that a sparse matrix reads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -284,6 +284,16 @@ def join(parts: Sequence[Tensor], placement: Placement) -> Tensor:
     return whole.reshape(*whole.shape[:dim], -1, *whole.shape[dim + 2 :])
 
 
+def cut_span(tensor: Tensor, placement: Placement, have: Span, want: Span) -> Tensor:
+    """Cut some samples out of a tensor that holds more of them; see ``cut``."""
+    return cut(tensor, placement, have[1], want[0] - have[0], want[1])
+
+
+def join_in_order(pieces: Iterable[tuple[int, Tensor]], placement: Placement) -> Tensor:
+    """Join pieces in the order of their first samples."""
+    return join([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], placement)
+
+
 RowSet = Rows | npt.NDArray[np.int64]
 """Consecutive rows, or an ascending array of row numbers."""
 
@@ -304,11 +314,6 @@ def rows_of_neighbours(pattern: SparsePattern, units: Span, all_units: int) -> R
     """
     made = unit_rows(units, pattern.num_rows, all_units)
     return needed_rows(pattern, made.begin, made.end)
-
-
-def pattern_of_placement(graph: OpGraph, place: Placement) -> SparsePattern:
-    """The sparse pattern that a placement names by its key."""
-    return next(each for each in graph.patterns if each.key == place.pattern)
 
 
 def count(rows: RowSet) -> int:

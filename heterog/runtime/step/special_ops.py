@@ -65,13 +65,18 @@ def on_own_words(
     if "index" in call.args:
         return _of_own_columns(call, run, inputs, words)
     table, wanted = positions(call, "weight", "indices")
-    own = inputs[wanted] - words.start
-    elsewhere = (own < 0) | (own >= len(words))
-    given = list(inputs)
-    given[wanted] = own.masked_fill(elsewhere, 0)
+    given, elsewhere = _among(words, inputs, wanted)
     if not len(inputs[table]):
         given[table] = inputs[table].new_zeros(1, inputs[table].shape[1])
     return [found.masked_fill(elsewhere.unsqueeze(-1), 0.0) for found in run(given, {})]
+
+
+def _among(words: range, inputs: Sequence[Tensor], wanted: int) -> tuple[list[Tensor], Tensor]:
+    """Inputs with numbers of words counted from the first of some, and where these are others."""
+    own, given = inputs[wanted] - words.start, list(inputs)
+    elsewhere = (own < 0) | (own >= len(words))
+    given[wanted] = own.masked_fill(elsewhere, 0)
+    return given, elsewhere
 
 
 def _of_own_columns(
@@ -82,10 +87,7 @@ def _of_own_columns(
     added = positions(call, "src")
     if not len(words):
         return [inputs[columns] if added else inputs[columns].new_zeros(inputs[wanted].shape)]
-    own = inputs[wanted] - words.start
-    elsewhere = (own < 0) | (own >= len(words))
-    given = list(inputs)
-    given[wanted] = own.masked_fill(elsewhere, 0)
+    given, elsewhere = _among(words, inputs, wanted)
     for source in added:
         given[source] = inputs[source].masked_fill(elsewhere, 0.0)
     return [made if added else made.masked_fill(elsewhere, 0.0) for made in run(given, {})]
@@ -107,18 +109,16 @@ def _choose_own_words(
     if call.kind not in LABEL_COUNTING_LOSSES or not reduction:
         return list(run(given, instead))
     loss, _ = run(given, instead | {"reduction": SUM})
-    total = _label_weight(call, inputs, loss)
+    weights = [inputs[position] for position in positions(call, "weight")]
+    total = weight_of_labels(call, labels, *weights).to(loss.dtype)
     return [loss / total if is_mean and reduction == MEAN else loss, total]
 
 
-def _label_weight(call: OpCall, inputs: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Weight of all labels that count."""
-    (target,) = positions(call, "target")
-    counts = torch.ne(inputs[target], integer(call, "ignore_index"))
-    total = counts
-    for weight in positions(call, "weight"):
-        total = inputs[weight][inputs[target].where(counts, 0)] * counts
-    return total.sum().to(like.dtype)
+def weight_of_labels(call: OpCall, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Weight of all labels that a loss counts: their number, or the sum of their weights."""
+    counts = torch.ne(labels, integer(call, "ignore_index"))
+    # Not by a mask that selects elements: shapes would depend on data.
+    return (counts if weights is None else weights[labels.where(counts, 0)] * counts).sum()
 
 
 def numbers_of_rows(call: OpCall, inputs: Sequence[Tensor]) -> Tensor:

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from heterog.lowering.program import TaskKind
-from heterog.runtime.step.rank_program import OP_KINDS, RankProgram
+from heterog.lowering.program import OP_KINDS, TaskKind
+from heterog.runtime.step.rank_program import RankProgram
 
 LOSS = -1
 """Takes the place of a task: the sum of the loss over all ranks is issued."""

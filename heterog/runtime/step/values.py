@@ -12,13 +12,11 @@ from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING
 from heterog.graph.op_graph import TensorKind
 from heterog.graph.sharding_rules import local_shape
 from heterog.graph.sparse_pattern import Rows
-from heterog.lowering.program import RECUT_KINDS, TaskKind
+from heterog.lowering.program import OP_KINDS, RECUT_KINDS, SLOT_KINDS, TaskKind
 from heterog.runtime.step.collectives import Pending
 from heterog.runtime.step.local_op import LocalOp, Share
 from heterog.runtime.step.op_inputs import Need, Source
 from heterog.runtime.step.rank_program import (
-    CONVERSIONS,
-    OP_KINDS,
     WINDOW,
     Near,
     RankProgram,
@@ -33,8 +31,8 @@ from heterog.runtime.step.spans import (
     Spans,
     count,
     cut,
+    cut_span,
     nested,
-    pattern_of_placement,
     put,
     rows_of_neighbours,
     take,
@@ -44,7 +42,7 @@ from heterog.runtime.step.spans import (
 from heterog.runtime.step.windows import fit
 
 _ENCODE = TaskKind.ENCODE
-_READS_VALUES = CONVERSIONS | OP_KINDS | RECUT_KINDS
+_READS_VALUES = SLOT_KINDS | OP_KINDS | RECUT_KINDS
 
 
 @dataclass(slots=True)
@@ -273,7 +271,7 @@ class Values:
             # A whole value that is read as a part of a sum enters the sum once: on the first
             # device, or team. So does a value that all members of a team have alike.
             micro = reader.micro
-            holders = None if seen.made is None else self._part.spans_of_op(seen.made.maker)
+            holders = None if seen.made is None else self._part.spans_of_op[seen.made.maker]
             speaks = spans.speaker(micro, rank, among=holders) == rank
             if seen.is_part_of_sum:
                 enters = is_ruled or not seen.is_alike_in_team or speaks
@@ -297,7 +295,7 @@ class Values:
         select: Callable[..., Tensor] = take if place.pattern else fit
         wanted: RowSet
         if place.pattern:  # rows that this rank's rows of a sparse product read, in their order
-            pattern = pattern_of_placement(graph, place)
+            pattern = next(each for each in graph.patterns if each.key == place.pattern)
             size = pattern.num_columns
             wanted = rows_of_neighbours(pattern, reader.units, reader.all_units)
         else:
@@ -318,9 +316,8 @@ class Values:
         held = self.held[buffer]
         result = held.tensor()
         if samples != held.samples:
-            low, owned = held.samples
-            begin, number = samples
-            result = cut(result, plan.batch_placement(storage), owned, begin - low, number)
+            place_of_samples = plan.batch_placement(storage)
+            result = cut_span(result, place_of_samples, held.samples, samples)
         have = rows_held(held, size, reader.all_units)
         return select(result, plan.placements[storage].dim, have, wanted).reshape(shape)
 
@@ -469,7 +466,7 @@ class Values:
             low, owned = (0, reader.all_units) if held.units == EVERY else held.units
             begin, count = reader.units
             result = self._then(cut, result, on_axis, owned, begin - low, count)
-        is_converted = part.is_converted(buffer)
+        is_converted = part.is_converted[buffer]
         is_part_in_team = on_axis.kind == "P" and (
             whole == AS_MADE or part.value_in(buffer)[1] == AS_MADE
         )
@@ -487,7 +484,7 @@ class Values:
 
     def _has_one_team(self, source: Source) -> bool:
         """Whether the devices that make a tensor are one team, which has all samples."""
-        spans = self._part.spans_of_op(source.maker)
+        spans = self._part.spans_of_op[source.maker]
         return spans is not None and spans.num_teams == 1
 
     def _nothing(self, tensor: int, reader: Reader) -> "Seen":

@@ -16,11 +16,12 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.sharding_rules import local_shape
 from heterog.graph.workload import Workload
+from heterog.grouped import grouped
 from heterog.lowering.program import Program
 from heterog.runtime.accelerators import rank_device
 from heterog.runtime.step.rank_program import sharded_parameters
 from heterog.runtime.step.slices import Buffers, SlicedBucket, Slices, release, sliced_buckets
-from heterog.runtime.step.spans import cut, join, put
+from heterog.runtime.step.spans import cut, join_in_order, put
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 
 
@@ -173,11 +174,12 @@ class WholeModel:
         for name, owner in self.buffers.owners.items():
             if owner and name in state and name not in trained:
                 self._bring(state, name, state[name], owner)
-        pieces: dict[int, list[tuple[int, Tensor]]] = {}
-        for bucket in self.part.buckets:
-            if bucket.stage == 3 and bucket.is_first:
-                for row, piece in self._collect(bucket):
-                    pieces.setdefault(row, []).append((bucket.ring.begin, piece))
+        pieces = grouped(
+            (row, (bucket.ring.begin, piece))
+            for bucket in self.part.buckets
+            if bucket.stage == 3 and bucket.is_first
+            for row, piece in self._collect(bucket)
+        )
         for row, found in pieces.items():
             state[graph.tensors[graph.updates[row][1]].name] = self._put_together(row, found)
         if self.rank != 0:
@@ -243,10 +245,10 @@ class WholeModel:
             return found[0][1].view(shape)
         place, spans = self.part.sharded[row]
         pieces = []
-        for _, piece in sorted(found, key=lambda pair: pair[0]):
+        for begin, piece in found:
             units = piece.numel() * spans.units // math.prod(shape)
-            pieces.append(piece.view(local_shape(shape, place, units, spans.units)))
-        return join(pieces, place)
+            pieces.append((begin, piece.view(local_shape(shape, place, units, spans.units))))
+        return join_in_order(pieces, place)
 
     def _whole(self, row: int, own: Tensor) -> Tensor | None:
         """Gather all slices of a sharded parameter on rank 0; ``None`` on the others."""
@@ -266,7 +268,7 @@ class WholeModel:
                 dist.recv(parts[-1][1], device)
         if self.rank != 0:
             return None
-        return join([part for _, part in sorted(parts, key=lambda pair: pair[0])], place).clone()
+        return join_in_order(parts, place).clone()
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:

@@ -74,7 +74,10 @@ def run_on_windows(call: OpCall, inputs: Sequence[Tensor], windows: Windows) -> 
     Returns:
         The outputs of the op.
     """
-    return _RUN[call.kind](_Local(call, inputs, windows))
+    local = _Local(call, inputs, windows)
+    if call.kind != CONVOLUTION_BACKWARD and local.made.num == 0:
+        return _nothing(local)
+    return _RUN[call.kind](local)
 
 
 class _Local:
@@ -137,10 +140,6 @@ def _convolution(local: _Local) -> list[Tensor]:
     weight, bias = local.given("weight"), local.tensor("bias")
     stride, dilation = local.list_of("stride", rank), local.list_of("dilation", rank)
     padding, groups = local.list_of("padding", rank, 0), local.call.args["groups"]
-    if made.num == 0:
-        shape = list(local.call.outputs[0].shape)
-        shape[0], shape[dim] = local.inputs[0].shape[0], 0
-        return [local.inputs[0].new_empty(shape)]
     if local.call.args["transposed"] is not True:
         window = local.fitted("input", stencil.span(made))
         none = [0] * rank
@@ -250,13 +249,13 @@ def _pool_args(local: _Local) -> tuple[list[int], list[int], list[int]]:
     return kernel, stride, local.list_of("padding", rank, 0)
 
 
-def _nothing(local: _Local, made: Rows) -> list[Tensor]:
+def _nothing(local: _Local) -> list[Tensor]:
     """Outputs with the wanted number of rows, if there is nothing to compute."""
     found = []
     for meta in local.call.outputs:
         shape = list(meta.shape)
         shape[0] = local.inputs[0].shape[0]
-        shape[local.dim] = made.num
+        shape[local.dim] = local.made.num
         found.append(local.inputs[0].new_zeros(shape, dtype=getattr(torch, meta.dtype)))
     return found
 
@@ -282,8 +281,6 @@ def _in_places(local: _Local, rows: Rows, stencil: Stencil) -> Tensor | None:
 
 def _average_pool(local: _Local) -> list[Tensor]:
     made = local.made
-    if made.num == 0:
-        return _nothing(local, made)
     stencil, args = stencil_of(local.call, local.dim), local.call.args
     window = local.fitted("self", stencil.span(made))
     rest = (False, args["count_include_pad"], args["divisor_override"])
@@ -293,10 +290,9 @@ def _average_pool(local: _Local) -> list[Tensor]:
 
 
 def _average_pool_backward(local: _Local) -> list[Tensor]:
-    made = local.made
-    have = local.rows("grad_output")
-    if made.num == 0 or have.num == 0:
-        return _nothing(local, made)
+    made, have = local.made, local.rows("grad_output")
+    if have.num == 0:
+        return _nothing(local)
     stencil, args = stencil_of(local.call, local.dim), local.call.args
     gradient = local.given("grad_output")
     counted = _in_places(local, have, stencil)
@@ -323,11 +319,8 @@ def _moved(indices: Tensor, local: _Local, shape: Sequence[int], by: int, onto: 
 
 
 def _max_pool(local: _Local) -> list[Tensor]:
-    made = local.made
-    if made.num == 0:
-        return _nothing(local, made)
     stencil, rank = stencil_of(local.call, local.dim), _rank(local)
-    span, own = stencil.span(made), local.given("self")
+    span, own = stencil.span(local.made), local.given("self")
     window = local.fitted("self", span, float("-inf"))
     output, indices = _op(local)(
         window, *_pool_args(local), local.list_of("dilation", rank), False
@@ -338,10 +331,9 @@ def _max_pool(local: _Local) -> list[Tensor]:
 
 
 def _max_pool_backward(local: _Local) -> list[Tensor]:
-    made = local.made
     have, rank = local.rows("grad_output"), _rank(local)
-    if made.num == 0 or have.num == 0:
-        return _nothing(local, made)
+    if have.num == 0:
+        return _nothing(local)
     stencil = stencil_of(local.call, local.dim)
     span, shape = stencil.span(have), list(local.given("self").shape)
     shape[local.dim] = local.size("self")
@@ -352,7 +344,7 @@ def _max_pool_backward(local: _Local) -> list[Tensor]:
         gradient, gradient.new_empty(shape), *_pool_args(local), local.list_of("dilation", rank),
         False, indices.contiguous(),
     )  # fmt: skip
-    return [fit(found, local.dim, span, made)]
+    return [fit(found, local.dim, span, local.made)]
 
 
 def _op(local: _Local) -> Callable[..., Any]:
@@ -366,21 +358,15 @@ def _op(local: _Local) -> Callable[..., Any]:
 
 def _upsample(local: _Local) -> list[Tensor]:
     """Repeat or blend rows, then cut off the rows that the window's edges falsify."""
-    made = local.made
     have = local.rows("self")
-    if made.num == 0:
-        return _nothing(local, made)
     factor = local.call.outputs[0].shape[local.dim] // local.size("self")
     sizes = list(local.call.outputs[0].shape[2:])
     sizes[local.dim - 2] = have.num * factor
     output = _op(local)(local.given("self"), sizes, *_resampling(local))
-    return [fit(output, local.dim, Rows(have.begin * factor, have.end * factor), made)]
+    return [fit(output, local.dim, Rows(have.begin * factor, have.end * factor), local.made)]
 
 
 def _upsample_backward(local: _Local) -> list[Tensor]:
-    made = local.made
-    if made.num == 0:
-        return _nothing(local, made)
     whole = local.call.outputs[0].shape
     have = local.rows("grad_output")
     factor = local.size("grad_output") // whole[local.dim]
@@ -389,7 +375,7 @@ def _upsample_backward(local: _Local) -> list[Tensor]:
     input_size = [local.given("grad_output").shape[0], *whole[1:]]
     input_size[local.dim] = seen.num
     found = _op(local)(local.given("grad_output"), sizes, input_size, *_resampling(local))
-    return [fit(found, local.dim, seen, made)]
+    return [fit(found, local.dim, seen, local.made)]
 
 
 def _resampling(local: _Local) -> list[Any]:

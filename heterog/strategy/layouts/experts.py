@@ -93,12 +93,11 @@ def _rules_of_experts(graph: OpGraph, groups: tuple[int, ...], dispatch: Dispatc
 
 def _nothing_to_share(graph: OpGraph) -> str:
     """A sentence that says why a model has no experts to share."""
-    parameters = frozenset(parameter for _, parameter, _ in graph.updates)
     for op in graph.ops:
         for tensor in op.inputs[:1]:
             weight = int(graph.storage[tensor])
             shape = graph.tensors[weight].shape
-            if op.kind in _PICKS and weight in parameters and len(shape) == 3:
+            if op.kind in _PICKS and weight in graph.trained and len(shape) == 3:
                 return (
                     f"ep cannot share '{graph.tensors[weight].name}': each token picks the "
                     "matrices of its experts by number (experts_implementation='batched_mm'), so "
@@ -154,7 +153,6 @@ def expert_weights(graph: OpGraph, region: Sequence[int]) -> tuple[int, ...]:
     Returns:
         Tensor ids, in the order in which the forward pass reads them.
     """
-    parameters = frozenset(parameter for _, parameter, _ in graph.updates)
     found: dict[int, None] = {}
     for op in region:
         if graph.ops[op].phase != Phase.FORWARD or graph.ops[op].kind not in _PRODUCTS:
@@ -164,7 +162,7 @@ def expert_weights(graph: OpGraph, region: Sequence[int]) -> tuple[int, ...]:
             shape = graph.tensors[weight].shape
             # XLNet has a weight of one matrix per head, but reads it as one matrix.
             is_each_multiplied = graph.tensors[tensor].shape[:1] == shape[:1]
-            if weight in parameters and len(shape) == 3 and is_each_multiplied:
+            if weight in graph.trained and len(shape) == 3 and is_each_multiplied:
                 found.setdefault(weight)
     return tuple(found)
 

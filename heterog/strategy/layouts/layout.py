@@ -7,11 +7,10 @@ strategy can express more; layouts serve as its baselines.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from enum import StrEnum
 from types import MappingProxyType
 
-from heterog.errors import HeterogError
+from heterog.errors import HeterogError, nearest
 from heterog.names import shown
 from heterog.strategy.schedules import SCHEDULES
 
@@ -427,6 +426,5 @@ def _plain(word: str) -> str:
 
 
 def _unknown(what: str, name: str, known: tuple[str, ...]) -> str:
-    close = get_close_matches(_plain(name), known, n=1, cutoff=0.4)
-    hint = f"; did you mean '{close[0]}'?" if close else "."
+    hint = nearest(_plain(name), known)
     return f"unknown {what} {shown(name)}{hint} Known: {', '.join(known)}."

@@ -22,7 +22,14 @@ from heterog.strategy.schedules import (
     stages_of,
     stated_turns,
 )
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
+from heterog.strategy.strategy import (
+    DEFAULT_BUCKET_BYTES,
+    REPLICATED,
+    Decision,
+    Strategy,
+    Sync,
+    cut_at_changes,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +115,7 @@ def strategy_of_pipelines(
     decisions, rules = _decisions(graph, cluster, pipelines, manner)
     samples = _samples_of_devices(pipelines, cluster.num_devices)
     num_micro = max(len(pipeline.micro_batches) for pipeline in pipelines)
+    makes_again = any(decision.recompute for decision in decisions)
     return Strategy(
         graph=graph.fingerprint,
         cluster=cluster.fingerprint(),
@@ -118,16 +126,8 @@ def strategy_of_pipelines(
         step_barrier=manner.step_barrier,
         op_rules=rules.op_rules if rules is not None else (),
         schedule=_schedule(graph, decisions, pipelines, manner, cluster.num_devices),
-        blocks=_blocks(graph, decisions) if any(each.recompute for each in decisions) else (),
+        blocks=cut_at_changes(layer_blocks(graph), decisions) if makes_again else (),
     )
-
-
-def _blocks(graph: OpGraph, decisions: Sequence[Decision]) -> tuple[int, ...]:
-    """First groups of the layers, and groups at which the decision changes: a block has one."""
-    cuts = {
-        group for group in range(1, len(decisions)) if decisions[group] != decisions[group - 1]
-    }
-    return tuple(sorted({*layer_blocks(graph), *cuts}))
 
 
 def _samples_of_devices(pipelines: Sequence[Pipeline], num_devices: int) -> list[tuple[int, ...]]:

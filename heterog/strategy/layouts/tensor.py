@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from heterog.graph.batch_plan import batch_plan
-from heterog.graph.grouping import CONSTANT_GROUP, alike_groups, group_ops
+from heterog.graph.grouping import alike_groups, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import OpRule, OpRules, P, R, S, Scatter, needs_no_transfer
 from heterog.graph.sharding_rules import propagate
@@ -148,7 +148,7 @@ def team_rules(
     of_sum = 1.0 if sequence_parallel else 2.0  # an all-reduce sends twice a reduce-scatter
     runs = [run for run in _runs(graph, groups) if vocabulary_parallel or run.is_layer]
     known: dict[tuple[tuple[int, ...], bool], tuple[tuple[int, int, OpRule], ...]] = {}
-    ops = _ops_of_groups(graph)
+    ops = group_ops(graph).ops
     kinds = alike_groups(graph)
     for run in runs:
         key = tuple(int(kinds[group]) for group in run.groups), run.is_layer
@@ -198,15 +198,6 @@ def _runs(graph: OpGraph, groups: Sequence[int]) -> Iterable[_Run]:
         else:
             found.append([group])
     return [_Run(tuple(run), in_layer[run[0]] != NO_LAYER) for run in found]
-
-
-def _ops_of_groups(graph: OpGraph) -> list[list[int]]:
-    grouping = group_ops(graph)
-    ops: list[list[int]] = [[] for _ in range(grouping.num_groups)]
-    for op, group in enumerate(grouping.group.tolist()):
-        if group != CONSTANT_GROUP:
-            ops[group].append(op)
-    return ops
 
 
 def _nothing_to_split(graph: OpGraph, runs: Sequence[_Run]) -> str:
@@ -318,7 +309,7 @@ def _split_parameters(graph: OpGraph, way: OpRules) -> set[int]:
         for tensor, place in zip(graph.ops[op].inputs, rule.inputs, strict=True)
         if place.kind == "S"
     }
-    return read & {parameter for _, parameter, _ in graph.updates}
+    return read & graph.trained
 
 
 def _placed(
