@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 
 from heterog.errors import CaptureError
+from heterog.graph.capture.one_process import as_one_process
 from heterog.graph.op_graph import Phase
 from heterog.graph.python_state import PythonState
 from heterog.graph.repeated_calls import check_repeats
@@ -431,6 +432,7 @@ def trace(
         mode,
         torch.backends.mkldnn.flags(enabled=False),
         fx_traceback.preserve_node_meta(),
+        as_one_process(),
         with_static_shapes(model),
         plain_control_flow(),
         OpenModules(model) as modules,
