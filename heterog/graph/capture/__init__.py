@@ -16,6 +16,7 @@ of torch.
 """
 
 import itertools
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -35,7 +36,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heterog.errors import CaptureError
+from heterog.errors import CaptureError, HeterogWarning
 from heterog.garbage import without_collector
 from heterog.graph.capture.reading import CapturedStep, Reader
 from heterog.graph.capture.tracing import clear_errors, trace
@@ -55,6 +56,8 @@ from heterog.graph.traced_constants import (
 )
 from heterog.graph.value_numbers import DATA_DEPENDENT, storage_of
 from heterog.graph.workload import Workload
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["CapturedStep", "capture", "capture_step"]
 
@@ -82,6 +85,8 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
         workload: Model, example batch, loss and optimizer class.
         planned: The same step on another batch; the capture gets the same ops.
     """
+    if planned is None:
+        _warn_of_loss(workload)
     with caches_without_fakes(), statistics_of_unread_norms(), without_collector():
         # What draws next, a rank's own model say, draws as if nothing had been captured.
         with same_draws(), suppress(_UnknownConstant):
@@ -111,6 +116,40 @@ def _check_model(workload: Workload, model: nn.Module) -> None:
                 "and cast it in forward."
             )
     check_hooks(workload, parameters)
+
+
+def _warn_of_loss(workload: Workload) -> None:
+    """Name parameters of the loss that look as if they were trained."""
+    own = workload.loss.named_parameters() if isinstance(workload.loss, nn.Module) else ()
+    if untrained := [name for name, value in own if value.requires_grad]:
+        warnings.warn(
+            f"workload '{workload.name}': the loss has parameters ({', '.join(untrained)}) that "
+            "no optimizer gets, so they stay as they are. To train them, make the loss a part of "
+            "the model, which then returns it, with loss=None; otherwise freeze them "
+            "(requires_grad_(False)).",
+            HeterogWarning,
+            stacklevel=3,
+        )
+
+
+def _check_optimizer(workload: Workload, model: nn.Module) -> None:
+    """Refuse parameters that the optimizer's class does not take."""
+    choose, options = workload.parameter_groups, dict(workload.optimizer_options)
+    name, refusal = workload.optimizer.__name__, None
+    try:
+        workload.optimizer([nn.Parameter(torch.zeros(1, 1))], **options)
+        try:
+            workload.optimizer(model.parameters() if choose is None else choose(model), **options)
+        except ValueError as error:
+            refusal = error
+    except Exception:  # options that it does not take are refused when it is probed
+        logger.debug("%s cannot be made of fake tensors", name, exc_info=True)
+    if refusal is not None:
+        raise CaptureError(
+            f"workload '{workload.name}': {name} does not take the model's parameters: {refusal}. "
+            "Leave some out with parameter_groups, or give a class of your own that steps these "
+            f"otherwise, and the rest as {name} does."
+        ) from refusal
 
 
 def _check_batch(workload: Workload, batch: Any) -> None:
@@ -157,6 +196,7 @@ def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: boo
             _check_model(workload, model)
             with unset_fake_temporarily():  # options that are tensors are real
                 groups = parameter_groups(workload, model)
+                _check_optimizer(workload, model)
             # Nothing reads a gradient of a parameter that the optimizer does not have.
             grouped = group_numbers(groups)
             parameters: dict[str, Tensor] = {}

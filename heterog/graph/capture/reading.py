@@ -60,7 +60,8 @@ def optimizer_state_ratio(
     except (TypeError, ValueError) as error:
         if "closure" in str(error):
             raise CaptureError(
-                f"optimizer {optimizer.__name__} needs a closure, which a plan cannot run: {error}"
+                f"optimizer {optimizer.__name__} needs a closure, which a plan cannot run: "
+                f"{error}. Adam, SGD and others step by gradients alone."
             ) from error
         given = {**options, **(own or {})}
         raise CaptureError(

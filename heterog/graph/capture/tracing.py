@@ -242,7 +242,20 @@ def clear_errors(workload: Workload, modules: "OpenModules | None") -> Iterator[
         ) from error
 
 
+_OF_CTC = (
+    "CTC keeps a table that is as wide as the longest target, which torch reads from the values "
+    "of target_lengths. Write its recursion over time with torch.logsumexp, on targets padded to "
+    "one width, or train with another loss."
+)
+
+
 _WAYS_OUT = (
+    ("/transformers/loss/loss_ctc.py", _OF_CTC),
+    (
+        "/pytorch_metric_learning/",
+        "how many pairs have equal labels is such a value. Write the loss over the matrix of all "
+        "pairs of the batch, masked by labels[:, None] == labels.",
+    ),
     (
         "/torch_geometric/utils/loop.py",
         "how many self loops a graph has is such a value. Add or remove them in the data once "
@@ -296,11 +309,7 @@ _WAYS_OUT = (
 
 
 _WAYS_OUT_OF_OP = {
-    "aten::_ctc_loss": (
-        "CTC keeps a table that is as wide as the longest target, which torch reads from the "
-        "values of target_lengths. Write its recursion over time with torch.logsumexp, on targets "
-        "padded to one width, or train with another loss."
-    ),
+    "aten::_ctc_loss": _OF_CTC,
     "aten::bincount": (
         "bincount is as long as the largest value says. Sum functional.one_hot(labels, classes) "
         "over samples."
