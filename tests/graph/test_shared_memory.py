@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from heterog.errors import CaptureError, StrategyError
+from heterog.errors import CaptureError, HeterogWarning, StrategyError
 from heterog.graph.capture import capture, capture_step
 from heterog.graph.workload import Workload
 from heterog.runtime.step.deploy_checks import check_plain_entries
@@ -116,3 +116,23 @@ def test_numbers_of_a_batch_are_constants_of_its_step() -> None:
 def test_arrays_in_a_batch_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"\[1\]\['scale'\] of the batch is a ndarray of numpy"):
         capture(workload(Scaled, {"scale": np.ones(2)}))
+
+
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x.mul_(2)) + x[:, :2]
+        return made
+
+
+def test_a_batch_is_left_as_it_is() -> None:
+    """The step reads what it has written, and writes nothing to the user's tensor."""
+    with pytest.warns(HeterogWarning, match=r"writes to a tensor of its batch.*x = x.clone\(\)"):
+        graph = capture(workload(Scaling))
+    assert not any(op.is_write for op in graph.ops)
+    (scaling,) = (number for number, op in enumerate(graph.ops) if op.kind == "mul.Tensor")
+    (scaled,) = graph.outputs[scaling]
+    assert sum(scaled in op.inputs for op in graph.ops) > 1

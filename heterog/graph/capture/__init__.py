@@ -225,6 +225,7 @@ def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: boo
             raise _UnknownConstant from error  # on the meta device
         raise
     _check_constants(workload, traced, in_memory=in_memory)
+    _leave_batch(workload, traced, len(parameters) + len(buffers))
     if planned is not None:
         add_ops_of_more_samples(traced.graph, planned)
     inputs = parameters, buffers, frozen, batch, groups
@@ -257,6 +258,32 @@ def _check_constants(workload: Workload, traced: fx.GraphModule, *, in_memory: b
                 f"workload '{workload.name}': the step reads a tensor of {tuple(value.shape)} "
                 "that it has kept from its capture; make it a buffer, or an input of the step."
             )
+
+
+def _leave_batch(workload: Workload, traced: fx.GraphModule, num_state: int) -> None:
+    """Drop writes to the batch, as each rank would write to its own samples of the user's tensor.
+
+    What the step reads after such a write is a value of its own.
+    """
+    inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    given, written = set(inputs[num_state:]), False
+    for node in reversed(traced.graph.nodes):
+        if (
+            node.target is torch.ops.aten.copy_.default
+            and node.args[0] in given
+            and not node.users
+        ):
+            traced.graph.erase_node(node)
+            written = True
+    if written:
+        warnings.warn(
+            f"workload '{workload.name}': the step writes to a tensor of its batch, which ranks "
+            "leave as it is. If batches are used again, write to a copy (x = x.clone()), so that "
+            "one device does the same.",
+            HeterogWarning,
+            stacklevel=4,
+        )
+        traced.graph.eliminate_dead_code()
 
 
 def _check_memory(workload: Workload, model: nn.Module, step: CapturedStep) -> None:
