@@ -504,14 +504,24 @@ def same_draws(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
     Args:
         generators: Further generators of torch, such as those of accelerators.
     """
-    kept = PythonState({})
-    states = [(each, each.get_state()) for each in (torch.default_generator, *generators)]
+    put_back = random_states(generators)
     try:
         yield
     finally:
+        put_back()
+
+
+def random_states(generators: Iterable[torch.Generator] = ()) -> Callable[[], None]:
+    """A function that restores the present random states; see ``same_draws``."""
+    kept = PythonState({})
+    states = [(each, each.get_state()) for each in (torch.default_generator, *generators)]
+
+    def put_back() -> None:
         for generator, state in states:
             generator.set_state(state)
         kept.put_back()
+
+    return put_back
 
 
 NUM_SEEDS = 4

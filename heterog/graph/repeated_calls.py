@@ -272,7 +272,8 @@ _WAYS_OUT = {
     ),
     "module": (
         "which module runs may not change; keep all of them, and choose among their results with "
-        "torch.where by a tensor of the batch or a buffer."
+        "torch.where by a tensor of the batch or a buffer. If the first call replaces one, make "
+        "the model with what it becomes (attention_type='original_full' of BigBird, say)."
     ),
     "tensor": (
         "what a step keeps for the next one belongs in a buffer that the model registers when it "

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from heterog.errors import CaptureError
@@ -165,3 +166,14 @@ def named_leaves(batch: Any) -> list[tuple[int | str, str, Tensor]]:
                 name = f"batch.{key}" if position == 0 else f"batch.{key}.{position}"
                 found.append((key, name, leaf))
     return found
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, Enum, type(None))
+
+
+def plain_entries(batch: Any) -> dict[str, Any]:
+    """Numbers, strings and the like in a batch, which are constants of its step, by path."""
+    from torch.utils import _pytree as pytree
+
+    leaves = pytree.tree_leaves_with_path(batch, is_leaf=lambda value: value is None)
+    return {pytree.keystr(path): each for path, each in leaves if isinstance(each, _PLAIN)}

@@ -16,6 +16,7 @@ from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.op_graph import TensorKind
 from heterog.graph.optimizer_probe import group_numbers, parameter_groups
+from heterog.graph.python_state import random_states, same_draws
 from heterog.graph.workload import Workload
 from heterog.lowering import lower
 from heterog.lowering.program import FloatArray, Program, TaskKind
@@ -44,6 +45,7 @@ from heterog.runtime.step.deploy_checks import (
     as_planned,
     check_masters,
     check_modes,
+    check_plain_entries,
     check_same_everywhere,
     check_scaled,
     check_world,
@@ -56,7 +58,7 @@ from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.recorder import Recorder, TaskTimes, gather_task_times
 from heterog.runtime.step.slices import buffers_of
 from heterog.runtime.step.step_order import StepOrder, step_order
-from heterog.runtime.step.whole_model import ModelPart, WholeModel, one_model
+from heterog.runtime.step.whole_model import ModelPart, WholeModel, one_model, share_constants
 from heterog.search.plan import Plan
 from heterog.strategy.strategy import Strategy
 
@@ -106,6 +108,7 @@ class DeployedStep:
         check_world(plan)
         plan.require_written()
         check_masters(plan.strategy, workload)
+        self._draw_as_now = random_states()
         self.captured = as_planned(captured or capture_step(workload), plan, workload.name)
         graph = self.captured.graph
         program = lower(graph, plan.cluster, plan.strategy, num_steps=1)
@@ -235,6 +238,7 @@ class DeployedStep:
         sent_before: Sequence[tuple[int, int]] = (),
     ) -> StepExecutor:
         """Make the executor that runs a program on this rank's part of the model."""
+        share_constants(captured, self.device)
         seen = RankProgram(captured.graph, strategy, program, self.rank)
         self.communicator.open(device_sets(program, strategy))
         for mode in strategy.modes:
@@ -313,14 +317,16 @@ class DeployedStep:
                 (name, dtype) for name, _, dtype in self._planned
             }:
                 batch_by_tensor(self.captured.graph, batch)  # reports what does not fit
-            step = resize(
-                self.captured.graph,
-                self._program,
-                self._workload,
-                self.plan,
-                batch,
-                clips=self._clips,
-            )
+            with same_draws():
+                self._draw_as_now()  # the model's constants are drawn again
+                step = resize(
+                    self.captured.graph,
+                    self._program,
+                    self._workload,
+                    self.plan,
+                    batch,
+                    clips=self._clips,
+                )
             check_same_everywhere(step.program.hash)
             found = self._make_executor(
                 step.captured, step.strategy, step.program, range(step.program.num_tasks)
@@ -441,6 +447,7 @@ class DeployedStep:
         if self._is_closed:
             raise StrategyError("this step was closed; deploy its plan again to go on.")
         self._unchanged.check()
+        check_plain_entries(self.captured, batch)
         self._compare_step(batch)
         self._take_up(batch)
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import heterog.graph.capture.tracing as tracing
-from heterog.errors import CaptureError
+from heterog.errors import CaptureError, HeterogWarning
 from heterog.graph.capture import capture, capture_step
 from heterog.graph.capture.reading import optimizer_state_ratio
 from heterog.graph.capture.tracing import _way_out
@@ -684,6 +684,34 @@ def test_constants_that_several_layers_make_alike_are_made_once_and_noise_is_not
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     with pytest.raises(CaptureError, match="LBFGS needs a closure"):
         optimizer_state_ratio(torch.optim.LBFGS, {})
+
+
+def linear(**more: Any) -> Workload:
+    return workload(lambda: nn.Linear(4, 2), torch.zeros(6, 4), torch.zeros(6, 2), **more)
+
+
+def test_an_optimizer_that_does_not_take_the_parameters_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"Muon does not take .* Leave some out with par"):
+        capture(linear(optimizer=torch.optim.Muon))
+
+    def matrices(model: nn.Module) -> list[Tensor]:
+        return [each for each in model.parameters() if each.ndim == 2]
+
+    graph = capture(linear(optimizer=torch.optim.Muon, parameter_groups=matrices))
+    assert len(graph.updates) == 1
+
+
+def test_parameters_of_a_loss_are_named_in_a_warning() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return self.scale * (output - target).square().mean()
+
+    with pytest.warns(HeterogWarning, match=r"the loss has parameters \(scale\) that no"):
+        capture(linear(loss=Scaled()))
 
 
 def test_peak_live_bytes_by_hand() -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional
 from heterog.graph.workload import Workload
 from heterog.runtime.deploy import deploy
 from heterog.search.plan import load_plan
-from heterog.zoo.volumes import CosmoFlow, UNet3d, whole_statistics
+from heterog.zoo.volumes import CosmoFlow, UNet3d
 from tests.runtime.cases import STEPS, Trained, captured_once
 
 SHALLOW_UNET = ((2, 2), (2, 3))
@@ -71,9 +71,15 @@ class LocalBatchNorm(nn.Module):
         )
 
 
+def unet_of_whole_statistics() -> nn.Module:
+    model = UNet3d(SHALLOW_UNET)
+    made: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    return made
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...] | None]] = {
     "cosmoflow": (partial(CosmoFlow, 32, channels=2, hidden=(8, 6)), (1, 32, 32, 32), (4,)),
-    "unet": (lambda: whole_statistics(UNet3d(SHALLOW_UNET)), (1, 16, 6, 6), None),
+    "unet": (unet_of_whole_statistics, (1, 16, 6, 6), None),
     "unet of parts": (partial(UNet3d, SHALLOW_UNET), (1, 16, 6, 6), None),
     "waves": (Waves, (2, 48), (2, 48)),
     "picture": (Picture, (2, 20, 12), (3,)),

@@ -8,12 +8,15 @@ autograd's sequence number.
 
 - ``tracing`` traces the step twice, notes modules, phases and lines of code, and writes the errors
   of steps that cannot be captured. ``reading`` reads a graph from the trace: all attention kernels
-  become one kind of op, and the optimizer's state is measured.
+  become one kind of op, and the optimizer's state is measured. ``one_process`` hides groups of
+  processes.
 
 Only this package, ``static_shapes``, ``value_checks`` and ``traced_constants`` touch private names
 of torch.
 """
 
+import itertools
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -21,6 +24,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import (
@@ -33,12 +37,13 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heterog.errors import CaptureError
+from heterog.errors import CaptureError, HeterogWarning
 from heterog.garbage import without_collector
 from heterog.graph.capture.reading import CapturedStep, Reader
 from heterog.graph.capture.tracing import clear_errors, trace
-from heterog.graph.op_graph import OpGraph
+from heterog.graph.op_graph import GraphTensor, OpGraph, TensorKind
 from heterog.graph.optimizer_probe import group_numbers, parameter_groups
+from heterog.graph.python_state import same_draws
 from heterog.graph.repeated_calls import caches_without_fakes
 from heterog.graph.sharding_rules.matmul import pattern_key
 from heterog.graph.sparse_pattern import SparsePattern
@@ -50,8 +55,10 @@ from heterog.graph.traced_constants import (
     make_repeated_constants_once,
     merge_equal_constants,
 )
-from heterog.graph.value_numbers import DATA_DEPENDENT
+from heterog.graph.value_numbers import DATA_DEPENDENT, storage_of
 from heterog.graph.workload import Workload
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["CapturedStep", "capture", "capture_step"]
 
@@ -79,10 +86,13 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
         workload: Model, example batch, loss and optimizer class.
         planned: The same step on another batch; the capture gets the same ops.
     """
+    if planned is None:
+        _warn_of_loss(workload)
     with caches_without_fakes(), statistics_of_unread_norms(), without_collector():
-        try:
+        # What draws next, a rank's own model say, draws as if nothing had been captured.
+        with same_draws(), suppress(_UnknownConstant):
             return _capture_step(workload, planned, in_memory=False)
-        except _UnknownConstant:
+        with same_draws():
             return _capture_step(workload, planned, in_memory=True)
 
 
@@ -109,9 +119,49 @@ def _check_model(workload: Workload, model: nn.Module) -> None:
     check_hooks(workload, parameters)
 
 
+def _warn_of_loss(workload: Workload) -> None:
+    """Name parameters of the loss that look as if they were trained."""
+    own = workload.loss.named_parameters() if isinstance(workload.loss, nn.Module) else ()
+    if untrained := [name for name, value in own if value.requires_grad]:
+        warnings.warn(
+            f"workload '{workload.name}': the loss has parameters ({', '.join(untrained)}) that "
+            "no optimizer gets, so they stay as they are. To train them, make the loss a part of "
+            "the model, which then returns it, with loss=None; otherwise freeze them "
+            "(requires_grad_(False)).",
+            HeterogWarning,
+            stacklevel=3,
+        )
+
+
+def _check_optimizer(workload: Workload, model: nn.Module) -> None:
+    """Refuse parameters that the optimizer's class does not take."""
+    choose, options = workload.parameter_groups, dict(workload.optimizer_options)
+    name, refusal = workload.optimizer.__name__, None
+    try:
+        workload.optimizer([nn.Parameter(torch.zeros(1, 1))], **options)
+        try:
+            workload.optimizer(model.parameters() if choose is None else choose(model), **options)
+        except ValueError as error:
+            refusal = error
+    except Exception:  # options that it does not take are refused when it is probed
+        logger.debug("%s cannot be made of fake tensors", name, exc_info=True)
+    if refusal is not None:
+        raise CaptureError(
+            f"workload '{workload.name}': {name} does not take the model's parameters: {refusal}. "
+            "Leave some out with parameter_groups, or give a class of your own that steps these "
+            f"otherwise, and the rest as {name} does."
+        ) from refusal
+
+
 def _check_batch(workload: Workload, batch: Any) -> None:
-    """Refuse a batch with tensors in objects, where no plan finds them."""
+    """Refuse a batch with arrays, or with tensors in objects, where no plan finds them."""
     for path, each in pytree.tree_leaves_with_path(batch):
+        if isinstance(each, np.ndarray | np.generic) and each.dtype.kind in "biufc":
+            raise CaptureError(
+                f"workload '{workload.name}': entry {pytree.keystr(path)} of the batch is a "
+                f"{type(each).__name__} of numpy, which would be a constant of the step; make it "
+                "a tensor (torch.as_tensor), or leave it out."
+            )
         if not isinstance(each, Tensor) and _holds_tensors(each):
             place, kind = pytree.keystr(path), type(each).__name__
             raise CaptureError(
@@ -147,6 +197,7 @@ def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: boo
             _check_model(workload, model)
             with unset_fake_temporarily():  # options that are tensors are real
                 groups = parameter_groups(workload, model)
+                _check_optimizer(workload, model)
             # Nothing reads a gradient of a parameter that the optimizer does not have.
             grouped = group_numbers(groups)
             parameters: dict[str, Tensor] = {}
@@ -175,6 +226,7 @@ def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: boo
             raise _UnknownConstant from error  # on the meta device
         raise
     _check_constants(workload, traced, in_memory=in_memory)
+    _leave_batch(workload, traced, len(parameters) + len(buffers))
     if planned is not None:
         add_ops_of_more_samples(traced.graph, planned)
     inputs = parameters, buffers, frozen, batch, groups
@@ -185,6 +237,7 @@ def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: boo
     ):
         merge_equal_constants(traced.graph)
         step = Reader(workload, traced, *inputs).read()
+    _check_memory(workload, model, step)
     return replace(step, graph=replace(step.graph, patterns=_patterns(model, step.graph)))
 
 
@@ -208,6 +261,74 @@ def _check_constants(workload: Workload, traced: fx.GraphModule, *, in_memory: b
             )
 
 
+def _leave_batch(workload: Workload, traced: fx.GraphModule, num_state: int) -> None:
+    """Drop writes to the batch, as each rank would write to its own samples of the user's tensor.
+
+    What the step reads after such a write is a value of its own.
+    """
+    inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    given, written = set(inputs[num_state:]), False
+    for node in reversed(traced.graph.nodes):
+        if (
+            node.target is torch.ops.aten.copy_.default
+            and node.args[0] in given
+            and not node.users
+        ):
+            traced.graph.erase_node(node)
+            written = True
+    if written:
+        warnings.warn(
+            f"workload '{workload.name}': the step writes to a tensor of its batch, which ranks "
+            "leave as it is. If batches are used again, write to a copy (x = x.clone()), so that "
+            "one device does the same.",
+            HeterogWarning,
+            stacklevel=4,
+        )
+        traced.graph.eliminate_dead_code()
+
+
+def _check_memory(workload: Workload, model: nn.Module, step: CapturedStep) -> None:
+    """Refuse a step that reads memory which it changes under another name.
+
+    Ranks keep each tensor in memory of its own, where the other's changes would not arrive.
+    """
+    graph, held = step.graph, {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    changed = {parameter for _, parameter, _ in graph.updates}
+    changed |= {op.inputs[0] for op in graph.ops if op.is_write}
+    read = {tensor for op in graph.ops for tensor in op.inputs[op.is_write :]}
+    spans: dict[int, list[tuple[int, int, int]]] = {}
+    for tensor in sorted(changed | read & set(range(graph.num_inputs))):
+        meta = graph.tensors[tensor]
+        is_constant = meta.kind == TensorKind.CONSTANT
+        value = getattr(step.module, meta.name) if is_constant else held.get(meta.name)
+        if value is not None and value.layout == torch.strided and value.numel():
+            spans.setdefault(storage_of(value), []).append((*_span(value), tensor))
+    for same in spans.values():
+        for (begin, end, one), (other_begin, other_end, other) in itertools.combinations(same, 2):
+            if not {one, other} & changed or max(begin, other_begin) > min(end, other_end):
+                continue
+            first, second = (_in_words(graph.tensors[each]) for each in (one, other))
+            raise CaptureError(
+                f"workload '{workload.name}': {second} shares memory with {first}, which the step "
+                "changes, and ranks keep each in memory of its own. Read the other one where it "
+                "is needed (self.layer.weight.detach()), assign the same parameter to both "
+                "modules to tie them, or make a copy (.clone())."
+            )
+
+
+def _in_words(tensor: GraphTensor) -> str:
+    is_constant = tensor.kind == TensorKind.CONSTANT
+    return f"a tensor of {tensor.shape} in an attribute" if is_constant else f"'{tensor.name}'"
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First and last byte of a tensor in its memory."""
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = sum((size - 1) * stride for size, stride in sides)
+    begin = int(tensor.storage_offset())
+    return begin * tensor.element_size(), (begin + reach + 1) * tensor.element_size() - 1
+
+
 def _patterns(model: nn.Module, graph: OpGraph) -> tuple[SparsePattern, ...]:
     """Entries of the sparse matrices that a step multiplies with, in the order of its ops."""
     products = (module for module in model.modules() if isinstance(module, SparseProduct))
@@ -223,10 +344,11 @@ def _make_model(workload: Workload, *, in_memory: bool) -> nn.Module:
     initialised by code that reads values (``trunc_normal_``). Meta parameters can, but then
     attributes that are plain tensors are on the wrong device. A model whose constructor branches
     on values (an orthogonal parametrization) is made in memory, as is one whose step reads a
-    tensor in a plain attribute.
+    tensor in a plain attribute. Each attempt makes the same random draws.
     """
     for is_meta in () if in_memory else (False, True):
-        with unset_fake_temporarily() if is_meta else nullcontext(), suppress(*_UNABLE):
+        plain = unset_fake_temporarily() if is_meta else nullcontext()
+        with plain, same_draws(), suppress(*_UNABLE):
             device = torch.device("meta") if is_meta else nullcontext()
             with device, _swapped_with_attributes(), _Unable() as unable:
                 model = workload.make_model()

@@ -5,7 +5,7 @@ device. How much state the optimizer keeps is measured on one real step.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from heterog.graph.optimizer_probe import (
     update_scope,
 )
 from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, R, S, TensorRef
-from heterog.graph.workload import Workload, named_leaves
+from heterog.graph.workload import Workload, named_leaves, plain_entries
 
 
 def optimizer_state_ratio(
@@ -60,7 +60,8 @@ def optimizer_state_ratio(
     except (TypeError, ValueError) as error:
         if "closure" in str(error):
             raise CaptureError(
-                f"optimizer {optimizer.__name__} needs a closure, which a plan cannot run: {error}"
+                f"optimizer {optimizer.__name__} needs a closure, which a plan cannot run: "
+                f"{error}. Adam, SGD and others step by gradients alone."
             ) from error
         given = {**options, **(own or {})}
         raise CaptureError(
@@ -142,11 +143,13 @@ class CapturedStep:
             outputs the loss, the gradients of the used parameters in order, then the new values
             of the mutated buffers.
         node_of_op: The fx node of each op that is not an update.
+        plain_entries: See ``workload.plain_entries``.
     """
 
     graph: OpGraph
     module: fx.GraphModule
     node_of_op: tuple[fx.Node, ...]
+    plain_entries: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Reader:
@@ -194,7 +197,12 @@ class Reader:
             master_dtype=str(self.workload.master_dtype or "").removeprefix("torch."),
             seen_scope=self._update_scope(gradients),
         )
-        return CapturedStep(graph=graph, module=self.module, node_of_op=tuple(self.nodes))
+        return CapturedStep(
+            graph=graph,
+            module=self.module,
+            node_of_op=tuple(self.nodes),
+            plain_entries=plain_entries(self.batch),
+        )
 
     def _read_inputs(self) -> tuple[list[Placement], int]:
         """Step inputs as tensors: parameters, buffers, batch, lifted constants."""

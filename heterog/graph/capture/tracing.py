@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 
 from heterog.errors import CaptureError
+from heterog.graph.capture.one_process import as_one_process
 from heterog.graph.op_graph import Phase
 from heterog.graph.python_state import PythonState
 from heterog.graph.repeated_calls import check_repeats
@@ -241,7 +242,20 @@ def clear_errors(workload: Workload, modules: "OpenModules | None") -> Iterator[
         ) from error
 
 
+_OF_CTC = (
+    "CTC keeps a table that is as wide as the longest target, which torch reads from the values "
+    "of target_lengths. Write its recursion over time with torch.logsumexp, on targets padded to "
+    "one width, or train with another loss."
+)
+
+
 _WAYS_OUT = (
+    ("/transformers/loss/loss_ctc.py", _OF_CTC),
+    (
+        "/pytorch_metric_learning/",
+        "how many pairs have equal labels is such a value. Write the loss over the matrix of all "
+        "pairs of the batch, masked by labels[:, None] == labels.",
+    ),
     (
         "/torch_geometric/utils/loop.py",
         "how many self loops a graph has is such a value. Add or remove them in the data once "
@@ -295,11 +309,7 @@ _WAYS_OUT = (
 
 
 _WAYS_OUT_OF_OP = {
-    "aten::_ctc_loss": (
-        "CTC keeps a table that is as wide as the longest target, which torch reads from the "
-        "values of target_lengths. Write its recursion over time with torch.logsumexp, on targets "
-        "padded to one width, or train with another loss."
-    ),
+    "aten::_ctc_loss": _OF_CTC,
     "aten::bincount": (
         "bincount is as long as the largest value says. Sum functional.one_hot(labels, classes) "
         "over samples."
@@ -431,6 +441,7 @@ def trace(
         mode,
         torch.backends.mkldnn.flags(enabled=False),
         fx_traceback.preserve_node_meta(),
+        as_one_process(),
         with_static_shapes(model),
         plain_control_flow(),
         OpenModules(model) as modules,

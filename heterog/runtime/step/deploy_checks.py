@@ -7,6 +7,7 @@ evaluation mode would go on dropping out, and a changed temperature would have n
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from heterog.errors import StrategyError
 from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.repeated_calls import WatchedState
-from heterog.graph.workload import Workload
+from heterog.graph.workload import Workload, plain_entries
 from heterog.lowering.program import Program
 from heterog.lowering.tables import graph_tables
 from heterog.modes.mode import fault_of_modes
@@ -55,6 +56,19 @@ def as_planned(captured: CapturedStep, plan: Plan, name: str) -> CapturedStep:
     if plan.graph.scope.allows(graph.scope):
         return captured
     return replace(captured, graph=replace(graph, seen_scope=plan.graph.scope))
+
+
+def check_plain_entries(captured: CapturedStep, batch: Any) -> None:
+    """Refuse a batch with other numbers than those that the step has as constants."""
+    given = plain_entries(batch)
+    for path, before in captured.plain_entries.items():
+        now = given.get(path, before)  # a tensor in its place is refused as such
+        if now is not before and (type(now) is not type(before) or now != before):
+            raise StrategyError(
+                f"entry {path} of the batch is {now!r}, but the step was captured with {before!r} "
+                "and goes on with that. Pass what changes as a tensor of one number (guide, 'What "
+                "changes from step to step'), and leave out what the step does not read."
+            )
 
 
 def check_scaled(graph: OpGraph, loss_scale: LossScale | None) -> None:

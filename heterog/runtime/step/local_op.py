@@ -80,6 +80,22 @@ _FAST: Mapping[torch._ops.OpOverload, Callable[..., Any]] = {
 """Functions of torch that call the same op in about 1 us less than ``torch.ops`` does."""
 _PLAIN = (int, float, bool, type(None))
 
+_IGNORE_STRIDES = ("native_group_norm", "_weight_norm_interface", "nll_loss2d", "attention")
+"""Beginnings of the names of ops whose kernels for CPUs read memory as if it was in order: they
+compute something else for other strides, or fail. Eager torch puts it in order before it calls
+them; in a captured step it may come in another order, from another device or a real kernel."""
+
+
+def _in_order(function: Callable[..., Any], is_of_rows: bool, *given: Any, **keywords: Any) -> Any:
+    """Call a function on tensors in row-major order, or whose rows are in order."""
+
+    def ordered(value: Any) -> Any:
+        if not isinstance(value, Tensor) or (is_of_rows and value.dim() and value.stride(-1) == 1):
+            return value
+        return value.contiguous()
+
+    return function(*map(ordered, given), **keywords)
+
 
 class Share(NamedTuple):
     """The part of the batch and of an axis that an op runs on.
@@ -275,6 +291,8 @@ class LocalOp:
         function, returns = self._target, self._schema.returns
         if isinstance(function, torch._ops.OpOverload):
             function = _FAST.get(function, function._op)
+        if self.call.kind.startswith(_IGNORE_STRIDES):
+            function = partial(_in_order, function, self.call.kind.startswith("attention"))
         local = self._local_args(share)
         positional, keywords = [], {}
         for argument in self._schema.arguments:

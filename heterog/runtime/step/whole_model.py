@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from heterog.graph.capture import CapturedStep
 from heterog.graph.grouping import group_ops
-from heterog.graph.op_graph import OpGraph
+from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.graph.sharding_rules import local_shape
 from heterog.graph.workload import Workload
 from heterog.grouped import grouped
@@ -295,10 +296,26 @@ def one_model(workload: Workload, device: torch.device) -> nn.Module:
     model = workload.make_model().to(device)
     with torch.no_grad():
         for value in (*model.parameters(), *model.buffers()):
-            sent = value.detach().contiguous().reshape(-1).view(torch.uint8)  # of any dtype
-            dist.broadcast(sent, 0)
+            own = of_rank_0(value.detach())
             if value.is_contiguous():
-                value.copy_(sent.view(value.dtype).view(value.shape))
+                value.copy_(own)
             else:
-                value.data = sent.view(value.dtype).view(value.shape)
+                value.data = own
     return model
+
+
+def share_constants(captured: CapturedStep, device: torch.device) -> None:
+    """Give every rank the constants of rank 0, which models may have drawn at random."""
+    for each in captured.graph.tensors[: captured.graph.num_inputs]:
+        if each.kind == TensorKind.CONSTANT:
+            value = getattr(captured.module, each.name).to(device)
+            if value.layout == torch.strided:
+                value = value.clone().copy_(of_rank_0(value))  # with its strides
+            setattr(captured.module, each.name, value)
+
+
+def of_rank_0(value: Tensor) -> Tensor:
+    """A contiguous tensor with rank 0's values; every rank calls it."""
+    sent = value.contiguous().reshape(-1).view(torch.uint8)  # of any dtype
+    dist.broadcast(sent, 0)
+    return sent.view(value.dtype).view(value.shape)
