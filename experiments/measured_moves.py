@@ -12,7 +12,6 @@ import shutil
 import statistics
 import tempfile
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ def improved(cluster: Cluster, path: Path, num_trials: int) -> tuple[list[dict[s
         )
         with suppress(Enough):
             job.run()
-    return [asdict(trial) for trial in job.trials], last[0]
+    return [trial.to_json() for trial in job.trials], last[0]
 
 
 def row_of(testbed: str, model: str, seed: int, asked: Any) -> dict[str, Any]:

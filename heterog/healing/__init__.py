@@ -12,10 +12,10 @@ that: from node to node Ray carries parts, or under torchrun the ranks themselve
   and carries snapshots; ``on_ray`` is the job that leads them. Ranks read what to run in an
   ``assignment`` and write a ``journal``; ``options`` are the settings.
 - ``rank`` is what each rank does, ``steering`` decides with the help of ``planning``, a process
-  that plans for what is left (a ``service`` that answers a ``question``); ``remaining`` and
-  ``moving`` say what is left and what it costs to go there, ``busy`` who is slow, ``trial``
-  whether a change kept its promise, ``improving`` which moves pay as measured. ``checkpoints``
-  are written beside training, by a process of their own.
+  that makes plans (a ``service`` that answers a ``question``); ``slowed`` has clusters with slow
+  devices, ``moving`` what it costs to change to a plan, ``busy`` says who is slow, ``trial``
+  whether a change pays as measured. ``checkpoints`` are written beside training, by a process of
+  their own.
 - ``on_torchrun`` is a plan whose ranks torchrun starts again and again (``heterog.heal``); they
   have parts in ``carrying``. ``loop`` is for loops with a ``Balancer``, and ``elastic`` what both
   need.

@@ -10,8 +10,8 @@ from heterog.cluster.topology import Cluster
 from heterog.healing.assignment import Assignment
 from heterog.healing.journal import Event, JournalReader
 from heterog.healing.options import Trained
+from heterog.healing.question import Choice
 from heterog.healing.shelf import Moment, Part, Shelf
-from heterog.healing.steering import Running
 from heterog.runtime.accelerators import has_accelerator
 from heterog.runtime.launch import run_commands, temporary_folder
 from heterog.runtime.ranks.forks import open_forks
@@ -33,7 +33,7 @@ class JobState:
     """
 
     generation: int
-    running: Running
+    running: Choice
     trained: Trained
     is_running: bool = True
 

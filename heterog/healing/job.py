@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from heterog.files import CHECKPOINT_INDEX, check_save_folder, read_json
 from heterog.healing.assignment import Assignment
 from heterog.healing.checkpoints import Writing
 from heterog.healing.crew import Crew, JobState
-from heterog.healing.improving import MeasuredTrial
 from heterog.healing.options import HealOptions, Move, Trained
+from heterog.healing.question import Choice
 from heterog.healing.service import Service
 from heterog.healing.shelf import Moment, newest_complete
-from heterog.healing.steering import Going, Running, Steering
+from heterog.healing.steering import Going, Steering
+from heterog.healing.trial import Trial
 from heterog.runtime.launch import RANKS_OWN, signals_as_exit, temporary_folder
 from heterog.runtime.ranks.forks import rank_forks
 from heterog.runtime.ranks.place import HERE, Place
@@ -33,29 +33,6 @@ from heterog.search.plan import Plan
 _FIRST_PLAN_S = 300.0
 """Longest wait for a plan after a loss: a search keeps its budget, but loading and compiling for
 the first time may take minutes."""
-_RECENT_STEPS = 8
-_RECENT_S = 1.0
-"""The last steps, at least so many and so long, whose mean is the current step time. A mean, since
-a throttled process stands still in some steps and runs at full speed in the others."""
-
-
-def recent_step_s(seconds: dict[int, float], after: int = 0) -> float:
-    """Mean seconds of the last steps after a given one; 0 if there are too few.
-
-    Args:
-        seconds: Seconds of each step, by number, ascending.
-        after: Number of the last step that does not count.
-
-    >>> seconds = dict.fromkeys(range(1, 5), 9.0) | dict.fromkeys(range(5, 13), 0.25)
-    >>> recent_step_s(seconds), recent_step_s(seconds, after=8)
-    (0.25, 0.0)
-    """
-    count = whole_s = 0.0
-    for number, step_s in reversed(seconds.items()):
-        if number <= after or (count >= _RECENT_STEPS and whole_s >= _RECENT_S):
-            break
-        count, whole_s = count + 1, whole_s + step_s
-    return whole_s / count if count >= _RECENT_STEPS else 0.0
 
 
 def check_can_heal(plan: Plan, path: Path) -> None:
@@ -145,19 +122,19 @@ class HealingJob:
         self._going: Going | None = None
 
     @property
-    def running(self) -> Running:
-        """The plan that the ranks run now, and on which devices."""
+    def running(self) -> Choice:
+        """The plan that the ranks run now."""
         return self._steering.running
 
     @property
-    def trials(self) -> Sequence[MeasuredTrial]:
-        """What was found of each plan that was tried."""
-        return self._steering.improving.trials
+    def trials(self) -> Sequence[Trial]:
+        """What was found of each plan that was tried because it might be better."""
+        return self._steering.trials
 
     @property
     def may_try(self) -> bool:
-        """Whether a plan is tried, or will be."""
-        return not self._steering.improving.is_over
+        """Whether such a plan is tried, or will be."""
+        return self._steering.is_trying
 
     def run(self) -> dict[str, Any]:
         """Train to the end and return what was measured and what happened.
@@ -173,16 +150,13 @@ class HealingJob:
             stack.push(lambda kind, error, trace: self._crew.close(str(error or "")))
             planning = Service("heterog.healing.planning")  # which imports while others start
             stack.callback(planning.close)
-            planning.ask({"whole": str(self._path), "source": self._source})
+            planning.ask((self._path, self._source))
             state = self._crew.open(self._folder, self._state)
-            running = Running(
-                path=str(self._path),
-                method=self._plan.method,
-                device_of=tuple(range(self._whole.num_devices)),
-            )
+            every = tuple(range(self._whole.num_devices))
+            first = Choice(path=str(self._path), method=self._plan.method, devices=every)
             self._steering = Steering(
                 self._whole,
-                running if state is None else state.running,
+                first if state is None else state.running,
                 self._folder,
                 self.options,
                 self._say,
@@ -209,10 +183,10 @@ class HealingJob:
         """Go on with a job whose process like this one was lost."""
         self.trained, self.generation = state.trained, state.generation
         self.trained.last_event_s = time.monotonic()
-        used = state.running.device_of
+        used = set(state.running.devices)
         if not state.is_running:
-            used = tuple(device for device in used if self._crew.is_here(device))
-        self._steering.leave_out(sorted(set(range(self._whole.num_devices)) - set(used)))
+            used = set(filter(self._crew.is_here, used))
+        self._steering.leave_out(set(range(self._whole.num_devices)) - used)
         if self.options.checkpoint and (Path(self.options.checkpoint) / CHECKPOINT_INDEX).exists():
             self._resume = self.options.checkpoint
         done = max(self.trained.losses, default=0)
@@ -228,9 +202,7 @@ class HealingJob:
     def _run_generation(self) -> None:
         """Run ranks until they are done, stop, or one of them is lost."""
         self._begun_s = time.monotonic()
-        # The lost devices: now, or in the question about the plan that the job moves to.
-        lost = self._going.answer.question.lost if self._going else self._steering.lost
-        devices = [each for each in range(self._whole.num_devices) if each not in lost]
+        devices = self._going.choice.devices if self._going else self._steering.without()
         try:
             self._crew.run(self.generation, devices, self._decide, self._watch)
         except LaunchError as error:
@@ -247,8 +219,8 @@ class HealingJob:
 
     def _lose(self, ranks: Sequence[int]) -> None:
         """Record that some ranks of the generation are lost."""
-        gone = sorted(self._steering.running.device_of[rank] for rank in ranks)
-        if len(gone) == len(self._steering.running.device_of):
+        gone = sorted(self.running.devices[rank] for rank in ranks)
+        if len(gone) == len(self.running.devices):
             raise HeterogError("all ranks were killed; nothing is left to go on with.")
         self._going = None
         self._steering.leave_out(gone)
@@ -288,7 +260,7 @@ class HealingJob:
             move.plan_s = now_s - self.trained.last_event_s
             self.trained.last_event_s = now_s
             move.method = steering.running.method
-            move.num_ranks = len(steering.running.device_of)
+            move.num_ranks = len(steering.running.devices)
         return assignment
 
     def _newest(self) -> Moment | None:
@@ -313,7 +285,7 @@ class HealingJob:
         """Take the plan that was decided for, or make one for what is left."""
         going, self._going = self._going, None
         if going is not None:
-            self._steering.begin_generation(going.answer, going.kind)
+            self._steering.begin_generation(going.choice, going.kind)
             return
         self._steering.steps_left = self._steps_left()
         self._steering.begin_generation(self._steering.plan_for_loss(_FIRST_PLAN_S), "lost")
@@ -328,10 +300,7 @@ class HealingJob:
         if self._going is not None or (self.generation and not is_training):
             return  # while ranks of a later plan start, another thread asks for it
         steering.steps_left = self._steps_left()
-        steering.prepare_first(filter(self._crew.is_silent, self.running.device_of))
-        if is_training:
-            moves = self.trained.moves
-            steering.step_s = recent_step_s(self.trained.seconds, moves[-1].step if moves else 0)
+        steering.prepare_first(filter(self._crew.is_silent, self.running.devices))
         self._going = steering.look()
         if self._going is not None:
             self._crew.ask_to_stop()
@@ -367,12 +336,12 @@ class HealingJob:
         return {
             "model": self._plan.graph.name,
             "cluster": self._whole.name,
-            "method": self._steering.running.method,
-            "num_ranks": len(self._steering.running.device_of),
+            "method": self.running.method,
+            "num_ranks": len(self.running.devices),
             "num_steps_before": self.last - len(trained.losses),
             "predicted_step_time_s": self._plan.step_time_s,
             **trained.measured(),
-            "trials": [asdict(trial) for trial in self.trials],
+            "trials": [trial.to_json() for trial in self.trials],
             "snapshots": {
                 "number": trained.num_snapshots,
                 "bytes_of_rank_0": trained.snapshot_bytes,

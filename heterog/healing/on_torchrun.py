@@ -37,7 +37,7 @@ from heterog.healing.elastic import end_cut_links, exit_now, folder_of_host, on_
 from heterog.healing.job import check_can_heal, last_step
 from heterog.healing.journal import Journal, JournalReader
 from heterog.healing.options import HealOptions, Move, Trained
-from heterog.healing.question import Question
+from heterog.healing.question import Choice, Question
 from heterog.healing.rank import HealingRank
 from heterog.healing.service import Service
 from heterog.healing.shelf import Moment, Part, Shelf, newest_complete
@@ -228,47 +228,43 @@ class Generation:
         if not Path(question.path).exists():
             from heterog.healing.planning import Planning  # seconds, so only where it is needed
 
-            planning = Planning()
-            planning.answer(self.about())
+            planning = Planning(self.request.plan)
+            planning.capture(self.request.source_of(self.whole))
             try:
-                reply = planning.answer(asdict(question))
+                planning.answer(question)
             except HeterogError as error:
-                reply = {"error": str(error)}
-            if "error" in reply:
-                return f"error {reply['error']}"
+                return f"error {error}"
         return Path(question.path).read_text()
-
-    def about(self) -> dict[str, Any]:
-        """What the planning process has to know first."""
-        return {"whole": str(self.request.plan), "source": self.request.source_of(self.whole)}
 
     def _question(self, lost: Collection[int]) -> Question:
         """The question for a plan, by what ran before."""
         running, gone = self.folder / "running.json", self._before.lost
         if not running.exists():
             running, gone = self.request.plan, ()
-        devices = set(range(self.whole.cluster.num_devices))
-        on = devices.difference(gone)
-        return _question(self.request, self.options, lost, running, on, self.folder)
+        return question(self.request, self.options, self.folder, lost, running, gone)
 
 
-def _question(
+def question(
     request: RunRequest,
     options: HealOptions,
+    folder: Path,
     lost: Collection[int],
     running: Path,
-    on: Collection[int],
-    folder: Path,
+    gone: Collection[int] = (),
 ) -> Question:
-    """The question for a plan without some devices, by the plan that runs on others now."""
+    """The question for a plan without lost devices, by the plan that runs without those gone."""
+    every = range(request.load().cluster.num_devices)
     name = "-".join(map(str, sorted(lost)))
     return Question(
-        lost=tuple(sorted(lost)),
+        devices=tuple(each for each in every if each not in lost),
         budget=options.first_budget,
         steps_left=request.num_steps,
         restart_s=_RESTART_S,
-        running=str(running),
-        running_on=tuple(sorted(on)),
+        running=Choice(
+            path=str(running),
+            method="",
+            devices=tuple(each for each in every if each not in gone),
+        ),
         path=str(folder / f"lost-{name}.json"),
     )
 
@@ -285,12 +281,9 @@ def warm(path: str) -> None:
     torch.set_num_threads(1)  # those of OpenMP would be missing in who is forked
     with suppress(HeterogError), tempfile.TemporaryDirectory(prefix="heterog-") as folder:
         request, options = read_healing(Path(path))
-        devices = range(request.load().cluster.num_devices)
-        planning = Planning()
-        planning.answer({"whole": str(request.plan), "source": ""})
-        last = devices[-1:]
-        question = _question(request, options, last, request.plan, devices, Path(folder))
-        planning.answer(asdict(question))
+        last = request.load().cluster.num_devices - 1
+        asked = question(request, options, Path(folder), [last], request.plan)
+        Planning(request.plan).answer(asked)
     torch.set_num_threads(num_threads)
 
 
@@ -305,7 +298,8 @@ class TorchrunRank(HealingRank):
             # Nothing was computed yet, and no accelerator, which no fork could use, is here.
             is_forked = not has_accelerator()
             self._planning = Service("heterog.healing.planning", is_forked=is_forked)
-            self._planning.ask(generation.about())
+            source = generation.request.source_of(generation.whole)
+            self._planning.ask((generation.request.plan, source))
         stop = generation.folder / f"stop{generation.number}"
         stop.unlink(missing_ok=True)  # of one that did not get as far as to train
         on_sigterm(stop.touch)
@@ -347,14 +341,14 @@ class TorchrunRank(HealingRank):
 
     def _prepare(self, planning: Service) -> None:
         """Ask for plans one after another, and publish them."""
-        for reply in planning.replies():
-            if "path" in reply:
-                path = Path(reply["path"])
+        for _, answer in iter(planning.next_answer, None):
+            if isinstance(answer, Choice):
+                path = Path(answer.path)
                 published = f"{path.name}\n{path.read_text()}"
                 self._generation.store.set(f"heterog/prepared/{self._given}", published)
                 self._given += 1
             if self._asked:
-                planning.ask(asdict(self._asked.pop(0)), niceness=_NICENESS)
+                planning.ask(self._asked.pop(0), niceness=_NICENESS)
             else:
                 planning.close()
                 self._planning = None

@@ -209,7 +209,7 @@ class RayCrew(Crew):
             return None
         self._shelves = dict.fromkeys(range(len(self._hosts)), "lost") | self._actors()
         state, plan, _ = max(found.values(), key=lambda each: each[0].generation)
-        devices = state.running.device_of
+        devices = state.running.devices
         self._generation = state.generation
         self._first = self._cluster.host_of[devices[0]]
         for number in sorted(found, key=lambda each: each != self._first):
@@ -221,7 +221,7 @@ class RayCrew(Crew):
             state.trained.hear(event)
         path = self._folder / "remembered.json"
         write_atomically(path, plan)
-        state.running.path = str(path)
+        state.running = replace(state.running, path=str(path))
         state.is_running = all(
             host in found
             and found[host][0].generation == found[host][2].generation == state.generation

@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,12 @@ from heterog.errors import HeterogError
 from heterog.files import read_json, write_atomically, write_json
 from heterog.graph.capture import capture
 from heterog.healing import rank
-from heterog.healing.improving import NEAR
 from heterog.healing.job import HealingJob
 from heterog.healing.journal import JournalReader
 from heterog.healing.on_torchrun import heal, read_healing
 from heterog.healing.options import HealOptions
-from heterog.healing.planning import Planning
-from heterog.healing.question import FIRST_METHODS, Question
+from heterog.healing.planning import NEAR, Planning
+from heterog.healing.question import Choice, Question
 from heterog.runtime.launch import ranks_of_this_process
 from heterog.runtime.ranks.watching import Limits
 from heterog.runtime.request import RunRequest
@@ -163,44 +161,44 @@ def test_the_step_is_captured_where_ranks_are_forked_off(
 
 def test_planning_for_a_slow_device_gives_it_less(folder: Path) -> None:
     """The process that plans, asked in this process: what is slow gets fewer samples."""
-    planning = Planning()
     plan = folder / "plan.json"
-    source = f"{folder}/model.py:workload"
-    said = planning.answer({"whole": str(plan), "source": source})
-    assert len(said["busy_s"]) == 3
+    planning = Planning(plan)
+    planning.capture(f"{folder}/model.py:workload")
+    assert len(planning.busy_s) == 3
+    running = Choice(path=str(plan), method="", devices=(0, 1, 2))
 
-    def ask(lost: tuple[int, ...], slow: dict[int, float]) -> tuple[dict[str, float], list[int]]:
+    def ask(lost: tuple[int, ...], slow: dict[int, float]) -> tuple[Choice, list[int]]:
         question = Question(
-            lost=lost, slow=slow, methods=FIRST_METHODS, budget="2s", steps_left=10**9,
-            restart_s=1.0, running=str(plan), running_on=(0, 1, 2),
-            path=str(folder / "next.json"),
+            devices=tuple(each for each in range(3) if each not in lost), slow=slow, budget="2s",
+            steps_left=10**9, restart_s=1.0, running=running, path=str(folder / "next.json"),
         )  # fmt: skip
-        reply = planning.answer(asdict(question))
+        answer = planning.answer(question)
         devices = [0] * (3 - len(lost))
         made = load_plan(folder / "next.json")
         for decision in made.strategy.decisions:
             for device, share in zip(decision.devices, decision.shares, strict=True):
                 devices[device] += share
-        return reply, devices
+        return answer, devices
 
     nominal, _ = ask((), {})
     slow, shares = ask((), {1: 4.0})
-    assert slow["stay_step_s"] > nominal["stay_step_s"]
-    assert slow["step_time_s"] <= slow["stay_step_s"]
+    assert slow.stay_step_s > nominal.stay_step_s
+    assert slow.step_time_s <= slow.stay_step_s
     assert shares[1] <= min(shares[0], shares[2])
     without, _ = ask((1,), {1: 4.0})
-    assert without["stay_step_s"] == pytest.approx(slow["stay_step_s"])
-    assert without["step_time_s"] > 0
+    assert without.stay_step_s == pytest.approx(slow.stay_step_s)
+    assert without.step_time_s > 0
+    assert (without.devices, without.slow) == ((0, 2), {})
 
     tried = Question(
-        lost=(), slow={1: 1.2}, methods=(), budget="60e", steps_left=10**9, restart_s=1.0,
-        running=str(plan), running_on=(0, 1, 2), path=str(folder / "near.json"),
+        devices=(0, 1, 2), slow={1: 1.2}, methods=(), budget="60e", steps_left=10**9,
+        restart_s=1.0, running=running, path=str(folder / "near.json"),
         tried=(str(plan), str(folder / "next.json")),
     )  # fmt: skip
-    reply = planning.answer(asdict(tried))
-    decided = [load_plan(path).strategy.decisions for path in (reply["path"], *tried.tried)]
+    answer = planning.answer(tried)
+    decided = [load_plan(path).strategy.decisions for path in (answer.path, *tried.tried)]
     assert decided[0] not in decided[1:]
-    assert reply["step_time_s"] <= NEAR * reply["stay_step_s"]
+    assert answer.step_time_s <= NEAR * answer.stay_step_s
 
 
 @THOROUGH

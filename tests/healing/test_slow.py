@@ -144,7 +144,7 @@ def run_until_said(bed: Testbed, at_step: Callable[[int], None]) -> tuple[list[s
         lines.append(text)
         if job.trained.moves:
             assert job._going is not None
-            chosen.write_bytes(Path(job._going.answer.path).read_bytes())
+            chosen.write_bytes(Path(job._going.choice.path).read_bytes())
             raise Said
 
     def progress(stage: str) -> None:

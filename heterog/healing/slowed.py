@@ -1,43 +1,17 @@
-"""Clusters without lost devices, or with slow ones."""
+"""Clusters in which some devices take longer than planned, and what computing costs there."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from heterog.cluster.hardware import DeviceType
 from heterog.cluster.topology import Cluster
-from heterog.errors import ClusterError
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.channels import Channel
 from heterog.lowering.program import FloatArray
 from heterog.pricing.cost_model import ChannelSeconds, CostModel
 
 _SLOW = "_slow_"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remaining:
-    """The rest of a cluster after losses.
-
-    Attributes:
-        cluster: The cluster without lost devices, and without hosts that have none left.
-        device_of: For each of its devices, the number of that device in the whole cluster.
-    """
-
-    cluster: Cluster
-    device_of: tuple[int, ...]
-
-
-def remaining(cluster: Cluster, lost: Collection[int]) -> Remaining:
-    """Remove devices from a cluster.
-
-    Raises:
-        ClusterError: no device is left.
-    """
-    left = [device for device in range(cluster.num_devices) if device not in lost]
-    if not left:
-        raise ClusterError(f"all {cluster.num_devices} devices of '{cluster.name}' are lost.")
-    return Remaining(cluster=cluster.part(left), device_of=tuple(left))
 
 
 def slowed(cluster: Cluster, factors: Mapping[int, float]) -> Cluster:
