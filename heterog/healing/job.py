@@ -16,7 +16,8 @@ from heterog.errors import HeterogError, HeterogWarning
 from heterog.files import CHECKPOINT_INDEX, check_save_folder, read_json
 from heterog.healing.assignment import Assignment
 from heterog.healing.checkpoints import Writing
-from heterog.healing.crew import Crew, JobState
+from heterog.healing.crew import Crew
+from heterog.healing.host import JobState
 from heterog.healing.options import HealOptions, Move, Trained
 from heterog.healing.question import Choice
 from heterog.healing.service import Service
@@ -147,7 +148,7 @@ class HealingJob:
             stack.enter_context(signals_as_exit())
             self._folder = stack.enter_context(temporary_folder())
             stack.enter_context(rank_forks(RANKS_OWN))  # one for all generations
-            stack.push(lambda kind, error, trace: self._crew.close(str(error or "")))
+            stack.callback(self._crew.close)
             planning = Service("heterog.healing.planning")  # which imports while others start
             stack.callback(planning.close)
             planning.ask((self._path, self._source))
@@ -269,12 +270,10 @@ class HealingJob:
         Raises:
             HeterogError: there is neither a snapshot nor a checkpoint.
         """
-        has_forgotten = self._crew.has_forgotten()
         moment = newest_complete(self._crew.parts())
-        if moment is not None or self._resume:
+        # The second snapshot is taken when the first is complete; until then little is repeated.
+        if moment is not None or self._resume or self.trained.num_snapshots < 2:
             return moment
-        if not has_forgotten:  # too early for a snapshot: only a step or two is repeated
-            return None
         raise HeterogError(
             "the state is lost: no complete snapshot is left in memory, and no checkpoint was "
             "written. A larger redundancy survives more, and so do checkpoints beside training "

@@ -110,7 +110,7 @@ def endless_job(folder: Path, progress: Callable[[str], None], **options: Any) -
 
 def is_cleared(job: HealingJob) -> bool:
     """Whether a job that ran here has left neither ranks nor snapshots."""
-    return not ranks_of_this_process() and not job._crew._shelf.folder.exists()
+    return not ranks_of_this_process() and not job._crew.host.shelf.folder.exists()
 
 
 @THOROUGH

@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 
 from heterog.graph.capture import capture
+from heterog.healing.host import HealingHost
 from heterog.healing.on_ray import heal_on_ray
 from heterog.healing.options import HealOptions
 from heterog.healing.ray_crew import RayCrew
-from heterog.healing.ray_host import HealingHost
 from heterog.runtime.launch import parent_of
 from heterog.runtime.ranks.on_ray import variables_of_ranks
 from heterog.runtime.request import RunRequest
@@ -62,8 +62,8 @@ def test_a_node_announces_its_end_by_a_signal_or_is_drained(
     ray.get_runtime_context().get_node_id.return_value = "mine"
     ray._private.state.state.get_draining_nodes.return_value = {"other": 0}
     monkeypatch.setattr("heterog.runtime.ranks.on_ray.connect_to_ray", lambda: (ray, False))
-    monkeypatch.setattr("heterog.healing.ray_host.connect_to_ray", lambda: (ray, False))
-    monkeypatch.setattr("heterog.healing.ray_host._LOOK_S", 0.01)
+    monkeypatch.setattr("heterog.healing.host.connect_to_ray", lambda: (ray, False))
+    monkeypatch.setattr("heterog.healing.host._LOOK_S", 0.01)
     monkeypatch.setattr(HealingHost, "_start", lambda *_: None)
     before = signal.getsignal(signal.SIGTERM)
     hosts = []

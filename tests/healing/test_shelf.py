@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from heterog.errors import HeterogError
-from heterog.healing import elastic, ray_host
-from heterog.healing.ray_host import Carrier
+from heterog.healing import elastic
+from heterog.healing import host as host_module
+from heterog.healing.host import Carrier
 from heterog.healing.restoring import Snapshot
 from heterog.healing.sending import Taker
 from heterog.healing.shelf import LostError, Moment, Part, Shelf, newest_complete, parts_of
@@ -119,10 +120,10 @@ class Far:
 
     def __init__(self, folder: Path, ray: Any) -> None:
         folder.mkdir()
-        self.host = mock.Mock(_shelf=Shelf(folder), _lent={})
+        self.host = mock.Mock(shelf=Shelf(folder), _lent={})
         self.is_lost = False
         for name in ("give", "take"):
-            method = getattr(ray_host.HealingHost, name)
+            method = getattr(host_module.HealingHost, name)
             setattr(self, name, mock.Mock(remote=self._asked(method, ray)))
 
     def _asked(self, method: Any, ray: Any) -> Callable[..., Any]:
@@ -135,7 +136,7 @@ class Far:
 
     @property
     def shelf(self) -> Shelf:
-        found: Shelf = self.host._shelf
+        found: Shelf = self.host.shelf
         return found
 
 
@@ -144,7 +145,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of Ray only that it answers."""
     found = mock.Mock(get=lambda answer, timeout: answer)
     found.exceptions.RayError = type("RayError", (Exception,), {})
-    monkeypatch.setattr(ray_host, "connect_to_ray", lambda: (found, False))
+    monkeypatch.setattr(host_module, "connect_to_ray", lambda: (found, False))
     return found
 
 
@@ -167,7 +168,7 @@ def test_parts_are_fetched_when_they_are_read(tmp_path: Path, ray: Any) -> None:
     for number in range(2):
         value = entry(f"w{number}", torch.full((3,), float(number)))
         far.shelf.put(Part(moment, number), [value], {}, ABOUT)
-    ray_host.HealingHost.lend(far.host, moment)
+    host_module.HealingHost.lend(far.host, moment)
     far.shelf.forget_before(Moment(0, 4, 2))  # it is lent, so it can still be read
     with closing(Carrier(own, [far], redundancy=0)):
         snapshot = Snapshot(own, moment)
