@@ -5,7 +5,7 @@ them would have to listen. Training waits for it, as for the copy on the own hos
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -113,17 +113,14 @@ class RankCarrier:
         """Send parts one after another; ways that have no rank in common do not wait."""
         every = list(ways)
         own = {way.part: self._read(way.part) for way in every if way.source == self._rank}
-        sizes: dict[tuple[str, int], tuple[int, int]] = {}
         told = {part.name: [len(each) for each in pair] for part, pair in own.items() if pair}
-        for source, text in enumerate(gather_texts(json.dumps(told))):
-            said: Mapping[str, Any] = json.loads(text)
-            sizes |= {(name, source): (pair[0], pair[1]) for name, pair in said.items()}
-        num_bytes = sum(sum(sizes.get((way.part.name, way.source), (0, 0))) for way in every)
+        said = [json.loads(text) for text in gather_texts(json.dumps(told))]
+        sizes: list[list[int]] = [said[way.source].get(way.part.name, []) for way in every]
+        num_bytes = sum(map(sum, sizes))
         set_silence(self._silent_s + num_bytes / _SLOW_BYTES_PER_S, [self._group])
         failed: InputFileError | None = None
-        for part, source, target in every:
-            lengths = sizes.get((part.name, source))
-            if lengths is None:  # it could not be written
+        for (part, source, target), lengths in zip(every, sizes, strict=True):
+            if not lengths:  # it could not be written
                 continue
             if source == self._rank:
                 for each in own[part] or ():

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from heterog.errors import HeterogError
 from heterog.files import CHECKPOINT_INDEX, check_save_folder
-from heterog.healing.restoring import Snapshot, part_of
 from heterog.healing.service import Service, answer_questions
 from heterog.healing.shelf import Moment, Shelf
+from heterog.healing.snapshots import Snapshot, part_of
 from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
 from heterog.runtime.checkpoint.contents import SavedTensor
 

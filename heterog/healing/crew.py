@@ -11,9 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from heterog.cluster.topology import Cluster
-from heterog.healing.assignment import Assignment
+from heterog.healing.exchange import Assignment, Event
 from heterog.healing.host import HealingHost, JobState
-from heterog.healing.journal import Event
 from heterog.healing.shelf import Moment, Part
 from heterog.runtime.launch import PORT_FILE, free_port
 from heterog.runtime.ranks.on_ray import END_S, SILENT_S, HostRank, NodeHost

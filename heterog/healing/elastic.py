@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from heterog.errors import HeterogError
@@ -43,6 +44,13 @@ def on_sigterm(leave: Callable[[], object], seconds: float = LEAVE_S) -> None:
         waiting.start()
 
     signal.signal(signal.SIGTERM, told)
+
+
+def any_rank(*values: bool) -> list[bool]:
+    """Which of some values any rank has; all ranks call it, and wait for each other."""
+    said = torch.tensor([*map(int, values), 0])  # also without a value
+    dist.all_reduce(said, op=dist.ReduceOp.MAX)
+    return [bool(each) for each in said.tolist()[:-1]]
 
 
 def set_silence(seconds: float, groups: Iterable[dist.ProcessGroup | None] = (None,)) -> None:

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from heterog.files import write_atomically
-from heterog.healing.assignment import Assignment
-from heterog.healing.journal import JournalReader
+from heterog.healing.choices import Choice
+from heterog.healing.exchange import Assignment, read_events
 from heterog.healing.options import Trained
-from heterog.healing.question import Choice
 from heterog.healing.shelf import GONE, INDEX, NEW, WANTED, Moment, Part, Shelf
 from heterog.runtime.accelerators import has_accelerator
 from heterog.runtime.ranks.forks import open_forks
@@ -137,9 +136,9 @@ class HealingHost(Host):
         told = told._replace(is_leaving=self._is_leaving)
         if self._journal is None or self._journal[0] != generation:
             return told
-        reader = JournalReader(self._journal[1], at)
-        events = [{**each, "at_s": now_s - float(each["at_s"])} for each in reader.new_events()]
-        return told._replace(end=reader.at, events=events)
+        events, end = read_events(self._journal[1], at)
+        aged = [{**each, "at_s": now_s - float(each["at_s"])} for each in events]
+        return told._replace(end=end, events=aged)
 
     def ask_to_stop(self, generation: int) -> None:
         """Ask the ranks to stop after a step."""
@@ -166,7 +165,7 @@ class HealingHost(Host):
         return self.shelf.parts()
 
     def lend(self, moment: Moment | None) -> None:
-        """Keep the parts of a moment, instead of those lent before, though they are let go."""
+        """Keep the parts of a moment readable although they are deleted; no others any more."""
         own = [part.name for part in self.shelf.parts() if part.moment == moment]
         self._lent = {name: (self.shelf.index(name), self.shelf.content(name)) for name in own}
 
@@ -229,7 +228,7 @@ class Carrier:
     def _carry(self) -> None:
         while self._is_open:
             time.sleep(_CARRY_S)
-            with suppress(OSError):  # the folder is gone, or a part was let go
+            with suppress(OSError):  # the folder is gone, or a part was deleted
                 for path in self._shelf.folder.iterdir():
                     if path.suffix == NEW:
                         self._send(path)

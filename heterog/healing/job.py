@@ -14,16 +14,15 @@ from typing import Any
 
 from heterog.errors import HeterogError, HeterogWarning
 from heterog.files import CHECKPOINT_INDEX, check_save_folder, read_json
-from heterog.healing.assignment import Assignment
 from heterog.healing.checkpoints import Writing
+from heterog.healing.choices import Choice, Trial
 from heterog.healing.crew import Crew
+from heterog.healing.exchange import Assignment
 from heterog.healing.host import JobState
-from heterog.healing.options import HealOptions, Move, Trained
-from heterog.healing.question import Choice
+from heterog.healing.options import HealOptions, Trained
 from heterog.healing.service import Service
 from heterog.healing.shelf import Moment, newest_complete
-from heterog.healing.steering import Going, Steering
-from heterog.healing.trial import Trial
+from heterog.healing.steering import PlanChange, Steering
 from heterog.runtime.launch import RANKS_OWN, signals_as_exit, temporary_folder
 from heterog.runtime.ranks.forks import rank_forks
 from heterog.runtime.ranks.place import HERE, Place
@@ -120,7 +119,7 @@ class HealingJob:
         self._is_restart_measured = False
         self._writing: Writing | None = None
         self._told_failure = ""
-        self._going: Going | None = None
+        self._change: PlanChange | None = None
 
     @property
     def running(self) -> Choice:
@@ -162,8 +161,7 @@ class HealingJob:
                 self.options,
                 self._say,
                 planning,
-                is_here=self._crew.is_here,
-                is_leaving=self._crew.is_leaving,
+                self._crew,
             )
             if state is not None:
                 self._go_on(state)
@@ -196,14 +194,14 @@ class HealingJob:
             self._say(why)
         else:
             self.generation += 1
-            self._begin_move(Move(kind="lost", why=why))
+            self._begin_move("lost", why)
 
     # --- generations -----------------------------------------------------------------------------
 
     def _run_generation(self) -> None:
         """Run ranks until they are done, stop, or one of them is lost."""
         self._begun_s = time.monotonic()
-        devices = self._going.choice.devices if self._going else self._steering.without()
+        devices = self._change.choice.devices if self._change else self._steering.without()
         try:
             self._crew.run(self.generation, devices, self._decide, self._watch)
         except LaunchError as error:
@@ -215,27 +213,24 @@ class HealingJob:
             self._lose(error.lost)
             return
         self._hear()
-        if not self.trained.is_done and self._going is not None:
-            self._begin_move(Move(kind=self._going.kind, why=self._going.why))
+        if not self.trained.is_done and self._change is not None:
+            self._begin_move(self._change.kind, self._change.why)
 
     def _lose(self, ranks: Sequence[int]) -> None:
         """Record that some ranks of the generation are lost."""
         gone = sorted(self.running.devices[rank] for rank in ranks)
         if len(gone) == len(self.running.devices):
             raise HeterogError("all ranks were killed; nothing is left to go on with.")
-        self._going = None
+        self._change = None
         self._steering.leave_out(gone)
         names = ", ".join(self._whole.devices[device].name for device in gone)
         done = max(self.trained.losses, default=0)
         was = "was" if len(gone) == 1 else "were"
-        self._begin_move(Move(kind="lost", why=f"{names} {was} lost after step {done}"))
+        self._begin_move("lost", f"{names} {was} lost after step {done}")
 
-    def _begin_move(self, move: Move) -> None:
-        now_s = time.monotonic()
-        move.detect_s = now_s - self.trained.last_event_s
-        self.trained.moves.append(move)
-        self.trained.last_event_s = now_s
-        self._say(move.why)
+    def _begin_move(self, kind: str, why: str) -> None:
+        self.trained.begin_move(kind, why, time.monotonic())
+        self._say(why)
 
     def _decide(self) -> Assignment:
         """Decide what the generation runs, while its ranks are being started."""
@@ -246,22 +241,16 @@ class HealingJob:
                 self._choose()
         except (HeterogError, OSError, RuntimeError, ValueError) as error:
             self._why_not = str(error)  # the ranks wait and have to be told of any error
-        steering = self._steering
         assignment = Assignment(
             generation=self.generation,
-            plan=steering.running.path,
+            plan=self.running.path,
             last=self.last,
             moment=moment,
             checkpoint=self._resume if moment is None else "",
-            shelf="",
             why_not=self._why_not,
         )
-        if self.trained.moves:
-            move, now_s = self.trained.moves[-1], time.monotonic()
-            move.plan_s = now_s - self.trained.last_event_s
-            self.trained.last_event_s = now_s
-            move.method = steering.running.method
-            move.num_ranks = len(steering.running.devices)
+        running = self.running
+        self.trained.planned(running.method, len(running.devices), time.monotonic())
         return assignment
 
     def _newest(self) -> Moment | None:
@@ -282,7 +271,7 @@ class HealingJob:
 
     def _choose(self) -> None:
         """Take the plan that was decided for, or make one for what is left."""
-        going, self._going = self._going, None
+        going, self._change = self._change, None
         if going is not None:
             self._steering.begin_generation(going.choice, going.kind)
             return
@@ -296,12 +285,11 @@ class HealingJob:
         self._progress(stage)
         self._hear()
         steering, is_training = self._steering, stage.startswith("step ")
-        if self._going is not None or (self.generation and not is_training):
+        if self._change is not None or (self.generation and not is_training):
             return  # while ranks of a later plan start, another thread asks for it
         steering.steps_left = self._steps_left()
-        steering.prepare_first(filter(self._crew.is_silent, self.running.devices))
-        self._going = steering.look()
-        if self._going is not None:
+        self._change = steering.look()
+        if self._change is not None:
             self._crew.ask_to_stop()
         if self._writing is not None and is_training:
             self._resume = self._writing.look(self._crew.lend) or self._resume

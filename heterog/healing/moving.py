@@ -10,7 +10,7 @@ bound.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,14 +22,13 @@ from heterog.strategy.strategy import Strategy
 from heterog.strategy.sync import Sharded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """Fraction of each parameter's state on each device.
+class Held(NamedTuple):
+    """Fraction of each parameter's state on each device.  # [num_parameters, num_devices]
 
     Attributes:
-        value: Fraction of each parameter on each device.  # [num_parameters, num_devices]
-        state: Fraction of its optimizer state on each device.  # [num_parameters, num_devices]
-        owned: Fraction that the device writes into snapshots.  # [num_parameters, num_devices]
+        value: Fraction of the parameter.
+        state: Fraction of its optimizer state.
+        owned: Fraction that the device writes into snapshots.
     """
 
     value: FloatArray
@@ -40,8 +39,7 @@ class Held:
 def held(graph: OpGraph, strategy: Strategy, num_devices: int) -> Held:
     """Fraction of each parameter that each device has under a strategy."""
     group_of = group_ops(graph).group
-    shape = len(graph.updates), num_devices
-    value, state, owned = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    value, state, owned = np.zeros((3, len(graph.updates), num_devices))
     for row, (op, _, _) in enumerate(graph.updates):
         decision = strategy.decisions[int(group_of[op])]
         devices = list(decision.devices)
@@ -61,7 +59,7 @@ def held(graph: OpGraph, strategy: Strategy, num_devices: int) -> Held:
             continue
         state[row, devices] = 1.0
         owned[row, devices[0]] = 1.0
-    return Held(value=value, state=state, owned=owned)
+    return Held(value, state, owned)
 
 
 def transfer_s(
@@ -81,25 +79,17 @@ def transfer_s(
     sizes = np.array(
         [graph.tensors[each].meta.num_bytes for _, each, _ in graph.updates], np.float64
     )
-    before = held(graph, old[0], len(old[1]))
-    after = held(graph, new[0], len(new[1]))
-    have = _by_host(before.owned, cluster, old[1])
+    before, after = held(graph, old[0], len(old[1])), held(graph, new[0], len(new[1]))
+    have = np.zeros((len(sizes), cluster.num_hosts))
+    for rank, device in enumerate(old[1]):
+        have[:, cluster.host_of[device]] += before.owned[:, rank]
     needed = after.value + graph.optimizer_state_ratio * after.state
-    host_of = [cluster.host_of[device] for device in new[1]]
     sent, received = np.zeros(cluster.num_hosts), np.zeros(cluster.num_hosts)
-    for rank, host in enumerate(host_of):
-        wanted = sizes * needed[:, rank]
-        for source in range(cluster.num_hosts):
-            if source != host:
-                num_bytes = float(wanted @ have[:, source])
-                sent[source] += num_bytes
-                received[host] += num_bytes
+    for rank, device in enumerate(new[1]):
+        host = cluster.host_of[device]
+        num_bytes = (sizes * needed[:, rank]) @ have  # by host that has them
+        num_bytes[host] = 0.0
+        sent += num_bytes
+        received[host] += num_bytes.sum()
     rates = np.array([cluster.nic_bandwidth_bytes_per_s(h) for h in range(cluster.num_hosts)])
     return float(max((sent / rates).max(), (received / rates).max()))
-
-
-def _by_host(parts: FloatArray, cluster: Cluster, device_of: Sequence[int]) -> FloatArray:
-    found = np.zeros((len(parts), cluster.num_hosts))
-    for rank, device in enumerate(device_of):
-        found[:, cluster.host_of[device]] += parts[:, rank]
-    return found

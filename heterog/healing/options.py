@@ -112,6 +112,20 @@ class Trained:
     is_done: bool = False
     _taken_up_s: float = 0.0
 
+    def begin_move(self, kind: str, why: str, at_s: float) -> Move:
+        """Add a change of plan, for which the last generation has ended at this time."""
+        self.moves.append(Move(kind=kind, why=why, detect_s=at_s - self.last_event_s))
+        self.last_event_s = at_s
+        return self.moves[-1]
+
+    def planned(self, method: str, num_ranks: int, at_s: float) -> None:
+        """Complete the last change, if there is one, by the plan that is known at this time."""
+        if self.moves:
+            move = self.moves[-1]
+            move.method, move.num_ranks = method, num_ranks
+            move.plan_s = at_s - self.last_event_s
+            self.last_event_s = at_s
+
     def hear(self, event: dict[str, Any]) -> None:
         """Update the record with an event of rank 0."""
         at_s = float(event["at_s"])

@@ -14,8 +14,8 @@ from heterog.agents.planners import default_methods
 from heterog.errors import StrategyError
 from heterog.graph.capture import capture_step
 from heterog.healing.busy import device_seconds
+from heterog.healing.choices import Choice, Question
 from heterog.healing.moving import transfer_s
-from heterog.healing.question import Choice, Question
 from heterog.healing.service import answer_questions
 from heterog.healing.slowed import SlowedCosts, slowed
 from heterog.methods.local_search.planner import LocalSearch

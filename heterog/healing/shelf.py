@@ -1,16 +1,17 @@
-"""Snapshots on a host, where they outlive the ranks that write them.
+"""The parts of snapshots that a host has, where they outlive the ranks that write them.
 
 A snapshot has a part of each rank, and a part is a file in a folder for temporary files: its
 tensors one after another, beside a file that says where each of them is. It has its name when all
 of it is there, so a rank that dies while it writes leaves what was there before. Who reads maps it
-into memory first, so that it may be let go meanwhile.
+into memory first, so that it may be deleted meanwhile.
 
     3.120.1-4           part 1 of 4 of step 120 of generation 3
     3.120.1-4.index     where its tensors are
-    3.120.1-4.new       there, and other hosts should hold it, too, and do not yet
-    3.120.1-4.wanted    somebody here waits for it, and another host has it; so for an index
+    3.120.1-4.new       there, and to be copied to other hosts, which was not done yet
+    3.120.1-4.wanted    a rank here waits for it, and another host has it; so for an index
+    3.120.1-4.gone      no host has it
 
-Copies on other hosts are not made here: ``ray_host`` carries them from node to node.
+``host`` copies parts from node to node on Ray, ``carrying`` does so under torchrun.
 """
 
 import json
@@ -44,13 +45,7 @@ class LostError(HeterogError):
 
 
 class Moment(NamedTuple):
-    """A step of a generation; a later one compares as larger.
-
-    Attributes:
-        generation: Number of times the job's ranks were started before.
-        step: Number of steps done.
-        num_parts: Number of parts of its snapshot.
-    """
+    """A step of a generation and the number of parts of its snapshot; later ones are larger."""
 
     generation: int
     step: int
@@ -58,12 +53,7 @@ class Moment(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one rank held at a moment.
-
-    Attributes:
-        moment: When.
-        number: Number of the rank.
-    """
+    """What the rank of a number held at a moment."""
 
     moment: Moment
     number: int
@@ -132,10 +122,10 @@ class Shelf:
         begins, size = [], 0
         for entry in entries:
             begins.append(size)
-            num_bytes = entry.value.numel() * entry.value.element_size()
-            size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            size += -(-entry.value.nbytes // _ALIGNMENT) * _ALIGNMENT
         begun = self.folder / f"{part.name}.begun"
         try:
+            room = None
             with begun.open("wb+") as file:
                 if size:
                     file.truncate(size)
@@ -143,7 +133,7 @@ class Shelf:
                         os.posix_fallocate(file.fileno(), 0, size)
                     room = mmap.mmap(file.fileno(), size)
             saved = {
-                entry.name: _copy(entry, room if size else None, begin, part.number)
+                entry.name: _copy(entry, room, begin, part.number)
                 for entry, begin in zip(entries, begins, strict=True)
             }
             index = {"tensors": to_json(saved), "states": to_json(dict(states)), **about}
@@ -155,11 +145,7 @@ class Shelf:
         return size
 
     def lend(self) -> tuple[Path, Moment | None]:
-        """Keep the newest complete snapshot, which is all here, in a folder until the next call.
-
-        Returns:
-            The folder, and which; nothing if there is none.
-        """
+        """Keep the newest snapshot that is all here in a folder until the next call; and which."""
         lent = self.folder / "lent"
         while True:
             shutil.rmtree(lent, ignore_errors=True)
@@ -169,7 +155,7 @@ class Shelf:
                 for part in parts_of(moment) if moment is not None else ():
                     for name in (part.name, f"{part.name}{INDEX}"):
                         os.link(self.folder / name, lent / name)
-            except FileNotFoundError:  # it was let go meanwhile, for a newer one
+            except FileNotFoundError:  # it was deleted meanwhile, for a newer one
                 continue
             return lent, moment
 
@@ -178,11 +164,11 @@ class Shelf:
         write_atomically(self.folder / name, content)
 
     def is_new(self, part: Part) -> bool:
-        """Whether other hosts should hold a part and do not yet."""
+        """Whether a part is still to be copied to other hosts."""
         return (self.folder / f"{part.name}{NEW}").exists()
 
     def forget_before(self, moment: Moment) -> None:
-        """Let older parts go."""
+        """Delete older parts."""
         for part in self.parts():
             if part.moment < moment:
                 for suffix in ("", NEW, INDEX):
@@ -221,8 +207,7 @@ class Shelf:
 
 def _copy(entry: Entry, room: mmap.mmap | None, begin: int, number: int) -> SavedTensor:
     value = entry.value.detach()
-    num_bytes = value.numel() * value.element_size()
-    if num_bytes and room is not None:
+    if value.nbytes and room is not None:
         target = torch.frombuffer(room, dtype=value.dtype, count=value.numel(), offset=begin)
         target.view(value.shape).copy_(value)
     is_part = entry.name != entry.whole
@@ -231,7 +216,7 @@ def _copy(entry: Entry, room: mmap.mmap | None, begin: int, number: int) -> Save
         dtype=dtype_name(value.dtype),
         file=f"__{number}_0.distcp",
         offset=begin,
-        num_bytes=num_bytes,
+        num_bytes=value.nbytes,
         whole=entry.whole if is_part else "",
         whole_shape=entry.shape if is_part else (),
         offsets=entry.box.offsets if is_part else (),

@@ -9,14 +9,21 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
+from heterog.healing.choices import (
+    WARM_STEPS,
+    Choice,
+    Question,
+    Side,
+    Trial,
+    recent_step_s,
+)
+from heterog.healing.crew import Crew
 from heterog.healing.options import HealOptions
-from heterog.healing.question import FIRST_METHODS, Choice, Question
 from heterog.healing.service import Service
-from heterog.healing.trial import WARM_STEPS, Side, Trial, recent_step_s
 from heterog.units import format_seconds
 
 _MOST_PREPARED = 8
@@ -40,19 +47,24 @@ _NICENESS = {"prepared": 5, "better": 10}
 """Values of ``nice`` for questions that nobody waits for, because ranks need the cores."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Going:
-    """A plan that the job has decided to change to.
-
-    Attributes:
-        choice: The plan.
-        kind: Kind of the change; see ``Move``.
-        why: The reason in one line.
-    """
+class PlanChange(NamedTuple):
+    """The plan that a job has decided to change to, the kind of change (see ``Move``), and why."""
 
     choice: Choice
     kind: str
     why: str
+
+
+class _Queued(NamedTuple):
+    """A question that is to be asked, and why the job would change to the answer.
+
+    Kinds are those of changes, and ``"prepared"`` for later, ``"rebalanced"`` and ``"left out"``
+    for what can be done about a slow device.
+    """
+
+    kind: str
+    question: Question
+    why: str = ""
 
 
 @dataclass(slots=True)
@@ -89,8 +101,7 @@ class Steering:
         say: Called with one line about each plan that was considered and not taken.
         service: Answers the questions, as the process of ``heterog.healing.planning`` does, which
             was asked to load the first plan.
-        is_here: Whether a rank could be started for a device.
-        is_leaving: Whether the host of a device has announced its end.
+        crew: Knows whose hosts are there, answer, or are leaving.
 
     Attributes:
         running: The plan that the current generation runs.
@@ -109,8 +120,7 @@ class Steering:
         options: HealOptions,
         say: Callable[[str], None],
         service: Service,
-        is_here: Callable[[int], bool] = lambda device: True,
-        is_leaving: Callable[[int], bool] = lambda device: False,
+        crew: Crew,
     ) -> None:
         self.running = running
         self.absent: set[int] = set()
@@ -119,11 +129,11 @@ class Steering:
         self.trials: list[Trial] = []
         self.num_left = options.num_trials
         self._whole, self._folder, self._options, self._say = whole, folder, options, say
-        self._service, self._is_here, self._is_leaving = service, is_here, is_leaving
+        self._service, self._crew = service, crew
         self._devices = [_Device() for _ in whole.devices]
         self._prepared: dict[tuple[int, ...], Choice] = {}
-        self._wishes: list[tuple[str, Question]] = []
-        self._asked: tuple[int, str, Question] | None = None
+        self._queue: list[_Queued] = []
+        self._asked: tuple[int, _Queued] | None = None
         self._num_plans = 0
         self._rebalanced: Choice | None = None
         self._no_plan: tuple[int, ...] = ()
@@ -141,12 +151,18 @@ class Steering:
         """Whether a plan is tried because it might be better, or will be."""
         return self.num_left > 0 or (self._trial is not None and not self._trial.device)
 
+    def without(self, devices: Collection[int] = ()) -> tuple[int, ...]:
+        """The devices that take part, but for these."""
+        gone = self.absent.union(devices)
+        return tuple(each for each in range(self._whole.num_devices) if each not in gone)
+
     # --- a loss ----------------------------------------------------------------------------------
 
     def leave_out(self, devices: Iterable[int], *, was_slow: bool = False) -> None:
         """Leave out lost or slow devices; the wait before a new try doubles with each time."""
-        self.absent |= (gone := set(devices))
-        for device in map(self._devices.__getitem__, gone):
+        for number in devices:
+            self.absent.add(number)
+            device = self._devices[number]
             device.since_s, device.was_slow = time.monotonic(), was_slow
             device.wait_s = self._options.back_after_s * 2.0**device.num_absences
             device.num_absences += 1
@@ -157,39 +173,31 @@ class Steering:
         Raises:
             HeterogError: nothing fits, or the process that plans does not answer.
         """
-        self._wishes.clear()
+        self._queue.clear()
         left = self.without()
         if left in self._prepared:
             return self._prepared[left]
-        asked, self._asked = self._asked, None
-        is_asked = asked is not None and asked[1] == "prepared" and asked[2].devices == left
+        number, queued = self._asked or (0, None)
+        self._asked = None
         try:
-            number = asked[0] if asked and is_asked else self._ask(self._question(left))
-            return self._answer(number, timeout_s)
+            if queued is None or queued.kind != "prepared" or queued.question.devices != left:
+                number = self._service.ask(self._question(left))
+            return self._wait_for(number, timeout_s)
         except HeterogError:
-            return self._answer(self._ask(self._question(left, methods=_AUTO)), timeout_s)
+            number = self._service.ask(self._question(left, methods=_AUTO))
+            return self._wait_for(number, timeout_s)
 
-    def _ask(self, question: Question, kind: str = "") -> int:
-        return self._service.ask(question, niceness=_NICENESS.get(kind, 0))
-
-    def _answer(self, number: int, timeout_s: float) -> Choice:
+    def _wait_for(self, number: int, timeout_s: float) -> Choice:
         """Wait for the answer to a question."""
         deadline_s = time.monotonic() + timeout_s
-        while True:
-            found = self._service.next_answer(max(deadline_s - time.monotonic(), 0.0))
-            if found is None:
-                raise HeterogError("the process that plans for what is left does not answer.")
+        while found := self._service.next_answer(max(deadline_s - time.monotonic(), 0.0)):
             self._note_setup(found[1])
             if found[0] == number:
                 if isinstance(found[1], HeterogError):
                     raise found[1]
                 assert isinstance(found[1], Choice)
                 return found[1]
-
-    def without(self, devices: Collection[int] = ()) -> tuple[int, ...]:
-        """The devices that take part, but for these."""
-        every = range(self._whole.num_devices)
-        return tuple(each for each in every if each not in self.absent and each not in devices)
+        raise HeterogError("the process that plans for what is left does not answer.")
 
     # --- while all is well -----------------------------------------------------------------------
 
@@ -212,41 +220,34 @@ class Steering:
         self._quiet_s.clear()
         self._num_quiet = 0
         self._ratios.clear()
-        self._wishes = []
+        self._queue = []
         for device in self.running.devices[:_MOST_PREPARED]:
             left = self.without([device])
             if left and left not in self._prepared:
-                self._wishes.append(("prepared", self._question(left)))
-        if kind in ("lost", "leaving") and self._options.search_budget:
-            budget = self._options.search_budget
+                self._queue.append(_Queued("prepared", self._question(left)))
+        if kind in ("lost", "leaving") and (budget := self._options.search_budget):
             question = self._question(self.without(), methods=_AUTO, budget=budget)
-            self._wishes.append(("better", question))
+            self._queue.append(_Queued("better", question))
 
-    def prepare_first(self, devices: Iterable[int]) -> None:
-        """Ask for what is to be prepared for the loss of these devices before all else."""
-        left = self.without(tuple(devices))
-        for wish in self._wishes:
-            if wish[0] == "prepared" and wish[1].devices == left:
-                self._wishes.remove(wish)
-                self._ask_first(wish)
-                return
-
-    def look(self) -> Going | None:
+    def look(self) -> PlanChange | None:
         """Decide whether to change to another plan now; called again and again."""
-        self._wish_for_who_is_back()
+        self._prepare_for_who_is_silent()
+        self._ask_about_who_is_back()
         going = self._before_end() or self._after_trial()
         for number, answer in iter(self._service.next_answer, None):
             self._note_setup(answer)
             if self._asked is not None and number == self._asked[0]:
-                _, kind, question = self._asked
-                self._asked = None
-                going = self._weigh(kind, question, answer) or going
-        if going is None and self._asked is None and self._wishes:
-            kind, question = self._wishes.pop(0)
-            self._asked = self._ask(question, kind), kind, question
-        if going is None and self._is_quiet and self.num_left and self._trial is None:
-            self._wish_for_a_trial()
-        return going
+                queued, self._asked = self._asked[1], None
+                going = self._weigh(queued, answer) or going
+        if going is not None:
+            return going
+        if self._asked is None and self._queue:
+            queued = self._queue.pop(0)
+            niceness = _NICENESS.get(queued.kind, 0)
+            self._asked = self._service.ask(queued.question, niceness=niceness), queued
+        if self._is_quiet and self.num_left and self._trial is None and self._measured_s:
+            self._ask_for_a_trial()
+        return None
 
     def hear_step(self, seconds: float) -> None:
         """Take in the seconds of a step, except those of the first one of a generation."""
@@ -262,14 +263,12 @@ class Steering:
         if not self._options.slow_factor or len(planned) != len(busy_s) or len(busy_s) < 2:
             return
         told = zip(self.running.devices, busy_s, planned, strict=True)
-        ratios = {device: own_s / plan_s for device, own_s, plan_s in told if plan_s > 0}
-        self._ratios = ratios
+        self._ratios = {device: own_s / plan_s for device, own_s, plan_s in told if plan_s > 0}
         # How much a step takes of what was planned, where nothing is known to be wrong.
-        well = [ratio for device, ratio in ratios.items() if device not in self.running.slow]
-        usual = statistics.median_low(well or list(ratios.values()) or [0.0])
-        if usual <= 0:
-            return
-        for device, ratio in ratios.items():
+        known = self.running.slow
+        well = [ratio for device, ratio in self._ratios.items() if device not in known]
+        usual = statistics.median_low(well or list(self._ratios.values()) or [0.0])
+        for device, ratio in self._ratios.items() if usual > 0 else ():
             self._look_at(device, min(ratio / usual, _MOST_FACTOR))
 
     # --- parts -----------------------------------------------------------------------------------
@@ -277,10 +276,10 @@ class Steering:
     @property
     def _is_quiet(self) -> bool:
         """Whether nothing is planned."""
-        return self._asked is None and not self._wishes
+        return self._asked is None and not self._queue
 
     @property
-    def step_s(self) -> float:
+    def _step_s(self) -> float:
         """Measured step time; 0 where it is not yet known."""
         return recent_step_s(self._seconds, *_RECENT)
 
@@ -306,62 +305,74 @@ class Steering:
             return
         seen.looks_needed *= 2
         seen.weighed = whole
-        # From now on it takes so many times as long as in the first plan.
-        slow = {**self.running.slow, device: whole}
+        slow = {**self.running.slow, device: whole}  # beside the first plan
         if is_slow:
+            why = f"{self._names([device])} takes {whole:.1f} times as long as planned: "
             self._ask_first(
-                ("rebalanced", self._question(self.without(), slow)),
-                ("left out", self._question(self.without([device]), slow)),
+                _Queued("rebalanced", self._question(self.without(), slow)),
+                _Queued("left out", self._question(self.without([device]), slow), why),
             )
-        else:
-            if whole < self._options.slow_factor:
-                del slow[device]
-            self._ask_first(("quick", self._question(self.without(), slow)))
+            return
+        if whole < self._options.slow_factor:
+            del slow[device]
+            whole = 1.0
+        why = f"{self._names([device])} is quicker again, at {whole:.1f} times as long as planned"
+        self._ask_first(_Queued("quick", self._question(self.without(), slow), why))
 
-    def _ask_first(self, *wishes: tuple[str, Question]) -> None:
+    def _ask_first(self, *questions: _Queued) -> None:
         """Ask before all else; a search that nobody waits for ends, and comes later."""
-        if self._asked is not None and self._asked[1] in _NICENESS:
-            self._wishes.append(self._asked[1:])
+        if self._asked is not None and self._asked[1].kind in _NICENESS:
+            self._queue.append(self._asked[1])
             self._asked = None
-        self._wishes[:0] = wishes
+        self._queue[:0] = questions
 
-    def _before_end(self) -> Going | None:
+    def _prepare_for_who_is_silent(self) -> None:
+        """Ask first for the plan that is to be prepared for the loss of who does not answer."""
+        left = self.without(list(filter(self._crew.is_silent, self.running.devices)))
+        for queued in self._queue:
+            if queued.kind == "prepared" and queued.question.devices == left:
+                self._queue.remove(queued)
+                self._ask_first(queued)
+                return
+
+    def _before_end(self) -> PlanChange | None:
         """Change to a plan without the hosts that have announced their end, or ask for one."""
-        leaving = set(filter(self._is_leaving, self.running.devices))
+        leaving = set(filter(self._crew.is_leaving, self.running.devices))
         left = self.without(leaving)
         if not leaving or not left or left == self._no_plan:
             return None
+        leave = "leaves" if len(leaving) == 1 else "leave"
+        why = f"{self._names(leaving)} {leave}: its host announced its end"
         if left in self._prepared:
-            return self._leave(self._prepared[left])
-        wishes = [*self._wishes, *([self._asked[1:]] if self._asked is not None else [])]
-        if ("leaving", left) not in ((kind, wish.devices) for kind, wish in wishes):
-            self._ask_first(("leaving", self._question(left)))
+            return PlanChange(self._prepared[left], "leaving", why)
+        questions = [*self._queue, *([self._asked[1]] if self._asked is not None else [])]
+        if ("leaving", left) not in (
+            (queued.kind, queued.question.devices) for queued in questions
+        ):
+            self._ask_first(_Queued("leaving", self._question(left), why))
         return None
 
-    def _leave(self, choice: Choice) -> Going:
-        leaving = set(self.without()) - set(choice.devices)
-        why = f"{self._names(leaving)} {'leaves' if len(leaving) == 1 else 'leave'}"
-        return Going(choice=choice, kind="leaving", why=f"{why}: its host announced its end")
-
-    def _wish_for_who_is_back(self) -> None:
+    def _ask_about_who_is_back(self) -> None:
         if not self._options.back_after_s or self._asked is not None:
             return
-        now_s, due = time.monotonic(), set[int]()
-        for number in self.absent:
+        now_s, back = time.monotonic(), list[int]()
+        for number in sorted(self.absent):
             device = self._devices[number]
-            if now_s - device.since_s > device.wait_s and self._is_here(number):
+            if now_s - device.since_s > device.wait_s and self._crew.is_here(number):
                 device.since_s, device.wait_s = now_s, 2 * device.wait_s
-                due.add(number)
-        if due:  # those of a host come back together, and moving twice would cost twice
-            wish = "back", self._question(tuple(sorted({*self.without(), *due})))
-            self._wishes.insert(0, wish)
+                back.append(number)
+        if back:  # those of a host come back together, and moving twice would cost twice
+            is_again = all(self._devices[each].was_slow for each in back)
+            are = "is" if len(back) == 1 else "are"
+            why = f"{self._names(back)} {are} {'tried again' if is_again else 'back'}"
+            question = self._question(tuple(sorted({*self.without(), *back})))
+            self._queue.insert(0, _Queued("back", question, why))
 
     def _question(
         self, devices: tuple[int, ...], slow: Mapping[int, float] | None = None, **how: Any
     ) -> Question:
         """The question for a plan on some devices, by default a quick one."""
         self._num_plans += 1
-        asked: dict[str, Any] = {"budget": self._options.first_budget, "methods": FIRST_METHODS}
         return Question(
             devices=devices,
             slow=self.running.slow if slow is None else slow,
@@ -369,7 +380,7 @@ class Steering:
             restart_s=self.restart_s,
             running=self.running,
             path=str(self._folder / f"plan{self._num_plans}.json"),
-            **asked | how,
+            **{"budget": self._options.first_budget, **how},
         )
 
     def _note_setup(self, answer: Any) -> None:
@@ -377,52 +388,42 @@ class Steering:
         if isinstance(answer, tuple) and not self.running.busy_s:
             self.running = replace(self.running, busy_s=answer)
 
-    def _weigh(self, kind: str, question: Question, answer: Choice | HeterogError) -> Going | None:
+    def _weigh(self, queued: _Queued, answer: Choice | HeterogError) -> PlanChange | None:
         """Decide whether an answer is worth changing to."""
+        kind, question, why = queued
         if isinstance(answer, HeterogError):
-            self._rebalanced = None if kind == "left out" else self._rebalanced
-            if kind == "leaving":
+            if kind == "left out":
+                self._rebalanced = None
+            elif kind == "leaving":
                 self._no_plan = question.devices
                 self._say(f"a host announced its end, and training stays: {answer}")
-            if kind == "tried":
+            elif kind == "tried":
                 self.num_left = 0
                 self._say(f"nothing more is tried: {answer}")
             return None
         match kind:
             case "prepared":
                 self._prepared[question.devices] = answer
-                return None
-            case "leaving":
-                return self._leave(answer)
+            case "rebalanced":
+                self._rebalanced = answer
+            case "left out":
+                return self._weigh_slow(answer, why)
             case "tried":
                 return self._try(answer)
             case "better":
                 return self._if_it_pays(answer, kind, f"{answer.method} found a better plan")
-            case "back":
-                back = self.absent & set(answer.devices)
-                are = "is" if len(back) == 1 else "are"
-                are_slow = all(self._devices[each].was_slow for each in back)
-                why = f"{self._names(back)} {are} {'tried again' if are_slow else 'back'}"
-                if self._options.is_back_always:
-                    return Going(choice=answer, kind=kind, why=why)
+            case "back" if not self._options.is_back_always:
                 return self._if_it_pays(answer, kind, why)
             case "quick":
-                known = self.running.slow
-                changed = {d for d, factor in known.items() if question.slow.get(d) != factor}
-                factor = min(question.slow.get(device, 1.0) for device in changed)
-                name = self._names(changed)
-                why = f"{name} is quicker again, at {factor:.1f} times as long as planned"
                 return self._if_it_pays(answer, kind, why)
-            case "rebalanced":
-                self._rebalanced = answer
-                return None
-        return self._weigh_slow(question, answer)
+            case _:
+                return PlanChange(answer, kind, why)
+        return None
 
-    def _weigh_slow(self, question: Question, without: Choice) -> Going | None:
+    def _weigh_slow(self, without: Choice, why: str) -> PlanChange | None:
         """Decide on a slow device: rebalance, leave it out, or go on, whichever ends first."""
         (device,) = set(self.without()) - set(without.devices)
-        name, scale = self._names([device]), self._scale(without)
-        text = f"{name} takes {question.slow[device]:.1f} times as long as planned: "
+        scale = self._scale(without)
         steps = f"steps {format_seconds(without.stay_step_s * scale)} as it is"
         sides = [Side(without, without.step_time_s * scale, "left out")]
         if (other := self._rebalanced) is not None:
@@ -432,45 +433,55 @@ class Steering:
         best = max(reversed(sides), key=lambda each: each.choice.saved_s(self.steps_left, scale))
         self._trial = self._rebalanced = None
         if best.choice.saved_s(self.steps_left, scale) <= 0:
-            self._say(f"{text}left as it is, moving would take longer ({steps})")
+            self._say(f"{why}left as it is, moving would take longer ({steps})")
             return None
         if len(sides) > 1:
-            self._trial = Trial(chosen=best, other=sides[sides[0] is best], device=name)
-        return Going(choice=best.choice, kind="slow", why=f"{text}{best.what} ({steps})")
+            other_side = sides[sides[0] is best]
+            self._trial = Trial(chosen=best, other=other_side, device=self._names([device]))
+        return PlanChange(best.choice, "slow", f"{why}{best.what} ({steps})")
+
+    def _if_it_pays(self, choice: Choice, kind: str, why: str) -> PlanChange | None:
+        scale = self._scale(choice)
+        saved_s = choice.saved_s(self.steps_left, scale)
+        steps = f"steps {_instead(choice.step_time_s * scale, choice.stay_step_s * scale)}"
+        if saved_s > 0 and self._step_s:
+            return PlanChange(choice, kind, f"{why} ({steps})")
+        if kind == "back":
+            moving = format_seconds(choice.moving_s)
+            self._say(f"{why} and not taken in: moving takes {moving} ({steps})")
+        return None
+
+    def _scale(self, choice: Choice) -> float:
+        return self._step_s / choice.stay_step_s if self._step_s else 1.0
 
     # --- trials ----------------------------------------------------------------------------------
 
-    def _wish_for_a_trial(self) -> None:
-        """Ask for a plan to try, once steps of this one were measured."""
-        if not self._measured_s:
-            return
+    def _ask_for_a_trial(self) -> None:
+        """Ask for a plan to try, where devices compute as quickly as they were measured to."""
         known = self.running.slow
         slow = {**known, **{d: known.get(d, 1.0) * each for d, each in self._ratios.items()}}
         self._tried = list(dict.fromkeys([*self._tried, self.running.path]))
         given = {"methods": (), "budget": _TRIAL_BUDGET, "tried": tuple(self._tried)}
-        self._wishes.append(("tried", self._question(self.without(), slow, **given)))
+        self._queue.append(_Queued("tried", self._question(self.without(), slow, **given)))
 
-    def _try(self, choice: Choice) -> Going:
+    def _try(self, choice: Choice) -> PlanChange:
         """Change to a plan that might be better, with a way back."""
         self.num_left -= 1
         self._tried.append(choice.path)
-        back = replace(self.running, moving_s=choice.moving_s)
+        back = Side(replace(self.running, moving_s=choice.moving_s), self._measured_s)
         self._trial = Trial(
-            chosen=Side(choice, choice.step_time_s),
-            other=Side(back, self._measured_s),
-            has_other_run=True,
+            chosen=Side(choice, choice.step_time_s), other=back, has_other_run=True
         )
         steps = f"{_instead(choice.step_time_s, choice.stay_step_s)} predicted"
-        return Going(choice=choice, kind="tried", why=f"tries a move of {choice.method} ({steps})")
+        return PlanChange(choice, "tried", f"tries a move of {choice.method} ({steps})")
 
-    def _after_trial(self) -> Going | None:
+    def _after_trial(self) -> PlanChange | None:
         """Change to the other plan of a trial once steps are measured, if that pays."""
         after_s = self._measured_s
         if self._trial is None or not after_s or self._trial.chosen.choice is not self.running:
             return None
         trial, self._trial = self._trial.measured(after_s, self.steps_left), None
         other = trial.other
-        is_there = all(map(self._is_here, self.absent & set(other.choice.devices)))
         if trial.device:
             steps = _instead(after_s, trial.chosen.step_s)
             text = f"{trial.device} was {trial.chosen.what} and steps take {steps}"
@@ -480,26 +491,14 @@ class Steering:
             self.trials.append(trial)
             text = f"steps take {_instead(after_s, other.step_s)}"
             stays, goes = "the plan that was tried is kept", "the move is taken back"
+        is_there = all(map(self._crew.is_here, self.absent & set(other.choice.devices)))
         if trial.is_kept or not is_there:
             self._say(f"{text}: {stays}")
             return None
         self._trial = trial.then()
-        kind = "slow" if trial.device else "taken back"
-        return Going(choice=other.choice, kind=kind, why=f"{text}: {goes}")
-
-    def _if_it_pays(self, choice: Choice, kind: str, why: str) -> Going | None:
-        scale = self._scale(choice)
-        saved_s = choice.saved_s(self.steps_left, scale)
-        steps = f"steps {_instead(choice.step_time_s * scale, choice.stay_step_s * scale)}"
-        if saved_s <= 0 or not self.step_s:
-            if kind == "back":
-                moving = format_seconds(choice.moving_s)
-                self._say(f"{why} and not taken in: moving takes {moving} ({steps})")
-            return None
-        return Going(choice=choice, kind=kind, why=f"{why} ({steps})")
-
-    def _scale(self, choice: Choice) -> float:
-        return self.step_s / choice.stay_step_s if self.step_s else 1.0
+        return PlanChange(
+            other.choice, "slow" if trial.device else "taken back", f"{text}: {goes}"
+        )
 
     def _names(self, devices: Iterable[int]) -> str:
         return ", ".join(self._whole.devices[device].name for device in sorted(devices))

@@ -23,12 +23,12 @@ from heterog.errors import HeterogError
 from heterog.files import read_json, write_atomically, write_json
 from heterog.graph.capture import capture
 from heterog.healing import rank
+from heterog.healing.choices import Choice, Question
+from heterog.healing.exchange import read_events
 from heterog.healing.job import HealingJob
-from heterog.healing.journal import JournalReader
 from heterog.healing.on_torchrun import heal, read_healing
 from heterog.healing.options import HealOptions
 from heterog.healing.planning import NEAR, Planning
-from heterog.healing.question import Choice, Question
 from heterog.runtime.launch import ranks_of_this_process
 from heterog.runtime.ranks.watching import Limits
 from heterog.runtime.request import RunRequest
@@ -433,7 +433,7 @@ def journals(folder: Path) -> list[dict[str, Any]]:
     return [
         event
         for path in folder.glob("heterog-loop-*/journal.jsonl")
-        for event in JournalReader(path).new_events()
+        for event in read_events(path)[0]
     ]
 
 

@@ -14,9 +14,8 @@ import pytest
 
 from heterog.graph.capture import capture
 from heterog.healing.host import HealingHost
-from heterog.healing.on_ray import heal_on_ray
+from heterog.healing.on_ray import RayCrew, heal_on_ray
 from heterog.healing.options import HealOptions
-from heterog.healing.ray_crew import RayCrew
 from heterog.runtime.launch import parent_of
 from heterog.runtime.ranks.on_ray import variables_of_ranks
 from heterog.runtime.request import RunRequest

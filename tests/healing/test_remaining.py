@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,12 +14,12 @@ from heterog.cluster.hardware import PairLimit
 from heterog.envs.toy import chain_graph
 from heterog.errors import ClusterError, HeterogError
 from heterog.graph.grouping import group_ops
+from heterog.healing.choices import Choice, Question
 from heterog.healing.moving import held, transfer_s
 from heterog.healing.options import HealOptions, Move, Trained
-from heterog.healing.question import Choice, Question
 from heterog.healing.service import Service
 from heterog.healing.slowed import slowed
-from heterog.healing.steering import Going, Steering
+from heterog.healing.steering import PlanChange, Steering
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.simulator.builders import cluster_of
 
@@ -136,13 +137,21 @@ class Prompt(Service):
 def steered(prompt: Prompt, said: list[str], **options: Any) -> Steering:
     whole = cluster_of((1.0, ["T4"]), (1.0, ["T4"]), (1.0, ["T4"]))
     running = Choice(path="first.json", method="given", devices=(0, 1, 2))
-    steering = Steering(
-        whole, running, Path(), HealOptions(**options), said.append, service=prompt
+    crew = mock.Mock(
+        is_here=lambda device: True,
+        is_leaving=lambda device: False,
+        is_silent=lambda device: False,
     )
+    steering = Steering(whole, running, Path(), HealOptions(**options), said.append, prompt, crew)
     prompt.ask(None)  # about the first plan
     steering.look()
     trained(steering, 2.0, steps_left=1000)
     return steering
+
+
+def crew_of(steering: Steering) -> Any:
+    """A mock, whose methods can be replaced."""
+    return steering._crew
 
 
 def trained(steering: Steering, step_s: float, *, steps_left: int) -> None:
@@ -223,7 +232,7 @@ def test_a_choice_that_is_slower_than_the_other_one_is_changed_once(
     assert [last_line in line for line in said] == ([True] if last_line else [])
 
 
-def change_after(busy_s: Sequence[float], steering: Steering) -> Going | None:
+def change_after(busy_s: Sequence[float], steering: Steering) -> PlanChange | None:
     """What is gone to after three reports, and then never again, if anything is."""
     goings = []
     for _ in range(3):
@@ -258,7 +267,7 @@ def test_a_device_that_is_not_there_is_not_taken_in_again() -> None:
     steering.begin_generation(going.choice, going.kind)
     for _ in range(4):
         steering.look()
-    steering._is_here = lambda device: False
+    crew_of(steering).is_here = lambda device: False
     assert going_after([3.0] * 18, steering) is None
     assert said == [
         "B:0 was left out and steps take 3.00 s instead of 1.00 s: stays so, rebalanced (1.50 s) "
@@ -297,8 +306,8 @@ def test_a_slow_device_ends_a_search_that_nobody_waits_for() -> None:
     assert interrupted is not None
     for _ in range(3):
         steering.hear_busy([1.0, 3.0])
-    assert [kind for kind, _ in steering._wishes[:2]] == ["rebalanced", "left out"]
-    assert steering._wishes[-1] == interrupted[1:]
+    assert [each.kind for each in steering._queue[:2]] == ["rebalanced", "left out"]
+    assert steering._queue[-1] == interrupted[1]
 
 
 def test_a_plan_that_is_being_prepared_is_not_asked_for_again() -> None:
@@ -307,7 +316,7 @@ def test_a_plan_that_is_being_prepared_is_not_asked_for_again() -> None:
     steering.begin_generation(None, "first")
     steering.look()  # asks about the loss of the first device
     assert steering._asked is not None
-    number, _, question = steering._asked
+    number, (_, question, _) = steering._asked
     steering.leave_out(lost(question.devices))
     answer = steering.plan_for_loss(1.0)
     assert (answer.path, prompt._num_asked) == (question.path, number)
@@ -322,15 +331,17 @@ def test_a_device_that_does_not_answer_is_planned_without_first() -> None:
     steering.look()
 
     def waiting() -> list[tuple[int, ...]]:
-        return [lost(question.devices) for _, question in steering._wishes]
+        return [lost(each.question.devices) for each in steering._queue]
 
-    steering.prepare_first([])
     assert waiting() == [(1,), (2,)], "that of the first device was asked"
-    steering.prepare_first([2])
-    assert waiting() == [(2,), (1,), (0,)]
+    crew_of(steering).is_silent = lambda device: device == 2
     steering.look()
-    steering.prepare_first([2])
-    assert waiting() == [(1,), (0,)], "it is being prepared"
+    asked = steering._asked
+    assert asked is not None
+    assert lost(asked[1].question.devices) == (2,), "at once, instead of that"
+    assert waiting() == [(1,), (0,)]
+    steering.look()
+    assert waiting() == [(0,)], "it was prepared"
 
 
 def test_a_device_that_is_known_to_be_slow_is_not_the_measure_of_the_others() -> None:
@@ -371,7 +382,7 @@ def test_devices_of_a_host_come_back_together_once_it_is_there() -> None:
     prompt = Prompt({(1, 2): 2.0, (): 1.0}, stay_step_s=2.0)
     said: list[str] = []
     steering = steered(prompt, said, back_after_s=1e-9, search_budget="")
-    steering._is_here = lambda device: is_there
+    crew_of(steering).is_here = lambda device: is_there
     steering.leave_out([1, 2])
     steering.begin_generation(steering.plan_for_loss(1.0), "lost")
     trained(steering, 2.0, steps_left=1000)
@@ -397,8 +408,8 @@ def test_a_host_that_announces_its_end_is_left_before_it_goes() -> None:
         if is_prepared:
             steering.begin_generation(None, "first")
             assert not any(steering.look() for _ in range(6))
-        steering._is_leaving = lambda device: device == 1
-        steering._is_here = lambda device: device != 1
+        crew_of(steering).is_leaving = lambda device: device == 1
+        crew_of(steering).is_here = lambda device: device != 1
         going = steering.look() or steering.look()
         assert going is not None
         assert (going.kind, going.why) == ("leaving", "B:0 leaves: its host announced its end")
@@ -446,7 +457,7 @@ def test_a_plan_that_was_tried_is_taken_back_if_that_pays(
     assert going_after([2.0] * 40, steering) is None, "one trial was asked for"
 
 
-def going_after(seconds: Sequence[float], steering: Steering) -> Going | None:
+def going_after(seconds: Sequence[float], steering: Steering) -> PlanChange | None:
     """What is gone to after some steps."""
     for each in seconds:
         steering.hear_step(each)
@@ -468,5 +479,5 @@ def test_a_trial_ends_when_something_else_happens() -> None:
 
 def test_the_last_host_cannot_be_left() -> None:
     steering = steered(Prompt({}, stay_step_s=1.0), [], search_budget="")
-    steering._is_leaving = lambda device: True
+    crew_of(steering).is_leaving = lambda device: True
     assert not any(steering.look() for _ in range(4))

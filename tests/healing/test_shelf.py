@@ -18,9 +18,8 @@ from heterog.errors import HeterogError
 from heterog.healing import elastic
 from heterog.healing import host as host_module
 from heterog.healing.host import Carrier
-from heterog.healing.restoring import Snapshot
-from heterog.healing.sending import Taker
 from heterog.healing.shelf import LostError, Moment, Part, Shelf, newest_complete, parts_of
+from heterog.healing.snapshots import Snapshot, SnapshotWriter
 from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
 
 ABOUT = {"model": "m", "graph": "g", "optimizer": "Adam", "num_steps": 7}
@@ -83,7 +82,7 @@ def test_a_part_that_cannot_be_written_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = Shelf(tmp_path)
-    taker = Taker(where, 0, 1, 0)
+    taker = SnapshotWriter(where, 0, 1, 0)
     values = [entry("w", torch.ones(3))]
     taker.take(1, values, {}, ABOUT)
     taker.settle()
@@ -101,7 +100,7 @@ def test_ranks_train_for_ten_times_as_long_as_a_snapshot_takes(
 ) -> None:
     now = iter([5.0, 5.5, 10.4, 10.6])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
-    taker = Taker(Shelf(tmp_path), 0, 1, 0)
+    taker = SnapshotWriter(Shelf(tmp_path), 0, 1, 0)
     taker.take(1, [], {}, ABOUT)
     assert taker.copy_s == 0.5
     assert taker.is_busy

@@ -1,25 +1,88 @@
-"""Changes of plan that are measured, and taken back or changed again if they do not pay.
+"""Plans that a job runs or could change to, the question for one, and the trial of one.
 
 Predictions err: about a slow device, which no longer does what it was planned with, and about
 plans that differ little. So steps are measured after a change about a slow device (it is given
-less, or left out) and after one that is tried because it might be better. The job then changes to
-the other plan that it has the choice of, if that ends it earlier:
+less, or left out) and after a change to a plan that might be better. The job then changes to the
+other plan that it has the choice of, if that ends it earlier:
 
     steps_left (measured_s - other_s) > moving_s
 
 The other plan counts with its measured step time if it has run, else with its predicted one. Then
-it is measured, too, so that after a change there are two more at most. Nothing is planned while
-steps are measured, since that takes cores from ranks.
+it is measured, too, so after the first change there are two more at most.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from heterog.healing.question import Choice
-
+FIRST_METHODS = ("agent", "cp_ar", "tuned_uniform")
+"""Quick methods: a policy's own answer, and two baselines in case it has none that fits."""
 WARM_STEPS = 2
 """Steps of a generation, after its first, in which ranks still write the code of a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A plan that the job runs, or could change to.
+
+    Attributes:
+        path: Path of its file.
+        method: Name of the method that found it.
+        devices: Device of the whole cluster of each of its ranks.
+        slow: Factor by which kernels take longer than in the first plan, by device, as it assumes.
+        busy_s: Predicted seconds that each of its ranks computes in a step; empty if unknown.
+        step_time_s: Predicted step time.
+        stay_step_s: Predicted step time of the plan that ran when it was asked for, on the devices
+            as they were then.
+        moving_s: Predicted seconds of the change from that plan to this one.
+    """
+
+    path: str
+    method: str
+    devices: tuple[int, ...]
+    slow: Mapping[int, float] = field(default_factory=dict)
+    busy_s: tuple[float, ...] = ()
+    step_time_s: float = 0.0
+    stay_step_s: float = 0.0
+    moving_s: float = 0.0
+
+    def saved_s(self, steps_left: int, seconds_per_predicted: float) -> float:
+        """Seconds by which the job ends earlier if it changes to this plan now.
+
+        Args:
+            steps_left: Number of steps left to train.
+            seconds_per_predicted: Measured step time divided by the predicted one.
+        """
+        gain_s = (self.stay_step_s - self.step_time_s) * seconds_per_predicted
+        return steps_left * gain_s - self.moving_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A request for a plan.
+
+    Attributes:
+        devices: Devices of the whole cluster that can be used.
+        running: The plan that runs, or ran.
+        path: Path to write the new plan to.
+        budget: Budget of the search.
+        slow: Factor by which kernels take longer than in the first plan, by device.
+        methods: Names of planners.
+        steps_left: Number of steps left to train.
+        restart_s: Seconds until new ranks are running, whatever they run.
+        tried: Paths of plans that were measured, the running one among them; the plan asked for
+            is then one near the running one and none of these.
+    """
+
+    devices: tuple[int, ...]
+    running: Choice
+    path: str
+    budget: str
+    slow: Mapping[int, float] = field(default_factory=dict)
+    methods: tuple[str, ...] = FIRST_METHODS
+    steps_left: int
+    restart_s: float
+    tried: tuple[str, ...] = ()
 
 
 def recent_step_s(seconds: Sequence[float], num_steps: int, least_s: float) -> float:
