@@ -1,7 +1,7 @@
-"""Parts of snapshots from host to host, by the ranks themselves in collectives.
+"""Ranks copy parts of snapshots from host to host by themselves, where torchrun starts them.
 
-Under torchrun nobody else could: its agents know of no snapshots, and a process of ours beside
-them would have to listen. Training waits for it, as for the copy on the own host.
+Its agents know nothing of snapshots, and another process would have to listen on a port. Training
+waits for these copies, as for the one on the rank's own host.
 """
 
 import json
@@ -23,7 +23,7 @@ _SLOW_BYTES_PER_S = 1e7
 
 
 class _Way(NamedTuple):
-    """The way of a part from a rank to a host, where the first rank of the host takes it."""
+    """A part, the rank that sends it, and the one that receives it: the first of its host."""
 
     part: Part
     source: int
@@ -31,13 +31,13 @@ class _Way(NamedTuple):
 
 
 class RankCarrier:
-    """Carries parts between hosts; all ranks call all methods, in the same order.
+    """Copies parts between hosts; all ranks call all methods, in the same order.
 
     Args:
         shelf: The parts of this host.
         host_of: Number of each rank's host.
         redundancy: Number of further hosts that hold each part, if there are so many.
-        silent_s: Seconds after which a rank gives up on the others, beside what they carry.
+        silent_s: Seconds after which a rank gives up on the others, beside the time for parts.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RankCarrier:
         self._silent_s = silent_s
 
     def copy(self, part: Part) -> None:
-        """Copy the part of each rank, which it has just put, to the hosts after its own.
+        """Copy the part that each rank has just written to the hosts after its own.
 
         Raises:
             InputFileError: there is no room left on this host.
@@ -110,7 +110,7 @@ class RankCarrier:
         return [part for part in parts_of(moment) if part in here]
 
     def _carry(self, ways: Iterable[_Way]) -> None:
-        """Send parts one after another; ways that have no rank in common do not wait."""
+        """Send parts one after another; those of different ranks do not wait for each other."""
         every = list(ways)
         own = {way.part: self._read(way.part) for way in every if way.source == self._rank}
         told = {part.name: [len(each) for each in pair] for part, pair in own.items() if pair}

@@ -29,14 +29,14 @@ class Writing:
     Args:
         folder: Folder of the checkpoints; a new one replaces the one before.
         every_s: Seconds between checkpoints.
-
-    Attributes:
-        failed: Why the last checkpoint was not written; empty if it was.
+        say: Called with one line when a checkpoint could not be written, unless it was before.
     """
 
-    def __init__(self, folder: Path, every_s: float) -> None:
+    def __init__(
+        self, folder: Path, every_s: float, say: Callable[[str], None] = lambda text: None
+    ) -> None:
         check_save_folder(folder)
-        self.failed = ""
+        self._failed, self._say = "", say
         self._folder, self._every_s = folder.resolve(), every_s
         self._since_s = time.monotonic()
         self._is_asked = False
@@ -51,19 +51,19 @@ class Writing:
         Returns:
             The folder of a checkpoint that was just written, or ``""``.
         """
-        written = ""
         answer = self._service.next_answer()
-        if answer is not None:
-            self._is_asked = False
-            self.failed = str(answer[1]) if isinstance(answer[1], HeterogError) else ""
-            written = "" if self.failed else str(self._folder)
-        elif self._service.has_ended:
-            self.failed = "the process that writes them has ended"
-        elif not self._is_asked and time.monotonic() - self._since_s > self._every_s:
+        if answer is not None or self._service.has_ended:
+            self._is_asked, before = False, self._failed
+            found = answer[1] if answer else "the process that writes them has ended"
+            self._failed = str(found or "")
+            if self._failed not in ("", before):
+                self._say(f"no checkpoint was written: {self._failed}")
+            return "" if self._failed else str(self._folder)
+        if not self._is_asked and time.monotonic() - self._since_s > self._every_s:
             self._since_s, self._is_asked = time.monotonic(), True
             with suppress(HeterogError):  # it has ended, which the next look says
                 self._service.ask((self._folder, *lend()), niceness=10)
-        return written
+        return ""
 
     def close(self) -> None:
         """End the process that writes; the previous checkpoint survives an unfinished one."""

@@ -7,8 +7,8 @@ other plan that it has the choice of, if that ends it earlier:
 
     steps_left (measured_s - other_s) > moving_s
 
-The other plan counts with its measured step time if it has run, else with its predicted one. Then
-it is measured, too, so after the first change there are two more at most.
+The other plan counts with its measured step time if it has run, else with its predicted one. In
+that case it is measured, too: there are two more changes at most, to the other plan and back.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Who runs the ranks of a job and keeps its snapshots: a host in this process, or Ray's nodes."""
+"""The hosts that run the ranks of a job and keep its snapshots, as the job sees them."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ from heterog.runtime.request import RunRequest
 
 
 class _Here:
-    """Stands for Ray where the only host is an object of this process, whose methods answer."""
+    """Has the part of Ray that a crew uses, where its only host is an object of this process."""
 
     exceptions = SimpleNamespace(RayError=(), RayTaskError=())
 
@@ -45,10 +45,10 @@ class _Here:
 
 
 class Crew:
-    """Runs the ranks of one generation after another, beside snapshots that stay.
+    """Runs the ranks of one generation after another; snapshots outlive them.
 
-    Here all ranks are processes of this machine, whose memory has the snapshots: all leave with
-    it. ``RayCrew`` has a host on each of several nodes.
+    Here one host in this process runs all ranks and keeps the snapshots in the memory of this
+    machine. ``RayCrew`` has a host on each of several nodes.
 
     Args:
         cluster: The whole cluster.
@@ -73,7 +73,7 @@ class Crew:
 
         Args:
             folder: Where files may be written.
-            state: Says what would have to be known to go on with the job.
+            state: Returns what a process that goes on with the job would have to know.
 
         Returns:
             What is known of the job if it has begun before; here it ends with this process.
@@ -91,7 +91,7 @@ class Crew:
         decide: Callable[[], Assignment],
         watch: Callable[[str], None],
     ) -> None:
-        """Run a rank for each device until all are done; those that run already are watched on.
+        """Run a rank for each device, unless they run already, until all are done.
 
         Args:
             generation: Number of times ranks were started before.
@@ -172,7 +172,7 @@ class Crew:
     # --- parts -----------------------------------------------------------------------------------
 
     def hear(self, number: int, events: Sequence[Event]) -> None:
-        """Take in a host's events; of others than rank 0's, steps that it may not live to tell."""
+        """Take in a host's events; of hosts without rank 0 only steps, in case that is lost."""
         now_s = time.monotonic()
         for told in events:
             event = {**told, "at_s": now_s - float(told["at_s"])}
@@ -207,7 +207,7 @@ class Crew:
             self._hosts[host].actor.begin.remote(generation, self._request, variables)
 
     def _assign(self, of_ranks: Sequence[int], assignment: Assignment) -> None:
-        """Tell the ranks, whose hosts are given, what they run."""
+        """Tell ranks what they run, by the host of each."""
         actors = {number: host.actor for number, host in enumerate(self._hosts) if host.is_here}
         writers = {host: rank for rank, host in reversed([*enumerate(of_ranks)])}
         assignment = replace(
@@ -223,13 +223,13 @@ class Crew:
             )
 
     def _ask_all(self, what: str, *about: Any) -> list[Any]:
-        """What the hosts answer that do."""
+        """The answers of the hosts that answer."""
         hosts = [host for host in self._hosts if host.is_here]
         asked = [getattr(host.actor, what).remote(*about) for host in hosts]
         return [answer for _, answer in self._answers(asked, SILENT_S)]
 
     def _answers(self, asked: Sequence[Any], limit_s: float) -> Iterator[tuple[int, Any]]:
-        """Answers that come in time, with their places."""
+        """The answers that come in time, each with its position."""
         if asked:
             self._ray.wait(asked, num_returns=len(asked), timeout=limit_s)
         for place, answer in enumerate(asked):
@@ -237,7 +237,7 @@ class Crew:
                 yield place, self._ray.get(answer, timeout=0)
 
     def _end(self, numbers: Sequence[int]) -> None:
-        """Have all ranks ended, and hear their last words."""
+        """End all ranks, and take in their last events."""
         hosts = [self._hosts[number] for number in numbers if self._hosts[number].is_here]
         asked = [host.actor.end_generation.remote(*host.position) for host in hosts]
         for place, told in self._answers(asked, END_S):

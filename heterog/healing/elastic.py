@@ -1,4 +1,4 @@
-"""What ranks that torchrun starts again and again need, whatever they train."""
+"""What ranks need that torchrun starts again and again, plans and loops alike."""
 
 import json
 import logging
@@ -68,9 +68,9 @@ def all_groups() -> list[dist.ProcessGroup]:
 
 
 def end_cut_links() -> None:
-    """From now on end connections with ranks' machines that are cut off; all ranks call it.
+    """End connections with machines of ranks that are cut off, from now on; all ranks call it.
 
-    A rank that waits for one there fails as if that machine had ended.
+    Whoever waits for such a machine then fails as if it had ended.
     """
     own = own_addresses()
     machines = {each for text in gather_texts(json.dumps([*own])) for each in json.loads(text)}

@@ -32,8 +32,8 @@ class Assignment:
         checkpoint: Folder of a checkpoint to begin with instead; empty for none.
         shelf: Folder of the snapshots that are read and written.
         is_copied: Whether somebody copies them to other hosts.
-        writers: Ranks that write a journal: rank 0, and on each other host one, whose journal has
-            the steps that the host of rank 0 did not live to tell.
+        writers: Ranks that write a journal: rank 0, and one on each other host, whose journal has
+            the last steps if the host of rank 0 is lost.
         why_not: Why there is nothing to run; the ranks end with this error. Empty if there is.
     """
 
@@ -48,7 +48,7 @@ class Assignment:
     why_not: str = ""
 
     def write(self, path: Path) -> None:
-        """Write the file, on which the ranks begin."""
+        """Write the file, for which the ranks wait."""
         write_json(path, asdict(self))
 
 

@@ -19,7 +19,7 @@ from heterog.files import write_atomically
 from heterog.healing.choices import Choice
 from heterog.healing.exchange import Assignment, read_events
 from heterog.healing.options import Trained
-from heterog.healing.shelf import GONE, INDEX, NEW, WANTED, Moment, Part, Shelf
+from heterog.healing.shelf import INDEX, NEW, WANTED, Moment, Part, Shelf
 from heterog.runtime.accelerators import has_accelerator
 from heterog.runtime.ranks.forks import open_forks
 from heterog.runtime.ranks.on_ray import Host, HostStatus
@@ -71,7 +71,6 @@ class HealingHost(Host):
         self.shelf.folder.mkdir()
         self._run_file = self._folder / "run.json"
         self._carrier: Carrier | None = None
-        self._lent: dict[str, tuple[str, Any]] = {}
         self._journal: tuple[int, Path] | None = None
         self._kept: tuple[JobState, bytes] | None = None
         self._asked_s = time.monotonic()
@@ -165,19 +164,17 @@ class HealingHost(Host):
         return self.shelf.parts()
 
     def lend(self, moment: Moment | None) -> None:
-        """Keep the parts of a moment readable although they are deleted; no others any more."""
-        own = [part.name for part in self.shelf.parts() if part.moment == moment]
-        self._lent = {name: (self.shelf.index(name), self.shelf.content(name)) for name in own}
+        """See ``Shelf``."""
+        self.shelf.lend(moment)
 
     def give(self, name: str) -> Any:
         """The index or the tensors of a part that is here, as what Ray moves without pickling."""
-        part = name.removesuffix(INDEX)
+        part, shelf = name.removesuffix(INDEX), self.shelf
         try:
-            kept = self._lent.get(part)
-            index, content = kept or (self.shelf.index(part), self.shelf.content(part))
+            content = shelf.content(part) if part == name else shelf.index(part).encode()
         except FileNotFoundError:
             return None
-        return np.frombuffer(content if part == name else index.encode(), np.uint8)
+        return np.frombuffer(content, np.uint8)
 
     def take(self, name: str, index: str, content: Any) -> bool:
         """Hold a part of another host, too."""
@@ -207,12 +204,12 @@ class HealingHost(Host):
 
 
 class Carrier:
-    """Carries parts between a shelf and other hosts: what is new to them, what is wanted here.
+    """Copies parts between hosts on Ray: new ones to others, and those that ranks here wait for.
 
     Args:
         shelf: The shelf.
         others: Actors of the other hosts, in the order in which they are asked.
-        redundancy: Number of them that hold each new part, too.
+        redundancy: Number of them that get each new part.
     """
 
     def __init__(self, shelf: Shelf, others: Sequence[Any], redundancy: int) -> None:
@@ -222,7 +219,7 @@ class Carrier:
         threading.Thread(target=self._carry, daemon=True).start()
 
     def close(self) -> None:
-        """Carry no more."""
+        """Copy no more."""
         self._is_open = False
 
     def _carry(self) -> None:
@@ -253,9 +250,7 @@ class Carrier:
             if found is not None:
                 self._shelf.bring(name, found)
                 break
-        else:
-            path.with_suffix(GONE).touch()
-        path.unlink()
+        path.unlink()  # who waits sees whether it was found
 
     def _asked(self, method: Any, *about: Any) -> Any:
         try:

@@ -15,7 +15,7 @@ from typing import Any
 from heterog.errors import HeterogError, HeterogWarning
 from heterog.files import CHECKPOINT_INDEX, check_save_folder, read_json
 from heterog.healing.checkpoints import Writing
-from heterog.healing.choices import Choice, Trial
+from heterog.healing.choices import Choice
 from heterog.healing.crew import Crew
 from heterog.healing.exchange import Assignment
 from heterog.healing.host import JobState
@@ -61,16 +61,6 @@ def last_step(request: RunRequest) -> int:
     return before + 1 + request.num_steps
 
 
-def _warn_about_redundancy(redundancy: int, num_hosts: int) -> None:
-    if redundancy > max(num_hosts - 1, 1):
-        warnings.warn(
-            f"a redundancy of {redundancy} needs as many other hosts; the plan's "
-            f"cluster has {num_hosts}, so each part is held {num_hosts} times.",
-            HeterogWarning,
-            stacklevel=3,
-        )
-
-
 class HealingJob:
     """Trains with a plan, and with other plans when that becomes necessary or better.
 
@@ -88,7 +78,10 @@ class HealingJob:
         trained: Losses, times and changes of plan so far.
         last: Number of the last step to train.
         generation: Number of times ranks were started before.
+        steering: Decides about changes of plan; from ``run`` on.
     """
+
+    steering: Steering
 
     def __init__(
         self,
@@ -112,29 +105,20 @@ class HealingJob:
         self._resume = str(request.resume.resolve()) if request.resume is not None else ""
         self.last = last_step(request)
         self._progress, self._say = progress, say
-        _warn_about_redundancy(self.options.redundancy, self._whole.num_hosts)
+        wanted, num_hosts = self.options.redundancy, self._whole.num_hosts
+        if wanted > max(num_hosts - 1, 1):
+            warnings.warn(
+                f"a redundancy of {wanted} needs as many other hosts; the plan's cluster has "
+                f"{num_hosts}, so each part is held {num_hosts} times.",
+                HeterogWarning,
+                stacklevel=2,
+            )
         self.generation = 0
         self._begun_s = 0.0
         self._why_not = ""
         self._is_restart_measured = False
         self._writing: Writing | None = None
-        self._told_failure = ""
         self._change: PlanChange | None = None
-
-    @property
-    def running(self) -> Choice:
-        """The plan that the ranks run now."""
-        return self._steering.running
-
-    @property
-    def trials(self) -> Sequence[Trial]:
-        """What was found of each plan that was tried because it might be better."""
-        return self._steering.trials
-
-    @property
-    def may_try(self) -> bool:
-        """Whether such a plan is tried, or will be."""
-        return self._steering.is_trying
 
     def run(self) -> dict[str, Any]:
         """Train to the end and return what was measured and what happened.
@@ -154,7 +138,7 @@ class HealingJob:
             state = self._crew.open(self._folder, self._state)
             every = tuple(range(self._whole.num_devices))
             first = Choice(path=str(self._path), method=self._plan.method, devices=every)
-            self._steering = Steering(
+            self.steering = Steering(
                 self._whole,
                 first if state is None else state.running,
                 self._folder,
@@ -165,10 +149,11 @@ class HealingJob:
             )
             if state is not None:
                 self._go_on(state)
-            self._steering.steps_left = self._steps_left()
-            self._steering.begin_generation(None, "first")  # a rank may be lost in the first step
+            self.steering.steps_left = self._steps_left()
+            self.steering.begin_generation(None, "first")  # a rank may be lost in the first step
             if self.options.checkpoint:
-                self._writing = Writing(Path(self.options.checkpoint), self.options.checkpoint_s)
+                folder, every_s = Path(self.options.checkpoint), self.options.checkpoint_s
+                self._writing = Writing(folder, every_s, self._say)
                 stack.callback(self._writing.close)
             while not self.trained.is_done:
                 self._run_generation()
@@ -176,7 +161,9 @@ class HealingJob:
         return self._measured()
 
     def _state(self) -> JobState:
-        return JobState(generation=self.generation, running=self.running, trained=self.trained)
+        return JobState(
+            generation=self.generation, running=self.steering.running, trained=self.trained
+        )
 
     def _go_on(self, state: JobState) -> None:
         """Go on with a job whose process like this one was lost."""
@@ -185,7 +172,7 @@ class HealingJob:
         used = set(state.running.devices)
         if not state.is_running:
             used = set(filter(self._crew.is_here, used))
-        self._steering.leave_out(set(range(self._whole.num_devices)) - used)
+        self.steering.leave_out(set(range(self._whole.num_devices)) - used)
         if self.options.checkpoint and (Path(self.options.checkpoint) / CHECKPOINT_INDEX).exists():
             self._resume = self.options.checkpoint
         done = max(self.trained.losses, default=0)
@@ -201,7 +188,7 @@ class HealingJob:
     def _run_generation(self) -> None:
         """Run ranks until they are done, stop, or one of them is lost."""
         self._begun_s = time.monotonic()
-        devices = self._change.choice.devices if self._change else self._steering.without()
+        devices = self._change.choice.devices if self._change else self.steering.without()
         try:
             self._crew.run(self.generation, devices, self._decide, self._watch)
         except LaunchError as error:
@@ -218,11 +205,11 @@ class HealingJob:
 
     def _lose(self, ranks: Sequence[int]) -> None:
         """Record that some ranks of the generation are lost."""
-        gone = sorted(self.running.devices[rank] for rank in ranks)
-        if len(gone) == len(self.running.devices):
+        gone = sorted(self.steering.running.devices[rank] for rank in ranks)
+        if len(gone) == len(self.steering.running.devices):
             raise HeterogError("all ranks were killed; nothing is left to go on with.")
         self._change = None
-        self._steering.leave_out(gone)
+        self.steering.leave_out(gone)
         names = ", ".join(self._whole.devices[device].name for device in gone)
         done = max(self.trained.losses, default=0)
         was = "was" if len(gone) == 1 else "were"
@@ -243,13 +230,13 @@ class HealingJob:
             self._why_not = str(error)  # the ranks wait and have to be told of any error
         assignment = Assignment(
             generation=self.generation,
-            plan=self.running.path,
+            plan=self.steering.running.path,
             last=self.last,
             moment=moment,
             checkpoint=self._resume if moment is None else "",
             why_not=self._why_not,
         )
-        running = self.running
+        running = self.steering.running
         self.trained.planned(running.method, len(running.devices), time.monotonic())
         return assignment
 
@@ -271,12 +258,12 @@ class HealingJob:
 
     def _choose(self) -> None:
         """Take the plan that was decided for, or make one for what is left."""
-        going, self._change = self._change, None
-        if going is not None:
-            self._steering.begin_generation(going.choice, going.kind)
+        change, self._change = self._change, None
+        if change is not None:
+            self.steering.begin_generation(change.choice, change.kind)
             return
-        self._steering.steps_left = self._steps_left()
-        self._steering.begin_generation(self._steering.plan_for_loss(_FIRST_PLAN_S), "lost")
+        self.steering.steps_left = self._steps_left()
+        self.steering.begin_generation(self.steering.plan_for_loss(_FIRST_PLAN_S), "lost")
 
     # --- while ranks train -----------------------------------------------------------------------
 
@@ -284,7 +271,7 @@ class HealingJob:
         """Read rank 0's events, and check for a better plan."""
         self._progress(stage)
         self._hear()
-        steering, is_training = self._steering, stage.startswith("step ")
+        steering, is_training = self.steering, stage.startswith("step ")
         if self._change is not None or (self.generation and not is_training):
             return  # while ranks of a later plan start, another thread asks for it
         steering.steps_left = self._steps_left()
@@ -293,24 +280,21 @@ class HealingJob:
             self._crew.ask_to_stop()
         if self._writing is not None and is_training:
             self._resume = self._writing.look(self._crew.lend) or self._resume
-            if self._writing.failed and self._writing.failed != self._told_failure:
-                self._say(f"no checkpoint was written: {self._writing.failed}")
-            self._told_failure = self._writing.failed
 
     def _hear(self) -> None:
         """Read the events that rank 0 has written since the last call."""
         for event in self._crew.new_events():
             match event["event"]:
                 case "busy":
-                    self._steering.hear_busy(event["busy_s"])
+                    self.steering.hear_busy(event["busy_s"])
                 case "no snapshot":
                     self._say(f"no snapshot was taken: {event['why']}")
                 case "step" if not self._is_restart_measured:
                     self._is_restart_measured = True
-                    self._steering.restart_s = float(event["at_s"]) - self._begun_s
+                    self.steering.restart_s = float(event["at_s"]) - self._begun_s
             self.trained.hear(event)
             if event["event"] == "step" and event["step"] in self.trained.seconds:
-                self._steering.hear_step(float(event["seconds"]))
+                self.steering.hear_step(float(event["seconds"]))
 
     def _steps_left(self) -> int:
         return self.last - max(self.trained.losses, default=0)
@@ -323,12 +307,12 @@ class HealingJob:
         return {
             "model": self._plan.graph.name,
             "cluster": self._whole.name,
-            "method": self.running.method,
-            "num_ranks": len(self.running.devices),
+            "method": self.steering.running.method,
+            "num_ranks": len(self.steering.running.devices),
             "num_steps_before": self.last - len(trained.losses),
             "predicted_step_time_s": self._plan.step_time_s,
             **trained.measured(),
-            "trials": [trial.to_json() for trial in self.trials],
+            "trials": [trial.to_json() for trial in self.steering.trials],
             "snapshots": {
                 "number": trained.num_snapshots,
                 "bytes_of_rank_0": trained.snapshot_bytes,

@@ -23,17 +23,9 @@ from heterog.balance.shares import shares_from_speeds
 from heterog.balance.streams import Stateful
 from heterog.errors import HeterogError
 from heterog.files import CHECKPOINT_INDEX
+from heterog.healing import elastic
 from heterog.healing.carrying import RankCarrier
-from heterog.healing.elastic import (
-    LEAVE_S,
-    any_rank,
-    end_at_once,
-    end_cut_links,
-    exit_now,
-    folder_of_host,
-    on_sigterm,
-    set_silence,
-)
+from heterog.healing.elastic import LEAVE_S, any_rank, folder_of_host, on_sigterm, set_silence
 from heterog.healing.shelf import Moment, Shelf, newest_complete
 from heterog.healing.snapshots import Snapshot, SnapshotWriter
 from heterog.runtime.checkpoint.boxes import Entry
@@ -97,7 +89,7 @@ class HealingLoop:
         self._others = dict(others or {})
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._who = gather_texts(f"{socket.gethostname()}:{os.environ.get('LOCAL_RANK', '0')}")
-        end_cut_links()
+        elastic.end_cut_links()
         self._silent_s = silent_s or _SILENT_S
         if silent_s:  # from here on: ranks may start at different times
             set_silence(silent_s)
@@ -107,7 +99,7 @@ class HealingLoop:
         self._writer: SnapshotWriter | None = None
         self._checkpoint, self._checkpoint_s = checkpoint, checkpoint_s
         self._writing: Any = None
-        end_at_once()
+        elastic.end_at_once()
         self._leaves = False
         if threading.current_thread() is threading.main_thread():
             on_sigterm(self._leave, min(silent_s or LEAVE_S, LEAVE_S))
@@ -170,7 +162,7 @@ class HealingLoop:
         if is_left:
             self._any()  # all have taken it
             if self._leaves:
-                exit_now()
+                elastic.exit_now()
         if self._checkpoint and self._rank == 0:
             if self._writing is None:
                 from heterog.healing.checkpoints import Writing  # half a second on every rank

@@ -15,10 +15,10 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
@@ -184,8 +184,7 @@ def end_job(ray: Any, job: str, num_hosts: int, lost: Sequence[int] = ()) -> Non
         end_hosts(ray, ray.util.get_placement_group(job), actors)
 
 
-@dataclass(frozen=True, slots=True)
-class _JobStatus:
+class _JobStatus(NamedTuple):
     """What the actor that leads says of the job.
 
     Attributes:
@@ -247,7 +246,7 @@ class _Leader:
         ray.kill(ray.get_runtime_context().current_actor)
 
     def _say(self, **what: Any) -> None:
-        self._said = replace(self._said, **what)
+        self._said = self._said._replace(**what)
 
 
 def heal_on_ray(
@@ -281,18 +280,9 @@ def heal_on_ray(
             leader = ray.get_actor(name)
             say("this job is on the cluster already: watching it")
         except ValueError:
-            leader = (
-                ray.remote(_Leader)
-                .options(
-                    name=name,
-                    lifetime="detached",
-                    max_restarts=-1,
-                    num_cpus=0,
-                    resources=_ON_HEAD,
-                    runtime_env=QUICK_NEWS,
-                )
-                .remote(name, asked, content, options)
-            )
+            how = {"name": name, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
+            made = ray.remote(_Leader).options(resources=_ON_HEAD, runtime_env=QUICK_NEWS, **how)
+            leader = made.remote(name, asked, content, options)
         try:
             return _watch(ray, leader, progress, say)
         except KeyboardInterrupt:

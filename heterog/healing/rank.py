@@ -1,4 +1,4 @@
-"""What one rank of a job that heals does: take the state up, train, take snapshots.
+"""What one rank of a job that heals does: load the state, train, take snapshots.
 
     python -m heterog.healing.rank run.json assignment.json journal.jsonl stop
 
@@ -55,8 +55,8 @@ class HealingRank:
         journal: Path of the event file, for who writes it.
         stop: Path of a file whose existence asks the ranks to stop after a step.
         store: The store of ``meet``, if the ranks have met.
-        redundancy: Number of other hosts to which ranks themselves carry their parts; ``None``
-            where others do.
+        redundancy: Number of other hosts to which ranks themselves copy their parts; ``None``
+            where ranks need not do that.
         silent_s: Seconds without an answer after which a rank gives up waiting for another one,
             from the second step on; 0 leaves the timeout of the process group.
     """
@@ -226,7 +226,7 @@ class HealingRank:
         self._write("snapshot", step=number, num_bytes=num_bytes, copy_s=copy_s)
 
     def _leave_all(self, number: int) -> None:
-        """Take a snapshot of this step, if there is none, and wait until it is where it should."""
+        """Take a snapshot of this step, unless there is one, and wait until it is copied."""
         self._writer.wait()
         newest = self._writer.newest
         if any_rank(newest is None or newest.step != number)[0]:
@@ -235,12 +235,12 @@ class HealingRank:
 
 
 def warm(plan: str, run_file: str = "") -> None:
-    """Do what ranks would, where later ones are forked off: 0.4 s of each to load the kernels.
+    """Do in the process that ranks are forked off what each of them would do otherwise.
 
     Args:
-        plan: Path of a plan like theirs, which is lowered.
-        run_file: That of the job whose step is captured, which takes each 0.25 s or longer; not
-            where there is an accelerator, which the model's code might touch.
+        plan: Path of a plan like theirs; lowering it loads the kernels, which takes 0.4 s.
+        run_file: That of the job whose step is captured, which takes 0.25 s or longer; not where
+            there is an accelerator, which the model's code might touch.
     """
     loaded = load_plan(plan)
     lower(loaded.graph, loaded.cluster, loaded.strategy, num_steps=1)

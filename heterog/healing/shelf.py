@@ -9,7 +9,7 @@ into memory first, so that it may be deleted meanwhile.
     3.120.1-4.index     where its tensors are
     3.120.1-4.new       there, and to be copied to other hosts, which was not done yet
     3.120.1-4.wanted    a rank here waits for it, and another host has it; so for an index
-    3.120.1-4.gone      no host has it
+    lent/3.120.1-4      it, for who reads it for longer than others need it
 
 ``host`` copies parts from node to node on Ray, ``carrying`` does so under torchrun.
 """
@@ -32,7 +32,7 @@ from heterog.files import write_atomically
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import SavedOptimizer, SavedTensor, dtype_name, to_json
 
-NEW, WANTED, GONE, INDEX = ".new", ".wanted", ".gone", ".index"
+NEW, WANTED, INDEX = ".new", ".wanted", ".index"
 _ALIGNMENT = 16
 """Bytes to which tensors are aligned in a part: a multiple of every element's size."""
 _POLL_S = 0.005
@@ -144,20 +144,25 @@ class Shelf:
             raise
         return size
 
-    def lend(self) -> tuple[Path, Moment | None]:
-        """Keep the newest snapshot that is all here in a folder until the next call; and which."""
+    def lend(self, moment: Moment | None = None) -> tuple[Path, Moment | None]:
+        """Keep what is here of a snapshot, by default the newest whole one, until the next call.
+
+        Returns:
+            The folder that has it; and which it is.
+        """
         lent = self.folder / "lent"
         while True:
             shutil.rmtree(lent, ignore_errors=True)
             lent.mkdir()
-            moment = newest_complete([self.parts()])
+            parts = self.parts()
+            found = moment or newest_complete([parts])
             try:
-                for part in parts_of(moment) if moment is not None else ():
-                    for name in (part.name, f"{part.name}{INDEX}"):
-                        os.link(self.folder / name, lent / name)
+                for name in [part.name for part in parts if part.moment == found]:
+                    os.link(self._path(name), lent / name)
+                    os.link(self._path(f"{name}{INDEX}"), lent / f"{name}{INDEX}")
             except FileNotFoundError:  # it was deleted meanwhile, for a newer one
                 continue
-            return lent, moment
+            return lent, found
 
     def bring(self, name: str, content: Any) -> None:
         """Store the tensors or the index of a part that another host holds."""
@@ -176,33 +181,34 @@ class Shelf:
 
     def index(self, name: str) -> str:
         """The index of a part that is here."""
-        return (self.folder / f"{name}{INDEX}").read_text()
+        return self._path(f"{name}{INDEX}").read_text()
 
     def content(self, name: str) -> mmap.mmap | bytearray:
         """The tensors of a part that is here, mapped into memory."""
-        try:
-            file = (self.folder / name).open("rb")
-        except FileNotFoundError:
-            file = (self.folder / f"{name}{NEW}").open("rb")
-        with file:
+        with self._path(name).open("rb") as file:
             empty = not os.fstat(file.fileno()).st_size
             return bytearray() if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def wait_for(self, name: str) -> None:
-        """Wait until a file is here: it is, or whoever carries parts brings it.
+        """Wait until a file is here; if it is not, others are asked to copy it.
 
         Raises:
             LostError: no host has it.
         """
-        path, gone = self.folder / name, self.folder / f"{name}{GONE}"
-        if path.exists() or (self.folder / f"{name}{NEW}").exists():
+        if self._path(name).exists():
             return
-        (self.folder / f"{name}{WANTED}").touch()
-        deadline_s = time.monotonic() + _FETCHED_S
-        while not path.exists():
-            if gone.exists() or time.monotonic() > deadline_s:
+        wanted, deadline_s = self.folder / f"{name}{WANTED}", time.monotonic() + _FETCHED_S
+        wanted.touch()
+        is_over = False  # read before the file is looked for, which is brought before
+        while not self._path(name).exists():
+            if is_over:
                 raise LostError(f"{name} of a snapshot was lost before it was read.")
             time.sleep(_POLL_S)
+            is_over = not wanted.exists() or time.monotonic() > deadline_s
+
+    def _path(self, name: str) -> Path:
+        places = self.folder / name, self.folder / f"{name}{NEW}", self.folder / "lent" / name
+        return next((path for path in places if path.exists()), places[0])
 
 
 def _copy(entry: Entry, room: mmap.mmap | None, begin: int, number: int) -> SavedTensor:

@@ -40,7 +40,7 @@ class SnapshotWriter:
         num_parts: Number of parts of a snapshot.
         generation: Number of times the job's ranks were started before.
         is_copied: Whether somebody copies parts to other hosts.
-        carry: Copies a part to other hosts with all ranks, where nobody else does.
+        carry: Copies the part of each rank to other hosts, where nobody else does.
 
     Attributes:
         newest: The last snapshot begun.
@@ -120,7 +120,7 @@ class Snapshot:
     """A complete snapshot to read; what is on this host stays readable although it is deleted.
 
     Args:
-        shelf: Where it is, or where whoever carries parts brings it.
+        shelf: Where its parts are, or will be copied to.
         moment: Which.
 
     Attributes:

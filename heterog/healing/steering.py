@@ -29,12 +29,11 @@ from heterog.units import format_seconds
 _MOST_PREPARED = 8
 """Number of losses of one device that are planned for in advance."""
 _LOOKS = 3
-"""Number of consecutive reports in which a device has to be slow, or quick again. Twice as many
-after each time that it was thought about, so that a device that changes does not lead to a change
-of plan each time."""
+"""Number of consecutive reports in which a device has to be slow, or quick again. It doubles with
+each decision about the device, so that one that changes often does not always change the plan."""
 _MOST_FACTOR = 100.0
 _CLEARLY = 1.25
-"""Factor by which a device has to be slower than when it was last thought about."""
+"""Factor by which a device has to be slower than at the last decision about it."""
 _RECENT, _MEASURED = (8, 1.0), (16, 3.0)
 """The last steps, at least so many and for so many seconds, whose mean is the current step time,
 and those of a plan that is measured."""
@@ -76,9 +75,9 @@ class _Device:
         since_s: Time of the last of them.
         wait_s: Seconds from then until it is tried again.
         was_slow: Whether it was left out because it was slow.
-        looks: The last consecutive reports in which it was slow, or quick again, as factors.
+        looks: The last consecutive reports in which it was slow, or quick again.
         looks_needed: Number of them that matter.
-        weighed: Factor by which it was slow when that was last thought about.
+        weighed: Factor by which it was slow at the last decision about that.
     """
 
     num_absences: int = 0
@@ -289,7 +288,7 @@ class Steering:
         return recent_step_s(self._quiet_s, *_MEASURED)
 
     def _look_at(self, device: int, factor: float) -> None:
-        """Take in one report: how long a device takes beside the others, over what was planned."""
+        """Take in one report: time over planned time of a device, relative to the others."""
         known, seen = self.running.slow.get(device, 1.0), self._devices[device]
         is_slow = factor >= self._options.slow_factor
         is_quick = known > 1 and factor <= 1 / self._options.slow_factor
@@ -320,14 +319,14 @@ class Steering:
         self._ask_first(_Queued("quick", self._question(self.without(), slow), why))
 
     def _ask_first(self, *questions: _Queued) -> None:
-        """Ask before all else; a search that nobody waits for ends, and comes later."""
+        """Put questions first; a search that nobody waits for ends and is repeated later."""
         if self._asked is not None and self._asked[1].kind in _NICENESS:
             self._queue.append(self._asked[1])
             self._asked = None
         self._queue[:0] = questions
 
     def _prepare_for_who_is_silent(self) -> None:
-        """Ask first for the plan that is to be prepared for the loss of who does not answer."""
+        """Prepare the plan without the hosts that do not answer before other plans."""
         left = self.without(list(filter(self._crew.is_silent, self.running.devices)))
         for queued in self._queue:
             if queued.kind == "prepared" and queued.question.devices == left:

@@ -204,7 +204,7 @@ def test_planning_for_a_slow_device_gives_it_less(folder: Path) -> None:
 @THOROUGH
 def test_a_job_tries_a_move_and_its_losses_stay_those_of_one_device(folder: Path) -> None:
     def watch(stage: str) -> None:
-        moves, trials = job.trained.moves, job.trials
+        moves, trials = job.trained.moves, job.steering.trials
         is_over = len(moves) == job.generation == sum(2 - trial.is_kept for trial in trials)
         if trials and is_over and max(job.trained.losses) > moves[-1].step + 3 > 3:
             raise Enough
@@ -215,7 +215,9 @@ def test_a_job_tries_a_move_and_its_losses_stay_those_of_one_device(folder: Path
     with pytest.raises(Enough):
         job.run()
     kinds = [move.kind for move in job.trained.moves]
-    assert kinds == [k for t in job.trials for k in ("tried", *["taken back"] * (not t.is_kept))]
+    assert kinds == [
+        k for t in job.steering.trials for k in ("tried", *["taken back"] * (not t.is_kept))
+    ]
     assert not any(move.steps_done_again for move in job.trained.moves)
     steps = sorted(job.trained.losses)
     assert steps == list(range(1, steps[-1] + 1))

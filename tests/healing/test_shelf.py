@@ -119,7 +119,7 @@ class Far:
 
     def __init__(self, folder: Path, ray: Any) -> None:
         folder.mkdir()
-        self.host = mock.Mock(shelf=Shelf(folder), _lent={})
+        self.host = mock.Mock(shelf=Shelf(folder))
         self.is_lost = False
         for name in ("give", "take"):
             method = getattr(host_module.HealingHost, name)
