@@ -103,27 +103,16 @@ class Crew:
             LaunchError: a rank failed or is lost; all have ended.
         """
         of_ranks = [self._host_of[device] for device in devices]
-        hosts = sorted(set(of_ranks))
-        has_begun = threading.Event()
-
-        def assign() -> None:
-            assignment = decide()
-            has_begun.wait()
-            self._assign(of_ranks, assignment)
-
-        deciding = threading.Thread(target=assign, daemon=True)
-        is_new = generation != self._generation
+        deciding = threading.Thread(target=self._assign, args=(of_ranks, decide), daemon=True)
         ranks = [HostRank(self._hosts[host], n, generation) for n, host in enumerate(of_ranks)]
         try:
-            if is_new:
-                deciding.start()
+            if generation != self._generation:
                 self._begin(generation, devices)
-                has_begun.set()
+                deciding.start()
             wait_for_ranks(ranks, self._request.limits, watch, lambda: watch(ranks[0].stage))
         finally:
-            has_begun.set()
-            self._end(hosts)
-            if is_new:
+            self._end(sorted(set(of_ranks)))
+            if deciding.is_alive():
                 deciding.join()
 
     def new_events(self) -> list[Event]:
@@ -206,8 +195,9 @@ class Crew:
         for host, variables in self._variables(devices).items():
             self._hosts[host].actor.begin.remote(generation, self._request, variables)
 
-    def _assign(self, of_ranks: Sequence[int], assignment: Assignment) -> None:
-        """Tell ranks what they run, by the host of each."""
+    def _assign(self, of_ranks: Sequence[int], decide: Callable[[], Assignment]) -> None:
+        """Tell ranks what they run, by the host of each, once that is decided."""
+        assignment = decide()
         actors = {number: host.actor for number, host in enumerate(self._hosts) if host.is_here}
         writers = {host: rank for rank, host in reversed([*enumerate(of_ranks)])}
         assignment = replace(

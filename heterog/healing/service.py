@@ -47,10 +47,11 @@ class Service:
             self._process.start()
         else:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module],
+                [sys.executable, "-m", module, str(answering.fileno())],
                 stdin=asked.fileno(),
-                stdout=answering.fileno(),
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
+                pass_fds=[answering.fileno()],
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": with_package()},
             )
@@ -104,25 +105,27 @@ def _be(main: Callable[[], None], asked: int, answering: int) -> None:
     """Become what ``python -m`` would be, after a fork."""
     os.setsid()
     nothing = os.open(os.devnull, os.O_WRONLY)
-    for number, meant in ((asked, 0), (answering, 1), (nothing, 2)):
+    for meant, number in enumerate((asked, nothing, nothing, answering)):
         os.dup2(number, meant)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # connections end with who made them
+    os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # connections end with who made them
+    sys.argv[1:] = ["3"]
     main()
 
 
 def answer_questions(
     answer: Callable[[Any], Any], heard: Callable[[], None] = lambda: None
 ) -> None:
-    """Answer questions one after another until standard input ends.
+    """Answer questions from standard input one after another until it ends.
+
+    Answers go to the file descriptor that is the first argument of the command line, since
+    libraries may write to standard output.
 
     Args:
         answer: Computes an answer; an error of it is sent instead.
         heard: Called in another thread as soon as a question arrives.
     """
     questions: queue.SimpleQueue[tuple[int, int, Any]] = queue.SimpleQueue()
-    # Output of libraries is dropped; answers go where output went.
-    asked, answering = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    asked, answering = Connection(0, writable=False), Connection(int(sys.argv[1]), readable=False)
 
     def listen() -> None:
         with suppress(EOFError, OSError):
