@@ -11,9 +11,9 @@ that: from node to node Ray carries parts, or under torchrun the ranks themselve
 - ``rank`` is what each rank does. It gets its assignment and writes its journal by the files of
   ``exchange``. ``snapshots`` are written and read by ranks; ``shelf`` has their parts as files.
 - ``steering`` decides about changes of plan. It asks ``planning``, a process (``service``) that
-  makes plans, by the questions of ``choices``, where also is how a change is measured. ``slowed``
-  has clusters with slow devices, ``moving`` what it costs to change to a plan, and ``busy`` how
-  long devices compute. ``checkpoints`` are written beside training, by a process of their own.
+  makes plans, by the questions of ``choices``, where also is how a change is measured. ``costs``
+  has what steps cost where devices are slow, and what a change costs; ``busy`` how long devices
+  compute. ``checkpoints`` are written beside training, by a process of their own.
 - ``on_torchrun`` is a plan whose ranks torchrun starts again and again (``heterog.heal``); they
   bring parts to other hosts by ``carrying``. ``loop`` is for loops with a ``Balancer``, and
   ``elastic`` what both need.

@@ -7,12 +7,12 @@ at the end of the journal, which is not read.
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from heterog.errors import HeterogError
-from heterog.files import read_json, write_json
+from heterog.files import read_json
 from heterog.healing.shelf import Moment
 from heterog.records import parse_dataclass
 
@@ -46,10 +46,6 @@ class Assignment:
     is_copied: bool = False
     writers: tuple[int, ...] = (0,)
     why_not: str = ""
-
-    def write(self, path: Path) -> None:
-        """Write the file, for which the ranks wait."""
-        write_json(path, asdict(self))
 
 
 def wait_for_assignment(path: Path, timeout_s: float) -> Assignment:

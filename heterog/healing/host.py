@@ -9,13 +9,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from heterog.files import write_atomically
+from heterog.files import write_atomically, write_json
 from heterog.healing.choices import Choice
 from heterog.healing.exchange import Assignment, read_events
 from heterog.healing.options import Trained
@@ -121,9 +121,8 @@ class HealingHost(Host):
         others = sorted(set(hosts) - {self._number}, key=lambda each: (each < self._number, each))
         if others:
             self._carrier = Carrier(self.shelf, [hosts[each] for each in others], redundancy)
-        replace(assignment, plan=str(path), shelf=str(self.shelf.folder)).write(
-            self._path(assignment.generation, "assignment")
-        )
+        own = replace(assignment, plan=str(path), shelf=str(self.shelf.folder))
+        write_json(self._path(assignment.generation, "assignment"), asdict(own))
         self._kept = state, plan
         if (forks := open_forks()) is not None:  # later ranks with such a plan begin quicker
             forks.warm(_RANK, str(path), "" if has_accelerator() else str(self._run_file))

@@ -184,22 +184,15 @@ class HealingLoop:
 
     # --- parts -----------------------------------------------------------------------------------
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """All tensors with elements, by name; the same names on every rank."""
-        module = getattr(self._model, "module", self._model)
-        named = {f"model.{name}": value for name, value in module.state_dict().items()}
-        state = self._optimizer.state_dict()["state"]
-        for number, values in state.items():
-            for key, value in values.items():
-                if isinstance(value, Tensor):
-                    named[f"optimizer.{number}.{key}"] = value
-        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
-
     def _entries(self) -> list[Entry]:
         """Tensors that this rank writes; those of a host have about equally many bytes each."""
+        module = getattr(self._model, "module", self._model)
+        every = {f"model.{name}": value for name, value in module.state_dict().items()}
+        for number, values in self._optimizer.state_dict()["state"].items():
+            every |= {f"optimizer.{number}.{key}": value for key, value in values.items()}
+        every = {name: value for name, value in every.items() if isinstance(value, Tensor)}
         sizes = [0] * self._num_local
         own = []
-        every = self._tensors()
         for name in sorted(every, key=lambda each: (-every[each].nbytes, each)):
             rank = sizes.index(min(sizes))
             sizes[rank] += every[name].nbytes
@@ -215,18 +208,19 @@ class HealingLoop:
             str(number): {key: each for key, each in kept.items() if not isinstance(each, Tensor)}
             for number, kept in state["state"].items()
         }
+        extra = {
+            "balancer": self._balancer.state_dict(),
+            "groups": [_plain(group) for group in state["param_groups"]],
+            "values": values,
+            "others": {name: each.state_dict() for name, each in self._others.items()},
+            "who": self._who,
+        }
         return {
             "model": "loop",
             "graph": "loop",
             "optimizer": type(self._optimizer).__name__,
             "num_steps": self.num_steps,
-            "extra": {
-                "balancer": self._balancer.state_dict(),
-                "groups": [_plain(group) for group in state["param_groups"]],
-                "values": values,
-                "others": {name: each.state_dict() for name, each in self._others.items()},
-                "who": self._who,
-            },
+            "extra": extra,
         }
 
     def _take_over(self, extra: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

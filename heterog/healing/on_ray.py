@@ -117,7 +117,7 @@ class RayCrew(Crew):
 
     def _actor(self, group: Any, number: int) -> Any:
         """The actor of a host, started unless it is there."""
-        name = host_name(self._name, number)
+        name = f"{self._name}-{number}"
         with suppress(ValueError):
             return self._ray.get_actor(name)
         asked = asked_of_nodes(self._cluster, offers(self._ray))[number]
@@ -168,17 +168,12 @@ class RayCrew(Crew):
         return {}  # who waits for the ranks sees that the host is lost
 
 
-def host_name(job: str, number: int) -> str:
-    """Name of the actor of a job's host."""
-    return f"{job}-{number}"
-
-
 def end_job(ray: Any, job: str, num_hosts: int, lost: Sequence[int] = ()) -> None:
     """End all that a job has in the cluster, but for who leads it."""
     actors = []
     for number in range(num_hosts):
         with suppress(ValueError):
-            actor = ray.get_actor(host_name(job, number))
+            actor = ray.get_actor(f"{job}-{number}")
             ray.kill(actor) if number in lost else actors.append(actor)
     with suppress(ValueError):
         end_hosts(ray, ray.util.get_placement_group(job), actors)

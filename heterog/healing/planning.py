@@ -15,9 +15,8 @@ from heterog.errors import StrategyError
 from heterog.graph.capture import capture_step
 from heterog.healing.busy import device_seconds
 from heterog.healing.choices import Choice, Question
-from heterog.healing.moving import transfer_s
+from heterog.healing.costs import SlowedCosts, slowed, transfer_s
 from heterog.healing.service import answer_questions
-from heterog.healing.slowed import SlowedCosts, slowed
 from heterog.methods.local_search.planner import LocalSearch
 from heterog.methods.planner import (
     Budget,

@@ -15,10 +15,9 @@ from heterog.envs.toy import chain_graph
 from heterog.errors import ClusterError, HeterogError
 from heterog.graph.grouping import group_ops
 from heterog.healing.choices import Choice, Question
-from heterog.healing.moving import held, transfer_s
+from heterog.healing.costs import held, slowed, transfer_s
 from heterog.healing.options import HealOptions, Move, Trained
 from heterog.healing.service import Service
-from heterog.healing.slowed import slowed
 from heterog.healing.steering import PlanChange, Steering
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.simulator.builders import cluster_of
