@@ -247,8 +247,7 @@ class HealingJob:
             HeterogError: there is neither a snapshot nor a checkpoint.
         """
         moment = newest_complete(self._crew.parts())
-        # The second snapshot is taken when the first is complete; until then little is repeated.
-        if moment is not None or self._resume or self.trained.num_snapshots < 2:
+        if moment is not None or self._resume or not self.trained.has_snapshot:
             return moment
         raise HeterogError(
             "the state is lost: no complete snapshot is left in memory, and no checkpoint was "

@@ -132,18 +132,12 @@ class Generation:
         device_of = ranks_in_plan(cluster, [RankHas(**each) for each in places])
         device, self.devices = device_of[rank], tuple(sorted(device_of))
         self.number = 1 + max(numbers)
-        # The first device of each host that is there.
-        self._first_of = {cluster.host_of[each]: each for each in reversed(self.devices)}
-        host = cluster.host_of[device]
+        first_of = {cluster.host_of[each]: each for each in reversed(self.devices)}
+        self._firsts = sorted(first_of.values())  # the first device of each host that is there
         self.is_first, self.is_first_of_host = device == self.devices[0], device in self._firsts
-        self._now = Known(
-            host=cluster.hosts[host].name, generation=self.number, devices=self.devices
-        )
+        host = cluster.hosts[cluster.host_of[device]].name
+        self._now = Known(host=host, generation=self.number, devices=self.devices)
         self._plan_file = self.folder / f"running-{rank}.json"
-
-    @property
-    def _firsts(self) -> list[int]:
-        return sorted(self._first_of.values())
 
     def decide(self) -> Assignment:
         """What this generation runs; all ranks call it.
@@ -165,12 +159,9 @@ class Generation:
         if text.startswith("error "):
             raise HeterogError(text.removeprefix("error "))
         write_atomically(self._plan_file, text.encode())
-        self.tell(
-            "began",
-            devices=self.devices,
-            method=str(json.loads(text).get("method", "")),
-            seconds=time.monotonic() - self._begun_s,
-        )
+        if self.is_first_of_host:
+            method, seconds = json.loads(text).get("method", ""), time.monotonic() - self._begun_s
+            self.tell("began", devices=self.devices, method=method, seconds=seconds)
         os.environ[HOST] = self._now.host  # by which the plan's ranks are found
         return Assignment(
             generation=self.number,

@@ -97,6 +97,7 @@ class Trained:
         moves: Changes of plan in order.
         snapshot_bytes: Size of the largest part of a snapshot that rank 0 has sent.
         num_snapshots: Number of snapshots begun.
+        has_snapshot: Whether one of them is known to be complete.
         copy_s: Seconds that rank 0 spent copying its parts, during which training waits.
         last_event_s: Time of the last event, by the monotonic clock.
         is_done: Whether the last step was done.
@@ -107,6 +108,7 @@ class Trained:
     moves: list[Move] = field(default_factory=list)
     snapshot_bytes: int = 0
     num_snapshots: int = 0
+    has_snapshot: bool = False
     copy_s: float = 0.0
     last_event_s: float = 0.0
     is_done: bool = False
@@ -148,6 +150,7 @@ class Trained:
                 self.losses[number] = event["loss"]
             case "snapshot":
                 self.num_snapshots += 1
+                self.has_snapshot |= bool(event["is_settled"])
                 self.snapshot_bytes = max(self.snapshot_bytes, int(event["num_bytes"]))
                 self.copy_s += float(event["copy_s"])
             case "done":

@@ -222,8 +222,9 @@ class HealingRank:
         self._writer.take(number, *own_entries(step, step.model), about)
         if self._writer.failed:
             self._write("no snapshot", why=self._writer.failed)
-        num_bytes, copy_s = self._writer.num_bytes, self._writer.copy_s
-        self._write("snapshot", step=number, num_bytes=num_bytes, copy_s=copy_s)
+        writer = self._writer
+        told = {"num_bytes": writer.num_bytes, "copy_s": writer.copy_s}
+        self._write("snapshot", step=number, is_settled=writer.settled is not None, **told)
 
     def _leave_all(self, number: int) -> None:
         """Take a snapshot of this step, unless there is one, and wait until it is copied."""

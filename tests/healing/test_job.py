@@ -11,6 +11,7 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -111,6 +112,21 @@ def endless_job(folder: Path, progress: Callable[[str], None], **options: Any) -
 def is_cleared(job: HealingJob) -> bool:
     """Whether a job that ran here has left neither ranks nor snapshots."""
     return not ranks_of_this_process() and not job._crew.host.shelf.folder.exists()
+
+
+def test_training_begins_anew_only_if_no_snapshot_was_complete(folder: Path) -> None:
+    job = endless_job(folder, lambda stage: None)
+    job._crew = mock.Mock(parts=lambda: [[], []])
+
+    def hear_snapshot(*, is_settled: bool) -> None:
+        told = {"event": "snapshot", "at_s": 1.0, "num_bytes": 5, "copy_s": 0.1}
+        job.trained.hear({**told, "is_settled": is_settled})
+
+    hear_snapshot(is_settled=False)
+    assert job._newest() is None
+    hear_snapshot(is_settled=True)
+    with pytest.raises(HeterogError, match="the state is lost: no complete snapshot is left"):
+        job._newest()
 
 
 @THOROUGH
