@@ -269,8 +269,9 @@ class Host:
         ranks = {}
         with self._lock:
             for rank, own in variables.items():
-                words, stage = (self._folder / f"rank{rank}.{what}" for what in ("err", "stage"))
-                stage.unlink(missing_ok=True)
+                words = self._folder / f"rank{rank}.err"
+                # Another thread may still look at the ranks before: no file of theirs goes.
+                stage = self._folder / f"rank{rank}.{generation}.stage"
                 process = start_rank(
                     self._place.command(
                         int(own.get("LOCAL_RANK", 0)), [sys.executable, *arguments]
