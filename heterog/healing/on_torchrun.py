@@ -68,11 +68,13 @@ class Known:
     Attributes:
         host: Its name in the plan.
         generation: Number of times ranks were started before, when they were last.
+        since: The same number when the host came, whose journal begins there.
         devices: Device of the whole cluster of each rank of the plan that ran then.
     """
 
     host: str = ""
     generation: int = -1
+    since: int = -1
     devices: tuple[int, ...] = ()
 
 
@@ -110,6 +112,7 @@ class Generation:
         devices: Device of the whole cluster of each rank of the plan.
         is_first: Whether this is rank 0 of the plan.
         is_first_of_host: Whether this is the first rank of its host.
+        reports: Whether it is the one that reports at the end: of a host that came first.
     """
 
     def __init__(self, request: RunRequest, options: HealOptions) -> None:
@@ -124,10 +127,11 @@ class Generation:
             self._before = parse_dataclass(told, Known, "what is known")
             os.environ[HOST] = self._before.host
         self.store = meet(request.limits.timeout_s)
-        # What each rank has, the last generation that its host knows, and parts that are there.
-        own = asdict(own_place()), self._before.generation, Shelf(self.folder).parts()
+        # What each rank has, generations that its host knows, and parts that are there.
+        before = self._before
+        own = asdict(own_place()), before.generation, before.since, Shelf(self.folder).parts()
         texts = say_to_all(self.store, "heterog/said/", json.dumps(own), request.limits.timeout_s)
-        places, numbers, self._parts = zip(*map(json.loads, texts), strict=True)
+        places, numbers, told_since, self._parts = zip(*map(json.loads, texts), strict=True)
         cluster, rank = self.whole.cluster, int(os.environ["RANK"])
         device_of = ranks_in_plan(cluster, [RankHas(**each) for each in places])
         device, self.devices = device_of[rank], tuple(sorted(device_of))
@@ -135,8 +139,14 @@ class Generation:
         first_of = {cluster.host_of[each]: each for each in reversed(self.devices)}
         self._firsts = sorted(first_of.values())  # the first device of each host that is there
         self.is_first, self.is_first_of_host = device == self.devices[0], device in self._firsts
-        host = cluster.hosts[cluster.host_of[device]].name
-        self._now = Known(host=host, generation=self.number, devices=self.devices)
+        since = [self.number if each < 0 else each for each in told_since]
+        self.reports = (since[rank], device) == min(zip(since, device_of, strict=True))
+        self._now = Known(
+            host=cluster.hosts[cluster.host_of[device]].name,
+            generation=self.number,
+            since=since[rank],
+            devices=self.devices,
+        )
         self._plan_file = self.folder / f"running-{rank}.json"
 
     def decide(self) -> Assignment:
@@ -383,7 +393,7 @@ def heal(path: Path) -> None:
     rank.end(is_done)
     if not is_done:
         exit_now()  # torchrun starts ranks again where no host leaves
-    if generation.is_first:
+    if generation.reports:
         found = measured(generation)
         if request.output is not None:
             write_json(request.output, found)

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.files import read_json, write_atomically, write_json
 from heterog.graph.capture import capture
-from heterog.healing import rank
+from heterog.healing import on_torchrun, rank
 from heterog.healing.choices import Choice, Question
 from heterog.healing.exchange import read_events
 from heterog.healing.job import HealingJob
@@ -31,6 +32,7 @@ from heterog.healing.on_torchrun import heal, read_healing
 from heterog.healing.options import HealOptions
 from heterog.healing.planning import NEAR, Planning
 from heterog.runtime.launch import ranks_of_this_process
+from heterog.runtime.ranks.host_places import RankHas
 from heterog.runtime.ranks.watching import Limits
 from heterog.runtime.request import RunRequest
 from heterog.search.plan import load_plan
@@ -419,6 +421,27 @@ def test_a_plan_under_torchrun_goes_on_without_a_host(folder: Path, tmp_path: Pa
     assert output["steps"] == list(range(1, 402))
     expected = losses_of_one_process(folder, 401)
     assert output["losses"] == pytest.approx(expected, rel=1e-3, abs=1e-6 * expected[0])
+
+
+def test_a_host_reports_that_came_before_rank_0_of_the_plan(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the losses of all steps; a host that joins later does not, whatever its devices."""
+    own = [RankHas(machine=machine, device="") for machine in range(3)]
+    known = [(-1, -1), (4, 0), (4, 0)]  # the last generation of each host, and the first
+    texts = [json.dumps([asdict(has), *each, []]) for has, each in zip(own, known, strict=True)]
+    monkeypatch.setattr(on_torchrun, "folder_of_host", lambda: tmp_path)
+    monkeypatch.setattr(on_torchrun, "meet", lambda timeout_s: None)
+    monkeypatch.setattr(on_torchrun, "say_to_all", lambda *_: texts)
+    monkeypatch.setattr(on_torchrun, "own_place", lambda: own[0])
+    request = RunRequest(plan=folder / "plan.json", sources=(str(folder / "model.py"),))
+    found = []
+    for number in range(3):
+        monkeypatch.setenv("RANK", str(number))
+        found.append(on_torchrun.Generation(request, HealOptions()))
+    assert [each.is_first for each in found] == [True, False, False]
+    assert [each.reports for each in found] == [False, True, False]
+    assert [each.number for each in found] == [5, 5, 5]
 
 
 def test_a_plan_that_heals_says_what_torchrun_has_to_be_told(
