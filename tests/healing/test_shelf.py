@@ -82,15 +82,15 @@ def test_a_part_that_cannot_be_written_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = Shelf(tmp_path)
-    taker = SnapshotWriter(where, 0, 1, 0)
+    writer = SnapshotWriter(where, 0, 1, 0)
     values = [entry("w", torch.ones(3))]
-    taker.take(1, values, {}, ABOUT)
-    taker.settle()
-    assert (taker.failed, taker.num_bytes) == ("", 16)
+    writer.take(1, values, {}, ABOUT)
+    writer.settle()
+    assert (writer.failed, writer.num_bytes) == ("", 16)
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(os, "posix_fallocate", full)
-    taker.take(2, values, {}, ABOUT)
-    assert taker.failed == f"No space left on device in {tmp_path}"
+    writer.take(2, values, {}, ABOUT)
+    assert writer.failed == f"No space left on device in {tmp_path}"
     assert newest_complete([where.parts()]) == Moment(0, 1, 1)
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -100,11 +100,11 @@ def test_ranks_train_for_ten_times_as_long_as_a_snapshot_takes(
 ) -> None:
     now = iter([5.0, 5.5, 10.4, 10.6])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
-    taker = SnapshotWriter(Shelf(tmp_path), 0, 1, 0)
-    taker.take(1, [], {}, ABOUT)
-    assert taker.copy_s == 0.5
-    assert taker.is_busy
-    assert not taker.is_busy
+    writer = SnapshotWriter(Shelf(tmp_path), 0, 1, 0)
+    writer.take(1, [], {}, ABOUT)
+    assert writer.copy_s == 0.5
+    assert writer.is_busy
+    assert not writer.is_busy
 
 
 def test_only_complete_snapshots_count_and_later_generations_come_first() -> None:
