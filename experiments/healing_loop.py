@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.data import TensorDataset  # noqa: E402
 
 from heterog.balance import Balancer  # noqa: E402
-from heterog.healing.journal import Journal  # noqa: E402
+from heterog.healing.exchange import write_event  # noqa: E402
 from heterog.healing.loop import HealingLoop  # noqa: E402
 from heterog.runtime.step.collectives import gather_texts  # noqa: E402
 
@@ -119,10 +119,9 @@ def main() -> None:
     """Be a rank."""
     log, num_steps, kind = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     who = {"host": int(os.environ["HOST"]), "rank": int(os.environ["RANK"])}
-    journal = Journal(log)
 
     def tell(event: str, **more: Any) -> None:
-        journal.write(event, **who, **more)
+        write_event(log, event, **who, **more)
 
     tell("began", at_s=BEGUN_S)
     try:

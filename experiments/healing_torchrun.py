@@ -50,7 +50,7 @@ from rows import asked_of, option, progress
 from heterog import heal
 from heterog.files import read_json, write_json
 from heterog.graph.capture import capture
-from heterog.healing.journal import Event, JournalReader
+from heterog.healing.exchange import Event, read_events
 from heterog.healing.on_torchrun import warm
 from heterog.runtime.launch import free_port, signals_as_exit
 from heterog.runtime.rank import draw_alike
@@ -118,7 +118,7 @@ class Hosts:
     ) -> None:
         self._folder = folder
         self._places, self._events = places, list[Event]()
-        self._readers: dict[Path, JournalReader] = {}
+        self._read: dict[Path, int] = {}
         # As the documentation has it; ranks are looked after ten times a second, as is default.
         settings = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
         arguments = [
@@ -135,7 +135,8 @@ class Hosts:
     def events(self) -> list[Event]:
         """All events that ranks have logged, in order of time."""
         for log in [self._folder / "log.jsonl", *self._folder.glob("*/journal.jsonl")]:
-            self._events += self._readers.setdefault(log, JournalReader(log)).new_events()
+            events, self._read[log] = read_events(log, self._read.get(log, 0))
+            self._events += events
         self._events.sort(key=lambda told: float(told["at_s"]))
         return self._events
 

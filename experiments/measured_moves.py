@@ -12,7 +12,6 @@ import shutil
 import statistics
 import tempfile
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,10 @@ def improved(cluster: Cluster, path: Path, num_trials: int) -> tuple[list[dict[s
     last: list[Plan] = []
 
     def watch(stage: str) -> None:
-        moves, trials = job.trained.moves, job.trials
+        moves, trials = job.trained.moves, job.steering.trials
         is_over = len(moves) == job.generation == sum(2 - each.is_kept for each in trials)
-        if is_over and not job.may_try:
-            last.append(load_plan(job.running.path))
+        if is_over and not job.steering.is_trying:
+            last.append(load_plan(job.steering.running.path))
             raise Enough
 
     with Testbed(cluster) as place:
@@ -69,7 +68,7 @@ def improved(cluster: Cluster, path: Path, num_trials: int) -> tuple[list[dict[s
         )
         with suppress(Enough):
             job.run()
-    return [asdict(trial) for trial in job.trials], last[0]
+    return [trial.to_json() for trial in job.steering.trials], last[0]
 
 
 def row_of(testbed: str, model: str, seed: int, asked: Any) -> dict[str, Any]:

@@ -5,18 +5,16 @@ as files. When a rank is lost, what is left gets a new plan, every new rank take
 the newest complete snapshot, and training goes on at the step after it. No socket is opened for
 that: from node to node Ray carries parts, or under torchrun the ranks themselves.
 
-- ``shelf`` is a host's snapshots and says which is the newest complete one; ``sending`` takes
-  them, ``restoring`` reads them.
-- ``job`` runs a plan and heals it (``heterog run`` if asked to). Its ``crew`` is this machine, or
-  ``ray_crew``, the nodes of a Ray cluster, on each of which an actor of ``ray_host`` runs ranks
-  and carries snapshots; ``on_ray`` is the job that leads them. Ranks read what to run in an
-  ``assignment`` and write a ``journal``; ``options`` are the settings.
-- ``rank`` is what each rank does, ``steering`` decides with the help of ``planning``, a process
-  that plans for what is left (a ``service`` that answers a ``question``); ``remaining`` and
-  ``moving`` say what is left and what it costs to go there, ``busy`` who is slow, ``trial``
-  whether a change kept its promise, ``improving`` which moves pay as measured. ``checkpoints``
-  are written beside training, by a process of their own.
+- ``job`` runs a plan and heals it (``heterog run`` if asked to), with the settings of ``options``.
+  Its ``crew`` runs ranks on a ``host``, which also keeps snapshots: one in its own process, or
+  ``on_ray`` an actor on each node of a Ray cluster, where another actor leads the job.
+- ``rank`` is what each rank does. It gets its assignment and writes its journal by the files of
+  ``exchange``. ``snapshots`` are written and read by ranks; ``shelf`` has their parts as files.
+- ``steering`` decides about changes of plan. It asks ``planning``, a process (``service``) that
+  makes plans, by the questions of ``choices``, where also is how a change is measured. ``costs``
+  has what steps cost where devices are slow, and what a change costs; ``busy`` how long devices
+  compute. ``checkpoints`` are written beside training, by a process of their own.
 - ``on_torchrun`` is a plan whose ranks torchrun starts again and again (``heterog.heal``); they
-  have parts in ``carrying``. ``loop`` is for loops with a ``Balancer``, and ``elastic`` what both
-  need.
+  bring parts to other hosts by ``carrying``. ``loop`` is for loops with a ``Balancer``, and
+  ``elastic`` what both need.
 """

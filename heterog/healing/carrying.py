@@ -1,11 +1,11 @@
-"""Parts of snapshots from host to host, by the ranks themselves in collectives.
+"""Ranks copy parts of snapshots from host to host by themselves, where torchrun starts them.
 
-Under torchrun nobody else could: its agents know of no snapshots, and a process of ours beside
-them would have to listen. Training waits for it, as for the copy on the own host.
+Its agents know nothing of snapshots, and another process would have to listen on a port. Training
+waits for these copies, as for the one on the rank's own host.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ _SLOW_BYTES_PER_S = 1e7
 
 
 class _Way(NamedTuple):
-    """The way of a part from a rank to a host, where the first rank of the host takes it."""
+    """A part, the rank that sends it, and the one that receives it: the first of its host."""
 
     part: Part
     source: int
@@ -31,13 +31,13 @@ class _Way(NamedTuple):
 
 
 class RankCarrier:
-    """Carries parts between hosts; all ranks call all methods, in the same order.
+    """Copies parts between hosts; all ranks call all methods, in the same order.
 
     Args:
         shelf: The parts of this host.
         host_of: Number of each rank's host.
         redundancy: Number of further hosts that hold each part, if there are so many.
-        silent_s: Seconds after which a rank gives up on the others, beside what they carry.
+        silent_s: Seconds after which a rank gives up on the others, beside the time for parts.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RankCarrier:
         self._silent_s = silent_s
 
     def copy(self, part: Part) -> None:
-        """Copy the part of each rank, which it has just put, to the hosts after its own.
+        """Copy the part that each rank has just written to the hosts after its own.
 
         Raises:
             InputFileError: there is no room left on this host.
@@ -110,20 +110,17 @@ class RankCarrier:
         return [part for part in parts_of(moment) if part in here]
 
     def _carry(self, ways: Iterable[_Way]) -> None:
-        """Send parts one after another; ways that have no rank in common do not wait."""
+        """Send parts one after another; those of different ranks do not wait for each other."""
         every = list(ways)
         own = {way.part: self._read(way.part) for way in every if way.source == self._rank}
-        sizes: dict[tuple[str, int], tuple[int, int]] = {}
         told = {part.name: [len(each) for each in pair] for part, pair in own.items() if pair}
-        for source, text in enumerate(gather_texts(json.dumps(told))):
-            said: Mapping[str, Any] = json.loads(text)
-            sizes |= {(name, source): (pair[0], pair[1]) for name, pair in said.items()}
-        num_bytes = sum(sum(sizes.get((way.part.name, way.source), (0, 0))) for way in every)
+        said = [json.loads(text) for text in gather_texts(json.dumps(told))]
+        sizes: list[list[int]] = [said[way.source].get(way.part.name, []) for way in every]
+        num_bytes = sum(map(sum, sizes))
         set_silence(self._silent_s + num_bytes / _SLOW_BYTES_PER_S, [self._group])
         failed: InputFileError | None = None
-        for part, source, target in every:
-            lengths = sizes.get((part.name, source))
-            if lengths is None:  # it could not be written
+        for (part, source, target), lengths in zip(every, sizes, strict=True):
+            if not lengths:  # it could not be written
                 continue
             if source == self._rank:
                 for each in own[part] or ():

@@ -1,7 +1,5 @@
 """Checkpoints that are written beside training, from snapshots.
 
-    python -m heterog.healing.checkpoints       requests on standard input, see ``answer``
-
 Ranks do not take part and wait for nothing: a process of low priority reads the newest complete
 snapshot and writes it in the format of ``heterog.runtime.checkpoint``, by
 torch.distributed.checkpoint. Any plan resumes from it.
@@ -10,6 +8,7 @@ torch.distributed.checkpoint. Any plan resumes from it.
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +16,9 @@ from torch import Tensor
 
 from heterog.errors import HeterogError
 from heterog.files import CHECKPOINT_INDEX, check_save_folder
-from heterog.healing.restoring import Snapshot, part_of
-from heterog.healing.service import Message, Service, answer_requests
+from heterog.healing.service import Service, answer_questions
 from heterog.healing.shelf import Moment, Shelf
+from heterog.healing.snapshots import Snapshot, part_of
 from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
 from heterog.runtime.checkpoint.contents import SavedTensor
 
@@ -30,14 +29,14 @@ class Writing:
     Args:
         folder: Folder of the checkpoints; a new one replaces the one before.
         every_s: Seconds between checkpoints.
-
-    Attributes:
-        failed: Why the last checkpoint was not written; empty if it was.
+        say: Called with one line when a checkpoint could not be written, unless it was before.
     """
 
-    def __init__(self, folder: Path, every_s: float) -> None:
+    def __init__(
+        self, folder: Path, every_s: float, say: Callable[[str], None] = lambda text: None
+    ) -> None:
         check_save_folder(folder)
-        self.failed = ""
+        self._failed, self._say = "", say
         self._folder, self._every_s = folder.resolve(), every_s
         self._since_s = time.monotonic()
         self._is_asked = False
@@ -52,19 +51,19 @@ class Writing:
         Returns:
             The folder of a checkpoint that was just written, or ``""``.
         """
-        written = ""
-        for reply in self._service.replies():
-            self._is_asked = False
-            self.failed = str(reply.get("error", "")) if reply else "the process has ended"
-            written = "" if self.failed else str(self._folder)
+        answer = self._service.next_answer()
+        if answer is not None or self._service.has_ended:
+            self._is_asked, before = False, self._failed
+            found = answer[1] if answer else "the process that writes them has ended"
+            self._failed = str(found or "")
+            if self._failed not in ("", before):
+                self._say(f"no checkpoint was written: {self._failed}")
+            return "" if self._failed else str(self._folder)
         if not self._is_asked and time.monotonic() - self._since_s > self._every_s:
-            self._since_s = time.monotonic()
-            self._is_asked = self._service.is_alive
-            if self._is_asked:
-                shelf, moment = lend()
-                asked = {"folder": str(self._folder), "shelf": str(shelf), "moment": moment}
-                self._service.ask(asked, niceness=10)
-        return written
+            self._since_s, self._is_asked = time.monotonic(), True
+            with suppress(HeterogError):  # it has ended, which the next look says
+                self._service.ask((self._folder, *lend()), niceness=10)
+        return ""
 
     def close(self) -> None:
         """End the process that writes; the previous checkpoint survives an unfinished one."""
@@ -104,14 +103,17 @@ def _entry(name: str, saved: SavedTensor, value: Tensor) -> Entry:
     return Entry(whole=saved.whole or name, shape=shape, box=box, value=value)
 
 
-def answer(request: Message) -> Message:
-    """Write a snapshot: ``moment`` of the ``shelf``, into the ``folder``."""
-    if request["moment"] is None:
-        return {"error": "no snapshot is complete yet"}
-    snapshot = Snapshot(Shelf(Path(request["shelf"])), Moment(*request["moment"]))
-    write_snapshot(snapshot, Path(request["folder"]))
-    return {"step": snapshot.contents.num_steps}
+def answer(question: tuple[Path, Path, Moment | None]) -> None:
+    """Write into a folder, from those of a shelf, the snapshot of a moment.
+
+    Raises:
+        HeterogError: there is none, or it cannot be written.
+    """
+    folder, shelf, moment = question
+    if moment is None:
+        raise HeterogError("no snapshot is complete yet")
+    write_snapshot(Snapshot(Shelf(shelf), moment), folder)
 
 
 if __name__ == "__main__":
-    answer_requests(answer)
+    answer_questions(answer)

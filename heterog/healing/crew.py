@@ -1,60 +1,54 @@
-"""Who runs the ranks of a job that heals and keeps its snapshots: this machine, or Ray's nodes."""
+"""The hosts that run the ranks of a job and keep its snapshots, as the job sees them."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from heterog.cluster.topology import Cluster
-from heterog.healing.assignment import Assignment
-from heterog.healing.journal import Event, JournalReader
-from heterog.healing.options import Trained
-from heterog.healing.shelf import Moment, Part, Shelf
-from heterog.healing.steering import Running
-from heterog.runtime.accelerators import has_accelerator
-from heterog.runtime.launch import run_commands, temporary_folder
-from heterog.runtime.ranks.forks import open_forks
+from heterog.healing.exchange import Assignment, Event
+from heterog.healing.host import HealingHost, JobState
+from heterog.healing.shelf import Moment, Part
+from heterog.runtime.launch import PORT_FILE, free_port
+from heterog.runtime.ranks.on_ray import END_S, SILENT_S, HostRank, NodeHost
 from heterog.runtime.ranks.place import HERE, Place
+from heterog.runtime.ranks.watching import SILENCE_S, wait_for_ranks
 from heterog.runtime.request import RunRequest
 
-RANK_MODULE = "heterog.healing.rank"
 
+class _Here:
+    """Has the part of Ray that a crew uses, where its only host is an object of this process."""
 
-@dataclass(slots=True, kw_only=True)
-class JobState:
-    """What has to be known to go on with a job.
+    exceptions = SimpleNamespace(RayError=(), RayTaskError=())
 
-    Attributes:
-        generation: Number of times ranks were started before.
-        running: The plan that the generation runs.
-        trained: Progress so far.
-        is_running: Whether the ranks of the generation are there.
-    """
+    def __init__(self, host: Any) -> None:
+        self._host = host
 
-    generation: int
-    running: Running
-    trained: Trained
-    is_running: bool = True
+    def __getattr__(self, name: str) -> Any:
+        """A method of the host, as Ray has methods of actors."""
+        return SimpleNamespace(remote=getattr(self._host, name))
 
+    @staticmethod
+    def wait(asked: Sequence[Any], **how: Any) -> tuple[Sequence[Any], list[Any]]:
+        """All answers are there."""
+        return asked, []
 
-def rank_command(run_file: Path, assignment: Path, journal: Path, stop: Path) -> list[str]:
-    """Arguments of Python for a rank; see ``heterog.healing.rank``."""
-    return ["-m", RANK_MODULE, *map(str, (run_file, assignment, journal, stop))]
-
-
-def warm_ranks(run_file: Path, plan: Path) -> None:
-    """Let ranks of later generations begin quicker, with a plan like theirs."""
-    forks = open_forks()
-    if forks is not None:
-        forks.warm(RANK_MODULE, str(plan), "" if has_accelerator() else str(run_file))
+    @staticmethod
+    def get(answer: Any, timeout: float = 0.0) -> Any:
+        """The answer is what the method returned."""
+        return answer
 
 
 class Crew:
-    """Runs the ranks of one generation after another, beside snapshots that stay.
+    """Runs the ranks of one generation after another; snapshots outlive them.
 
-    All ranks are processes of this machine, whose memory has the snapshots: all leave with it.
-    ``RayCrew`` overrides all of that.
+    Here one host in this process runs all ranks and keeps the snapshots in the memory of this
+    machine. ``RayCrew`` has a host on each of several nodes.
 
     Args:
         cluster: The whole cluster.
@@ -64,20 +58,30 @@ class Crew:
 
     def __init__(self, cluster: Cluster, request: RunRequest, place: Place = HERE) -> None:
         self._cluster, self._request, self._place = cluster, request, place
+        self._redundancy = 0
+        self._host_of: Sequence[int] = [0] * cluster.num_devices
+        self._ray: Any = _Here(None)
+        self._hosts: list[NodeHost] = []
         self._stack = ExitStack()
+        self._events: list[Event] = []
+        self._untold: dict[int, Event] = {}
+        self._first, self._last_step = 0, 0
+        self._generation = -1
 
     def open(self, folder: Path, state: Callable[[], JobState]) -> JobState | None:
         """Begin.
 
         Args:
             folder: Where files may be written.
-            state: Says what would have to be known to go on with the job.
+            state: Returns what a process that goes on with the job would have to know.
 
         Returns:
             What is known of the job if it has begun before; here it ends with this process.
         """
-        self._folder = folder
-        self._shelf = Shelf(self._stack.enter_context(temporary_folder()))
+        self._folder, self._state = folder, state
+        self.host = HealingHost(place=self._place)
+        self._stack.callback(self.host.close)
+        self._hosts = [NodeHost(self._ray, _Here(self.host), partial(self.hear, 0))]
         return None
 
     def run(
@@ -87,7 +91,7 @@ class Crew:
         decide: Callable[[], Assignment],
         watch: Callable[[str], None],
     ) -> None:
-        """Run a rank for each device until all are done.
+        """Run a rank for each device, unless they run already, until all are done.
 
         Args:
             generation: Number of times ranks were started before.
@@ -98,88 +102,133 @@ class Crew:
         Raises:
             LaunchError: a rank failed or is lost; all have ended.
         """
-        run_file = self._folder / "run.json"
-        self._request.write(run_file)
-        assignment = self._folder / f"assignment{generation}.json"
-        journal = self._folder / f"journal{generation}.jsonl"
-        self._reader = JournalReader(journal)
-        self._stop = self._folder / f"stop{generation}"
-
-        def assign() -> None:
-            decided = replace(decide(), shelf=str(self._shelf.folder))
-            decided.write(assignment)
-            warm_ranks(run_file, Path(decided.plan))
-
-        deciding = threading.Thread(target=assign, daemon=True)
-        deciding.start()
+        of_ranks = [self._host_of[device] for device in devices]
+        deciding = threading.Thread(target=self._assign, args=(of_ranks, decide), daemon=True)
+        ranks = [HostRank(self._hosts[host], n, generation) for n, host in enumerate(of_ranks)]
         try:
-            run_commands(
-                rank_command(run_file, assignment, journal, self._stop),
-                len(devices),
-                limits=self._request.limits,
-                place=_DevicesLeft(self._place, self._cluster.num_devices, devices),
-                progress=watch,
-            )
+            if generation != self._generation:
+                self._begin(generation, devices)
+                deciding.start()
+            wait_for_ranks(ranks, self._request.limits, watch, lambda: watch(ranks[0].stage))
         finally:
-            deciding.join()
+            self._end(sorted(set(of_ranks)))
+            if deciding.is_alive():
+                deciding.join()
 
     def new_events(self) -> list[Event]:
         """Events of rank 0 since the last call, in this process's monotonic time."""
-        return self._reader.new_events()
+        events, self._events = self._events, []
+        untold = {step: told for step, told in self._untold.items() if step > self._last_step}
+        self._untold = untold
+        if self._hosts[self._first].is_here:
+            return events
+        self._last_step = max(untold, default=self._last_step)
+        return [*events, *(untold[step] for step in sorted(untold))]
 
     def ask_to_stop(self) -> None:
         """Ask the ranks to stop after a step."""
-        self._stop.touch()
+        for host in self._hosts:
+            if host.is_here:
+                host.actor.ask_to_stop.remote(self._generation)
 
     def parts(self) -> list[list[Part]]:
         """Parts of snapshots that each host holds."""
-        return [self._shelf.parts()]
-
-    def has_forgotten(self) -> bool:
-        """Whether some host's snapshots were lost since the last call."""
-        return False
+        return self._ask_all("parts")
 
     def lend(self) -> tuple[Path, Moment | None]:
         """A folder where the newest snapshot can be read until the next call; and which."""
-        return self._shelf.lend()
+        return self.host.shelf.lend()
 
     def is_here(self, device: int) -> bool:
         """Whether a rank could be started for a device."""
-        return True
+        host = self._hosts[self._host_of[device]]
+        host.look()
+        return host.is_here and not self.is_leaving(device)
 
     def is_silent(self, device: int) -> bool:
         """Whether the host of a device does not answer and may be lost."""
-        return False
+        return self._hosts[self._host_of[device]].silent_s > SILENCE_S
 
     def is_leaving(self, device: int) -> bool:
         """Whether the host of a device has announced its end."""
-        return False
+        told = self._hosts[self._host_of[device]].told
+        return told is not None and told.is_leaving
 
-    def close(self, why: str) -> None:
-        """End everything; ``why`` is the reason if the job has failed, else empty."""
+    def close(self) -> None:
+        """End everything."""
         self._stack.close()
 
+    # --- parts -----------------------------------------------------------------------------------
 
-@dataclass(frozen=True, slots=True)
-class _DevicesLeft(Place):
-    """The place of some devices of a cluster, which is that of the whole.
+    def hear(self, number: int, events: Sequence[Event]) -> None:
+        """Take in a host's events; of hosts without rank 0 only steps, in case that is lost."""
+        now_s = time.monotonic()
+        for told in events:
+            event = {**told, "at_s": now_s - float(told["at_s"])}
+            step = int(event["step"]) if event["event"] == "step" else 0
+            if number == self._first:
+                self._events.append(event)
+                self._last_step = max(self._last_step, step)
+            elif step:
+                self._untold[step] = event
 
-    Attributes:
-        place: Place of the whole cluster.
-        num_devices: Number of its devices.
-        devices: Device of each rank.
-    """
+    def _variables(self, devices: Sequence[int]) -> Mapping[int, Mapping[int, dict[str, str]]]:
+        """Environment variables of each host's ranks; none if the host of rank 0 is lost."""
+        common = {
+            "WORLD_SIZE": str(len(devices)),
+            "LOCAL_WORLD_SIZE": str(self._cluster.num_devices),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),  # rank 0 chooses another one itself
+            PORT_FILE: str(self._folder / f"port{self._generation}"),
+        }
+        # A device keeps its number, and so its accelerator, when others are lost.
+        own = [{"RANK": str(n), "LOCAL_RANK": str(each)} for n, each in enumerate(devices)]
+        there = [self._place.environment(device) for device in devices]
+        return {0: {rank: {**common, **own[rank], **there[rank]} for rank in range(len(devices))}}
 
-    place: Place
-    num_devices: int
-    devices: Sequence[int]
+    def _begin(self, generation: int, devices: Sequence[int]) -> None:
+        """Start the ranks of a generation."""
+        self._generation, self._first = generation, self._host_of[devices[0]]
+        self._events, self._untold, self._last_step = [], {}, 0
+        for device in devices:
+            self._hosts[self._host_of[device]].position = generation, 0
+        for host, variables in self._variables(devices).items():
+            self._hosts[host].actor.begin.remote(generation, self._request, variables)
 
-    def command(self, rank: int, argv: Sequence[str]) -> list[str]:
-        """See ``Place``."""
-        return self.place.command(self.devices[rank], argv)
+    def _assign(self, of_ranks: Sequence[int], decide: Callable[[], Assignment]) -> None:
+        """Tell ranks what they run, by the host of each, once that is decided."""
+        assignment = decide()
+        actors = {number: host.actor for number, host in enumerate(self._hosts) if host.is_here}
+        writers = {host: rank for rank, host in reversed([*enumerate(of_ranks)])}
+        assignment = replace(
+            assignment,
+            is_copied=self._redundancy > 0 and len(actors) > 1,
+            writers=tuple(writers.values()),
+        )
+        plan = b"" if assignment.why_not else Path(assignment.plan).read_bytes()
+        state = self._state()
+        for host in writers:
+            self._hosts[host].actor.assign.remote(
+                assignment, plan, actors, state, self._redundancy
+            )
 
-    def environment(self, rank: int) -> Mapping[str, str]:
-        """Variables of a device's rank: it keeps its accelerator when others are lost."""
-        device = self.devices[rank]
-        local = {"LOCAL_RANK": str(device), "LOCAL_WORLD_SIZE": str(self.num_devices)}
-        return {**local, **self.place.environment(device)}
+    def _ask_all(self, what: str, *about: Any) -> list[Any]:
+        """The answers of the hosts that answer."""
+        hosts = [host for host in self._hosts if host.is_here]
+        asked = [getattr(host.actor, what).remote(*about) for host in hosts]
+        return [answer for _, answer in self._answers(asked, SILENT_S)]
+
+    def _answers(self, asked: Sequence[Any], limit_s: float) -> Iterator[tuple[int, Any]]:
+        """The answers that come in time, each with its position."""
+        if asked:
+            self._ray.wait(asked, num_returns=len(asked), timeout=limit_s)
+        for place, answer in enumerate(asked):
+            with suppress(self._ray.exceptions.RayError):
+                yield place, self._ray.get(answer, timeout=0)
+
+    def _end(self, numbers: Sequence[int]) -> None:
+        """End all ranks, and take in their last events."""
+        hosts = [self._hosts[number] for number in numbers if self._hosts[number].is_here]
+        asked = [host.actor.end_generation.remote(*host.position) for host in hosts]
+        for place, told in self._answers(asked, END_S):
+            hosts[place].hear(told)

@@ -1,4 +1,4 @@
-"""What ranks that torchrun starts again and again need, whatever they train."""
+"""What ranks need that torchrun starts again and again, plans and loops alike."""
 
 import json
 import logging
@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from heterog.errors import HeterogError
@@ -45,6 +46,13 @@ def on_sigterm(leave: Callable[[], object], seconds: float = LEAVE_S) -> None:
     signal.signal(signal.SIGTERM, told)
 
 
+def any_rank(*values: bool) -> list[bool]:
+    """Which of some values any rank has; all ranks call it, and wait for each other."""
+    said = torch.tensor([*map(int, values), 0])  # also without a value
+    dist.all_reduce(said, op=dist.ReduceOp.MAX)
+    return [bool(each) for each in said.tolist()[:-1]]
+
+
 def set_silence(seconds: float, groups: Iterable[dist.ProcessGroup | None] = (None,)) -> None:
     """Set the timeout of collectives, by default those of all ranks.
 
@@ -60,9 +68,9 @@ def all_groups() -> list[dist.ProcessGroup]:
 
 
 def end_cut_links() -> None:
-    """From now on end connections with ranks' machines that are cut off; all ranks call it.
+    """End connections with machines of ranks that are cut off, from now on; all ranks call it.
 
-    A rank that waits for one there fails as if that machine had ended.
+    Whoever waits for such a machine then fails as if it had ended.
     """
     own = own_addresses()
     machines = {each for text in gather_texts(json.dumps([*own])) for each in json.loads(text)}

@@ -9,20 +9,20 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from heterog.errors import HeterogError, HeterogWarning
 from heterog.files import CHECKPOINT_INDEX, check_save_folder, read_json
-from heterog.healing.assignment import Assignment
 from heterog.healing.checkpoints import Writing
-from heterog.healing.crew import Crew, JobState
-from heterog.healing.improving import MeasuredTrial
-from heterog.healing.options import HealOptions, Move, Trained
+from heterog.healing.choices import Choice
+from heterog.healing.crew import Crew
+from heterog.healing.exchange import Assignment
+from heterog.healing.host import JobState
+from heterog.healing.options import HealOptions, Trained
 from heterog.healing.service import Service
 from heterog.healing.shelf import Moment, newest_complete
-from heterog.healing.steering import Going, Running, Steering
+from heterog.healing.steering import PlanChange, Steering
 from heterog.runtime.launch import RANKS_OWN, signals_as_exit, temporary_folder
 from heterog.runtime.ranks.forks import rank_forks
 from heterog.runtime.ranks.place import HERE, Place
@@ -33,29 +33,6 @@ from heterog.search.plan import Plan
 _FIRST_PLAN_S = 300.0
 """Longest wait for a plan after a loss: a search keeps its budget, but loading and compiling for
 the first time may take minutes."""
-_RECENT_STEPS = 8
-_RECENT_S = 1.0
-"""The last steps, at least so many and so long, whose mean is the current step time. A mean, since
-a throttled process stands still in some steps and runs at full speed in the others."""
-
-
-def recent_step_s(seconds: dict[int, float], after: int = 0) -> float:
-    """Mean seconds of the last steps after a given one; 0 if there are too few.
-
-    Args:
-        seconds: Seconds of each step, by number, ascending.
-        after: Number of the last step that does not count.
-
-    >>> seconds = dict.fromkeys(range(1, 5), 9.0) | dict.fromkeys(range(5, 13), 0.25)
-    >>> recent_step_s(seconds), recent_step_s(seconds, after=8)
-    (0.25, 0.0)
-    """
-    count = whole_s = 0.0
-    for number, step_s in reversed(seconds.items()):
-        if number <= after or (count >= _RECENT_STEPS and whole_s >= _RECENT_S):
-            break
-        count, whole_s = count + 1, whole_s + step_s
-    return whole_s / count if count >= _RECENT_STEPS else 0.0
 
 
 def check_can_heal(plan: Plan, path: Path) -> None:
@@ -84,16 +61,6 @@ def last_step(request: RunRequest) -> int:
     return before + 1 + request.num_steps
 
 
-def _warn_about_redundancy(redundancy: int, num_hosts: int) -> None:
-    if redundancy > max(num_hosts - 1, 1):
-        warnings.warn(
-            f"a redundancy of {redundancy} needs as many other hosts; the plan's "
-            f"cluster has {num_hosts}, so each part is held {num_hosts} times.",
-            HeterogWarning,
-            stacklevel=3,
-        )
-
-
 class HealingJob:
     """Trains with a plan, and with other plans when that becomes necessary or better.
 
@@ -111,7 +78,10 @@ class HealingJob:
         trained: Losses, times and changes of plan so far.
         last: Number of the last step to train.
         generation: Number of times ranks were started before.
+        steering: Decides about changes of plan; from ``run`` on.
     """
+
+    steering: Steering
 
     def __init__(
         self,
@@ -135,29 +105,20 @@ class HealingJob:
         self._resume = str(request.resume.resolve()) if request.resume is not None else ""
         self.last = last_step(request)
         self._progress, self._say = progress, say
-        _warn_about_redundancy(self.options.redundancy, self._whole.num_hosts)
+        wanted, num_hosts = self.options.redundancy, self._whole.num_hosts
+        if wanted > max(num_hosts - 1, 1):
+            warnings.warn(
+                f"a redundancy of {wanted} needs as many other hosts; the plan's cluster has "
+                f"{num_hosts}, so each part is held {num_hosts} times.",
+                HeterogWarning,
+                stacklevel=2,
+            )
         self.generation = 0
         self._begun_s = 0.0
         self._why_not = ""
         self._is_restart_measured = False
         self._writing: Writing | None = None
-        self._told_failure = ""
-        self._going: Going | None = None
-
-    @property
-    def running(self) -> Running:
-        """The plan that the ranks run now, and on which devices."""
-        return self._steering.running
-
-    @property
-    def trials(self) -> Sequence[MeasuredTrial]:
-        """What was found of each plan that was tried."""
-        return self._steering.improving.trials
-
-    @property
-    def may_try(self) -> bool:
-        """Whether a plan is tried, or will be."""
-        return not self._steering.improving.is_over
+        self._change: PlanChange | None = None
 
     def run(self) -> dict[str, Any]:
         """Train to the end and return what was measured and what happened.
@@ -170,32 +131,29 @@ class HealingJob:
             stack.enter_context(signals_as_exit())
             self._folder = stack.enter_context(temporary_folder())
             stack.enter_context(rank_forks(RANKS_OWN))  # one for all generations
-            stack.push(lambda kind, error, trace: self._crew.close(str(error or "")))
+            stack.callback(self._crew.close)
             planning = Service("heterog.healing.planning")  # which imports while others start
             stack.callback(planning.close)
-            planning.ask({"whole": str(self._path), "source": self._source})
+            planning.ask((self._path, self._source))
             state = self._crew.open(self._folder, self._state)
-            running = Running(
-                path=str(self._path),
-                method=self._plan.method,
-                device_of=tuple(range(self._whole.num_devices)),
-            )
-            self._steering = Steering(
+            every = tuple(range(self._whole.num_devices))
+            first = Choice(path=str(self._path), method=self._plan.method, devices=every)
+            self.steering = Steering(
                 self._whole,
-                running if state is None else state.running,
+                first if state is None else state.running,
                 self._folder,
                 self.options,
                 self._say,
                 planning,
-                is_here=self._crew.is_here,
-                is_leaving=self._crew.is_leaving,
+                self._crew,
             )
             if state is not None:
                 self._go_on(state)
-            self._steering.steps_left = self._steps_left()
-            self._steering.begin_generation(None, "first")  # a rank may be lost in the first step
+            self.steering.steps_left = self._steps_left()
+            self.steering.begin_generation(None, "first")  # a rank may be lost in the first step
             if self.options.checkpoint:
-                self._writing = Writing(Path(self.options.checkpoint), self.options.checkpoint_s)
+                folder, every_s = Path(self.options.checkpoint), self.options.checkpoint_s
+                self._writing = Writing(folder, every_s, self._say)
                 stack.callback(self._writing.close)
             while not self.trained.is_done:
                 self._run_generation()
@@ -203,16 +161,18 @@ class HealingJob:
         return self._measured()
 
     def _state(self) -> JobState:
-        return JobState(generation=self.generation, running=self.running, trained=self.trained)
+        return JobState(
+            generation=self.generation, running=self.steering.running, trained=self.trained
+        )
 
     def _go_on(self, state: JobState) -> None:
         """Go on with a job whose process like this one was lost."""
         self.trained, self.generation = state.trained, state.generation
         self.trained.last_event_s = time.monotonic()
-        used = state.running.device_of
+        used = set(state.running.devices)
         if not state.is_running:
-            used = tuple(device for device in used if self._crew.is_here(device))
-        self._steering.leave_out(sorted(set(range(self._whole.num_devices)) - set(used)))
+            used = set(filter(self._crew.is_here, used))
+        self.steering.leave_out(set(range(self._whole.num_devices)) - used)
         if self.options.checkpoint and (Path(self.options.checkpoint) / CHECKPOINT_INDEX).exists():
             self._resume = self.options.checkpoint
         done = max(self.trained.losses, default=0)
@@ -221,16 +181,14 @@ class HealingJob:
             self._say(why)
         else:
             self.generation += 1
-            self._begin_move(Move(kind="lost", why=why))
+            self._begin_move("lost", why)
 
     # --- generations -----------------------------------------------------------------------------
 
     def _run_generation(self) -> None:
         """Run ranks until they are done, stop, or one of them is lost."""
         self._begun_s = time.monotonic()
-        # The lost devices: now, or in the question about the plan that the job moves to.
-        lost = self._going.answer.question.lost if self._going else self._steering.lost
-        devices = [each for each in range(self._whole.num_devices) if each not in lost]
+        devices = self._change.choice.devices if self._change else self.steering.without()
         try:
             self._crew.run(self.generation, devices, self._decide, self._watch)
         except LaunchError as error:
@@ -242,27 +200,24 @@ class HealingJob:
             self._lose(error.lost)
             return
         self._hear()
-        if not self.trained.is_done and self._going is not None:
-            self._begin_move(Move(kind=self._going.kind, why=self._going.why))
+        if not self.trained.is_done and self._change is not None:
+            self._begin_move(self._change.kind, self._change.why)
 
     def _lose(self, ranks: Sequence[int]) -> None:
         """Record that some ranks of the generation are lost."""
-        gone = sorted(self._steering.running.device_of[rank] for rank in ranks)
-        if len(gone) == len(self._steering.running.device_of):
+        gone = sorted(self.steering.running.devices[rank] for rank in ranks)
+        if len(gone) == len(self.steering.running.devices):
             raise HeterogError("all ranks were killed; nothing is left to go on with.")
-        self._going = None
-        self._steering.leave_out(gone)
+        self._change = None
+        self.steering.leave_out(gone)
         names = ", ".join(self._whole.devices[device].name for device in gone)
         done = max(self.trained.losses, default=0)
         was = "was" if len(gone) == 1 else "were"
-        self._begin_move(Move(kind="lost", why=f"{names} {was} lost after step {done}"))
+        self._begin_move("lost", f"{names} {was} lost after step {done}")
 
-    def _begin_move(self, move: Move) -> None:
-        now_s = time.monotonic()
-        move.detect_s = now_s - self.trained.last_event_s
-        self.trained.moves.append(move)
-        self.trained.last_event_s = now_s
-        self._say(move.why)
+    def _begin_move(self, kind: str, why: str) -> None:
+        self.trained.begin_move(kind, why, time.monotonic())
+        self._say(why)
 
     def _decide(self) -> Assignment:
         """Decide what the generation runs, while its ranks are being started."""
@@ -273,22 +228,16 @@ class HealingJob:
                 self._choose()
         except (HeterogError, OSError, RuntimeError, ValueError) as error:
             self._why_not = str(error)  # the ranks wait and have to be told of any error
-        steering = self._steering
         assignment = Assignment(
             generation=self.generation,
-            plan=steering.running.path,
+            plan=self.steering.running.path,
             last=self.last,
             moment=moment,
             checkpoint=self._resume if moment is None else "",
-            shelf="",
             why_not=self._why_not,
         )
-        if self.trained.moves:
-            move, now_s = self.trained.moves[-1], time.monotonic()
-            move.plan_s = now_s - self.trained.last_event_s
-            self.trained.last_event_s = now_s
-            move.method = steering.running.method
-            move.num_ranks = len(steering.running.device_of)
+        running = self.steering.running
+        self.trained.planned(running.method, len(running.devices), time.monotonic())
         return assignment
 
     def _newest(self) -> Moment | None:
@@ -297,12 +246,9 @@ class HealingJob:
         Raises:
             HeterogError: there is neither a snapshot nor a checkpoint.
         """
-        has_forgotten = self._crew.has_forgotten()
         moment = newest_complete(self._crew.parts())
-        if moment is not None or self._resume:
+        if moment is not None or self._resume or not self.trained.has_snapshot:
             return moment
-        if not has_forgotten:  # too early for a snapshot: only a step or two is repeated
-            return None
         raise HeterogError(
             "the state is lost: no complete snapshot is left in memory, and no checkpoint was "
             "written. A larger redundancy survives more, and so do checkpoints beside training "
@@ -311,12 +257,12 @@ class HealingJob:
 
     def _choose(self) -> None:
         """Take the plan that was decided for, or make one for what is left."""
-        going, self._going = self._going, None
-        if going is not None:
-            self._steering.begin_generation(going.answer, going.kind)
+        change, self._change = self._change, None
+        if change is not None:
+            self.steering.begin_generation(change.choice, change.kind)
             return
-        self._steering.steps_left = self._steps_left()
-        self._steering.begin_generation(self._steering.plan_for_loss(_FIRST_PLAN_S), "lost")
+        self.steering.steps_left = self._steps_left()
+        self.steering.begin_generation(self.steering.plan_for_loss(_FIRST_PLAN_S), "lost")
 
     # --- while ranks train -----------------------------------------------------------------------
 
@@ -324,37 +270,30 @@ class HealingJob:
         """Read rank 0's events, and check for a better plan."""
         self._progress(stage)
         self._hear()
-        steering, is_training = self._steering, stage.startswith("step ")
-        if self._going is not None or (self.generation and not is_training):
+        steering, is_training = self.steering, stage.startswith("step ")
+        if self._change is not None or (self.generation and not is_training):
             return  # while ranks of a later plan start, another thread asks for it
         steering.steps_left = self._steps_left()
-        steering.prepare_first(filter(self._crew.is_silent, self.running.device_of))
-        if is_training:
-            moves = self.trained.moves
-            steering.step_s = recent_step_s(self.trained.seconds, moves[-1].step if moves else 0)
-        self._going = steering.look()
-        if self._going is not None:
+        self._change = steering.look()
+        if self._change is not None:
             self._crew.ask_to_stop()
         if self._writing is not None and is_training:
             self._resume = self._writing.look(self._crew.lend) or self._resume
-            if self._writing.failed and self._writing.failed != self._told_failure:
-                self._say(f"no checkpoint was written: {self._writing.failed}")
-            self._told_failure = self._writing.failed
 
     def _hear(self) -> None:
         """Read the events that rank 0 has written since the last call."""
         for event in self._crew.new_events():
             match event["event"]:
                 case "busy":
-                    self._steering.hear_busy(event["busy_s"])
+                    self.steering.hear_busy(event["busy_s"])
                 case "no snapshot":
                     self._say(f"no snapshot was taken: {event['why']}")
                 case "step" if not self._is_restart_measured:
                     self._is_restart_measured = True
-                    self._steering.restart_s = float(event["at_s"]) - self._begun_s
+                    self.steering.restart_s = float(event["at_s"]) - self._begun_s
             self.trained.hear(event)
             if event["event"] == "step" and event["step"] in self.trained.seconds:
-                self._steering.hear_step(float(event["seconds"]))
+                self.steering.hear_step(float(event["seconds"]))
 
     def _steps_left(self) -> int:
         return self.last - max(self.trained.losses, default=0)
@@ -367,12 +306,12 @@ class HealingJob:
         return {
             "model": self._plan.graph.name,
             "cluster": self._whole.name,
-            "method": self._steering.running.method,
-            "num_ranks": len(self._steering.running.device_of),
+            "method": self.steering.running.method,
+            "num_ranks": len(self.steering.running.devices),
             "num_steps_before": self.last - len(trained.losses),
             "predicted_step_time_s": self._plan.step_time_s,
             **trained.measured(),
-            "trials": [asdict(trial) for trial in self.trials],
+            "trials": [trial.to_json() for trial in self.steering.trials],
             "snapshots": {
                 "number": trained.num_snapshots,
                 "bytes_of_rank_0": trained.snapshot_bytes,

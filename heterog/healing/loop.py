@@ -1,7 +1,7 @@
 """Healing for a user's own loop under torchrun: its state survives lost ranks, even mid-epoch.
 
-torchrun ends all ranks when one is lost and starts those that are left. A rank of a host that has
-the newest snapshot reads it to all, and they go on with the step after it. A loop has
+torchrun ends all ranks when one is lost and starts those that are left. Hosts without the newest
+snapshot get it from one that has it, and all go on with the step after it. A loop has
 ``HealingLoop.restore`` before it and ``end_step`` in it (``docs/healing.md`` shows one).
 """
 
@@ -23,22 +23,18 @@ from heterog.balance.shares import shares_from_speeds
 from heterog.balance.streams import Stateful
 from heterog.errors import HeterogError
 from heterog.files import CHECKPOINT_INDEX
-from heterog.healing.elastic import (
-    LEAVE_S,
-    end_at_once,
-    end_cut_links,
-    exit_now,
-    folder_of_host,
-    on_sigterm,
-    set_silence,
-)
-from heterog.healing.restoring import Snapshot
-from heterog.healing.sending import Taker
-from heterog.healing.shelf import Shelf, newest_complete
+from heterog.healing import elastic
+from heterog.healing.carrying import RankCarrier
+from heterog.healing.elastic import LEAVE_S, any_rank, folder_of_host, on_sigterm, set_silence
+from heterog.healing.shelf import Moment, Shelf, newest_complete
+from heterog.healing.snapshots import Snapshot, SnapshotWriter
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import option_like
 from heterog.runtime.ranks.forks import end_with_parent
 from heterog.runtime.step.collectives import gather_texts
+
+_SILENT_S = 1800.0
+"""Seconds without an answer after which a process group gives up by itself."""
 
 
 class HealingLoop:
@@ -93,16 +89,17 @@ class HealingLoop:
         self._others = dict(others or {})
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._who = gather_texts(f"{socket.gethostname()}:{os.environ.get('LOCAL_RANK', '0')}")
-        end_cut_links()
+        elastic.end_cut_links()
+        self._silent_s = silent_s or _SILENT_S
         if silent_s:  # from here on: ranks may start at different times
             set_silence(silent_s)
         self._local = int(os.environ.get("LOCAL_RANK", self._rank))
         self._num_local = int(os.environ.get("LOCAL_WORLD_SIZE", self._num_ranks))
         self._shelf = Shelf(folder_of_host())
-        self._taker: Taker | None = None
+        self._writer: SnapshotWriter | None = None
         self._checkpoint, self._checkpoint_s = checkpoint, checkpoint_s
         self._writing: Any = None
-        end_at_once()
+        elastic.end_at_once()
         self._leaves = False
         if threading.current_thread() is threading.main_thread():
             on_sigterm(self._leave, min(silent_s or LEAVE_S, LEAVE_S))
@@ -112,23 +109,26 @@ class HealingLoop:
     def restore(self) -> bool:
         """Restore the state of the previous ranks; False if there is none. All ranks call it."""
         parts = self._shelf.parts()
-        newest = newest_complete([parts])
+        own = newest_complete([parts])
         seen = max((part.moment.generation for part in parts), default=-1)
-        told = [json.loads(said) for said in gather_texts(json.dumps([newest, seen]))]
-        generation = 1 + max(seen for _, seen in told)
-        self._taker = Taker(self._shelf, self._local, self._num_local, generation)
-        steps = [tuple(moment[:2]) if moment else (-1, -1) for moment, _ in told]
-        if max(steps)[1] >= 0:
-            source = steps.index(max(steps))
-            snapshot = None
-            if self._rank == source and newest is not None:
-                snapshot = Snapshot(self._shelf, newest)
-            self._take_over(*_shared(snapshot, source))
-            own = Snapshot(self._shelf, newest) if newest and newest[:2] == max(steps) else None
-            random = f"random.{self._local}"
-            if own is not None and random in own.contents.tensors:
-                torch.set_rng_state(own.read([random])[random].clone())
-                self._taker.settled = newest
+        host = int(os.environ.get("GROUP_RANK", "0"))
+        told = [json.loads(said) for said in gather_texts(json.dumps([host, seen, own]))]
+        generation = 1 + max(seen for _, seen, _ in told)
+        self._writer = SnapshotWriter(self._shelf, self._local, self._num_local, generation)
+        found = [Moment(*each) if each else Moment(-1, -1, 0) for _, _, each in told]
+        if (newest := max(found)).num_parts:
+            carrier = RankCarrier(self._shelf, [each[0] for each in told], 0, self._silent_s)
+            carrier.bring_indices(newest)
+            carrier.bring(newest, range(newest.num_parts))
+            snapshot = Snapshot(self._shelf, newest)
+            contents, random = snapshot.contents, f"random.{self._local}"
+            about = {**contents.extra, "num_steps": contents.num_steps}
+            about = json.loads(gather_texts(json.dumps(about))[found.index(newest)])
+            names = [name for name in contents.tensors if "random." not in name]
+            self._take_over(about, snapshot.read(names))
+            if own == newest and random in contents.tensors:
+                torch.set_rng_state(snapshot.read([random])[random].clone())
+                self._writer.settled = newest
             self.resumed_from = f"step {self.num_steps} in memory"
         elif self._checkpoint and (Path(self._checkpoint) / CHECKPOINT_INDEX).exists():
             from heterog.runtime.checkpoint.contents import read_contents
@@ -136,7 +136,7 @@ class HealingLoop:
 
             folder = Path(self._checkpoint)
             contents = read_contents(folder)
-            names = [name for name in contents.names if not name.startswith("random.")]
+            names = [name for name in contents.names if "random." not in name]
             about = {**contents.extra, "num_steps": contents.num_steps}
             self._take_over(about, read_tensors(contents, folder, names))
             self.resumed_from = f"checkpoint {folder}"
@@ -149,20 +149,20 @@ class HealingLoop:
         host leaves, or another one joins.
         """
         self.num_steps += 1
-        if self._taker is None:
+        if self._writer is None:
             raise HeterogError("HealingLoop: call restore before the first step.")
         is_busy, has_failed, is_left = self._any(
-            self._taker.is_busy, bool(self._taker.failed), self._leaves
+            self._writer.is_busy, bool(self._writer.failed), self._leaves
         )
         if is_busy and not is_left:
             return
         if not has_failed:
-            self._taker.settle()
-        self._taker.take(self.num_steps, self._entries(), {}, self._about())
+            self._writer.settle()
+        self._writer.take(self.num_steps, self._entries(), {}, self._about())
         if is_left:
             self._any()  # all have taken it
             if self._leaves:
-                exit_now()
+                elastic.exit_now()
         if self._checkpoint and self._rank == 0:
             if self._writing is None:
                 from heterog.healing.checkpoints import Writing  # half a second on every rank
@@ -176,33 +176,23 @@ class HealingLoop:
             self._writing.close()
 
     def _any(self, *values: bool) -> list[bool]:
-        """Which of some values any rank has."""
-        said = torch.tensor([int(value) for value in (*values, False)])
         with self._balancer.clock.waiting():
-            dist.all_reduce(said, op=dist.ReduceOp.MAX)
-        return [bool(each) for each in said.tolist()[:-1]]
+            return any_rank(*values)
 
     def _leave(self) -> None:
         self._leaves = True
 
     # --- parts -----------------------------------------------------------------------------------
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """All tensors with elements, by name; the same names on every rank."""
-        module = getattr(self._model, "module", self._model)
-        named = {f"model.{name}": value for name, value in module.state_dict().items()}
-        state = self._optimizer.state_dict()["state"]
-        for number, values in state.items():
-            for key, value in values.items():
-                if isinstance(value, Tensor):
-                    named[f"optimizer.{number}.{key}"] = value
-        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
-
     def _entries(self) -> list[Entry]:
         """Tensors that this rank writes; those of a host have about equally many bytes each."""
+        module = getattr(self._model, "module", self._model)
+        every = {f"model.{name}": value for name, value in module.state_dict().items()}
+        for number, values in self._optimizer.state_dict()["state"].items():
+            every |= {f"optimizer.{number}.{key}": value for key, value in values.items()}
+        every = {name: value for name, value in every.items() if isinstance(value, Tensor)}
         sizes = [0] * self._num_local
         own = []
-        every = self._tensors()
         for name in sorted(every, key=lambda each: (-every[each].nbytes, each)):
             rank = sizes.index(min(sizes))
             sizes[rank] += every[name].nbytes
@@ -218,18 +208,19 @@ class HealingLoop:
             str(number): {key: each for key, each in kept.items() if not isinstance(each, Tensor)}
             for number, kept in state["state"].items()
         }
+        extra = {
+            "balancer": self._balancer.state_dict(),
+            "groups": [_plain(group) for group in state["param_groups"]],
+            "values": values,
+            "others": {name: each.state_dict() for name, each in self._others.items()},
+            "who": self._who,
+        }
         return {
             "model": "loop",
             "graph": "loop",
             "optimizer": type(self._optimizer).__name__,
             "num_steps": self.num_steps,
-            "extra": {
-                "balancer": self._balancer.state_dict(),
-                "groups": [_plain(group) for group in state["param_groups"]],
-                "values": values,
-                "others": {name: each.state_dict() for name, each in self._others.items()},
-                "who": self._who,
-            },
+            "extra": extra,
         }
 
     def _take_over(self, extra: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -269,27 +260,6 @@ class HealingLoop:
         speeds = [float(had[name].pop(0)) if had.get(name) else mean for name in self._who]
         sampler = self._balancer.share_sampler
         sampler.set_shares(shares_from_speeds([max(s, 1.0) for s in speeds], sum(shares)))
-
-
-def _shared(snapshot: Snapshot | None, source: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a snapshot says beside its tensors, and these, on all ranks."""
-    text = ""
-    if snapshot is not None:
-        kept = {
-            name: each for name, each in snapshot.contents.tensors.items() if "random." not in name
-        }
-        about = {**snapshot.contents.extra, "num_steps": snapshot.contents.num_steps}
-        shapes = {name: (each.shape, each.dtype) for name, each in kept.items()}
-        text = json.dumps([about, shapes])
-    about, shapes = json.loads(gather_texts(text)[source])
-    tensors = {}
-    for name, (shape, dtype) in shapes.items():
-        value = torch.empty(shape, dtype=getattr(torch, dtype))
-        if snapshot is not None:
-            value = snapshot.read([name])[name]
-        dist.broadcast(value, source)
-        tensors[name] = value
-    return about, tensors
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:

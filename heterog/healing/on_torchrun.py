@@ -10,7 +10,7 @@ What a host knows lies in a folder that ends with torchrun's agent (``elastic.fo
     3.120.1-4 ...       parts of snapshots; see ``shelf``
     known.json          see ``Known``
     running.json        the plan that ran last
-    lost-4-5.json       a plan for the loss of these devices
+    left-0-1.json       a plan for these devices
     journal.jsonl       what happened in all generations
     stop1               the ranks of generation 1 shall end
 """
@@ -32,12 +32,11 @@ import torch
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.files import read_json, write_atomically, write_json
-from heterog.healing.assignment import Assignment
+from heterog.healing.choices import Choice, Question
 from heterog.healing.elastic import end_cut_links, exit_now, folder_of_host, on_sigterm
+from heterog.healing.exchange import Assignment, read_events, write_event
 from heterog.healing.job import check_can_heal, last_step
-from heterog.healing.journal import Journal, JournalReader
-from heterog.healing.options import HealOptions, Move, Trained
-from heterog.healing.question import Question
+from heterog.healing.options import HealOptions, Trained
 from heterog.healing.rank import HealingRank
 from heterog.healing.service import Service
 from heterog.healing.shelf import Moment, Part, Shelf, newest_complete
@@ -69,12 +68,14 @@ class Known:
     Attributes:
         host: Its name in the plan.
         generation: Number of times ranks were started before, when they were last.
-        lost: Devices of the whole cluster that were not there.
+        since: The same number when the host came, whose journal begins there.
+        devices: Device of the whole cluster of each rank of the plan that ran then.
     """
 
     host: str = ""
     generation: int = -1
-    lost: tuple[int, ...] = ()
+    since: int = -1
+    devices: tuple[int, ...] = ()
 
 
 def read_healing(path: Path) -> tuple[RunRequest, HealOptions]:
@@ -105,11 +106,13 @@ class Generation:
         options: How much is kept on other hosts, and how long is planned.
 
     Attributes:
+        whole: The plan that was asked for.
+        store: The store by which the ranks have met.
         number: Number of times ranks were started before.
-        lost: Devices of the whole cluster that are not there.
         devices: Device of the whole cluster of each rank of the plan.
-        device: That of this rank.
-        host: Name of this host in the plan.
+        is_first: Whether this is rank 0 of the plan.
+        is_first_of_host: Whether this is the first rank of its host.
+        reports: Whether it is the one that reports at the end: of a host that came first.
     """
 
     def __init__(self, request: RunRequest, options: HealOptions) -> None:
@@ -118,33 +121,33 @@ class Generation:
         self.whole = request.load()
         check_can_heal(self.whole, request.plan)
         self.folder = folder_of_host()
-        self.shelf = Shelf(self.folder)
-        self._known_file = self.folder / "known.json"
-        known = Known()
+        self._known_file, self._before = self.folder / "known.json", Known()
         if self._known_file.exists():
-            known = parse_dataclass(read_json(self._known_file, "file"), Known, "what is known")
-            os.environ[HOST] = known.host
-        self._before = known
+            told = read_json(self._known_file, "file")
+            self._before = parse_dataclass(told, Known, "what is known")
+            os.environ[HOST] = self._before.host
         self.store = meet(request.limits.timeout_s)
-        # What each rank has, the last generation that its host knows, and parts that are there.
-        own = asdict(own_place()), known.generation, self.shelf.parts()
+        # What each rank has, generations that its host knows, and parts that are there.
+        before = self._before
+        own = asdict(own_place()), before.generation, before.since, Shelf(self.folder).parts()
         texts = say_to_all(self.store, "heterog/said/", json.dumps(own), request.limits.timeout_s)
-        places, numbers, self._parts = zip(*map(json.loads, texts), strict=True)
-        cluster = self.whole.cluster
+        places, numbers, told_since, self._parts = zip(*map(json.loads, texts), strict=True)
+        cluster, rank = self.whole.cluster, int(os.environ["RANK"])
         device_of = ranks_in_plan(cluster, [RankHas(**each) for each in places])
-        self.devices = sorted(device_of)
-        # The first device of each host that is there.
-        self._first_of = {_host(cluster, each): each for each in reversed(self.devices)}
+        device, self.devices = device_of[rank], tuple(sorted(device_of))
         self.number = 1 + max(numbers)
-        self.lost = tuple(sorted(set(range(cluster.num_devices)) - set(device_of)))
-        self._rank = int(os.environ["RANK"])
-        self.device = device_of[self._rank]
-        self.host = _host(cluster, self.device)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0 of the plan."""
-        return self.device == self.devices[0]
+        first_of = {cluster.host_of[each]: each for each in reversed(self.devices)}
+        self._firsts = sorted(first_of.values())  # the first device of each host that is there
+        self.is_first, self.is_first_of_host = device == self.devices[0], device in self._firsts
+        since = [self.number if each < 0 else each for each in told_since]
+        self.reports = (since[rank], device) == min(zip(since, device_of, strict=True))
+        self._now = Known(
+            host=cluster.hosts[cluster.host_of[device]].name,
+            generation=self.number,
+            since=since[rank],
+            devices=self.devices,
+        )
+        self._plan_file = self.folder / f"running-{rank}.json"
 
     def decide(self) -> Assignment:
         """What this generation runs; all ranks call it.
@@ -165,111 +168,87 @@ class Generation:
         text = "".join(say_to_all(self.store, "heterog/plan/", own, limit_s))
         if text.startswith("error "):
             raise HeterogError(text.removeprefix("error "))
-        path = self.folder / f"running-{self._rank}.json"
-        write_atomically(path, text.encode())
+        write_atomically(self._plan_file, text.encode())
         if self.is_first_of_host:
-            method = str(read_json(path, "plan").get("method", ""))
-            self.tell(
-                "began",
-                lost=self.lost,
-                num_ranks=len(self.devices),
-                method=method,
-                seconds=time.monotonic() - self._begun_s,
-            )
-        os.environ[HOST] = self.host  # by which the plan's ranks are found
+            method, seconds = json.loads(text).get("method", ""), time.monotonic() - self._begun_s
+            self.tell("began", devices=self.devices, method=method, seconds=seconds)
+        os.environ[HOST] = self._now.host  # by which the plan's ranks are found
         return Assignment(
             generation=self.number,
-            plan=str(path),
+            plan=str(self._plan_file),
             last=last_step(self.request),
             moment=moment,
             checkpoint=str(resume.resolve()) if resume is not None and moment is None else "",
             shelf=str(self.folder),
-            writers=tuple(map(self.devices.index, sorted(self._first_of.values()))),
+            writers=tuple(map(self.devices.index, self._firsts)),
         )
 
-    def note(self, assignment: Assignment) -> None:
+    def note(self) -> None:
         """Write what this host knows now; once all ranks have joined."""
-        known = Known(host=self.host, generation=self.number, lost=self.lost)
-        self._before = known
+        self._before = self._now
         if not self.is_first_of_host:
-            Path(assignment.plan).unlink()
+            self._plan_file.unlink()
             return
-        for old in self.folder.glob("lost-*.json"):
+        for old in self.folder.glob("left-*.json"):
             old.unlink()
-        Path(assignment.plan).replace(self.folder / "running.json")
-        write_json(self._known_file, asdict(known))
+        self._plan_file.replace(self.folder / "running.json")
+        write_json(self._known_file, asdict(self._now))
 
     def questions(self) -> list[Question]:
         """A question about the loss of each host that is there, but for the last."""
-        cluster = self.whole.cluster
-        lost = [
-            {*self.lost, *(device for device in self.devices if _host(cluster, device) == host)}
-            for host in sorted(self._first_of, key=self._first_of.__getitem__)
+        host_of = self.whole.cluster.host_of
+        left = [
+            tuple(each for each in self.devices if host_of[each] != host_of[first])
+            for first in self._firsts
         ]
-        return [self._question(each) for each in lost if len(each) < cluster.num_devices]
-
-    @property
-    def is_first_of_host(self) -> bool:
-        """Whether this is the first rank of its host."""
-        return self.device == self._first_of[self.host]
+        return [self._question(each) for each in left if each]
 
     def tell(self, event: str, **said: Any) -> None:
         """Write an event that each host knows, if this rank is its first."""
         if self.is_first_of_host:
-            Journal(self.folder / "journal.jsonl").write(event, **said)
+            write_event(self.folder / "journal.jsonl", event, **said)
 
     # --- parts -----------------------------------------------------------------------------------
 
     def _plan_text(self) -> str:
         """The plan for the hosts that are there, or ``error`` and why there is none."""
-        if not self.lost:
+        if len(self.devices) == self.whole.cluster.num_devices:
             return self.request.plan.read_text()
-        question = self._question(self.lost)
-        if not Path(question.path).exists():
+        asked = self._question(self.devices)
+        if not Path(asked.path).exists():
             from heterog.healing.planning import Planning  # seconds, so only where it is needed
 
-            planning = Planning()
-            planning.answer(self.about())
+            planning = Planning(self.request.plan)
+            planning.capture(self.request.source_of(self.whole))
             try:
-                reply = planning.answer(asdict(question))
+                planning.answer(asked)
             except HeterogError as error:
-                reply = {"error": str(error)}
-            if "error" in reply:
-                return f"error {reply['error']}"
-        return Path(question.path).read_text()
+                return f"error {error}"
+        return Path(asked.path).read_text()
 
-    def about(self) -> dict[str, Any]:
-        """What the planning process has to know first."""
-        return {"whole": str(self.request.plan), "source": self.request.source_of(self.whole)}
-
-    def _question(self, lost: Collection[int]) -> Question:
+    def _question(self, devices: tuple[int, ...]) -> Question:
         """The question for a plan, by what ran before."""
-        running, gone = self.folder / "running.json", self._before.lost
-        if not running.exists():
-            running, gone = self.request.plan, ()
-        devices = set(range(self.whole.cluster.num_devices))
-        on = devices.difference(gone)
-        return _question(self.request, self.options, lost, running, on, self.folder)
+        path, before = self.folder / "running.json", self._before.devices
+        if not before:
+            path, before = self.request.plan, tuple(range(self.whole.cluster.num_devices))
+        running = Choice(path=str(path), method="", devices=before)
+        return _question(self.request, self.options, self.folder, devices, running)
 
 
 def _question(
     request: RunRequest,
     options: HealOptions,
-    lost: Collection[int],
-    running: Path,
-    on: Collection[int],
     folder: Path,
+    devices: tuple[int, ...],
+    running: Choice,
 ) -> Question:
-    """The question for a plan without some devices, by the plan that runs on others now."""
-    name = "-".join(map(str, sorted(lost)))
     return Question(
-        lost=tuple(sorted(lost)),
+        devices=devices,
         budget=options.first_budget,
         steps_left=request.num_steps,
         restart_s=_RESTART_S,
-        running=str(running),
-        running_on=tuple(sorted(on)),
-        path=str(folder / f"lost-{name}.json"),
+        running=running,
+        path=str(folder / f"left-{'-'.join(map(str, devices))}.json"),
     )
 
 
@@ -285,12 +264,10 @@ def warm(path: str) -> None:
     torch.set_num_threads(1)  # those of OpenMP would be missing in who is forked
     with suppress(HeterogError), tempfile.TemporaryDirectory(prefix="heterog-") as folder:
         request, options = read_healing(Path(path))
-        devices = range(request.load().cluster.num_devices)
-        planning = Planning()
-        planning.answer({"whole": str(request.plan), "source": ""})
-        last = devices[-1:]
-        question = _question(request, options, last, request.plan, devices, Path(folder))
-        planning.answer(asdict(question))
+        every = tuple(range(request.load().cluster.num_devices))
+        running = Choice(path=str(request.plan), method="", devices=every)
+        asked = _question(request, options, Path(folder), every[:-1], running)
+        Planning(request.plan).answer(asked)
     torch.set_num_threads(num_threads)
 
 
@@ -305,7 +282,8 @@ class TorchrunRank(HealingRank):
             # Nothing was computed yet, and no accelerator, which no fork could use, is here.
             is_forked = not has_accelerator()
             self._planning = Service("heterog.healing.planning", is_forked=is_forked)
-            self._planning.ask(generation.about())
+            source = generation.request.source_of(generation.whole)
+            self._planning.ask((generation.request.plan, source))
         stop = generation.folder / f"stop{generation.number}"
         stop.unlink(missing_ok=True)  # of one that did not get as far as to train
         on_sigterm(stop.touch)
@@ -318,7 +296,7 @@ class TorchrunRank(HealingRank):
             redundancy=generation.options.redundancy,
             silent_s=max(_SILENT_S, _SILENT_STEPS * (generation.whole.step_time_s or 0.0)),
         )
-        generation.note(assignment)
+        generation.note()
         self._asked = generation.questions()
         end_cut_links()
 
@@ -347,14 +325,14 @@ class TorchrunRank(HealingRank):
 
     def _prepare(self, planning: Service) -> None:
         """Ask for plans one after another, and publish them."""
-        for reply in planning.replies():
-            if "path" in reply:
-                path = Path(reply["path"])
+        for _, answer in iter(planning.next_answer, None):
+            if isinstance(answer, Choice):
+                path = Path(answer.path)
                 published = f"{path.name}\n{path.read_text()}"
                 self._generation.store.set(f"heterog/prepared/{self._given}", published)
                 self._given += 1
             if self._asked:
-                planning.ask(asdict(self._asked.pop(0)), niceness=_NICENESS)
+                planning.ask(self._asked.pop(0), niceness=_NICENESS)
             else:
                 planning.close()
                 self._planning = None
@@ -362,25 +340,23 @@ class TorchrunRank(HealingRank):
 
 def measured(generation: Generation) -> dict[str, Any]:
     """What this host knows of all generations, as ``HealingJob`` has it."""
-    trained, before = Trained(), set[int]()
+    trained, before, detect_s = Trained(), set[int](), 0.0
     cluster = generation.whole.cluster
-    detect_s = 0.0
-    for event in JournalReader(generation.folder / "journal.jsonl").new_events():
+    for event in read_events(generation.folder / "journal.jsonl")[0]:
+        at_s = float(event["at_s"])
+        if event["event"] == "gave up":
+            detect_s = at_s - trained.last_event_s
         if event["event"] != "began":
-            if event["event"] == "gave up":
-                detect_s = float(event["at_s"]) - trained.last_event_s
             trained.hear(event)
             continue
-        now = set(event["lost"])
+        now = set(event["devices"])
         if trained.losses:
-            gone, back = now - before, before - now
+            gone, back = before - now, now - before
             kind = "lost" if gone or not back else "back"
-            move = Move(kind=kind, why=_in_words(cluster, gone, back))
-            move.num_ranks, move.method = int(event["num_ranks"]), str(event["method"])
+            why = _in_words(cluster, gone, back)
+            move = trained.begin_move(kind, why, trained.last_event_s)
             move.detect_s, detect_s = detect_s, 0.0
-            move.plan_s = float(event["at_s"]) - trained.last_event_s
-            trained.moves.append(move)
-            trained.last_event_s = float(event["at_s"])
+            trained.planned(event["method"], len(now), at_s)
         before = now
     return {
         "model": generation.whole.graph.name,
@@ -417,7 +393,7 @@ def heal(path: Path) -> None:
     rank.end(is_done)
     if not is_done:
         exit_now()  # torchrun starts ranks again where no host leaves
-    if generation.is_first:
+    if generation.reports:
         found = measured(generation)
         if request.output is not None:
             write_json(request.output, found)
@@ -439,10 +415,6 @@ def main() -> None:
             if not is_of_another(error) and "TORCHELASTIC_RUN_ID" in os.environ:
                 os.kill(os.getppid(), signal.SIGTERM)  # or it would start the same again
             raise
-
-
-def _host(cluster: Cluster, device: int) -> str:
-    return cluster.hosts[cluster.host_of[device]].name
 
 
 def _in_words(cluster: Cluster, gone: Collection[int], back: Collection[int]) -> str:

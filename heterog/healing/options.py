@@ -97,6 +97,7 @@ class Trained:
         moves: Changes of plan in order.
         snapshot_bytes: Size of the largest part of a snapshot that rank 0 has sent.
         num_snapshots: Number of snapshots begun.
+        has_snapshot: Whether one of them is known to be complete.
         copy_s: Seconds that rank 0 spent copying its parts, during which training waits.
         last_event_s: Time of the last event, by the monotonic clock.
         is_done: Whether the last step was done.
@@ -107,10 +108,25 @@ class Trained:
     moves: list[Move] = field(default_factory=list)
     snapshot_bytes: int = 0
     num_snapshots: int = 0
+    has_snapshot: bool = False
     copy_s: float = 0.0
     last_event_s: float = 0.0
     is_done: bool = False
     _taken_up_s: float = 0.0
+
+    def begin_move(self, kind: str, why: str, at_s: float) -> Move:
+        """Add a change of plan, for which the last generation has ended at this time."""
+        self.moves.append(Move(kind=kind, why=why, detect_s=at_s - self.last_event_s))
+        self.last_event_s = at_s
+        return self.moves[-1]
+
+    def planned(self, method: str, num_ranks: int, at_s: float) -> None:
+        """Complete the last change, if there is one, by the plan that is known at this time."""
+        if self.moves:
+            move = self.moves[-1]
+            move.method, move.num_ranks = method, num_ranks
+            move.plan_s = at_s - self.last_event_s
+            self.last_event_s = at_s
 
     def hear(self, event: dict[str, Any]) -> None:
         """Update the record with an event of rank 0."""
@@ -134,6 +150,7 @@ class Trained:
                 self.losses[number] = event["loss"]
             case "snapshot":
                 self.num_snapshots += 1
+                self.has_snapshot |= bool(event["is_settled"])
                 self.snapshot_bytes = max(self.snapshot_bytes, int(event["num_bytes"]))
                 self.copy_s += float(event["copy_s"])
             case "done":

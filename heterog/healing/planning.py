@@ -1,25 +1,22 @@
 """A process that plans for what is left of a cluster, while the ranks train.
 
-    python -m heterog.healing.planning      requests on standard input, see ``Planning.answer``
-
 It is started with the job, so that everything is imported, compiled and captured when a rank is
-lost. A new request ends the search for the one before, which then answers with its best so far.
+lost. A new question ends the search for the one before, whose answer is then the best so far.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from heterog.agents.improver import led_by, load_improver
 from heterog.agents.planners import default_methods
-from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.capture import capture_step
 from heterog.healing.busy import device_seconds
-from heterog.healing.improving import NEAR
-from heterog.healing.moving import transfer_s
-from heterog.healing.question import Question
-from heterog.healing.remaining import Remaining, SlowedCosts, remaining, slowed
-from heterog.healing.service import Message, answer_requests
+from heterog.healing.choices import Choice, Question
+from heterog.healing.costs import SlowedCosts, slowed, transfer_s
+from heterog.healing.service import answer_questions
 from heterog.methods.local_search.planner import LocalSearch
 from heterog.methods.planner import (
     Budget,
@@ -32,7 +29,6 @@ from heterog.methods.planner import (
 )
 from heterog.pricing.calibration import cost_model_of
 from heterog.pricing.cost_model import CostModel
-from heterog.records import parse_dataclass
 from heterog.runtime.measure.rehearsal import rehearsal_of
 from heterog.search.issue_order import IssuedSteps, Rehearse
 from heterog.search.judging import run_method
@@ -44,59 +40,69 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Strategy
 from heterog.zoo import load_workload
 
+NEAR = 1.05
+"""Times the running plan's predicted step up to which a plan is worth trying: predictions on
+testbeds err by 6 to 8 % (``docs/notebook/testbeds.md``)."""
 _SEARCHES, _SEEDS_APART = 3, 100
 """Most searches for a plan to try, and how far apart their seeds are. A search that may not repeat
 the changes of earlier trials finds nothing more often."""
 
 
 class Planning:
-    """Answers questions about one job."""
+    """Answers questions about one job.
 
-    def __init__(self) -> None:
+    Args:
+        whole: Path of the job's first plan.
+
+    Attributes:
+        busy_s: Predicted seconds that each rank of the first plan computes in a step.
+    """
+
+    def __init__(self, whole: Path) -> None:
         self._stop = Stop()
+        plan = load_plan(whole)
         self._plans: dict[str, Plan] = {}
-        self._whole: Cluster  # of the first request
+        self._whole = plan.cluster
+        self._batch_size = plan.graph.batch_size
         self._rehearse: Rehearse | None = None
+        self.busy_s = busy_seconds(Evaluator(plan.graph, plan.cluster), plan)
 
-    def heard(self, request: Message) -> None:
-        """A request has arrived: end the search for the one before."""
+    def capture(self, source: str) -> None:
+        """Capture the workload's step, so that from now on plans are played on shapes."""
+        workload = load_workload(source, self._batch_size, must_take=False)
+        self._rehearse = rehearsal_of(capture_step(workload))
+
+    def stop(self) -> None:
+        """End the search for the question that is being answered."""
         self._stop.request()
 
-    def answer(self, request: Message) -> Message:
-        """Compute the reply to a request.
+    def answer(self, question: Question) -> Choice:
+        """Make a plan.
 
-        The first request is ``{"whole": plan file, "source": workload}``; each later one is a
-        ``Question``, whose reply is an ``Answer``. Without a workload plans are not played on
-        shapes.
+        Raises:
+            StrategyError: none fits.
         """
         self._stop = Stop()
-        if "whole" in request:
-            plan = load_plan(request["whole"])
-            self._whole = plan.cluster
-            if request["source"]:
-                workload = load_workload(request["source"], plan.graph.batch_size, must_take=False)
-                self._rehearse = rehearsal_of(capture_step(workload))
-            return {"busy_s": busy_seconds(Evaluator(plan.graph, plan.cluster), plan)}
-        question = parse_dataclass(request, Question, "the question")
-        left = remaining(self._whole, question.lost)
-        evaluator = self._evaluator(self._running(question), left, question)
+        evaluator = self._evaluator(question, question.devices)
         if question.tried:
             plan = self._near(question, evaluator)
         else:
-            plan = self._plan(question, left, evaluator)
+            plan = self._plan(question, evaluator)
         if plan.step_time_s is None:
-            return {"error": f"nothing fits on what is left: {plan.shortage}"}
+            raise StrategyError(f"nothing fits on what is left: {plan.shortage}")
         plan.save(question.path)
-        return {
-            "path": question.path,
-            "method": plan.method,
-            "step_time_s": plan.step_time_s,
-            "moving_s": self._moving_s(question, left, plan.strategy),
-            "stay_step_s": self._stay_step_s(question),
-            "busy_s": busy_seconds(evaluator, plan),
-        }
+        return Choice(
+            path=question.path,
+            method=plan.method,
+            devices=question.devices,
+            slow={each: question.slow[each] for each in question.devices if each in question.slow},
+            busy_s=busy_seconds(evaluator, plan),
+            step_time_s=plan.step_time_s,
+            stay_step_s=self._stay_step_s(question),
+            moving_s=self._moving_s(question, plan.strategy),
+        )
 
-    def _plan(self, question: Question, left: Remaining, evaluator: Evaluator) -> Plan:
+    def _plan(self, question: Question, evaluator: Evaluator) -> Plan:
         """The plan that finishes the job first."""
         running = self._running(question)
         request = Request(
@@ -113,7 +119,7 @@ class Planning:
         def until_done_s(row: MethodRow) -> float:
             assert row.candidate is not None
             assert row.step_time_s is not None
-            moving_s = self._moving_s(question, left, row.candidate.strategy)
+            moving_s = self._moving_s(question, row.candidate.strategy)
             return moving_s + question.steps_left * row.step_time_s
 
         fitting = [row for row in plan.rows if row.step_time_s is not None and row.candidate]
@@ -158,14 +164,14 @@ class Planning:
         spent = Searched(budget=question.budget, seed=problem.seed, seconds=row.search_seconds)
         return self._plan_of(evaluator, row, spent)
 
-    def _moving_s(self, question: Question, left: Remaining, strategy: Strategy) -> float:
+    def _moving_s(self, question: Question, strategy: Strategy) -> float:
         """Seconds to change from the running plan to a strategy on what is left."""
         running = self._running(question)
         return question.restart_s + transfer_s(
             running.graph,
             self._whole,
-            (running.strategy, question.running_on),
-            (strategy, left.device_of),
+            (running.strategy, question.running.devices),
+            (strategy, question.devices),
         )
 
     def _plan_of(self, evaluator: Evaluator, row: MethodRow, spent: Searched) -> Plan:
@@ -179,28 +185,26 @@ class Planning:
     def _stay_step_s(self, question: Question) -> float:
         """Predicted step time of the running plan on the devices that it runs on."""
         running = self._running(question)
-        others = set(range(self._whole.num_devices)) - set(question.running_on)
-        evaluator = self._evaluator(running, remaining(self._whole, others), question)
+        evaluator = self._evaluator(question, question.running.devices)
         strategy = replace(running.strategy, cluster=evaluator.cluster.fingerprint())
         judged = evaluator.referee(strategy, Order[running.order.upper()])
         return judged.step_time_s
 
-    def _evaluator(self, plan: Plan, left: Remaining, question: Question) -> Evaluator:
-        """An evaluator of what is left, in which some devices are slow."""
-        slow = {
-            rank: question.slow[device]
-            for rank, device in enumerate(left.device_of)
-            if device in question.slow
-        }
+    def _evaluator(self, question: Question, devices: Sequence[int]) -> Evaluator:
+        """An evaluator of some devices, some of which are slow."""
+        graph, cluster = self._running(question).graph, self._whole.part(devices)
+        ranks = enumerate(devices)
+        slow = {rank: question.slow[each] for rank, each in ranks if each in question.slow}
         if not slow:
-            return Evaluator(plan.graph, left.cluster)
-        costs: CostModel = SlowedCosts(cost_model_of(left.cluster), left.cluster, slow)
-        return Evaluator(plan.graph, slowed(left.cluster, slow), costs)
+            return Evaluator(graph, cluster)
+        costs: CostModel = SlowedCosts(cost_model_of(cluster), cluster, slow)
+        return Evaluator(graph, slowed(cluster, slow), costs)
 
     def _running(self, question: Question) -> Plan:
-        if question.running not in self._plans:
-            self._plans = {question.running: load_plan(question.running)}
-        return self._plans[question.running]
+        path = question.running.path
+        if path not in self._plans:
+            self._plans = {path: load_plan(path)}
+        return self._plans[path]
 
 
 class _Untried(Planner):
@@ -218,17 +222,31 @@ class _Untried(Planner):
         return replace(found, candidates=left)
 
 
-def busy_seconds(evaluator: Evaluator, plan: Plan) -> list[float]:
+def busy_seconds(evaluator: Evaluator, plan: Plan) -> tuple[float, ...]:
     """Predicted seconds that each device of a plan computes in a step."""
     choice = evaluator.encode(plan.strategy)
     program, start_s, finish_s = evaluator.referee_timings(choice, Order[plan.order.upper()])
-    return device_seconds(program, start_s, finish_s)
+    return tuple(device_seconds(program, start_s, finish_s))
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
-    planning = Planning()
-    answer_requests(planning.answer, planning.heard)
+    """Answer questions; the first one is the first plan's path and the source of its workload."""
+    begun: list[Planning] = []
+
+    def answer(question: Any) -> Any:
+        if not begun:
+            path, source = question
+            begun.append(Planning(path))
+            if source:
+                begun[0].capture(source)
+            return begun[0].busy_s
+        return begun[0].answer(question)
+
+    def heard() -> None:
+        for planning in begun:
+            planning.stop()
+
+    answer_questions(answer, heard)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What one rank of a job that heals does: take the state up, train, take snapshots.
+"""What one rank of a job that heals does: load the state, train, take snapshots.
 
     python -m heterog.healing.rank run.json assignment.json journal.jsonl stop
 
@@ -20,14 +20,12 @@ import torch
 import torch.distributed as dist
 
 from heterog.graph.capture import CapturedStep, capture_step
-from heterog.healing.assignment import Assignment, wait_for_assignment
 from heterog.healing.busy import BusyClock, device_seconds
 from heterog.healing.carrying import RankCarrier
-from heterog.healing.elastic import all_groups, set_silence
-from heterog.healing.journal import Journal
-from heterog.healing.restoring import Snapshot, part_of
-from heterog.healing.sending import Taker
+from heterog.healing.elastic import all_groups, any_rank, set_silence
+from heterog.healing.exchange import Assignment, wait_for_assignment, write_event
 from heterog.healing.shelf import Shelf
+from heterog.healing.snapshots import Snapshot, SnapshotWriter, part_of
 from heterog.lowering import lower
 from heterog.runtime.accelerators import is_accelerated
 from heterog.runtime.checkpoint.files import needed, read_boxes
@@ -57,8 +55,8 @@ class HealingRank:
         journal: Path of the event file, for who writes it.
         stop: Path of a file whose existence asks the ranks to stop after a step.
         store: The store of ``meet``, if the ranks have met.
-        redundancy: Number of other hosts to which ranks themselves carry their parts; ``None``
-            where others do.
+        redundancy: Number of other hosts to which ranks themselves copy their parts; ``None``
+            where ranks need not do that.
         silent_s: Seconds without an answer after which a rank gives up waiting for another one,
             from the second step on; 0 leaves the timeout of the process group.
     """
@@ -79,7 +77,7 @@ class HealingRank:
         plan = load_plan(assignment.plan)
         self._step, workload = set_up(plan, request, store, _captured.get(journal.parent))
         self._rank = dist.get_rank()
-        self._journal = Journal(journal if self._rank in assignment.writers else None)
+        self._journal = journal if self._rank in assignment.writers else None
         self._program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
         self._batch = workload.make_batch()
         tell("taking the state up")
@@ -91,7 +89,7 @@ class HealingRank:
                 self._shelf, plan.cluster.host_of, redundancy, silent_s or request.limits.timeout_s
             )
         self._take_up()
-        self._taker = Taker(
+        self._writer = SnapshotWriter(
             self._shelf,
             self._rank,
             dist.get_world_size(),
@@ -99,7 +97,7 @@ class HealingRank:
             is_copied=assignment.is_copied,
             carry=self._carrier.copy if self._carrier else None,
         )
-        self._taker.settled = assignment.moment
+        self._writer.settled = assignment.moment
         self._clock = None if is_accelerated(self._step.device) else BusyClock(self._program)
         self._step.notify(self._clock)
         self._looked = 0, 0.0  # number of steps and time at the last report
@@ -125,20 +123,25 @@ class HealingRank:
                 self._begin_look(number)
                 if self._silent_s:
                     set_silence(self._silent_s, self._groups)
-            is_busy, has_failed, is_wanted, is_due = self._agree()
+            is_busy, has_failed, is_wanted, is_due = any_rank(
+                self._writer.is_busy,
+                bool(self._writer.failed),
+                self._stop.exists(),
+                self._rank == 0 and self._is_due(number),
+            )
             end_s = time.perf_counter()
             told = loss if math.isfinite(loss) else None  # JSON has nothing else
             # Before the snapshot, from which others may go on although this rank ends within it.
-            self._journal.write("step", step=number, loss=told, seconds=end_s - begin_s)
+            self._write("step", step=number, loss=told, seconds=end_s - begin_s)
             begin_s = end_s
             if not is_busy:
                 if not has_failed:
-                    self._taker.settle()
+                    self._writer.settle()
                 self._take_snapshot(number)
             if is_due:
                 busy_s = self._busy_seconds(number)
             if busy_s:
-                self._journal.write("busy", step=number, busy_s=busy_s)
+                self._write("busy", step=number, busy_s=busy_s)
             if is_wanted and number < last:
                 self._leave_all(number)
                 return False
@@ -158,61 +161,40 @@ class HealingRank:
         self._step.flush()
         tell("leaving")
         dist.barrier()
-        self._journal.write("done" if is_done else "stopped", step=self._step.num_steps)
+        self._write("done" if is_done else "stopped", step=self._step.num_steps)
+
+    def _write(self, event: str, **said: Any) -> None:
+        write_event(self._journal, event, **said)
 
     def _take_up(self) -> None:
         """Load the state that the job had reached."""
-        step, assignment = self._step, self._assignment
-        num_bytes = far_bytes = 0
-        if assignment.moment is not None:
+        step, moment = self._step, self._assignment.moment
+        moved = torch.zeros(2, dtype=torch.int64)
+        if moment is not None:
             if self._carrier is not None:
-                self._carrier.bring_indices(assignment.moment)
-            snapshot = Snapshot(self._shelf, assignment.moment)
-            model, where = step.model, Path("in memory")
-            check_fits(step, model, snapshot.contents, where)
-            state = NewState(step, model, snapshot.contents)
+                self._carrier.bring_indices(moment)
+            snapshot = Snapshot(self._shelf, moment)
+            contents, where = snapshot.contents, Path("in memory")
+            check_fits(step, step.model, contents, where)
+            state = NewState(step, step.model, contents)
             if self._carrier is not None:
-                wanted = needed(snapshot.contents, state.wanted)
-                numbers = {part_of(snapshot.contents.tensors[name]) for name in wanted}
-                self._carrier.bring(assignment.moment, numbers)
-            read_boxes(snapshot.contents, where, state.wanted, read=snapshot.read)
+                wanted = needed(contents, state.wanted)
+                self._carrier.bring(moment, {part_of(contents.tensors[name]) for name in wanted})
+            read_boxes(contents, where, state.wanted, read=snapshot.read)
             state.check_counters()
             state.take_over()
-            num_bytes, far_bytes = snapshot.num_bytes, snapshot.far_bytes
-        elif assignment.checkpoint:
-            load_checkpoint(step, assignment.checkpoint)
-        moved = torch.tensor([num_bytes, far_bytes])
+            moved = torch.tensor([snapshot.num_bytes, snapshot.far_bytes])
+        elif self._assignment.checkpoint:
+            load_checkpoint(step, self._assignment.checkpoint)
         dist.all_reduce(moved)
-        self._journal.write(
-            "taken up",
-            step=step.num_steps,
-            num_bytes=int(moved[0]),
-            far_bytes=int(moved[1]),
-        )
+        num_bytes, far_bytes = moved.tolist()
+        self._write("taken up", step=step.num_steps, num_bytes=num_bytes, far_bytes=far_bytes)
 
-    def _agree(self) -> tuple[bool, bool, bool, bool]:
-        """End a step on all ranks.
-
-        Returns:
-            Whether a rank's last snapshot is still being copied, whether one has failed, whether
-            all should stop, and whether all should say how long they computed.
-        """
-        is_first = self._rank == 0
-        looked_after, looked_s = self._looked
-        num_steps = self._step.num_steps - looked_after
-        is_due = num_steps >= LOOK_STEPS and time.perf_counter() - looked_s >= LOOK_S
-        said = torch.tensor(
-            [
-                self._taker.is_busy,
-                bool(self._taker.failed),
-                self._stop.exists(),
-                is_first and is_due and self._clock is not None,
-            ],
-            dtype=torch.int64,
-        )
-        dist.all_reduce(said, op=dist.ReduceOp.MAX)
-        is_busy, has_failed, is_wanted, is_due = (bool(each) for each in said.tolist())
-        return is_busy, has_failed, is_wanted, is_due
+    def _is_due(self, number: int) -> bool:
+        """Whether it is time to say how long each rank on a CPU computes."""
+        after, since_s = self._looked
+        has_waited = number - after >= LOOK_STEPS and time.perf_counter() - since_s >= LOOK_S
+        return self._clock is not None and has_waited
 
     def _begin_look(self, number: int) -> None:
         """Begin to measure how long this rank computes, after a step."""
@@ -223,46 +205,43 @@ class HealingRank:
     def _busy_seconds(self, number: int) -> list[float]:
         """Seconds that each rank computed in a step since the last report, on average."""
         assert self._clock is not None
-        own_s = self._clock.seconds / (number - self._looked[0])
         every = torch.zeros(dist.get_world_size(), dtype=torch.float64)
-        every[self._rank] = own_s
+        every[self._rank] = self._clock.seconds / (number - self._looked[0])
         dist.all_reduce(every)
         self._begin_look(number)
         return every.tolist()
 
     def _take_snapshot(self, number: int) -> None:
         step, graph = self._step, self._step.captured.graph
-        entries, states = own_entries(step, step.model)
         about = {
             "model": graph.name,
             "graph": graph.fingerprint,
             "optimizer": graph.optimizer,
             "num_steps": step.num_steps,
         }
-        self._taker.take(number, entries, states, about)
-        if self._taker.failed:
-            self._journal.write("no snapshot", why=self._taker.failed)
-        num_bytes, copy_s = self._taker.num_bytes, self._taker.copy_s
-        self._journal.write("snapshot", step=number, num_bytes=num_bytes, copy_s=copy_s)
+        self._writer.take(number, *own_entries(step, step.model), about)
+        if self._writer.failed:
+            self._write("no snapshot", why=self._writer.failed)
+        writer = self._writer
+        told = {"num_bytes": writer.num_bytes, "copy_s": writer.copy_s}
+        self._write("snapshot", step=number, is_settled=writer.settled is not None, **told)
 
     def _leave_all(self, number: int) -> None:
-        """Take a snapshot of this step, if there is none, and wait until it is where it should."""
-        self._taker.wait()
-        newest = self._taker.newest
-        said = torch.tensor([int(newest is None or newest.step != number)])
-        dist.all_reduce(said, op=dist.ReduceOp.MAX)
-        if said.item():
+        """Take a snapshot of this step, unless there is one, and wait until it is copied."""
+        self._writer.wait()
+        newest = self._writer.newest
+        if any_rank(newest is None or newest.step != number)[0]:
             self._take_snapshot(number)
-            self._taker.wait()
+            self._writer.wait()
 
 
 def warm(plan: str, run_file: str = "") -> None:
-    """Do what ranks would, where later ones are forked off: 0.4 s of each to load the kernels.
+    """Do in the process that ranks are forked off what each of them would do otherwise.
 
     Args:
-        plan: Path of a plan like theirs, which is lowered.
-        run_file: That of the job whose step is captured, which takes each 0.25 s or longer; not
-            where there is an accelerator, which the model's code might touch.
+        plan: Path of a plan like theirs; lowering it loads the kernels, which takes 0.4 s.
+        run_file: That of the job whose step is captured, which takes 0.25 s or longer; not where
+            there is an accelerator, which the model's code might touch.
     """
     loaded = load_plan(plan)
     lower(loaded.graph, loaded.cluster, loaded.strategy, num_steps=1)

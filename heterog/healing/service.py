@@ -1,19 +1,19 @@
-"""A process beside a job that answers requests: a line of JSON each way.
+"""A process beside a job that answers questions, which are Python values, as are the answers.
 
 It ends when its standard input does, so it does not outlive who started it, however that ends.
 """
 
-import json
 import os
 import queue
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -21,157 +21,134 @@ from heterog.errors import HeterogError
 from heterog.runtime.launch import with_package
 
 _END_S = 3.0
-_POLL_S = 0.01
-
-Message = dict[str, Any]
 
 
 class Service:
     """Starts a module as such a process and talks to it.
 
     Args:
-        module: Name of a module that calls ``answer_requests`` when it is run.
+        module: Name of a module that calls ``answer_questions`` when it is run.
         is_forked: Whether its ``main`` may be forked off this process, if that has imported it;
             importing takes seconds. Not where threads compute or an accelerator is used already.
+
+    Attributes:
+        has_ended: Whether the process was found to have ended.
     """
 
     def __init__(self, module: str, *, is_forked: bool = False) -> None:
-        self._replies: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._last_id = 0
-        self._module = module
-        asked, asking = os.pipe()
-        saying, said = os.pipe()
-        self._input, self._output = os.fdopen(asking, "wb"), os.fdopen(saying, "rb")
+        self.has_ended = False
+        self._num_asked, self._module = 0, module
+        asked, self._asking = Pipe(duplex=False)
+        self._answers, answering = Pipe(duplex=False)
         self._process: subprocess.Popen[bytes] | BaseProcess
         if is_forked and module in sys.modules:
-            main = sys.modules[module].main
-            given = main, asked, said
+            given = sys.modules[module].main, asked.fileno(), answering.fileno()
             self._process = get_context("fork").Process(target=_be, args=given, daemon=True)
             self._process.start()
         else:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module],
-                stdin=asked,
-                stdout=said,
+                [sys.executable, "-m", module, str(answering.fileno())],
+                stdin=asked.fileno(),
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
+                pass_fds=[answering.fileno()],
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": with_package()},
             )
-        os.close(asked)
-        os.close(said)
-        threading.Thread(target=self._read, daemon=True).start()
+        asked.close()
+        answering.close()
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether it still runs."""
-        if isinstance(self._process, BaseProcess):
-            return self._process.is_alive()
-        return self._process.poll() is None
-
-    def ask(self, request: Mapping[str, Any], *, niceness: int = 0) -> int:
-        """Send a request and return its number, which the reply has as ``id``.
+    def ask(self, question: Any, *, niceness: int = 0) -> int:
+        """Send a question and return its number, which comes with the answer.
 
         Args:
-            request: What ``answer_requests`` passes to its ``answer``.
+            question: What ``answer_questions`` passes to its ``answer``.
             niceness: By how much its work is nicer than this process, so that ranks come first.
 
         Raises:
             HeterogError: the process has ended.
         """
-        self._last_id += 1
-        line = json.dumps({**request, "id": self._last_id, "niceness": niceness}) + "\n"
+        self._num_asked += 1
         try:
-            self._input.write(line.encode())
-            self._input.flush()
+            self._asking.send((self._num_asked, niceness, question))
         except OSError as error:
             raise HeterogError(f"the process {self._module} has ended.") from error
-        return self._last_id
+        return self._num_asked
 
-    def replies(self) -> list[Message]:
-        """Replies that have arrived since the last call."""
-        found = []
-        while not self._replies.empty():
-            found.append(self._replies.get())
-        return found
+    def next_answer(self, timeout_s: float = 0.0) -> tuple[int, Any] | None:
+        """The number of a question and its answer, or a ``HeterogError`` instead of that.
 
-    def next_reply(self, timeout_s: float) -> Message | None:
-        """The next reply; ``None`` if none comes in time or the process has ended."""
+        Returns:
+            ``None`` if no answer comes in time, or the process has ended.
+        """
         try:
-            reply = self._replies.get(timeout=timeout_s)
-        except queue.Empty:
+            return self._answers.recv() if self._answers.poll(timeout_s) else None
+        except (EOFError, OSError):
+            self.has_ended = True
             return None
-        return reply or None
 
     def close(self) -> None:
         """End the process."""
-        with suppress(OSError):
-            self._input.close()
+        self._asking.close()
         end_s = time.monotonic() + _END_S
-        while self.is_alive and time.monotonic() < end_s:
-            time.sleep(_POLL_S)
-        if self.is_alive:
-            self._process.kill()
-        while self.is_alive:  # which also has the system forget it
-            time.sleep(_POLL_S)
-        self._output.close()
-
-    def _read(self) -> None:
-        with suppress(ValueError, OSError):
-            for line in self._output:
-                with suppress(json.JSONDecodeError):  # output of a library
-                    reply = json.loads(line)
-                    if isinstance(reply, dict):
-                        self._replies.put(reply)
-        self._replies.put({})  # wakes a waiting reader: no more replies come
+        while self.next_answer(max(end_s - time.monotonic(), 0.0)) is not None:
+            pass  # nobody waits for it any more
+        self._process.kill()
+        if isinstance(self._process, BaseProcess):
+            self._process.join()
+        else:
+            self._process.wait()
+        self._answers.close()
 
 
-def _be(main: Callable[[], None], asked: int, said: int) -> None:
+def _be(main: Callable[[], None], asked: int, answering: int) -> None:
     """Become what ``python -m`` would be, after a fork."""
     os.setsid()
     nothing = os.open(os.devnull, os.O_WRONLY)
-    for number, meant in ((asked, 0), (said, 1), (nothing, 2)):
+    for meant, number in enumerate((asked, nothing, nothing, answering)):
         os.dup2(number, meant)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # connections end with who made them
-    sys.stdin = open(0, closefd=False)
+    os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # connections end with who made them
+    sys.argv[1:] = ["3"]
     main()
 
 
-def answer_requests(
-    answer: Callable[[Message], Message], heard: Callable[[Message], None] = lambda request: None
+def answer_questions(
+    answer: Callable[[Any], Any], heard: Callable[[], None] = lambda: None
 ) -> None:
-    """Answer requests one after another until the input ends.
+    """Answer questions from standard input one after another until it ends.
+
+    Answers go to the file descriptor that is the first argument of the command line, since
+    libraries may write to standard output.
 
     Args:
-        answer: Computes the reply to a request; its errors become ``error`` of the reply.
-        heard: Called in another thread as soon as a request arrives.
+        answer: Computes an answer; an error of it is sent instead.
+        heard: Called in another thread as soon as a question arrives.
     """
-    requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    # Output of libraries is dropped; replies go where output went.
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    questions: queue.SimpleQueue[tuple[int, int, Any]] = queue.SimpleQueue()
+    asked, answering = Connection(0, writable=False), Connection(int(sys.argv[1]), readable=False)
 
     def listen() -> None:
-        for line in sys.stdin:
-            request = json.loads(line)
-            heard(request)
-            requests.put(request)
+        with suppress(EOFError, OSError):
+            while True:
+                question = asked.recv()
+                heard()
+                questions.put(question)
         os._exit(0)
 
     threading.Thread(target=listen, daemon=True).start()
     while True:
-        request = requests.get()
-        # A thread cannot become less nice again, so each request has one of its own.
+        number, niceness, question = questions.get()
+        # A thread cannot become less nice again, so each question has one of its own.
         with ThreadPoolExecutor(1) as thread:
-            reply = thread.submit(_answer, answer, request).result()
-        out.write(json.dumps({**reply, "id": request["id"]}) + "\n")
-        out.flush()
+            found = thread.submit(_answer, answer, question, niceness).result()
+        answering.send((number, found))
 
 
-def _answer(answer: Callable[[Message], Message], request: Message) -> Message:
-    if request["niceness"] and sys.platform == "linux":
-        niceness = os.getpriority(os.PRIO_PROCESS, os.getpid()) + int(request["niceness"])
+def _answer(answer: Callable[[Any], Any], question: Any, niceness: int) -> Any:
+    if niceness and sys.platform == "linux":
+        niceness += os.getpriority(os.PRIO_PROCESS, os.getpid())
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     try:
-        return answer(request)
+        return answer(question)
     except (HeterogError, OSError, RuntimeError, ValueError) as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return HeterogError(f"{type(error).__name__}: {error}")

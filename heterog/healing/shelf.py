@@ -1,16 +1,17 @@
-"""Snapshots on a host, where they outlive the ranks that write them.
+"""The parts of snapshots that a host has, where they outlive the ranks that write them.
 
 A snapshot has a part of each rank, and a part is a file in a folder for temporary files: its
 tensors one after another, beside a file that says where each of them is. It has its name when all
 of it is there, so a rank that dies while it writes leaves what was there before. Who reads maps it
-into memory first, so that it may be let go meanwhile.
+into memory first, so that it may be deleted meanwhile.
 
     3.120.1-4           part 1 of 4 of step 120 of generation 3
     3.120.1-4.index     where its tensors are
-    3.120.1-4.new       there, and other hosts should hold it, too, and do not yet
-    3.120.1-4.wanted    somebody here waits for it, and another host has it; so for an index
+    3.120.1-4.new       there, and to be copied to other hosts, which was not done yet
+    3.120.1-4.wanted    a rank here waits for it, and another host has it; so for an index
+    lent/3.120.1-4      it, for who reads it for longer than others need it
 
-Copies on other hosts are not made here: ``ray_host`` carries them from node to node.
+``host`` copies parts from node to node on Ray, ``carrying`` does so under torchrun.
 """
 
 import json
@@ -31,7 +32,7 @@ from heterog.files import write_atomically
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import SavedOptimizer, SavedTensor, dtype_name, to_json
 
-NEW, WANTED, GONE, INDEX = ".new", ".wanted", ".gone", ".index"
+NEW, WANTED, INDEX = ".new", ".wanted", ".index"
 _ALIGNMENT = 16
 """Bytes to which tensors are aligned in a part: a multiple of every element's size."""
 _POLL_S = 0.005
@@ -44,13 +45,7 @@ class LostError(HeterogError):
 
 
 class Moment(NamedTuple):
-    """A step of a generation; a later one compares as larger.
-
-    Attributes:
-        generation: Number of times the job's ranks were started before.
-        step: Number of steps done.
-        num_parts: Number of parts of its snapshot.
-    """
+    """A step of a generation and the number of parts of its snapshot; later ones are larger."""
 
     generation: int
     step: int
@@ -58,12 +53,7 @@ class Moment(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one rank held at a moment.
-
-    Attributes:
-        moment: When.
-        number: Number of the rank.
-    """
+    """What the rank of a number held at a moment."""
 
     moment: Moment
     number: int
@@ -132,10 +122,10 @@ class Shelf:
         begins, size = [], 0
         for entry in entries:
             begins.append(size)
-            num_bytes = entry.value.numel() * entry.value.element_size()
-            size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            size += -(-entry.value.nbytes // _ALIGNMENT) * _ALIGNMENT
         begun = self.folder / f"{part.name}.begun"
         try:
+            room = None
             with begun.open("wb+") as file:
                 if size:
                     file.truncate(size)
@@ -143,7 +133,7 @@ class Shelf:
                         os.posix_fallocate(file.fileno(), 0, size)
                     room = mmap.mmap(file.fileno(), size)
             saved = {
-                entry.name: _copy(entry, room if size else None, begin, part.number)
+                entry.name: _copy(entry, room, begin, part.number)
                 for entry, begin in zip(entries, begins, strict=True)
             }
             index = {"tensors": to_json(saved), "states": to_json(dict(states)), **about}
@@ -154,35 +144,36 @@ class Shelf:
             raise
         return size
 
-    def lend(self) -> tuple[Path, Moment | None]:
-        """Keep the newest complete snapshot, which is all here, in a folder until the next call.
+    def lend(self, moment: Moment | None = None) -> tuple[Path, Moment | None]:
+        """Keep what is here of a snapshot, by default the newest whole one, until the next call.
 
         Returns:
-            The folder, and which; nothing if there is none.
+            The folder that has it; and which it is.
         """
         lent = self.folder / "lent"
         while True:
             shutil.rmtree(lent, ignore_errors=True)
             lent.mkdir()
-            moment = newest_complete([self.parts()])
+            parts = self.parts()
+            found = moment or newest_complete([parts])
             try:
-                for part in parts_of(moment) if moment is not None else ():
-                    for name in (part.name, f"{part.name}{INDEX}"):
-                        os.link(self.folder / name, lent / name)
-            except FileNotFoundError:  # it was let go meanwhile, for a newer one
+                for name in [part.name for part in parts if part.moment == found]:
+                    os.link(self._path(name), lent / name)
+                    os.link(self._path(f"{name}{INDEX}"), lent / f"{name}{INDEX}")
+            except FileNotFoundError:  # it was deleted meanwhile, for a newer one
                 continue
-            return lent, moment
+            return lent, found
 
     def bring(self, name: str, content: Any) -> None:
         """Store the tensors or the index of a part that another host holds."""
         write_atomically(self.folder / name, content)
 
     def is_new(self, part: Part) -> bool:
-        """Whether other hosts should hold a part and do not yet."""
+        """Whether a part is still to be copied to other hosts."""
         return (self.folder / f"{part.name}{NEW}").exists()
 
     def forget_before(self, moment: Moment) -> None:
-        """Let older parts go."""
+        """Delete older parts."""
         for part in self.parts():
             if part.moment < moment:
                 for suffix in ("", NEW, INDEX):
@@ -190,39 +181,39 @@ class Shelf:
 
     def index(self, name: str) -> str:
         """The index of a part that is here."""
-        return (self.folder / f"{name}{INDEX}").read_text()
+        return self._path(f"{name}{INDEX}").read_text()
 
     def content(self, name: str) -> mmap.mmap | bytearray:
         """The tensors of a part that is here, mapped into memory."""
-        try:
-            file = (self.folder / name).open("rb")
-        except FileNotFoundError:
-            file = (self.folder / f"{name}{NEW}").open("rb")
-        with file:
+        with self._path(name).open("rb") as file:
             empty = not os.fstat(file.fileno()).st_size
             return bytearray() if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def wait_for(self, name: str) -> None:
-        """Wait until a file is here: it is, or whoever carries parts brings it.
+        """Wait until a file is here; if it is not, others are asked to copy it.
 
         Raises:
             LostError: no host has it.
         """
-        path, gone = self.folder / name, self.folder / f"{name}{GONE}"
-        if path.exists() or (self.folder / f"{name}{NEW}").exists():
+        if self._path(name).exists():
             return
-        (self.folder / f"{name}{WANTED}").touch()
-        deadline_s = time.monotonic() + _FETCHED_S
-        while not path.exists():
-            if gone.exists() or time.monotonic() > deadline_s:
+        wanted, deadline_s = self.folder / f"{name}{WANTED}", time.monotonic() + _FETCHED_S
+        wanted.touch()
+        is_over = False  # read before the file is looked for, which is brought before
+        while not self._path(name).exists():
+            if is_over:
                 raise LostError(f"{name} of a snapshot was lost before it was read.")
             time.sleep(_POLL_S)
+            is_over = not wanted.exists() or time.monotonic() > deadline_s
+
+    def _path(self, name: str) -> Path:
+        places = self.folder / name, self.folder / f"{name}{NEW}", self.folder / "lent" / name
+        return next((path for path in places if path.exists()), places[0])
 
 
 def _copy(entry: Entry, room: mmap.mmap | None, begin: int, number: int) -> SavedTensor:
     value = entry.value.detach()
-    num_bytes = value.numel() * value.element_size()
-    if num_bytes and room is not None:
+    if value.nbytes and room is not None:
         target = torch.frombuffer(room, dtype=value.dtype, count=value.numel(), offset=begin)
         target.view(value.shape).copy_(value)
     is_part = entry.name != entry.whole
@@ -231,7 +222,7 @@ def _copy(entry: Entry, room: mmap.mmap | None, begin: int, number: int) -> Save
         dtype=dtype_name(value.dtype),
         file=f"__{number}_0.distcp",
         offset=begin,
-        num_bytes=num_bytes,
+        num_bytes=value.nbytes,
         whole=entry.whole if is_part else "",
         whole_shape=entry.shape if is_part else (),
         offsets=entry.box.offsets if is_part else (),

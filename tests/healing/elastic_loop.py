@@ -71,7 +71,7 @@ def train(log: Path, pace: Path) -> None:
                     "ranks": len(told),
                     "shares": list(balancer.shares),
                     "from": healing.resumed_from,
-                    "is_kept": healing._taker is not None and healing._taker.settled is not None,
+                    "is_kept": healing._writer is not None and healing._writer.settled is not None,
                     "at_s": time.monotonic(),
                 }
                 with log.open("a") as file:

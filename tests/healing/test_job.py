@@ -12,6 +12,7 @@ from dataclasses import asdict
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,15 +24,15 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.files import read_json, write_atomically, write_json
 from heterog.graph.capture import capture
-from heterog.healing import rank
-from heterog.healing.improving import NEAR
+from heterog.healing import on_torchrun, rank
+from heterog.healing.choices import Choice, Question
+from heterog.healing.exchange import read_events
 from heterog.healing.job import HealingJob
-from heterog.healing.journal import JournalReader
 from heterog.healing.on_torchrun import heal, read_healing
 from heterog.healing.options import HealOptions
-from heterog.healing.planning import Planning
-from heterog.healing.question import FIRST_METHODS, Question
+from heterog.healing.planning import NEAR, Planning
 from heterog.runtime.launch import ranks_of_this_process
+from heterog.runtime.ranks.host_places import RankHas
 from heterog.runtime.ranks.watching import Limits
 from heterog.runtime.request import RunRequest
 from heterog.search.plan import load_plan
@@ -112,7 +113,22 @@ def endless_job(folder: Path, progress: Callable[[str], None], **options: Any) -
 
 def is_cleared(job: HealingJob) -> bool:
     """Whether a job that ran here has left neither ranks nor snapshots."""
-    return not ranks_of_this_process() and not job._crew._shelf.folder.exists()
+    return not ranks_of_this_process() and not job._crew.host.shelf.folder.exists()
+
+
+def test_training_begins_anew_only_if_no_snapshot_was_complete(folder: Path) -> None:
+    job = endless_job(folder, lambda stage: None)
+    job._crew = mock.Mock(parts=lambda: [[], []])
+
+    def hear_snapshot(*, is_settled: bool) -> None:
+        told = {"event": "snapshot", "at_s": 1.0, "num_bytes": 5, "copy_s": 0.1}
+        job.trained.hear({**told, "is_settled": is_settled})
+
+    hear_snapshot(is_settled=False)
+    assert job._newest() is None
+    hear_snapshot(is_settled=True)
+    with pytest.raises(HeterogError, match="the state is lost: no complete snapshot is left"):
+        job._newest()
 
 
 @THOROUGH
@@ -163,50 +179,50 @@ def test_the_step_is_captured_where_ranks_are_forked_off(
 
 def test_planning_for_a_slow_device_gives_it_less(folder: Path) -> None:
     """The process that plans, asked in this process: what is slow gets fewer samples."""
-    planning = Planning()
     plan = folder / "plan.json"
-    source = f"{folder}/model.py:workload"
-    said = planning.answer({"whole": str(plan), "source": source})
-    assert len(said["busy_s"]) == 3
+    planning = Planning(plan)
+    planning.capture(f"{folder}/model.py:workload")
+    assert len(planning.busy_s) == 3
+    running = Choice(path=str(plan), method="", devices=(0, 1, 2))
 
-    def ask(lost: tuple[int, ...], slow: dict[int, float]) -> tuple[dict[str, float], list[int]]:
+    def ask(lost: tuple[int, ...], slow: dict[int, float]) -> tuple[Choice, list[int]]:
         question = Question(
-            lost=lost, slow=slow, methods=FIRST_METHODS, budget="2s", steps_left=10**9,
-            restart_s=1.0, running=str(plan), running_on=(0, 1, 2),
-            path=str(folder / "next.json"),
+            devices=tuple(each for each in range(3) if each not in lost), slow=slow, budget="2s",
+            steps_left=10**9, restart_s=1.0, running=running, path=str(folder / "next.json"),
         )  # fmt: skip
-        reply = planning.answer(asdict(question))
+        answer = planning.answer(question)
         devices = [0] * (3 - len(lost))
         made = load_plan(folder / "next.json")
         for decision in made.strategy.decisions:
             for device, share in zip(decision.devices, decision.shares, strict=True):
                 devices[device] += share
-        return reply, devices
+        return answer, devices
 
     nominal, _ = ask((), {})
     slow, shares = ask((), {1: 4.0})
-    assert slow["stay_step_s"] > nominal["stay_step_s"]
-    assert slow["step_time_s"] <= slow["stay_step_s"]
+    assert slow.stay_step_s > nominal.stay_step_s
+    assert slow.step_time_s <= slow.stay_step_s
     assert shares[1] <= min(shares[0], shares[2])
     without, _ = ask((1,), {1: 4.0})
-    assert without["stay_step_s"] == pytest.approx(slow["stay_step_s"])
-    assert without["step_time_s"] > 0
+    assert without.stay_step_s == pytest.approx(slow.stay_step_s)
+    assert without.step_time_s > 0
+    assert (without.devices, without.slow) == ((0, 2), {})
 
     tried = Question(
-        lost=(), slow={1: 1.2}, methods=(), budget="60e", steps_left=10**9, restart_s=1.0,
-        running=str(plan), running_on=(0, 1, 2), path=str(folder / "near.json"),
+        devices=(0, 1, 2), slow={1: 1.2}, methods=(), budget="60e", steps_left=10**9,
+        restart_s=1.0, running=running, path=str(folder / "near.json"),
         tried=(str(plan), str(folder / "next.json")),
     )  # fmt: skip
-    reply = planning.answer(asdict(tried))
-    decided = [load_plan(path).strategy.decisions for path in (reply["path"], *tried.tried)]
+    answer = planning.answer(tried)
+    decided = [load_plan(path).strategy.decisions for path in (answer.path, *tried.tried)]
     assert decided[0] not in decided[1:]
-    assert reply["step_time_s"] <= NEAR * reply["stay_step_s"]
+    assert answer.step_time_s <= NEAR * answer.stay_step_s
 
 
 @THOROUGH
 def test_a_job_tries_a_move_and_its_losses_stay_those_of_one_device(folder: Path) -> None:
     def watch(stage: str) -> None:
-        moves, trials = job.trained.moves, job.trials
+        moves, trials = job.trained.moves, job.steering.trials
         is_over = len(moves) == job.generation == sum(2 - trial.is_kept for trial in trials)
         if trials and is_over and max(job.trained.losses) > moves[-1].step + 3 > 3:
             raise Enough
@@ -217,7 +233,9 @@ def test_a_job_tries_a_move_and_its_losses_stay_those_of_one_device(folder: Path
     with pytest.raises(Enough):
         job.run()
     kinds = [move.kind for move in job.trained.moves]
-    assert kinds == [k for t in job.trials for k in ("tried", *["taken back"] * (not t.is_kept))]
+    assert kinds == [
+        k for t in job.steering.trials for k in ("tried", *["taken back"] * (not t.is_kept))
+    ]
     assert not any(move.steps_done_again for move in job.trained.moves)
     steps = sorted(job.trained.losses)
     assert steps == list(range(1, steps[-1] + 1))
@@ -405,6 +423,27 @@ def test_a_plan_under_torchrun_goes_on_without_a_host(folder: Path, tmp_path: Pa
     assert output["losses"] == pytest.approx(expected, rel=1e-3, abs=1e-6 * expected[0])
 
 
+def test_a_host_reports_that_came_before_rank_0_of_the_plan(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the losses of all steps; a host that joins later does not, whatever its devices."""
+    own = [RankHas(machine=machine, device="") for machine in range(3)]
+    known = [(-1, -1), (4, 0), (4, 0)]  # the last generation of each host, and the first
+    texts = [json.dumps([asdict(has), *each, []]) for has, each in zip(own, known, strict=True)]
+    monkeypatch.setattr(on_torchrun, "folder_of_host", lambda: tmp_path)
+    monkeypatch.setattr(on_torchrun, "meet", lambda timeout_s: None)
+    monkeypatch.setattr(on_torchrun, "say_to_all", lambda *_: texts)
+    monkeypatch.setattr(on_torchrun, "own_place", lambda: own[0])
+    request = RunRequest(plan=folder / "plan.json", sources=(str(folder / "model.py"),))
+    found = []
+    for number in range(3):
+        monkeypatch.setenv("RANK", str(number))
+        found.append(on_torchrun.Generation(request, HealOptions()))
+    assert [each.is_first for each in found] == [True, False, False]
+    assert [each.reports for each in found] == [False, True, False]
+    assert [each.number for each in found] == [5, 5, 5]
+
+
 def test_a_plan_that_heals_says_what_torchrun_has_to_be_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,7 +474,7 @@ def journals(folder: Path) -> list[dict[str, Any]]:
     return [
         event
         for path in folder.glob("heterog-loop-*/journal.jsonl")
-        for event in JournalReader(path).new_events()
+        for event in read_events(path)[0]
     ]
 
 

@@ -13,12 +13,11 @@ from unittest import mock
 import pytest
 
 from heterog.graph.capture import capture
-from heterog.healing.on_ray import heal_on_ray
+from heterog.healing.host import HealingHost
+from heterog.healing.on_ray import RayCrew, heal_on_ray
 from heterog.healing.options import HealOptions
-from heterog.healing.ray_crew import RayCrew
-from heterog.healing.ray_host import HealingHost
 from heterog.runtime.launch import parent_of
-from heterog.runtime.ranks.on_ray import variables_of_ranks
+from heterog.runtime.ranks.on_ray import Host, variables_of_ranks
 from heterog.runtime.request import RunRequest
 from heterog.zoo import load_workload
 from tests.healing.test_job import MODEL, losses_of_one_process, three
@@ -55,6 +54,23 @@ def test_steps_that_rank_0_did_not_live_to_tell_come_from_others(tmp_path: Path)
     assert not crew.new_events()
 
 
+def test_ranks_can_be_looked_at_while_later_ones_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = mock.Mock(poll=lambda: None, pid=os.getpid())
+    monkeypatch.setattr("heterog.runtime.ranks.on_ray.start_rank", lambda *_: process)
+    host = Host("127.0.0.1")
+    try:
+        host._start(0, [], {3: {}})
+        rank = host._running[1][3]
+        rank.heartbeat.write_text("step 7 of 9")
+        host._start(1, [], {3: {}})
+        rank.look(0.0)
+        assert rank.stage == "step 7 of 9"
+        assert host._running[1][3].heartbeat != rank.heartbeat
+    finally:
+        monkeypatch.undo()
+        host._open.close()
+
+
 def test_a_node_announces_its_end_by_a_signal_or_is_drained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -62,8 +78,8 @@ def test_a_node_announces_its_end_by_a_signal_or_is_drained(
     ray.get_runtime_context().get_node_id.return_value = "mine"
     ray._private.state.state.get_draining_nodes.return_value = {"other": 0}
     monkeypatch.setattr("heterog.runtime.ranks.on_ray.connect_to_ray", lambda: (ray, False))
-    monkeypatch.setattr("heterog.healing.ray_host.connect_to_ray", lambda: (ray, False))
-    monkeypatch.setattr("heterog.healing.ray_host._LOOK_S", 0.01)
+    monkeypatch.setattr("heterog.healing.host.connect_to_ray", lambda: (ray, False))
+    monkeypatch.setattr("heterog.healing.host._LOOK_S", 0.01)
     monkeypatch.setattr(HealingHost, "_start", lambda *_: None)
     before = signal.getsignal(signal.SIGTERM)
     hosts = []

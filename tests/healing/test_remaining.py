@@ -1,10 +1,11 @@
 """What is left of clusters, what it costs to move, and what is decided."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,13 +14,11 @@ from heterog.cluster.hardware import PairLimit
 from heterog.envs.toy import chain_graph
 from heterog.errors import ClusterError, HeterogError
 from heterog.graph.grouping import group_ops
-from heterog.healing.moving import held, transfer_s
+from heterog.healing.choices import Choice, Question
+from heterog.healing.costs import held, slowed, transfer_s
 from heterog.healing.options import HealOptions, Move, Trained
-from heterog.healing.question import Answer, Question
-from heterog.healing.remaining import remaining, slowed
 from heterog.healing.service import Service
-from heterog.healing.steering import Going, Running, Steering
-from heterog.records import parse_dataclass
+from heterog.healing.steering import PlanChange, Steering
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.simulator.builders import cluster_of
 
@@ -29,13 +28,12 @@ def test_hosts_without_devices_go_and_the_others_keep_what_lies_between_them() -
     line = PairLimit(sources=(0, 1), targets=(2,), bandwidth_bytes_per_s=1e6)
     gone = PairLimit(sources=(1,), targets=(0,), bandwidth_bytes_per_s=1e6)
     whole = replace(whole, pairs=(line, gone))
-    left = remaining(whole, {0, 2})
-    assert left.device_of == (1, 3)
-    assert [host.name for host in left.cluster.hosts] == ["A", "C"]
-    assert left.cluster.host_of == (0, 1)
-    assert left.cluster.pairs == (replace(line, sources=(0,), targets=(1,)),)
-    with pytest.raises(ClusterError, match="all 4 devices of 'tiny' are lost"):
-        remaining(whole, range(4))
+    left = whole.part((1, 3))
+    assert [host.name for host in left.hosts] == ["A", "C"]
+    assert left.host_of == (0, 1)
+    assert left.pairs == (replace(line, sources=(0,), targets=(1,)),)
+    with pytest.raises(ClusterError, match="no device of 'tiny' is left"):
+        whole.part(())
 
 
 def test_a_slow_device_has_a_type_of_its_own() -> None:
@@ -99,51 +97,65 @@ def test_options_that_make_no_sense_are_refused(change: Mapping[str, Any], text:
         HealOptions(**change)
 
 
+def lost(devices: Iterable[int]) -> tuple[int, ...]:
+    """Which of three devices are missing."""
+    return tuple(sorted({0, 1, 2} - set(devices)))
+
+
 class Prompt(Service):
-    """Answers questions at once, with step times by (devices that are lost, whether slow)."""
+    """Answers questions at once, with step times by the devices that are lost."""
 
     def __init__(self, step_s: Mapping[tuple[int, ...], float], stay_step_s: float) -> None:
         self._step_s, self._stay_step_s = step_s, stay_step_s
-        self._said: deque[dict[str, Any]] = deque()
-        self._asked = 0
+        self._said: deque[tuple[int, Any]] = deque()
+        self._num_asked = 0
 
-    def ask(self, request: Mapping[str, Any], *, niceness: int = 0) -> int:
-        self._asked += 1
-        if "whole" in request:
-            self._said.append({"id": self._asked, "busy_s": [1.0, 1.0, 1.0]})
-            return self._asked
-        question = parse_dataclass(dict(request), Question, "")
-        self._said.append(
-            {
-                "id": self._asked,
-                "path": question.path,
-                "method": "some",
-                "step_time_s": self._step_s.get(question.lost, 1.0),
-                "moving_s": 10.0,
-                "stay_step_s": self._stay_step_s,
-                "busy_s": [1.0] * (3 - len(question.lost)),
-            }
-        )
-        return self._asked
+    def ask(self, question: Any, *, niceness: int = 0) -> int:
+        self._num_asked += 1
+        self._said.append((self._num_asked, self._answer(question)))
+        return self._num_asked
 
-    def replies(self) -> list[dict[str, Any]]:
-        said, self._said = list(self._said), deque()
-        return said
-
-    def next_reply(self, timeout_s: float) -> dict[str, Any] | None:
+    def next_answer(self, timeout_s: float = 0.0) -> tuple[int, Any] | None:
         return self._said.popleft() if self._said else None
+
+    def _answer(self, question: Question | None) -> Any:
+        if question is None:
+            return 1.0, 1.0, 1.0
+        return Choice(
+            path=question.path,
+            method="some",
+            devices=question.devices,
+            slow={d: each for d, each in question.slow.items() if d in question.devices},
+            step_time_s=self._step_s.get(lost(question.devices), 1.0),
+            moving_s=10.0,
+            stay_step_s=self._stay_step_s,
+            busy_s=tuple(1.0 for _ in question.devices),
+        )
 
 
 def steered(prompt: Prompt, said: list[str], **options: Any) -> Steering:
     whole = cluster_of((1.0, ["T4"]), (1.0, ["T4"]), (1.0, ["T4"]))
-    running = Running(path="first.json", method="given", device_of=(0, 1, 2))
-    steering = Steering(
-        whole, running, Path(), HealOptions(**options), said.append, service=prompt
+    running = Choice(path="first.json", method="given", devices=(0, 1, 2))
+    crew = mock.Mock(
+        is_here=lambda device: True,
+        is_leaving=lambda device: False,
+        is_silent=lambda device: False,
     )
-    prompt.ask({"whole": "", "source": ""})
+    steering = Steering(whole, running, Path(), HealOptions(**options), said.append, prompt, crew)
+    prompt.ask(None)  # about the first plan
     steering.look()
-    steering.steps_left, steering.step_s = 1000, 2.0
+    trained(steering, 2.0, steps_left=1000)
     return steering
+
+
+def crew_of(steering: Steering) -> Any:
+    """A mock, whose methods can be replaced."""
+    return steering._crew
+
+
+def trained(steering: Steering, step_s: float, *, steps_left: int) -> None:
+    """Have steps take so long now, of which so many are left."""
+    steering.steps_left, steering._seconds = steps_left, [step_s] * 8
 
 
 @pytest.mark.parametrize(
@@ -171,8 +183,8 @@ def test_a_slow_device_is_rebalanced_left_out_or_left_as_it_is(
     else:
         (going,) = goings
         text = going.why
-        steering.begin_generation(going.answer, going.kind)
-        assert steering.lost == (frozenset({1}) if what == "left out" else frozenset())
+        steering.begin_generation(going.choice, going.kind)
+        assert steering.absent == ({1} if what == "left out" else set())
         assert steering.running.slow == ({} if what == "left out" else {1: 3.0})
     assert text.startswith(f"B:0 takes 3.0 times as long as planned: {what}")
     assert "steps 2.00 s as it is, " in text
@@ -203,14 +215,13 @@ def test_a_choice_that_is_slower_than_the_other_one_is_changed_once(
     going, done = change_after([1.0, 3.0, 1.0], steering), []
     assert going is not None
     for number, step_s in enumerate(measured_s):
-        steering.begin_generation(going.answer, going.kind)
-        assert steering.lost == (frozenset() if number % 2 == 0 else frozenset({1}))
+        steering.begin_generation(going.choice, going.kind)
+        assert steering.absent == (set() if number % 2 == 0 else {1})
+        steering.hear_step(9.0)  # plans are prepared; steps take longer meanwhile
         for _ in range(4):
-            steering.look()  # plans are prepared; steps take longer meanwhile
-            steering.step_s, steering.steps_left = 9.0, steps_left
-            steering.hear_busy([1.0] * len(steering.running.device_of))
-        steering.step_s = step_s
-        going = change_after([1.0] * len(steering.running.device_of), steering)
+            steering.look()
+        steering.steps_left = steps_left
+        going = going_after([9.0, 9.0, *[step_s] * 16], steering)
         if going is None:
             break
         assert going.kind == "slow"
@@ -220,7 +231,7 @@ def test_a_choice_that_is_slower_than_the_other_one_is_changed_once(
     assert [last_line in line for line in said] == ([True] if last_line else [])
 
 
-def change_after(busy_s: Sequence[float], steering: Steering) -> Going | None:
+def change_after(busy_s: Sequence[float], steering: Steering) -> PlanChange | None:
     """What is gone to after three reports, and then never again, if anything is."""
     goings = []
     for _ in range(3):
@@ -238,11 +249,10 @@ def test_a_choice_is_not_changed_after_something_else_has_happened() -> None:
     steering = steered(prompt, said, search_budget="", back_after_s=0.0)
     going = change_after([1.0, 3.0, 1.0], steering)
     assert going is not None
-    steering.begin_generation(going.answer, going.kind)
+    steering.begin_generation(going.choice, going.kind)
     steering.leave_out([2])
     steering.begin_generation(steering.plan_for_loss(1.0), "lost")
-    steering.step_s = 100.0
-    assert change_after([1.0, 1.0], steering) is None
+    assert going_after([100.0] * 40, steering) is None
     assert not said
 
 
@@ -253,12 +263,11 @@ def test_a_device_that_is_not_there_is_not_taken_in_again() -> None:
     going = change_after([1.0, 3.0, 1.0], steering)
     assert going is not None
     assert "left out (steps" in going.why
-    steering.begin_generation(going.answer, going.kind)
+    steering.begin_generation(going.choice, going.kind)
     for _ in range(4):
         steering.look()
-    steering.step_s = 3.0
-    steering._is_here = lambda device: False
-    assert change_after([1.0, 1.0], steering) is None
+    crew_of(steering).is_here = lambda device: False
+    assert going_after([3.0] * 18, steering) is None
     assert said == [
         "B:0 was left out and steps take 3.00 s instead of 1.00 s: stays so, rebalanced (1.50 s) "
         "would not pay"
@@ -278,8 +287,8 @@ def test_a_device_that_changes_often_does_not_change_the_plan_each_time() -> Non
             goings = [each for each in (steering.look() for _ in range(4)) if each is not None]
             if goings:
                 needed.append(count)
-                steering.begin_generation(goings[0].answer, goings[0].kind)
-                steering.steps_left, steering.step_s = 1000, 1.0
+                steering.begin_generation(goings[0].choice, goings[0].kind)
+                trained(steering, 1.0, steps_left=1000)
                 assert steering.running.slow == ({1: 4.0} if is_slow else {})
                 break
     assert needed == [3, 6, 12]
@@ -296,8 +305,8 @@ def test_a_slow_device_ends_a_search_that_nobody_waits_for() -> None:
     assert interrupted is not None
     for _ in range(3):
         steering.hear_busy([1.0, 3.0])
-    assert [kind for kind, _ in steering._wishes[:2]] == ["rebalanced", "left out"]
-    assert steering._wishes[-1] == interrupted[1:]
+    assert [each.kind for each in steering._queue[:2]] == ["rebalanced", "left out"]
+    assert steering._queue[-1] == interrupted[1]
 
 
 def test_a_plan_that_is_being_prepared_is_not_asked_for_again() -> None:
@@ -306,13 +315,13 @@ def test_a_plan_that_is_being_prepared_is_not_asked_for_again() -> None:
     steering.begin_generation(None, "first")
     steering.look()  # asks about the loss of the first device
     assert steering._asked is not None
-    number, _, question = steering._asked
-    steering.leave_out(question.lost)
+    number, (_, question, _) = steering._asked
+    steering.leave_out(lost(question.devices))
     answer = steering.plan_for_loss(1.0)
-    assert (answer.question, prompt._asked) == (question, number)
+    assert (answer.path, prompt._num_asked) == (question.path, number)
     steering.leave_out([1])
-    assert steering.plan_for_loss(1.0).question.lost == (0, 1)
-    assert prompt._asked == number + 1
+    assert steering.plan_for_loss(1.0).devices == (2,)
+    assert prompt._num_asked == number + 1
 
 
 def test_a_device_that_does_not_answer_is_planned_without_first() -> None:
@@ -321,24 +330,24 @@ def test_a_device_that_does_not_answer_is_planned_without_first() -> None:
     steering.look()
 
     def waiting() -> list[tuple[int, ...]]:
-        return [question.lost for _, question in steering._wishes]
+        return [lost(each.question.devices) for each in steering._queue]
 
-    steering.prepare_first([])
     assert waiting() == [(1,), (2,)], "that of the first device was asked"
-    steering.prepare_first([2])
-    assert waiting() == [(2,), (1,), (0,)]
+    crew_of(steering).is_silent = lambda device: device == 2
     steering.look()
-    steering.prepare_first([2])
-    assert waiting() == [(1,), (0,)], "it is being prepared"
+    asked = steering._asked
+    assert asked is not None
+    assert lost(asked[1].question.devices) == (2,), "at once, instead of that"
+    assert waiting() == [(1,), (0,)]
+    steering.look()
+    assert waiting() == [(0,)], "it was prepared"
 
 
 def test_a_device_that_is_known_to_be_slow_is_not_the_measure_of_the_others() -> None:
     """Of two devices one is quick again: it is not the other one that has become slow."""
     said: list[str] = []
     steering = steered(Prompt({(2,): 1.0}, stay_step_s=2.0), said, search_budget="")
-    steering.running = Running(
-        path="", method="", device_of=(0, 1), busy_s=(1.0, 1.0), slow={1: 4.0}
-    )
+    steering.running = Choice(path="", method="", devices=(0, 1), busy_s=(1.0, 1.0), slow={1: 4.0})
     steering.leave_out([2])
     for _ in range(3):
         steering.hear_busy([1.0, 0.25])
@@ -356,8 +365,8 @@ def test_a_device_that_is_back_is_taken_in_if_it_pays() -> None:
         steering = steered(prompt, said, back_after_s=1e-9, search_budget="")
         steering.leave_out([2])
         steering.begin_generation(steering.plan_for_loss(1.0), "lost")
-        assert steering.running.device_of == (0, 1)
-        steering.steps_left, steering.step_s = steps_left, 2.0
+        assert steering.running.devices == (0, 1)
+        trained(steering, 2.0, steps_left=steps_left)
         looks = [steering.look() for _ in range(3)]
         goings = [each for each in looks if each is not None]
         assert [each.why for each in goings[:1]] == (
@@ -372,26 +381,21 @@ def test_devices_of_a_host_come_back_together_once_it_is_there() -> None:
     prompt = Prompt({(1, 2): 2.0, (): 1.0}, stay_step_s=2.0)
     said: list[str] = []
     steering = steered(prompt, said, back_after_s=1e-9, search_budget="")
-    steering._is_here = lambda device: is_there
+    crew_of(steering).is_here = lambda device: is_there
     steering.leave_out([1, 2])
     steering.begin_generation(steering.plan_for_loss(1.0), "lost")
-    steering.steps_left, steering.step_s = 1000, 2.0
+    trained(steering, 2.0, steps_left=1000)
     assert [steering.look() for _ in range(4)] == [None] * 4
     is_there = True
     (going,) = [each for each in (steering.look() for _ in range(3)) if each is not None]
     assert going.why == "B:0, C:0 are back (steps 1.00 s instead of 2.00 s)"
-    steering.begin_generation(going.answer, going.kind)
-    assert steering.running.device_of == (0, 1, 2)
+    steering.begin_generation(going.choice, going.kind)
+    assert steering.running.devices == (0, 1, 2)
 
 
 def test_an_answer_saves_what_steps_save_less_the_move() -> None:
-    question = Question(
-        lost=(), slow={}, methods=(), budget="1s", steps_left=0, restart_s=0.0, running="",
-        running_on=(), path="",
-    )  # fmt: skip
-    answer = Answer(
-        question=question, path="", method="", step_time_s=1.0, moving_s=5.0, stay_step_s=2.0,
-        busy_s=(),
+    answer = Choice(
+        path="", method="", devices=(), step_time_s=1.0, moving_s=5.0, stay_step_s=2.0
     )  # fmt: skip
     assert answer.saved_s(10, 3.0) == 10 * 1.0 * 3.0 - 5.0
 
@@ -403,13 +407,13 @@ def test_a_host_that_announces_its_end_is_left_before_it_goes() -> None:
         if is_prepared:
             steering.begin_generation(None, "first")
             assert not any(steering.look() for _ in range(6))
-        steering._is_leaving = lambda device: device == 1
-        steering._is_here = lambda device: device != 1
+        crew_of(steering).is_leaving = lambda device: device == 1
+        crew_of(steering).is_here = lambda device: device != 1
         going = steering.look() or steering.look()
         assert going is not None
         assert (going.kind, going.why) == ("leaving", "B:0 leaves: its host announced its end")
-        steering.begin_generation(going.answer, going.kind)
-        assert steering.running.device_of == (0, 2)
+        steering.begin_generation(going.choice, going.kind)
+        assert steering.running.devices == (0, 2)
         assert not any(steering.look() for _ in range(4)), "nor is it taken in again"
 
 
@@ -429,15 +433,17 @@ def test_a_plan_that_was_tried_is_taken_back_if_that_pays(
     assert going_after([2.0] * 17, steering) is None, "too few steps are known"
     tried = going_after([2.0], steering)
     assert tried is not None
-    assert (tried.kind, tried.answer.question.tried) == ("tried", ("first.json",))
-    steering.begin_generation(tried.answer, tried.kind)
+    assert (tried.kind, tried.choice.path, steering._tried) == (
+        "tried", "plan1.json", ["first.json", "plan1.json"]
+    )  # fmt: skip
+    steering.begin_generation(tried.choice, tried.kind)
     steering.hear_step(99.0)  # while plans are prepared, which takes cores from the ranks
     for _ in range(6):
         steering.look()
     steering.steps_left = steps_left
     back = going_after([99.0, 99.0, *[after_s] * 16], steering)
-    (trial,) = steering.improving.trials
-    assert (trial.before_s, trial.after_s) == pytest.approx((2.0, after_s))
+    (trial,) = steering.trials
+    assert (trial.other.step_s, trial.after_s) == pytest.approx((2.0, after_s))
     assert trial.is_kept == is_kept
     assert (back is None) == is_kept
     if back is not None:
@@ -445,12 +451,12 @@ def test_a_plan_that_was_tried_is_taken_back_if_that_pays(
             "taken back",
             "steps take 2.10 s instead of 2.00 s: the move is taken back",
         )
-        steering.begin_generation(back.answer, back.kind)
+        steering.begin_generation(back.choice, back.kind)
     assert steering.running.path == ("plan1.json" if is_kept else "first.json")
     assert going_after([2.0] * 40, steering) is None, "one trial was asked for"
 
 
-def going_after(seconds: Sequence[float], steering: Steering) -> Going | None:
+def going_after(seconds: Sequence[float], steering: Steering) -> PlanChange | None:
     """What is gone to after some steps."""
     for each in seconds:
         steering.hear_step(each)
@@ -463,14 +469,14 @@ def test_a_trial_ends_when_something_else_happens() -> None:
     steering = steered(Prompt({}, stay_step_s=2.0), said, search_budget="", num_trials=1)
     tried = going_after([2.0] * 18, steering)
     assert tried is not None
-    steering.begin_generation(tried.answer, tried.kind)
+    steering.begin_generation(tried.choice, tried.kind)
     steering.leave_out([2])
     steering.begin_generation(steering.plan_for_loss(1.0), "lost")
     assert going_after([9.0] * 40, steering) is None
-    assert not steering.improving.trials
+    assert not steering.trials
 
 
 def test_the_last_host_cannot_be_left() -> None:
     steering = steered(Prompt({}, stay_step_s=1.0), [], search_budget="")
-    steering._is_leaving = lambda device: True
+    crew_of(steering).is_leaving = lambda device: True
     assert not any(steering.look() for _ in range(4))

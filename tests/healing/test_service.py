@@ -6,17 +6,18 @@ import sys
 
 import pytest
 
-from heterog.healing.service import Message, Service, answer_requests
+from heterog.errors import HeterogError
+from heterog.healing.service import Service, answer_questions
 
 
-def answer(request: Message) -> Message:
-    if request["number"] < 0:
+def answer(question: float) -> tuple[float, int, int]:
+    if question < 0:
         raise ValueError("it is negative")
-    return {"root": request["number"] ** 0.5, "session": os.getsid(0)}
+    return question**0.5, os.getsid(0), os.getpid()
 
 
 def main() -> None:
-    answer_requests(answer)
+    answer_questions(answer)
 
 
 @pytest.mark.parametrize("is_forked", [True, False])
@@ -27,19 +28,25 @@ def test_a_process_answers_and_ends_when_it_is_closed(is_forked: bool) -> None:
     try:
         here.close()
         assert there.recv(1) == b"", "its connections are those of who started it"
-        numbers = [service.ask({"number": number}) for number in (9, -1)]
-        replies = [service.next_reply(60) for _ in numbers]
+        numbers = [service.ask(each) for each in (9, -1)]
+        answers = [service.next_answer(60) for _ in numbers]
     finally:
         service.close()
         there.close()
-    found, failed = replies
+    found, failed = answers
     assert found is not None
     assert failed is not None
-    assert (found["id"], found["root"]) == (numbers[0], 3.0)
-    assert found["session"] != os.getsid(0), "what ends ranks does not reach it"
-    assert failed["error"] == "ValueError: it is negative"
-    assert not service.is_alive
-    assert service.next_reply(1) is None
+    number, (root, session, pid) = found
+    assert (number, root) == (numbers[0], 3.0)
+    assert session != os.getsid(0), "what ends ranks does not reach it"
+    assert isinstance(failed[1], HeterogError)
+    assert str(failed[1]) == "ValueError: it is negative"
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert service.has_ended
+    assert service.next_answer(1) is None
+    with pytest.raises(HeterogError, match="has ended"):
+        service.ask(1)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from heterog.errors import HeterogError
-from heterog.healing import elastic, ray_host
-from heterog.healing.ray_host import Carrier
-from heterog.healing.restoring import Snapshot
-from heterog.healing.sending import Taker
+from heterog.healing import elastic
+from heterog.healing import host as host_module
+from heterog.healing.host import Carrier
 from heterog.healing.shelf import LostError, Moment, Part, Shelf, newest_complete, parts_of
+from heterog.healing.snapshots import Snapshot, SnapshotWriter
 from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
 
 ABOUT = {"model": "m", "graph": "g", "optimizer": "Adam", "num_steps": 7}
@@ -82,15 +82,15 @@ def test_a_part_that_cannot_be_written_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = Shelf(tmp_path)
-    taker = Taker(where, 0, 1, 0)
+    writer = SnapshotWriter(where, 0, 1, 0)
     values = [entry("w", torch.ones(3))]
-    taker.take(1, values, {}, ABOUT)
-    taker.settle()
-    assert (taker.failed, taker.num_bytes) == ("", 16)
+    writer.take(1, values, {}, ABOUT)
+    writer.settle()
+    assert (writer.failed, writer.num_bytes) == ("", 16)
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(os, "posix_fallocate", full)
-    taker.take(2, values, {}, ABOUT)
-    assert taker.failed == f"No space left on device in {tmp_path}"
+    writer.take(2, values, {}, ABOUT)
+    assert writer.failed == f"No space left on device in {tmp_path}"
     assert newest_complete([where.parts()]) == Moment(0, 1, 1)
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -100,11 +100,11 @@ def test_ranks_train_for_ten_times_as_long_as_a_snapshot_takes(
 ) -> None:
     now = iter([5.0, 5.5, 10.4, 10.6])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
-    taker = Taker(Shelf(tmp_path), 0, 1, 0)
-    taker.take(1, [], {}, ABOUT)
-    assert taker.copy_s == 0.5
-    assert taker.is_busy
-    assert not taker.is_busy
+    writer = SnapshotWriter(Shelf(tmp_path), 0, 1, 0)
+    writer.take(1, [], {}, ABOUT)
+    assert writer.copy_s == 0.5
+    assert writer.is_busy
+    assert not writer.is_busy
 
 
 def test_only_complete_snapshots_count_and_later_generations_come_first() -> None:
@@ -119,10 +119,10 @@ class Far:
 
     def __init__(self, folder: Path, ray: Any) -> None:
         folder.mkdir()
-        self.host = mock.Mock(_shelf=Shelf(folder), _lent={})
+        self.host = mock.Mock(shelf=Shelf(folder))
         self.is_lost = False
         for name in ("give", "take"):
-            method = getattr(ray_host.HealingHost, name)
+            method = getattr(host_module.HealingHost, name)
             setattr(self, name, mock.Mock(remote=self._asked(method, ray)))
 
     def _asked(self, method: Any, ray: Any) -> Callable[..., Any]:
@@ -135,7 +135,7 @@ class Far:
 
     @property
     def shelf(self) -> Shelf:
-        found: Shelf = self.host._shelf
+        found: Shelf = self.host.shelf
         return found
 
 
@@ -144,7 +144,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of Ray only that it answers."""
     found = mock.Mock(get=lambda answer, timeout: answer)
     found.exceptions.RayError = type("RayError", (Exception,), {})
-    monkeypatch.setattr(ray_host, "connect_to_ray", lambda: (found, False))
+    monkeypatch.setattr(host_module, "connect_to_ray", lambda: (found, False))
     return found
 
 
@@ -167,7 +167,7 @@ def test_parts_are_fetched_when_they_are_read(tmp_path: Path, ray: Any) -> None:
     for number in range(2):
         value = entry(f"w{number}", torch.full((3,), float(number)))
         far.shelf.put(Part(moment, number), [value], {}, ABOUT)
-    ray_host.HealingHost.lend(far.host, moment)
+    host_module.HealingHost.lend(far.host, moment)
     far.shelf.forget_before(Moment(0, 4, 2))  # it is lent, so it can still be read
     with closing(Carrier(own, [far], redundancy=0)):
         snapshot = Snapshot(own, moment)

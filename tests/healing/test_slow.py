@@ -143,8 +143,8 @@ def run_until_said(bed: Testbed, at_step: Callable[[int], None]) -> tuple[list[s
     def say(text: str) -> None:
         lines.append(text)
         if job.trained.moves:
-            assert job._going is not None
-            chosen.write_bytes(Path(job._going.answer.path).read_bytes())
+            assert job._change is not None
+            chosen.write_bytes(Path(job._change.choice.path).read_bytes())
             raise Said
 
     def progress(stage: str) -> None:

@@ -33,6 +33,7 @@ from heterog.runtime.launch import (
 )
 from heterog.runtime.ranks.forks import rank_forks
 from heterog.runtime.ranks.links import CUT_S, cut_off
+from heterog.runtime.ranks.place import HERE, Place
 from heterog.runtime.ranks.ray_nodes import CPU, GPU, AskedOfNode, asked_of_nodes, in_words, offers
 from heterog.runtime.ranks.watching import Watched, wait_for_ranks
 from heterog.runtime.request import RunRequest
@@ -46,8 +47,8 @@ _GONE = -9
 SILENT_S = 6.0
 """Seconds without an answer after which a node counts as lost even if its link is not cut."""
 _THREADS = 8  # of an actor, so that it answers while ranks are being started
-_AGAIN_S = 0.5
-"""Seconds until a node that is lost, or does not answer, is asked again."""
+_OFTEN_S, _AGAIN_S = 0.01, 0.5
+"""Seconds until a node is asked again, and one that is lost."""
 END_S = 10.0
 QUICK_NEWS = {"env_vars": {"RAY_timeout_ms_task_wait_for_death_info": "100"}}
 """Runtime environment of actors that have to notice a lost actor at once. When the connection to
@@ -87,7 +88,7 @@ def run_on_ray(
             )
             for number, host in enumerate(hosts):
                 host.actor.run.remote(content, asked_for, variables[number])
-            ranks = [RankOnRay(hosts[of], rank) for rank, of in enumerate(cluster.host_of)]
+            ranks = [HostRank(hosts[of], rank) for rank, of in enumerate(cluster.host_of)]
             wait_for_ranks(ranks, request.limits, progress)
             measured = ray.get(hosts[0].actor.measured.remote())
             assert isinstance(measured, dict)
@@ -196,16 +197,21 @@ class Host:
     """The class of an actor: starts the ranks of a host on its node and reports their state.
 
     Its methods run in several threads, so that it answers while ranks are being started.
+
+    Args:
+        address: Address of the machine; by default the one of the node.
+        place: Where the rank of each local device runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "", place: Place = HERE) -> None:
         self._id = uuid.uuid4().hex
         self._open = ExitStack()
         self._folder = Path(self._open.enter_context(temporary_folder()))
         self._open.enter_context(rank_forks(RANKS_OWN))
         self._running: tuple[int, dict[int, LocalRank]] = -1, {}
         self._lock = threading.Lock()
-        self._address = str(connect_to_ray()[0].util.get_node_ip_address())
+        self._address = address or str(connect_to_ray()[0].util.get_node_ip_address())
+        self._place = place
 
     def meeting_place(self) -> tuple[str, int]:
         """Address of this node, and a port that is free on it."""
@@ -263,10 +269,13 @@ class Host:
         ranks = {}
         with self._lock:
             for rank, own in variables.items():
-                words, stage = (self._folder / f"rank{rank}.{what}" for what in ("err", "stage"))
-                stage.unlink(missing_ok=True)
+                words = self._folder / f"rank{rank}.err"
+                # Another thread may still look at the ranks before: no file of theirs goes.
+                stage = self._folder / f"rank{rank}.{generation}.stage"
                 process = start_rank(
-                    [sys.executable, *arguments],
+                    self._place.command(
+                        int(own.get("LOCAL_RANK", 0)), [sys.executable, *arguments]
+                    ),
                     {**os.environ, **common, **own, HEARTBEAT: str(stage)},
                     words,
                 )
@@ -330,7 +339,7 @@ class NodeHost:
     def _look(self) -> None:
         now_s = time.monotonic()
         if self._asked is None:
-            if not self._is_known and now_s - self._asked_s < _AGAIN_S:
+            if now_s - self._asked_s < (_OFTEN_S if self._is_known else _AGAIN_S):
                 return
             self._asked, self._asked_s = self.actor.look.remote(*self.position), now_s
         self.silent_s = now_s - self._asked_s
@@ -367,7 +376,7 @@ class NodeHost:
             self._hear_events(told.events)
 
 
-class RankOnRay(Watched):
+class HostRank(Watched):
     """A rank on a node, by the answers of its host's actor; see ``watching.Watched``."""
 
     def __init__(self, host: NodeHost, number: int, generation: int = 0) -> None:

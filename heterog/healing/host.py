@@ -1,7 +1,7 @@
-"""The actor of a host of a healing job on Ray: its ranks, its snapshots, its memory of the job.
+"""A host of a job that heals: its ranks, its snapshots, and what it remembers of the job.
 
-Snapshots are files in memory, as everywhere; from node to node they go by calls of actors, in
-Ray's object store.
+On Ray it is an actor, and parts of snapshots go from node to node by calls of actors, in Ray's
+object store.
 """
 
 import signal
@@ -9,23 +9,26 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from heterog.files import write_atomically
-from heterog.healing.assignment import Assignment
-from heterog.healing.crew import RANK_MODULE, JobState, rank_command, warm_ranks
-from heterog.healing.journal import JournalReader
-from heterog.healing.shelf import GONE, INDEX, NEW, WANTED, Moment, Part, Shelf
-from heterog.runtime.launch import temporary_folder
+from heterog.files import write_atomically, write_json
+from heterog.healing.choices import Choice
+from heterog.healing.exchange import Assignment, read_events
+from heterog.healing.options import Trained
+from heterog.healing.shelf import INDEX, NEW, WANTED, Moment, Part, Shelf
+from heterog.runtime.accelerators import has_accelerator
+from heterog.runtime.ranks.forks import open_forks
 from heterog.runtime.ranks.on_ray import Host, HostStatus
+from heterog.runtime.ranks.place import HERE, Place
 from heterog.runtime.ranks.ray_nodes import is_draining
 from heterog.runtime.request import RunRequest
 from heterog.workers import connect_to_ray
 
+_RANK = "heterog.healing.rank"
 _CARRY_S = 0.01
 _REPLY_S = 60.0
 _LOOK_S = 1.0
@@ -33,25 +36,52 @@ _ALONE_S = 300.0
 """Seconds without a question after which nobody leads the job any more, and the host ends."""
 
 
-class HealingHost(Host):
-    """The class of the actor."""
+@dataclass(slots=True, kw_only=True)
+class JobState:
+    """What has to be known to go on with a job.
 
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        folder = self._open.enter_context(temporary_folder())
-        self._number, self._shelf = number, Shelf(folder)
+    Attributes:
+        generation: Number of times ranks were started before.
+        running: The plan that the generation runs.
+        trained: Progress so far.
+        is_running: Whether the ranks of the generation are there.
+    """
+
+    generation: int
+    running: Choice
+    trained: Trained
+    is_running: bool = True
+
+
+class HealingHost(Host):
+    """A host of a job.
+
+    Args:
+        number: Its number among the plan's hosts.
+        place: Where the rank of each device runs, if this is the only host, in this process;
+            ``None`` if it is an actor.
+
+    Attributes:
+        shelf: Its snapshots.
+    """
+
+    def __init__(self, number: int = 0, place: Place | None = None) -> None:
+        super().__init__("" if place is None else "127.0.0.1", place or HERE)
+        self._number, self.shelf = number, Shelf(self._folder / "shelf")
+        self.shelf.folder.mkdir()
         self._run_file = self._folder / "run.json"
         self._carrier: Carrier | None = None
-        self._lent: dict[str, tuple[str, Any]] = {}
         self._journal: tuple[int, Path] | None = None
         self._kept: tuple[JobState, bytes] | None = None
         self._asked_s = time.monotonic()
         self._is_leaving = False
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._leave)
-        # Until all that ranks import is imported, which others would wait for, it does not answer.
-        self._start(-1, ["-m", RANK_MODULE], {0: {}})
-        threading.Thread(target=self._watch_over, daemon=True).start()
+        if place is None:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, self._leave)
+            # Until all that ranks import is imported, which others would wait for, it does not
+            # answer.
+            self._start(-1, ["-m", _RANK], {0: {}})
+            threading.Thread(target=self._watch_over, daemon=True).start()
 
     # --- ranks -----------------------------------------------------------------------------------
 
@@ -64,7 +94,7 @@ class HealingHost(Host):
         request.write(self._run_file)
         self._journal = generation, journal
         paths = self._path(generation, "assignment"), journal, self._path(generation, "stop")
-        self._start(generation, rank_command(self._run_file, *paths), variables)
+        self._start(generation, ["-m", _RANK, *map(str, (self._run_file, *paths))], variables)
 
     def assign(
         self,
@@ -89,12 +119,13 @@ class HealingHost(Host):
             self._carrier.close()
         # To the following ones, so that each holds about as much.
         others = sorted(set(hosts) - {self._number}, key=lambda each: (each < self._number, each))
-        self._carrier = Carrier(self._shelf, [hosts[each] for each in others], redundancy)
-        replace(assignment, plan=str(path), shelf=str(self._shelf.folder)).write(
-            self._path(assignment.generation, "assignment")
-        )
+        if others:
+            self._carrier = Carrier(self.shelf, [hosts[each] for each in others], redundancy)
+        own = replace(assignment, plan=str(path), shelf=str(self.shelf.folder))
+        write_json(self._path(assignment.generation, "assignment"), asdict(own))
         self._kept = state, plan
-        warm_ranks(self._run_file, path)
+        if (forks := open_forks()) is not None:  # later ranks with such a plan begin quicker
+            forks.warm(_RANK, str(path), "" if has_accelerator() else str(self._run_file))
 
     def look(self, generation: int, at: int) -> HostStatus:
         """See ``Host``."""
@@ -103,9 +134,9 @@ class HealingHost(Host):
         told = told._replace(is_leaving=self._is_leaving)
         if self._journal is None or self._journal[0] != generation:
             return told
-        reader = JournalReader(self._journal[1], at)
-        events = [{**each, "at_s": now_s - float(each["at_s"])} for each in reader.new_events()]
-        return told._replace(end=reader.at, events=events)
+        events, end = read_events(self._journal[1], at)
+        aged = [{**each, "at_s": now_s - float(each["at_s"])} for each in events]
+        return told._replace(end=end, events=aged)
 
     def ask_to_stop(self, generation: int) -> None:
         """Ask the ranks to stop after a step."""
@@ -129,27 +160,25 @@ class HealingHost(Host):
 
     def parts(self) -> list[Part]:
         """Parts that are here."""
-        return self._shelf.parts()
+        return self.shelf.parts()
 
     def lend(self, moment: Moment | None) -> None:
-        """Keep the parts of a moment, instead of those lent before, though they are let go."""
-        own = [part.name for part in self._shelf.parts() if part.moment == moment]
-        self._lent = {name: (self._shelf.index(name), self._shelf.content(name)) for name in own}
+        """See ``Shelf``."""
+        self.shelf.lend(moment)
 
     def give(self, name: str) -> Any:
         """The index or the tensors of a part that is here, as what Ray moves without pickling."""
-        part = name.removesuffix(INDEX)
+        part, shelf = name.removesuffix(INDEX), self.shelf
         try:
-            kept = self._lent.get(part)
-            index, content = kept or (self._shelf.index(part), self._shelf.content(part))
+            content = shelf.content(part) if part == name else shelf.index(part).encode()
         except FileNotFoundError:
             return None
-        return np.frombuffer(content if part == name else index.encode(), np.uint8)
+        return np.frombuffer(content, np.uint8)
 
     def take(self, name: str, index: str, content: Any) -> bool:
         """Hold a part of another host, too."""
-        self._shelf.bring(f"{name}{INDEX}", index.encode())
-        self._shelf.bring(name, content)
+        self.shelf.bring(f"{name}{INDEX}", index.encode())
+        self.shelf.bring(name, content)
         return True
 
     # --- parts -----------------------------------------------------------------------------------
@@ -174,12 +203,12 @@ class HealingHost(Host):
 
 
 class Carrier:
-    """Carries parts between a shelf and other hosts: what is new to them, what is wanted here.
+    """Copies parts between hosts on Ray: new ones to others, and those that ranks here wait for.
 
     Args:
         shelf: The shelf.
         others: Actors of the other hosts, in the order in which they are asked.
-        redundancy: Number of them that hold each new part, too.
+        redundancy: Number of them that get each new part.
     """
 
     def __init__(self, shelf: Shelf, others: Sequence[Any], redundancy: int) -> None:
@@ -189,13 +218,13 @@ class Carrier:
         threading.Thread(target=self._carry, daemon=True).start()
 
     def close(self) -> None:
-        """Carry no more."""
+        """Copy no more."""
         self._is_open = False
 
     def _carry(self) -> None:
         while self._is_open:
             time.sleep(_CARRY_S)
-            with suppress(OSError):  # the folder is gone, or a part was let go
+            with suppress(OSError):  # the folder is gone, or a part was deleted
                 for path in self._shelf.folder.iterdir():
                     if path.suffix == NEW:
                         self._send(path)
@@ -220,9 +249,7 @@ class Carrier:
             if found is not None:
                 self._shelf.bring(name, found)
                 break
-        else:
-            path.with_suffix(GONE).touch()
-        path.unlink()
+        path.unlink()  # who waits sees whether it was found
 
     def _asked(self, method: Any, *about: Any) -> Any:
         try:

@@ -1,43 +1,32 @@
-"""Clusters without lost devices, or with slow ones."""
+"""What steps cost where devices are slow, and what a change from one plan to another costs.
 
-from collections.abc import Collection, Mapping
+In a change every rank of the new plan reads what it holds. Of each parameter, what the same host
+has costs nothing; the rest comes over the network, all ranks at once:
+
+    seconds = restart + max over hosts and directions (bytes / bandwidth of its NICs)
+
+Unlike what ranks really read, parameters that op rules cut count whole: the cost is an upper
+bound.
+"""
+
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
 
 from heterog.cluster.hardware import DeviceType
 from heterog.cluster.topology import Cluster
-from heterog.errors import ClusterError
+from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.channels import Channel
 from heterog.lowering.program import FloatArray
 from heterog.pricing.cost_model import ChannelSeconds, CostModel
+from heterog.strategy.strategy import Strategy
+from heterog.strategy.sync import Sharded
 
 _SLOW = "_slow_"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remaining:
-    """The rest of a cluster after losses.
-
-    Attributes:
-        cluster: The cluster without lost devices, and without hosts that have none left.
-        device_of: For each of its devices, the number of that device in the whole cluster.
-    """
-
-    cluster: Cluster
-    device_of: tuple[int, ...]
-
-
-def remaining(cluster: Cluster, lost: Collection[int]) -> Remaining:
-    """Remove devices from a cluster.
-
-    Raises:
-        ClusterError: no device is left.
-    """
-    left = [device for device in range(cluster.num_devices) if device not in lost]
-    if not left:
-        raise ClusterError(f"all {cluster.num_devices} devices of '{cluster.name}' are lost.")
-    return Remaining(cluster=cluster.part(left), device_of=tuple(left))
 
 
 def slowed(cluster: Cluster, factors: Mapping[int, float]) -> Cluster:
@@ -124,3 +113,76 @@ class SlowedCosts:
     def channel_seconds(self, cluster: Cluster, channel: Channel) -> ChannelSeconds:
         """Cost of a channel between the devices at their planned speed."""
         return self._model.channel_seconds(self._cluster, channel)
+
+
+class Held(NamedTuple):
+    """Fraction of each parameter's state on each device.  # [num_parameters, num_devices]
+
+    Attributes:
+        value: Fraction of the parameter.
+        state: Fraction of its optimizer state.
+        owned: Fraction that the device writes into snapshots.
+    """
+
+    value: FloatArray
+    state: FloatArray
+    owned: FloatArray
+
+
+def held(graph: OpGraph, strategy: Strategy, num_devices: int) -> Held:
+    """Fraction of each parameter that each device has under a strategy."""
+    group_of = group_ops(graph).group
+    value, state, owned = np.zeros((3, len(graph.updates), num_devices))
+    for row, (op, _, _) in enumerate(graph.updates):
+        decision = strategy.decisions[int(group_of[op])]
+        devices = list(decision.devices)
+        home = strategy.homes[row]
+        value[row, devices] = 1.0
+        if home >= 0:
+            value[row, home] = state[row, home] = owned[row, home] = 1.0
+            continue
+        if decision.sync.is_sharded and len(devices) > 1:
+            weights = np.array(decision.slices or [1] * len(devices), np.float64)
+            copies = max(len(decision.slice_groups), 1)
+            parts = weights / weights.sum() * copies
+            saving = np.isin(devices, decision.slice_groups[0] if copies > 1 else devices)
+            state[row, devices], owned[row, devices] = parts, parts * saving
+            if decision.sync.sharded == Sharded.PARAMETERS:
+                value[row, devices] = parts
+            continue
+        state[row, devices] = 1.0
+        owned[row, devices[0]] = 1.0
+    return Held(value, state, owned)
+
+
+def transfer_s(
+    graph: OpGraph,
+    cluster: Cluster,
+    old: tuple[Strategy, Sequence[int]],
+    new: tuple[Strategy, Sequence[int]],
+) -> float:
+    """Seconds until all ranks of a new plan have their state.
+
+    Args:
+        graph: Graph of the training step.
+        cluster: The whole cluster.
+        old: Strategy of the plan that ran, and the device of the whole cluster of each rank.
+        new: The same for the plan to change to.
+    """
+    sizes = np.array(
+        [graph.tensors[each].meta.num_bytes for _, each, _ in graph.updates], np.float64
+    )
+    before, after = held(graph, old[0], len(old[1])), held(graph, new[0], len(new[1]))
+    have = np.zeros((len(sizes), cluster.num_hosts))
+    for rank, device in enumerate(old[1]):
+        have[:, cluster.host_of[device]] += before.owned[:, rank]
+    needed = after.value + graph.optimizer_state_ratio * after.state
+    sent, received = np.zeros(cluster.num_hosts), np.zeros(cluster.num_hosts)
+    for rank, device in enumerate(new[1]):
+        host = cluster.host_of[device]
+        num_bytes = (sizes * needed[:, rank]) @ have  # by host that has them
+        num_bytes[host] = 0.0
+        sent += num_bytes
+        received[host] += num_bytes.sum()
+    rates = np.array([cluster.nic_bandwidth_bytes_per_s(h) for h in range(cluster.num_hosts)])
+    return float(max((sent / rates).max(), (received / rates).max()))

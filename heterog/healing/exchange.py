@@ -1,16 +1,22 @@
-"""The file that tells the ranks of one generation of a job what to run, once it is decided.
+"""Files by which a job and its ranks talk: the ranks' assignment and the journal of rank 0.
 
 Ranks are started before it is known what they will run: they import what they need while the plan
-is made, and then wait for this file.
+is made, and then wait for the assignment. A rank that is killed leaves at most one unfinished line
+at the end of the journal, which is not read.
 """
 
-from dataclasses import asdict, dataclass
+import json
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from heterog.errors import HeterogError
-from heterog.files import read_json, wait_for_file, write_json
+from heterog.files import read_json, wait_for_file
 from heterog.healing.shelf import Moment
 from heterog.records import parse_dataclass
+
+Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +30,9 @@ class Assignment:
         moment: Snapshot to begin with, if there is one.
         checkpoint: Folder of a checkpoint to begin with instead; empty for none.
         shelf: Folder of the snapshots that are read and written.
-        is_copied: Whether other hosts hold them, too.
-        writers: Ranks that write the journal: rank 0, and on each other host one, whose journal
-            has the steps that the host of rank 0 did not live to tell.
+        is_copied: Whether somebody copies them to other hosts.
+        writers: Ranks that write a journal: rank 0, and one on each other host, whose journal has
+            the last steps if the host of rank 0 is lost.
         why_not: Why there is nothing to run; the ranks end with this error. Empty if there is.
     """
 
@@ -35,14 +41,10 @@ class Assignment:
     last: int
     moment: Moment | None
     checkpoint: str
-    shelf: str
+    shelf: str = ""
     is_copied: bool = False
     writers: tuple[int, ...] = (0,)
     why_not: str = ""
-
-    def write(self, path: Path) -> None:
-        """Write the file, on which the ranks begin."""
-        write_json(path, asdict(self))
 
 
 def wait_for_assignment(path: Path, timeout_s: float) -> Assignment:
@@ -56,3 +58,21 @@ def wait_for_assignment(path: Path, timeout_s: float) -> Assignment:
     if assignment.why_not:
         raise HeterogError(assignment.why_not)
     return assignment
+
+
+def write_event(path: Path | None, event: str, **said: Any) -> None:
+    """Append an event with the current time to a journal, if there is one: a line of JSON."""
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps({"event": event, "at_s": time.monotonic(), **said}) + "\n")
+
+
+def read_events(path: Path, at: int = 0) -> tuple[list[Event], int]:
+    """Events of a journal, which may not exist yet, from a position on, and where they end."""
+    if not path.exists():
+        return [], at
+    with path.open("rb") as file:
+        file.seek(at)
+        content = file.read()
+    whole = content[: content.rfind(b"\n") + 1]
+    return [json.loads(line) for line in whole.splitlines()], at + len(whole)
