@@ -68,7 +68,7 @@ def begun(source: PairSource, seed: int) -> Policy:
 def settings(algorithm: str, seed: int, learning_rate: float, evaluations: int) -> TrainingConfig:
     """Settings with which an algorithm draws about so many strategies."""
     config = replace(FIRST, algorithm=algorithm, seed=seed, learning_rate=learning_rate)
-    per_step = config.pairs_per_step * (config.samples_per_pair if config.reinforces else 1)
+    per_step = config.pairs_per_step * config.samples_per_pair
     return replace(config, num_steps=math.ceil(evaluations / per_step))
 
 
