@@ -73,12 +73,17 @@ def settings(algorithm: str, seed: int, learning_rate: float, evaluations: int) 
 
 
 def curve(
-    source: PairSource, pairs: Validation, policy: Policy, config: TrainingConfig
+    source: PairSource,
+    pairs: Validation,
+    policy: Policy,
+    config: TrainingConfig,
+    before: dict[str, float],
 ) -> Iterator[dict[str, Any]]:
-    """Points of a learner's curve, the one where it begins included."""
+    """Points of a learner's curve; ``before`` is what the policy reaches where it begins."""
+    yield {"evaluations": 0, "cpu_s": 0.0, **before}
     begin, spent, step = time.process_time(), 0.0, 0
     learner = learner_of(config.algorithm)(Task(source=source, config=config, policy=policy))
-    for check in range(NUM_CHECKS + 1):
+    for check in range(1, NUM_CHECKS + 1):
         while step * NUM_CHECKS < config.num_steps * check:
             learner.advance(step)
             step += 1
@@ -110,7 +115,7 @@ def main() -> None:
         __doc__,
         option("--algorithms", default=",".join(ALGORITHMS)),
         option("--seeds", type=int, default=5),
-        option("--evaluations", type=int, default=400, help="of each algorithm"),
+        option("--evaluations", type=int, default=512, help="of each algorithm"),
         option("--learning-rate", type=float, default=1e-4, help="after the imitation"),
         option("--graphs", type=Path, help="folder that keeps captured graphs"),
         option("-o", "--output", type=Path, help="JSON lines, added to"),
@@ -130,11 +135,12 @@ def main() -> None:
                 continue
             source = PairSource(graphs=learned, wanted=CLUSTERS, seed=seed)
             first = begun(source, seed)
+            before = validated(first, pairs)
             for name in missing:
                 config = settings(name, seed, asked.learning_rate, asked.evaluations)
                 policy = Policy(first.config)
                 policy.load_state_dict(first.state_dict())
-                points = list(curve(source, pairs, policy, config))
+                points = list(curve(source, pairs, policy, config, before))
                 rows.append({"algorithm": name, "seed": seed, "points": points})
                 keep_row(asked.output, rows[-1])
                 progress(str(rows[-1]))
