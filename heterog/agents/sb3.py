@@ -188,7 +188,7 @@ class _ActionValues(nn.Module):
         chances = features[:, :-1].log_softmax(dim=1)
         if self._explores and not self.training:
             chances = chances - torch.empty_like(chances).exponential_().log()
-        values = self.value(features) + TEMPERATURE * chances
+        values: Tensor = self.value(features) + TEMPERATURE * chances
         if not len(self.offsets):
             return values
         return (values[:, None] + self.offsets).flatten(1)
@@ -302,7 +302,8 @@ class Sb3Learner(Learner):
             kwargs["ortho_init"] = False  # it would overwrite the initial policy
         if "n_quantiles" in inspect.signature(policy_class.__init__).parameters:
             kwargs["n_quantiles"] = _NUM_QUANTILES
-        self.model: Any = algorithm(
+        made: Any = algorithm
+        self.model: Any = made(
             _POLICY, envs, policy_kwargs=kwargs, **_options(algorithm, self, padding.blocks)
         )
         self._differentiates_twice = hasattr(self.model, "cg_max_steps")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from stable_baselines3.common.env_checker import check_env
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parameters_to_vector
 
 from heterog.agents.checkpoint import load_checkpoint, save_checkpoint
@@ -371,14 +372,14 @@ def test_a_batch_of_steps_has_the_features_and_gradients_of_single_steps() -> No
     extractor = learner.model.policy.features_extractor.train()
     assert len({int(each) for each in steps[:, 0]}) > 1
     every, slopes = [], []
-    for parts in ([steps], steps.split(1)):
+    for parts in ([steps], [steps[number, None] for number in range(len(steps))]):
         extractor.zero_grad()
         features = torch.cat([extractor(part) for part in parts])
         torch.tanh(features).sum().backward()  # type: ignore[no-untyped-call]
         every.append(features.detach())
         slopes.append([w.grad.clone() for w in extractor.parameters() if w.grad is not None])
-    assert torch.allclose(*every, atol=1e-4)
-    assert all(torch.allclose(*each, atol=1e-4) for each in zip(*slopes, strict=True))
+    assert torch.allclose(every[0], every[1], atol=1e-4)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*slopes, strict=True))
 
 
 def test_scores_are_kept_only_while_weights_stay() -> None:
@@ -421,6 +422,26 @@ def test_action_values_explore_by_the_policys_own_probabilities() -> None:
         drawn = network.eval()(steps.expand(4000, -1)).argmax(dim=1)
     parts = torch.bincount(drawn, minlength=len(chances)) / len(drawn)
     assert torch.allclose(parts, chances, atol=0.04)
+
+
+def test_trpo_gets_the_slopes_that_its_own_method_finds() -> None:
+    """In one pass for all weights, and of those with "value" in their names, too."""
+    _, model = sb3("sb3_contrib:TRPO", pairs_per_step=1, samples_per_pair=1)
+    steps = drawn_steps(model, 1)
+    with sdpa_kernel(SDPBackend.MATH):
+        choices = model.policy.get_distribution(steps)
+        both = choices.entropy().mean(), choices.log_prob(torch.zeros(len(steps))).mean()
+        found = model._compute_actor_grad(*both)
+        own = type(model)._compute_actor_grad(model, *both)
+
+    def by_weight(slopes: Any, column: int) -> dict[Any, torch.Tensor]:
+        parts = slopes[column].split([shape.numel() for shape in slopes[3]])
+        return dict(zip(slopes[0], parts, strict=True))
+
+    for column in (1, 2):
+        mine, theirs = by_weight(found, column), by_weight(own, column)
+        assert theirs.keys() < mine.keys()
+        assert all(torch.allclose(mine[w], slope, atol=1e-6) for w, slope in theirs.items())
 
 
 def test_what_a_short_run_keeps_is_not_its_beginning() -> None:
