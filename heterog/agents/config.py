@@ -45,12 +45,13 @@ class Algorithm(StrEnum):
 
 _READ_BY = {
     "elites_per_pair": (Algorithm.IMITATION, Algorithm.MIXED),
-    "samples_per_pair": (Algorithm.REINFORCE, Algorithm.MIXED),
+    "samples_per_pair": (Algorithm.REINFORCE, Algorithm.MIXED, "sb3", "sb3_contrib"),
     "entropy_nats": (Algorithm.REINFORCE, Algorithm.MIXED),
     "imitation_weight": (Algorithm.MIXED,),
     "average_decay": (Algorithm.IMITATION, Algorithm.REINFORCE, Algorithm.MIXED),
 }
-"""Algorithms that read a setting. All algorithms read the others; a user's own reads all."""
+"""Algorithms, or libraries of them, that read a setting. All algorithms read the others; a user's
+own reads all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +64,11 @@ class TrainingConfig:
         num_pairs: Number of training pairs.
         search_evaluations: Evaluations spent on each pair's elites, and on each validation pair.
         num_steps: Number of gradient steps; with stable-baselines3, of rollouts, each about an
-            episode of every environment.
-        pairs_per_step: Pairs in each step; with stable-baselines3, parallel environments.
+            episode of every environment, with the updates from it.
+        pairs_per_step: Pairs in each step.
         elites_per_pair: Elites of each pair in a step of imitation.
-        samples_per_pair: Strategies drawn for each pair in a step of REINFORCE.
+        samples_per_pair: Strategies drawn for each pair in a step of REINFORCE; with
+            stable-baselines3, environments that play the same pair.
         learning_rate: Peak, reached after 50 steps or a tenth; it falls to a tenth linearly.
         entropy_nats: Entropy of whole strategies that REINFORCE holds at the start and at the end.
         imitation_weight: Weight of imitation in ``mixed``.
@@ -125,10 +127,11 @@ class TrainingConfig:
         """
         if ".py:" in self.algorithm:
             return []
+        name = self.algorithm.partition(":")[0]
         return [
             f"{field.name}={getattr(self, field.name)} has no effect on '{self.algorithm}', only "
             f"on {', '.join(_READ_BY[field.name])}"
             for field in fields(self)
-            if self.algorithm not in _READ_BY.get(field.name, (self.algorithm,))
+            if name not in _READ_BY.get(field.name, (name,))
             and getattr(self, field.name) != field.default
         ]

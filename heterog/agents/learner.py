@@ -12,12 +12,13 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
 from heterog.agents.config import Algorithm, TrainingConfig
 from heterog.agents.graph_data import PairBatch
@@ -191,6 +192,16 @@ def _pair(source: _Same, index: int) -> Pair:
     return source.source.pair(index)
 
 
+@torch.no_grad()
+def _average(decay: float, kept: list[Tensor], weights: list[Tensor], count: Tensor) -> None:
+    """Move averaged weights towards the current ones, in a short run faster than by ``decay``.
+
+    With a fixed decay of 0.995, what is kept after 13 steps is 94 % the first policy.
+    """
+    part = max(1.0 - decay, 9.0 / (10.0 + float(count)))
+    torch._foreach_lerp_(kept, weights, part)
+
+
 class GradientLearner(Learner):
     """Learns from some pairs per step, by imitation or REINFORCE; see the module docstring."""
 
@@ -202,8 +213,8 @@ class GradientLearner(Learner):
             foreach=True,
         )  # fmt: skip
         # The average over the last few hundred steps varies less, so it is validated and kept.
-        averaging = get_ema_multi_avg_fn(config.average_decay)  # type: ignore[no-untyped-call]
-        self.averaged = AveragedModel(self.policy, multi_avg_fn=averaging)
+        average = partial(_average, config.average_decay)
+        self.averaged = AveragedModel(self.policy, multi_avg_fn=average)
         self._rng = np.random.default_rng([config.seed, 77])
         self._judged = replace(task.source, judged=True)
         self.reinforce = Reinforce(

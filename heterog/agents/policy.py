@@ -46,6 +46,21 @@ class Scores:
     value: Tensor  # [B]
     block_mask: Tensor  # [B, G]
 
+    def transition(self, which: Tensor, block: Tensor, before: Tensor) -> Tensor:
+        """Part of the logits that depends on the candidate of the block before.
+
+        Args:
+            which: Pair of each decision.  # [...]
+            block: Block that is decided, after the first.  # [...]
+            before: Candidate of the block before.  # [...]
+
+        Returns:
+            # [..., C]
+        """
+        chain = self.cut[which, block, None] * self.overlap[which, before]
+        chain = self.pair[which, before] + chain
+        return chain.scatter_add(-1, before[..., None], self.stay[which, block][..., None])
+
     def of(self, index: int, pair: Pair) -> "PairScores":
         """The scores of one pair without padding, for sampling."""
         blocks, candidates = pair.num_blocks, pair.num_candidates
@@ -166,12 +181,8 @@ def log_probabilities(
         Sum over blocks of log p and of the entropy of each block's choice.  # [N], [N]
     """
     previous = actions[:, :-1]
-    rows = which[:, None].expand_as(previous)
-    chain = (
-        scores.pair[rows, previous]
-        + scores.cut[which][:, 1:, None] * scores.overlap[rows, previous]
-    )
-    chain = chain.scatter_add(2, previous[:, :, None], scores.stay[which][:, 1:, None])
+    blocks = torch.arange(1, actions.shape[1]).expand_as(previous)
+    chain = scores.transition(which[:, None].expand_as(previous), blocks, previous)
     unary = scores.unary[which]
     logits = torch.cat([unary[:, :1], unary[:, 1:] + chain], dim=1)  # nothing before the first
     if masks is not None:

@@ -153,7 +153,7 @@ class Reinforce:
         ]
         rewards = np.array([[each.reward for each in own] for own in found])
         log_p, entropy = _log_probabilities(scores, drawn)
-        gains = [_advantage(own) for own in rewards]
+        gains = [advantage(own) for own in rewards]
         best = torch.tensor(rewards.max(axis=1), dtype=torch.float32)
         mean_entropy = entropy.mean()
         loss = -(torch.tensor(np.concatenate(gains), dtype=torch.float32) * log_p).mean()
@@ -175,7 +175,7 @@ class Reinforce:
         )
 
 
-def _advantage(rewards: FloatArray) -> FloatArray:
+def advantage(rewards: FloatArray) -> FloatArray:
     """Gains divided by the standard deviation of a pair's rewards, so that pairs count alike."""
     # At least 0.02, so that tiny differences of nearly equal draws are not inflated.
     return np.asarray(gains_of_best(rewards) * BEST_OF / max(float(rewards.std()), 0.02))

@@ -3,27 +3,33 @@
 Every algorithm for discrete actions works: ``A2C``, ``PPO``, ``DQN``, ``MaskablePPO``, ``QRDQN``,
 ``TRPO``. Our policy is its features extractor. Features are the policy's scores of the current
 block's candidates, with candidates that do not fit masked, and its value. The algorithm's heads
-only read these off, so the learned policy draws strategies as any other does. A pair is encoded
-once for all steps on it with the same weights.
+only read these off, so the learned policy draws strategies as any other does.
+
+The chain of a policy depends on the pair, the block and the candidate before, so an observation
+holds only these and what fits. All pairs of a minibatch are encoded in one pass; between updates,
+each pair once. Several environments play the same pair at once, and a reward is the gain over
+these siblings (``reinforce``), because pairs differ more than the strategies of a pair.
 """
 
 import copy
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, Self
 
 import gymnasium as gym
 import numpy as np
+import numpy.typing as npt
 import torch
-from gymnasium.wrappers import FilterObservation
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
-from stable_baselines3.common.vec_env import DummyVecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parameters_to_vector
@@ -31,126 +37,238 @@ from torch.nn.utils import parameters_to_vector
 from heterog.agents.graph_data import PairBatch
 from heterog.agents.learner import Learner, MakeLearner, Task
 from heterog.agents.policy import Policy, Scores
+from heterog.agents.reinforce import advantage
 from heterog.envs.pair import Pair
+from heterog.envs.reward import RewardFunction
 from heterog.envs.spaces import Padding
-from heterog.envs.strategy_env import StrategyEnv
+from heterog.envs.strategy_env import Info, StrategyEnv
 from heterog.errors import HeterogError, UnknownNameError
 
 PACKAGES = {"sb3": "stable_baselines3", "sb3_contrib": "sb3_contrib"}
-SEEN = ("pair", "block", "chosen", "action_mask")
-"""Keys of an observation that are read; the rest follows from the number of the pair."""
-_MASKED = -1e9
-_POLICY = "MultiInputPolicy"
-_EXPLORED = 0.3
-"""Part of the training over which random exploration declines."""
-_LEAST_RANDOM = 0.05  # least part of random actions
+_MASKED = -2e9  # below what the policy itself masks
+_POLICY = "MlpPolicy"
+_NUM_PLACE = 3  # numbers of an observation before the candidates
+_MOST_BATCHES = 8  # batches of graphs that are kept
+_NUM_QUANTILES = 16
+"""Quantiles of an action value; 200, the library's own number, take 300 MB for a rollout."""
 TEMPERATURE = 0.1
 """Difference of action values, in units of the reward, that makes an action e times as likely.
 Algorithms that learn action values have no probabilities, but a policy that draws needs them."""
+
+
+class PolicyEnv(StrategyEnv):
+    """``heterog/Strategy-v1`` that shows only what a policy's scores of a block depend on.
+
+    An observation is one array: the pair's number, the block, 1 + the candidate of the block
+    before (0 for the first block), and for each candidate whether it fits.  # [3 + C]
+
+    Args:
+        pairs: Pairs to draw from.
+        seed: Seed of the draws; environments of one seed play the same pairs.
+        padding: Sizes to pad to.
+        reward: Reward of a scored row.
+    """
+
+    def __init__(
+        self, pairs: Sequence[Pair], seed: Sequence[int], padding: Padding, reward: RewardFunction
+    ) -> None:
+        super().__init__(pairs, padding, reward)
+        self._draws = np.random.default_rng(seed)
+
+    def _choose(self, options: Info | None) -> None:
+        self._number = int(self._draws.integers(len(self.pairs)))
+
+    def _make_spaces(self) -> None:
+        super()._make_spaces()
+        sizes = self.padding
+        most = [sizes.pairs, sizes.blocks, sizes.candidates, *[1] * sizes.candidates]
+        self.observation_space = gym.spaces.Box(0.0, np.array(most, np.float32))
+
+    def _observe(self) -> npt.NDArray[np.float32]:
+        before = self._row[-1] + 1 if self._row else 0
+        place = self._number, len(self._row), before
+        return np.concatenate([place, self._fits], dtype=np.float32)
 
 
 class CandidateScores(BaseFeaturesExtractor):
     """Scores of the current block's candidates, then the value.  # [N, C + 1]
 
     Args:
-        observation_space: Space of ``heterog/Strategy-v1``.
+        observation_space: Space of ``PolicyEnv``.
         pairs: Pairs that the numbers in observations refer to.
         policy: Initial policy; it is copied, because some algorithms need two.
     """
 
     def __init__(
-        self, observation_space: gym.spaces.Dict, pairs: Sequence[Pair], policy: Policy
+        self, observation_space: gym.spaces.Box, pairs: Sequence[Pair], policy: Policy
     ) -> None:
-        shape = observation_space["action_mask"].shape
-        assert shape is not None
-        self.num_candidates = shape[1]
+        self.num_candidates = observation_space.shape[0] - _NUM_PLACE
         super().__init__(observation_space, features_dim=self.num_candidates + 1)
         self.policy = copy.deepcopy(policy)
-        self._weights = tuple(self.policy.parameters())
-        self._pairs = pairs
-        self._known: tuple[float, dict[int, Scores]] = (np.nan, {})
+        self._known: dict[tuple[int, ...], Scores] = {}
 
-    def forward(self, seen: dict[str, Tensor]) -> Tensor:
-        """Features of some steps."""
-        blocks = seen["block"].reshape(-1).long()
-        chosen, masks = seen["chosen"].long() - 1, seen["action_mask"] > 0.5
-        features = torch.full((len(blocks), self.num_candidates + 1), _MASKED)
-        numbers = seen["pair"].reshape(-1).long()
-        for number in torch.unique(numbers).tolist():
-            rows = torch.nonzero(numbers == number).flatten()
-            scores = self._scores_of(number)
-            block = blocks[rows].clamp(max=self._pairs[number].num_blocks - 1)
-            logits = scores.unary[0, block]
-            later = torch.nonzero(block > 0).flatten()
-            before = chosen[rows[later], block[later] - 1].clamp(min=0)
-            chain = scores.pair[0, before]
-            chain = chain + scores.cut[0, block[later], None] * scores.overlap[0, before]
-            chain = chain.scatter_add(1, before[:, None], scores.stay[0, block[later], None])
-            logits = logits.index_add(0, later, chain)
-            count = logits.shape[1]
-            logits = logits.masked_fill(~masks[rows, block, :count], _MASKED)
-            value = scores.value.expand(len(rows), 1)
-            padding = torch.full((len(rows), self.num_candidates - count), _MASKED)
-            features = features.index_copy(0, rows, torch.cat([logits, padding, value], dim=1))
-        return features
+        @lru_cache(_MOST_BATCHES)
+        def batch(numbers: tuple[int, ...]) -> PairBatch:
+            return PairBatch([pairs[number].observation for number in numbers])
 
-    def _scores_of(self, number: int) -> Scores:
-        """The policy's scores of a pair; without gradients, cached until weights change."""
-        stamp = float(parameters_to_vector(self._weights).detach().sum())
-        if stamp != self._known[0]:
-            self._known = stamp, {}
-        if number in self._known[1] and not torch.is_grad_enabled():
-            return self._known[1][number]
-        with sdpa_kernel(SDPBackend.MATH):  # TRPO needs second derivatives
-            scores: Scores = self.policy(PairBatch([self._pairs[number].observation]))
-        if not torch.is_grad_enabled():
-            self._known[1][number] = scores
+        self._batch = batch
+
+    def train(self, mode: bool = True) -> Self:
+        """Change the mode; weights may change in training, so what they gave is dropped."""
+        if mode:
+            self._known.clear()
+        return super().train(mode)
+
+    def forward(self, seen: Tensor) -> Tensor:
+        """Features of some steps, from one pass over their pairs."""
+        number, block, before = seen[:, :_NUM_PLACE].long().unbind(dim=1)
+        numbers, which = torch.unique(number, return_inverse=True)
+        scores = self._scores_of(tuple(numbers.tolist()))
+        count = scores.unary.shape[2]
+        block = block.clamp(max=scores.unary.shape[1] - 1)  # an episode's end has no block
+        chain = scores.transition(which, block, (before - 1).clamp(min=0))
+        logits = scores.unary[which, block] + chain * (before > 0)[:, None]
+        fits = seen[:, _NUM_PLACE : _NUM_PLACE + count] > 0.5
+        logits = logits.masked_fill(~fits, _MASKED)
+        padding = logits.new_full((len(seen), self.num_candidates - count), _MASKED)
+        return torch.cat([logits, padding, scores.value[which, None]], dim=1)
+
+    def _scores_of(self, numbers: tuple[int, ...]) -> Scores:
+        """The policy's scores of some pairs, kept between rounds of training."""
+        is_kept = not (self.training or torch.is_grad_enabled())
+        if is_kept and numbers in self._known:
+            return self._known[numbers]
+        scores: Scores = self.policy(self._batch(numbers))
+        if is_kept:
+            self._known[numbers] = scores
         return scores
 
 
-class _Read(nn.Module):
-    """A head that returns features: scores, the value, or action values, also with quantiles."""
+class _Chances(nn.Module):
+    """A head that returns the scores."""
 
-    def __init__(
-        self, first: int | None, last: int | None, scale: float = 1.0, num_quantiles: int = 0
-    ) -> None:
+    def forward(self, features: Tensor) -> Tensor:
+        """The scores, as logits.  # [N, C]"""
+        return features[:, :-1]
+
+
+class _Value(nn.Linear):
+    """A head for what is expected of a pair: nothing at first, because siblings share it."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """The value.  # [N, 1]"""
+        return super().forward(features[:, -1:])
+
+
+class _ActionValues(nn.Module):
+    """A head whose action values belong to the policy's own probabilities.
+
+        Q(s, a) = V(s) + TEMPERATURE * log p(a | s)
+
+    so that p is the softmax of Q / TEMPERATURE. With Gumbel noise in units of TEMPERATURE, the
+    largest value is a draw from p: exploration draws what the policy would.
+
+    Args:
+        num_quantiles: Number of quantiles of each value; none if 0.
+        explores: Whether values have noise, except in training.
+    """
+
+    def __init__(self, num_quantiles: int = 0, *, explores: bool = False) -> None:
         super().__init__()
-        self._part, self._scale = slice(first, last), scale
+        self._explores, self.value = explores, _Value()
         self.offsets = nn.Parameter(torch.linspace(-0.1, 0.1, num_quantiles)[:, None])
 
     def forward(self, features: Tensor) -> Tensor:
-        """A part of the features, for each quantile if there are any."""
-        part = self._scale * features[:, self._part]
+        """Values of actions, for each quantile if there are any.  # [N, C or quantiles * C]"""
+        chances = features[:, :-1].log_softmax(dim=1)
+        if self._explores and not self.training:
+            chances = chances - torch.empty_like(chances).exponential_().log()
+        values: Tensor = self.value(features) + TEMPERATURE * chances
         if not len(self.offsets):
-            return part
-        return (part[:, None] + self.offsets).flatten(1)
+            return values
+        return (values[:, None] + self.offsets).flatten(1)
 
 
 def _read_off(policy: Any) -> CandidateScores:
-    """Give a policy of any algorithm heads of ``_Read``; return the extractor that learns."""
+    """Give a policy of any algorithm our heads; return the extractor that learns."""
     if hasattr(policy, "action_net"):
-        policy.action_net, policy.value_net = _Read(None, -1), _Read(-1, None)
+        policy.action_net, policy.value_net = _Chances(), _Value()
         learning = policy
     elif hasattr(policy, "q_net"):
-        for network in (policy.q_net, policy.q_net_target):
-            network.q_net = _Read(None, -1, TEMPERATURE)
-        learning = policy.q_net
+        learning, target = policy.q_net, policy.q_net_target
+        learning.q_net, target.q_net = _ActionValues(explores=True), _ActionValues()
     else:
-        for network in (policy.quantile_net, policy.quantile_net_target):
-            network.quantile_net = _Read(None, -1, TEMPERATURE, network.n_quantiles)
-        learning = policy.quantile_net
-    options = {"lr": 0.0} | policy.optimizer_kwargs  # the algorithm sets the rate
+        learning, target = policy.quantile_net, policy.quantile_net_target
+        count = learning.n_quantiles
+        learning.quantile_net = _ActionValues(count, explores=True)
+        target.quantile_net = _ActionValues(count)
+    if learning is not policy:
+        target.train()  # its weights change outside of training, so no scores of it are kept
+    options = {"lr": 0.0, "foreach": True} | policy.optimizer_kwargs  # the algorithm sets the rate
     policy.optimizer = policy.optimizer_class(learning.parameters(), **options)
     extractor = learning.features_extractor
     assert isinstance(extractor, CandidateScores)
     return extractor
 
 
+def _actor_slopes(
+    policy: nn.Module, divergence: Tensor, objective: Tensor
+) -> tuple[list[nn.Parameter], Tensor, Tensor, list[torch.Size]]:
+    """What TRPO asks of a policy: weights, slopes of the objective and the divergence, shapes.
+
+    Unlike its own method, in one pass for all weights instead of one for each, and without leaving
+    out those with "value" in their names: the encoder has such.
+    """
+    weights = list(policy.parameters())
+    found = torch.autograd.grad(divergence, weights, create_graph=True, allow_unused=True)
+    acting = [(w, slope) for w, slope in zip(weights, found, strict=True) if slope is not None]
+    weights = [weight for weight, _ in acting]
+    wanted = torch.autograd.grad(objective, weights, retain_graph=True)
+    flat = parameters_to_vector
+    slopes = flat([slope for _, slope in acting])
+    return weights, flat(wanted), slopes, [weight.shape for weight in weights]
+
+
+class Siblings(VecEnvWrapper):
+    """Environments of which neighbours play the same pair; a reward is a gain over siblings.
+
+    Less the mean of the gains, so that a value of 0, which the heads begin with, is right.
+
+    Args:
+        envs: Environments whose episodes on the same pair end together.
+        count: Number of neighbours that play the same pair.
+    """
+
+    def __init__(self, envs: VecEnv, count: int) -> None:
+        super().__init__(envs)
+        self._count = count
+
+    def reset(self) -> VecEnvObs:
+        """Begin episodes."""
+        return self.venv.reset()
+
+    def step_wait(self) -> VecEnvStepReturn:
+        """Make a step; compare the episodes that end."""
+        seen, rewards, dones, infos = self.venv.step_wait()
+        for first in range(0, len(rewards), self._count):
+            own = slice(first, first + self._count)
+            if self._count > 1 and dones[own].all():
+                gains = advantage(rewards[own].astype(np.float64))
+                rewards[own] = gains - gains.mean()
+        return seen, rewards, dones, infos
+
+
 class Sb3Learner(Learner):
     """An algorithm of stable-baselines3; see the module docstring.
 
-    A step is a rollout of about an episode of each environment, with the passes over it. A resumed
-    run has the checkpoint's weights and optimizer, but new episodes.
+    A step is a rollout of about an episode of each environment, ``pairs_per_step`` times
+    ``samples_per_pair`` of them, with the passes over it. A resumed run has the checkpoint's
+    weights and optimizer, but new episodes.
 
     Args:
         task: The learning task.
@@ -164,15 +282,16 @@ class Sb3Learner(Learner):
         pairs = [source.pair(index) for index in range(config.num_pairs)]
         padding = Padding.of(pairs)
 
-        def make() -> gym.Env[Any, Any]:
-            env: gym.Env[Any, Any] = StrategyEnv(pairs, padding, task.reward)
-            env = FilterObservation(env, SEEN)
-            return env
+        def env(group: int) -> PolicyEnv:
+            return PolicyEnv(pairs, [config.seed, group], padding, task.reward)
 
-        envs = DummyVecEnv([make] * config.pairs_per_step)
-        envs.seed(config.seed)
+        groups = np.repeat(np.arange(config.pairs_per_step), config.samples_per_pair)
+        envs = Siblings(
+            DummyVecEnv([partial(env, group) for group in groups.tolist()]),
+            config.samples_per_pair,
+        )
         self._rate = config.learning_rate
-        self._per_step = padding.blocks * config.pairs_per_step
+        self._per_step = padding.blocks * len(groups)
         kwargs = {
             "features_extractor_class": CandidateScores,
             "features_extractor_kwargs": {"pairs": pairs, "policy": task.policy},
@@ -181,9 +300,15 @@ class Sb3Learner(Learner):
         policy_class = algorithm.policy_aliases[_POLICY]
         if "ortho_init" in inspect.signature(policy_class.__init__).parameters:
             kwargs["ortho_init"] = False  # it would overwrite the initial policy
-        self.model: Any = algorithm(
+        if "n_quantiles" in inspect.signature(policy_class.__init__).parameters:
+            kwargs["n_quantiles"] = _NUM_QUANTILES
+        made: Any = algorithm
+        self.model: Any = made(
             _POLICY, envs, policy_kwargs=kwargs, **_options(algorithm, self, padding.blocks)
         )
+        self._differentiates_twice = hasattr(self.model, "cg_max_steps")
+        if self._differentiates_twice:
+            self.model._compute_actor_grad = partial(_actor_slopes, self.model.policy)
         self.policy = _read_off(self.model.policy).policy
         self.model.set_logger(Logger(folder=None, output_formats=[]))
 
@@ -193,11 +318,11 @@ class Sb3Learner(Learner):
 
     def advance(self, step: int) -> Mapping[str, float]:
         """Play and learn."""
-        config, episodes = self.task.config, _Episodes()
-        self._rate = config.rate_at(step)
-        done = step / config.num_steps
-        self.model.exploration_schedule = lambda left: max(1.0 - done / _EXPLORED, _LEAST_RANDOM)
-        self.model.learn(self._per_step, callback=episodes, reset_num_timesteps=False)
+        episodes = _Episodes()
+        self._rate = self.task.config.rate_at(step)
+        # Fused attention has no second derivatives.
+        with sdpa_kernel(SDPBackend.MATH) if self._differentiates_twice else nullcontext():
+            self.model.learn(self._per_step, callback=episodes, reset_num_timesteps=False)
         self.num_evaluations += len(episodes.ended)
         terms = episodes.terms()
         drawn = getattr(self.model, "rollout_buffer", None)
@@ -216,6 +341,7 @@ class Sb3Learner(Learner):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         self.model.policy.load_state_dict(state["networks"])
+        self.model.policy.set_training_mode(True)  # nothing that other weights gave is kept
         self.model.policy.optimizer.load_state_dict(state["optimizer"])
         self.model.num_timesteps = state["num_timesteps"]
 
@@ -224,7 +350,9 @@ def _options(
     algorithm: type[BaseAlgorithm], learner: Sb3Learner, num_blocks: int
 ) -> dict[str, Any]:
     """Settings for an algorithm, for episodes of ``num_blocks`` steps with one reward each."""
-    per_step, config = num_blocks * learner.task.config.pairs_per_step, learner.task.config
+    config = learner.task.config
+    num_envs = config.pairs_per_step * config.samples_per_pair
+    rollout = num_blocks * num_envs
     wanted = {
         "learning_rate": learner.rate,
         "seed": config.seed,
@@ -232,18 +360,24 @@ def _options(
         "gamma": 1.0,
         "gae_lambda": 1.0,
         "n_steps": num_blocks,
-        "batch_size": num_blocks * max(config.pairs_per_step // 2, 1),
-        "n_epochs": 4,
+        # An update encodes its pairs however few of their steps it has; four passes in halves
+        # learned no more from as many strategies, in 1.8 times the seconds.
+        "batch_size": rollout,
+        "n_epochs": 2,
+        "gradient_steps": 2,
+        "train_freq": num_blocks,
         "ent_coef": 3e-3,
         "max_grad_norm": 1.0,
-        "buffer_size": 20 * per_step,
-        "learning_starts": per_step,
-        "train_freq": max(num_blocks // 4, 1),
-        "target_update_interval": per_step,
+        "use_rms_prop": False,  # its first updates are ten times as long as later ones
+        "cg_max_steps": 5,
+        "n_critic_updates": 1,
+        "buffer_size": 2 * rollout,
+        "learning_starts": 0,
+        "target_update_interval": rollout,
+        "exploration_initial_eps": 0.0,
+        "exploration_final_eps": 0.0,
     }
     known = set(inspect.signature(algorithm).parameters)
-    if "buffer_size" in known:  # for off-policy algorithms it means n-step returns
-        known.discard("n_steps")
     return {name: value for name, value in wanted.items() if name in known}
 
 
@@ -252,21 +386,19 @@ class _Episodes(BaseCallback):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ended: list[tuple[float, dict[str, Any]]] = []
+        self.ended: list[dict[str, Any]] = []
 
     def _on_step(self) -> bool:
-        for reward, info in zip(self.locals["rewards"], self.locals["infos"], strict=True):
-            if "speedup" in info:
-                self.ended.append((float(reward), info))
+        self.ended += [info for info in self.locals["infos"] if "speedup" in info]
         return True
 
     def terms(self) -> dict[str, float]:
         """Numbers to log."""
         if not self.ended:
             return {}
-        speedups = [info["speedup"] for _, info in self.ended if info["is_ok"]]
+        speedups = [info["speedup"] for info in self.ended if info["is_ok"]]
         return {
-            "reward": float(np.mean([reward for reward, _ in self.ended])),
+            "reward": float(np.mean([info["reward"] for info in self.ended])),
             "speedup": float(np.exp(np.mean(np.log(speedups)))) if speedups else 0.0,
             "out_of_memory": 1.0 - len(speedups) / len(self.ended),
         }
@@ -275,7 +407,7 @@ class _Episodes(BaseCallback):
 class _Probe(gym.Env[Any, Any]):
     """An environment with the kinds of spaces that an algorithm must support."""
 
-    observation_space = gym.spaces.Dict({"block": gym.spaces.Box(0, 1, (1,))})
+    observation_space = gym.spaces.Box(0, 1, (1,))
     action_space = gym.spaces.Discrete(2)
 
 

@@ -181,6 +181,8 @@ class Pair:
 
         This is slower than the coarse evaluator, but counts the overlap inside a block.
         """
+        if self._is_judged:
+            return self
         self.observer, self.loads, self._fine  # noqa: B018 - made once for both
         other = copy.copy(self)
         other._is_judged, other._scores = True, {}

@@ -83,6 +83,7 @@ class _StrategyEnv(gym.Env[Padded, Any]):
         found = self._reward(self.pair, self.pair.score(row))
         self.pair.forget()
         return found.reward, {
+            "reward": found.reward,
             "step_time_s": found.step_time_s,
             "baseline_s": self.pair.baseline_s,
             "speedup": found.speedup,
@@ -230,6 +231,7 @@ bound, and the part of the batch that changed devices |
         self._choose(options)
         self._memory = RunningMemory(self.pair, 1)
         self._row: list[int] = []
+        self._find_fits()
         self._steps = self._masked = 0
         self._estimate = np.zeros(3)
         self._shown = self._row, {}
@@ -245,7 +247,7 @@ bound, and the part of the batch that changed devices |
         if block == pair.num_blocks:
             raise gym.error.ResetNeeded("all blocks are decided; call reset for another episode.")
         self._steps += 1
-        if 0 <= wanted < pair.num_candidates and self._memory.fits()[0, wanted]:
+        if 0 <= wanted < pair.num_candidates and self._fits[wanted]:
             seen = pair.observation
             # Features hold half the logarithm of seconds x G / T0.
             times = np.exp(2.0 * seen.pairs[block, wanted, :2]) / pair.num_blocks
@@ -253,6 +255,7 @@ bound, and the part of the batch that changed devices |
             self._estimate += (*times, moved)
             self._row.append(wanted)
             self._memory.add([wanted])
+            self._find_fits()
         else:
             self._masked += 1
         info: Info = {"masked_actions": self._masked}
@@ -268,18 +271,20 @@ bound, and the part of the batch that changed devices |
 
         All are legal once the episode is over: Gymnasium's vectors read masks before a reset.
         """
-        if len(self._row) == self.pair.num_blocks:
-            return np.ones(self.padding.candidates, bool)
-        masks = np.zeros(self.padding.candidates, bool)
-        masks[: self.pair.num_candidates] = self._memory.fits()[0]
-        return masks
+        return self._fits.copy()
 
-    def _observe(self) -> Padded:
+    def _find_fits(self) -> None:
+        """Find what the current block may take."""
+        self._fits = np.ones(self.padding.candidates, bool)
+        if len(self._row) < self.pair.num_blocks:
+            self._fits[self.pair.num_candidates :] = False
+            self._fits[: self.pair.num_candidates] = self._memory.fits()[0]
+
+    def _observe(self) -> Any:
         pair, padding, block = self.pair, self.padding, len(self._row)
         padded = self._static()
         if block < pair.num_blocks:
-            mask = padded["action_mask"]
-            mask[block, : pair.num_candidates] = self._memory.fits()[0].astype(np.int8)
+            padded["action_mask"][block] = self._fits.astype(np.int8)
         used = np.zeros(padding.devices, np.float32)
         used[: pair.cluster.num_devices] = np.minimum(self._memory.used[0], LIMIT)
         chosen = np.zeros(padding.blocks, np.int64)

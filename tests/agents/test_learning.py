@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 import torch
 from stable_baselines3.common.env_checker import check_env
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parameters_to_vector
 
 from heterog.agents.checkpoint import load_checkpoint, save_checkpoint
 from heterog.agents.config import Algorithm, PolicyConfig, TrainingConfig
 from heterog.agents.elites import find_elites
 from heterog.agents.graph_data import PairBatch
-from heterog.agents.learner import learner_of
+from heterog.agents.learner import Task, learner_of
 from heterog.agents.policy import Policy, draw, log_probabilities, score_pairs
-from heterog.agents.reinforce import Reinforce, gains_of_best, steered
+from heterog.agents.reinforce import Reinforce, advantage, gains_of_best, steered
+from heterog.agents.sb3 import TEMPERATURE
 from heterog.agents.sources import PairSource
 from heterog.agents.training import RunFiles, Trainer, TrainingResult
 from heterog.envs.conformance import check_reward
@@ -331,7 +334,7 @@ def test_what_stable_baselines_draws_is_what_the_policy_draws() -> None:
     """Step by step the same probabilities, memory included, so what it learns is the policy's."""
     trainer, model = sb3("sb3:A2C")
     seen = model.env.reset()
-    pair = source().pair(int(seen["pair"][0, 0]))
+    pair = source().pair(int(seen[0, 0]))
     with torch.no_grad():
         scores = trainer.policy.eval()(PairBatch([pair.observation]))
     drawn = draw(scores.of(0, pair), pair, 1, rng(), keep_masks=True)
@@ -341,12 +344,118 @@ def test_what_stable_baselines_draws_is_what_the_policy_draws() -> None:
         tensors, _ = model.policy.obs_to_tensor(seen)
         with torch.no_grad():
             choices = model.policy.get_distribution(tensors)
-            actions = torch.full((len(seen["pair"]),), int(candidate))
+            actions = torch.full((len(seen),), int(candidate))
             total += float(choices.log_prob(actions)[0])
         seen, _, _, _ = model.env.step(actions.numpy())
     which, rows = torch.zeros(1).long(), torch.from_numpy(drawn.rows).long()
     expected, _ = log_probabilities(scores, which, rows, masks)
     assert total == pytest.approx(float(expected[0]), abs=1e-4)
+
+
+def drawn_steps(model: Any, count: int) -> torch.Tensor:
+    """Observations along episodes of random candidates that fit."""
+    generator, seen = rng(), [model.env.reset()]
+    for _ in range(count):
+        masks = np.array(model.env.env_method("action_masks"))
+        seen.append(model.env.step((masks * generator.random(masks.shape)).argmax(axis=1))[0])
+    return torch.from_numpy(np.concatenate(seen))
+
+
+def test_a_batch_of_steps_has_the_features_and_gradients_of_single_steps() -> None:
+    """One pass over pairs of several sizes, padded, is as good as a pass for each step."""
+    several = replace(source(), graphs=[chain_graph(3), chain_graph(5)], generated=1.0)
+    settings = settings_of("sb3:A2C", num_pairs=4, pairs_per_step=4, samples_per_pair=1)
+    learner: Any = learner_of(settings.algorithm)(
+        Task(source=several, config=settings, policy=Policy(NETWORK))
+    )
+    steps = drawn_steps(learner.model, 2)
+    extractor = learner.model.policy.features_extractor.train()
+    assert len({int(each) for each in steps[:, 0]}) > 1
+    every, slopes = [], []
+    for parts in ([steps], [steps[number, None] for number in range(len(steps))]):
+        extractor.zero_grad()
+        features = torch.cat([extractor(part) for part in parts])
+        torch.tanh(features).sum().backward()  # type: ignore[no-untyped-call]
+        every.append(features.detach())
+        slopes.append([w.grad.clone() for w in extractor.parameters() if w.grad is not None])
+    assert torch.allclose(every[0], every[1], atol=1e-4)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*slopes, strict=True))
+
+
+def test_scores_are_kept_only_while_weights_stay() -> None:
+    _, model = sb3("sb3:A2C")
+    extractor, steps = model.policy.features_extractor.eval(), drawn_steps(model, 1)
+    with torch.no_grad():
+        first = extractor(steps)
+        for weight in extractor.parameters():
+            weight.data.mul_(1.1)
+        assert torch.equal(extractor(steps), first)  # no training has begun
+        extractor.train()
+        changed = extractor(steps)
+        assert not torch.allclose(changed, first)
+        assert torch.allclose(extractor.eval()(steps), changed, atol=1e-5)
+
+
+def test_a_reward_is_the_gain_over_siblings_of_the_same_pair() -> None:
+    _, model = sb3("sb3:A2C", pairs_per_step=2, samples_per_pair=4)
+    generator, own = rng(), model.env.reset()[:, 0].reshape(2, 4)
+    assert (own == own[:, :1]).all()
+    done = np.zeros(8, bool)
+    while not done.any():
+        masks = np.array(model.env.env_method("action_masks"))
+        chosen = (masks * generator.random(masks.shape)).argmax(axis=1)
+        _, rewards, done, infos = model.env.step(chosen)
+    found = np.array([info["reward"] for info in infos]).reshape(2, 4)
+    gains = [advantage(each.astype(np.float32).astype(np.float64)) for each in found]
+    expected = [each - each.mean() for each in gains]
+    assert done.all()
+    assert rewards.reshape(2, 4) == pytest.approx(np.array(expected), rel=1e-4, abs=1e-5)
+
+
+def test_action_values_explore_by_the_policys_own_probabilities() -> None:
+    """The largest of values with noise is a draw from p, whose logarithms the values are."""
+    _, model = sb3("sb3:DQN")
+    steps = drawn_steps(model, 0)[:1]
+    network = model.policy.q_net
+    with torch.no_grad():
+        chances = network.train()(steps)[0].div(TEMPERATURE).softmax(dim=0)
+        drawn = network.eval()(steps.expand(4000, -1)).argmax(dim=1)
+    parts = torch.bincount(drawn, minlength=len(chances)) / len(drawn)
+    assert torch.allclose(parts, chances, atol=0.04)
+
+
+def test_trpo_gets_the_slopes_that_its_own_method_finds() -> None:
+    """In one pass for all weights, and of those with "value" in their names, too."""
+    _, model = sb3("sb3_contrib:TRPO", pairs_per_step=1, samples_per_pair=1)
+    steps = drawn_steps(model, 1)
+    with sdpa_kernel(SDPBackend.MATH):
+        choices = model.policy.get_distribution(steps)
+        both = choices.entropy().mean(), choices.log_prob(torch.zeros(len(steps))).mean()
+        found = model._compute_actor_grad(*both)
+        own = type(model)._compute_actor_grad(model, *both)
+
+    def by_weight(slopes: Any, column: int) -> dict[Any, torch.Tensor]:
+        parts = slopes[column].split([shape.numel() for shape in slopes[3]])
+        return dict(zip(slopes[0], parts, strict=True))
+
+    for column in (1, 2):
+        mine, theirs = by_weight(found, column), by_weight(own, column)
+        assert theirs.keys() < mine.keys()
+        assert all(torch.allclose(mine[w], slope, atol=1e-6) for w, slope in theirs.items())
+
+
+def test_what_a_short_run_keeps_is_not_its_beginning() -> None:
+    settings = settings_of(Algorithm.REINFORCE, num_steps=12, check_every=12)
+    learner: Any = learner_of(settings.algorithm)(
+        Task(source=source(), config=settings, policy=Policy(NETWORK))
+    )
+    first = parameters_to_vector(learner.policy.parameters()).detach().clone()
+    for step in range(12):
+        learner.advance(step)
+    kept, last = (
+        parameters_to_vector(each.parameters()).detach() for each in (learner.kept, learner.policy)
+    )
+    assert (kept - last).norm() < 0.7 * (first - last).norm()
 
 
 @pytest.mark.thorough

@@ -132,7 +132,11 @@ class Sb3Search(Planner):
 
     def _learn(self, rows: Rows) -> None:
         config = TrainingConfig(
-            algorithm=self._algorithm, num_pairs=1, pairs_per_step=4, seed=rows.problem.seed
+            algorithm=self._algorithm,
+            num_pairs=1,
+            pairs_per_step=1,
+            samples_per_pair=4,
+            seed=rows.problem.seed,
         )
         source = _OnePair(graphs=(), only=_Scored(rows))
         task = Task(source=source, config=config, policy=untrained(rows.problem.seed))
