@@ -4,7 +4,7 @@ import functools
 import re
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -699,6 +699,23 @@ def test_an_optimizer_that_does_not_take_the_parameters_is_refused() -> None:
 
     graph = capture(linear(optimizer=torch.optim.Muon, parameter_groups=matrices))
     assert len(graph.updates) == 1
+
+
+def test_observers_that_have_seen_nothing_are_refused() -> None:
+    def prepared() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 2))
+        model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+        made: nn.Module = torch.ao.quantization.prepare_qat(model.train())
+        return made
+
+    def warm() -> nn.Module:
+        model = prepared()
+        model(torch.zeros(6, 4))
+        return model
+
+    with pytest.raises(CaptureError, match=r"min_val' of an observer .* \(2 channels\)"):
+        capture(replace(linear(), model=prepared))
+    capture(replace(linear(), model=warm))
 
 
 def test_parameters_of_a_loss_are_named_in_a_warning() -> None:

@@ -186,7 +186,7 @@ def _holds_tensors(value: Any, depth: int = 3) -> bool:
 
 
 class _UnknownConstant(Exception):
-    """A step reads a constant tensor made with the model, which has no values (fake or meta)."""
+    """A step reads a tensor made with the model that has no values, or no shape, if it is fake."""
 
 
 def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: bool) -> CapturedStep:
@@ -238,6 +238,7 @@ def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: boo
         merge_equal_constants(traced.graph)
         step = Reader(workload, traced, *inputs).read()
     _check_memory(workload, model, step)
+    _check_observers(workload, step.graph, in_memory=in_memory)
     return replace(step, graph=replace(step.graph, patterns=_patterns(model, step.graph)))
 
 
@@ -313,6 +314,28 @@ def _check_memory(workload: Workload, model: nn.Module, step: CapturedStep) -> N
                 "changes, and ranks keep each in memory of its own. Read the other one where it "
                 "is needed (self.layer.weight.detach()), assign the same parameter to both "
                 "modules to tie them, or make a copy (.clone())."
+            )
+
+
+def _check_observers(workload: Workload, graph: OpGraph, *, in_memory: bool) -> None:
+    """Refuse buffers that torch's fake quantisation gives a shape in the first step.
+
+    It gives none to fake tensors, so that a model in memory decides.
+    """
+    for op in graph.ops:
+        if not op.kind.startswith("_fused_moving_avg_obs") or not op.args.get(
+            "per_row_fake_quant"
+        ):
+            continue
+        weight, least = (graph.tensors[op.inputs[place]] for place in (0, 3))
+        channels = weight.shape[int(str(op.args["ch_axis"]))]
+        if least.shape != (channels,):
+            if not in_memory:
+                raise _UnknownConstant
+            raise CaptureError(
+                f"workload '{workload.name}': '{least.name}' of an observer gets its shape "
+                f"({channels} channels) in the first step of training. Call the model on a batch "
+                "in the function that makes it."
             )
 
 

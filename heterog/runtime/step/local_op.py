@@ -1,7 +1,7 @@
 """One op of the graph on a device's share: its local arguments, its kernel, and corrections."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -86,15 +86,19 @@ compute something else for other strides, or fail. Eager torch puts it in order 
 them; in a captured step it may come in another order, from another device or a real kernel."""
 
 
-def _in_order(function: Callable[..., Any], is_of_rows: bool, *given: Any, **keywords: Any) -> Any:
-    """Call a function on tensors in row-major order, or whose rows are in order."""
+@cache  # equal layers are compiled once if their functions are the same
+def _in_order(function: Callable[..., Any], is_of_rows: bool) -> Callable[..., Any]:
+    """A function that is called on tensors in row-major order, or whose rows are in order."""
 
     def ordered(value: Any) -> Any:
         if not isinstance(value, Tensor) or (is_of_rows and value.dim() and value.stride(-1) == 1):
             return value
         return value.contiguous()
 
-    return function(*map(ordered, given), **keywords)
+    def call(*given: Any, **keywords: Any) -> Any:
+        return function(*map(ordered, given), **keywords)
+
+    return call
 
 
 class Share(NamedTuple):
@@ -292,7 +296,7 @@ class LocalOp:
         if isinstance(function, torch._ops.OpOverload):
             function = _FAST.get(function, function._op)
         if self.call.kind.startswith(_IGNORE_STRIDES):
-            function = partial(_in_order, function, self.call.kind.startswith("attention"))
+            function = _in_order(function, self.call.kind.startswith("attention"))
         local = self._local_args(share)
         positional, keywords = [], {}
         for argument in self._schema.arguments:
