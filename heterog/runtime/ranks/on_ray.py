@@ -211,7 +211,7 @@ class Host:
         self._running: tuple[int, dict[int, LocalRank]] = -1, {}
         self._lock = threading.Lock()
         self._address = address or str(connect_to_ray()[0].util.get_node_ip_address())
-        self._place = place
+        self._place, self._is_node = place, not address
 
     def meeting_place(self) -> tuple[str, int]:
         """Address of this node, and a port that is free on it."""
@@ -261,9 +261,10 @@ class Host:
     ) -> None:
         """Start ranks with these arguments of Python."""
         interface = interface_of(self._address)
+        # Of this process's own ranks those of ``run_commands``, or they could not share its forks.
         common = {
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": with_package(),
+            **({"PYTHONPATH": with_package()} if self._is_node else {}),
             **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
         }
         ranks = {}
