@@ -27,6 +27,7 @@ import torch
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
@@ -37,7 +38,7 @@ from torch.nn.utils import parameters_to_vector
 from heterog.agents.graph_data import PairBatch
 from heterog.agents.learner import Learner, MakeLearner, Task
 from heterog.agents.policy import Policy, Scores
-from heterog.agents.reinforce import advantage
+from heterog.agents.reinforce import BEST_OF, advantage
 from heterog.envs.pair import Pair
 from heterog.envs.reward import RewardFunction
 from heterog.envs.spaces import Padding
@@ -51,7 +52,7 @@ _NUM_PLACE = 3  # numbers of an observation before the candidates
 _MOST_BATCHES = 8  # batches of graphs that are kept
 _NUM_QUANTILES = 16
 """Quantiles of an action value; 200, the library's own number, take 300 MB for a rollout."""
-TEMPERATURE = 0.1
+TEMPERATURE = 0.02
 """Difference of action values, in units of the reward, that makes an action e times as likely.
 Algorithms that learn action values have no probabilities, but a policy that draws needs them."""
 
@@ -242,11 +243,12 @@ class Siblings(VecEnvWrapper):
     Args:
         envs: Environments whose episodes on the same pair end together.
         count: Number of neighbours that play the same pair.
+        scale: Factor on gains.
     """
 
-    def __init__(self, envs: VecEnv, count: int) -> None:
+    def __init__(self, envs: VecEnv, count: int, scale: float) -> None:
         super().__init__(envs)
-        self._count = count
+        self._count, self._scale = count, scale
 
     def reset(self) -> VecEnvObs:
         """Begin episodes."""
@@ -259,7 +261,7 @@ class Siblings(VecEnvWrapper):
             own = slice(first, first + self._count)
             if self._count > 1 and dones[own].all():
                 gains = advantage(rewards[own].astype(np.float64))
-                rewards[own] = gains - gains.mean()
+                rewards[own] = self._scale * (gains - gains.mean())
         return seen, rewards, dones, infos
 
 
@@ -289,6 +291,9 @@ class Sb3Learner(Learner):
         envs = Siblings(
             DummyVecEnv([partial(env, group) for group in groups.tolist()]),
             config.samples_per_pair,
+            # Action values have a Huber loss, which would cut the few large gains beyond 1, so
+            # that on the average whatever is drawn would become less likely.
+            1.0 / BEST_OF if issubclass(algorithm, OffPolicyAlgorithm) else 1.0,
         )
         self._rate = config.learning_rate
         self._per_step = padding.blocks * len(groups)
