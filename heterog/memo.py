@@ -13,7 +13,8 @@ class kept(Generic[_S, _P, _T]):
     """A method that keeps what it has returned for as long as its object lives.
 
     Its arguments are hashable and positional. As with ``cached_property``, results lie in the
-    object's ``__dict__``; from then on the object cannot be pickled.
+    object's ``__dict__``; from then on the object cannot be pickled, and Python's collector frees
+    it, not the end of its last reference: not for objects with hooks or large tensors.
 
     >>> class Squares:
     ...     @kept

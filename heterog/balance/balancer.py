@@ -40,7 +40,6 @@ from heterog.balance.tokens import TokenBatches
 from heterog.balance.updates import OpenSteps, watch_updates
 from heterog.balance.weights import StepWeights, average_gradients, check_loss
 from heterog.errors import HeterogWarning
-from heterog.memo import kept
 from heterog.runtime.accelerators import CPU
 
 
@@ -122,7 +121,8 @@ class Balancer(Follower):
         self.weights.checks_updates = check_replicas
         self._replicas: ReplicaCheck | None = None
         self._start = Start(shares=shares, speeds=speeds, plan=plan)
-        self._fits, self._micro_batches = fits, micro_batches
+        self._fits_given, self._micro_batches = fits, micro_batches
+        self._fits: tuple[int | None, ...] | None = None
         self._samplers: list[ref[ShareSampler]] = []  # of loaders that exist, in order
         self._training: ShareSampler | None = None
         self._open = OpenSteps()
@@ -527,19 +527,22 @@ class Balancer(Follower):
         """Largest share of each rank: what it holds at once, unless micro-batches are cut."""
         return None if self._micro_batches else self._memory()
 
-    @kept
     def _memory(self) -> tuple[int | None, ...]:
         """Number of samples that each rank can hold at once; exchanged between ranks only once."""
-        given, num_ranks = self._fits, self.group.num_ranks
-        if isinstance(given, int):
-            given = [int(fits[0]) for fits in self.group.gather([given])]
-        found = (None,) * num_ranks if given is None else tuple(given)
-        if len(found) != num_ranks or any(n is not None and n < 1 for n in found):
-            raise BalanceError(
-                f"fits={self._fits}: give a number of samples of 1 or more, or one for each of "
-                f"the {num_ranks} ranks."
-            )
-        return found
+        given, num_ranks = self._fits_given, self.group.num_ranks
+        if self._fits is None:
+            if given is None:
+                self._fits = (None,) * num_ranks
+            elif isinstance(given, int):
+                self._fits = tuple(int(fits[0]) for fits in self.group.gather([given]))
+            else:
+                self._fits = tuple(given)
+            if len(self._fits) != num_ranks or any(n is not None and n < 1 for n in self._fits):
+                raise BalanceError(
+                    f"fits={given}: give a number of samples of 1 or more, or one for each of the "
+                    f"{num_ranks} ranks."
+                )
+        return self._fits
 
 
 def checked_length(dataset: Dataset[Any]) -> int:

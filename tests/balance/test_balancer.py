@@ -24,7 +24,12 @@ DATA = TensorDataset(torch.arange(26.0))
 def first_shares(rank: int, options: dict[str, Any], size: int = 12) -> tuple[int, ...]:
     balancer = Balancer(global_batch_size=size, **options)
     balancer.loader(DATA)
-    return balancer.shares
+    found, weights = balancer.shares, weakref.ref(balancer.weights)
+    gc.disable()
+    del balancer
+    gc.enable()
+    assert weights() is None, "its hooks end with it, not when Python collects"
+    return found
 
 
 @pytest.mark.distributed

@@ -261,7 +261,7 @@ def test_large_clusters_have_few_sets() -> None:
         ("0.35", ".inf", "is not a finite number."),
         ("0.35", ".nan", "nan is not at least 0."),
         ("T4: 0.35", "T5: 0.35", "no device is of type 'T5'; there are T4, V100-16GB."),
-        ("C: 1.90", "D: 1.90", "there is no host 'D'; there are A, B0, B1, B, C."),
+        ("C: 1.90", "D: 1.90", "there is no host 'D'; there are A, B0, B1, C, B."),
         ("T4: 0.35", "T4: a lot", "prices.device_hour.T4"),
         (", T4: 0.35", "", "has no price for host 'B0'; add it to host_hour, or T4"),
         ("currency: USD, ", "", "prices.currency: this field is required."),

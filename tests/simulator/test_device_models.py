@@ -736,7 +736,7 @@ def test_shipped_parameters_predict_the_rows_that_were_not_fitted() -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    rows = module.read(MEASURED / "gemm_16bit.csv.gz")
+    rows = module.csv_rows(MEASURED / "gemm_16bit.csv.gz")
     for name in ("A100-80GB", "H100", "H200", "L40S")[: cases(4, 2)]:
         chosen = [row for row in rows if row["split"] == "test" and row["dtype"] == "bfloat16"
                   and device_type(row["device"]).name == name]  # fmt: skip

@@ -9,7 +9,6 @@ from heterog.graph.sharding_rules import local_shape
 from heterog.graph.sparse_pattern import Rows, SparsePattern
 from heterog.lowering.program import TaskKind
 from heterog.lowering.sparse_tables import matrix_of
-from heterog.memo import kept
 from heterog.runtime.step.collectives import Communicator
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.spans import (
@@ -52,6 +51,7 @@ class Halos:
         self._part = part
         self._values = values
         self._communicator = communicator
+        self._patterns: dict[int, SparsePattern] = {}
 
     def run(self, task: int, kind: TaskKind, slot: int, micro: int) -> None:
         """Run one task."""
@@ -73,10 +73,13 @@ class Halos:
         dim = self._part.plan.placements[tensor].dim
         return _Slot(tensor, dim, Window(step, before, after), size, self._pattern(step))
 
-    @kept
     def _pattern(self, step: int) -> SparsePattern | None:
         """The sparse matrix that selects the rows; ``None`` for a window."""
-        return None if step >= 0 else matrix_of(self._part.tables.sparse, -1 - step)
+        if step >= 0:
+            return None
+        if step not in self._patterns:
+            self._patterns[step] = matrix_of(self._part.tables.sparse, -1 - step)
+        return self._patterns[step]
 
     def _wanted(self, slot: int, micro: int, device: int) -> tuple[Span, RowSet]:
         """Samples and rows that a slot brings to a device."""
