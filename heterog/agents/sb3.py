@@ -365,8 +365,8 @@ def _options(
         "gamma": 1.0,
         "gae_lambda": 1.0,
         "n_steps": num_blocks,
-        # An update encodes its pairs however few of their steps it has; four passes in halves
-        # learned no more from as many strategies, in 1.8 times the seconds.
+        # An update encodes its pairs however few of their steps it has. With one seed, four passes
+        # in halves learned no more from as many strategies, in 1.8 times the seconds.
         "batch_size": rollout,
         "n_epochs": 2,
         "gradient_steps": 2,
