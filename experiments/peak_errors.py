@@ -76,7 +76,7 @@ def peaks_of(path: Path) -> list[Peak]:
 
 
 def _shape(run: Run) -> str:
-    return f"{len(run.pipelines[0])} stages, {run.layout.split('; ')[-1]}"
+    return f"{run.num_stages} stages, {run.layout.split('; ')[-1]}"
 
 
 def fitted(peaks: Sequence[Peak]) -> PeakErrors:

@@ -174,7 +174,7 @@ def vtrain(
     """Every n-th of vTrain's rows; rows of one model and batch share a capture."""
     rows = [row for row in csv_rows(path) if row.get("split", split) == split][::every]
     for row in sorted(rows, key=by_capture):
-        each = vtrain_run(row, 0)
+        each = vtrain_run(row)
         run = as_megatron_ran_it(each, Recompute.NONE)
         if few_layers and len(run.cluster.hosts) == 1:
             predicted_s, evaluator, _ = step_seconds(few_layer_terms(row))
@@ -214,7 +214,7 @@ def few_layer_terms(row: dict[str, str]) -> Terms:
     more = int(row["# layers"]) / few - 1.0
     found: Terms = []
     for number, share in ((few, 1.0 - more), (2 * few, more)):
-        run = vtrain_run(row | {"# layers": str(number)}, 0)
+        run = vtrain_run(row | {"# layers": str(number)})
         terms = terms_of(as_megatron_ran_it(run, Recompute.NONE))
         found += [(share * weight, each) for weight, each in terms]
     return found
@@ -250,7 +250,7 @@ _SOFTMAXES_OF_A_BLOCK = 4
 
 def terms_of(run: Run) -> Terms:
     """The run itself, or two with fewer micro-batches: each further one takes the same."""
-    stages = len(run.pipelines[0])
+    stages = run.num_stages
     if run.shortened is None or run.num_micro <= 2 * _STEADY * stages:
         return [(1.0, run)]
     few, many = run.shortened(_STEADY * stages), run.shortened(2 * _STEADY * stages)

@@ -7,8 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.thorough import IS_THOROUGH, THOROUGH, cases
 
@@ -78,3 +81,47 @@ def test_errors_of_peaks_that_ship_are_those_of_four_runs(tmp_path: Path) -> Non
     assert found["fitted"].pop("spread") == pytest.approx(found["ships"].pop("spread"), rel=0.01)
     assert found["fitted"] == found["ships"]
     assert found["num_tested"] == found["num_inside"] == 3
+
+
+class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Names of the ops that read or write tensors of one number of elements."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.size = size
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = op(*args, **(kwargs or {}))
+        of_size = [
+            each for each in (*args, found)
+            if isinstance(each, torch.Tensor) and each.numel() == self.size
+        ]  # fmt: skip
+        if of_size:
+            self.names.append(op.overloadpacket.__name__)
+        return found
+
+
+def test_masking_a_view_in_place_copies_its_gradient() -> None:
+    """What ``_MaskedOnAView`` of the models prices is what autograd runs, by torch itself."""
+    batch, heads, length, width = 2, 3, 8, 5
+    query, key, value = (torch.randn(batch * heads, length, width) for _ in range(3))
+    query.requires_grad_()
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    scores = torch.baddbmm(
+        torch.empty(batch * heads, length, length), query, key.transpose(1, 2), beta=0.0, alpha=0.5
+    )
+    seen = scores.view(batch, heads, length, length)
+    seen.masked_fill_(later, -1e4)
+    weights = seen.softmax(-1).view(scores.shape)
+    with _Noted(scores.numel()) as noted:
+        torch.autograd.grad((weights @ value).sum(), query)
+    views = {"view", "as_strided", "detach", "transpose", "expand", "_unsafe_view"}
+    ran = [name for name in noted.names if name not in views | {"new_empty_strided"}]
+    after = ran[ran.index("_softmax_backward_data") + 1 :]
+    masking = ["new_zeros", "copy_", "copy_", "clone", "masked_fill", "copy_"]
+    assert after[: len(masking)] == masking
+    assert set(after[len(masking) :]) == {"bmm"}
+    passes = {"new_zeros": 1, "copy_": 2, "clone": 2, "masked_fill": 4}  # a clone and a fill
+    priced = 2 * 5 + 2
+    assert sum(passes[name] for name in masking) == priced + passes["new_zeros"]

@@ -2,5 +2,4 @@
 
 ``models`` are captured, never run. ``runs`` reads vTrain's and Sailor's files, ``mpt`` MosaicML's,
 ``nanotron`` the sweep of thousands of H100.
-``textbook`` computes the costs of a layout from formulas alone.
 """

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rows import csv_rows
-
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
 from heterog.errors import HeterogError
@@ -25,11 +23,7 @@ from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pip
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.layouts.stages import layers_of, stages_by_counts
 from heterog.strategy.strategy import Strategy
-from published import textbook as oracle
 from published.models import Model
-
-Teams = tuple[tuple[tuple[int, ...], ...], ...]
-"""Devices of each team of each stage of a pipeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +35,8 @@ class Run:
         model: what is trained.
         batch: samples of a step.
         cluster: that it ran on, as we describe it.
-        pipelines: their stages, for the oracle.
-        teams: devices of every team of every stage of every pipeline.
+        num_stages: stages of the first pipeline.
         num_micro: micro-batches.
-        recompute: whether layers recompute.
         measured_s: seconds of a step.
         measured_bytes: largest peak of a device, if recorded.
         layout: as text.
@@ -56,10 +48,8 @@ class Run:
     model: Model
     batch: int
     cluster: Cluster
-    pipelines: tuple[tuple[oracle.Stage, ...], ...]
-    teams: tuple[Teams, ...]
+    num_stages: int
     num_micro: int
-    recompute: bool
     measured_s: float
     layout: str
     measured_bytes: float | None = None
@@ -67,12 +57,7 @@ class Run:
     shortened: "Callable[[int], Run] | None" = None
 
 
-def vtrain_rows(path: Path) -> list[Run]:
-    """Rows of vTrain's tables."""
-    return [vtrain_run(row, number) for number, row in enumerate(csv_rows(path))]
-
-
-def vtrain_run(row: dict[str, str], number: int) -> Run:
+def vtrain_run(row: dict[str, str]) -> Run:
     """A row of vTrain's tables."""
     count, batch, micro = (int(row[key]) for key in ("# GPUs", "global batch", "micro batch"))
     tp, dp, pp = (int(row[f"{kind} parallelism"]) for kind in ("tensor", "data", "pipeline"))
@@ -89,44 +74,17 @@ def vtrain_run(row: dict[str, str], number: int) -> Run:
     layout = Layout(
         tp=tp, pp=pp, dp=dp, micro_batch=micro, recompute=Recompute.FULL, schedule="1f1b"
     )
-    teams = tuple(
-        tuple(
-            tuple((rank * dp + replica) * tp + member for member in range(tp))
-            for replica in range(dp)
-        )
-        for rank in range(pp)
-    )
     return Run(
-        name=f"vtrain:{number}",
+        name="vtrain",
         model=model,
         batch=batch,
         cluster=a100_nodes(count),
-        pipelines=(_stages(teams, [model.layers // pp] * pp, batch),),
-        teams=(teams,),
+        num_stages=pp,
         num_micro=batch // (dp * micro),
-        recompute=True,
         measured_s=float(row["iteration time (ms)"]) / 1e3,
         layout=str(layout),
         build=lambda graph, cluster: place_layout(layout, graph, cluster).strategy,
-        shortened=lambda count: vtrain_run(
-            row | {"global batch": str(count * micro * dp)}, number
-        ),
-    )
-
-
-def _stages(teams: Teams, layers: Sequence[int], samples: int) -> tuple[oracle.Stage, ...]:
-    """The stages of a pipeline whose teams share its samples evenly."""
-    return tuple(
-        oracle.Stage(
-            teams=tuple(
-                oracle.Team(size=len(team), samples=samples / len(replicas)) for team in replicas
-            ),
-            layers=layers[index],
-            first_layer=sum(layers[:index]),
-            is_first=index == 0,
-            is_last=index == len(layers) - 1,
-        )
-        for index, replicas in enumerate(teams)
+        shortened=lambda count: vtrain_run(row | {"global batch": str(count * micro * dp)}),
     )
 
 
@@ -226,13 +184,8 @@ def _sailor_run(row: dict[str, Any], number: int) -> Run:
         model=model,
         batch=batch,
         cluster=_cluster(f"sailor_{number}", hosts),
-        pipelines=tuple(
-            _stages(teams, counts, sum(own))
-            for (teams, counts), own in zip(plans, micro, strict=True)
-        ),
-        teams=tuple(teams for teams, _ in plans),
+        num_stages=len(plans[0][0]),
         num_micro=num_micro,
-        recompute=False,
         measured_s=float(row["real"]),
         measured_bytes=float(row["max_mem"]) if row.get("max_mem") else None,
         layout="; ".join(

@@ -1,7 +1,7 @@
 """Costs of a transformer's layout on each device, from textbook formulas alone.
 
-This module imports nothing of heterog: ``published_layouts.py`` compares the lowered programs with
-it. Sources, by the letters that the functions cite:
+This module imports nothing of heterog: ``test_textbook.py`` compares lowered programs with it.
+Sources, by the letters that the functions cite:
 
 - [M] Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
   Model Parallelism", section 3: which weights are cut, and where sums over the team are needed.
