@@ -176,12 +176,8 @@ def main() -> None:
                 {} if arguments.default_allocator else KEEPS_MEMORY,
             )
             rows.append(row)
-            progress(
-                f"{testbed:13} {script:14} {row['plain_epoch_s']:.2f} -> "
-                f"{row['balanced_epoch_s']:.2f} s: {row['speedup']:.2f}x of "
-                f"{row['perfect']:.2f}x ({row['ratio_to_perfect']:.0%})"
-            )
-    finish(arguments, rows)
+            progress(row)
+    finish(arguments, {"rows": rows})
 
 
 if __name__ == "__main__":

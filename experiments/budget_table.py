@@ -154,13 +154,7 @@ def main() -> None:
         [float(each) for each in arguments.budgets.split(",")],
         in_cpu=arguments.cpu,
     )
-    lines = (
-        f"{row['model']:16} {row['budget_s']:4g} s {row['call']:6} wall {row['wall_s']:7.1f}, "
-        f"capture {row['capture_s']:6.1f}, prepare {row['prepare_s']:6.1f}, search "
-        f"{row['searched_s']:6.1f}, {sum(each['starved'] for each in row['methods'])} starved"
-        for row in rows
-    )
-    finish(arguments, {"rows": rows}, lines)
+    finish(arguments, {"rows": rows})
 
 
 if __name__ == "__main__":

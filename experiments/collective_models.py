@@ -126,16 +126,7 @@ def main() -> None:
             )
     if arguments.write:
         write_section("collectives", document)
-    finish(
-        arguments,
-        {"rows": told, "parameters": document},
-        (
-            f"{each['type']:10} {each['operation']:15} {each['rows']:4} rows, median "
-            f"{each['median']:.1%}, p90 {each['p90']:.1%}; p90 of another measurement "
-            f"{each['measured_again_p90']:.1%}"
-            for each in told
-        ),
-    )
+    finish(arguments, {"rows": told, "parameters": document})
 
 
 if __name__ == "__main__":

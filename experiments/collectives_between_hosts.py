@@ -62,19 +62,18 @@ def main() -> None:
         option("--data", type=Path, required=True),
     )
     rows = measured(arguments.data / "nccl_h100_efa.csv")
-    lines, errors = [], []
+    found: dict[str, tuple[float, float]] = {}
+    left_out = []
     for is_tree in (False, True):
         of_kind = [row for row in rows if row.is_tree == is_tree]
-        factor, growth = fitted(of_kind)
-        lines.append(f"{'tree' if is_tree else 'ring'}: {factor:.3f}, growth {growth:.3f}")
+        found["tree" if is_tree else "ring"] = fitted(of_kind)
         for row in of_kind:
             factor, growth = fitted([other for other in of_kind if other.hosts != row.hosts])
             error = factor * row.steps**growth / row.times - 1.0
-            errors.append(abs(error))
-            lines.append(f"{row.collective} on {row.hosts} hosts by the others: {error:+.1%}")
+            left_out.append({"collective": row.collective, "hosts": row.hosts, "error": error})
+    errors = [abs(row["error"]) for row in left_out]
     of_all = {"median": statistics.median(errors), "p90": float(np.quantile(errors, 0.9))}
-    lines.append("left out: median {median:.1%}, 90th percentile {p90:.1%}".format(**of_all))
-    finish(arguments, of_all, lines)
+    finish(arguments, {"rows": left_out, **of_all, **found})
 
 
 if __name__ == "__main__":

@@ -380,15 +380,7 @@ def print_left_out(arguments: argparse.Namespace) -> None:
         parameters.in_training_of.cache_clear()
         with mock.patch.object(parameters, "_tables", return_value=tables):
             found += errors_by_card(of_card)
-    finish(arguments, {"rows": found}, map(in_words, found))
-
-
-def in_words(row: Mapping[str, Any]) -> str:
-    """Errors on a card's layers in one line."""
-    return (
-        f"{row['dtype']:8} {row['type']:16} {row['rows']:5} rows, median "
-        f"{row['median']:6.1%}, p90 {row['p90']:6.1%}"
-    )
+    finish(arguments, {"rows": found})
 
 
 def fit_layers(
@@ -450,12 +442,9 @@ def print_shipped(arguments: argparse.Namespace) -> None:
     """Print errors of the shipped models on layers of all cards and on Megatron's peaks."""
     layers = errors_by_card(read_any(arguments.data, *LAYERS))
     peaks = list(peak_errors(read_any(arguments.data, *PEAKS)))
-    lines = [in_words(row) for row in layers]
-    lines += [f"{row['error']:+6.1%} {row['layout']} {row['case']}" for row in peaks]
-    for tp in sorted({row["tp"] for row in peaks}):
-        off = [abs(row["error"]) for row in peaks if row["tp"] == tp]
-        lines.append(f"peaks, tp {tp}: {len(off)} cases, mean {np.mean(off):.1%}")
-    finish(arguments, {"rows": layers, "peaks": peaks}, lines)
+    by_tp = grouped((f"tp {row['tp']}", abs(row["error"])) for row in peaks)
+    means = {tp: float(np.mean(errors)) for tp, errors in by_tp.items()}
+    finish(arguments, {"rows": layers, "peaks": peaks, "mean_errors_of_peaks": means})
 
 
 def main() -> None:
@@ -476,16 +465,7 @@ def main() -> None:
     rows = fit_all(arguments.data)
     if arguments.write:
         write_section("families", families_document(rows))
-    finish(arguments, {"rows": rows}, map(_fit_in_words, rows))
-
-
-def _fit_in_words(row: Mapping[str, Any]) -> str:
-    test, unseen = row["errors"], row.get("left_out")
-    line = f"{row['family']:12} {row['type']:16} {test['rows']:5} rows, median "
-    line += f"{test['median']:6.1%}, p90 {test['p90']:6.1%}"
-    if unseen:
-        line += f"; left out: median {unseen['median']:6.1%}, p90 {unseen['p90']:6.1%}"
-    return line
+    finish(arguments, {"rows": rows})
 
 
 if __name__ == "__main__":

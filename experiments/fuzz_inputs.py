@@ -241,7 +241,7 @@ def main() -> None:
             for each in failures[: arguments.show]
         ],
     }
-    finish(arguments, document, [json.dumps(document)])
+    finish(arguments, document)
     sys.exit(1 if failures else 0)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_steps import Case, workload_of
-from rows import asked_of, finish, option
+from rows import asked_of, finish, option, progress
 
 from heterog.cluster.catalog import device_type
 from heterog.cluster.spec import parse_cluster
@@ -151,10 +151,8 @@ def main() -> None:
         for row in read(path):
             if arguments.only and row["model"] not in arguments.only.split(","):
                 continue
-            each = compared(row)
-            rows.append(each)
-            if not arguments.json:
-                print_row(each)
+            rows.append(compared(row))
+            progress(rows[-1])
     errors = [abs(each["off"]) for each in rows]
     peaks = [abs(each["peak"] / each["allocated"] - 1.0) for each in rows]
     summary = {
@@ -164,24 +162,7 @@ def main() -> None:
         "in_intervals": sum(each["in_interval"] for each in rows),
         "peak_median": statistics.median(peaks),
     }
-    finish(arguments, {"summary": summary, "rows": rows}, [summary])
-
-
-def print_row(row: Mapping[str, Any]) -> None:
-    """A line about a case, and one about each family of kernels that matters."""
-    inside = "in" if row["in_interval"] else "not in"
-    print(
-        f"{row['model']} {row['batch_size']} {row['precision']}: "
-        f"{row['measured_s'] * 1e3:.1f} ms, "
-        f"predicted {row['predicted_s'] * 1e3:.1f} ({row['off']:+.0%}, {inside} its interval), "
-        f"{row['allocated'] / 2**30:.2f} GiB, predicted {row['peak'] / 2**30:.2f}"
-    )
-    for name, each in sorted(row["families"].items(), key=lambda item: -item[1]["measured"]):
-        if max(each.values()) > 0.02 * row["measured_s"]:
-            print(
-                f"    {name}: {each['measured'] * 1e3:.2f} ms of kernels, predicted "
-                f"{each['predicted'] * 1e3:.2f}"
-            )
+    finish(arguments, {"summary": summary, "rows": rows})
 
 
 if __name__ == "__main__":

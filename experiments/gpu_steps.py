@@ -1,25 +1,22 @@
 """Measures whole training steps, and the kernels in them, on the GPU of this machine.
 
     python experiments/gpu_steps.py --out steps.jsonl [--only vgg19,gpt2] [--budget 240]
-    python experiments/gpu_steps.py --out compiled.jsonl --compile --at-once 6
+    python experiments/gpu_steps.py --out compiled.jsonl --compile
 
 A step is that of an ordinary loop in plain PyTorch: forward, backward, ``optimizer.step()``,
 ``zero_grad()``. One JSON line a case: seconds of a step, peaks of memory, and device seconds of
 all kernels by ATen op and input shapes. ``gpu_predictions.py`` compares them with predictions.
 
 With ``--compile`` each case is measured twice, eager and with its loss under ``torch.compile``.
-Several processes then compile at once, and take turns on the GPU once all have compiled.
 """
 
 import gc
 import json
-import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from threading import BrokenBarrierError
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +71,7 @@ COMPILED = (
     *(Case(model, batch_size, "bfloat16") for model, batch_size in _COMPILED),
     *(Case(model, batch_size, "tf32") for model, batch_size in _COMPILED[:4]),
 )
-"""Measured eager and compiled. Batches are small enough that several models fit on a GPU."""
+"""Measured eager and compiled."""
 
 HELD_OUT = tuple(
     Case(f"held_out_models.py:{model}", batch_size, precision)
@@ -107,7 +104,7 @@ def _narrowed(value: Any) -> Any:
 
 
 class Step:
-    """A model on the device that can take steps, eager or compiled."""
+    """A model on the device that can take steps, eager at first."""
 
     def __init__(self, case: Case) -> None:
         torch.backends.cuda.matmul.allow_tf32 = case.precision == "tf32"
@@ -125,15 +122,11 @@ class Step:
         )
         options = dict(self.workload.optimizer_options)
         self.optimizer = self.workload.optimizer(self.model.parameters(), **options)
-        self.loss: Callable[[], Any] = self._eager_loss
+        self.loss: Callable[[], Any] = self.eager_loss
 
-    def _eager_loss(self) -> Any:
+    def eager_loss(self) -> Any:
+        """The loss of the batch; another may take its place as ``loss``."""
         return self.workload.step_loss(self.model, self.batch)
-
-    def compile(self) -> None:
-        """From now on the loss is compiled; the optimizer's kernels are the same either way."""
-        compiled = torch.compile(lambda batch: self.workload.step_loss(self.model, batch))
-        self.loss = lambda: compiled(self.batch)
 
     def __call__(self) -> None:
         """Take a step."""
@@ -143,8 +136,24 @@ class Step:
 
 
 def measure(case: Case, *, with_kernels: bool = True) -> dict[str, Any]:
-    """Measure one case; if it fails, the row says why."""
+    """The row of a case, eager."""
     return measured_step(Step(case), with_kernels=with_kernels)
+
+
+def measure_both(case: Case) -> Iterator[dict[str, Any]]:
+    """The rows of a case, compiled and eager."""
+    step = Step(case)
+    compiled = torch.compile(lambda batch: step.workload.step_loss(step.model, batch))
+    step.loss = lambda: compiled(step.batch)
+    begin = time.perf_counter()
+    step()
+    _synchronize()
+    compile_s = time.perf_counter() - begin
+    yield {**measured_step(step, "compiled"), "compile_s": compile_s}
+    torch.cuda.empty_cache()
+    step.loss = step.eager_loss
+    yield measured_step(step)
+    torch._dynamo.reset()
 
 
 def measured_step(
@@ -237,84 +246,19 @@ def _environment() -> dict[str, str]:
     }
 
 
-def measured(cases: Sequence[Case], budget_s: float) -> Iterator[dict[str, Any]]:
-    """Rows of cases, until the seconds are spent."""
+def measured(
+    cases: Sequence[Case], budget_s: float, rows_of: Callable[[Case], Iterable[dict[str, Any]]]
+) -> Iterator[dict[str, Any]]:
+    """Rows of cases, until the seconds are spent; that of a case that fails says why."""
     begin = time.perf_counter()
     for case in cases:
         if time.perf_counter() - begin > budget_s:
             progress(f"no time left for {case}")
             continue
         try:
-            yield measure(case)
+            yield from rows_of(case)
         except Exception as error:  # one case that fails must not cost the others
             yield {**case._asdict(), **_environment(), "error": repr(error)[:500]}
-
-
-def measured_at_once(cases: Sequence[Case], num_processes: int) -> Iterator[dict[str, Any]]:
-    """Rows of cases, eager and compiled, from processes that compile beside each other."""
-    context = multiprocessing.get_context("spawn")
-    rows: Any = context.Queue()
-    barrier, turn = context.Barrier(num_processes), context.Lock()
-    processes = [
-        context.Process(
-            target=_compile_and_measure,
-            args=(cases[first::num_processes], -(-len(cases) // num_processes)),
-            kwargs={"rows": rows, "barrier": barrier, "turn": turn},
-        )
-        for first in range(num_processes)
-    ]
-    for process in processes:
-        process.start()
-    for _ in range(len(processes)):
-        while (row := rows.get()) is not None:
-            yield row
-    for process in processes:
-        process.join()
-
-
-def _compile_and_measure(
-    cases: Sequence[Case], num_rounds: int, *, rows: Any, barrier: Any, turn: Any
-) -> None:
-    """Compile a case while others do, then measure it while they wait."""
-    for number in range(num_rounds):
-        case = cases[number] if number < len(cases) else None
-        step = None
-        begin = time.perf_counter()
-        try:
-            if case is not None:
-                step = Step(case)
-                step.compile()
-                for _ in range(_WARM_UP):
-                    step()
-                _synchronize()
-                torch.cuda.empty_cache()
-        except Exception as error:  # one case that fails must not cost the others
-            assert case is not None
-            rows.put({**case._asdict(), **_environment(), "error": repr(error)[:500]})
-            step = None
-        compile_s = time.perf_counter() - begin
-        try:
-            barrier.wait(300.0)
-        except BrokenBarrierError:
-            pass  # a process is stuck or gone; the others' rows are still worth having
-        with turn:
-            if step is not None:
-                _measure_both(step, compile_s, rows)
-            step = None
-            torch._dynamo.reset()
-            gc.collect()
-            torch.cuda.empty_cache()
-    rows.put(None)
-
-
-def _measure_both(step: Step, compile_s: float, rows: Any) -> None:
-    try:
-        rows.put({**measured_step(step, "compiled"), "compile_s": compile_s})
-        torch.cuda.empty_cache()
-        step.loss = step._eager_loss
-        rows.put(measured_step(step))
-    except Exception as error:
-        rows.put({**step.case._asdict(), **_environment(), "error": repr(error)[:500]})
 
 
 def main() -> None:
@@ -327,7 +271,6 @@ def main() -> None:
         option("--precisions", default=",".join(PRECISIONS)),
         option("--budget", type=float, default=600.0),
         option("--compile", action="store_true", help="both eager and torch.compile"),
-        option("--at-once", type=int, default=4, help="processes that compile"),
         option("--batch-size", type=int, default=None, help="instead of each case's own"),
     ).parse_args()
     only = [name for name in arguments.only.split(",") if name]
@@ -341,20 +284,12 @@ def main() -> None:
     ]
     if arguments.batch_size is not None:
         chosen = [case._replace(batch_size=arguments.batch_size) for case in chosen]
-    if arguments.compile:
-        rows = measured_at_once(chosen, arguments.at_once)
-    else:
-        rows = measured(chosen, arguments.budget)
+    rows_of = measure_both if arguments.compile else lambda case: [measure(case)]
     with arguments.out.open("w", encoding="utf-8") as file:
-        for row in rows:
+        for row in measured(chosen, arguments.budget, rows_of):
             file.write(json.dumps(row) + "\n")
             file.flush()
-            said = (
-                row.get("error")
-                or f"{row['seconds'] * 1e3:.1f} ms, {row['allocated'] / 2**30:.2f} GiB"
-            )
-            name = row["model"], row["batch_size"], row["precision"], row.get("execution", "")
-            print(*name, said, flush=True)
+            progress(row)
 
 
 if __name__ == "__main__":

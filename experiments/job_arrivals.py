@@ -160,15 +160,7 @@ def main() -> None:
             rows.append(learned_row(make, deadlines, arguments.seeds, arguments.learn))
     if arguments.cluster:  # nothing was recorded there
         rows = [{**row, "recorded": None} for row in rows]
-    finish(
-        arguments,
-        {"rows": rows, "recorded": RECORDED},
-        (
-            f"{row['deadlines']} {row['method']:12} {row['blocking_rate']:.4f} "
-            + ("-" if row["recorded"] is None else f"{row['recorded']:.4f}")
-            for row in rows
-        ),
-    )
+    finish(arguments, {"rows": rows, "recorded": RECORDED})
 
 
 if __name__ == "__main__":

@@ -341,15 +341,8 @@ def main() -> None:
         return
     names = [name for name in REGIMES if name.startswith(arguments.only)]
     found = [regime(name, rows, predictor) for name in names]
-    document = {"begin": asdict(BEGIN), "boosting": asdict(_BOOSTING), "regimes": found}
-    finish(arguments, document, map(_line, found))
-
-
-def _line(row: dict[str, Any]) -> str:
-    """A regime for people."""
-    told = [f"{row[key]['mape']:.1%}" for key in ("device_models", "as_shipped", "boosting")]
-    words = "{}, as shipped {}, boosting {}".format(*told)
-    return f"{row['regime']}, {row['rows_tested']} rows: mean error {words}"
+    about = {"begin": asdict(BEGIN), "boosting": asdict(_BOOSTING)}
+    finish(arguments, about | {"regimes": found})
 
 
 if __name__ == "__main__":

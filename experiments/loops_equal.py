@@ -17,23 +17,24 @@ error, with words of the message. Any other row that raises an error has failed.
 
 import logging
 import os
+import signal
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from loops import accelerated, plain, with_lightning, with_trainer
 from loops.cases import CASES, SHARES, Case, Record, Run
 from rows import finish, option, progress, script_parser
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from heterog.runtime.launch import free_port
 
 MOST_DIFFERENCE = 1e-5
-LIMIT_S = 120.0
+LIMIT_S = 120
 
 LOOPS: dict[str, tuple[Run, Run]] = {
     "DDP": (plain.alone, plain.on_ranks("ddp")),
@@ -92,7 +93,7 @@ def main() -> int:
     equal = sum(row.equal for row in rows)
     refused = sum(row.refused is not None for row in rows)
     record = {"rows": [row._asdict() for row in rows], "equal": equal, "refused": refused}
-    finish(options, record, [f"{equal} of {len(rows)} rows are equal, {refused} are refused"])
+    finish(options, record)
     return 0 if equal + refused == len(rows) else 1
 
 
@@ -114,8 +115,8 @@ def run_row(loop: str, case: str) -> Row:
         try:
             ((weights, updates),) = _run(alone, CASES[case], 1, Path(folder) / "one")
             ranks = _run(on_ranks, CASES[case], len(SHARES), Path(folder) / "ranks")
-        except RuntimeError as error:
-            said, reason = str(error), MUST_REFUSE.get((loop, case))
+        except ProcessException as error:
+            said, reason = str(error).splitlines()[-1], MUST_REFUSE.get((loop, case))
             if reason is not None and reason in said:
                 return Row(loop, case, False, None, None, said, None)
             return Row(loop, case, False, None, None, None, said)
@@ -141,57 +142,31 @@ def _run(run: Run, case: Case, num_ranks: int, folder: Path) -> list[Any]:
     """Weights and updates of each rank.
 
     Raises:
-        RuntimeError: a rank failed or took too long; with the last line of what it said.
+        ProcessException: a rank failed or took too long.
     """
     folder.mkdir()
-    port = str(free_port())
-    pids = []
-    for rank in range(num_ranks):
-        pid = os.fork()
-        if pid == 0:
-            _be_rank(run, case, rank, num_ranks, port, folder)
-        pids.append(pid)
-    end = time.monotonic() + LIMIT_S
-    codes: dict[int, int] = {}
-    while len(codes) < num_ranks and time.monotonic() < end and not any(codes.values()):
-        for pid in set(pids) - set(codes):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                codes[pid] = status
-        time.sleep(0.01)
-    for pid in set(pids) - set(codes):
-        os.kill(pid, 9)
-        os.waitpid(pid, 0)
-    if len(codes) < num_ranks or any(codes.values()):
-        said = [_last_line(folder / f"{rank}.err") for rank in range(num_ranks)]
-        raise RuntimeError(next((line for line in said if line), f"no end in {LIMIT_S:g} s"))
+    given = (run, case, num_ranks, str(free_port()), folder)
+    ranks = start_processes(_be_rank, given, num_ranks, join=False, start_method="fork")
+    while not ranks.join(grace_period=1.0):
+        pass
     return [torch.load(folder / f"{rank}.out", weights_only=False) for rank in range(num_ranks)]
 
 
-def _be_rank(run: Run, case: Case, rank: int, num_ranks: int, port: str, folder: Path) -> NoReturn:
-    code = 1
-    try:
-        flags = os.O_WRONLY | os.O_CREAT
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.dup2(os.open(folder / f"{rank}.log", flags), 2)
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-            os.environ.pop(name, None)
-        if num_ranks > 1:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK="0")
-        record = Record()
-        weights = run(case, record, str(folder))
-        torch.save((weights, record.updates), folder / f"{rank}.out")
-        code = 0
-    except BaseException:
-        (folder / f"{rank}.err").write_text(traceback.format_exc())
-    if num_ranks > 1 and torch.distributed.is_initialized() and code == 0:
+def _be_rank(rank: int, run: Run, case: Case, num_ranks: int, port: str, folder: Path) -> None:
+    signal.alarm(LIMIT_S)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT), 2)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    if num_ranks > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK="0")
+    record = Record()
+    weights = run(case, record, str(folder))
+    torch.save((weights, record.updates), folder / f"{rank}.out")
+    if torch.distributed.is_initialized():
         torch.distributed.barrier()
-    os._exit(code)
-
-
-def _last_line(path: Path) -> str:
-    return path.read_text().strip().splitlines()[-1] if path.exists() else ""
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from families import FAMILIES
 from families.running import Row, run_family
-from rows import finish, keep_row, option, progress, read_rows, script_parser
+from rows import finish, in_words, keep_row, option, progress, read_rows, script_parser
 
 from heterog.simulator.compile_kernels import main as compile_kernels
 
@@ -54,22 +54,11 @@ def main() -> int:
             keep_row(options.output, row._asdict() | {"searches": searches})
         rows.append(row)
         seconds = time.monotonic() - begin
-        progress(f"{number + 1}/{len(names)} {_line(row)} ({seconds:.0f} s)")
+        progress(f"{number + 1}/{len(names)} in {seconds:.0f} s: {in_words(row._asdict())}")
     equal = sum(row.equal for row in rows)
-    refused = sum("capture" in row.refused for row in rows if row.equal)
-    said = f"{equal} of {len(rows)} families are equal, or refused as they should be ({refused})"
     record = {"rows": [row._asdict() for row in rows], "equal": equal, "families": len(rows)}
-    finish(options, record, [said])
+    finish(options, record)
     return 0 if equal == len(rows) else 1
-
-
-def _line(row: Row) -> str:
-    ran = ", ".join(f"{name} {error:.0e}" for name, error in row.strategies.items())
-    not_run = [f"{name} refused: {why}" for name, why in row.refused.items()]
-    not_run += [
-        f"{name} FAILED: {why.strip().splitlines()[-1]}" for name, why in row.failed.items()
-    ]
-    return "; ".join([f"{row.family}: {'equal' if row.equal else 'NOT equal'} ({ran})", *not_run])
 
 
 if __name__ == "__main__":

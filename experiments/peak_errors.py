@@ -99,23 +99,16 @@ def main() -> None:
     more = [peak for peak in peaks if peak.num_nodes > _FITTED_NODES]
     errors = fitted(few)
     inside = held(errors, more)
-    p_value = float(binomtest(inside, len(more), COVERAGE).pvalue)
-    low, high = errors.interval(1.0)
     document = {
         "fitted": asdict(errors),
         "ships": asdict(shipped_peak_errors()),
         "num_tested": len(more),
         "num_inside": inside,
-        "p_value": p_value,
-        "interval_of_one": [low, high],
+        "p_value": float(binomtest(inside, len(more), COVERAGE).pvalue),
+        "interval_of_one": list(errors.interval(1.0)),
         "runs": [asdict(peak) | {"log_error": peak.log_error} for peak in peaks],
     }
-    lines = (
-        f"fitted to {errors.num_runs} runs: spread {errors.spread:.4f} (ships "
-        f"{shipped_peak_errors().spread}), interval {low - 1.0:+.1%} to {high - 1.0:+.1%}",
-        f"test: {inside} of {len(more)} runs inside, {COVERAGE:.0%} expected, p = {p_value:.2f}",
-    )
-    finish(arguments, document, lines)
+    finish(arguments, document)
 
 
 if __name__ == "__main__":

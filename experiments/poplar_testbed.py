@@ -93,21 +93,6 @@ def _row(
     return row
 
 
-def line(row: dict[str, Any]) -> str:
-    """A row for people."""
-
-    def seconds(name: str) -> str:
-        actual, predicted = row[f"{name}_step_time_s"], row[f"predicted_{name}_step_time_s"]
-        return f"{actual:.3f} s (predicted {predicted:.3f})"
-
-    return (
-        f"{row['model']:8} batch {row['batch_size']:5} ZeRO-{row['zero_stage']}: "
-        f"even {seconds('even')}, Poplar {seconds('poplar')}: {row['gain']:.2f}x "
-        f"(predicted {row['predicted_gain']:.2f}x), by the shares alone "
-        f"{row['gain_of_shares']:.2f}x, samples {row['samples']} in {row['num_micro']}"
-    )
-
-
 def main() -> int:
     """Calibrate, plan, measure, compare."""
     arguments = asked_of(
@@ -128,17 +113,13 @@ def main() -> int:
                 found = measure(cluster, model, int(batch_size), budget, arguments.pairs)
                 rows += found
                 for row in found:
-                    progress(line(row))
+                    progress(row)
     except HeterogError as error:
         progress(f"error: {error}")
         return 2
     gains = [row["gain"] for row in rows]
-    mean = geometric_mean(gains)
-    finish(
-        arguments,
-        {"geometric_mean": mean, "least": min(gains), "rows": rows},
-        [f"geometric mean {mean:.2f}x, least {min(gains):.2f}x"],
-    )
+    means = {"geometric_mean": geometric_mean(gains), "least": min(gains)}
+    finish(arguments, means | {"rows": rows})
     return 0
 
 

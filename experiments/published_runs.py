@@ -61,7 +61,6 @@ from heterog.cluster.topology import Execution
 from heterog.fidelity.comparison import (
     Compared,
     family_errors,
-    in_words,
     ordered_pairs,
 )
 from heterog.fidelity.run_fit import Case, fit_runs, largest_peak
@@ -436,10 +435,7 @@ def main() -> None:
             if not run.family.startswith(only):
                 continue
             families[run.family].append(run)
-            progress(
-                f"{run.name}: measured {run.measured_s:.4f} s, predicted {run.predicted_s:.4f} "
-                f"({run.error:+.0%})"
-            )
+            progress(asdict(run))
     found = [family_errors(name, runs) for name, runs in sorted(families.items())]
     one = [run for name, runs in families.items() if name.startswith("one GPU") for run in runs]
     every = [run for runs in families.values() for run in runs]
@@ -464,12 +460,7 @@ def main() -> None:
             if each.compared is not None
         ],
     }
-    lines = [*map(in_words, found), *told]
-    if formula.number:
-        lines.append(
-            f"a formula of one line orders {formula.ordered} of {formula.number} of vTrain's"
-        )
-    finish(arguments, document, lines)
+    finish(arguments, document)
 
 
 if __name__ == "__main__":

@@ -101,13 +101,7 @@ def main() -> None:
         head = path.read_text(encoding="utf-8").partition("spreads:\n")[0]
         written = "".join(f"  {regime}: {spread}\n" for regime, spread in spreads.items())
         path.write_text(f"{head}spreads:\n{written}", encoding="utf-8")
-    lines = [f"{regime}: {spread}" for regime, spread in spreads.items()]
-    lines += [
-        f"{row['regime']:36} {row['runs']:4} runs, {row['inside']:4.0%} inside, half-width "
-        f"{row['half_width']:6.1%}, error {row['error']:6.1%}"
-        for row in rows
-    ]
-    finish(asked, {"spreads": spreads, "rows": rows}, lines)
+    finish(asked, {"spreads": spreads, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -47,15 +47,38 @@ def asked_of(doc: str | None, *options: Option) -> argparse.Namespace:
     return script_parser(doc, *options).parse_args()
 
 
-def progress(line: object) -> None:
-    """Report the progress of a script, apart from its output."""
+def in_words(row: Mapping[str, Any]) -> str:
+    """The texts and numbers of a row in a line; its lists are in the JSON alone.
+
+    >>> in_words({"model": "vgg19", "step_time_s": 0.123456, "errors": {"p90": 0.5}, "runs": [1]})
+    'model vgg19, step_time_s 0.1235, errors (p90 0.5)'
+    """
+    told = []
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            told.append(f"{name} ({in_words(value)})")
+        elif not isinstance(value, list | tuple | None):
+            told.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+    return ", ".join(told)
+
+
+def progress(news: object) -> None:
+    """Report the progress of a script, such as a row, apart from its output."""
+    line = in_words(news) if isinstance(news, Mapping) else news
     print(line, file=sys.stderr, flush=True)
 
 
-def finish(asked: argparse.Namespace, document: object, lines: Iterable[object] = ()) -> None:
-    """Print the document if JSON is asked for, else the lines."""
+def finish(
+    asked: argparse.Namespace,
+    document: Mapping[str, Any],
+    lines: Iterable[object] | None = None,
+) -> None:
+    """Print the document if JSON is asked for, else lines: by default its first list in words."""
     if asked.json:
         lines = [json.dumps(document, indent=1)]
+    if lines is None:
+        rows = next((each for each in document.values() if isinstance(each, list)), [])
+        lines = map(in_words, [*rows, document])
     for line in lines:
         print(line)
 
@@ -132,23 +155,5 @@ def run_board(asked: argparse.Namespace, arms: Mapping[str, Callable[..., Any]])
         references={k: v["step_time_s"] for k, v in references.items() if v["step_time_s"]},
     )
     if not asked.summary:
-        board.run(
-            lambda row: progress(
-                f"{row['pair']}: {row['arm']}, seed {row['seed']}: {row['step_time_s']}"
-            )
-        )
-    summary = board.summary()
-    finish(asked, {"rows": [*board.found().values()], "summary": summary}, _board_words(summary))
-
-
-def _board_words(summary: Iterable[dict[str, Any]]) -> Iterable[str]:
-    for row in summary:
-        known, first = (
-            "{value:.3f} [{low:.3f}, {high:.3f}]".format(**row[name])
-            for name in ("over_best", "over_first")
-        )
-        yield (
-            f"{row['arm']:24} {row['pairs']} pairs, {row['seeds']} seeds: {known} of the best "
-            f"known, {first} of the first arm, {row['close']} within 15 %, "
-            f"{row['do_not_fit']} do not fit"
-        )
+        board.run(progress)
+    finish(asked, {"summary": board.summary(), "rows": [*board.found().values()]})

@@ -247,22 +247,12 @@ def main() -> int:
         for name in names:
             for row in rows_of(name, SETTINGS[name], inputs, limit, options.seed):
                 rows.append(row)
-                progress(_line(row))
+                progress(row)
     except HeterogError as error:
         print(error, file=sys.stderr)
         return 2
     finish(options, {"seed": options.seed, "rows": rows})
     return 0
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    """A row as text."""
-    memory = f"{row['peak_check_bytes'] / 1e9:.1f} / {row['peak_validation_bytes'] / 1e9:.1f} GB"
-    spent = f", found in {row['search_s']:.0f} s" if "search_s" in row else ""
-    return (
-        f"{row['setting']}, {row['method']}: {row['step_time_s']:.4f} s, {row['samples']} "
-        f"samples, {memory}{spent}: {row['plan']}"
-    )
 
 
 if __name__ == "__main__":

@@ -55,19 +55,6 @@ def measure(
     ]
 
 
-def line(row: dict[str, Any]) -> str:
-    """A row for people."""
-    predicted, actual = row["predicted_step_time_s"], row["step_time_s"]
-    memory = " ".join(
-        f"{p / max(m, 1):.2f}"
-        for p, m in zip(row["predicted_peak_memory_bytes"], row["peak_memory_bytes"], strict=True)
-    )
-    return (
-        f"{row['testbed']:13} {row['model']:8} {row['method']:15} predicted {predicted:.3f} s, "
-        f"measured {actual:.3f}, ratio {predicted / actual:.2f}, memory {memory}"
-    )
-
-
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The errors over all rows, and over the strategies of each testbed and model."""
     predicted = np.array([row["predicted_step_time_s"] for row in rows])
@@ -117,13 +104,8 @@ def main() -> None:
         found = measure(cluster, model, methods, arguments.steps)
         rows += found
         for row in found:
-            progress(line(row))
-    result = summary(rows)
-    finish(
-        arguments,
-        {**result, "rows": rows},
-        (f"{key:25} {value:.3f}" for key, value in result.items()),
-    )
+            progress(row)
+    finish(arguments, {**summary(rows), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -126,25 +126,13 @@ def main() -> None:
     for cluster, model in testbeds_and_models(arguments):
         row = measure(cluster, model, arguments.method, arguments.budget, arguments.pairs)
         rows.append(row)
-        progress(
-            f"{cluster.name:13} {model:8} {row['method']:15} {row['step_time_s']:.3f} s "
-            f"(predicted {row['predicted_step_time_s']:.3f}), DDP "
-            f"{row['ddp_step_time_s']:.3f}, proportional "
-            f"{row['proportional_ddp_step_time_s']:.3f}, tuned uniform "
-            f"{row['tuned_uniform_step_time_s']:.3f}: "
-            f"{row['speedup_over_ddp']:.2f}x over DDP, "
-            f"{row['speedup_over_tuned_uniform']:.2f}x over that"
-        )
+        progress(row)
     means = {}
     for other in ("ddp", TUNED):
         gains = [row[f"speedup_over_{other}"] for row in rows]
         means[f"geometric_mean_over_{other}"] = geometric_mean(gains)
         means[f"least_over_{other}"] = min(gains)
-    finish(
-        arguments,
-        {"rows": rows, **means},
-        [", ".join(f"{name} {value:.2f}x" for name, value in means.items())],
-    )
+    finish(arguments, {"rows": rows, **means})
 
 
 if __name__ == "__main__":

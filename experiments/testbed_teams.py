@@ -9,7 +9,6 @@ the testbed on other workloads than these.
 """
 
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 from rows import asked_of, finish, option, progress
@@ -86,17 +85,6 @@ def measure(cluster: Cluster, model: str, budget: Budget, num_pairs: int) -> dic
     }
 
 
-def told(row: dict[str, Any]) -> Iterator[str]:
-    """A row for people."""
-    for name, found in row["contenders"].items():
-        spread = f"{min(found['seconds']):.3f} to {max(found['seconds']):.3f}"
-        yield (
-            f"{row['testbed']:11} {row['model']:8} {name:13} by {found['method']:14} "
-            f"{found['median_s']:.3f} s ({spread}; predicted {found['predicted_s']:.3f}), "
-            f"{found['num_micro']} micro-batches{', teams' * found['has_teams']}"
-        )
-
-
 def main() -> None:
     """Measure every testbed and workload."""
     arguments = asked_of(
@@ -109,7 +97,7 @@ def main() -> None:
     for cluster, model in testbeds_and_models(arguments):
         budget = Budget.parse(arguments.budget)
         rows.append(measure(cluster, model, budget, arguments.pairs))
-        progress("\n".join(told(rows[-1])))
+        progress(rows[-1])
     finish(arguments, {"rows": rows})
 
 

@@ -265,20 +265,17 @@ def run_family(family: Family, limit_s: float, *, searches: bool = True) -> Row:
     process = _FORK.Process(target=_family_process, args=(family, there, searches))
     process.start()
     there.close()
-    row = None
     told: dict[str, Any] = {"strategies": {}, "refused": {}, "failed": {}, "noise": {}}
-    end = f"no answer within {limit_s:g} s"
     try:
         while here.poll(limit_s):
             kind, key, value = here.recv()
             if kind == "done":
-                row = True
                 break
             told[kind][key] = value
+        else:
+            told["failed"]["process"] = f"no answer within {limit_s:g} s"
     except EOFError:
-        end = "its process died"
-    if not row:
-        told["failed"]["process"] = end
+        told["failed"]["process"] = "its process died"
     _end(process)
     worst = max(told["strategies"].values(), default=0.0)
     # One device in bf16 has rounded as well.
@@ -318,27 +315,21 @@ def _family_process(family: Family, pipe: Connection, searches: bool) -> None:
 
 def _run(family: Family, searches: bool, tell: Callable[[str, str, Any], None]) -> None:
     captured = capture_step(family.workload())
-    ranks: Ranks | None = None
     for name, make in makers(captured.graph, searches=searches):
         try:
             plan = make()
-            ranks = ranks or Ranks(family, captured)
             wanted = train_on_one_device(family, captured, plan)
             if family.tolerance == BFLOAT16 and _is_in_bf16(captured.graph):
                 exact = train_on_one_device(family, captured, plan, is_double=True)
                 tell("noise", name, error_of(family, [exact], wanted))
-            tell("strategies", name, error_of(family, ranks.train(plan), wanted))
+            results = train_on_ranks(family, captured, plan)
+            tell("strategies", name, error_of(family, results, wanted))
         except HeterogError as error:
             tell("refused", name, str(error))
         except NotImplementedError:
             continue  # nothing to compare with
         except Exception:
             tell("failed", name, traceback.format_exc())
-            if ranks:
-                ranks.close()
-            ranks = None
-    if ranks:
-        ranks.close()
 
 
 def _is_in_bf16(graph: OpGraph) -> bool:
@@ -397,73 +388,52 @@ def _not_nan(error: float) -> float:
     return float("inf") if error != error else error
 
 
-class Ranks:
-    """Three processes that form a process group and train what they are given."""
+def train_on_ranks(family: Family, captured: CapturedStep, plan: Plan) -> list[Trained]:
+    """Train on three processes, and return the results of each; weights are those of rank 0.
 
-    def __init__(self, family: Family, captured: CapturedStep) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        store = str(Path(self._folder.name) / "store")
-        self._pipes = []
-        self._processes = []
-        for rank in range(NUM_RANKS):
-            here, there = _FORK.Pipe()
-            process = _FORK.Process(target=_rank, args=(rank, store, family, captured, there))
+    Raises:
+        HeterogError: a rank refused the plan.
+        RuntimeError: a rank failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, f"rank_{rank}") for rank in range(NUM_RANKS)]
+        ranks = [
+            _FORK.Process(target=_rank, args=(rank, file, family, captured, plan))
+            for rank, file in enumerate(files)
+        ]
+        for process in ranks:
             process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
-
-    def train(self, plan: Plan) -> list[Trained]:
-        """Train, and return the results of each rank; weights are those of rank 0.
-
-        Raises:
-            HeterogError: a rank refused the plan.
-            RuntimeError: a rank failed.
-        """
-        for pipe in self._pipes:
-            pipe.send(plan)
-        answers = [pipe.recv() for pipe in self._pipes]
-        refusals = [answer for answer in answers if isinstance(answer, HeterogError)]
-        if refusals:
-            raise refusals[0]
-        # The first that failed by itself says more than those that lost it.
-        failures = [answer for answer in answers if isinstance(answer, str)]
-        failures.sort(key=lambda text: "gloo" in text or "Connection" in text)
-        if failures:
-            raise RuntimeError(failures[0])
-        return answers
-
-    def close(self) -> None:
-        """End the processes."""
-        for pipe in self._pipes:
-            with suppress(BrokenPipeError):
-                pipe.send(None)  # closing would not do: later ranks have inherited this end
-        for process in self._processes:
-            process.join(_END_S)
-            process.kill()
-        self._folder.cleanup()
+        for process in ranks:
+            process.join()
+        answers = [torch.load(file, weights_only=False) for file in files]
+    refusals = [answer for answer in answers if isinstance(answer, HeterogError)]
+    if refusals:
+        raise refusals[0]
+    # The first that failed by itself says more than those that lost it.
+    failures = [answer for answer in answers if isinstance(answer, str)]
+    failures.sort(key=lambda text: "gloo" in text or "Connection" in text)
+    if failures:
+        raise RuntimeError(failures[0])
+    return answers
 
 
-def _rank(rank: int, store: str, family: Family, captured: CapturedStep, pipe: Connection) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=NUM_RANKS,
-        timeout=_STEP_TIMEOUT,
-    )
-    while True:
-        plan = pipe.recv()
-        if plan is None:
-            os._exit(0)
-        answer: Any
-        try:
-            answer = _train(family, captured, plan)
-        except HeterogError as error:
-            answer = error
-        except BaseException:
-            answer = traceback.format_exc()
-        pipe.send(answer)
+def _rank(rank: int, file: Path, family: Family, captured: CapturedStep, plan: Plan) -> None:
+    answer: Any
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{file.with_name('store')}",
+            rank=rank,
+            world_size=NUM_RANKS,
+            timeout=_STEP_TIMEOUT,
+        )
+        answer = _train(family, captured, plan)
+    except HeterogError as error:
+        answer = error
+    except BaseException:
+        answer = traceback.format_exc()
+    torch.save(answer, file)
+    os._exit(0)
 
 
 def _train(family: Family, captured: CapturedStep, plan: Plan) -> Trained:
@@ -473,4 +443,5 @@ def _train(family: Family, captured: CapturedStep, plan: Plan) -> Trained:
     losses = [float(step(family.batch(number))) for number in range(STEPS)]
     weights = step.state_dict() or {}
     step.close()
+    dist.barrier()  # a rank that ends takes its connections with it
     return Trained(losses, weights)

@@ -192,5 +192,8 @@ def test_unlike_pipelines_on_mixed_cards(tmp_path: Path) -> None:
     (run,) = sailor_rows(file)
     graph = graph_of(run.model, run.batch)
     program = lower(graph, run.cluster, run.build(graph, run.cluster))
-    split = ([[(0, 1)], [(2, 3, 4, 5)]], [10, 14])
-    check(program, graph, run.model, [split, ([[(6, 7)]], [24])])
+    pipelines: list[tuple[Teams, list[int]]] = [
+        ([[(0, 1)], [(2, 3, 4, 5)]], [10, 14]),
+        ([[(6, 7)]], [24]),
+    ]
+    check(program, graph, run.model, pipelines)
