@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -308,38 +309,14 @@ def main() -> None:
     begin = time.monotonic()
     models = arguments.models or list(ON_GPU if arguments.gpu else BATCH_SIZES)
     ranks = [1] if arguments.gpu else [2] if arguments.sharded else arguments.ranks
-    for execution in arguments.executions:
-        for name in models:
-            for num_ranks in ranks:
-                if arguments.gpu and time.monotonic() - begin > _LAST_BEGIN_S:
-                    return
-                row = Row(
-                    name,
-                    num_ranks,
-                    execution,
-                    arguments.gpu,
-                    arguments.sharded,
-                )
-                starts = 1 if arguments.gpu else arguments.starts
-                show(measure(row, arguments.steps, starts), as_json=arguments.json)
-
-
-def show(row: dict[str, Any], *, as_json: bool) -> None:
-    """Print a row as soon as it is measured, because later rows may be cut off."""
-    if as_json:
-        print(json.dumps(row), flush=True)
-        return
-    told = ", ".join(
-        f"{key} " + " to ".join(f"{number:.3f}" for number in value.values())
-        for key, value in row.items()
-        if "ratio" in key
-    )
-    print(
-        f"{row['model']:4} {row['num_ranks']} ranks, {row['execution']}"
-        f"{', sharded' if row['is_sharded'] else ''}: "
-        f"{row['ours_s'] * 1e3:.1f} ms; {told}",
-        flush=True,
-    )
+    starts = 1 if arguments.gpu else arguments.starts
+    for execution, name, num_ranks in product(arguments.executions, models, ranks):
+        if arguments.gpu and time.monotonic() - begin > _LAST_BEGIN_S:
+            return
+        row = Row(name, num_ranks, execution, arguments.gpu, arguments.sharded)
+        found = measure(row, arguments.steps, starts)
+        # As soon as it is measured, because later rows may be cut off.
+        print(json.dumps(found) if arguments.json else found, flush=True)
 
 
 if __name__ == "__main__":

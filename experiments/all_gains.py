@@ -2,7 +2,6 @@
 
     python experiments/all_gains.py --folder gains --minutes 60
     python experiments/all_gains.py --folder gains --summary   # what is there so far
-    python experiments/all_gains.py --folder gains --summary --beside before   # of another commit
 
 Sections, most wanted first: ``paper`` (eight models on 2 V100 + 4 GTX 1080 Ti + 2 P100, two
 networks), ``large`` (HeteroG's six large settings), ``free`` (without a step barrier), ``rates``
@@ -12,21 +11,20 @@ whose minutes are over, resumes where it ended. Budgets are in evaluations and t
 method of a section, so that rows are the same on any machine.
 
 Rows are those of ``heterog compare --methods auto``: each search has the whole budget, and the
-referee judges all of them. ``--beside`` prints each number beside that of another run (``now
-(then)``), made by running this file with the package of another commit. ``CLUSTER@0.35`` is a
-cluster whose NICs reach that part of their line rate. ``--calibration roofline`` prices kernels
-from data sheets, as tables did before there were device models.
+referee judges all of them. ``CLUSTER@0.35`` is a cluster whose NICs reach that part of their line
+rate. ``--calibration roofline`` prices kernels from data sheets, as tables did before there were
+device models.
 """
 
 import math
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rows import geometric_mean, keep_row, option, plain_parser, read_rows
+from rows import geometric_mean, keep_row, option, plain_parser, progress, read_rows
 
 from heterog.agents.planners import default_methods
 from heterog.agents.sources import captured
@@ -98,32 +96,19 @@ SECTIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """Where the rows of a section are kept, and how they are made.
+def graph_of(name: str, folder: Path) -> OpGraph:
+    """The graph of a model or ``model:batch``, captured once."""
+    model, _, batch = name.partition(":")
+    return captured(model, folder, int(batch) if batch else None)
 
-    Attributes:
-        rows: File of JSON lines.
-        graphs: Folder that keeps captured graphs.
-        calibration: What prices kernels, if not what the cluster says.
-    """
 
-    rows: Path
-    graphs: Path
-    calibration: str | None
-
-    def graph(self, name: str) -> OpGraph:
-        """The graph of a model or ``model:batch``, captured once."""
-        model, _, batch = name.partition(":")
-        return captured(model, self.graphs, int(batch) if batch else None)
-
-    def cluster(self, name: str) -> Cluster:
-        """A cluster by its name, maybe with ``@`` and the part of the line rate."""
-        plain, _, efficiency = name.partition("@")
-        cluster = Cluster.load(plain)
-        if self.calibration is not None:
-            cluster = replace(cluster, calibration=self.calibration)
-        return replace(cluster, efficiency=float(efficiency)) if efficiency else cluster
+def cluster_of(name: str, calibration: str | None) -> Cluster:
+    """A cluster by its name, maybe with ``@`` and the part of the line rate."""
+    plain, _, efficiency = name.partition("@")
+    cluster = Cluster.load(plain)
+    if calibration is not None:
+        cluster = replace(cluster, calibration=calibration)
+    return replace(cluster, efficiency=float(efficiency)) if efficiency else cluster
 
 
 def pairs_of(path: Path | None) -> dict[Pair, list[Row]]:
@@ -134,36 +119,26 @@ def pairs_of(path: Path | None) -> dict[Pair, list[Row]]:
     )
 
 
-def compare(model: str, cluster: str, section: Section, kept: Kept) -> None:
+def compare(graph: OpGraph, named: str, cluster: Cluster, section: Section, file: Path) -> None:
     """Compare all methods on a pair, unless it is in the file."""
-    graph, barrier = kept.graph(model), section.step_barrier
-    if (graph.name, cluster, graph.batch_size, barrier) in pairs_of(kept.rows):
+    barrier = section.step_barrier
+    if (graph.name, named, graph.batch_size, barrier) in pairs_of(file):
         return
     result = compare_methods(
         Request(
             graph=graph,
-            cluster=kept.cluster(cluster),
+            cluster=cluster,
             methods=(AUTO,),
             known=default_methods(),
             budget=Budget.parse(section.budget),
             step_barrier=barrier,
         )
     )
-    rows = [row | {"cluster": cluster, "step_barrier": barrier} for row in result.to_dicts()]
+    rows = [row | {"cluster": named, "step_barrier": barrier} for row in result.to_dicts()]
     for row in rows:
-        keep_row(kept.rows, row)
+        keep_row(file, row)
     best = best_seconds(rows, {row["method"] for row in rows})
-    print(f"{model} on {cluster}: {shown(best)} s", file=sys.stderr)
-
-
-def pieces(name: str, kept: Kept) -> Iterator[None]:
-    """Make a section, one pair at a time."""
-    section = SECTIONS[name]
-    kept.graphs.mkdir(parents=True, exist_ok=True)
-    for model in section.models.split(","):
-        for cluster in section.clusters.split(","):
-            compare(model, cluster, section, kept)
-            yield
+    progress(f"{graph.name} on {named}: {shown(best)} s")
 
 
 def best_seconds(rows: Iterable[Row], methods: Iterable[str]) -> float | None:
@@ -214,40 +189,23 @@ def cell(name: str, found: Mapping[str, float | None]) -> str:
     return "-" if is_gain and found.get(name) is None else shown(found.get(name))
 
 
-def mean_of(values: Iterable[float | None]) -> float:
-    """The geometric mean of those that there are."""
-    found = [value for value in values if value]
-    return geometric_mean(found) if found else math.nan
-
-
-def table(
-    pairs: Mapping[Pair, list[Row]], beside: Mapping[Pair, list[Row]], cluster: str
-) -> Iterable[str]:
+def table(pairs: Mapping[Pair, list[Row]], cluster: str) -> Iterable[str]:
     """Lines of one cluster in Markdown, and the means under them."""
     lines = {key: columns(rows) for key, rows in pairs.items() if key[1] == cluster}
-    then = {key: columns(rows) for key, rows in beside.items() if key in lines}
     names = list(next(iter(lines.values())))
     yield f"### {cluster}\n"
     yield "| model, batch | " + " | ".join(names) + " |"
     yield "|---" * (len(names) + 1) + "|"
     for key, found in lines.items():
-        cells = []
-        for name in names:
-            before = then.get(key)
-            old = f" ({cell(name, before)})" if before is not None else ""
-            cells.append(f"{cell(name, found)}{old}")
+        cells = [cell(name, found) for name in names]
         yield f"| {key[0]}, {key[2]} | " + " | ".join(cells) + " |"
     for name in GAINS:
-        both = [key for key in lines if lines[key][name]]
-        now = mean_of(lines[key][name] for key in both)
-        text = f"Geometric mean {name}: **{now:.3f}x** ({len(both)} models)"
-        was = [then[key][name] for key in both if key in then]
-        if was:
-            text += f", before {mean_of(was):.3f}x ({len(was)})"
-        yield f"\n{text}."
+        gains = [gain for found in lines.values() if (gain := found[name])]
+        mean = geometric_mean(gains) if gains else math.nan
+        yield f"\nGeometric mean {name}: **{mean:.3f}x** ({len(gains)} models)."
 
 
-def summary(folder: Path, beside: Path | None) -> Iterator[str]:
+def summary(folder: Path) -> Iterator[str]:
     """Every section that is there, as tables in Markdown."""
     for name, section in SECTIONS.items():
         path = folder / f"{name}.jsonl"
@@ -255,9 +213,8 @@ def summary(folder: Path, beside: Path | None) -> Iterator[str]:
             continue
         yield f"## {name}, {section.budget} for each method\n"
         now = pairs_of(path)
-        then = pairs_of(beside / path.name if beside is not None else None)
         for cluster in dict.fromkeys(key[1] for key in now):
-            yield from table(now, then, cluster)
+            yield from table(now, cluster)
             yield ""
 
 
@@ -270,23 +227,22 @@ def main() -> None:
         option("--sections", default=",".join(SECTIONS)),
         option("--calibration", help="what prices kernels, as in a cluster file"),
         option("--summary", action="store_true", help="print what is there, make nothing"),
-        option("--beside", type=Path, help="with --summary: the folder of another commit"),
     ).parse_args()
     if arguments.summary:
-        print("\n".join(summary(arguments.folder, arguments.beside)))
+        print("\n".join(summary(arguments.folder)))
         return
     end = time.monotonic() + 60.0 * arguments.minutes
+    graphs = arguments.folder / "graphs"
+    graphs.mkdir(parents=True, exist_ok=True)
     for name in arguments.sections.split(","):
-        kept = Kept(
-            rows=arguments.folder / f"{name}.jsonl",
-            graphs=arguments.folder / "graphs",
-            calibration=arguments.calibration,
-        )
-        for _ in pieces(name, kept):
+        section, file = SECTIONS[name], arguments.folder / f"{name}.jsonl"
+        for model, named in product(section.models.split(","), section.clusters.split(",")):
+            cluster = cluster_of(named, arguments.calibration)
+            compare(graph_of(model, graphs), named, cluster, section, file)
             if time.monotonic() > end:
-                print(f"time is over in section {name}; call again to go on", file=sys.stderr)
+                progress(f"time is over in section {name}; call again to go on")
                 return
-    print("everything is there", file=sys.stderr)
+    progress("everything is there")
 
 
 if __name__ == "__main__":

@@ -4,9 +4,8 @@
     python experiments/budget_table.py --models bert_base --budgets 5 --json
     python experiments/budget_table.py --cpu --json
 
-A wheel is built and installed into a virtual environment of its own, which borrows all other
-packages from this one, so that no network is needed. The first call of each row finds no compiled
-kernels, the second finds those of the first. ``capture_s`` is the time until the graph exists,
+Each row has a cache folder of its own: its first call finds no compiled kernels, the second finds
+those of the first. ``capture_s`` is the time until the graph exists,
 including Python's start; ``prepare_s`` the time until kernels are compiled or loaded and the
 policy is read. The rest should take at most the budget and 20 %.
 
@@ -18,42 +17,19 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
-import venv
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rows import asked_of, finish, option, progress
 
-ROOT = Path(__file__).parents[1]
 MODELS = "vgg19,bert_base,bert_large_24l,resnet200"
 BUDGETS = "5,10,30"
 CLUSTER = "paper_8gpu"
 PROMISED = 1.2
 """Wall seconds over those of the budget, capture and preparation apart."""
-
-
-def install(folder: Path) -> Path:
-    """The Python of a new environment with heterog's wheel; other packages are borrowed."""
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    wheels, site = folder / "wheels", folder / "site"
-    options = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels)]
-    subprocess.run([*pip, "wheel", *options, str(ROOT)], check=True)
-    (wheel,) = wheels.glob("heterog-*.whl")
-    subprocess.run(
-        [*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)],
-        check=True,
-    )
-    home = folder / "venv"
-    venv.create(home, with_pip=False)
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    borrowed = [site, *(path for path in sys.path if Path(path).name == "site-packages")]
-    paths = home / "lib" / version / "site-packages" / "borrowed.pth"
-    paths.write_text("".join(f"{path}\n" for path in borrowed))
-    assert sysconfig.get_platform().startswith("linux"), "the paths above are those of Linux"
-    return home / "bin" / "python"
 
 
 IN_CPU_SECONDS = (
@@ -68,13 +44,12 @@ def cpu_seconds(process: int) -> float:
 
 
 def plan_once(
-    python: Path, folder: Path, model: str, budget_s: float, *, in_cpu: bool = False
+    folder: Path, model: str, budget_s: float, *, in_cpu: bool = False
 ) -> dict[str, Any]:
     """Call ``heterog plan`` once and note the seconds at which it reports its phases.
 
     Args:
-        python: that has heterog.
-        folder: to work in.
+        folder: to work in, and of the kernels.
         model: of the zoo.
         budget_s: of the plan.
         in_cpu: count CPU seconds instead of those of the wall.
@@ -85,9 +60,10 @@ def plan_once(
     begin = time.perf_counter()
     called = ["-c", IN_CPU_SECONDS] if in_cpu else ["-m", "heterog.cli"]
     process = subprocess.Popen(
-        [str(python), *called, "plan", model, "--cluster", CLUSTER,
+        [sys.executable, *called, "plan", model, "--cluster", CLUSTER,
          "--budget", f"{budget_s:g}s", "-o", "plan.json"],
-        cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        cwd=folder, env=os.environ | {"NUMBA_CACHE_DIR": str(folder)},
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stderr is not None
     moments: dict[str, float] = {}
@@ -126,18 +102,12 @@ def plan_once(
 def table(models: list[str], budgets: list[float], *, in_cpu: bool) -> list[dict[str, Any]]:
     """A row for every model, budget and call."""
     rows = []
-    with tempfile.TemporaryDirectory(prefix="heterog-budget-") as name:
-        folder = Path(name)
-        python = install(folder)
-        for model in models:
-            for budget_s in budgets:
-                for cached in (folder / "site").rglob("*.nb[ic]"):
-                    cached.unlink()
-                for call in ("first", "second"):
-                    progress(f"{model}, {budget_s:g} s, {call} call")
-                    known = {"model": model, "budget_s": budget_s, "call": call}
-                    found = plan_once(python, folder, model, budget_s, in_cpu=in_cpu)
-                    rows.append(known | found)
+    for model, budget_s in product(models, budgets):
+        with tempfile.TemporaryDirectory(prefix="heterog-budget-") as folder:
+            for call in ("first", "second"):
+                progress(f"{model}, {budget_s:g} s, {call} call")
+                known = {"model": model, "budget_s": budget_s, "call": call}
+                rows.append(known | plan_once(Path(folder), model, budget_s, in_cpu=in_cpu))
     return rows
 
 

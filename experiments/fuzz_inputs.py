@@ -12,12 +12,10 @@ with outputs of all kinds are tested as well (``fuzzing/outputs.py``).
 The worker is forked from a process that has imported everything, so a case takes milliseconds.
 """
 
-import json
-import math
+import multiprocessing
 import os
 import random
 import resource
-import select
 import shutil
 import signal
 import sys
@@ -26,7 +24,9 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -62,21 +62,15 @@ def judge(kind: Kind, path: Path, change: str) -> Verdict:
     def verdict(outcome: str, detail: str = "") -> Verdict:
         return Verdict(kind=kind.name, change=change, outcome=outcome, detail=detail)
 
+    later = ""
     try:
         read = kind.read(path)
-    except HeterogError as error:
-        line = str(error)
-        if "\n" in line or len(line) > MOST_LINE or not line.isprintable():
-            return verdict("not one line", line[:300])
-        return verdict("refused", line[:200])
-    except _TookTooLongError:
-        return verdict("hang")
-    except BaseException:
-        return verdict("traceback", traceback.format_exc(limit=-6))
-    try:
+        later = " later"
         problem = kind.check(read)
     except HeterogError as error:
-        return verdict("refused later", str(error)[:300])
+        line = str(error)
+        is_one_line = "\n" not in line and len(line) <= MOST_LINE and line.isprintable()
+        return verdict(f"refused{later}" if is_one_line or later else "not one line", line[:300])
     except _TookTooLongError:
         return verdict("hang")
     except BaseException:
@@ -92,6 +86,10 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+BEGUN = "begun"
+_FORK = multiprocessing.get_context("fork")
+
+
 class _TookTooLongError(BaseException):
     pass
 
@@ -100,12 +98,13 @@ def _too_long(number: int, frame: object) -> None:
     raise _TookTooLongError
 
 
-def work(kinds: tuple[Kind, ...], cases: range, seed: int, folder: Path, sink: int) -> None:
-    """Judge some cases in this process; each verdict is a line in ``sink``."""
+def work(
+    kinds: tuple[Kind, ...], cases: range, seed: int, folder: Path, verdicts: Connection
+) -> None:
+    """Judge some cases in this process; sends which it begins, and each verdict."""
     signal.signal(signal.SIGALRM, _too_long)
     signal.signal(signal.SIGPROF, _too_long)
     warnings.simplefilter("ignore", HeterogWarning)
-    own_error = os.dup(2)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
@@ -116,12 +115,13 @@ def work(kinds: tuple[Kind, ...], cases: range, seed: int, folder: Path, sink: i
         kind = rng.choice(drawn)
         path = folder / f"case{case}{kind.files[0].suffix}"
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        verdicts.send(Verdict(kind=kind.name, change=f"case {case}", outcome=BEGUN))
         try:
             change = change_file(rng, kind, path)
         except Exception:
-            os.write(own_error, traceback.format_exc().encode())
-            raise
-        os.write(sink, f"begin {case} {kind.name} {change}\n".encode())
+            detail = traceback.format_exc()
+            verdicts.send(Verdict(kind=kind.name, change="", outcome="not made", detail=detail))
+            continue
         signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
         signal.setitimer(signal.ITIMER_REAL, 6.0 * LIMIT_S)
         found = judge(kind, path, change)
@@ -131,8 +131,7 @@ def work(kinds: tuple[Kind, ...], cases: range, seed: int, folder: Path, sink: i
         if peak * 1024 > LIMIT_BYTES and peak > before:
             found = replace(found, outcome="over memory", detail=f"{peak // 1024} MiB")
         remove(path)
-        record = [case, found.kind, found.change, found.outcome, found.detail]
-        os.write(sink, json.dumps(record).encode() + b"\n")
+        verdicts.send(found)
         if found.outcome == "over memory":
             return
 
@@ -163,48 +162,25 @@ def run(cases: int, seed: int) -> list[Verdict]:
 
 def _run_worker(kinds: tuple[Kind, ...], cases: range, seed: int, folder: Path) -> list[Verdict]:
     """The verdicts of one worker, up to the case that it did not survive."""
-    source, sink = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(source)
-        try:
-            work(kinds, cases, seed, folder, sink)
-        finally:
-            os._exit(0)
-    os.close(sink)
-    verdicts: list[Verdict] = []
-    pending, buffer = "", b""
-    deadline = time.monotonic() + 10 * LIMIT_S
-    while True:
-        ready, _, _ = select.select([source], [], [], 0.5)
-        if not ready and time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-            deadline = math.inf
-            continue
-        if not ready:
-            continue
-        received = os.read(source, 65536)
-        if not received:
-            break
-        deadline = time.monotonic() + 10 * LIMIT_S
-        *lines, buffer = (buffer + received).split(b"\n")
-        for line in lines:
-            if line.startswith(b"begin "):
-                pending = line.decode(errors="replace")
-                continue
-            pending = ""
-            _, kind, change, outcome, detail = json.loads(line)
-            verdicts.append(Verdict(kind=kind, change=change, outcome=outcome, detail=detail))
-    _, status = os.waitpid(pid, 0)
-    os.close(source)
-    if pending:
-        _, _, kind, change = pending.split(" ", 3)
-        outcome = "hang" if deadline == math.inf else "crash"
-        detail = f"{pending}: ended with status {status}"
-        verdicts.append(Verdict(kind=kind, change=change, outcome=outcome, detail=detail))
-    elif not verdicts:
-        raise SystemExit(f"case {cases.start} could not be made; see the traceback above")
-    return verdicts
+    here, there = _FORK.Pipe(duplex=False)
+    worker = _FORK.Process(target=work, args=(kinds, cases, seed, folder, there))
+    worker.start()
+    there.close()
+    found: list[Verdict] = []
+    outcome = "crash"
+    with suppress(EOFError):
+        while here.poll(10 * LIMIT_S):
+            verdict = here.recv()
+            if found and found[-1].outcome == BEGUN:
+                found.pop()
+            found.append(verdict)
+        outcome = "hang"
+        worker.kill()
+    worker.join()
+    if found[-1].outcome == BEGUN:
+        detail = f"ended with status {worker.exitcode}"
+        found[-1] = replace(found[-1], outcome=outcome, detail=detail)
+    return found
 
 
 GOOD = ("refused", "refused later", "accepted")

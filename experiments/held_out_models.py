@@ -6,6 +6,7 @@ Each function is a workload for ``gpu_steps.py`` and for the command line:
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,33 +26,34 @@ def _loss(output: Any, labels: Tensor) -> Tensor:
 
 
 def _images(
-    name: str,
-    batch: int,
     model: Callable[[], nn.Module],
-    size: int = 224,
+    batch_size: int,
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
     **options: Any,
 ) -> Workload:
-    return Workload(
-        model=model,
-        example_batch=lambda: (torch.randn(batch, 3, size, size), torch.zeros(batch).long()),
-        loss=_loss,
-        optimizer=optimizer,
-        optimizer_options=options,
-        name=name,
-    )
+    def example_batch() -> tuple[Tensor, Tensor]:
+        return torch.randn(batch_size, 3, 224, 224), torch.zeros(batch_size).long()
+
+    return Workload(model, example_batch, _loss, optimizer, options)
+
+
+_SGD: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
 
 
 def _tokens(
-    name: str,
-    batch: int,
+    kind: str,
+    config: transformers.PretrainedConfig,
+    batch_size: int,
     length: int,
-    vocabulary: int,
-    model: Callable[[], nn.Module],
     keys: tuple[str, ...] = ("input_ids",),
 ) -> Workload:
-    lengths = dict.fromkeys((*keys, "labels"), length)
-    made = token_workload(name, model, batch, vocabulary, lengths)
+    made = token_workload(
+        "workload",
+        lambda: getattr(transformers, kind)(config),
+        batch_size,
+        config.vocab_size,
+        dict.fromkeys((*keys, "labels"), length),
+    )
     return replace(made, optimizer=torch.optim.AdamW)
 
 
@@ -63,84 +65,68 @@ def _classifier(kind: str, **options: Any) -> Callable[[], nn.Module]:
     return make
 
 
-def convnext(batch_size: int = 64) -> Workload:
-    """Depthwise convolutions of 7 x 7, and layer norms."""
-    return _images("convnext", batch_size, _classifier("ConvNext"))
+# Depthwise convolutions of 7 x 7, and layer norms.
+convnext = partial(_images, _classifier("ConvNext"), batch_size=64)
+# Grouped convolutions, and batch norms.
+regnet = partial(
+    _images,
+    _classifier("RegNet", hidden_sizes=[64, 128, 320, 768], depths=[2, 6, 12, 2]),
+    batch_size=64,
+    **_SGD,
+)
+# Attention in windows.
+swin = partial(_images, _classifier("Swin"), batch_size=64)
+# Attention to fewer keys, and depthwise convolutions.
+segformer = partial(_images, _classifier("Segformer"), batch_size=64)
+# Depthwise convolutions of 3 x 3, by SGD.
+mobilenet_v1 = partial(_images, _classifier("MobileNetV1"), batch_size=128, **_SGD)
+# A vision transformer with other blocks.
+dinov2 = partial(_images, _classifier("Dinov2"), batch_size=32)
 
 
-def regnet(batch_size: int = 64) -> Workload:
-    """Grouped convolutions, and batch norms."""
-    model = _classifier("RegNet", hidden_sizes=[64, 128, 320, 768], depths=[2, 6, 12, 2])
-    return _images("regnet", batch_size, model, 224, torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-def swin(batch_size: int = 64) -> Workload:
-    """Attention in windows."""
-    return _images("swin", batch_size, _classifier("Swin"))
-
-
-def segformer(batch_size: int = 64) -> Workload:
-    """Attention to fewer keys, and depthwise convolutions."""
-    return _images("segformer", batch_size, _classifier("Segformer"))
-
-
-def mobilenet_v1(batch_size: int = 128) -> Workload:
-    """Depthwise convolutions of 3 x 3, by SGD."""
-    model = _classifier("MobileNetV1")
-    return _images("mobilenet_v1", batch_size, model, 224, torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-def dinov2(batch_size: int = 32) -> Workload:
-    """A vision transformer with other blocks."""
-    return _images("dinov2", batch_size, _classifier("Dinov2"))
-
-
-def qwen(batch_size: int = 8) -> Workload:
-    """A language model with few keys, of half a billion parameters."""
-
-    def make() -> nn.Module:
-        return transformers.Qwen2ForCausalLM(
-            transformers.Qwen2Config(
-                hidden_size=896,
-                intermediate_size=4864,
-                num_hidden_layers=24,
-                num_attention_heads=14,
-                num_key_value_heads=2,
-                vocab_size=151_936,
-                tie_word_embeddings=True,
-                use_cache=False,
-            )
-        )
-
-    return _tokens("qwen", batch_size, 512, 151_936, make)
-
-
-def t5(batch_size: int = 32) -> Workload:
-    """Encoder and decoder with positions in the scores."""
-    config = transformers.T5Config(use_cache=False)
-    model = lambda: transformers.T5ForConditionalGeneration(config)  # noqa: E731
-    keys = ("input_ids", "decoder_input_ids")
-    return _tokens("t5", batch_size, 256, 32_128, model, keys)
-
-
-def deberta(batch_size: int = 16) -> Workload:
-    """Disentangled attention: many small kernels."""
-    config = transformers.DebertaV2Config(
+# A language model with few keys, of half a billion parameters.
+qwen = partial(
+    _tokens,
+    "Qwen2ForCausalLM",
+    transformers.Qwen2Config(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, vocab_size=151_936, tie_word_embeddings=True, use_cache=False,
+    ),
+    batch_size=8,
+    length=512,
+)  # fmt: skip
+# Encoder and decoder with positions in the scores.
+t5 = partial(
+    _tokens,
+    "T5ForConditionalGeneration",
+    transformers.T5Config(use_cache=False),
+    batch_size=32,
+    length=256,
+    keys=("input_ids", "decoder_input_ids"),
+)
+# Disentangled attention: many small kernels.
+deberta = partial(
+    _tokens,
+    "DebertaV2ForMaskedLM",
+    transformers.DebertaV2Config(
         hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072,
         vocab_size=50_000, relative_attention=True, pos_att_type=["p2c", "c2p"],
         position_buckets=64, max_relative_positions=256,
-    )  # fmt: skip
-    model = lambda: transformers.DebertaV2ForMaskedLM(config)  # noqa: E731
-    return _tokens("deberta", batch_size, 256, 50_000, model)
-
-
-def opt(batch_size: int = 8) -> Workload:
-    """A language model with biases, of 350 million parameters."""
-    config = transformers.OPTConfig(
+    ),
+    batch_size=16,
+    length=256,
+)  # fmt: skip
+# A language model with biases, of 350 million parameters.
+opt = partial(
+    _tokens,
+    "OPTForCausalLM",
+    transformers.OPTConfig(
         hidden_size=1024, num_hidden_layers=24, ffn_dim=4096, num_attention_heads=16,
         max_position_embeddings=1024, use_cache=False,
-    )  # fmt: skip
-    return _tokens("opt", batch_size, 1024, 50_272, lambda: transformers.OPTForCausalLM(config))
+    ),
+    batch_size=8,
+    length=1024,
+)  # fmt: skip
 
 
 class _Block(nn.Module):
@@ -233,9 +219,3 @@ def recommender(batch_size: int = 4096) -> Workload:
         optimizer_options={"lr": 0.1},
         name="recommender",
     )
-
-
-ALL = (
-    "convnext", "regnet", "swin", "segformer", "mobilenet_v1", "dinov2", "qwen", "t5", "deberta",
-    "opt", "unet", "recommender",
-)  # fmt: skip

@@ -6,6 +6,7 @@ without a mask, as fused kernels expect; a traced model of ``transformers`` woul
 the whole global batch, 8 GiB at these sizes.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,20 +35,19 @@ class Logits(nn.Module):
         return self.model(tokens).logits.flatten(0, 1)
 
 
-def _workload(name: str, config: Any, causal: Any, batch: int, tokens: int) -> Workload:
+def _workload(kind: str, config: Any, batch_size: int, tokens: int) -> Workload:
     def example() -> tuple[Tensor, Tensor]:
-        return torch.zeros(batch, tokens).long(), torch.zeros(batch * tokens).long()
+        return torch.zeros(batch_size, tokens).long(), torch.zeros(batch_size * tokens).long()
 
     return Workload(
-        model=lambda: Logits(causal(config)).bfloat16(),
+        model=lambda: Logits(getattr(_HUB, kind)(config)).bfloat16(),
         example_batch=example,
         loss=functional.cross_entropy,
         optimizer=torch.optim.AdamW,
-        name=name,
     )
 
 
-def llama_3(name: str, batch: int, width: int, inner: int, layers: int, heads: int) -> Workload:
+def llama_3(batch_size: int, *, width: int, inner: int, layers: int, heads: int) -> Workload:
     """A Llama 3 (Grattafiori et al. 2024, table 3) with 8 heads of keys and values."""
     config = _HUB.LlamaConfig(
         vocab_size=128_256,
@@ -61,22 +61,16 @@ def llama_3(name: str, batch: int, width: int, inner: int, layers: int, heads: i
         use_cache=False,
         attn_implementation=_CAUSAL,
     )
-    return _workload(name, config, _HUB.LlamaForCausalLM, batch, 4096)
+    return _workload("LlamaForCausalLM", config, batch_size, 4096)
 
 
-def llama_8b(batch_size: int = 256) -> Workload:
-    """Llama 3 8B."""
-    return llama_3("llama_8b", batch_size, 4096, 14336, 32, 32)
-
-
-def llama_70b(batch_size: int = 256) -> Workload:
-    """Llama 3 70B."""
-    return llama_3("llama_70b", batch_size, 8192, 28672, 80, 64)
-
-
-def opt_350m(batch_size: int = 1024) -> Workload:
-    """OPT 350M (Zhang et al. 2022, table 1)."""
-    config = _HUB.OPTConfig(
+llama_8b = partial(llama_3, batch_size=256, width=4096, inner=14336, layers=32, heads=32)
+llama_70b = partial(llama_3, batch_size=256, width=8192, inner=28672, layers=80, heads=64)
+# OPT 350M (Zhang et al. 2022, table 1).
+opt_350m = partial(
+    _workload,
+    "OPTForCausalLM",
+    _HUB.OPTConfig(
         vocab_size=50272,
         hidden_size=1024,
         word_embed_proj_dim=512,
@@ -87,13 +81,15 @@ def opt_350m(batch_size: int = 1024) -> Workload:
         do_layer_norm_before=False,
         use_cache=False,
         attn_implementation=_CAUSAL,
-    )
-    return _workload("opt_350m", config, _HUB.OPTForCausalLM, batch_size, 2048)
-
-
-def gpt_6b(batch_size: int = 128) -> Workload:
-    """GPT-3 6.7B (Brown et al. 2020, table 2.1)."""
-    config = _HUB.GPT2Config(
+    ),
+    batch_size=1024,
+    tokens=2048,
+)
+# GPT-3 6.7B (Brown et al. 2020, table 2.1).
+gpt_6b = partial(
+    _workload,
+    "GPT2LMHeadModel",
+    _HUB.GPT2Config(
         vocab_size=50257,
         n_positions=2048,
         n_embd=4096,
@@ -102,5 +98,7 @@ def gpt_6b(batch_size: int = 128) -> Workload:
         tie_word_embeddings=False,
         use_cache=False,
         attn_implementation=_CAUSAL,
-    )
-    return _workload("gpt_6b", config, _HUB.GPT2LMHeadModel, batch_size, 2048)
+    ),
+    batch_size=128,
+    tokens=2048,
+)

@@ -1,10 +1,14 @@
-"""What does ``auto`` gain from its agents, compared with more time without them?
+"""What does ``auto`` gain from its agents, compared with more time without, or over one method?
 
     python experiments/portfolio_table.py --pairs experiments/pairs/test.jsonl --json
+    python experiments/portfolio_table.py --pairs experiments/pairs/mixed.jsonl \
+        --arms megatron_grid,without_grid --seeds 1 --json
 
 Arms: ``with`` and ``without`` agents, ``without_5x`` (without agents for five times as long) and,
-if asked for, ``blind`` (with agents, but no policy leads the moves of ``agent+search``). Budgets
-are in seconds of this process, so that other work on the machine shortens no search.
+if asked for, ``blind`` (with agents, but no policy leads the moves of ``agent+search``),
+``without_grid`` (without agents and ``megatron_grid``, so that no method starts from its plans) or
+a method by its name. Ratios are step times over those of the first arm. Budgets are in seconds of
+this process, so that other work on the machine shortens no search.
 """
 
 import time
@@ -13,7 +17,7 @@ from functools import partial
 
 from rows import board_parser, run_board
 
-from heterog.agents.benchmark.board import Line
+from heterog.agents.benchmark.board import Line, judged
 from heterog.agents.planners import DEFAULT_POLICY, LEARNED, AgentSearch, default_methods
 from heterog.methods.planner import Budget
 from heterog.methods.registry import Methods
@@ -48,11 +52,12 @@ def main() -> None:
     asked = parser.parse_args()
     known = default_methods(asked.policy)
     blind = known.having(AgentSearch(asked.policy, lead=lambda: None))
-    arms = {
+    arms = {method.name: partial(judged, method) for method in known} | {
         "blind": partial(auto, blind, (), 1.0),
         "with": partial(auto, known, (), 1.0),
         "without": partial(auto, known, LEARNED, 1.0),
         "without_5x": partial(auto, known, LEARNED, 5.0),
+        "without_grid": partial(auto, known, (*LEARNED, "megatron_grid"), 1.0),
     }
     run_board(asked, arms)
 

@@ -5,7 +5,8 @@ are the same on every call. There is no dropout. Workloads for calibration are o
 in other sizes: none of their layers has the shape of a layer on which the calibration is tested.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -15,57 +16,7 @@ from torch.nn import functional
 import heterog
 
 
-def mlp(batch_size: int = 4096) -> heterog.Workload:
-    """A multi-layer perceptron of 3.8 M parameters: much communication, little compute."""
-    return _mlp((1024, 1408, 1408, 256), batch_size)
-
-
-def vgg(batch_size: int = 384) -> heterog.Workload:
-    """A VGG-like network with BatchNorm on 32 x 32 images: much compute, little communication."""
-    return _vgg((32, 64, 128), 32, 10, batch_size)
-
-
-def gpt(batch_size: int = 96) -> heterog.Workload:
-    """A tied language model of 4.2 M parameters."""
-    return _text(4096, 256, 4, 4, 32, batch_size)
-
-
-def encoder(batch_size: int = 72) -> heterog.Workload:
-    """A deeper Transformer encoder of 7.4 M parameters."""
-    return _text(4096, 256, 4, 8, 32, batch_size)
-
-
-def mlp_small(batch_size: int = 3000) -> heterog.Workload:
-    """Three layers, narrower than the judged one."""
-    return _mlp((768, 1152, 896, 320), batch_size)
-
-
-def mlp_wide(batch_size: int = 1600) -> heterog.Workload:
-    """Four layers, wider."""
-    return _mlp((1280, 1664, 1280, 512, 192), batch_size)
-
-
-def vgg_narrow(batch_size: int = 320) -> heterog.Workload:
-    """Convolutions with BatchNorm on 28 x 28 images."""
-    return _vgg((24, 48, 96), 28, 20, batch_size)
-
-
-def vgg_wide(batch_size: int = 160) -> heterog.Workload:
-    """Convolutions with BatchNorm on 36 x 36 images."""
-    return _vgg((40, 80, 160), 36, 20, batch_size)
-
-
-def text_small(batch_size: int = 120) -> heterog.Workload:
-    """Two narrow Transformer layers over short texts."""
-    return _text(3072, 192, 3, 2, 24, batch_size)
-
-
-def text_wide(batch_size: int = 48) -> heterog.Workload:
-    """Three wide Transformer layers over longer texts."""
-    return _text(5120, 320, 5, 3, 40, batch_size)
-
-
-def _mlp(widths: tuple[int, ...], batch_size: int) -> heterog.Workload:
+def _mlp(widths: Sequence[int], batch_size: int) -> heterog.Workload:
     def model() -> nn.Module:
         layers: list[nn.Module] = []
         for inner, outer in pairwise(widths):
@@ -78,7 +29,7 @@ def _mlp(widths: tuple[int, ...], batch_size: int) -> heterog.Workload:
     return _workload(model, (inputs, targets), functional.mse_loss)
 
 
-def _vgg(widths: tuple[int, ...], size: int, classes: int, batch_size: int) -> heterog.Workload:
+def _vgg(widths: Sequence[int], size: int, classes: int, batch_size: int) -> heterog.Workload:
     def model() -> nn.Module:
         layers: list[nn.Module] = []
         channels = 3
@@ -150,3 +101,21 @@ def _workload(
         return make()
 
     return heterog.Workload(model, batch, loss, torch.optim.SGD, {"lr": 0.01})
+
+
+# Much communication, little compute: 3.8 M parameters.
+mlp = partial(_mlp, (1024, 1408, 1408, 256), batch_size=4096)
+# Convolutions with BatchNorm on 32 x 32 images: much compute, little communication.
+vgg = partial(_vgg, (32, 64, 128), 32, 10, batch_size=384)
+# A tied language model of 4.2 M parameters, and a deeper Transformer encoder of 7.4 M.
+gpt = partial(_text, 4096, 256, heads=4, num_layers=4, length=32, batch_size=96)
+encoder = partial(_text, 4096, 256, heads=4, num_layers=8, length=32, batch_size=72)
+
+# For calibration: three narrower layers and four wider ones; images of 28 x 28 and of 36 x 36;
+# two narrow layers over short texts and three wide ones over longer texts.
+mlp_small = partial(_mlp, (768, 1152, 896, 320), batch_size=3000)
+mlp_wide = partial(_mlp, (1280, 1664, 1280, 512, 192), batch_size=1600)
+vgg_narrow = partial(_vgg, (24, 48, 96), 28, 20, batch_size=320)
+vgg_wide = partial(_vgg, (40, 80, 160), 36, 20, batch_size=160)
+text_small = partial(_text, 3072, 192, heads=3, num_layers=2, length=24, batch_size=120)
+text_wide = partial(_text, 5120, 320, heads=5, num_layers=3, length=40, batch_size=48)

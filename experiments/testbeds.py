@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from rows import Option, option
+from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 import heterog
@@ -284,16 +284,8 @@ def result_of_ranks(function: Callable[..., Any], num_ranks: int, *arguments: An
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ranks = [
-            multiprocessing.Process(
-                target=_serve, args=(rank, num_ranks, folder, function, arguments)
-            )
-            for rank in range(num_ranks)
-        ]
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join()
+        given = (num_ranks, folder, function, arguments)
+        start_processes(_serve, given, num_ranks, start_method="fork")
         return json.loads((folder / "result.json").read_text())
 
 

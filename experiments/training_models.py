@@ -5,6 +5,7 @@ them has the size of a held-out model or belongs to its family.
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -37,94 +38,71 @@ class LanguageModel(nn.Module):
 
 
 def _language(
-    name: str, batch: int, vocabulary: int, width: int, layers: int, tokens: int, *, tied: bool
+    batch_size: int, *, vocabulary: int, width: int, layers: int, tokens: int, tied: bool
 ) -> Workload:
     return token_workload(
-        name,
+        "workload",
         lambda: LanguageModel(vocabulary, width, layers, tied=tied),
-        batch,
+        batch_size,
         vocabulary,
         {"input_ids": tokens, "labels": tokens},
     )
 
 
-def _images(name: str, batch: int, size: int, model: Callable[[], nn.Module]) -> Workload:
-    return Workload(
-        model=model,
-        example_batch=lambda: (torch.zeros(batch, 3, size, size), torch.zeros(batch).long()),
-        loss=functional.cross_entropy,
-        optimizer=torch.optim.Adam,
-        name=name,
-    )
+def _images(model: Callable[[], nn.Module], batch_size: int, size: int = 224) -> Workload:
+    def example_batch() -> tuple[Tensor, Tensor]:
+        return torch.zeros(batch_size, 3, size, size), torch.zeros(batch_size).long()
+
+    return Workload(model, example_batch, functional.cross_entropy, torch.optim.Adam)
 
 
-def lm_4l(batch_size: int = 128) -> Workload:
-    """A small language model with a large vocabulary."""
-    return _language("lm_4l", batch_size, 50_000, 512, 4, 64, tied=True)
+# A small language model with a large vocabulary.
+lm_4l = partial(
+    _language, batch_size=128, vocabulary=50_000, width=512, layers=4, tokens=64, tied=True
+)
+# Few wide layers.
+lm_6l_wide = partial(
+    _language, batch_size=64, vocabulary=32_000, width=1536, layers=6, tokens=64, tied=False
+)
+# Of medium depth.
+lm_10l = partial(
+    _language, batch_size=96, vocabulary=30_000, width=768, layers=10, tokens=128, tied=True
+)
+# Long sequences: much activation memory.
+lm_14l_long = partial(
+    _language, batch_size=24, vocabulary=50_000, width=1024, layers=14, tokens=512, tied=False
+)
+# Deep, with a head of its own.
+lm_18l_untied = partial(
+    _language, batch_size=40, vocabulary=40_000, width=1024, layers=18, tokens=128, tied=False
+)
+# Few very wide layers and a giant vocabulary: more state than most devices hold.
+lm_8l_giant = partial(
+    _language, batch_size=24, vocabulary=100_000, width=2560, layers=8, tokens=128, tied=True
+)
+# Deep and narrow.
+lm_32l = partial(
+    _language, batch_size=32, vocabulary=30_000, width=640, layers=32, tokens=128, tied=True
+)
 
 
-def lm_6l_wide(batch_size: int = 64) -> Workload:
-    """Few wide layers."""
-    return _language("lm_6l_wide", batch_size, 32_000, 1536, 6, 64, tied=False)
+def _wide_layers() -> nn.Module:
+    widths = (3072, 4096, 8192, 4096, 4096, 2048, 2048, 1000)
+    stack: list[nn.Module] = [nn.Flatten()]
+    for before, after in pairwise(widths):
+        stack += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*stack[:-1])
 
 
-def lm_10l(batch_size: int = 96) -> Workload:
-    """Of medium depth."""
-    return _language("lm_10l", batch_size, 30_000, 768, 10, 128, tied=True)
-
-
-def lm_14l_long(batch_size: int = 24) -> Workload:
-    """Long sequences: much activation memory."""
-    return _language("lm_14l_long", batch_size, 50_000, 1024, 14, 512, tied=False)
-
-
-def lm_18l_untied(batch_size: int = 40) -> Workload:
-    """Deep, with a head of its own."""
-    return _language("lm_18l_untied", batch_size, 40_000, 1024, 18, 128, tied=False)
-
-
-def lm_8l_giant(batch_size: int = 24) -> Workload:
-    """Few very wide layers and a giant vocabulary: more state than most devices hold."""
-    return _language("lm_8l_giant", batch_size, 100_000, 2560, 8, 128, tied=True)
-
-
-def lm_32l(batch_size: int = 32) -> Workload:
-    """Deep and narrow."""
-    return _language("lm_32l", batch_size, 30_000, 640, 32, 128, tied=True)
-
-
-def mlp(batch_size: int = 512) -> Workload:
-    """Wide linear layers: nearly all communication."""
-
-    def model() -> nn.Module:
-        widths = (3072, 4096, 8192, 4096, 4096, 2048, 2048, 1000)
-        stack: list[nn.Module] = [nn.Flatten()]
-        for before, after in pairwise(widths):
-            stack += [nn.Linear(before, after), nn.ReLU()]
-        return nn.Sequential(*stack[:-1])
-
-    return _images("mlp", batch_size, 32, model)
-
-
-def vgg_wide_head(batch_size: int = 96) -> Workload:
-    """Few convolutions below large linear layers, as AlexNet."""
-
-    def model() -> nn.Module:
-        stack: list[nn.Module] = []
-        before = 3
-        for width, stride in ((64, 2), (192, 2), (384, 1), (384, 2), (256, 2)):
-            stack += [nn.Conv2d(before, width, 3, stride, padding=1), nn.ReLU()]
-            before = width
-        stack += [nn.AdaptiveAvgPool2d(6), nn.Flatten(), nn.Linear(9216, 4096), nn.ReLU()]
-        stack += [nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000)]
-        return nn.Sequential(*stack)
-
-    return _images("vgg_wide_head", batch_size, 224, model)
-
-
-def resnet_shallow(batch_size: int = 128) -> Workload:
-    """A bottleneck ResNet of 26 layers."""
-    return _images("resnet_shallow", batch_size, 224, lambda: ResNet((2, 2, 2, 2)))
+def _wide_head() -> nn.Module:
+    stack: list[nn.Module] = []
+    before = 3
+    for width, stride in ((64, 2), (192, 2), (384, 1), (384, 2), (256, 2)):
+        stack += [nn.Conv2d(before, width, 3, stride, padding=1), nn.ReLU()]
+        before = width
+    stack += [nn.AdaptiveAvgPool2d(6), nn.Flatten(), nn.Linear(9216, 4096), nn.ReLU()]
+    stack += [nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000)]
+    return nn.Sequential(*stack)
 
 
 class _Cell(nn.Module):
@@ -162,6 +140,11 @@ class Cells(nn.Module):
         return self.head(x)
 
 
-def cells(batch_size: int = 64) -> Workload:
-    """A branching network with skips over cells."""
-    return _images("cells", batch_size, 224, lambda: Cells(10, 256))
+# Wide linear layers: nearly all communication.
+mlp = partial(_images, _wide_layers, batch_size=512, size=32)
+# Few convolutions below large linear layers, as AlexNet.
+vgg_wide_head = partial(_images, _wide_head, batch_size=96)
+# A bottleneck ResNet of 26 layers.
+resnet_shallow = partial(_images, partial(ResNet, (2, 2, 2, 2)), batch_size=128)
+# A branching network with skips over cells.
+cells = partial(_images, partial(Cells, 10, 256), batch_size=64)

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import heterog
+from heterog.balance.shares import gradients_stay_local
 from loops.cases import (
     BATCH,
     NUM_BATCHES,
@@ -141,7 +142,7 @@ def _train(job: Job, step: int, batch: Any, done: int) -> None:
     case, balancer = job.case, job.balancer
     ends = case.ends_update(step)
     count = labels_that_count(case, batch)
-    with contextlib.nullcontext() if ends else _without_reduction(job.model):
+    with contextlib.nullcontext() if ends else gradients_stay_local(job.model):
         found = job.model(**batch)
         if case.validate_every and done % case.validate_every == 0:
             job.validate()
@@ -162,14 +163,3 @@ def _wrapped(model: nn.Module, wrapper: str, case: Case) -> nn.Module:
         return DistributedDataParallel(model, find_unused_parameters=case.freeze_after > 0)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return model
-
-
-@contextlib.contextmanager
-def _without_reduction(model: nn.Module) -> Iterator[None]:
-    if isinstance(model, DistributedDataParallel):
-        with model.no_sync():
-            yield
-    elif isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING
 from heterog.explain.what_if import Change, Remedy, RemedyKind
 from heterog.explain.wording import (
     SMALL,
-    bytes_of,
     decided_words,
     listed,
     names_of,
     near_limit,
     percent,
     seconds_of,
-    times_slower,
     types_in_words,
 )
 from heterog.grouped import grouped
@@ -166,17 +164,13 @@ def _limits(facts: "Explanation") -> str:
     # Rounded so that they add up to 100.
     parts = split_in_proportion(100, tuple(seconds_of(some) for some in by_limit.values()))
     percent = dict(zip(by_limit, parts, strict=True))
-    said = []
-    if percent[Limit.COMPUTE]:
-        places = _on_devices(facts, by_limit[Limit.COMPUTE])
-        said.append(f"{percent[Limit.COMPUTE]} % is compute{places}")
-    if percent[Limit.LINK]:
-        places = _for_links(facts, by_limit[Limit.LINK])
-        said.append(f"{percent[Limit.LINK]} % waits for links{places}")
-    if percent[Limit.LATENCY]:
-        said.append(f"{percent[Limit.LATENCY]} % is latency, which bandwidth does not shorten")
-    if percent[Limit.WAIT]:
-        said.append(f"{percent[Limit.WAIT]} % is spent waiting without a cause in the schedule")
+    words: dict[Limit, Callable[[], str]] = {
+        Limit.COMPUTE: lambda: f"is compute{_on_devices(facts, by_limit[Limit.COMPUTE])}",
+        Limit.LINK: lambda: f"waits for links{_for_links(facts, by_limit[Limit.LINK])}",
+        Limit.LATENCY: lambda: "is latency, which bandwidth does not shorten",
+        Limit.WAIT: lambda: "is spent waiting without a cause in the schedule",
+    }
+    said = [f"{percent[limit]} % {tell()}" for limit, tell in words.items() if percent[limit]]
     step = (
         f"A step takes {format_seconds(facts.step_time_s)}. On the chain of tasks that decides "
         f"this, {'; '.join(said)}."
@@ -295,8 +289,8 @@ def _memory(facts: "Explanation") -> str:
         part = fullest.peak_bytes / fullest.usable_bytes
         return (
             f"Memory suffices. {fullest.device} ({fullest.device_type}) is the fullest: "
-            f"{bytes_of(fullest.peak_bytes, fullest.usable_bytes)} ({percent(part)}), most of it "
-            f"{what}.{known}"
+            f"{format_bytes(fullest.peak_bytes)} of {format_bytes(fullest.usable_bytes)} "
+            f"({percent(part)}), most of it {what}.{known}"
         )
     short = [d for d in facts.fit.devices if d.lacking_bytes]
     others = f" So do {len(short) - 1} other devices, by less." if len(short) > 1 else ""
@@ -336,33 +330,24 @@ def _parts(device: DeviceMemory) -> str:
     return listed([f"{names.get(kind, kind)} ({format_bytes(size)})" for kind, size in shown])
 
 
+_REMEDIES = {
+    RemedyKind.RECOMPUTE: "compute {remedy.keeps.words} again instead of keeping them",
+    RemedyKind.MICRO_BATCHES: "cut the batch into {remedy.amount} micro-batches",
+    RemedyKind.BATCH_SIZE: "train with a batch of {remedy.amount}",
+}
+
+
 def _remedy_advice(found: Sequence[Remedy]) -> str:
-    again = [r for r in found if r.kind == RemedyKind.RECOMPUTE]
-    cut = [r for r in found if r.kind == RemedyKind.MICRO_BATCHES]
-    smaller = [r for r in found if r.kind == RemedyKind.BATCH_SIZE]
-    words = []
-    for remedy in again:
-        assert remedy.step_time_s is not None
-        words.append(
-            f"compute {remedy.keeps.words} again instead of keeping them "
-            f"({format_seconds(remedy.step_time_s)} per step)"
-        )
-    for remedy in cut:
-        assert remedy.step_time_s is not None
-        words.append(
-            f"cut the batch into {remedy.amount} micro-batches "
-            f"({format_seconds(remedy.step_time_s)} per step)"
-        )
-    for remedy in smaller:
-        assert remedy.step_time_s is not None
-        words.append(
-            f"train with a batch of {remedy.amount} ({format_seconds(remedy.step_time_s)} per "
-            "step)"
-        )
+    words = [
+        f"{_REMEDIES[remedy.kind].format(remedy=remedy)} "
+        f"({format_seconds(remedy.step_time_s)} per step)"
+        for remedy in found
+        if remedy.step_time_s is not None
+    ]
     memory = [
-        f"{format_bytes(r.amount)} usable on every {r.device_type}"
-        for r in found
-        if r.kind == RemedyKind.MEMORY
+        f"{format_bytes(remedy.amount)} usable on every {remedy.device_type}"
+        for remedy in found
+        if remedy.kind == RemedyKind.MEMORY
     ]
     if memory:
         words.append(f"have {listed(memory)}")
@@ -382,7 +367,7 @@ def _quality(facts: "Explanation") -> str:
             "gain from anything else that was tried."
         )
     return (
-        f"The plan is {times_slower(quality.data_parallel_s, facts.step_time_s)} as fast as the "
+        f"The plan is {quality.data_parallel_s / facts.step_time_s:.2f} times as fast as the "
         f"best data parallelism ({quality.data_parallel}: {_METHODS[quality.data_parallel]}; "
         f"{seconds})."
     )

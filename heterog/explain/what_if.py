@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 
 from heterog.explain.changed_cluster import (
     ChangedCluster,
@@ -23,7 +24,7 @@ from heterog.explain.changed_cluster import (
     strategies_with,
 )
 from heterog.graph.axis_plan import axis_plan
-from heterog.lowering import Choice, encode
+from heterog.lowering import encode
 from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.planner import Budget, Problem, Progress, Spending
 from heterog.methods.recomputing import kinds_worth_trying
@@ -158,8 +159,8 @@ def with_idle_devices(
 ) -> Evaluation | None:
     """The best step found in which idle devices take part; see ``strategies_with``."""
     joined = strategies_with(strategy, evaluator, devices, evaluator.speeds)
-    judged = _referee(evaluator, _ranked(evaluator, joined, order))
-    return _best(judged) if judged else None
+    pairs = _ranked(evaluator, joined, order)
+    return _best(evaluator, pairs) if pairs else None
 
 
 def replan(
@@ -179,9 +180,9 @@ def replan(
     judged: dict[str, Evaluation] = {}
     # The plan's own strategy is always judged, the others only if they look good.
     first = [(known[0], each) for each in Order]
-    judged["own"] = _best(_referee(evaluator, first + _ranked(evaluator, known[1:], order)))
+    judged["own"] = _best(evaluator, first + _ranked(evaluator, known[1:], order))
     tuned = _ranked(evaluator, _tuned(evaluator, evaluations // 4, barrier), Order.RANK)
-    judged[TUNED_UNIFORM] = _best(_referee(evaluator, tuned))
+    judged[TUNED_UNIFORM] = _best(evaluator, tuned)
     methods = ["two_segment"]
     if all(len(decision.devices) == 1 for decision in known[0].decisions):
         methods.append("model_parallel")
@@ -196,7 +197,7 @@ def replan(
         candidates = built_in_methods()[method].plan(problem).candidates[:_MOST_JUDGED]
         pairs = [(each.strategy, order) for each in candidates for order in each.orders]
         if pairs:
-            judged[method] = _best(_referee(evaluator, pairs))
+            judged[method] = _best(evaluator, pairs)
     method = min(judged, key=lambda name: judged[name].preference)
     best = judged[method]
     return Replanned(
@@ -230,12 +231,9 @@ def _ranked(
     return [(each, other) for _, each in tried[:_MOST_JUDGED] for other in Order]
 
 
-def _referee(evaluator: Evaluator, pairs: Iterable[tuple[Strategy, Order]]) -> list[Evaluation]:
-    return [evaluator.referee(strategy, order) for strategy, order in pairs]
-
-
-def _best(evaluations: Sequence[Evaluation]) -> Evaluation:
-    return min(evaluations, key=lambda evaluation: evaluation.preference)
+def _best(evaluator: Evaluator, pairs: Iterable[tuple[Strategy, Order]]) -> Evaluation:
+    judged = (evaluator.referee(strategy, order) for strategy, order in pairs)
+    return min(judged, key=lambda evaluation: evaluation.preference)
 
 
 class RemedyKind(StrEnum):
@@ -289,12 +287,10 @@ def remedies(
     """
     if fit.is_ok:
         return ()
-    judge = _Judge(evaluator, strategy, order)
     found: list[Remedy | None] = []
     with spending.limits() if spending is not None else nullcontext():
-        found.append(_recompute(evaluator, strategy, order))
-        found.append(_micro_batches(judge))
-        found.append(_batch_size(judge))
+        for change in (_recompute, _micro_batches, _batch_size):
+            found.append(change(evaluator, strategy, order))
     return tuple(remedy for remedy in (*found, *_memory(fit)) if remedy is not None)
 
 
@@ -320,42 +316,14 @@ def _recompute(evaluator: Evaluator, strategy: Strategy, order: Order) -> Remedy
     return min(found, key=lambda remedy: remedy.step_time_s or math.inf, default=None)
 
 
-class _Judge:
-    """Evaluates a strategy under changes of its batch."""
+def _judged(
+    evaluator: Evaluator, strategy: Strategy, order: Order, batch_size: int, num_micro: int
+) -> Evaluation:
+    """The evaluation of a part of the batch, in the same proportions and even micro-batches.
 
-    def __init__(self, evaluator: Evaluator, strategy: Strategy, order: Order) -> None:
-        self._evaluator = evaluator
-        self._strategy = strategy
-        self._order = order
-        self.batch_size = evaluator.graph.batch_size
-        self.num_devices = evaluator.cluster.num_devices
-        self.num_micro = strategy.num_micro_batches
-
-    @property
-    def may_be_cut(self) -> bool:
-        """Whether every op has a meaning on a part of the batch."""
-        rules = self._strategy.op_rules
-        return not rules or axis_plan(self._evaluator.graph, rules).crossing is None
-
-    def cut(self, num_micro: int) -> Evaluation:
-        """The evaluation with a number of micro-batches."""
-        return self._referee(self.batch_size, num_micro)
-
-    def shrunk(self, batch_size: int) -> Evaluation:
-        """The evaluation with a smaller batch in the same proportions.
-
-        The graph is still that of the whole batch: costs that depend on the samples of a device
-        shrink with them, all others stay.
-        """
-        return self._referee(batch_size, min(self.num_micro, batch_size))
-
-    def _referee(self, batch_size: int, num_micro: int) -> Evaluation:
-        choice = _choice(self._evaluator, self._strategy, batch_size, num_micro)
-        return self._evaluator.referee(choice, self._order)
-
-
-def _choice(evaluator: Evaluator, strategy: Strategy, batch_size: int, num_micro: int) -> Choice:
-    """A strategy for a part of the batch, in even micro-batches."""
+    The graph is still that of the whole batch: costs that depend on the samples of a device
+    shrink with them, all others stay.
+    """
     sizes = split_evenly(batch_size, num_micro)
     changed = replace(
         strategy,
@@ -369,7 +337,7 @@ def _choice(evaluator: Evaluator, strategy: Strategy, batch_size: int, num_micro
     # Lowering divides the tables' batch in proportion, so they get this batch size.
     tables = evaluator.tables_of(given)._replace(batch_size=batch_size)
     choice = encode(changed, tables, evaluator.channels, num_steps=given.num_steps)
-    return choice._replace(rule_set=given.rule_set)
+    return evaluator.referee(choice._replace(rule_set=given.rule_set), order)
 
 
 def _scaled(decision: Decision, batch_size: int) -> Decision:
@@ -377,29 +345,37 @@ def _scaled(decision: Decision, batch_size: int) -> Decision:
     return replace(decision, shares=split_in_proportion(batch_size, weights))
 
 
-def _micro_batches(judge: _Judge) -> Remedy | None:
+def _micro_batches(evaluator: Evaluator, strategy: Strategy, order: Order) -> Remedy | None:
     """The smallest number of micro-batches that fits, if there may be any."""
-    if not judge.may_be_cut:
-        return None
-    low, high = judge.num_micro, judge.num_micro
+    graph, rules = evaluator.graph, strategy.op_rules
+    if rules and axis_plan(graph, rules).crossing is not None:
+        return None  # an op has no meaning on a part of the batch
+    cut = partial(_judged, evaluator, strategy, order, graph.batch_size)
+    low = high = strategy.num_micro_batches
     found: Evaluation | None = None
-    while found is None and high < judge.batch_size:
-        low, high = high, min(2 * high, judge.batch_size)
-        tried = judge.cut(high)
+    while found is None and high < graph.batch_size:
+        low, high = high, min(2 * high, graph.batch_size)
+        tried = cut(high)
         found = tried if tried.is_ok else None
     if found is None:
         return None
-    amount, found = _bisect(low, high, found, judge.cut)
+    amount, found = _bisect(low, high, found, cut)
     return Remedy(kind=RemedyKind.MICRO_BATCHES, amount=amount, step_time_s=found.step_time_s)
 
 
-def _batch_size(judge: _Judge) -> Remedy | None:
+def _batch_size(evaluator: Evaluator, strategy: Strategy, order: Order) -> Remedy | None:
     """The largest batch that fits, of at least a sample a device if the batch has that many."""
-    fewest = judge.num_devices if judge.num_devices < judge.batch_size else 1
-    smallest = judge.shrunk(fewest)
+
+    def shrunk(batch_size: int) -> Evaluation:
+        num_micro = min(strategy.num_micro_batches, batch_size)
+        return _judged(evaluator, strategy, order, batch_size, num_micro)
+
+    whole, num_devices = evaluator.graph.batch_size, evaluator.cluster.num_devices
+    fewest = num_devices if num_devices < whole else 1
+    smallest = shrunk(fewest)
     if not smallest.is_ok:
         return None
-    amount, found = _bisect(judge.batch_size, fewest, smallest, judge.shrunk)
+    amount, found = _bisect(whole, fewest, smallest, shrunk)
     return Remedy(kind=RemedyKind.BATCH_SIZE, amount=amount, step_time_s=found.step_time_s)
 
 

@@ -49,16 +49,6 @@ def percent(part: float) -> str:
     return f"{100 * part:.1f} %" if part < 0.0995 else f"{100 * part:.0f} %"
 
 
-def times_slower(slow: float, fast: float) -> str:
-    """How many times as long: ``"1.52 times"``."""
-    return f"{slow / fast:.2f} times"
-
-
-def bytes_of(num_bytes: float, whole: float) -> str:
-    """``"3.2 GiB of 16.0 GiB"``."""
-    return f"{format_bytes(num_bytes)} of {format_bytes(whole)}"
-
-
 def names_of(names: Sequence[str]) -> str:
     """Some names in full, many as their number and the ends."""
     if len(names) > 4:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from heterog.cluster.topology import DEVICE_MODELS, Cluster, Execution
 from heterog.errors import HeterogError, InputFileError
@@ -87,28 +86,25 @@ class RunFit:
     left_out: FloatArray
 
 
-def fit_runs(cases: Sequence[Case], start: DeviceModels, *, with_host: bool = True) -> RunFit:
+def fit_runs(cases: Sequence[Case], start: DeviceModels) -> RunFit:
     """Fit a few parameters to recorded runs.
 
     Args:
         cases: At least one run.
         start: Device models before the fit.
-        with_host: Whether the parameters of the host are fitted, too.
     """
     start = start.on(cases[0].cluster)
     types = sorted({kind.name for case in cases for kind in case.cluster.device_types})
     begin = at = _parameters(start, types)
     spread = np.full(len(at), _FACTOR_SPREAD)
     spread[0] = _HOST_SPREAD
-    is_fitted = np.ones(len(at), np.bool_)
-    is_fitted[:_HOSTS] = with_host
     measured = np.log([case.measured_s for case in cases])
     best, least, before = at, np.inf, np.zeros(len(cases))
     after = left_out = before
     for iteration in range(_ITERATIONS):
         models = _model(at, types, start)
         off = np.log([case.predicted_s(models) for case in cases]) - measured
-        from_start = np.where(is_fitted, at - begin, 0.0)
+        from_start = at - begin
         cost = float(
             (off / _RUN_SPREAD) @ (off / _RUN_SPREAD) + ((from_start / spread) ** 2).sum()
         )
@@ -119,14 +115,14 @@ def fit_runs(cases: Sequence[Case], start: DeviceModels, *, with_host: bool = Tr
             continue
         is_last = cost > _GAIN * least
         best, least, after = at, cost, off
-        jacobian = _derivatives(cases, at, off + measured, types, start, is_fitted)
+        jacobian = _derivatives(cases, at, off + measured, types, start)
         curvature = jacobian.T @ jacobian / _RUN_SPREAD**2 + np.diag(spread**-2.0)
         leverage = np.einsum("ij,jk,ik->i", jacobian, np.linalg.inv(curvature), jacobian)
         left_out = off / (1.0 - np.minimum(leverage / _RUN_SPREAD**2, _MOST_LEVERAGE))
         slope = jacobian.T @ off / _RUN_SPREAD**2 + from_start / spread**2
         if is_last:
             break
-        at = at - np.where(is_fitted, np.linalg.solve(curvature, slope), 0.0)
+        at = at - np.linalg.solve(curvature, slope)
     counted = float((left_out**2).sum()) + _RUNS_BEFORE * _SPREAD_BEFORE**2
     of_runs = float(np.sqrt(counted / (len(cases) + _RUNS_BEFORE)))
     return RunFit(
@@ -143,13 +139,12 @@ def _derivatives(
     here: FloatArray,
     types: Sequence[str],
     like: DeviceModels,
-    is_fitted: NDArray[np.bool_],
 ) -> FloatArray:
     """Derivatives of log T at ``at``, where it is ``here``.  # [num_cases, num_parameters]"""
     jacobian = np.zeros((len(cases), len(at)))
     for row, case in enumerate(cases):
         own = {kind.name for kind in case.cluster.device_types}
-        for column in np.flatnonzero(is_fitted).tolist():
+        for column in range(len(at)):
             of = (column - _HOSTS) // len(_FACTORS)
             if of >= 0 and types[of] not in own:
                 continue

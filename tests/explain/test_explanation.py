@@ -14,7 +14,7 @@ from heterog.cluster import Cluster
 from heterog.explain.changed_cluster import ChangeKind, possible_changes, strategies_with
 from heterog.explain.decided import what_was_decided
 from heterog.explain.explanation import Explanation, explain
-from heterog.explain.what_if import RemedyKind, _choice, remedies, with_idle_devices
+from heterog.explain.what_if import RemedyKind, _judged, remedies, with_idle_devices
 from heterog.graph.op_graph import OpGraph
 from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.teams import rules_of_model
@@ -156,8 +156,7 @@ def test_what_would_make_it_fit_was_simulated() -> None:
     found = {remedy.kind: remedy for remedy in remedies(evaluator, strategy, Order.FIFO, fit)}
     cut, smaller = found[RemedyKind.MICRO_BATCHES], found[RemedyKind.BATCH_SIZE]
     for num_micro, fits in ((cut.amount, True), (cut.amount - 1, False)):
-        choice = _choice(evaluator, strategy, 1024, num_micro)
-        assert evaluator.referee(choice, Order.FIFO).is_ok == fits
+        assert _judged(evaluator, strategy, Order.FIFO, 1024, num_micro).is_ok == fits
     # The largest batch, checked on graphs that really have this batch and one sample more.
     for batch, fits in ((smaller.amount, True), (smaller.amount + 1, False)):
         graph = linear_chain(tuple("abcdefgh"), batch_size=batch, width=256)
