@@ -420,11 +420,3 @@ def changes_section(explanation: Explanation) -> str:
         table(heads, rows, numbers=(2, 3, 4)),
         note="Each change was planned anew by a quick search, and so was the cluster as it is.",
     )
-
-
-def words_section(explanation: Explanation) -> str:
-    """The paragraphs of the explanation, folded."""
-    paragraphs = "\n".join(f"<p>{escape(text)}</p>" for text in explanation.paragraphs)
-    return (
-        f'<details class="prose card"><summary>The same in words</summary>{paragraphs}</details>'
-    )

@@ -7,11 +7,12 @@ every other script, so text from a model cannot run.
 import base64
 import hashlib
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+
+import jinja2
 
 import heterog
 from heterog.explain.explanation import Explanation, explain
@@ -27,7 +28,6 @@ from heterog.report.facts import (
     memory_section,
     ranges_table,
     section,
-    words_section,
 )
 from heterog.report.lanes import view_data
 from heterog.report.modules import ModuleNode, module_tree
@@ -38,7 +38,6 @@ from heterog.simulator.evaluator import MEMORY_MARGIN
 from heterog.units import format_bytes, format_bytes_range, format_seconds
 
 _PAGE = files("heterog.report") / "page"
-_SLOT = re.compile(r"\{\{(\w+)\}\}")
 # Most modules that the tree shows when the page opens.
 _OPEN_MODULES = 24
 # Most modules shown, so that the page stays small: the deepest are left out.
@@ -68,41 +67,35 @@ def report_html(plan: Plan, *, explanation: Explanation | None = None) -> str:
     script = (_PAGE / "report.js").read_text("utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     timeline = plan.timeline()
-    heading = f"{plan.graph.name} on {plan.cluster.name}"
     root = module_tree(plan.graph, plan.cluster, plan.strategy)
     opened = {id(node) for level in _levels(root, _OPEN_MODULES) for node in level}
-    deepest = len(list(_levels(root, _MOST_MODULES)))
     data = view_data(timeline)
-    slots = {
-        "title": escape(f"heterog: {heading}"),
-        "script_hash": f"sha256-{digest}",
-        "style": page_style(),
-        "heading": escape(heading),
-        "under": escape(_under(plan)),
-        "alert": _alert(plan) + notes_html(outdated(explanation)),
-        "tiles": "\n".join(_tile(*tile) for tile in _tiles(plan)),
-        "facts": facts_html(explanation),
-        "prose": words_section(explanation),
-        "timeline_label": escape(
-            f"timeline of {timeline.program.num_tasks:,} tasks in "
-            f"{format_seconds(timeline.seconds)}",
-            quote=True,
-        ),
-        "timeline_note": _timeline_note(timeline.program.num_steps, int(data["merged"])),
-        "memory_label": escape(_memory_label(plan), quote=True),
-        "memory_note": f"with the margin of {MEMORY_MARGIN:.0%} that predictions hold",
-        "modules_note": escape(_modules_note(plan)),
-        "modules": "\n".join(_module_rows(root, plan, opened, deepest)),
-        "methods": "\n".join(_methods(plan)),
-        "provenance": "\n".join(
-            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
-            for name, value in _provenance(plan)
-        ),
+    return fill_page(
+        "report.html.jinja",
+        heading=f"{plan.graph.name} on {plan.cluster.name}",
+        version=heterog.__version__,
+        plan=plan,
+        cluster=plan.cluster,
+        timeline=timeline,
+        notes=outdated(explanation),
+        tiles=_tiles(plan),
+        facts=facts_html(explanation),
+        paragraphs=explanation.paragraphs,
+        num_merged=int(data["merged"]),
+        memory_label=_memory_label(plan),
+        margin=MEMORY_MARGIN,
+        root=root,
+        deepest=len(list(_levels(root, _MOST_MODULES))),
+        is_open=lambda node: id(node) in opened,
+        share_bars=_share_bars,
+        placement=_placement,
+        synchronisation=_synchronisation,
+        methods=_methods(plan),
         # Inside a script element only "</" and "<!--" have a meaning.
-        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-        "script": script,
-    }
-    return fill_page("report.html.tmpl", slots)
+        data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+        script=script,
+        script_hash=f"sha256-{digest}",
+    )
 
 
 def outdated(explanation: Explanation) -> list[str]:
@@ -118,20 +111,14 @@ def outdated(explanation: Explanation) -> list[str]:
     ]
 
 
-def notes_html(notes: Iterable[str]) -> str:
-    """Notes above a page."""
-    return "".join(f'<p class="alert note">{escape(note)}</p>' for note in notes)
-
-
 def page_style() -> str:
     """The style sheet of every page."""
     return (_PAGE / "report.css").read_text("utf-8")
 
 
-def fill_page(template: str, slots: Mapping[str, str]) -> str:
-    """A template of the package with its ``{{name}}`` slots filled, all at once."""
-    text = (_PAGE / template).read_text("utf-8")
-    return _SLOT.sub(lambda slot: slots[slot[1]], text)
+def fill_page(template: str, **values: object) -> str:
+    """A page by a template of the package, which escapes texts."""
+    return _TEMPLATES.get_template(template).render(style=page_style(), **values)
 
 
 def facts_html(explanation: Explanation) -> str:
@@ -163,42 +150,6 @@ def facts_html(explanation: Explanation) -> str:
         beside_each_other(memory_section(explanation), changes_section(explanation)),
     )
     return "\n".join(filter(None, parts))
-
-
-def _timeline_note(steps: int, merged: int) -> str:
-    notes = []
-    if steps > 1:
-        notes.append(f"{steps} steps follow one another without a barrier.")
-    if merged:
-        notes.append(f"{merged:,} short tasks are drawn together with their neighbours.")
-    return " ".join(notes)
-
-
-def _under(plan: Plan) -> str:
-    devices = plan.cluster.num_devices
-    parts = [
-        f"batch {plan.graph.batch_size}",
-        f"{plan.graph.num_parameters / 1e6:,.1f} M parameters",
-        f"{devices} device{'s' * (devices > 1)} on {plan.cluster.num_hosts} "
-        f"host{'s' * (plan.cluster.num_hosts > 1)}",
-        f"method {plan.method}",
-        f"order {plan.order}",
-    ]
-    if plan.strategy.num_micro_batches > 1:
-        parts.append(f"{plan.strategy.num_micro_batches} micro-batches")
-    if not plan.strategy.step_barrier:
-        parts.append("no step barrier")
-    return " · ".join([*parts, f"predicted by {plan.calibration}"])
-
-
-def _alert(plan: Plan) -> str:
-    if plan.step_time_s is not None:
-        return ""
-    reason = f": {plan.shortage}" if plan.shortage else ""
-    return (
-        f'<p class="alert" role="alert">This plan cannot run ({_spaced(plan.outcome)})'
-        f"{escape(reason)}</p>"
-    )
 
 
 def _tiles(plan: Plan) -> Iterator[tuple[str, str, str, bool]]:
@@ -243,12 +194,6 @@ def _gain(found: Gain | None) -> tuple[str, str]:
     return f"{found.speedup:.2f}x", f"{found.over}{span}"
 
 
-def _tile(what: str, value: str, remark: str, bad: bool) -> str:
-    mark = ' class="bad"' if bad else ""
-    texts = (("dt", what), ("dd", value), ("dd", remark))
-    return f"<div{mark}>{''.join(f'<{tag}>{escape(text)}</{tag}>' for tag, text in texts)}</div>"
-
-
 def _memory_label(plan: Plan) -> str:
     parts = (
         f"{device.name}: at most {format_bytes(peak)} of "
@@ -256,15 +201,6 @@ def _memory_label(plan: Plan) -> str:
         for device, peak in zip(plan.cluster.devices, plan.peak_memory_bytes, strict=False)
     )
     return "memory over time: " + "; ".join(parts)
-
-
-def _modules_note(plan: Plan) -> str:
-    names = [device.name for device in plan.cluster.devices]
-    order = ", ".join(names) if len(names) <= 16 else f"{names[0]} to {names[-1]}"
-    return (
-        f"One bar per device in the order {order}; the tallest has the most samples. A module "
-        "with several placements shows their mean by FLOPs."
-    )
 
 
 def _levels(root: ModuleNode, most: int) -> Iterator[list[ModuleNode]]:
@@ -277,26 +213,6 @@ def _levels(root: ModuleNode, most: int) -> Iterator[list[ModuleNode]]:
             return
         yield level
         level = below
-
-
-def _module_rows(
-    node: ModuleNode, plan: Plan, opened: set[int], deepest: int, depth: int = 0
-) -> Iterator[str]:
-    cells = (
-        f'<span class="name" style="--depth:{depth}">{escape(node.name)}</span>'
-        f'<span class="num">{format_bytes(node.parameter_bytes)}</span>'
-        f'<span class="num">{node.num_ops:,}</span>'
-        f"<span>{_share_bars(node, plan)}{escape(_placement(node, plan))}</span>"
-        f"<span>{escape(_synchronisation(node))}</span>"
-    )
-    if not node.children or depth >= deepest:
-        yield f'<div class="row">{cells}</div>'
-        return
-    is_open = " open" if id(node) in opened else ""
-    yield f'<details{is_open}><summary class="row">{cells}</summary>'
-    for child in node.children.values():
-        yield from _module_rows(child, plan, opened, deepest, depth + 1)
-    yield "</details>"
 
 
 def _share_bars(node: ModuleNode, plan: Plan) -> str:
@@ -357,33 +273,22 @@ def _synchronisation(node: ModuleNode) -> str:
     )
 
 
-def _methods(plan: Plan) -> Iterator[str]:
-    """Head and rows of the methods' table; the plan's own method in bold."""
-    heads = ("method", "step time", "speed-up", "memory", "evaluations", "search", "outcome")
-    cells = [
-        f"<th{' class=num' if 0 < number < 6 else ''} scope=col>{head}</th>"
-        for number, head in enumerate(heads)
-    ]
-    yield f"<thead><tr>{''.join(cells)}<th scope=col>reason</th></tr></thead><tbody>"
+def _methods(plan: Plan) -> Iterator[tuple[MethodRow, tuple[str, ...]]]:
+    """Rows of the methods' table, each with its numbers."""
     best = reference_of(plan.rows)
     baseline = None if best is None else best.step_time_s
     for row in plan.rows:
         ratio = f"{baseline / row.step_time_s:.2f}x" if baseline and row.step_time_s else _NONE
-        numbers = (
-            _seconds(row.step_time_s),
-            ratio,
-            _fullest(row, plan),
-            f"{row.num_evaluations:,}",
-            format_seconds(row.search_seconds),
-        )
-        chosen = ' class="chosen"' if row.method == plan.method else ""
         yield (
-            f"<tr{chosen}><td>{escape(row.method)}</td>"
-            + "".join(f'<td class="num">{escape(number)}</td>' for number in numbers)
-            + f'<td>{escape(_spaced(row.outcome))}</td><td class="reason">'
-            f"{escape(row.shortage)}</td></tr>"
+            row,
+            (
+                _seconds(row.step_time_s),
+                ratio,
+                _fullest(row, plan),
+                f"{row.num_evaluations:,}",
+                format_seconds(row.search_seconds),
+            ),
         )
-    yield "</tbody>"
 
 
 def _fullest(row: MethodRow, plan: Plan) -> str:
@@ -398,24 +303,19 @@ def _fullest(row: MethodRow, plan: Plan) -> str:
     return f"{format_bytes(peak)} on {device} ({part:.0%})"
 
 
-def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
-    yield "heterog", heterog.__version__
-    yield "model", plan.graph.source
-    yield "budget", plan.budget
-    yield "seed", str(plan.seed)
-    yield "order", plan.order
-    yield "step barrier", "yes" if plan.strategy.step_barrier else "no"
-    yield "calibration", plan.calibration
-    yield "evaluations", f"{plan.num_evaluations:,}"
-    yield "optimizer", plan.graph.optimizer
-    yield "program", plan.program_hash
-    yield "graph", plan.graph.fingerprint
-    yield "cluster", plan.cluster.fingerprint()
+def _spaced(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _seconds(value: float | None) -> str:
     return _NONE if value is None else format_seconds(value)
 
 
-def _spaced(name: str) -> str:
-    return name.replace("_", " ")
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("heterog.report", "page"),
+    undefined=jinja2.StrictUndefined,
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.filters |= {"bytes": format_bytes, "seconds": format_seconds, "spaced": _spaced}

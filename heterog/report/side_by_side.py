@@ -1,6 +1,6 @@
 """Several plans on one page: a table of their numbers, and a column of pictures for each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -9,8 +9,8 @@ from heterog.errors import HeterogError
 from heterog.explain.explanation import Explanation, explain
 from heterog.explain.wording import chance_to_fit, percent, size_with_interval
 from heterog.files import write_atomically
-from heterog.report.facts import chip, element, limits_bar, meter, ranges_table, section
-from heterog.report.html import fill_page, notes_html, outdated, page_style
+from heterog.report.facts import element, limits_bar, meter, ranges_table, section
+from heterog.report.html import fill_page, outdated
 from heterog.report.lanes import CATEGORIES
 from heterog.report.pictures import cluster_picture, small_timeline, stages_picture
 from heterog.search.plan import Plan
@@ -54,31 +54,28 @@ def comparison_html(plans: Sequence[NamedPlan]) -> str:
     notes = [*_differences(plans), *(note for _, found in explained for note in outdated(found))]
     heading = f"{len(plans)} plans: {', '.join(each.name for each in plans)}"
     end_s = max(each.plan.timeline().seconds for each in plans)
-    slots = {
-        "title": escape(f"heterog: {heading}"),
-        "style": page_style(),
-        "heading": escape(heading),
-        "alert": notes_html(notes),
-        "numbers": section("numbers", "Side by side", _numbers(explained)),
-        "key": _key(),
-        "plans": "\n".join(_column(name, found, end_s) for name, found in explained),
-    }
-    return fill_page("plans.html.tmpl", slots)
+    return fill_page(
+        "plans.html.jinja",
+        title=f"heterog: {heading}",
+        heading=heading,
+        notes=notes,
+        numbers=section("numbers", "Side by side", _numbers(explained)),
+        categories=CATEGORIES,
+        plans=[_column(name, found, end_s) for name, found in explained],
+    )
 
 
 def _differences(plans: Sequence[NamedPlan]) -> list[str]:
     """Remarks for plans that answer different questions."""
-    first = plans[0].plan
-    notes = []
-    if any(each.plan.graph.name != first.graph.name for each in plans):
-        notes.append("The plans are for different models.")
-    if any(each.plan.graph.batch_size != first.graph.batch_size for each in plans):
-        notes.append("The batches differ: compare samples per second, not step times.")
-    if any(each.plan.cluster.fingerprint() != first.cluster.fingerprint() for each in plans):
-        notes.append("The clusters differ.")
-    if any(each.plan.calibration != first.calibration for each in plans):
-        notes.append("The predictions come from different cost models.")
-    return notes
+    asked: dict[str, Callable[[Plan], object]] = {
+        "The plans are for different models.": lambda plan: plan.graph.name,
+        "The batches differ: compare samples per second, not step times.": lambda plan: (
+            plan.graph.batch_size
+        ),
+        "The clusters differ.": lambda plan: plan.cluster.fingerprint(),
+        "The predictions come from different cost models.": lambda plan: plan.calibration,
+    }
+    return [note for note, of in asked.items() if len({of(each.plan) for each in plans}) > 1]
 
 
 def _numbers(explained: Sequence[tuple[str, Explanation]]) -> str:
@@ -146,11 +143,6 @@ def _fullest(found: Explanation) -> str:
 
 def _search(plan: Plan) -> str:
     return escape(f"{plan.num_evaluations:,} evaluations, {plan.budget}, seed {plan.seed}")
-
-
-def _key() -> str:
-    items = (f"<li>{chip(f'c{n}')}{escape(words)}</li>" for n, (words, _) in enumerate(CATEGORIES))
-    return f'<ul class="keys">{"".join(items)}</ul>'
 
 
 def _column(name: str, found: Explanation, end_s: float) -> str:

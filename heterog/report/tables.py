@@ -180,6 +180,28 @@ def networks_table(kinds: Iterable[NetworkKind]) -> Table:
     return table
 
 
+def fit_tables(types: Mapping[str, Any], links: Mapping[str, Any]) -> Iterator[Table]:
+    """What a calibration fitted to ops and links, and the errors without the fit."""
+    numbers = ("ops", "kinds", "error, new ops", "error, new models")
+    table = _table("ops", {"device type": _NAME} | dict.fromkeys(numbers, _NUMBER))
+    for name, row in types.items():
+        errors = (_error(row["error_ops"]), _error(row["error_models"]))
+        table.add_row(escape(name), f"{row['ops']:,}", str(len(row["kinds"])), *errors)
+    yield table
+    if links:
+        numbers = ("measured", "latency", "time per byte", "error, new sizes")
+        table = _table("links", {"kind": _NAME} | dict.fromkeys(numbers, _NUMBER))
+        for name, row in links.items():
+            factors = (f"{row['latency_factor']:.2f}x", f"{row['bytes_factor']:.2f}x")
+            count = f"{row['measurements']:,}"
+            table.add_row(name.replace("_", " "), count, *factors, _error(row["error"]))
+        yield table
+
+
+def _error(part: float | None) -> str:
+    return "-" if part is None else f"{part:.1%}"
+
+
 def planners_table(methods: Iterable[MethodNote]) -> Table:
     """Methods, one line each."""
     columns = {"method": _NAME, "stage": _NAME, "what it does": _TEXT, "needs": _TEXT}

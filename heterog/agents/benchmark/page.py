@@ -12,7 +12,7 @@ from heterog.agents.benchmark.statistics import Array
 from heterog.errors import HeterogError
 from heterog.files import write_atomically
 from heterog.report.facts import chip, section, table
-from heterog.report.html import fill_page, page_style
+from heterog.report.html import fill_page
 from heterog.report.lanes import CATEGORIES
 from heterog.report.pictures import plot
 
@@ -38,24 +38,26 @@ def write_board_page(path: Path, title: str, scored: Scored) -> None:
         )
     arms = [row["arm"] for row in rows]
     under = f"{len(scored.pairs)} pairs, {scored.num_seeds} seeds; 1 is the best known step time"
-    slots = {
-        "title": escape(f"heterog: {title}"),
-        "style": page_style(),
-        "heading": escape(title),
-        "alert": "",
-        "numbers": section("arms", "Quality beside time", _table(rows), note=under)
-        + section(
+    numbers = (
+        section("arms", "Quality beside time", _table(rows), note=under),
+        section(
             "profiles",
             "Performance profiles",
             _profiles(scored, arms),
             note="Part of all runs whose step is at most so many times the best known one.",
-        )
-        + _curves(scored, arms)
-        + section("time", "Time against quality", _times(rows), note="CPU seconds of a run."),
-        "key": "",
-        "plans": "",
-    }
-    write_atomically(path, fill_page("plans.html.tmpl", slots).encode())
+        ),
+        _curves(scored, arms),
+        section("time", "Time against quality", _times(rows), note="CPU seconds of a run."),
+    )
+    page = fill_page(
+        "plans.html.jinja",
+        title=f"heterog: {title}",
+        heading=title,
+        notes=(),
+        numbers="".join(numbers),
+        plans=(),
+    )
+    write_atomically(path, page.encode())
 
 
 def _table(rows: Sequence[Line]) -> str:
