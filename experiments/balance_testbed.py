@@ -26,10 +26,11 @@ import string
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rows import finish, option, progress, script_parser
+from rows import finish, option, script_parser, told
 
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
@@ -163,20 +164,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.epochs <= SETTLING:
         parser.error(f"--epochs {arguments.epochs}: the first {SETTLING} are left out")
-    rows = []
-    for testbed in arguments.testbeds.split(","):
-        cluster = ALIKE.get(testbed) or load_testbed(testbed)
-        for script in arguments.scripts.split(","):
-            row = measure(
-                cluster,
-                script,
-                arguments.epochs,
-                arguments.rounds,
-                arguments.pixels,
-                {} if arguments.default_allocator else KEEPS_MEMORY,
-            )
-            rows.append(row)
-            progress(row)
+    allocator = {} if arguments.default_allocator else KEEPS_MEMORY
+    how = (arguments.epochs, arguments.rounds, arguments.pixels, allocator)
+    asked = product(arguments.testbeds.split(","), arguments.scripts.split(","))
+    rows = told(
+        measure(ALIKE.get(testbed) or load_testbed(testbed), script, *how)
+        for testbed, script in asked
+    )
     finish(arguments, {"rows": rows})
 
 

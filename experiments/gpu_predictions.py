@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_steps import Case, workload_of
-from rows import asked_of, finish, option, progress
+from rows import asked_of, finish, option, told
 
 from heterog.cluster.catalog import device_type
 from heterog.cluster.spec import parse_cluster
@@ -146,13 +146,9 @@ def main() -> None:
     arguments = asked_of(
         __doc__, option("steps", type=Path, nargs="+"), option("--only", default="")
     )
-    rows = []
-    for path in arguments.steps:
-        for row in read(path):
-            if arguments.only and row["model"] not in arguments.only.split(","):
-                continue
-            rows.append(compared(row))
-            progress(rows[-1])
+    only = arguments.only.split(",") if arguments.only else None
+    measured = [row for path in arguments.steps for row in read(path)]
+    rows = told(compared(row) for row in measured if only is None or row["model"] in only)
     errors = [abs(each["off"]) for each in rows]
     peaks = [abs(each["peak"] / each["allocated"] - 1.0) for each in rows]
     summary = {

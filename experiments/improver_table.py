@@ -9,7 +9,6 @@ turns) and ``NAME=FILE`` for a policy of your own.
 """
 
 import time
-from collections.abc import Sequence
 from functools import partial
 
 from rows import board_parser, run_board
@@ -48,32 +47,18 @@ def lead_of(arm: str, seed: int) -> Lead | None:
     return led_by(load_improver(arm.partition("=")[2] or SHIPPED))
 
 
-class Starts:
-    """The starts of a pair, made once for all arms that follow one another on it."""
-
-    def __init__(self) -> None:
-        self._of: object = None
-        self._found: Sequence[Candidate] = ()
-
-    def __call__(self, evaluator: Evaluator, seconds: float) -> Sequence[Candidate]:
-        """The starts of an evaluator's pair."""
-        if self._of is not evaluator.graph:
-            self._of, self._found = evaluator.graph, starts_of(evaluator, seconds)
-        return self._found
-
-
-def searched(starts: Starts, arm: str, evaluator: Evaluator, seed: int, budget: Budget) -> Line:
+def searched(arm: str, evaluator: Evaluator, seed: int, budget: Budget) -> Line:
     """The best step of a search by the referee, and the search's progress."""
     assert budget.seconds is not None
     curve: list[tuple[float, float]] = []
-    found = tuple(starts(evaluator, START_PART * budget.seconds))
+    starts = starts_of(evaluator, START_PART * budget.seconds)
     Search(Problem(evaluator=evaluator, budget=Budget(evaluations=1)))  # what arms share
     counted, begin = evaluator.num_evaluations, time.process_time()
     problem = Problem(
         evaluator=evaluator,
         budget=budget,
         seed=seed,
-        seeds=found,
+        seeds=starts,
         clock=time.process_time,
         report=lambda fraction, best: curve.append((time.process_time() - begin, best)),
     )
@@ -91,8 +76,7 @@ def searched(starts: Starts, arm: str, evaluator: Evaluator, seed: int, budget: 
 def main() -> None:
     """Make what is missing, print rows or a table."""
     asked = board_parser(__doc__, "blind,learned").parse_args()
-    starts = Starts()
-    arms = {arm.partition("=")[0]: partial(searched, starts, arm) for arm in asked.arms.split(",")}
+    arms = {arm.partition("=")[0]: partial(searched, arm) for arm in asked.arms.split(",")}
     asked.arms = ",".join(arms)
     run_board(asked, arms)
 

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rows import asked_of, finish, option, progress
+from rows import asked_of, finish, option, progress, told
 from testbeds import (
     Task,
     measured,
@@ -321,11 +321,7 @@ def main() -> None:
     arguments.models = arguments.models or MODELS[arguments.what]
     asked = [each.strip() for each in (arguments.rows or ROWS[arguments.what]).split(";")]
     run = {"steps": steps, "losses": losses, "cost": cost}[arguments.what]
-    rows = []
-    for row in run(arguments, asked):
-        rows.append(row)
-        progress({key: value for key, value in row.items() if key not in ("losses", "seconds")})
-    finish(arguments, {"rows": rows})
+    finish(arguments, {"rows": told(run(arguments, asked))})
 
 
 if __name__ == "__main__":

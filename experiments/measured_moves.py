@@ -12,10 +12,11 @@ import shutil
 import statistics
 import tempfile
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rows import asked_of, finish, geometric_mean, option, progress
+from rows import asked_of, finish, geometric_mean, option, progress, told
 from testbeds import WORKLOADS, Task, measured
 
 from heterog.agents.planners import default_methods
@@ -110,12 +111,8 @@ def main() -> None:
         option("--budget", default="300e", help="of the first plan"),
         option("--rounds", type=int, default=8, help="of the first and the last plan in turn"),
     )
-    rows = []
-    for testbed in asked.testbeds.split(","):
-        for model in asked.models.split(","):
-            for seed in range(asked.seeds):
-                rows.append(row_of(testbed, model, seed, asked))
-                progress(str(rows[-1]))
+    every = product(asked.testbeds.split(","), asked.models.split(","), range(asked.seeds))
+    rows = told(row_of(testbed, model, seed, asked) for testbed, model, seed in every)
     finish(asked, {"rows": rows, "geometric_mean": geometric_mean([r["gain"] for r in rows])})
 
 

@@ -11,17 +11,15 @@ calibration of the testbed on other workloads than these.
 """
 
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rows import asked_of, finish, geometric_mean, option, progress
+from rows import asked_of, finish, geometric_mean, option, run, told
 from testbeds import FOLDER, Task, calibrated, measured, workload_of
 
 from heterog.cluster import Cluster
-from heterog.errors import HeterogError
 from heterog.graph.capture import capture
 from heterog.methods.planner import Budget, Planner, Problem
 from heterog.methods.poplar import STAGES, EvenZero, Poplar
@@ -93,7 +91,7 @@ def _row(
     return row
 
 
-def main() -> int:
+def main() -> None:
     """Calibrate, plan, measure, compare."""
     arguments = asked_of(
         __doc__,
@@ -105,23 +103,15 @@ def main() -> int:
     )
     cases = [case.split(":") for case in arguments.cases.split(",")]
     rows: list[dict[str, Any]] = []
-    try:
-        with tempfile.TemporaryDirectory() as scratch:
-            cluster = calibrated(arguments.testbed, Path(arguments.folder or scratch))
-            for model, batch_size in cases:
-                budget = Budget.parse(arguments.budget)
-                found = measure(cluster, model, int(batch_size), budget, arguments.pairs)
-                rows += found
-                for row in found:
-                    progress(row)
-    except HeterogError as error:
-        progress(f"error: {error}")
-        return 2
+    budget = Budget.parse(arguments.budget)
+    with tempfile.TemporaryDirectory() as scratch:
+        cluster = calibrated(arguments.testbed, Path(arguments.folder or scratch))
+        for model, batch_size in cases:
+            rows += told(measure(cluster, model, int(batch_size), budget, arguments.pairs))
     gains = [row["gain"] for row in rows]
     means = {"geometric_mean": geometric_mean(gains), "least": min(gains)}
     finish(arguments, means | {"rows": rows})
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -8,22 +8,18 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from heterog.errors import HeterogError
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """An option of a script, as ``add_argument`` takes it."""
-
-    flags: tuple[str, ...]
-    settings: dict[str, Any]
+Option = Callable[[argparse.ArgumentParser], object]
+"""Adds an option to a script's parser."""
 
 
 def option(*flags: str, **settings: Any) -> Option:
-    """An option for ``asked_of``."""
-    return Option(flags, settings)
+    """An option for ``asked_of``, as ``add_argument`` takes it."""
+    return lambda parser: parser.add_argument(*flags, **settings)
 
 
 def plain_parser(doc: str | None, *options: Option) -> argparse.ArgumentParser:
@@ -32,7 +28,7 @@ def plain_parser(doc: str | None, *options: Option) -> argparse.ArgumentParser:
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for each in options:
-        parser.add_argument(*each.flags, **each.settings)
+        each(parser)
     return parser
 
 
@@ -68,6 +64,15 @@ def progress(news: object) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def told(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows, of which each is progress as soon as it is made."""
+    found = []
+    for row in rows:
+        progress(row)
+        found.append(dict(row))
+    return found
+
+
 def finish(
     asked: argparse.Namespace,
     document: Mapping[str, Any],
@@ -81,6 +86,15 @@ def finish(
         lines = map(in_words, [*rows, document])
     for line in lines:
         print(line)
+
+
+def run(main: Callable[[], object]) -> None:
+    """Run a script; what a user can mend ends it in a line, with exit code 2."""
+    try:
+        main()
+    except HeterogError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
 
 
 def read_rows(path: Path | None) -> list[dict[str, Any]]:

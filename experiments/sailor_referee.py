@@ -10,14 +10,13 @@ attention written out. ``auto`` searches on the same graph and cluster.
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from published.models import Model, graph_of
-from rows import asked_of, finish, option, progress
+from rows import asked_of, finish, option, run, told
 from sailor.inputs import Inputs, read_inputs, read_plan
 from sailor.strategies import cluster_of, strategy_of
 from sailor_table import SETTINGS
@@ -79,17 +78,13 @@ def rows_of(
     """All rows of a setting."""
     cluster = cluster_of(inputs, SETTINGS[setting].num_gpus)
     evaluator = Evaluator(graph_of(OPT_350M, BATCH), cluster)
-    found = []
-    for row in rows:
-        found.append(judged(row, evaluator))
-        progress(json.dumps(found[-1]))
+    found = told(judged(row, evaluator) for row in rows)
     if options.budget:
-        found.append(planned(setting, evaluator, options.budget, options.seed))
-        progress(json.dumps(found[-1]))
+        found += told([planned(setting, evaluator, options.budget, options.seed)])
     return found
 
 
-def main() -> int:
+def main() -> None:
     """Judge the plans of a table."""
     options = asked_of(
         __doc__,
@@ -99,20 +94,15 @@ def main() -> int:
         option("--budget", default="60s", help="of auto; empty leaves it out"),
         option("--seed", type=int, default=0),
     )
-    try:
-        inputs = read_inputs(options.data)
-        rows = json.loads(options.table.read_text())["rows"]
-        found = []
-        for setting in SETTINGS:
-            own = [row for row in rows if row["setting"] == setting]
-            if own and (not options.only or setting in options.only.split(";")):
-                found += rows_of(setting, own, inputs, options)
-    except HeterogError as error:
-        print(error, file=sys.stderr)
-        return 2
+    inputs = read_inputs(options.data)
+    rows = json.loads(options.table.read_text())["rows"]
+    found = []
+    for setting in SETTINGS:
+        own = [row for row in rows if row["setting"] == setting]
+        if own and (not options.only or setting in options.only.split(";")):
+            found += rows_of(setting, own, inputs, options)
     finish(options, {"rows": found})
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -13,20 +13,19 @@ as whole layers allow, and there are as many replicas as GPUs allow, of all card
 only.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, groupby, permutations
 from pathlib import Path
 from typing import Any
 
-from rows import finish, option, progress, script_parser
+from rows import finish, option, run, script_parser, told
 from sailor.columns import NODE_GPUS
 from sailor.inputs import ZONE, Inputs, Plan, Replica, Stage, read_inputs, written
 from sailor.score import Score, score_of
 from sailor.search import Limit, search
 
-from heterog.errors import HeterogError, StrategyError
+from heterog.errors import StrategyError
 
 MOST_STAGES = 8
 
@@ -225,7 +224,7 @@ def rows_of(
     return rows
 
 
-def main() -> int:
+def main() -> None:
     """Search and print a table, or JSON."""
     parser = script_parser(
         __doc__,
@@ -240,20 +239,13 @@ def main() -> int:
     unknown = [name for name in names if name not in SETTINGS]
     if unknown:
         parser.error(f"no setting is called {', '.join(unknown)}; there are {'; '.join(SETTINGS)}")
+    inputs = read_inputs(options.data)
+    limit = Limit(seconds=options.seconds, evaluations=options.evaluations)
     rows: list[dict[str, Any]] = []
-    try:
-        inputs = read_inputs(options.data)
-        limit = Limit(seconds=options.seconds, evaluations=options.evaluations)
-        for name in names:
-            for row in rows_of(name, SETTINGS[name], inputs, limit, options.seed):
-                rows.append(row)
-                progress(row)
-    except HeterogError as error:
-        print(error, file=sys.stderr)
-        return 2
+    for name in names:
+        rows += told(rows_of(name, SETTINGS[name], inputs, limit, options.seed))
     finish(options, {"seed": options.seed, "rows": rows})
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from rows import asked_of, finish, option, progress
+from rows import asked_of, finish, option, told
 from scipy.stats import spearmanr
 from testbeds import Task, measured, testbed_options, testbeds_and_models, workload_of
 
@@ -101,10 +101,7 @@ def main() -> None:
     methods = arguments.methods.split(",")
     rows: list[dict[str, Any]] = []
     for cluster, model in testbeds_and_models(arguments):
-        found = measure(cluster, model, methods, arguments.steps)
-        rows += found
-        for row in found:
-            progress(row)
+        rows += told(measure(cluster, model, methods, arguments.steps))
     finish(arguments, {**summary(rows), "rows": rows})
 
 

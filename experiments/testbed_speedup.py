@@ -16,7 +16,7 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
-from rows import finish, geometric_mean, option, progress, script_parser
+from rows import finish, geometric_mean, option, script_parser, told
 from testbeds import (
     Task,
     measured,
@@ -122,11 +122,10 @@ def main() -> None:
         parser.error(f"--pairs {arguments.pairs}: proportional DDP runs once in {_RARELY} rounds")
     if arguments.method in (TUNED, DDP):
         parser.error(f"{arguments.method} is measured anyway; ask for another method's plan.")
-    rows = []
-    for cluster, model in testbeds_and_models(arguments):
-        row = measure(cluster, model, arguments.method, arguments.budget, arguments.pairs)
-        rows.append(row)
-        progress(row)
+    rows = told(
+        measure(cluster, model, arguments.method, arguments.budget, arguments.pairs)
+        for cluster, model in testbeds_and_models(arguments)
+    )
     means = {}
     for other in ("ddp", TUNED):
         gains = [row[f"speedup_over_{other}"] for row in rows]

@@ -11,7 +11,7 @@ the testbed on other workloads than these.
 import statistics
 from typing import Any
 
-from rows import asked_of, finish, option, progress
+from rows import asked_of, finish, option, told
 from testbeds import Task, measured, testbed_options, testbeds_and_models, workload_of
 
 from heterog.agents.planners import default_methods
@@ -93,11 +93,11 @@ def main() -> None:
         option("--budget", default="1000e"),
         option("--pairs", type=int, default=10),
     )
-    rows = []
-    for cluster, model in testbeds_and_models(arguments):
-        budget = Budget.parse(arguments.budget)
-        rows.append(measure(cluster, model, budget, arguments.pairs))
-        progress(rows[-1])
+    budget = Budget.parse(arguments.budget)
+    rows = told(
+        measure(cluster, model, budget, arguments.pairs)
+        for cluster, model in testbeds_and_models(arguments)
+    )
     finish(arguments, {"rows": rows})
 
 

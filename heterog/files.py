@@ -13,6 +13,7 @@ import stat
 import tempfile
 import time
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -292,11 +293,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; one with a key twice is refused."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key {key[:60]!r} is there twice")
-            seen.add(key)
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {key[:60]!r} is there twice")
     return found
 
 

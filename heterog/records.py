@@ -51,32 +51,24 @@ class Record(BaseModel):
     model_config = ConfigDict(**STRICT, frozen=True)
 
 
-def _checked_name(value: str) -> str:
-    if (fault := name_fault(value)) is not None:
-        raise ValueError(fault)
-    return value
+def refusing(fault_of: Callable[[Any], str | None]) -> AfterValidator:
+    """Marks a field whose values a function may refuse: it returns what is wrong, or ``None``."""
+
+    def checked(value: Any) -> Any:
+        if (fault := fault_of(value)) is not None:
+            raise ValueError(fault)
+        return value
+
+    return AfterValidator(checked)
 
 
-def _checked_text(value: str) -> str:
-    if (fault := text_fault(value)) is not None:
-        raise ValueError(fault)
-    return value
+def _identifier_fault(value: str) -> str | None:
+    fault = "is not the name of a class: letters, digits, _ and dots"
+    return None if is_identifier(value) else fault
 
 
-def _checked_identifier(value: str) -> str:
-    if not is_identifier(value):
-        raise ValueError("is not the name of a class: letters, digits, _ and dots")
-    return value
-
-
-def _checked_json(value: Any) -> Any:
-    """JSON nested no deeper than any file needs, with finite numbers and printable text."""
-    if (fault := _json_fault(value, _MOST_DEPTH)) is not None:
-        raise ValueError(fault)
-    return value
-
-
-def _json_fault(value: Any, depth: int) -> str | None:
+def _json_fault(value: Any, depth: int = _MOST_DEPTH) -> str | None:
+    """Faults of JSON: nested deeper than any file needs, numbers not finite, no valid text."""
     if isinstance(value, float) and not math.isfinite(value):
         return "is not a finite number"
     if isinstance(value, int) and value.bit_length() > 64:
@@ -138,12 +130,12 @@ Series: TypeAlias = Annotated[tuple[_T, ...], FailFast()]
 """Like ``Many``, for a tuple in a dataclass."""
 Flag: TypeAlias = Annotated[bool, Strict()]
 Word: TypeAlias = Annotated[str, Strict()]
-Name: TypeAlias = Annotated[str, Strict(), AfterValidator(_checked_name)]
+Name: TypeAlias = Annotated[str, Strict(), refusing(name_fault)]
 """A legal name; see ``names``."""
-Text: TypeAlias = Annotated[str, Strict(), AfterValidator(_checked_text)]
+Text: TypeAlias = Annotated[str, Strict(), refusing(text_fault)]
 """One printable line, perhaps an empty one."""
-Identifier: TypeAlias = Annotated[str, Strict(), AfterValidator(_checked_identifier)]
-Json: TypeAlias = Annotated[Any, AfterValidator(_checked_json)]
+Identifier: TypeAlias = Annotated[str, Strict(), refusing(_identifier_fault)]
+Json: TypeAlias = Annotated[Any, refusing(_json_fault)]
 """Any value of JSON, not nested deeply."""
 Int32: TypeAlias = Annotated[int, within(0, MAX_INT32)]
 """A count or an index in the kernels' range."""

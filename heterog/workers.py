@@ -152,8 +152,8 @@ class _Remote(Workers):
     @abstractmethod
     def _submit(self, work: Callable[[Any, Any], Any], job: Any) -> "Future[Any]": ...
 
-    @abstractmethod
-    def _cancel(self, future: "Future[Any]") -> None: ...
+    def _cancel(self, future: "Future[Any]") -> None:
+        future.cancel()
 
     def _results(self, future: "Future[Any]") -> Iterator[Any]:
         """The result of a job; nothing if it did not begin."""
@@ -273,9 +273,6 @@ class Processes(_Remote):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return self._handed[-1]
-
-    def _cancel(self, future: "Future[Any]") -> None:
-        future.cancel()
 
     def stop(self) -> None:
         """See ``Workers``: running jobs are asked, waiting ones do not begin."""

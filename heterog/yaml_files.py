@@ -60,9 +60,10 @@ def parse_yaml(text: str, path: Path, *, what: str, if_empty: str) -> tuple[yaml
         fault = " ".join(str(error.problem).split())
         raise InputFileError(f"{where}: not valid YAML: {fault}.") from error
     # A tag that does not fit its value ("!!bool x") raises any error of its constructor.
-    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError) as error:
-        raise InputFileError(f"{path}: not valid YAML: {_first_line(error)}.") from error
-    except (TypeError, ValueError, RecursionError) as error:
+    except (
+        *(yaml.YAMLError, ArithmeticError, AttributeError, LookupError),
+        *(TypeError, ValueError, RecursionError),
+    ) as error:
         raise InputFileError(f"{path}: not valid YAML: {_first_line(error)}.") from error
 
 

@@ -240,11 +240,8 @@ def make_model(model: Model) -> nn.Module:
     Also for OPT and GPT-Neo, as Megatron-DeepSpeed ran them: queries, keys and values in one
     product. OPT has ReLU, two rows of positions more and (OPT-350M) no last norm.
     """
-    transformers.AttentionInterface.register("written_out", written_out)
-    transformers.AttentionInterface.register("fused_softmax", fused_softmax)
-    transformers.AttentionInterface.register("softmax_of_torch", softmax_of_torch)
-    transformers.AttentionInterface.register("on_views", on_views)
-    transformers.AttentionInterface.register("masked_in_place", masked_in_place)
+    attention = _attention(model)
+    transformers.AttentionInterface.register(attention.__name__, attention)
     is_opt = model.family == "opt"
     config: Any = transformers.GPT2Config
     config = config(
@@ -257,7 +254,7 @@ def make_model(model: Model) -> nn.Module:
         resid_pdrop=_DROPOUT * model.is_fused,
         embd_pdrop=_DROPOUT * model.is_fused,
         attn_pdrop=0.0,
-        attn_implementation=_attention(model),
+        attn_implementation=attention.__name__,
         use_cache=False,
         tie_word_embeddings=model.is_tied,
         bos_token_id=None,
@@ -270,14 +267,14 @@ def make_model(model: Model) -> nn.Module:
     return made.to(getattr(torch, model.dtype))
 
 
-def _attention(model: Model) -> str:
+def _attention(model: Model) -> Any:
     if model.family != "gpt":
-        return "masked_in_place"
+        return masked_in_place
     if not model.is_fused:
-        return "written_out"
+        return written_out
     if model.works_in_place:
-        return "on_views"
-    return "fused_softmax" if model.fuses_softmax else "softmax_of_torch"
+        return on_views
+    return fused_softmax if model.fuses_softmax else softmax_of_torch
 
 
 @lru_cache(maxsize=4)

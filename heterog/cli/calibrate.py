@@ -27,10 +27,6 @@ from heterog.errors import HeterogError
 from heterog.units import format_bytes, format_bytes_range, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from rich.table import Table
-
     from heterog.fidelity.comparison import Compared
     from heterog.pricing.op_fits import Measurements
 
@@ -74,6 +70,7 @@ def calibrate(
     from heterog.pricing.calibration import calibrate as fit
     from heterog.pricing.calibration import link_error
     from heterog.pricing.op_fits import Measurements, merge
+    from heterog.report.tables import fit_tables
 
     measured = merge([Measurements.load(path) for path in measurements])
     target = load_cluster(cluster) if cluster else None
@@ -112,7 +109,7 @@ def calibrate(
         "links": links,
         "link_rates_bytes_per_s": dict(found.links.rates),
     }
-    print_result(as_json, document, *_fit_tables(types, links), _advice(output))
+    print_result(as_json, document, *fit_tables(types, links), _advice(output))
 
 
 def _calibrate_on_runs(
@@ -167,35 +164,6 @@ def _calibrate_on_runs(
 
 def _advice(output: Path) -> str:
     return f"calibration: {output} (name it in a cluster file: 'calibration: {output.name}')"
-
-
-def _fit_tables(types: dict[str, Any], links: dict[str, Any]) -> "Iterator[Table]":
-    """What was fitted, and the errors without the fit."""
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    def table(title: str, *columns: str) -> Table:
-        made = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for number, column in enumerate(columns):
-            made.add_column(column, justify="right" if number else "left")
-        return made
-
-    def percent(error: float | None) -> str:
-        return "-" if error is None else f"{error:.1%}"
-
-    ops = table("ops", "device type", "ops", "kinds", "error, new ops", "error, new models")
-    for name, row in types.items():
-        errors = (percent(row["error_ops"]), percent(row["error_models"]))
-        ops.add_row(escape(name), f"{row['ops']:,}", str(len(row["kinds"])), *errors)
-    yield ops
-    if links:
-        lines = table("links", "kind", "measured", "latency", "time per byte", "error, new sizes")
-        for name, row in links.items():
-            factors = (f"{row['latency_factor']:.2f}x", f"{row['bytes_factor']:.2f}x")
-            count = f"{row['measurements']:,}"
-            lines.add_row(name.replace("_", " "), count, *factors, percent(row["error"]))
-        yield lines
 
 
 def fidelity(

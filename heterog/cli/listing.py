@@ -16,8 +16,6 @@ from heterog.cli.common import (
     JsonOption,
     ModelArgument,
     load_model_graph,
-    out,
-    print_json,
     print_result,
 )
 from heterog.cli.outputs import JSON, YAML
@@ -67,11 +65,8 @@ def devices(as_json: JsonOption = False) -> None:
     from heterog.report.tables import devices_table, sources_text
 
     listed = listed_types()
-    if as_json:
-        print_json([_device(each) for each in listed])
-        return
-    out.print(devices_table(listed))
-    out.print(sources_text([each.type.source for each in listed]), soft_wrap=False)
+    sources = sources_text([each.type.source for each in listed])
+    print_result(as_json, [_device(each) for each in listed], devices_table(listed), sources)
 
 
 def _device(each: "ListedType") -> dict[str, Any]:
@@ -92,36 +87,31 @@ def links(as_json: JsonOption = False) -> None:
     from heterog.report.tables import links_table, networks_table, sources_text
 
     inner, networks = link_kinds(), network_kinds()
-    if as_json:
-        print_json(
+    document = {
+        "intra": [
             {
-                "intra": [
-                    {
-                        "name": each.name,
-                        "aliases": list(each.aliases),
-                        "bandwidth_bytes_per_s": each.link.bandwidth_bytes_per_s,
-                        "sheet_bytes_per_s": each.sheet_bytes_per_s,
-                        "latency_s": each.link.latency_s,
-                        "source": each.sheet,
-                        "share": each.share,
-                    }
-                    for each in inner
-                ],
-                "nic": [
-                    {
-                        "name": each.name,
-                        "aliases": list(each.aliases),
-                        "line_rate_bytes_per_s": each.line_rate_bytes_per_s,
-                        "source": each.sheet,
-                    }
-                    for each in networks
-                ],
+                "name": each.name,
+                "aliases": list(each.aliases),
+                "bandwidth_bytes_per_s": each.link.bandwidth_bytes_per_s,
+                "sheet_bytes_per_s": each.sheet_bytes_per_s,
+                "latency_s": each.link.latency_s,
+                "source": each.sheet,
+                "share": each.share,
             }
-        )
-        return
-    out.print(links_table(inner))
-    out.print(sources_text([f"{each.sheet}; used: {each.share}" for each in inner]))
-    out.print(networks_table(networks))
+            for each in inner
+        ],
+        "nic": [
+            {
+                "name": each.name,
+                "aliases": list(each.aliases),
+                "line_rate_bytes_per_s": each.line_rate_bytes_per_s,
+                "source": each.sheet,
+            }
+            for each in networks
+        ],
+    }
+    sources = sources_text([f"{each.sheet}; used: {each.share}" for each in inner])
+    print_result(as_json, document, links_table(inner), sources, networks_table(networks))
 
 
 def methods(as_json: JsonOption = False) -> None:

@@ -76,20 +76,22 @@ def train(
         ),
     ] = "",
     pairs: Annotated[
-        int, typer.Option("--pairs", help="pairs of model and cluster")
+        int, typer.Option("--pairs", min=1, help="pairs of model and cluster")
     ] = _DEFAULTS.num_pairs,
     steps: Annotated[
-        int, typer.Option("--steps", help="gradient steps (sb3: rollouts)")
+        int, typer.Option("--steps", min=1, help="gradient steps (sb3: rollouts)")
     ] = _DEFAULTS.num_steps,
     search: Annotated[
         int,
-        typer.Option("--search", help="evaluations per pair: for elites, and to validate against"),
+        typer.Option(
+            "--search", min=1, help="evaluations per pair: for elites, and to validate against"
+        ),
     ] = _DEFAULTS.search_evaluations,
     budget: Annotated[
         str, typer.Option("--budget", help="ends it before its steps: 10m, or 5000e (evaluations)")
     ] = "",
     max_devices: Annotated[
-        int | None, typer.Option("--max-devices", help="of generated clusters; 32")
+        int | None, typer.Option("--max-devices", min=2, help="of generated clusters; 32")
     ] = None,
     logdir: Annotated[Path | None, typer.Option("--logdir", help="for TensorBoard"), CACHE] = None,
     checkpoint: Annotated[
@@ -107,7 +109,6 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train a policy; Ctrl-C keeps the best one so far."""
-    _check_sizes(pairs, steps, search, max_devices)
     if initial and resume is not None:
         raise HeterogError(
             f"--resume {resume} goes on with the weights in there, so --initial {initial} would "
@@ -158,14 +159,6 @@ def train(
     print_result(as_json, _document(result, output, algorithm), _words(result, output, search))
     if not result.finished:
         end_interrupted(f"the best policy so far is written to {output}")
-
-
-def _check_sizes(pairs: int, steps: int, search: int, max_devices: int | None) -> None:
-    for name, value in (("--pairs", pairs), ("--steps", steps), ("--search", search)):
-        if value < 1:
-            raise HeterogError(f"{name} {value} is too small; give 1 or more.")
-    if max_devices is not None and max_devices < 2:
-        raise HeterogError(f"--max-devices {max_devices}: a cluster needs 2 devices or more.")
 
 
 def _network(encoder: str, initial: str) -> "PolicyConfig | Policy":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 import numpy as np
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import ClusterError, InputFileError
@@ -37,6 +37,7 @@ from heterog.records import (
     Text,
     finite,
     read_record,
+    refusing,
 )
 
 SCHEMA_VERSION = 1
@@ -49,14 +50,12 @@ _WITHOUT_SIGNATURE = (COPY, STEP)
 _MOST_MEMBERS = 512
 
 
-def _checked_kind(value: str) -> str:
+def _kind_fault(value: str) -> str | None:
     known = [kind.name.lower() for kind in ChannelKind]
-    if value not in known:
-        raise ValueError(f"is none of {', '.join(known)}")
-    return value
+    return None if value in known else f"is none of {', '.join(known)}"
 
 
-LinkKind: TypeAlias = Annotated[Text, AfterValidator(_checked_kind)]
+LinkKind: TypeAlias = Annotated[Text, refusing(_kind_fault)]
 """Name of a kind of channel, lower case."""
 Signature: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$", strict=True)]
 
