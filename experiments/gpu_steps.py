@@ -135,11 +135,6 @@ class Step:
         self.optimizer.zero_grad()
 
 
-def measure(case: Case, *, with_kernels: bool = True) -> dict[str, Any]:
-    """The row of a case, eager."""
-    return measured_step(Step(case), with_kernels=with_kernels)
-
-
 def measure_both(case: Case) -> Iterator[dict[str, Any]]:
     """The rows of a case, compiled and eager."""
     step = Step(case)
@@ -156,9 +151,7 @@ def measure_both(case: Case) -> Iterator[dict[str, Any]]:
     torch._dynamo.reset()
 
 
-def measured_step(
-    step: Step, execution: str = "eager", *, with_kernels: bool = True
-) -> dict[str, Any]:
+def measured_step(step: Step, execution: str = "eager") -> dict[str, Any]:
     """The row of a step."""
     row: dict[str, Any] = {**step.case._asdict(), "execution": execution, **_environment()}
     if DEVICE == "cuda":
@@ -171,8 +164,7 @@ def measured_step(
     free, total = torch.cuda.mem_get_info() if DEVICE == "cuda" else (0, 0)
     row["used"] = total - free
     row["passes"] = _passes(step)
-    if with_kernels:
-        row["kernels"] = _kernels(step)
+    row["kernels"] = _kernels(step)
     return row
 
 
@@ -284,7 +276,7 @@ def main() -> None:
     ]
     if arguments.batch_size is not None:
         chosen = [case._replace(batch_size=arguments.batch_size) for case in chosen]
-    rows_of = measure_both if arguments.compile else lambda case: [measure(case)]
+    rows_of = measure_both if arguments.compile else lambda case: [measured_step(Step(case))]
     with arguments.out.open("w", encoding="utf-8") as file:
         for row in measured(chosen, arguments.budget, rows_of):
             file.write(json.dumps(row) + "\n")

@@ -132,7 +132,7 @@ class Balancer(Follower):
         self._interval, self._dead_band = interval, dead_band
         self._followers: WeakKeyDictionary[ShareSampler, SpeedFollower] = WeakKeyDictionary()
         self.clock = StepClock(CPU)
-        self._model: nn.Module | None = None
+        self.model: nn.Module | None = None  # that is trained, if it is known
         self._norms: BatchNorms | None = None
         if model is not None:
             self.watch(model)
@@ -140,7 +140,7 @@ class Balancer(Follower):
     def watch(self, model: nn.Module) -> None:
         """Set the model that is trained, once a framework has wrapped it."""
         check_data_parallel(model, self.group.num_ranks)
-        self._model = model
+        self.model = model
         self.weights.parameters = frozenset(map(id, model.parameters()))
         watch_waits(model, self.clock)
         self.watch_norms(model)
@@ -164,11 +164,6 @@ class Balancer(Follower):
                 HeterogWarning,
                 stacklevel=2,
             )
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The model that is trained, if it is known."""
-        return self._model
 
     # --- what is dealt ---------------------------------------------------------------------------
 
@@ -284,8 +279,8 @@ class Balancer(Follower):
 
     def begin_step(self, deal: Deal, sampler: ShareSampler | None = None) -> None:
         """Called by a loader when the loop gets the batch of this deal."""
-        if self._replicas is None and self._check_replicas and self._model is not None:
-            self._replicas = ReplicaCheck(self._model, self.group)
+        if self._replicas is None and self._check_replicas and self.model is not None:
+            self._replicas = ReplicaCheck(self.model, self.group)
         sampler = self.share_sampler if sampler is None else sampler
         sampler.begin_step(deal)
         if self._open.is_inside:
@@ -435,7 +430,7 @@ class Balancer(Follower):
         deal, rank = self.deal, self.group.rank
         own = deal.samples[rank]
         number = num_parts(
-            deal.units, self._memory(), rank, alike=forward_communicates(self._model)
+            deal.units, self._memory(), rank, alike=forward_communicates(self.model)
         )
         pieces = (
             [(batch, 0)]
@@ -454,15 +449,15 @@ class Balancer(Follower):
             if index == len(pieces) - 1:
                 yield part
             else:
-                with gradients_stay_local(self._model):
+                with gradients_stay_local(self.model):
                     yield part
 
     def average_gradients(self) -> None:
         """Average the gradients of a model that is not wrapped, after the backward pass."""
-        if self._model is None:
+        if self.model is None:
             raise BalanceError("average_gradients() needs the model: Balancer(model, ...).")
         with self.clock.waiting():
-            average_gradients(self._model, self.group)
+            average_gradients(self.model, self.group)
 
     def mean_loss(self) -> float:
         """The loss of the whole batch of this step; all ranks call it, after the backward pass.

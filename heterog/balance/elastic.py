@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from heterog.balance.dealing import IndexArray, epoch_order
 from heterog.balance.group import RankGroup
@@ -56,19 +56,6 @@ class _Part(NamedTuple):
     rank: int
     begin: int
     end: int
-
-
-class _Batches(Sampler[list[int]]):
-    """Indices of this rank's batches of a window; a loader asks for them anew in each."""
-
-    def __init__(self) -> None:
-        self.indices: list[list[int]] = []
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.indices)
-
-    def __len__(self) -> int:
-        return len(self.indices)
 
 
 @experimental
@@ -174,11 +161,12 @@ class ElasticAveraging:
                 f"{num_samples}, so that batches would never change; make it shorter."
             )
         order = epoch_order(num_samples, seed, self._epoch, shuffle=shuffle)
-        batches, epoch = _Batches(), self._epoch
+        epoch = self._epoch
+        batches: list[list[int]] = []  # of this rank in a window; a loader reads them anew in each
         loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=batches, **options)
         while self._epoch == epoch:
             parts = self._parts(num_samples)
-            batches.indices = _own(parts, order, self.group.rank)
+            batches[:] = _own(parts, order, self.group.rank)
             self._is_open = True
             yield self._trained(parts, loader, num_samples)
             self._require_closed()

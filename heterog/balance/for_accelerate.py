@@ -96,7 +96,7 @@ class AcceleratedBalancer(Balancer):
     def begin_pass(self, sampler: ShareSampler | None = None) -> None:
         """Begin a pass of the loop: by now the model is prepared."""
         models = self._accelerator._models
-        if self._model is None and models:
+        if self.model is None and models:
             self.watch(models[0])
         super().begin_pass(sampler)
 

@@ -44,6 +44,9 @@ class ShareSampler(Sampler[list[int]]):
         least: Least number of samples that a rank runs, from the next pass on. With 2, for
             BatchNorm, no rank is dealt exactly one sample where that is possible.
         dataset: Data set of the loader that was made with this sampler.
+        epoch: Number of the epoch that the current iteration deals, or else the next one.
+        start: Step at which the next iteration begins; 0 unless a state was loaded.
+        num_drawn: Number of dealt steps of this epoch; a loader with workers is ahead of its loop.
 
     Raises:
         BalanceError: the shares do not fit the ranks or the batch.
@@ -66,15 +69,8 @@ class ShareSampler(Sampler[list[int]]):
         self._in_force = [(0, check_shares(given, num_ranks, total))]
         self.least = self._least = 1
         self.dataset: Dataset[Any] | None = None
-        self._epoch = 0
-        self._start = 0
-        self._drawn = 0
+        self.epoch = self.start = self.num_drawn = 0
         self._begun: int | None = None
-
-    @property
-    def epoch(self) -> int:
-        """Number of the epoch that the current iteration deals, or else the next one."""
-        return self._epoch
 
     @property
     def stream(self) -> StreamBatches | None:
@@ -89,7 +85,7 @@ class ShareSampler(Sampler[list[int]]):
     @property
     def num_steps(self) -> int:
         """Number of steps of the whole epoch."""
-        return self.steps_of(self._epoch)
+        return self.steps_of(self.epoch)
 
     def steps_of(self, epoch: int) -> int:
         """Number of steps of an epoch."""
@@ -100,41 +96,36 @@ class ShareSampler(Sampler[list[int]]):
         """The shares set last."""
         return self._in_force[-1][1]
 
-    @property
-    def num_drawn(self) -> int:
-        """Number of dealt steps of this epoch; a loader with workers is ahead of its loop."""
-        return self._drawn
-
     def shares_at(self, step: int) -> tuple[int, ...]:
         """The shares in force at a step of the current epoch."""
         return next(shares for begin, shares in reversed(self._in_force) if begin <= step)
 
     def set_epoch(self, epoch: int) -> None:
         """Deal this epoch next, from the position of a loaded state if that is in its middle."""
-        if epoch != self._epoch or self._begun is not None:
-            self._epoch, self._start, self._drawn = epoch, 0, 0
+        if epoch != self.epoch or self._begun is not None:
+            self.epoch, self.start, self.num_drawn = epoch, 0, 0
             self._begun = None
             self._in_force = [(0, self.shares)]
 
     def begin_pass(self) -> None:
         """Go on to the next epoch if a loop was left in the middle of this one."""
         if self._begun is not None:
-            self.set_epoch(self._epoch + 1)
+            self.set_epoch(self.epoch + 1)
 
     def begin_step(self, deal: Deal) -> None:
         """Note that a loop runs this step; a loader with workers has drawn further steps."""
-        if deal.epoch == self._epoch:
+        if deal.epoch == self.epoch:
             self._begun = deal.step
 
     def start_at(self, step: int) -> None:
         """Begin the next pass with this step of its epoch."""
         self.begin_pass()
-        self._start = self._drawn = step
+        self.start = self.num_drawn = step
 
     @property
     def num_done(self) -> int:
         """Number of steps of this epoch that a loop has run, including the one that it is in."""
-        return self._start if self._begun is None else self._begun + 1
+        return self.start if self._begun is None else self._begun + 1
 
     def set_shares(self, shares: Sequence[int], *, from_step: int | None = None) -> None:
         """Deal in other shares from a step on, which must be the same on all ranks.
@@ -147,20 +138,20 @@ class ShareSampler(Sampler[list[int]]):
         Raises:
             BalanceError: the shares do not fit, or the step has been dealt already.
         """
-        begin = self._drawn if from_step is None else from_step
-        if begin < self._drawn:
+        begin = self.num_drawn if from_step is None else from_step
+        if begin < self.num_drawn:
             raise BalanceError(
-                f"new shares from step {begin} on come too late: {self._drawn} steps are dealt."
+                f"new shares from step {begin} on come too late: {self.num_drawn} steps are dealt."
             )
         checked = check_shares(shares, self._num_ranks, self._batches.units_per_batch)
         self._in_force.append((begin, checked))
 
     def deal(self, step: int) -> Deal:
         """The batch of a step of the current epoch, as dealt to the ranks."""
-        indices = self._batches.batch(self._epoch, step)
+        indices = self._batches.batch(self.epoch, step)
         parts = self._cut(indices, step)
         return Deal(
-            epoch=self._epoch,
+            epoch=self.epoch,
             step=step,
             samples=tuple(len(part) for part in parts),
             units=tuple(self._batches.units(part) for part in parts),
@@ -181,27 +172,22 @@ class ShareSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         # Repeated calls must have the same result: loaders with workers ask for an iterator
         # twice and use the last.
-        self._drawn, self._least = self._start, self.least
+        self.num_drawn, self._least = self.start, self.least
         self._in_force = [(0, self.shares)]
-        return self._dealt(self._epoch, self._start)
+        return self._dealt(self.epoch, self.start)
 
     def _dealt(self, epoch: int, begin: int) -> Iterator[list[int]]:
-        self._start = 0
+        self.start = 0
         step = begin
         while step < self._batches.num_steps(epoch):  # a stream's is known when it is read
-            self._drawn = step + 1
+            self.num_drawn = step + 1
             indices = self._batches.batch(epoch, step)
             yield self._ran(self._cut(indices, step)[self._rank], indices).tolist()
             step += 1
 
     def __len__(self) -> int:
         """Number of steps of the whole epoch, also where the next pass begins in its middle."""
-        return length_of(self._batches, self._epoch)
-
-    @property
-    def start(self) -> int:
-        """Step at which the next iteration begins; 0 unless a state was loaded."""
-        return self._start
+        return length_of(self._batches, self.epoch)
 
     def state_dict(self, num_done: int | None = None) -> dict[str, Any]:
         """Position in the epoch, and the shares; ``load_state_dict`` resumes from it.
@@ -210,8 +196,8 @@ class ShareSampler(Sampler[list[int]]):
             num_done: Number of steps of this epoch done; by default the number drawn, which is
                 larger with workers in the loader.
         """
-        done = self._drawn if num_done is None else num_done
-        epoch = self._epoch
+        done = self.num_drawn if num_done is None else num_done
+        epoch = self.epoch
         if done >= self._batches.num_steps(epoch):
             epoch, done = epoch + 1, 0
         stream = self.stream
@@ -269,11 +255,11 @@ class ShareSampler(Sampler[list[int]]):
         saved = state["shares"]
         shares = self.shares if len(saved) != self._num_ranks else scaled_shares(saved, total)
         self._in_force = [(0, shares)]
-        self._epoch, self._begun = int(state["epoch"]), None
-        self._start = self._drawn = int(state["num_done"])
+        self.epoch, self._begun = int(state["epoch"]), None
+        self.start = self.num_drawn = int(state["num_done"])
         if self.stream is not None:
             mark = state.get("stream_next")
-            self.stream.load(state.get("stream"), self._epoch, self._start, mark)
+            self.stream.load(state.get("stream"), self.epoch, self.start, mark)
 
 
 _DEALT = {
