@@ -146,7 +146,9 @@ def _run(run: Run, case: Case, num_ranks: int, folder: Path) -> list[Any]:
     """
     folder.mkdir()
     given = (run, case, num_ranks, str(free_port()), folder)
-    ranks = start_processes(_be_rank, given, num_ranks, join=False, start_method="fork")
+    ranks = start_processes(  # type: ignore[no-untyped-call]
+        _be_rank, given, num_ranks, join=False, start_method="fork"
+    )
     while not ranks.join(grace_period=1.0):
         pass
     return [torch.load(folder / f"{rank}.out", weights_only=False) for rank in range(num_ranks)]

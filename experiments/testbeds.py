@@ -285,7 +285,9 @@ def result_of_ranks(function: Callable[..., Any], num_ranks: int, *arguments: An
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         given = (num_ranks, folder, function, arguments)
-        start_processes(_serve, given, num_ranks, start_method="fork")
+        start_processes(  # type: ignore[no-untyped-call]
+            _serve, given, num_ranks, start_method="fork"
+        )
         return json.loads((folder / "result.json").read_text())
 
 

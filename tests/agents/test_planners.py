@@ -383,9 +383,9 @@ def test_commands_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (["--algorithm", "sarsa"], "unknown algorithm 'sarsa'"),
         (["--encoder", "papre"], "did you mean 'paper'"),
-        (["--pairs", "0"], "0 is not in the range x>=1"),
+        (["--pairs", "0"], "'--pairs': Input should be greater than or equal to 1"),
         (["--workers", "0"], "--workers 0 is too small"),
-        (["--max-devices", "1"], "1 is not in the range x>=2"),
+        (["--max-devices", "1"], "'--max-devices': Input should be greater than or equal to 2"),
     ],
 )
 def test_train_refuses_bad_options(options: list[str], text: str, tmp_path: Path) -> None:
