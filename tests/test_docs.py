@@ -34,7 +34,6 @@ from heterog.cluster.schema import ClusterSpec
 from heterog.cluster.spec import parse_cluster, preset_names
 from heterog.envs.candidates import MAX_CANDIDATES
 from heterog.envs.clusters import ClusterRange
-from heterog.envs.merging import MAX_BLOCKS
 from heterog.envs.observation import OBSERVATION_VERSION
 from heterog.envs.pair import CUT_WEIGHTS, PIPELINED
 from heterog.envs.registration import ONE_SHOT, STEP_BY_STEP
@@ -45,6 +44,7 @@ from heterog.errors import ExperimentalWarning, experimental
 from heterog.explain.explanation import SUFFICES
 from heterog.export import TARGETS
 from heterog.graph import serialize
+from heterog.graph.grouping import MAX_BLOCKS
 from heterog.modes.averaging.value import Averaging, passes_after, passes_before, times_moved
 from heterog.pricing.intervals import SPREAD
 from heterog.runtime.launch import ALONE_STEPS

@@ -211,7 +211,8 @@ class Beginnings:
 class DraftAgent(Planner):
     """Answers with the best of some drafts and of a problem's seeds, finished by a local search.
 
-    It uses up a budget in seconds; under one in evaluations, the search makes a few moves.
+    It uses up a budget in seconds; under one in evaluations, the search makes a few moves. A step
+    of one sample has no shares or micro-batches to draft: there it is all search.
 
     Args:
         lead: Function that makes the moves of the local search.
@@ -240,16 +241,9 @@ class DraftAgent(Planner):
         spending = problem.spend()
         search = Search(problem, self._lead)
         with spending.limits():
-            beginnings = Beginnings(search, problem.seed)
-            beginnings.most_tasks = MOST_TASKS
-            beginnings.is_over = lambda: _is_next_late(spending, len(beginnings.found), problem)
-            beginnings.begin()
-            for _ in range(ROUNDS):
-                if not beginnings.is_over():
-                    beginnings.go_on()
-            for each in beginnings.best()[:NUM_PARENTS]:
-                search.engine.cost(each.state)
-            search.is_seeded = True
+            if problem.evaluator.graph.batch_size > 1:
+                self._draft(search, problem, spending)
+                search.is_seeded = True
             if (budget := _rest(problem, spending)) is not None:
                 search.advance(replace(problem, budget=budget))
         search.spending = spending  # what is left of it is for making plans simpler
@@ -259,6 +253,18 @@ class DraftAgent(Planner):
             candidates += (candidate if is_late else _judged(candidate, problem),)
         return PlanResult(candidates=candidates, num_evaluations=spending.evaluations)
 
+    def _draft(self, search: Search, problem: Problem, spending: Spending) -> None:
+        """Try drafts, and let the search begin from the best."""
+        beginnings = Beginnings(search, problem.seed)
+        beginnings.most_tasks = MOST_TASKS
+        beginnings.is_over = lambda: _is_next_late(spending, len(beginnings.found), problem)
+        beginnings.begin()
+        for _ in range(ROUNDS):
+            if not beginnings.is_over():
+                beginnings.go_on()
+        for each in beginnings.best()[:NUM_PARENTS]:
+            search.engine.cost(each.state)
+
 
 def _rest(problem: Problem, spending: Spending) -> Budget | None:
     """Budget of the moves; ``None`` if too little is left."""
@@ -267,7 +273,8 @@ def _rest(problem: Problem, spending: Spending) -> Budget | None:
         return Budget(seconds=left_s) if left_s > 0.0 else None
     assert problem.budget.evaluations is not None
     left = problem.budget.evaluations - spending.evaluations
-    left = min(left, MOST_TASKS // max(problem.evaluator.num_tasks, 1), NUM_MOVES)
+    if problem.evaluator.graph.batch_size > 1:
+        left = min(left, MOST_TASKS // max(problem.evaluator.num_tasks, 1), NUM_MOVES)
     return Budget(evaluations=left) if left >= LEAST_MOVES else None
 
 

@@ -47,6 +47,8 @@ LEARNED = ("agent", "agent+search")
 NUM_PROPOSALS = 256
 MOST_DEVICES = 1024
 """An answer for 836 takes about ten seconds."""
+ROWS_PART = 0.25
+"""Part of the budget for draws if the step has one sample."""
 LEAST_FOR_DRAFTS, LEAST_DRAFTS_S = 64, 0.1
 """Fewest remaining evaluations, and seconds, with which drafts are tried, too."""
 ANSWER_LIMITS = ((16, 0.95), (64, 1.95), (1024, 4.95))
@@ -230,7 +232,8 @@ class Agent(_AsksPolicy):
             return _not_begun(needed_s, problem)
         spending = problem.spend()
         proposals = problem.resumed(lambda asked: _make(self.policy, asked, self._num_samples))
-        found = _more(proposals, self.policy, problem, self._num_samples)
+        asked = replace(problem, budget=problem.budget.part(_rows_part(problem)))
+        found = _more(proposals, self.policy, asked, self._num_samples)
         problem.memory[_LAST_S] = spending.seconds * (1.0 if found.is_whole else 2.0)
         drafted: PlanResult | None = problem.memory.get(_DRAFTED)
         left = _left(problem.budget, found.num_evaluations, spending.seconds)
@@ -278,15 +281,12 @@ class AgentSearch(_AsksPolicy):
             return _not_begun(needed_s, problem)
         spending = problem.spend()
         # Half of a budget in seconds is left for the search, however long the policy takes.
-        asked = (
-            problem
-            if problem.budget.seconds is None
-            else replace(problem, budget=problem.budget.part(0.5))
-        )
+        whole = 1.0 if problem.budget.seconds is None else 0.5
+        asked = replace(problem, budget=problem.budget.part(_rows_part(problem, whole)))
         found = ask(self.policy, asked)
         problem.memory[_HAS_ASKED] = found.is_whole
         drafted = _NO_DRAFTS
-        if not problem.seeds:
+        if not problem.seeds and problem.evaluator.graph.batch_size > 1:
             rest = _left(problem.budget, found.num_evaluations, spending.seconds)
             budget = drafts_budget(rest.part(0.5), problem.evaluator.cluster.num_devices)
             drafted = _drafted(replace(problem, budget=budget), self._lead)
@@ -325,6 +325,11 @@ def _best(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         candidates, key=lambda each: unknown if each.judged is None else each.judged.preference
     )
     return tuple(ranked[:NUM_RETURNED])
+
+
+def _rows_part(problem: Problem, whole: float = 1.0) -> float:
+    """Part of the budget for draws: a step of one sample has only places, for moves to decide."""
+    return ROWS_PART if problem.evaluator.graph.batch_size == 1 else whole
 
 
 def _drafted(problem: Problem, lead: NewLead) -> PlanResult:

@@ -9,21 +9,17 @@ values that live only inside a run become one value, which is freed with the run
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from heterog.graph.axis_plan import EVERYTHING
-from heterog.graph.grouping import CONSTANT_GROUP
+from heterog.graph.grouping import CONSTANT_GROUP, blocks_of
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.sparse_tables import starts_of
 from heterog.lowering.tables import KIND_NUMBER, GraphTables, graph_tables
-
-MAX_BLOCKS = 48
-"""Most blocks of a graph; longer chains of decisions are slow to sample and to score."""
 
 _Slot = tuple[int, int, int]
 _Signature = tuple[int, int, int, int, frozenset[tuple[int, int, int]], int]
@@ -46,27 +42,6 @@ class CoarseTables:
     parameter_of: IntArray
 
 
-def cut_blocks(tables: GraphTables, work: FloatArray, most: int = MAX_BLOCKS) -> IntArray:
-    """Block of each group: neighbours are joined, the lightest pair first.
-
-    Args:
-        tables: Tables of the graph.
-        work: Compute of each group, in any unit.  # [num_groups]
-        most: Most blocks.
-    """
-    state = sums(tables.parameter_group, tables.parameter_bytes, tables.num_groups)
-    shares = np.stack([work / max(work.sum(), 1e-30), state / max(state.sum(), 1e-30)])
-    weights = list(shares.T)
-    sizes = [1] * len(weights)
-    while len(weights) > most:
-        # A block is decided as a whole, so neither compute nor parameters may accumulate in one.
-        pairs = [float((a + b).max()) for a, b in pairwise(weights)]
-        lightest = int(np.argmin(pairs))
-        weights[lightest] = weights[lightest] + weights.pop(lightest + 1)
-        sizes[lightest] += sizes.pop(lightest + 1)
-    return np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-
-
 @lru_cache(maxsize=64)
 def merge_tables(graph: OpGraph) -> CoarseTables:
     """Merge a graph's tables; see the module docstring."""
@@ -77,9 +52,7 @@ class _Merger:
     def __init__(self, graph: OpGraph) -> None:
         fine = graph_tables(graph)
         group = np.where(fine.op_group < 0, fine.num_groups, fine.op_group)
-        # FLOPs plus bytes at a V100's FLOPs per byte; only the weight of blocks.
-        work = graph.flops[fine.op_id] + 17.0 * graph.bytes_moved[fine.op_id]
-        self.block_of = cut_blocks(fine, sums(group, work, fine.num_groups + 1)[:-1])
+        self.block_of = blocks_of(graph)
         in_block = np.append(self.block_of, CONSTANT_GROUP).astype(np.int32)
         self.fine = fine = fine._replace(
             num_groups=int(self.block_of[-1]) + 1,

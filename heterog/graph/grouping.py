@@ -10,17 +10,21 @@ gradient and the parameter's group, and local statistics with their readers.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from heterog.graph.batch_plan import BatchPlan, batch_plan
-from heterog.graph.op_graph import IntArray, OpGraph, Phase
+from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.graph.placement import OpCall
 from heterog.grouped import grouped
 
 MAX_SHARE_OF_WORK = 1 / 64
 """Fraction of the work above which a module is cut into its children."""
 MAX_GROUPS = 400
+MAX_BLOCKS = 48
+"""Most blocks of a graph; longer chains of decisions are slow to sample and to score."""
 CONSTANT_GROUP = -1
 """Group of ops that depend on neither batch nor parameters: they run wherever they are read."""
 
@@ -71,6 +75,48 @@ def group_ops(graph: OpGraph) -> Grouping:
             root = _find(parent, labels[index])
             group[index] = first.setdefault(root, len(first))
     return Grouping(group=group, names=tuple(first))
+
+
+@lru_cache(maxsize=64)
+def blocks_of(graph: OpGraph) -> IntArray:
+    """Block of each group: at most ``MAX_BLOCKS`` ranges of groups, by compute and parameters."""
+    grouping = group_ops(graph)
+
+    def of_groups(ops: npt.ArrayLike, what: FloatArray) -> FloatArray:
+        groups = grouping.group[ops]
+        return np.bincount(groups[groups >= 0], what[groups >= 0], grouping.num_groups)
+
+    ops = np.flatnonzero(~graph.is_view & (graph.phases != Phase.UPDATE))
+    work = graph.flops[ops] + _FLOPS_PER_BYTE * graph.bytes_moved[ops]
+    updates = np.array(graph.updates, np.int64).reshape(-1, 3)
+    sizes = graph.tensor_bytes[updates[:, 1]].astype(np.float64)
+    return cut_blocks(of_groups(ops, work), of_groups(updates[:, 0], sizes))
+
+
+def block_starts(graph: OpGraph) -> IntArray:
+    """First group of each of a graph's blocks, and the number of groups.  # [num_blocks + 1]"""
+    block = blocks_of(graph)
+    return np.searchsorted(block, np.arange(block[-1] + 2)).astype(np.int32)
+
+
+def cut_blocks(work: FloatArray, state: FloatArray, most: int = MAX_BLOCKS) -> IntArray:
+    """Block of each group: neighbours are joined, the lightest pair first.
+
+    Args:
+        work: Compute of each group, in any unit.  # [num_groups]
+        state: Bytes of the parameters of each group.  # [num_groups]
+        most: Most blocks.
+    """
+    shares = np.stack([work / max(work.sum(), 1e-30), state / max(state.sum(), 1e-30)])
+    weights = list(shares.T)
+    sizes = [1] * len(weights)
+    while len(weights) > most:
+        # A block is decided as a whole, so neither compute nor parameters may accumulate in one.
+        pairs = [float((a + b).max()) for a, b in pairwise(weights)]
+        lightest = int(np.argmin(pairs))
+        weights[lightest] = weights[lightest] + weights.pop(lightest + 1)
+        sizes[lightest] += sizes.pop(lightest + 1)
+    return np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
 
 
 @lru_cache(maxsize=16)

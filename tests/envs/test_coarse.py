@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from heterog.envs.merging import cut_blocks, merge_tables
+from heterog.envs.merging import merge_tables
 from heterog.envs.pair import Pair
+from heterog.graph.grouping import cut_blocks
 from heterog.lowering.space import StrategySpace
 from heterog.lowering.tables import graph_tables
 from heterog.simulator.engine import Order
@@ -118,11 +119,10 @@ def test_merging_keeps_sums_and_order() -> None:
 
 
 def test_blocks_are_ranges_of_groups_and_heavy_ones_stay_alone() -> None:
-    tables = graph_tables(language_graph())
-    work = np.ones(tables.num_groups)
+    work, state = np.ones(40), np.ones(40)
     work[3] = 100.0
-    blocks = cut_blocks(tables, work, most=6)
+    blocks = cut_blocks(work, state, most=6)
     assert sorted(set(blocks)) == list(range(6))
     assert (np.diff(blocks) >= 0).all()
     assert (blocks == blocks[3]).sum() == 1
-    assert (cut_blocks(tables, work, most=10_000) == np.arange(tables.num_groups)).all()
+    assert (cut_blocks(work, state, most=10_000) == np.arange(40)).all()

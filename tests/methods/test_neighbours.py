@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from heterog.graph.grouping import group_ops
+from heterog.agents.benchmark.tiles import equal_devices, nodes_of
+from heterog.agents.benchmark.tiles import graph_of as tiled
+from heterog.graph.grouping import block_starts, group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.methods.local_search.group_rules import (
-    GroupRules,
-)
+from heterog.methods.local_search.group_rules import GroupRules
 from heterog.methods.local_search.neighbours import Neighbours, State
 from heterog.methods.local_search.planner import Changes, LocalSearch, Search
 from heterog.methods.planner import Budget, Candidate, Problem
@@ -212,3 +212,32 @@ def test_what_a_search_hands_over_is_what_it_scored() -> None:
         assert found.step_time_s == search.referee.cost(state)
         again = search._states(Candidate(strategy=strategy, orders=(state.order,)))[0]
         assert again.rules in ((), search.rules.of_teams)
+
+
+def test_a_step_of_one_sample_changes_devices_at_the_edges_of_blocks() -> None:
+    graph, devices = tiled("tiled_ffn", nodes_of("tiled_ffn")), equal_devices(4)
+    search = Search(Problem(evaluator=Evaluator(graph, devices), budget=Budget(evaluations=9)))
+    state, changed = search.everywhere(0), 0
+    edges = set(block_starts(graph).tolist())
+    for _ in range(50):
+        new = search.neighbours._placed(state, block_starts(graph))
+        assert set((np.flatnonzero(np.diff(new.row)) + 1).tolist()) <= edges
+        changed += new.key != state.key
+        state = new
+    assert changed > 10
+    used = [search.space.candidates[number].devices for number in set(state.row.tolist())]
+    assert sorted(device for devices in used for device in devices if len(devices) == 1) == [
+        0,
+        1,
+        2,
+        3,
+    ]
+
+
+def test_a_step_of_one_sample_is_spread_over_devices() -> None:
+    graph, devices = tiled("tiled_ffn", nodes_of("tiled_ffn")), equal_devices(4)
+    evaluator = Evaluator(graph, devices)
+    search = Search(Problem(evaluator=evaluator, budget=Budget(evaluations=150)))
+    alone = search.referee.cost(search.everywhere(0))
+    found = search.run(search.problem).candidates[0]
+    assert evaluator.referee(found.strategy, found.orders[0]).step_time_s < 0.5 * alone

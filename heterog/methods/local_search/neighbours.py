@@ -19,14 +19,10 @@ from enum import IntEnum
 
 import numpy as np
 
-from heterog.graph.grouping import alike_groups
+from heterog.graph.grouping import alike_groups, block_starts
 from heterog.lowering.program import IntArray
 from heterog.lowering.space import MicroBatches, StrategySpace
-from heterog.methods.local_search.group_rules import (
-    GroupRules,
-    Place,
-    RuleRow,
-)
+from heterog.methods.local_search.group_rules import GroupRules, Place, RuleRow
 from heterog.methods.planner import Problem
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.teams import (
@@ -56,6 +52,8 @@ _TEAMED = 0.1  # part of all moves, if teams may pay
 _BY_STAGE = 0.5  # part of the changes to recomputation that set whole layers of a run
 _OTHER_LEVEL = 0.3  # part of the changes to synchronisation under ZeRO that change its stage
 _PROPOSED = 0.4  # part of the changes to groups, if a policy has proposed some
+_PLACED = 0.9  # part of the moves of a step of one sample that give blocks other places
+_BLOCKS_PLACED = 4.0  # mean number of these blocks, which lie in a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +162,8 @@ class Neighbours:
         graph = problem.evaluator.graph
         self.alike = alike_groups(graph)
         self.num_groups = len(self.alike)
+        self._block_starts = block_starts(graph) if graph.batch_size == 1 else None
+        self._places = [n for n, each in enumerate(space.candidates) if len(each.devices) == 1]
         self.team_sizes = team_sizes(space.cluster, rules_of_model(graph))
         self._kinds = kinds_worth_trying(graph)
         self._layer_blocks = layer_blocks(graph)
@@ -190,6 +190,8 @@ class Neighbours:
         """Draw a move; the work that ``after`` does for it is deterministic."""
         if self.may_team and self.rng.random() < _TEAMED:
             return Move(MoveKind.TEAMS, self._teamed(state))
+        if self._block_starts is not None and self.rng.random() < _PLACED:
+            return Move(MoveKind.DECISION, self._placed(state, self._block_starts))
         kind = self.rng.random()
         if kind < 0.05:
             if kind >= 0.03 and (self.may_shard or state.rules):
@@ -236,6 +238,21 @@ class Neighbours:
             row[chosen] = self.rng.integers(self.num_named)
         return Move(what, state.with_row(row))
 
+    def _placed(self, state: State, starts: IntArray) -> State:
+        """Give some blocks in a row the decision of a neighbour, or a device.
+
+        Blocks begin at the same groups in every move, so no move leaves single groups behind.
+        """
+        row = state.row.copy()
+        first = int(self.rng.integers(len(starts) - 1))
+        last = min(first + int(self.rng.geometric(1.0 / _BLOCKS_PLACED)), len(starts) - 1)
+        begin, end = int(starts[first]), int(starts[last])
+        if self.rng.random() < 0.5:
+            row[begin:end] = row[begin - 1 if begin else min(end, self.num_groups - 1)]
+        else:
+            row[begin:end] = self._places[self.rng.integers(len(self._places))]
+        return state.with_row(row)
+
     def legal(self, state: State) -> State:
         """A state that ranks can execute, in a form that is the same for equal states."""
         rules, row = state.rules, state.row
@@ -249,8 +266,7 @@ class Neighbours:
                 rules = ()
         if not rules:
             row = self._said(row, without_teams)
-        row = self._said(row, _with_one_owner)
-        blocks = state.blocks
+        row, blocks = self._said(row, _with_one_owner), state.blocks
         if not any(self.space.candidates[n].recompute for n in used(row)):
             blocks = ()
         if blocks:
@@ -330,8 +346,7 @@ class Neighbours:
         old = self.space.candidates[number]
         if old.sync.is_sharded and self.rng.random() < _OTHER_LEVEL:
             levels = [sync for sync in Sync if sync.is_sharded]
-            level = levels[self.rng.integers(len(levels))]
-            return replace(old, sync=level)
+            return replace(old, sync=levels[self.rng.integers(len(levels))])
         if old.devices not in self._others:
             self._others[old.devices] = self.space.decisions_on(old.devices)
         others = self._others[old.devices]
@@ -537,8 +552,7 @@ class Neighbours:
 
     def _range(self, size: int) -> IntArray:
         """A random range below ``size``; short ones are as likely as long ones."""
-        length = int(math.exp(self.rng.uniform(0.0, math.log(size + 1))))
-        length = min(max(length, 1), size)
+        length = min(max(int(math.exp(self.rng.uniform(0.0, math.log(size + 1)))), 1), size)
         first = int(self.rng.integers(size - length + 1))
         return np.arange(first, first + length, dtype=np.int32)
 
@@ -565,9 +579,8 @@ class Neighbours:
         shares = list(old.shares)
         shares[giver] -= amount
         shares[taker] += amount
-        changed = replace(old, shares=tuple(shares))
         same = chosen[row[chosen] == row[chosen[0]]]
-        row[same] = self.space.add(changed)
+        row[same] = self.space.add(replace(old, shares=tuple(shares)))
 
 
 def used(row: IntArray) -> list[int]:
