@@ -29,12 +29,7 @@ from heterog.graph.batch_plan import micro_batches_refused
 from heterog.lowering import resident_bytes
 from heterog.lowering.choice import BoolArray
 from heterog.lowering.program import FloatArray, TaskKind
-from heterog.methods.changes import (
-    changes_in_words,
-    moved_samples,
-    with_decisions,
-    without_devices,
-)
+from heterog.methods.changes import moved_samples, with_decisions, without_devices
 from heterog.methods.planner import Budget, Spending
 from heterog.methods.recomputing import (
     freed_bytes,
@@ -58,19 +53,7 @@ _MOST_MOVES = 6  # of samples; each follows the shortage that is left after the 
 _SHARDING = tuple(sync for sync in Sync if sync.is_sharded)
 
 
-class Repaired(NamedTuple):
-    """A strategy and the changes that led to it.
-
-    Attributes:
-        strategy: The repaired strategy, or the given one.
-        changed: Description of the changes; ``""`` if there are none.
-    """
-
-    strategy: Strategy
-    changed: str
-
-
-def repair(evaluator: Evaluator, strategy: Strategy, order: Order, *, budget: Budget) -> Repaired:
+def repair(evaluator: Evaluator, strategy: Strategy, order: Order, *, budget: Budget) -> Strategy:
     """Change a strategy that is out of memory until it fits.
 
     The result depends on nothing but the arguments if the budget is in evaluations.
@@ -176,7 +159,7 @@ class _Repair:
         self.tried: dict[Strategy, _Tried] = {}
         self._known: dict[object, _Again] = {}
 
-    def run(self, strategy: Strategy) -> Repaired:
+    def run(self, strategy: Strategy) -> Strategy:
         """Repair in rounds until something fits, nothing helps, or the budget is over."""
         given = self._evaluate(strategy)
         try:
@@ -186,8 +169,8 @@ class _Repair:
             pass
         best = self._best()
         if self._shortage(best.peak) > self._shortage(given.peak):
-            best = given
-        return Repaired(best.strategy, changes_in_words(strategy, best.strategy, self.cluster))
+            return strategy
+        return best.strategy
 
     def _search(self, given: _Tried) -> None:
         current: _Tried | None = given

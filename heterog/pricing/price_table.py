@@ -513,17 +513,16 @@ class PriceTable:
             key = used.tobytes()
         found = self._channel_prices.pop(key, None)
         if found is None:
-            found = self._every_price() if used is None else self._prices_of(used)
+            found = self._prices_of(used)
             if len(self._channel_prices) >= _MOST_PRICE_LISTS:
                 del self._channel_prices[next(iter(self._channel_prices))]
         self._channel_prices[key] = found
         return found
 
-    def _every_price(self) -> ChannelPrices:
-        return self.pricer.prices([self._channels[n] for n in range(len(self._channels))])
-
-    def _prices_of(self, used: IntArray) -> ChannelPrices:
-        """Prices of channels; transfers over the same links are priced once."""
+    def _prices_of(self, used: IntArray | None) -> ChannelPrices:
+        """Prices of some channels, or of all; of some, those over the same links once."""
+        if used is None:
+            return self.pricer.prices([self._channels[n] for n in range(len(self._channels))])
         first, number = self._channels.over_same_links(used)
         firsts = [self._channels[each] for each in used[first].tolist()]
         return _of_all(self.pricer.prices(firsts), first, number, used, self._channels)
@@ -552,6 +551,13 @@ class PriceTable:
         device_type = self._cluster.device_types[kind]
         return self._cost_model.op_seconds(self._graph, device_type, samples)[self._tables.op_id]
 
+    def seconds_of_groups(self, kind: int, samples: int) -> FloatArray:
+        """Seconds of (each group's forward ops, all its ops) on a type.  # [2, num_groups]"""
+        if not self._is_priced[kind, samples]:
+            self._price(kind, samples)
+        found: FloatArray = self.group_seconds[:, kind, samples]
+        return found
+
     def _price(self, kind: int, samples: int) -> None:
         """Store the seconds of all compute ops on a device type at a share."""
         row = self.op_seconds(kind, samples)
@@ -572,10 +578,6 @@ class PriceTable:
         """Seconds of a copy on a device; ``num_bytes`` are the bytes read plus those written."""
         kind = self.types[device]
         return float(self._copy_fixed_s[kind] + num_bytes * self._copy_s_per_byte[kind])
-
-    def seconds_per_byte(self, channel: Channel) -> float:
-        """Seconds that one byte of payload occupies the slowest link of a channel."""
-        return self.pricer.seconds(channel).seconds_per_byte
 
     def held_by(self, channel: int) -> FloatArray:
         """Seconds that one byte of payload occupies each link of a channel.  # [num_resources]"""

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
@@ -164,27 +163,13 @@ class LayoutCosts:
         self, kind: int, samples: int, stage_of_group: tuple[int, ...], num_stages: int
     ) -> tuple[float, float]:
         """Seconds of a forward and a backward pass of the slowest stage."""
+        forward, whole = self._evaluator.prices.seconds_of_groups(kind, samples)
         passes = [
             np.bincount(stage_of_group, weights, num_stages)
-            for weights in self._seconds(kind, samples)
+            for weights in (forward, whole - forward)
         ]
         slowest = int(np.argmax(passes[0] + passes[1]))
         return float(passes[0][slowest]), float(passes[1][slowest])
-
-    @kept
-    def _seconds(self, kind: int, samples: int) -> tuple[FloatArray, FloatArray]:
-        """Seconds of each group's forward and backward ops.  # [num_groups] twice"""
-        tables = self._evaluator.tables
-        seconds = self._evaluator.prices.op_seconds(kind, samples)
-        is_backward = tables.op_is_backward == 1
-        groups = tables.op_group + 1  # constants, group -1, come first
-
-        def of_groups(chosen: npt.NDArray[np.bool_]) -> FloatArray:
-            weights = np.where(chosen, seconds, 0.0)
-            summed = np.bincount(groups, weights, tables.num_groups + 1)
-            return summed[1:].astype(np.float64)
-
-        return of_groups(~is_backward), of_groups(is_backward)
 
     @kept
     def _by_stage(

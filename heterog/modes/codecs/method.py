@@ -107,7 +107,7 @@ def boundaries(evaluator: Evaluator, program: Program, tables: GraphTables) -> l
         else:
             continue
         channel = program.channels[int(program.channel[task])]
-        per_byte = evaluator.prices.seconds_per_byte(channel)
+        per_byte = evaluator.prices.pricer.seconds(channel).seconds_per_byte
         key = traffic, channel.devices
         seconds[key] = seconds.get(key, 0.0) + float(program.num_bytes[task]) * per_byte
     found = [
@@ -126,7 +126,8 @@ def averaged_boundaries(evaluator: Evaluator, strategy: Strategy) -> list[Bounda
     found: dict[tuple[int, ...], Boundary] = {}
     for bucket in averaged_buckets(evaluator.graph, strategy):
         channel = evaluator.channels[evaluator.channels.value_reduce(bucket.devices)]
-        seconds = bucket.num_bytes * evaluator.prices.seconds_per_byte(channel) / averaging.every
+        per_byte = evaluator.prices.pricer.seconds(channel).seconds_per_byte
+        seconds = bucket.num_bytes * per_byte / averaging.every
         before = found.get(bucket.devices)
         found[bucket.devices] = Boundary(
             traffic=Traffic.PARAMETER_CHANGES,
