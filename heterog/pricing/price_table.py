@@ -125,18 +125,15 @@ class RuleSet:
         self._plan = axis_plan(graph, op_rules)
         self._graph = graph
         self._sparse = SparseWork(graph, self._plan)
-        self.minds_position = len(self._plan.causal_ops) > 0 or self._sparse.by_rows
+        # Whether work depends on which rows a device has, not only on its number of units.
+        self.tells_rows_apart = self._sparse.by_rows
+        self.minds_position = len(self._plan.causal_ops) > 0 or self.tells_rows_apart
         self._seconds: dict[tuple[int, ...], FloatArray] = {}
 
     @cached_property
     def scratch(self) -> Scratch:
         """Working memory for all devices, made at the first use."""
         return make_scratch(self.tables, self._num_devices)
-
-    @property
-    def tells_rows_apart(self) -> bool:
-        """Whether work depends on which rows a device has, not only on its number of units."""
-        return self._sparse.by_rows
 
     def seconds(
         self,
