@@ -24,7 +24,7 @@ from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.tuned_uniform import tuned_decision
 from heterog.modes.search import Tried, best_of, by_preference, is_count, nothing
-from heterog.modes.stash.value import WeightStash, stage_fault, stages_of
+from heterog.modes.stash.value import WeightStash, stages_of
 from heterog.names import shown
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -293,4 +293,4 @@ def _recomputing(strategy: Strategy, keeps: Keeps) -> Strategy:
 def _fault(evaluator: Evaluator, strategy: Strategy) -> str:
     """Why stages cannot run different batches; empty if they can."""
     program = evaluator.program(evaluator.encode(strategy))
-    return stage_fault(program, stages_of(strategy), evaluator.tables)
+    return strategy.own_mode(WeightStash).fault(program, strategy, evaluator.tables)
