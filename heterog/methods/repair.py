@@ -84,18 +84,6 @@ class _Tried:
     peak: FloatArray  # bytes of each device
 
 
-class _Again(NamedTuple):
-    """Cost and gain of a kind of recomputation on all devices that overflow.
-
-    Attributes:
-        seconds: Seconds that each group recomputes.  # [num_groups]
-        freed: Bytes that each group frees.  # [num_groups]
-    """
-
-    seconds: FloatArray
-    freed: FloatArray
-
-
 class _Step(NamedTuple):
     """A change of some groups from one kind of recomputation, or none, to another."""
 
@@ -157,7 +145,7 @@ class _Repair:
         self.limits = np.array(usable, np.float64)
         self.usable = self.limits.copy()  # less what the referee needs beyond the engine
         self.tried: dict[Strategy, _Tried] = {}
-        self._known: dict[object, _Again] = {}
+        self._known: dict[object, tuple[FloatArray, FloatArray]] = {}
 
     def run(self, strategy: Strategy) -> Strategy:
         """Repair in rounds until something fits, nothing helps, or the budget is over."""
@@ -371,15 +359,21 @@ class _Repair:
             for keeps in kinds:
                 known = [self._again(keeps, blocks, decisions[group], over) for group in groups]
                 pairs = list(zip(known, groups, strict=True))
-                seconds = sum(float(each.seconds[group]) for each, group in pairs)
-                freed = sum(float(each.freed[group]) for each, group in pairs)
+                seconds, freed = (
+                    sum(float(each[column][group]) for each, group in pairs) for column in (0, 1)
+                )
                 options.append((seconds, freed, keeps))
             yield _Unit(groups, decisions[first], tuple(options))
 
     def _again(
         self, keeps: Keeps, blocks: tuple[int, ...], decision: Decision, over: BoolArray
-    ) -> "_Again":
-        """Cost and gain of a kind of recomputation if all groups have one decision."""
+    ) -> tuple[FloatArray, FloatArray]:
+        """Cost and gain of a kind of recomputation if all groups have one decision.
+
+        Returns:
+            Seconds that each group recomputes on the devices that overflow, and bytes that it
+            frees there.  # [num_groups] each
+        """
         key = keeps, blocks, decision, over.tobytes()
         if key not in self._known:
             tables = self.evaluator.rules.of(self.evaluator.rules.number((), blocks)).tables
@@ -393,7 +387,7 @@ class _Repair:
                     own = row[tables.op_id[again]] * (share / batch)
                     seconds += np.bincount(tables.op_group[again], own, tables.num_groups)
                     freed += share * of_sample + once
-            self._known[key] = _Again(seconds, freed)
+            self._known[key] = seconds, freed
         return self._known[key]
 
     def _cut_finer(self, current: _Tried) -> Iterator[_Tried]:

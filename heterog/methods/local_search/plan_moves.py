@@ -10,6 +10,7 @@ about a move is drawn at random.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import pairwise
 
 import numpy as np
@@ -50,11 +51,13 @@ class PlanMoves:
 
     Args:
         neighbours: The search's small moves, whose candidates, generator and rules are used.
+
+    Attributes:
+        rng: The search's generator.
     """
 
     def __init__(self, neighbours: Neighbours) -> None:
-        self._near = neighbours
-        self._space = neighbours.space
+        self._near, self._space, self.rng = neighbours, neighbours.space, neighbours.rng
         self._evaluator = evaluator = neighbours.problem.evaluator
         self._cluster, self._graph = evaluator.cluster, evaluator.graph
         self._num_groups = neighbours.num_groups
@@ -85,11 +88,6 @@ class PlanMoves:
             MoveKind.SHARDED: self._sharded,
         }
 
-    @property
-    def rng(self) -> np.random.Generator:
-        """The search's generator."""
-        return self._near.rng
-
     def move(self, state: State, busy_s: FloatArray) -> Move:
         """Draw a move.
 
@@ -107,12 +105,8 @@ class PlanMoves:
         """Whether a simulation is short enough, by the number of ops."""
         if not state.micro_batches:
             return True
-        sizes = [self._size(number) for number in state.row.tolist()]
+        sizes = [len(self._space.candidates[number].devices) for number in state.row.tolist()]
         return len(state.micro_batches[0]) * int(self._num_ops @ np.array(sizes)) <= _MOST_TASKS
-
-    @kept
-    def _size(self, number: int) -> int:
-        return len(self._space.candidates[number].devices)
 
     # --- stages ----------------------------------------------------------------------------------
 
@@ -363,9 +357,7 @@ class PlanMoves:
             places = [places[int(self.rng.integers(len(places)))]]
         is_held = rules.holds(state.rules, places[0])
         change = rules.removed if is_held else rules.added
-        changed = state.rules
-        for place in places:
-            changed = change(changed, place)
+        changed = reduce(change, places, state.rules)
         if is_held:
             return replace(state, rules=changed)
         row, number = state.row.copy(), self._devices_for_shards(state)

@@ -33,7 +33,6 @@ from heterog.methods.pipette.communication import (
     COOLED,
     HostRates,
     Pricing,
-    Traffic,
     UniformCosts,
     Variant,
     anneal,
@@ -146,17 +145,7 @@ class LayoutCosts:
             gradient_bytes=gradients / layout.tp,
             inside_bytes_per_s=inside,
             between_bytes_per_s=between if len(point.hosts) > 1 else inside,
-        )
-
-    def traffic(self, point: Point) -> Traffic:
-        """Traffic of a layout between hosts."""
-        costs = self.costs(point)
-        return Traffic(
-            num_stages=costs.num_stages,
-            replicas_per_host=costs.replicas_per_host,
-            message_bytes=costs.message_bytes,
-            gradient_bytes=costs.gradient_bytes,
-            team_size=point.layout.tp,
+            team_size=layout.tp,
         )
 
     def _passes_s(
@@ -276,7 +265,12 @@ class _Search(PointSearch[_Trial]):
                 order = self._dedicated(point, Pricing.EXECUTED)
                 found = self.ask(_Trial(point=manner, order=order))
                 if found is not None and found.is_ok:
-                    cheapest = self._cheapest(manner, order)
+                    cheaper = cheaper_layouts(self.graph, manner.layout)
+                    leanest = self.while_it_fits(
+                        _Trial(point=replace(manner, layout=layout), order=order)
+                        for layout in cheaper
+                    )
+                    cheapest = manner if leanest is None else leanest.point
                     self.ask(_Trial(point=cheapest, order=self._as_given(point)))
                     fitting += 1
                     break
@@ -288,16 +282,6 @@ class _Search(PointSearch[_Trial]):
     def orders(self, point: _Trial) -> tuple[engine.Order, ...]:
         """See ``PointSearch``."""
         return (self.problem.first_order,)
-
-    def _cheapest(self, point: Point, order: Order) -> Point:
-        """The layout with the least recomputation that still fits."""
-        for layout in cheaper_layouts(self.graph, point.layout):
-            cheaper = replace(point, layout=layout)
-            found = self.ask(_Trial(point=cheaper, order=order))
-            if found is None or not found.is_ok:
-                break
-            point = cheaper
-        return point
 
     @property
     def why_nothing(self) -> str:
@@ -321,8 +305,8 @@ class _Search(PointSearch[_Trial]):
         return f"{trial.point.layout} on hosts {order}; its models say {said}"
 
     def _model_s(self, trial: _Trial, variant: Variant) -> float:
-        costs, traffic = self.costs.costs(trial.point), self.costs.traffic(trial.point)
-        measured = self.rates.communication(np.array(trial.order, np.int32), traffic)
+        costs = self.costs.costs(trial.point)
+        measured = self.rates.communication(np.array(trial.order, np.int32), costs)
         return latency_s(variant, costs, measured if variant.needs_measured else None)
 
     def _rank(self, point: Point) -> tuple[float, int]:
@@ -342,7 +326,7 @@ class _Search(PointSearch[_Trial]):
             return given
         key = replace(point, num_micro=0), pricing
         if key not in self._orders:
-            traffic = self.costs.traffic(point)
+            traffic = self.costs.costs(point)
 
             def cost_of(order: IntArray) -> float:
                 return rates.communication(order, traffic, pricing).total_s
@@ -354,7 +338,7 @@ class _Search(PointSearch[_Trial]):
                 num_steps=COOLED,
                 is_over=self._is_annealed,
             )
-            order = tuple(point.hosts[place] for place in found.order)
+            order = tuple(point.hosts[place] for place in found)
             if self._is_annealed():  # a longer round may find a better one
                 return order
             self._orders[key] = order
