@@ -254,7 +254,7 @@ def _start(
             work.drag_share[device],
         )
         work.debt[device] = 0.0
-    end = now + timings.seconds[task]
+    end: float = now + timings.seconds[task]
     timings.finish[task] = end
     return end
 

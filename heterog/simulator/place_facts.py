@@ -100,7 +100,7 @@ def place_facts(
     before = np.empty(tasks, np.int32)  # the task before each on its stream or links
     # The last task so far of each device, link and queue.
     sizes = num_devices, num_resources, prices.channels.num_queues
-    last = [np.full(size, -1, np.int32) for size in sizes]
+    on_device, on_resource, on_queue = (np.full(size, -1, np.int32) for size in sizes)
     found = PlaceFacts(
         groups=np.zeros((tables.num_groups + 1, len(GROUP_FACTS))),
         devices=np.zeros((num_devices, len(DEVICE_FACTS))),
@@ -109,8 +109,8 @@ def place_facts(
     buckets = np.zeros((len(tape.bucket) + 1, 4))
     _facts_kernel(
         tape, prices, timings, tables.op_group, tables.value_op, tables.slot_value,
-        tables.slot_group, tables.parameter_group, _ABOUT, stream_of, order, before, *last,
-        found.groups, found.devices, found.resources, buckets,
+        tables.slot_group, tables.parameter_group, _ABOUT, stream_of, order, before,
+        on_device, on_resource, on_queue, found.groups, found.devices, found.resources, buckets,
     )  # fmt: skip
     whole = max(float(timings.finish[:tasks].max(initial=0.0)), 1e-30)
     _spread(tape.bucket, tables, buckets, found.groups)

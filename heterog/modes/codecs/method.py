@@ -289,12 +289,9 @@ class _Search:
 
     def fewest(self, codec: Codec) -> Tried:
         """The codec on the fewest boundaries that suffice for the best step."""
-        counts, number = [], 1
-        while number < len(self.boundaries):
-            counts.append(number)
-            number *= 2
-        counts.append(len(self.boundaries))
-        tried = [self.with_rules(self.rules(codec, count)) for count in counts]
+        every = len(self.boundaries)
+        counts = {*(1 << power for power in range(every.bit_length())), every}
+        tried = [self.with_rules(self.rules(codec, count)) for count in sorted(counts)]
         best = min(map(by_preference, tried))
         enough = best[0], best[1] * (1.0 + EQUALLY_FAST)
         return next(each for each in tried if by_preference(each) <= enough)
