@@ -65,7 +65,7 @@ from heterog.modes.codecs.value import (
 from heterog.modes.stash.method import StashedPipelines
 from heterog.runtime.deploy import deploy
 from heterog.runtime.ranks.testbed import load_testbed
-from heterog.search.plan import Plan, Searched, load_plan, make_plan, plan_from_rows
+from heterog.search.plan import Plan, load_plan, make_plan, plan_from_rows
 from heterog.search.request import Request
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Decision, Strategy
@@ -118,7 +118,7 @@ def plans_of(cluster: Cluster, model: str, rows: Sequence[str], budget: str) -> 
         )
         found = make_plan(asked, evaluator=evaluator).rows
         own = [row for row in found if mode is None or row.method == mode.name]
-        best[words] = plan_from_rows(evaluator, own, Searched(budget=budget))
+        best[words] = replace(plan_from_rows(evaluator, own), budget=budget)
     plans = {}
     for row in rows:
         words, codec = parts_of(row)

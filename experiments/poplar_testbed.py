@@ -13,6 +13,7 @@ calibration of the testbed on other workloads than these.
 import statistics
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from heterog.graph.capture import capture
 from heterog.methods.planner import Budget, Planner, Problem
 from heterog.methods.poplar import STAGES, EvenZero, Poplar
 from heterog.search.judging import run_method
-from heterog.search.plan import Plan, Searched, plan_from_rows
+from heterog.search.plan import Plan, plan_from_rows
 from heterog.simulator.evaluator import Evaluator
 
 CASES = (("vgg", 768), ("gpt", 192), ("encoder", 144), ("mlp", 8192))
@@ -39,9 +40,8 @@ def make_plans(cluster: Cluster, model: str, batch_size: int, budget: Budget) ->
 
     def made(planner: Planner) -> Plan:
         row = run_method(planner, problem)
-        return plan_from_rows(
-            evaluator, [row], Searched(budget=str(budget), seconds=row.search_seconds)
-        )
+        plan = plan_from_rows(evaluator, [row])
+        return replace(plan, budget=str(budget), search_seconds=row.search_seconds)
 
     plans: dict[str, Plan] = {}
     for stage in STAGES:

@@ -308,7 +308,7 @@ def _queued(timeline: Timeline) -> tuple[Queued, ...]:
     """Collectives of the critical path that waited for their communicator, per step."""
     program = timeline.program
     found: dict[tuple[int, ...], list[float]] = {}
-    for step in timeline.critical_path():
+    for step in timeline.critical_path:
         if step.cause == Cause.COMMUNICATOR:
             channel = program.channels[int(program.channel[step.task])]
             found.setdefault(channel.devices, []).append(step.seconds)

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -155,8 +155,12 @@ def family_errors(
         for run in runs
         if run.measured_bytes and run.predicted_bytes
     ]
-    of_steps = _coverage([(r.measured_s, r.predicted_s, r.interval_s) for r in runs])
-    of_peaks = _coverage([(r.measured_bytes, r.predicted_bytes, r.interval_bytes) for r in runs])
+    part, width, is_sound = _coverage(
+        [(run.measured_s, run.predicted_s, run.interval_s) for run in runs]
+    )
+    part_of_peaks, width_of_peaks, is_sound_of_peaks = _coverage(
+        [(run.measured_bytes, run.predicted_bytes, run.interval_bytes) for run in runs]
+    )
     pairs = ordered_pairs(runs, least_difference=least_difference)
     first, of_five = regret(runs), regret(runs, liked=5)
     has_ranks = len(runs) > 2 and np.ptp(measured) > 0.0 and np.ptp(predicted) > 0.0
@@ -168,13 +172,13 @@ def family_errors(
         p90=float(np.quantile(np.abs(error), 0.9)),
         bias=float(np.median(error)),
         spearman=float(spearmanr(measured, predicted).statistic) if has_ranks else None,
-        interval_coverage=of_steps.part,
-        interval_width=of_steps.width,
-        is_coverage_sound=of_steps.is_sound,
+        interval_coverage=part,
+        interval_width=width,
+        is_coverage_sound=is_sound,
         memory_mape=float(np.mean(of_memory)) if of_memory else None,
-        memory_coverage=of_peaks.part,
-        memory_width=of_peaks.width,
-        is_memory_coverage_sound=of_peaks.is_sound,
+        memory_coverage=part_of_peaks,
+        memory_width=width_of_peaks,
+        is_memory_coverage_sound=is_sound_of_peaks,
         pairs=pairs if pairs.number else None,
         regret=None if first is None or of_five is None else (first, of_five),
     )
@@ -267,30 +271,24 @@ def _alternatives(runs: Sequence[Compared]) -> list[list[Compared]]:
     return [members for members in of_choice.values() if len(members) > 1]
 
 
-class _Coverage(NamedTuple):
-    """Share of measurements inside their intervals; ``None`` throughout if there are none."""
-
-    part: float | None = None
-    width: float | None = None
-    is_sound: bool | None = None
-
-
 def _coverage(
     runs: Sequence[tuple[float | None, float | None, Interval | None]],
-) -> _Coverage:
-    """Coverage by (measured, predicted, interval) of each run; those lacking one are skipped."""
+) -> tuple[float, float, bool] | tuple[None, None, None]:
+    """Coverage by (measured, predicted, interval) of each run; those lacking one are skipped.
+
+    Returns:
+        Share of measurements inside their intervals, median width of these as a share of the
+        prediction, and whether a binomial test does not reject ``COVERAGE``.
+    """
     inside, widths = [], []
     for measured, predicted, interval in runs:
         if measured and predicted and interval is not None:
             inside.append(interval.low <= measured <= interval.high)
             widths.append((interval.high - interval.low) / predicted)
     if not inside:
-        return _Coverage()
-    return _Coverage(
-        part=sum(inside) / len(inside),
-        width=float(np.median(widths)),
-        is_sound=bool(binomtest(sum(inside), len(inside), COVERAGE).pvalue > 0.05),
-    )
+        return None, None, None
+    is_sound = bool(binomtest(sum(inside), len(inside), COVERAGE).pvalue > 0.05)
+    return sum(inside) / len(inside), float(np.median(widths)), is_sound
 
 
 COLUMNS = (

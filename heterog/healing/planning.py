@@ -32,7 +32,7 @@ from heterog.pricing.cost_model import CostModel
 from heterog.runtime.measure.rehearsal import rehearsal_of
 from heterog.search.issue_order import IssuedSteps, Rehearse
 from heterog.search.judging import run_method
-from heterog.search.plan import Plan, Searched, load_plan, make_plan, plan_from_rows
+from heterog.search.plan import Plan, load_plan, make_plan, plan_from_rows
 from heterog.search.portfolio import rehearsed
 from heterog.search.request import Request, Session
 from heterog.simulator.engine import Order
@@ -126,8 +126,12 @@ class Planning:
         if fitting:
             best = min(fitting, key=until_done_s)
             if best.method != plan.method:
-                spent = Searched(budget=plan.budget, seed=plan.seed, seconds=plan.search_seconds)
-                other = self._plan_of(evaluator, best, spent)
+                other = replace(
+                    self._plan_of(evaluator, best),
+                    budget=plan.budget,
+                    seed=plan.seed,
+                    search_seconds=plan.search_seconds,
+                )
                 return plan if other.step_time_s is None else other
         return plan
 
@@ -161,8 +165,12 @@ class Planning:
                 break
         else:
             raise StrategyError("no other plan is predicted to be nearly as quick")
-        spent = Searched(budget=question.budget, seed=problem.seed, seconds=row.search_seconds)
-        return self._plan_of(evaluator, row, spent)
+        return replace(
+            self._plan_of(evaluator, row),
+            budget=question.budget,
+            seed=problem.seed,
+            search_seconds=row.search_seconds,
+        )
 
     def _moving_s(self, question: Question, strategy: Strategy) -> float:
         """Seconds to change from the running plan to a strategy on what is left."""
@@ -174,13 +182,13 @@ class Planning:
             (strategy, question.devices),
         )
 
-    def _plan_of(self, evaluator: Evaluator, row: MethodRow, spent: Searched) -> Plan:
+    def _plan_of(self, evaluator: Evaluator, row: MethodRow) -> Plan:
         """Make the plan of one row, which is played on shapes unless it was."""
         issued = IssuedSteps(evaluator)
         rows = [row]
         if self._rehearse is not None and not row.is_rehearsed:
             rows = rehearsed(issued, rows, self._rehearse)
-        return plan_from_rows(evaluator, rows, spent, issued=issued)
+        return plan_from_rows(evaluator, rows, issued=issued)
 
     def _stay_step_s(self, question: Question) -> float:
         """Predicted step time of the running plan on the devices that it runs on."""

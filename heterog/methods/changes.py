@@ -1,4 +1,4 @@
-"""Changes of a strategy's decisions, and a description of what has changed."""
+"""Changes of a strategy's decisions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -9,8 +9,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.lowering.program import FloatArray
 from heterog.strategy.division import split_in_proportion
-from heterog.strategy.keeping import recomputed_words
-from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 
 _T = TypeVar("_T")
 
@@ -136,50 +135,3 @@ def without_devices(decision: Decision, leaving: set[int], roomiest: int) -> Dec
         teams=tuple(filter(None, teams)),
         parts=tuple(decision.parts[index] for index in kept) if decision.parts else (),
     )
-
-
-def changes_in_words(before: Strategy, after: Strategy, cluster: Cluster) -> str:
-    """The changes from one strategy to another of the same graph, in words."""
-    pairs = list(zip(before.decisions, after.decisions, strict=True))
-    words = []
-    if again := [
-        new.keeps
-        for old, new in pairs
-        if (new.recompute and (not old.recompute or new.keeps < old.keeps))
-    ]:
-        what = f" ({recomputed_words(again)})" * any(again)
-        words.append(f"{len(again)} of {len(pairs)} groups recompute{what}")
-    if after.blocks and not before.blocks:
-        words.append("layers recompute whole")
-    if formed := sum(_has_teams(new) and not _has_teams(old) for old, new in pairs):
-        words.append(f"{formed} groups run in teams inside hosts")
-    if before.num_micro_batches != after.num_micro_batches:
-        words.append(
-            f"{after.num_micro_batches} micro-batches instead of {before.num_micro_batches}"
-        )
-    if any(map(any, after.schedule.in_flight)) and before.schedule != after.schedule:
-        most = max(map(max, filter(None, after.schedule.in_flight)))
-        words.append(f"at most {most} micro-batches under way on a device")
-    for index, device in enumerate(cluster.devices):
-        held = [(_share(old, index), _share(new, index)) for old, new in pairs]
-        if left := sum(old is not None and new is None for old, new in held):
-            words.append(f"{left} groups left {device.name}")
-        if came := sum(old is None and new is not None for old, new in held):
-            words.append(f"{came} groups came to {device.name}")
-        shares = {(o, n) for o, n in held if o is not None and n is not None and o != n}
-        if shares:
-            old_share, new_share = min(shares)
-            words.append(f"{device.name} computes {new_share} samples instead of {old_share}")
-    for sync in Sync:
-        if count := sum(new.sync == sync != old.sync for old, new in pairs):
-            words.append(f"{count} groups synchronise by {sync.name.lower()}")
-    return "; ".join(words)
-
-
-def _share(decision: Decision, device: int) -> int | None:
-    """Number of samples of a device; ``None`` if it has no part in the group."""
-    return dict(zip(decision.devices, decision.shares, strict=True)).get(device)
-
-
-def _has_teams(decision: Decision) -> bool:
-    return any(len(team) > 1 for team in decision.teams)

@@ -315,18 +315,18 @@ class _Enumeration(Trials):
     def search(self) -> None:
         """One synchronisation for all replicas, then the others, for the best replicas first."""
         first = {each: self._first(each) for each in self._replicas()}
-        ranked = sorted(first, key=lambda each: first[each].cost)
+        ranked = sorted(first, key=lambda each: first[each][0])
         for replicas in ranked:
             if len(replicas.devices) == 1 or self._is_hopeless(replicas):
                 continue
             for sync in ALL_REDUCES:
                 for buckets in self._buckets:
                     if (sync, buckets) != (ALL_REDUCES[0], self._buckets[0]):
-                        self._judge(replicas, first[replicas].num_micro, sync, buckets)
+                        self._judge(replicas, first[replicas][1], sync, buckets)
         for replicas in ranked:
             is_hopeless = self._is_hopeless(replicas, is_served=True)
             for homes in () if is_hopeless else self._homes(replicas.devices):
-                self._judge_served(replicas, first[replicas].num_micro, homes)
+                self._judge_served(replicas, first[replicas][1], homes)
 
     def _replicas(self) -> list[Replicas]:
         """All replicas, sorted by a rough estimate of compute and gradient seconds.
@@ -353,16 +353,19 @@ class _Enumeration(Trials):
         ]
         return sorted(found, key=roughly_s)
 
-    def _first(self, replicas: Replicas) -> "_First":
-        """Judge replicas with one synchronisation and the fewest micro-batches that fit."""
+    def _first(self, replicas: Replicas) -> tuple[tuple[float, float], int]:
+        """Judge replicas with one synchronisation and the fewest micro-batches that fit.
+
+        Returns:
+            Their cost and their number of micro-batches.
+        """
 
         def judge(num_micro: int) -> Evaluation | None:
             return self._judge(replicas, num_micro, ALL_REDUCES[0], self._buckets[0])
 
         num_micro, found = 1, judge(1)
-        if found is None or found.outcome != Outcome.OUT_OF_MEMORY or self._is_hopeless(replicas):
-            return _First.of(found, num_micro)
-        most = max(replicas.shares)
+        is_too_large = found is not None and found.outcome == Outcome.OUT_OF_MEMORY
+        most = max(replicas.shares) if is_too_large and not self._is_hopeless(replicas) else 1
         while not _fits(found) and num_micro < most:
             num_micro = min(2 * num_micro, most)
             found = judge(num_micro)
@@ -373,7 +376,7 @@ class _Enumeration(Trials):
                 num_micro, found = middle, other
             else:
                 low = middle + 1
-        return _First.of(found, num_micro)
+        return (math.inf, math.inf) if found is None else found.preference, num_micro
 
     def _is_hopeless(self, replicas: Replicas, *, is_served: bool = False) -> bool:
         """Whether parameters, and their state unless servers hold it, exceed a device's memory."""
@@ -426,18 +429,6 @@ class _Enumeration(Trials):
             if received_bytes / cluster.nic_bandwidth_bytes_per_s(host) > self.limit_s:
                 return
         self._judge(replicas, num_micro, Sync.PARAMETER_SERVER, homes=homes)
-
-
-class _First(NamedTuple):
-    """Cost of replicas with the first synchronisation, and their number of micro-batches."""
-
-    cost: tuple[float, float]
-    num_micro: int
-
-    @staticmethod
-    def of(found: Evaluation | None, num_micro: int) -> "_First":
-        cost = (math.inf, math.inf) if found is None else found.preference
-        return _First(cost, num_micro)
 
 
 def _fits(found: Evaluation | None) -> bool:

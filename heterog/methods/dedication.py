@@ -8,6 +8,7 @@ last, on its winner.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -183,10 +184,6 @@ class _Search:
         """Whether the referee needs the rest of the budget."""
         return self.spending.is_over or self.spending.fraction >= SEARCHED_PART
 
-    @property
-    def _least(self) -> tuple[float, float]:
-        return min(found.preference for found in self._found.values())
-
     def _placed(self, strategy: Strategy, order: IntArray) -> Strategy:
         return on_hosts(strategy, self._cluster, order.tolist())
 
@@ -198,14 +195,10 @@ class _Search:
         order = np.arange(self._cluster.num_hosts, dtype=np.int32)
         for _ in range(NUM_PROPOSED):
             for hosts in self._kinds:
-                order = annealed_order(
-                    traffic, self._rates, order, hosts, rng, is_over=self._is_annealed
-                )
+                # Simulations need the rest of the seconds.
+                is_over = partial(self.spending.is_past, ANNEALED_PART)
+                order = annealed_order(traffic, self._rates, order, hosts, rng, is_over=is_over)
             yield order
-
-    def _is_annealed(self) -> bool:
-        """Whether annealing must end, because simulations need the rest of the seconds."""
-        return self.spending.is_past(ANNEALED_PART)
 
     def _moved(self, order: IntArray, rng: np.random.Generator) -> IntArray:
         """An order with some hosts of one kind elsewhere."""
@@ -221,7 +214,7 @@ class _Search:
             if self._found and self._is_searched:
                 return None
             self._found[key] = self.problem.evaluator.evaluate(strategy, turn, limit_s)
-            missing, seconds = self._least
+            missing, seconds = min(found.preference for found in self._found.values())
             if not missing:
                 self.problem.report(self.spending.fraction, seconds)
         return self._found[key]

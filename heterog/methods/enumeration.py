@@ -2,10 +2,11 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from heterog.graph.placement import OpRules
-from heterog.lowering import Choice
 from heterog.lowering.program import IntArray
+from heterog.lowering.space import MicroBatches
 from heterog.methods.planner import Point, PointSearch, Problem
 from heterog.methods.teams import without_needless_rules
 from heterog.simulator.engine import Order
@@ -17,10 +18,30 @@ NUM_RETURNED = 6
 """Number of strategies handed to the referee."""
 
 
+class Meaning(NamedTuple):
+    """What a point of an enumeration stands for.
+
+    Attributes:
+        row: The decision of every group.  # [num_groups]
+        order: The order that the point is simulated in.
+        bucket_bytes: Bytes of a bucket of gradients; 0 for one bucket per parameter.
+        micro_batches: Micro-batches of each device; none for whole batches.
+        schedule: Order in which devices work through the micro-batches.
+        op_rules: Rules of ops that do not follow the batch.
+        blocks: First groups of the blocks that recompute as one; a block's groups are alike.
+    """
+
+    row: IntArray
+    order: Order
+    bucket_bytes: int = 0
+    micro_batches: MicroBatches = ()
+    schedule: PipelineSchedule = AS_IT_COMES
+    op_rules: OpRules = ()
+    blocks: tuple[int, ...] = ()
+
+
 class Enumeration(PointSearch[Point]):
     """Base of enumerations over points, each of which has a row: one decision for each group.
-
-    A subclass says which strategy a point means (``row`` and the methods after it).
 
     Args:
         problem: The planner's problem.
@@ -47,32 +68,8 @@ class Enumeration(PointSearch[Point]):
         self.fault = ""
 
     @abstractmethod
-    def row(self, point: Point) -> IntArray:
-        """The decision of every group.  # [num_groups]"""
-
-    @abstractmethod
-    def order(self, point: Point) -> Order:
-        """The order that a point is simulated in."""
-
-    def bucket_bytes(self, point: Point) -> int:
-        """Bytes of a bucket of gradients; 0 for one bucket per parameter."""
-        return 0
-
-    def micro_batches(self, point: Point) -> tuple[tuple[int, ...], ...]:
-        """Micro-batches of each device; none for whole batches."""
-        return ()
-
-    def schedule(self, point: Point) -> PipelineSchedule:
-        """Order in which devices work through the micro-batches."""
-        return AS_IT_COMES
-
-    def op_rules(self, point: Point) -> OpRules:
-        """Rules of ops that do not follow the batch."""
-        return ()
-
-    def blocks(self, point: Point) -> tuple[int, ...]:
-        """First groups of the blocks that recompute as one; a block's groups are alike."""
-        return ()
+    def meaning(self, point: Point) -> Meaning:
+        """What a point stands for."""
 
     def is_possible(self, point: Point) -> bool:
         """Whether a point stands for a strategy; others are skipped."""
@@ -85,7 +82,7 @@ class Enumeration(PointSearch[Point]):
 
     def orders(self, point: Point) -> tuple[Order, ...]:
         """See ``PointSearch``."""
-        return (self.order(point),)
+        return (self.meaning(point).order,)
 
     def try_points(self, points: Iterable[Point], *, until: float = 1.0) -> None:
         """Simulate points that are new, at least one, while the budget lasts.
@@ -94,40 +91,38 @@ class Enumeration(PointSearch[Point]):
             points: Points in the order in which they are tried.
             until: Part of the budget that may be spent when this ends.
         """
+        evaluator = self.evaluator
         for point in points:
             if self.found and (self.spending.is_over or self.spending.fraction >= until):
                 return
             if point in self.found or not self.is_possible(point):
                 continue
-            choice = self._choice(point)
-            evaluation = self.problem.evaluator.evaluate(choice, self.order(point))
+            meant = self.meaning(point)
+            number = evaluator.rules.number(meant.op_rules, meant.blocks)
+            choice = self.space.encode(
+                meant.row,
+                bucket_bytes=meant.bucket_bytes,
+                num_steps=self.num_steps,
+                micro_batches=meant.micro_batches,
+                tables=evaluator.rules.of(number).tables,
+                schedule=meant.schedule,
+            )
+            evaluation = evaluator.evaluate(choice._replace(rule_set=number), meant.order)
             if evaluation.outcome == Outcome.CANNOT_RUN:
                 self.fault = evaluation.shortage
             else:
                 self.keep(point, evaluation)
 
-    def _choice(self, point: Point) -> Choice:
-        evaluator = self.problem.evaluator
-        number = evaluator.rules.number(self.op_rules(point), self.blocks(point))
-        choice = self.space.encode(
-            self.row(point),
-            bucket_bytes=self.bucket_bytes(point),
-            num_steps=self.num_steps,
-            micro_batches=self.micro_batches(point),
-            tables=evaluator.rules.of(number).tables,
-            schedule=self.schedule(point),
-        )
-        return choice._replace(rule_set=number)
-
     def strategy_of(self, point: Point) -> Strategy:
         """See ``PointSearch``."""
+        meant = self.meaning(point)
         strategy = self.space.decode(
-            self.row(point),
-            bucket_bytes=self.bucket_bytes(point),
+            meant.row,
+            bucket_bytes=meant.bucket_bytes,
             step_barrier=self.problem.step_barrier,
-            micro_batches=self.micro_batches(point),
-            op_rules=self.op_rules(point),
-            schedule=self.schedule(point),
-            blocks=self.blocks(point),
+            micro_batches=meant.micro_batches,
+            op_rules=meant.op_rules,
+            schedule=meant.schedule,
+            blocks=meant.blocks,
         )
         return without_needless_rules(strategy)

@@ -69,7 +69,7 @@ class HostTraffic:
         if evaluator.tasks_of(choice) > MOST_COUNTED:
             return None
         traffic = HostTraffic.of_program(evaluator.program(choice), evaluator.cluster)
-        return None if traffic.is_nothing else traffic
+        return traffic if traffic.transfers_bytes.any() or traffic.rings else None
 
     @staticmethod
     def of_program(program: Program, cluster: Cluster) -> "HostTraffic":
@@ -87,11 +87,11 @@ class HostTraffic:
             hosts = tuple(sorted(set(places)))
             # A reduce-scatter or all-gather sends half as much as an all-reduce in a ring. In an
             # all-to-all, each member sends only its own part of that.
-            part = 1.0
-            if channel.kind in (ChannelKind.REDUCE_SCATTER, ChannelKind.ALL_GATHER):
-                part = 0.5
-            elif channel.kind == ChannelKind.ALL_TO_ALL:
-                part = 0.5 / len(channel.devices)
+            part = {
+                ChannelKind.REDUCE_SCATTER: 0.5,
+                ChannelKind.ALL_GATHER: 0.5,
+                ChannelKind.ALL_TO_ALL: 0.5 / len(channel.devices),
+            }.get(channel.kind, 1.0)
             if len(hosts) > 1:
                 rings[hosts] = rings.get(hosts, 0.0) + num_bytes * part
         np.fill_diagonal(transfers, 0.0)
@@ -106,11 +106,6 @@ class HostTraffic:
                 for size in by_size
             ),
         )
-
-    @property
-    def is_nothing(self) -> bool:
-        """Whether no byte goes between hosts."""
-        return not self.transfers_bytes.any() and not self.rings
 
     def seconds(self, order: IntArray, rates: HostRates) -> float:
         """Seconds for which links are busy: an estimate that ranks orders, not a step time.
@@ -162,7 +157,7 @@ def annealed_order(
         return traffic.seconds(whole, rates)
 
     found = anneal(cost_of, order[hosts], rng, num_steps=COOLED, is_over=is_over)
-    whole[hosts] = found.order
+    whole[hosts] = found
     return whole
 
 

@@ -100,7 +100,8 @@ class _Grid(PointSearch[_Point]):
             for manner in self._until_it_fits(point):
                 found = self.ask(manner)
                 if found is not None and found.is_ok:
-                    self._try_cheaper(manner)
+                    cheaper = cheaper_layouts(self.graph, manner.layout)
+                    self.while_it_fits(replace(manner, layout=layout) for layout in cheaper)
                 if found is None or found.is_ok:
                     break
             if len(self.varied) < number // VARIED_AFTER:
@@ -137,13 +138,6 @@ class _Grid(PointSearch[_Point]):
         """Bubble over the compute of a step by the best schedule that the shape can have."""
         bubble = (point.layout.pp - 1) / point.num_micro
         return least_bubble(bubble, in_a_v=_can_be_in_chunks(point.layout, self.num_layers))
-
-    def _try_cheaper(self, point: _Point) -> None:
-        """Recompute less and less, as long as the layout fits."""
-        for layout in cheaper_layouts(self.graph, point.layout):
-            found = self.ask(replace(point, layout=layout))
-            if found is None or not found.is_ok:
-                break
 
     def strategy_of(self, point: _Point) -> Strategy:
         """See ``PointSearch``."""

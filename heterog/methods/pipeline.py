@@ -18,10 +18,8 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import FloatArray
-from heterog.graph.placement import OpRules
-from heterog.lowering.program import IntArray
 from heterog.memo import kept
-from heterog.methods.enumeration import Enumeration
+from heterog.methods.enumeration import Enumeration, Meaning
 from heterog.methods.host_order import communities, in_best_order
 from heterog.methods.megatron_grid import MOST_TASKS
 from heterog.methods.model_parallel import stage_starts
@@ -32,7 +30,7 @@ from heterog.methods.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.stages import layer_blocks
-from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule, caps_of_stages
+from heterog.strategy.schedules import AS_IT_COMES, caps_of_stages
 from heterog.strategy.strategy import Decision, Keeps, Sync
 
 _FIRST_MICRO = (4, 8)  # tried for every sequence of stages
@@ -386,20 +384,11 @@ class _Enumeration(Enumeration[_Point]):
         samples = max(round(batch / num_micro / len(devices)), 1)
         rate = np.zeros(self.num_groups)
         for device in devices:
-            rate += samples / self._group_seconds(self.cluster.type_index[device], samples)
+            kind = self.cluster.type_index[device]
+            _, seconds = self.evaluator.prices.seconds_of_groups(kind, samples)
+            rate += samples / (seconds + 1e-9)
         result: FloatArray = batch / rate
         return result
-
-    @kept
-    def _group_seconds(self, type_number: int, samples: int) -> FloatArray:
-        """Seconds of each group on a type of device, and a nanosecond."""
-        evaluator, tables = self.problem.evaluator, self.problem.evaluator.tables
-        of_ops = evaluator.cost_model.op_seconds(
-            evaluator.graph, self.cluster.device_types[type_number], samples
-        )[tables.op_id]
-        of_groups, inside = np.full(self.num_groups, 1e-9), tables.op_group >= 0
-        np.add.at(of_groups, tables.op_group[inside], of_ops[inside])
-        return of_groups
 
     def _refine(self, start: _Point) -> None:
         """Move boundaries, and form or dissolve a stage's teams, while that helps."""
@@ -439,13 +428,28 @@ class _Enumeration(Enumeration[_Point]):
         )
         return num_tasks <= MOST_TASKS or point.num_micro <= _FIRST_MICRO[0]
 
-    def row(self, point: _Point) -> IntArray:
-        """See ``Enumeration``."""
+    def meaning(self, point: _Point) -> Meaning:
+        """See ``Enumeration``.
+
+        Devices without a team are teams of one. Layers recompute as a whole, unless a stage
+        boundary cuts them.
+        """
         row = np.empty(self.num_groups, np.int32)
         bounds = (0, *point.cuts, self.num_groups)
         for stage, (first, last) in enumerate(pairwise(bounds)):
             row[first:last] = self.space.add(self._decision(point, stage))
-        return row
+        capped = AS_IT_COMES
+        if point.caps and point.num_micro > 1:
+            capped = caps_of_stages(point.stages, self.cluster.num_devices, hidden=point.caps - 1)
+        blocks = tuple(sorted({*self.blocks_of_layers, *point.cuts}))
+        return Meaning(
+            row,
+            point.order,
+            micro_batches=self.space.micro_batches(point.num_micro),
+            schedule=replace(capped, splits_backward=point.splits_backward),
+            op_rules=self.rules.op_rules if point.teams and self.rules is not None else (),
+            blocks=blocks if point.recomputing else (),
+        )
 
     def _decision(self, point: _Point, stage: int) -> Decision:
         """The decision of the groups of a stage."""
@@ -459,28 +463,3 @@ class _Enumeration(Enumeration[_Point]):
             return decision
         teams = host_teams(self.cluster, devices, point.teams[stage])
         return apart(in_teams(decision, teams, self.speeds, self.cluster))
-
-    def op_rules(self, point: _Point) -> OpRules:
-        """See ``Enumeration``; devices without a team are teams of one."""
-        return self.rules.op_rules if point.teams and self.rules is not None else ()
-
-    def blocks(self, point: _Point) -> tuple[int, ...]:
-        """See ``Enumeration``: layers recompute as a whole, unless a stage boundary cuts them."""
-        if not point.recomputing:
-            return ()
-        return tuple(sorted({*self.blocks_of_layers, *point.cuts}))
-
-    def order(self, point: _Point) -> Order:
-        """See ``Enumeration``."""
-        return point.order
-
-    def micro_batches(self, point: _Point) -> tuple[tuple[int, ...], ...]:
-        """See ``Enumeration``."""
-        return self.space.micro_batches(point.num_micro)
-
-    def schedule(self, point: _Point) -> PipelineSchedule:
-        """See ``Enumeration``."""
-        capped = AS_IT_COMES
-        if point.caps and point.num_micro > 1:
-            capped = caps_of_stages(point.stages, self.cluster.num_devices, hidden=point.caps - 1)
-        return replace(capped, splits_backward=point.splits_backward)

@@ -7,7 +7,7 @@ import math
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -519,6 +519,16 @@ class PointSearch(ABC, Generic[Point]):
         if self.found and point not in self.found and self.spending.is_over:
             return None
         return self.evaluate(point, self.orders(point)[0])
+
+    def while_it_fits(self, points: Iterable[Point]) -> Point | None:
+        """Ask points until one does not fit; returns the last one that does."""
+        last = None
+        for point in points:
+            found = self.ask(point)
+            if found is None or not found.is_ok:
+                break
+            last = point
+        return last
 
     def evaluate(self, point: Point, order: Order = Order.FIFO) -> Evaluation | None:
         """Evaluate a point, once; ``None`` if it is refused or cannot run."""

@@ -29,12 +29,7 @@ from heterog.graph.batch_plan import micro_batches_refused
 from heterog.lowering import resident_bytes
 from heterog.lowering.choice import BoolArray
 from heterog.lowering.program import FloatArray, TaskKind
-from heterog.methods.changes import (
-    changes_in_words,
-    moved_samples,
-    with_decisions,
-    without_devices,
-)
+from heterog.methods.changes import moved_samples, with_decisions, without_devices
 from heterog.methods.planner import Budget, Spending
 from heterog.methods.recomputing import (
     freed_bytes,
@@ -58,19 +53,7 @@ _MOST_MOVES = 6  # of samples; each follows the shortage that is left after the 
 _SHARDING = tuple(sync for sync in Sync if sync.is_sharded)
 
 
-class Repaired(NamedTuple):
-    """A strategy and the changes that led to it.
-
-    Attributes:
-        strategy: The repaired strategy, or the given one.
-        changed: Description of the changes; ``""`` if there are none.
-    """
-
-    strategy: Strategy
-    changed: str
-
-
-def repair(evaluator: Evaluator, strategy: Strategy, order: Order, *, budget: Budget) -> Repaired:
+def repair(evaluator: Evaluator, strategy: Strategy, order: Order, *, budget: Budget) -> Strategy:
     """Change a strategy that is out of memory until it fits.
 
     The result depends on nothing but the arguments if the budget is in evaluations.
@@ -99,18 +82,6 @@ class _Tried:
     strategy: Strategy
     seconds: float
     peak: FloatArray  # bytes of each device
-
-
-class _Again(NamedTuple):
-    """Cost and gain of a kind of recomputation on all devices that overflow.
-
-    Attributes:
-        seconds: Seconds that each group recomputes.  # [num_groups]
-        freed: Bytes that each group frees.  # [num_groups]
-    """
-
-    seconds: FloatArray
-    freed: FloatArray
 
 
 class _Step(NamedTuple):
@@ -174,9 +145,9 @@ class _Repair:
         self.limits = np.array(usable, np.float64)
         self.usable = self.limits.copy()  # less what the referee needs beyond the engine
         self.tried: dict[Strategy, _Tried] = {}
-        self._known: dict[object, _Again] = {}
+        self._known: dict[object, tuple[FloatArray, FloatArray]] = {}
 
-    def run(self, strategy: Strategy) -> Repaired:
+    def run(self, strategy: Strategy) -> Strategy:
         """Repair in rounds until something fits, nothing helps, or the budget is over."""
         given = self._evaluate(strategy)
         try:
@@ -186,8 +157,8 @@ class _Repair:
             pass
         best = self._best()
         if self._shortage(best.peak) > self._shortage(given.peak):
-            best = given
-        return Repaired(best.strategy, changes_in_words(strategy, best.strategy, self.cluster))
+            return strategy
+        return best.strategy
 
     def _search(self, given: _Tried) -> None:
         current: _Tried | None = given
@@ -388,15 +359,21 @@ class _Repair:
             for keeps in kinds:
                 known = [self._again(keeps, blocks, decisions[group], over) for group in groups]
                 pairs = list(zip(known, groups, strict=True))
-                seconds = sum(float(each.seconds[group]) for each, group in pairs)
-                freed = sum(float(each.freed[group]) for each, group in pairs)
+                seconds, freed = (
+                    sum(float(each[column][group]) for each, group in pairs) for column in (0, 1)
+                )
                 options.append((seconds, freed, keeps))
             yield _Unit(groups, decisions[first], tuple(options))
 
     def _again(
         self, keeps: Keeps, blocks: tuple[int, ...], decision: Decision, over: BoolArray
-    ) -> "_Again":
-        """Cost and gain of a kind of recomputation if all groups have one decision."""
+    ) -> tuple[FloatArray, FloatArray]:
+        """Cost and gain of a kind of recomputation if all groups have one decision.
+
+        Returns:
+            Seconds that each group recomputes on the devices that overflow, and bytes that it
+            frees there.  # [num_groups] each
+        """
         key = keeps, blocks, decision, over.tobytes()
         if key not in self._known:
             tables = self.evaluator.rules.of(self.evaluator.rules.number((), blocks)).tables
@@ -410,7 +387,7 @@ class _Repair:
                     own = row[tables.op_id[again]] * (share / batch)
                     seconds += np.bincount(tables.op_group[again], own, tables.num_groups)
                     freed += share * of_sample + once
-            self._known[key] = _Again(seconds, freed)
+            self._known[key] = seconds, freed
         return self._known[key]
 
     def _cut_finer(self, current: _Tried) -> Iterator[_Tried]:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from heterog.lowering.program import IntArray
-from heterog.methods.enumeration import Enumeration
+from heterog.methods.enumeration import Enumeration, Meaning
 from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.methods.tuned_uniform import machine_subsets, tuned_decision
 from heterog.simulator.engine import Order
@@ -83,16 +82,8 @@ class _Enumeration(Enumeration[_Point]):
                 for bucket in (0, DEFAULT_BUCKET_BYTES)
             )
 
-    def row(self, point: _Point) -> IntArray:
+    def meaning(self, point: _Point) -> Meaning:
         """See ``Enumeration``."""
         row = np.full(self.num_groups, point.second, np.int32)
         row[: point.cut] = point.first
-        return row
-
-    def order(self, point: _Point) -> Order:
-        """See ``Enumeration``."""
-        return point.order
-
-    def bucket_bytes(self, point: _Point) -> int:
-        """See ``Enumeration``."""
-        return point.bucket_bytes
+        return Meaning(row, point.order, point.bucket_bytes)

@@ -1,6 +1,7 @@
 """A mode's hooks on one rank around each step, and in a rehearsal; they do nothing by default."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,18 +23,18 @@ MakeExecutor = Callable[["Callable[[int], Tensor] | None"], "StepExecutor"]
 """Makes an executor; a function, if given, returns the parameters that it reads, by tensor id."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """A mode's part of reading a checkpoint.
 
     Attributes:
         wanted: Tensors to read into, by the name under which they were saved.
+        take_over: Function that continues from the tensors read; parameters and optimizer are
+            loaded already.
     """
 
-    def __init__(self) -> None:
-        self.wanted: dict[str, Tensor] = {}
-
-    def take_over(self) -> None:
-        """Continue from the tensors read; parameters and optimizer are loaded already."""
+    wanted: Mapping[str, Tensor] = field(default_factory=dict)
+    take_over: Callable[[], None] = lambda: None
 
 
 class RankMode:

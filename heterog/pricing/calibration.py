@@ -177,11 +177,16 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
                 ).append(seconds / (len(devices) - 1))
             continue
         by_channel.setdefault(channel, []).append(row)
+    largest = {
+        channel: max(members, key=lambda row: row.num_bytes)
+        for channel, members in by_channel.items()
+    }
+    # Latencies are fitted later, with the factors.
     rates = _link_rates(
         cluster,
         {
-            channel: _seconds_per_byte(members)
-            for channel, members in by_channel.items()
+            channel: row.seconds / row.num_bytes
+            for channel, row in largest.items()
             if channel.kind == ChannelKind.POINT_TO_POINT
         },
     )
@@ -192,11 +197,10 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
         for row in members:
             entry = (cost.latency_s, cost.seconds_per_byte * row.num_bytes, row.seconds)
             by_kind.setdefault(channel.kind, []).append(entry)
-        largest = max(members, key=lambda row: row.num_bytes)
-        lost = drag.setdefault(channel.kind.name.lower(), {})
-        for device, seconds in zip(channel.devices, largest.device_seconds, strict=True):
+        lost, longest = drag.setdefault(channel.kind.name.lower(), {}), largest[channel]
+        for device, seconds in zip(channel.devices, longest.device_seconds, strict=True):
             name = cluster.devices[device].type.name
-            lost.setdefault(name, []).append(seconds / largest.num_bytes)
+            lost.setdefault(name, []).append(seconds / longest.num_bytes)
     return LinkFit(
         rates=rates,
         factors={
@@ -278,12 +282,6 @@ def _measured_channel(
     return devices, table[number]
 
 
-def _seconds_per_byte(rows: Sequence[LinkMeasurement]) -> float:
-    """Seconds per byte of the largest payload; latency is fitted later, with the factors."""
-    largest = max(rows, key=lambda row: row.num_bytes)
-    return largest.seconds / largest.num_bytes
-
-
 def _means(by_kind: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, float]]:
     """Mean loss of each device type, at least 0: a negative loss is an error of the clock."""
     return {
@@ -325,14 +323,6 @@ class Calibration:
     def op_seconds(self, graph: OpGraph, device_type: DeviceType, samples: int) -> FloatArray:
         """Seconds of every op at a local share; see ``CostModel``."""
         return self._op_seconds(graph, device_type, samples)[0]
-
-    def extrapolated(
-        self, graph: OpGraph, device_type: DeviceType, samples: int
-    ) -> tuple[list[str], float]:
-        """Op kinds never measured near these sizes, and their share of the predicted seconds."""
-        seconds, is_far = self._op_seconds(graph, device_type, samples)
-        kinds = {op_kind(graph, int(index)) for index in np.flatnonzero(is_far & (seconds > 0))}
-        return sorted(kinds), float(seconds[is_far].sum() / max(seconds.sum(), 1e-300))
 
     def _op_seconds(
         self, graph: OpGraph, device_type: DeviceType, samples: int

@@ -283,11 +283,6 @@ class Noise:
     device: FloatArray
     resource: FloatArray
 
-    @property
-    def num_draws(self) -> int:
-        """Number of draws."""
-        return len(self.device)
-
 
 def draw_noise(
     cluster: Cluster, num_draws: int, of_types: Sequence[float], seed: int = 0

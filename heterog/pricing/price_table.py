@@ -125,18 +125,15 @@ class RuleSet:
         self._plan = axis_plan(graph, op_rules)
         self._graph = graph
         self._sparse = SparseWork(graph, self._plan)
-        self.minds_position = len(self._plan.causal_ops) > 0 or self._sparse.by_rows
+        # Whether work depends on which rows a device has, not only on its number of units.
+        self.tells_rows_apart = self._sparse.by_rows
+        self.minds_position = len(self._plan.causal_ops) > 0 or self.tells_rows_apart
         self._seconds: dict[tuple[int, ...], FloatArray] = {}
 
     @cached_property
     def scratch(self) -> Scratch:
         """Working memory for all devices, made at the first use."""
         return make_scratch(self.tables, self._num_devices)
-
-    @property
-    def tells_rows_apart(self) -> bool:
-        """Whether work depends on which rows a device has, not only on its number of units."""
-        return self._sparse.by_rows
 
     def seconds(
         self,
@@ -513,17 +510,16 @@ class PriceTable:
             key = used.tobytes()
         found = self._channel_prices.pop(key, None)
         if found is None:
-            found = self._every_price() if used is None else self._prices_of(used)
+            found = self._prices_of(used)
             if len(self._channel_prices) >= _MOST_PRICE_LISTS:
                 del self._channel_prices[next(iter(self._channel_prices))]
         self._channel_prices[key] = found
         return found
 
-    def _every_price(self) -> ChannelPrices:
-        return self.pricer.prices([self._channels[n] for n in range(len(self._channels))])
-
-    def _prices_of(self, used: IntArray) -> ChannelPrices:
-        """Prices of channels; transfers over the same links are priced once."""
+    def _prices_of(self, used: IntArray | None) -> ChannelPrices:
+        """Prices of some channels, or of all; of some, those over the same links once."""
+        if used is None:
+            return self.pricer.prices([self._channels[n] for n in range(len(self._channels))])
         first, number = self._channels.over_same_links(used)
         firsts = [self._channels[each] for each in used[first].tolist()]
         return _of_all(self.pricer.prices(firsts), first, number, used, self._channels)
@@ -552,6 +548,13 @@ class PriceTable:
         device_type = self._cluster.device_types[kind]
         return self._cost_model.op_seconds(self._graph, device_type, samples)[self._tables.op_id]
 
+    def seconds_of_groups(self, kind: int, samples: int) -> FloatArray:
+        """Seconds of (each group's forward ops, all its ops) on a type.  # [2, num_groups]"""
+        if not self._is_priced[kind, samples]:
+            self._price(kind, samples)
+        found: FloatArray = self.group_seconds[:, kind, samples]
+        return found
+
     def _price(self, kind: int, samples: int) -> None:
         """Store the seconds of all compute ops on a device type at a share."""
         row = self.op_seconds(kind, samples)
@@ -572,10 +575,6 @@ class PriceTable:
         """Seconds of a copy on a device; ``num_bytes`` are the bytes read plus those written."""
         kind = self.types[device]
         return float(self._copy_fixed_s[kind] + num_bytes * self._copy_s_per_byte[kind])
-
-    def seconds_per_byte(self, channel: Channel) -> float:
-        """Seconds that one byte of payload occupies the slowest link of a channel."""
-        return self.pricer.seconds(channel).seconds_per_byte
 
     def held_by(self, channel: int) -> FloatArray:
         """Seconds that one byte of payload occupies each link of a channel.  # [num_resources]"""

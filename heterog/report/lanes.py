@@ -105,7 +105,7 @@ def view_data(timeline: Timeline) -> dict[str, Any]:
     modules, module = _indexed([timeline.module(task) for task in labels.values()])
     names, name = _indexed([timeline.name(task) for task in labels.values()])
     categories = task_categories(timeline)
-    path = np.array([step.task for step in timeline.critical_path()], np.int64)
+    path = np.array([step.task for step in timeline.critical_path], np.int64)
     shown = _pieces(timeline, lanes, categories)
     first = shown.first
     named = np.array(name, np.int64)[label[first]]

@@ -136,7 +136,8 @@ class Allotment:
     @property
     def trial_s(self) -> float:
         """Seconds that rehearsals or draws of noise may take; the time of later work is kept."""
-        return max(self._left_s(self._latest_s) - self._last_s, _NO_TIME_S)
+        latest_s = min(_LATEST * self._budget_s, _LATEST_S)
+        return max(self._left_s(latest_s) - self._last_s, _NO_TIME_S)
 
     @property
     def changes_s(self) -> float:
@@ -147,10 +148,6 @@ class Allotment:
     @property
     def _late_s(self) -> float:
         return min(LATE * self._budget_s, LATE_S)
-
-    @property
-    def _latest_s(self) -> float:
-        return min(_LATEST * self._budget_s, _LATEST_S)
 
     def _left_s(self, late_s: float) -> float:
         return self._budget_s + late_s - (self.clock() - self._begin_s)

@@ -72,15 +72,14 @@ class IssuedSteps:
 
     Args:
         evaluator: Evaluator of the graph and cluster.
+
+    Attributes:
+        num_ops: Number of ops of the graph.
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
-
-    @property
-    def num_ops(self) -> int:
-        """Number of ops of the graph."""
-        return self._evaluator.graph.num_ops
+        self.num_ops = evaluator.graph.num_ops
 
     def of(self, candidate: Candidate) -> IssuedStep | None:
         """The program and order of a candidate, in the first of its orders."""

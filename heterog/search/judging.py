@@ -40,7 +40,7 @@ from heterog.search.request import Request
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.strategy.strategy import Strategy
-from heterog.workers import Seats, is_asked_to_stop
+from heterog.workers import is_asked_to_stop
 
 STARVED = 20
 """A search that was cut before it had made this many evaluations was starved."""
@@ -422,38 +422,6 @@ class Turn:
     most_tasks: float
 
 
-class Together:
-    """Workers that search the same graph and cluster.
-
-    Args:
-        seats: Workers that keep their state between calls.
-        request: Request for all of them.
-    """
-
-    def __init__(self, seats: Seats, request: Request) -> None:
-        self._seats, self._request = seats, request
-
-    @property
-    def num_seats(self) -> int:
-        """Number of methods that run at a time."""
-        return len(self._seats)
-
-    def prepare(self, planners: Sequence[Planner]) -> None:
-        """Let all seats import, read and compile what methods need."""
-        self._seats.run(_prepare, self._request, [tuple(planners)] * len(self._seats))
-
-    def take(self, turns: Sequence[Turn]) -> list[list[Ran]]:
-        """Run one turn on each seat; return the results of its methods, in their order.
-
-        A seat that was asked to stop hands over what it has.
-        """
-        return [ran or [] for ran in self._seats.run(_take, self._request, turns)]
-
-    def stop(self) -> None:
-        """Ask all methods for their best so far."""
-        self._seats.stop()
-
-
 def deal(planners: Sequence[Planner], num_seats: int) -> list[list[Planner]]:
     """Methods of each seat, in their order; those that draw at random are on every seat.
 
@@ -495,14 +463,19 @@ def _seat_for(request: Request) -> _Seat:
     return _seat
 
 
-def _prepare(request: Request, planners: tuple[Planner, ...]) -> None:
+def prepare_seat(request: Request, planners: tuple[Planner, ...]) -> None:
+    """Import, read and compile what methods need on this seat."""
     evaluator = _seat_for(request).evaluator
     evaluator.warm_up()
     for planner in planners:
         planner.prepare(evaluator)
 
 
-def _take(request: Request, turn: Turn) -> list[Ran]:
+def take_turn(request: Request, turn: Turn) -> list[Ran]:
+    """Run a turn on this seat; returns the results of its methods, in their order.
+
+    A seat that was asked to stop hands over what it has.
+    """
     seat = _seat_for(request)
     seat.evaluator.most_tasks = turn.most_tasks
     problem = Problem(

@@ -117,8 +117,9 @@ class Objective:
 
         def key(row: MethodRow) -> tuple[float, ...]:
             assert row.candidate is not None
+            judged = row.candidate.judged  # its seconds, if it fitted
             return self.key(
-                step_time_s=row.step_time_s or _seconds_if_it_fitted(row),
+                step_time_s=row.step_time_s or (0.0 if judged is None else judged.step_time_s),
                 cost_per_s=cost_per_s(row.candidate.strategy, cluster),
                 overflow_bytes=row.overflow_bytes,
             )
@@ -138,11 +139,6 @@ class Objective:
 
 FASTEST = Objective()
 """The default: the shortest step, whatever it costs."""
-
-
-def _seconds_if_it_fitted(row: MethodRow) -> float:
-    judged = row.candidate.judged if row.candidate is not None else None
-    return 0.0 if judged is None else judged.step_time_s
 
 
 def hosts_used(strategy: Strategy, cluster: Cluster) -> tuple[int, ...]:

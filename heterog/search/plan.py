@@ -420,13 +420,15 @@ def make_plan(
     plan = plan_from_rows(
         evaluator,
         rows,
-        Searched(budget=str(request.budget), seed=request.seed, seconds=search_seconds),
         noise=_spending(evaluator, allotment.trial_s, allotment, session.stop),
         issued=issued,
         rank=rank,
     )
     return replace(
         plan,
+        budget=str(request.budget),
+        seed=request.seed,
+        search_seconds=search_seconds,
         history=history.of([row.method for row in rows]),
         objective=request.objective,
         offers=offers,
@@ -474,40 +476,19 @@ def _spending(
     return Spending(budget, evaluator, stop=stop, clock=allotment.clock)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Searched:
-    """How the rows of a plan were found.
-
-    Attributes:
-        budget: Budget of the search, as given.
-        seed: Seed of the search, as given.
-        seconds: Seconds of all methods together.
-    """
-
-    budget: str = "1e"
-    seed: int = 0
-    seconds: float = 0.0
-
-
-NOT_SEARCHED = Searched()
-"""For strategies that somebody made by hand."""
-
-
 def plan_from_rows(
     evaluator: Evaluator,
     rows: Sequence[MethodRow],
-    searched: Searched = NOT_SEARCHED,
     *,
     noise: Spending | None = None,
     issued: IssuedSteps | None = None,
     rank: Rank = by_time,
 ) -> Plan:
-    """The plan of the best row, with its order and program.
+    """The plan of the best row, with its order and program, as if somebody had made it by hand.
 
     Args:
         evaluator: Evaluator that judged the rows.
         rows: Rows of all methods.
-        searched: How they were found.
         noise: Limit on the draws of noise; ``None`` for no limit.
         issued: Orders of candidates that may have been made already.
         rank: Function that ranks the rows.
@@ -537,10 +518,10 @@ def plan_from_rows(
         method=row.method,
         rows=tuple(rows),
         lower_bound_s=bound,
-        budget=searched.budget,
-        seed=searched.seed,
+        budget="1e",
+        seed=0,
         calibration=evaluator.cost_model.name,
-        search_seconds=searched.seconds,
+        search_seconds=0.0,
         num_evaluations=sum(each.num_evaluations for each in rows),
         shortage=row.shortage,
         interval_s=None

@@ -18,7 +18,6 @@ from heterog.methods.planner import (
     MethodRow,
     Planner,
     Problem,
-    Progress,
     Rank,
     Spending,
     by_time,
@@ -27,14 +26,13 @@ from heterog.methods.registry import AUTO, Methods
 from heterog.pricing.intervals import Interval
 from heterog.search.allotment import Allotment
 from heterog.search.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
-from heterog.search.judging import Together, can_be_sent, under_noise
+from heterog.search.judging import can_be_sent, prepare_seat, under_noise
 from heterog.search.request import GIVEN, Request, Session
 from heterog.search.sharing import Shares, SharesTogether
 from heterog.search.stability import reference_of
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.strategy import Strategy
-from heterog.workers import Seats
 
 
 def run_methods(
@@ -73,9 +71,15 @@ def run_methods(
         session.allotment is not None and budget.seconds is not None
     )
     allotment = session.allotment or Allotment(budget, clock=session.clock)
-    together = None
-    if session.seats is not None and is_shared:
-        together = _seated(session.seats, evaluator, request, running, session.progress)
+    seats = session.seats if is_shared else None
+    if seats is not None:
+        # The evaluator's model is resolved; a user's methods stay here.
+        request = replace(
+            request, cost_model=evaluator.cost_model, known=Methods(()), given=None, seeds=None
+        )
+        session.progress(f"load kernels on {len(seats)} workers", 0.0, math.inf)
+        sent = tuple(planner for planner in running if can_be_sent(planner))
+        seats.run(prepare_seat, request, [sent] * len(seats))
     allotment.begin()
     asked = Problem(
         evaluator=evaluator,
@@ -87,8 +91,8 @@ def run_methods(
         clock=allotment.clock,
     )
     shares = Shares(asked, running, allotment, session.progress)
-    if together is not None:
-        shares = SharesTogether(asked, running, allotment, session.progress, together)
+    if seats is not None:
+        shares = SharesTogether(asked, running, allotment, session.progress, seats, request)
     if is_shared:
         shares.divide()
         if budget.seconds is not None and searching:
@@ -120,24 +124,6 @@ def _planners_of(
             chosen.append(own)
             running.insert(0, own)
     return chosen, running
-
-
-def _seated(
-    seats: Seats,
-    evaluator: Evaluator,
-    request: Request,
-    running: Sequence[Planner],
-    progress: Progress,
-) -> Together:
-    """Workers who know the request and have prepared the methods whose code they have."""
-    progress(f"load kernels on {len(seats)} workers", 0.0, math.inf)
-    # The evaluator's model is resolved; a user's methods stay here.
-    asked = replace(
-        request, cost_model=evaluator.cost_model, known=Methods(()), given=None, seeds=None
-    )
-    together = Together(seats, asked)
-    together.prepare([planner for planner in running if can_be_sent(planner)])
-    return together
 
 
 def prepare(evaluator: Evaluator, running: Sequence[Planner], session: Session) -> None:

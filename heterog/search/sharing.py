@@ -22,14 +22,15 @@ from heterog.search.judging import (
     STARVED,
     Contender,
     Ran,
-    Together,
     Turn,
     can_be_sent,
     deal,
     next_of,
     run_method,
+    take_turn,
 )
-from heterog.search.request import GIVEN
+from heterog.search.request import GIVEN, Request
+from heterog.workers import Seats
 
 BASELINE_PART = 0.25
 """Part of a budget in seconds for all baselines of ``auto`` together."""
@@ -264,7 +265,8 @@ class SharesTogether(Shares):
         running: Methods in the order in which they run.
         allotment: What else the budget is for.
         progress: Function that gets every method's progress.
-        together: Seats that run the methods.
+        workers: Workers that keep their state between calls; each is a seat.
+        request: Request for all of them.
     """
 
     def __init__(
@@ -273,11 +275,12 @@ class SharesTogether(Shares):
         running: Sequence[Planner],
         allotment: Allotment,
         progress: Progress,
-        together: Together,
+        workers: Seats,
+        request: Request,
     ) -> None:
         super().__init__(asked, running, allotment, progress)
-        self._together = together
-        dealt = deal([each for each in running if can_be_sent(each)], together.num_seats)
+        self._workers, self._request = workers, request
+        dealt = deal([each for each in running if can_be_sent(each)], len(workers))
         self._seats = [
             {planner.name: Contender(planner=planner) for planner in seat} for seat in dealt
         ]
@@ -287,7 +290,7 @@ class SharesTogether(Shares):
 
         A budget in evaluations gives all seats of a method together the part of one method.
         """
-        budget, num_seats = self._asked.budget, self._together.num_seats
+        budget = self._asked.budget
         for is_baseline in (True, False):
             stage = [each for each in self._running if (each.stage == "baseline") == is_baseline]
             whole = _whole(budget, is_baseline, self._left_s).part(self._first_part(is_baseline))
@@ -307,9 +310,7 @@ class SharesTogether(Shares):
                     [
                         (
                             planner,
-                            self._part_of(
-                                planner, whole.part(share / self._times(planner, num_seats))
-                            ),
+                            self._part_of(planner, whole.part(share / self._times(planner))),
                         )
                         for planner in on_seat
                     ]
@@ -338,10 +339,10 @@ class SharesTogether(Shares):
             parts[0] = [(planner, each) for planner in last if can_be_sent(planner)]
             self._take(parts)
 
-    def _times(self, planner: Planner, num_seats: int) -> int:
+    def _times(self, planner: Planner) -> int:
         """Number of seats that divide a method's evaluations among them."""
         is_divided = planner.is_random and self._asked.budget.seconds is None
-        return num_seats if is_divided else 1
+        return len(self._seats) if is_divided else 1
 
     def _next(
         self, seat: dict[str, Contender], names: set[str], part: Budget
@@ -369,8 +370,8 @@ class SharesTogether(Shares):
             )
             for number, seat in enumerate(parts)
         ]
-        for number, ran in enumerate(self._together.take(turns)):
-            for (planner, part), each in zip(parts[number], ran, strict=False):
+        for number, ran in enumerate(self._workers.run(take_turn, self._request, turns)):
+            for (planner, part), each in zip(parts[number], ran or [], strict=False):
                 contender = self._seats[number].get(planner.name, Contender(planner=planner))
                 self._keep(contender, part, each)
 

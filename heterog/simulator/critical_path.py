@@ -8,11 +8,12 @@ of the step to its end, so they add up to the step.
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby
 
 from heterog.cluster.topology import Cluster
+from heterog.grouped import grouped
 from heterog.lowering.channels import Channel, ChannelKind
 from heterog.lowering.program import TaskKind
 from heterog.pricing.cost_model import CostModel
@@ -22,10 +23,6 @@ from heterog.strategy.layouts.stages import layer_path
 # A link counts as a slowest one if it is held for at least this share of the longest hold.
 _AS_SLOW = 0.99
 
-_GRADIENTS = frozenset(
-    {TaskKind.PUSH, TaskKind.ALL_REDUCE, TaskKind.REDUCE_SCATTER, TaskKind.ALL_GATHER}
-)
-_PARAMETERS = frozenset({TaskKind.PULL, TaskKind.GATHER_PARAMETERS})
 _NUMBERED = re.compile(r"(.*?)(\d+)$")
 
 
@@ -89,21 +86,15 @@ def critical_pieces(timeline: Timeline, cost_model: CostModel) -> tuple[PathPiec
     """
     return tuple(
         piece
-        for step in timeline.critical_path()
+        for step in timeline.critical_path
         for piece in _pieces_of(step, timeline, cost_model)
     )
 
 
 def totals(pieces: Iterable[PathPiece]) -> tuple[PathPiece, ...]:
     """Sum pieces that differ only in their seconds, the longest first."""
-    seconds: dict[tuple[Limit, str, Purpose, str], float] = {}
-    for piece in pieces:
-        key = (piece.limit, piece.place, piece.purpose, piece.block)
-        seconds[key] = seconds.get(key, 0.0) + piece.seconds
-    summed = [
-        PathPiece(limit=limit, place=place, purpose=purpose, block=block, seconds=total)
-        for (limit, place, purpose, block), total in seconds.items()
-    ]
+    alike = grouped((replace(piece, seconds=0.0), piece.seconds) for piece in pieces)
+    summed = [replace(piece, seconds=sum(seconds)) for piece, seconds in alike.items()]
     return tuple(sorted(summed, key=lambda p: (-p.seconds, p.place, p.purpose, p.block)))
 
 
@@ -231,17 +222,24 @@ def _latency_on_path(
     return min(max(latency_s, 0.0), step.seconds)
 
 
+_PURPOSES = {
+    TaskKind.RECOMPUTE: Purpose.RECOMPUTE,
+    TaskKind.UPDATE: Purpose.UPDATE,
+    TaskKind.PULL: Purpose.PARAMETERS,
+    TaskKind.GATHER_PARAMETERS: Purpose.PARAMETERS,
+    TaskKind.PUSH: Purpose.GRADIENTS,
+    TaskKind.ALL_REDUCE: Purpose.GRADIENTS,
+    TaskKind.REDUCE_SCATTER: Purpose.GRADIENTS,
+    TaskKind.ALL_GATHER: Purpose.GRADIENTS,
+}
+"""Purpose of the tasks whose kind decides about it."""
+
+
 def _purpose(timeline: Timeline, task: int) -> Purpose:
     kind = TaskKind(int(timeline.program.kind[task]))
     if kind in (TaskKind.COMPUTE, TaskKind.REMAKE):
         return Purpose(timeline.phase(task))
-    if kind == TaskKind.RECOMPUTE:
-        return Purpose.RECOMPUTE
-    if kind == TaskKind.UPDATE:
-        return Purpose.UPDATE
-    if timeline.is_compute(task):
+    if kind not in _PURPOSES and timeline.is_compute(task):
         return Purpose.COPIES
-    if kind in _PARAMETERS:
-        return Purpose.PARAMETERS
-    is_gradient = kind in _GRADIENTS or timeline.makes_gradient_whole(task)
-    return Purpose.GRADIENTS if is_gradient else Purpose.ACTIVATIONS
+    whole = timeline.makes_gradient_whole(task)
+    return _PURPOSES.get(kind, Purpose.GRADIENTS if whole else Purpose.ACTIVATIONS)

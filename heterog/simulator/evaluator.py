@@ -212,28 +212,26 @@ class Evaluator(Runner):
     def group_state_bytes(self) -> FloatArray:
         """Bytes of each group's parameters, gradients and optimizer state.  # [num_groups]"""
         tables = self.tables
-        memory = np.zeros(tables.num_groups)
         sizes = tables.parameter_bytes * (2.0 + tables.state_ratio)
-        np.add.at(memory, tables.parameter_group, sizes)
-        return memory
+        memory = np.bincount(tables.parameter_group, sizes, tables.num_groups)
+        return memory.astype(np.float64)
 
     @cached_property
     def group_saved_bytes(self) -> FloatArray:
         """Bytes of each group's values that are kept for the backward pass.  # [num_groups]"""
         graph, tables = self.graph, self.tables
-        memory = np.zeros(tables.num_groups)
-        kept = [
+        owners = tables.op_group[tables.value_op]
+        values = [
             value
             for value, tensor in enumerate(tables.value_tensor.tolist())
-            if graph.ops[graph.producer[tensor]].phase == Phase.FORWARD
+            if owners[value] >= 0
+            and graph.ops[graph.producer[tensor]].phase == Phase.FORWARD
             and any(graph.ops[r].phase == Phase.BACKWARD for r in graph.consumers[tensor])
         ]
+        kept = np.array(values, np.int64)
         sizes = tables.value_bytes + tables.value_bytes_per_unit * graph.batch_size
-        owners = tables.op_group[tables.value_op]
-        for value in kept:
-            if owners[value] >= 0:
-                memory[owners[value]] += sizes[value]
-        return memory
+        memory = np.bincount(owners[kept], sizes[kept], tables.num_groups)
+        return memory.astype(np.float64)
 
     @cached_property
     def spreads(self) -> tuple[float, ...]:

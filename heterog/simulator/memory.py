@@ -97,7 +97,7 @@ def _memory_kernel(
         begins[task, 0] = tape.tasks[task].buffer_start
         begins[task, 1] = tape.tasks[task].read_start
     _find_ascending(tape, begins, ascends)
-    _list_events(tape, timings, num_devices, lists)
+    _list_events(tape, timings, num_devices, lists, begins)
     touching, touching_start = timings.touching, lists[0]
     for device in range(num_devices):
         live = resident[device]
@@ -133,7 +133,7 @@ def _memory_kernel(
             is_wide = not take_op and ascends[task, 0]
             made = begins[task, 0]
             if is_wide:
-                made = _first_buffer(tape, made, made_end, device)
+                made = _first_of(tape, 0, made, made_end, device)
             while made < made_end:
                 buffer, number = tape.buffers[made], made
                 made += 1
@@ -150,7 +150,7 @@ def _memory_kernel(
                 read, read_end = begins[task, 1], begins[task + 1, 1]
                 is_wide = not take_op and ascends[task, 1]
                 if is_wide:
-                    read = _first_read(tape, read, read_end, device)
+                    read = _first_of(tape, 1, read, read_end, device)
                 while read < read_end:
                     needed = tape.reads[read]
                     read += 1
@@ -178,6 +178,12 @@ def _time_of(timings: Timings, other: int, last_other: int) -> float:
 
 
 @helper
+def _device_of(tape: Tape, side: int, place: int) -> int:
+    """The device of a buffer that a task makes (side 0) or reads (side 1)."""
+    return int(tape.buffers[tape.reads[place] if side == 1 else place].device)
+
+
+@helper
 def _find_ascending(tape: Tape, begins: IntArray, ascends: npt.NDArray[np.bool_]) -> None:
     """Find tasks with many buffers, or many reads, whose devices ascend.
 
@@ -185,29 +191,22 @@ def _find_ascending(tape: Tape, begins: IntArray, ascends: npt.NDArray[np.bool_]
     in proportion to the square of the number of members.
     """
     for task in range(tape.counts[NUM_TASKS]):
-        first, end = begins[task, 0], begins[task + 1, 0]
-        if end - first > _FEW:
-            ascends[task, 0] = True
-            for made in range(first + 1, end):
-                if tape.buffers[made].device < tape.buffers[made - 1].device:
-                    ascends[task, 0] = False
-                    break
-        first, end = begins[task, 1], begins[task + 1, 1]
-        if end - first > _FEW:
-            ascends[task, 1] = True
-            for read in range(first + 1, end):
-                before = tape.buffers[tape.reads[read - 1]].device
-                if tape.buffers[tape.reads[read]].device < before:
-                    ascends[task, 1] = False
-                    break
+        for side in range(2):
+            first, end = begins[task, side], begins[task + 1, side]
+            if end - first > _FEW:
+                ascends[task, side] = True
+                for place in range(first + 1, end):
+                    if _device_of(tape, side, place) < _device_of(tape, side, place - 1):
+                        ascends[task, side] = False
+                        break
 
 
 @helper
-def _first_buffer(tape: Tape, first: int, end: int, device: int) -> int:
-    """The first buffer that is on a device or a later one; devices ascend from first to end."""
+def _first_of(tape: Tape, side: int, first: int, end: int, device: int) -> int:
+    """The first buffer or read that is on a device or a later one; devices ascend."""
     while first < end:
         middle = (first + end) >> 1
-        if tape.buffers[middle].device < device:
+        if _device_of(tape, side, middle) < device:
             first = middle + 1
         else:
             end = middle
@@ -215,19 +214,9 @@ def _first_buffer(tape: Tape, first: int, end: int, device: int) -> int:
 
 
 @helper
-def _first_read(tape: Tape, first: int, end: int, device: int) -> int:
-    """The first read whose buffer is on a device or a later one; devices ascend."""
-    while first < end:
-        middle = (first + end) >> 1
-        if tape.buffers[tape.reads[middle]].device < device:
-            first = middle + 1
-        else:
-            end = middle
-    return first
-
-
-@helper
-def _list_events(tape: Tape, timings: Timings, num_devices: int, lists: IntArray) -> None:
+def _list_events(
+    tape: Tape, timings: Timings, num_devices: int, lists: IntArray, begins: IntArray
+) -> None:
     """List starts and ends of link and free tasks that touch each device's memory, by time.
 
     The lists are written to ``timings.touching``, their starts by device to ``lists[0]``.
@@ -241,18 +230,9 @@ def _list_events(tape: Tape, timings: Timings, num_devices: int, lists: IntArray
         while timings.events[index] >= 0:
             event = timings.events[index]
             task = event >> 1
-            for edge in range(tape.tasks[task].buffer_start, tape.tasks[task + 1].buffer_start):
-                device = tape.buffers[edge].device
-                if device >= 0 and seen[device] != index:
-                    seen[device] = index
-                    if writing == 1:
-                        touching[start[device] + filled[device]] = event
-                        filled[device] += 1
-                    else:
-                        start[device + 1] += 1
-            if event & 1 == 1:
-                for edge in range(tape.tasks[task].read_start, tape.tasks[task + 1].read_start):
-                    device = tape.buffers[tape.reads[edge]].device
+            for side in range(1 + (event & 1)):  # a start touches no buffer that it reads
+                for place in range(begins[task, side], begins[task + 1, side]):
+                    device = _device_of(tape, side, place)
                     if device >= 0 and seen[device] != index:
                         seen[device] = index
                         if writing == 1:

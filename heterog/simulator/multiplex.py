@@ -61,9 +61,8 @@ class Foreground:
     @property
     def idle_share(self) -> FloatArray:
         """Fraction of the step in which each device runs nothing.  # [num_devices]"""
-        busy = np.zeros(self.num_devices)
         on_device = self.device >= 0
-        np.add.at(busy, self.device[on_device], self.seconds[on_device])
+        busy = np.bincount(self.device[on_device], self.seconds[on_device], self.num_devices)
         return 1.0 - busy / self.step_seconds
 
 

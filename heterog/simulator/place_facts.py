@@ -77,16 +77,6 @@ class PlaceFacts(NamedTuple):
     resources: FloatArray
 
 
-class _Room(NamedTuple):
-    """Working memory: order of starts, predecessors, last task of each stream, link and queue."""
-
-    order: IntArray
-    before: IntArray
-    on_device: IntArray
-    on_resource: IntArray
-    on_queue: IntArray
-
-
 def place_facts(
     tape: Tape,
     prices: Prices,
@@ -106,13 +96,11 @@ def place_facts(
         num_resources: Number of link resources of the cluster.
     """
     tasks, num_devices = int(tape.counts[NUM_TASKS]), len(prices.type_of_device)
-    room = _Room(
-        order=np.argsort(timings.start[:tasks], kind="stable").astype(np.int32),
-        before=np.empty(tasks, np.int32),
-        on_device=np.full(num_devices, -1, np.int32),
-        on_resource=np.full(num_resources, -1, np.int32),
-        on_queue=np.full(prices.channels.num_queues, -1, np.int32),
-    )
+    order = np.argsort(timings.start[:tasks], kind="stable").astype(np.int32)
+    before = np.empty(tasks, np.int32)  # the task before each on its stream or links
+    # The last task so far of each device, link and queue.
+    sizes = num_devices, num_resources, prices.channels.num_queues
+    on_device, on_resource, on_queue = (np.full(size, -1, np.int32) for size in sizes)
     found = PlaceFacts(
         groups=np.zeros((tables.num_groups + 1, len(GROUP_FACTS))),
         devices=np.zeros((num_devices, len(DEVICE_FACTS))),
@@ -121,9 +109,8 @@ def place_facts(
     buckets = np.zeros((len(tape.bucket) + 1, 4))
     _facts_kernel(
         tape, prices, timings, tables.op_group, tables.value_op, tables.slot_value,
-        tables.slot_group, tables.parameter_group, _ABOUT, stream_of, room.order, room.before,
-        room.on_device, room.on_resource, room.on_queue,
-        found.groups, found.devices, found.resources, buckets,
+        tables.slot_group, tables.parameter_group, _ABOUT, stream_of, order, before,
+        on_device, on_resource, on_queue, found.groups, found.devices, found.resources, buckets,
     )  # fmt: skip
     whole = max(float(timings.finish[:tasks].max(initial=0.0)), 1e-30)
     _spread(tape.bucket, tables, buckets, found.groups)

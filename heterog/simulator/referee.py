@@ -239,9 +239,7 @@ def _replay_kernel(
     num_touched = 0
     for index in range(num_servers):
         if position[index] < last[index]:
-            touched[num_touched] = index
-            is_touched[index] = True
-            num_touched += 1
+            num_touched = touch(index, touched, is_touched, num_touched)
     flow, flow_channel, unsent = work.flow, work.flow_channel, work.unsent
     since, rate, until, fair = work.since, work.rate, work.until, work.fair
     num_flows = 0
@@ -363,19 +361,20 @@ def _replay_kernel(
                 is_free[which] = True
                 num_touched = touch(which, touched, is_touched, num_touched)
             if holds_back[task] >= 0:
-                reader = holds_back[task]
-                waiting_for[reader] -= 1
-                which = server[reader]
-                if waiting_for[reader] == 0:
-                    num_touched = touch(which, touched, is_touched, num_touched)
+                num_touched = _let_go(holds_back[task], work, num_touched)
             for edge in range(successor_start[task], successor_start[task + 1]):
-                reader = successor[edge]
-                waiting_for[reader] -= 1
-                which = server[reader]
-                if waiting_for[reader] == 0:
-                    num_touched = touch(which, touched, is_touched, num_touched)
+                num_touched = _let_go(successor[edge], work, num_touched)
     events[num_events] = -1
     return now, done
+
+
+@helper
+def _let_go(reader: int, work: ReplayWorkspace, num_touched: int) -> int:
+    """Count one dependency less of a task; returns the new number of touched servers."""
+    work.waiting_for[reader] -= 1
+    if work.waiting_for[reader] > 0:
+        return num_touched
+    return touch(work.server[reader], work.touched, work.is_touched, num_touched)
 
 
 @helper

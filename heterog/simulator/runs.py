@@ -87,8 +87,12 @@ class Folding:
             folded, numbers = fold_choice(choice, fold)
             tape = self._tape or make_tape(4096, len(tables.parameter_bytes), 1)
             tape = tape._replace(turn=np.zeros(len(fold.columns), np.int32))
-            scratch = self._scratch_for(choice, tables, len(fold.columns))
-            self._tape = tape = lower_to_tape(tables, folded, scratch, tape)
+            key = choice.rule_set, len(fold.columns)
+            if key not in self._scratch:
+                if len(self._scratch) >= _MOST_SCRATCHES:
+                    self._scratch.clear()
+                self._scratch[key] = make_scratch(tables, len(fold.columns))
+            self._tape = tape = lower_to_tape(tables, folded, self._scratch[key], tape)
             channels = None if tape.counts[APART] else self._price(tape, fold, numbers)
             if channels is not None:
                 return Folded(folded, fold, tape, self._types[fold.columns], channels)
@@ -96,14 +100,6 @@ class Folding:
                 self._fails.clear()
             self._fails.add(same)
         return None
-
-    def _scratch_for(self, choice: Choice, tables: GraphTables, num_columns: int) -> Scratch:
-        key = choice.rule_set, num_columns
-        if key not in self._scratch:
-            if len(self._scratch) >= _MOST_SCRATCHES:
-                self._scratch.clear()
-            self._scratch[key] = make_scratch(tables, num_columns)
-        return self._scratch[key]
 
     def _price(self, tape: Tape, fold: Fold, numbers: IntArray) -> ChannelPrices | None:
         """Prices of a fold's channels; ``None`` if twins differ or disturb each other."""
@@ -424,8 +420,8 @@ class Runner:
         _, _, tape, prices, fold = lowered
         nominal, num_devices = self.last, len(prices.type_of_device)
         factor = noise.device if fold is None else noise.device[:, fold.columns]
-        result = np.empty(noise.num_draws)
-        for draw in range(noise.num_draws):
+        result = np.empty(len(factor))
+        for draw in range(len(factor)):
             self.poll()
             noisy = noisy_prices(prices, noise.resource[draw])
             seconds = noisy_seconds(tape, prices, noisy, nominal.seconds, factor[draw])

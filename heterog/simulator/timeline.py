@@ -198,9 +198,8 @@ class Timeline:
     def busy_s(self) -> FloatArray:
         """Seconds in which each device's compute stream runs a task.  # [num_devices]"""
         compute = self.program.kind < FIRST_LINK_KIND
-        busy = np.zeros(self.cluster.num_devices)
-        np.add.at(busy, self.program.device[compute], (self.finish - self.start)[compute])
-        return busy
+        seconds, device = (self.finish - self.start)[compute], self.program.device[compute]
+        return np.bincount(device, seconds, self.cluster.num_devices).astype(np.float64)
 
     def is_compute(self, task: int) -> bool:
         """Whether a task runs on a compute stream, not on links."""
@@ -300,12 +299,8 @@ class Timeline:
             np.concatenate([[program.resident_bytes[device]], totals]),
         )
 
-    def critical_path(self) -> tuple[PathStep, ...]:
-        """The chain of tasks that determines the step's time, first task first."""
-        return self._critical_path
-
     @cached_property
-    def _critical_path(self) -> tuple[PathStep, ...]:
+    def critical_path(self) -> tuple[PathStep, ...]:
         """The chain of tasks that determines the step's time, first task first.
 
         It is traced back from the last finish. The predecessor of a task is the maker of its last

@@ -125,19 +125,3 @@ def dispatch_order(
         order.append(worker)
         heapq.heappush(free, (now_s + batch_seconds[worker], worker))
     return order
-
-
-def dispatched(
-    speeds: Sequence[float], batches: Sequence[int], mega_batch: int
-) -> tuple[tuple[int, ...], float]:
-    """Updates of each worker, and seconds, if the next batch goes to the first free worker.
-
-    Args:
-        speeds: Samples per second of each worker.
-        batches: Number of samples of a batch of each worker.
-        mega_batch: Number of samples to hand out; the last batch is whole.
-    """
-    seconds = [batch / speed for batch, speed in zip(batches, speeds, strict=True)]
-    order = dispatch_order(seconds, batches, mega_batch)
-    updates = tuple(order.count(worker) for worker in range(len(batches)))
-    return updates, max(number * each for number, each in zip(updates, seconds, strict=True))

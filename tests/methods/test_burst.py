@@ -33,9 +33,6 @@ class Costs:
     def own(self, layer: int, place: Place) -> float:
         return (0.3 + self._random(layer, place[1])) / math.sqrt(place[1])
 
-    def alone(self, layer: int) -> float:
-        return self.own(layer, (0, 1))
-
     def weight(self, place: Place) -> float:
         return float(place[1])
 
@@ -54,7 +51,7 @@ def step_time(
     def cost(layer: int, moved: float) -> float:
         place = places[layer]
         time = costs.own(layer, place) + moved
-        alone = costs.alone(layer)
+        alone = costs.own(layer, (0, 1))
         is_free = place[1] == 1 or alone <= costs.negligible
         if not is_free and time * place[1] > limit * alone:
             raise ValueError

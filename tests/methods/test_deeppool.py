@@ -135,7 +135,7 @@ def test_the_limit_is_kept_and_narrows() -> None:
     assert tight.time >= free.time
     assert tight.device_time <= free.device_time
     for layer, place in enumerate(tight.places):
-        alone = costs().alone(layer)
+        alone = costs().own(layer, (0, 1))
         if place[1] > 1 and alone > costs().negligible:
             assert costs().own(layer, place) * costs().weight(place) <= 1.3 * alone
 

@@ -106,7 +106,7 @@ def test_what_the_models_know_is_counted_in_the_graph() -> None:
     for stages, found in by_stages.items():
         assert found.message_bytes == (0.0 if stages == 1 else 4 * 6 * 16)
         assert found.replicas_per_host == 2
-        assert found.hosts_per_stage == NUM_HOSTS // stages
+        assert found.num_replicas // found.replicas_per_host == NUM_HOSTS // stages
     block = 2 * 16 + 16 * 64 + 64 + 64 * 16 + 16
     whole = 8 * block + 40 * 16 + 2 * 16 + 16 * 40
     assert by_stages[1].gradient_bytes == 4 * whole

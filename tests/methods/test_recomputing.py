@@ -99,7 +99,7 @@ def test_repaired_plans_are_never_slower_than_with_everything_made_again(
     found = repair.repair(evaluator, strategy, Order.FIFO, budget=budget)
     everything_alone(monkeypatch)
     before = repair.repair(evaluator, strategy, Order.FIFO, budget=budget)
-    now, then = (evaluator.referee(each.strategy, Order.FIFO) for each in (found, before))
+    now, then = (evaluator.referee(each, Order.FIFO) for each in (found, before))
     assert now.is_ok
     assert then.is_ok
     assert now.step_time_s <= then.step_time_s * (1 + 1e-9)

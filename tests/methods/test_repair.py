@@ -12,9 +12,9 @@ from heterog.cluster import Cluster
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import P, S
-from heterog.methods.changes import changes_in_words, without_devices
+from heterog.methods.changes import without_devices
 from heterog.methods.planner import Budget, Spending
-from heterog.methods.repair import Repaired, _Repair, repair
+from heterog.methods.repair import _Repair, repair
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.stages import layer_blocks
@@ -47,13 +47,13 @@ def peaks(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> tuple[int, ..
 
 def repaired(
     graph: OpGraph, cluster: Cluster, decisions: Decision | Sequence[Decision]
-) -> Repaired:
+) -> Strategy:
     """Repair, and check that it was needed and that the result fits."""
     evaluator = Evaluator(graph, cluster)
     strategy = strategy_of(graph, cluster, decisions)
     assert not evaluator.evaluate(strategy, Order.FIFO).is_ok
     found = repair(evaluator, strategy, Order.FIFO, budget=BUDGET)
-    assert evaluator.referee(found.strategy, Order.FIFO).is_ok
+    assert evaluator.referee(found, Order.FIFO).is_ok
     return found
 
 
@@ -70,7 +70,7 @@ def test_groups_recompute() -> None:
     assert enough == sorted(enough, reverse=True)
     tight = with_memory(one, [enough[3]])
     found = repaired(graph, tight, whole)
-    assert found.changed == "3 of 7 groups recompute"
+    assert sum(decision.recompute for decision in found.decisions) == 3
 
 
 def test_more_micro_batches() -> None:
@@ -81,8 +81,7 @@ def test_more_micro_batches() -> None:
     micro = (tuple([256] * 4),)
     (enough,) = peaks(graph, one, strategy_of(graph, one, whole, micro_batches=micro))
     found = repaired(graph, with_memory(one, [enough]), whole)
-    assert found.changed == "4 micro-batches instead of 1"
-    assert found.strategy.micro_batches == micro
+    assert found.micro_batches == micro
 
 
 def needs_the_whole_batch() -> OpGraph:
@@ -103,13 +102,9 @@ def test_samples_move_to_where_there_is_room() -> None:
     first, second = peaks(graph, TWO, strategy_of(graph, TWO, even))
     tight = with_memory(TWO, [0.8 * first, 1.5 * second])
     found = repaired(graph, tight, even)
-    shares = found.strategy.decisions[0].shares
+    shares = found.decisions[0].shares
     assert shares[0] in (24, 25)
     assert sum(shares) == 64
-    assert found.changed == (
-        f"A:0 computes {shares[0]} samples instead of 32; "
-        f"B:0 computes {shares[1]} samples instead of 32"
-    )
 
 
 @pytest.mark.parametrize("devices", [(0,), (0, 1)])
@@ -120,9 +115,8 @@ def test_groups_leave_a_device_that_is_too_small_for_them(devices: tuple[int, ..
     before = peaks(graph, TWO, strategy_of(graph, TWO, decision))
     tight = with_memory(TWO, [0.6 * before[0], 2.0 * max(before)])
     found = repaired(graph, tight, decision)
-    left = [d for d in found.strategy.decisions if d.devices == (1,)]
+    left = [d for d in found.decisions if d.devices == (1,)]
     assert len(left) == 2
-    assert "2 groups left A:0" in found.changed
 
 
 def test_replicas_become_a_team() -> None:
@@ -139,9 +133,8 @@ def test_replicas_become_a_team() -> None:
     (made,) = work._form_teams(current)
     assert {each.teams for each in made.strategy.decisions} == {((0, 1), (2,))}
     assert work._missing(made) < work._missing(current)
-    assert "run in teams" in changes_in_words(current.strategy, made.strategy, tight)
     found = repair(evaluator, current.strategy, Order.FIFO, budget=BUDGET)
-    assert evaluator.referee(found.strategy, Order.FIFO).is_ok
+    assert evaluator.referee(found, Order.FIFO).is_ok
 
 
 def test_whole_layers_recompute_where_groups_do_not_suffice() -> None:
@@ -181,8 +174,8 @@ def test_two_kinds_together() -> None:
     again = replace(whole, recompute=True)
     (both,) = peaks(graph, one, strategy_of(graph, one, again, micro_batches=((1, 1),)))
     found = repaired(graph, with_memory(one, [1.02 * both]), whole)
-    assert "2 micro-batches instead of 1" in found.changed
-    assert "groups recompute" in found.changed
+    assert found.num_micro_batches == 2
+    assert any(decision.recompute for decision in found.decisions)
 
 
 def test_what_cannot_be_repaired_comes_as_near_as_it_can() -> None:
@@ -192,10 +185,10 @@ def test_what_cannot_be_repaired_comes_as_near_as_it_can() -> None:
     evaluator = Evaluator(graph, tiny)
     found = repair(evaluator, strategy, Order.FIFO, budget=BUDGET)
     before, after = (
-        evaluator.evaluate(each, Order.FIFO).overflow_bytes for each in (strategy, found.strategy)
+        evaluator.evaluate(each, Order.FIFO).overflow_bytes for each in (strategy, found)
     )
     assert 0 < after < before
-    assert found.changed == "7 of 7 groups recompute"
+    assert all(decision.recompute for decision in found.decisions)
 
 
 def test_a_budget_of_one_evaluation_changes_nothing() -> None:
@@ -203,7 +196,7 @@ def test_a_budget_of_one_evaluation_changes_nothing() -> None:
     tiny = with_memory(cluster_of((10.0, ["T4"])), [1000.0])
     strategy = strategy_of(graph, tiny, Decision(devices=(0,), shares=(1,)))
     found = repair(Evaluator(graph, tiny), strategy, Order.FIFO, budget=Budget(evaluations=1))
-    assert found == Repaired(strategy, "")
+    assert found == strategy
 
 
 @given(seed=st.integers(0, 2**32 - 1))
@@ -220,8 +213,7 @@ def test_any_strategy(seed: int) -> None:
     assert evaluator.num_evaluations <= 60 + 1  # a last confirmation by the referee
     again = repair(evaluator, strategy, order, budget=Budget(evaluations=60))
     assert again == found
-    before, after = (evaluator.evaluate(each, order) for each in (strategy, found.strategy))
+    before, after = (evaluator.evaluate(each, order) for each in (strategy, found))
     assert after.overflow_bytes <= before.overflow_bytes
-    assert (found.strategy == strategy) == (found.changed == "")
     if evaluator.referee(strategy, order).is_ok:
-        assert found == Repaired(strategy, "")
+        assert found == strategy

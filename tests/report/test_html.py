@@ -147,7 +147,7 @@ def test_tasks_by_hand() -> None:
     }
     assert {"forward", "backward", "update"} < set(words)
     assert numbers("start", "<f8").tolist() == timeline.start.tolist()
-    path = [step.task for step in timeline.critical_path()]
+    path = [step.task for step in timeline.critical_path]
     assert numbers("critical", "<i4").tolist() == path
 
 

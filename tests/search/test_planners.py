@@ -345,7 +345,7 @@ def test_methods_pass_over_what_is_too_large(most_tasks: int) -> None:
         run_method(method, Problem(evaluator=small, budget=Budget(evaluations=30)))
     alike = Decision(devices=tuple(range(8)), shares=even_shares(small))
     given = uniform_strategy(small, alike)
-    assert repair(small, given, Order.FIFO, budget=Budget(evaluations=30)).strategy == given
+    assert repair(small, given, Order.FIFO, budget=Budget(evaluations=30)) == given
 
 
 def test_space_rows_round_trip() -> None:

@@ -20,8 +20,7 @@ from heterog.modes.asynchronous.value import (
     AsynchronousServer,
     PushOrder,
     Traffic,
-    pulls_of,
-    pushes_of,
+    exchanged,
     server_of_rows,
 )
 from heterog.modes.averaging.method import AveragedReplicas
@@ -91,7 +90,11 @@ def test_parts_of_the_server_on_more_devices_share_the_traffic() -> None:
     homes = server_of_rows(graph, strategy(server=several))
     assert len(homes) == len(graph.updates)
     assert set(homes) == {0, 1, 2}
-    rows = [row for each in pushes_of(graph, strategy(server=several), 1) for row in each.rows]
+    rows = [
+        row
+        for each in exchanged(graph, strategy(server=several), 1, is_push=True)
+        for row in each.rows
+    ]
     assert sorted(rows) == list(range(len(graph.updates)))
 
 
@@ -101,8 +104,11 @@ def test_of_replicas_in_a_team_one_pushes_and_all_pull() -> None:
     served = strategy(pair, replace(SERVER, ticks=(1, 1)))
     served.check(graph, cluster())
     every = tuple(range(len(graph.updates)))
-    assert pushes_of(graph, served, 1) == (Traffic(1, 0, every),)
-    assert pulls_of(graph, served, 1) == (Traffic(1, 0, every), Traffic(2, 0, every))
+    assert exchanged(graph, served, 1, is_push=True) == (Traffic(1, 0, every),)
+    assert exchanged(graph, served, 1, is_push=False) == (
+        Traffic(1, 0, every),
+        Traffic(2, 0, every),
+    )
 
 
 def test_the_servers_memory_is_counted_and_replicas_keep_no_state() -> None:

@@ -97,7 +97,7 @@ def test_pieces_equal_the_slow_reference(seed: int) -> None:
 
     # Second by second: what the task of the path does that is under way then.
     expected: dict[tuple[str, str], float] = defaultdict(float)
-    path = timeline.critical_path()
+    path = timeline.critical_path
     for step, following in zip(path, [*path[1:], None], strict=True):
         begin = float(start[step.task])
         end = float(finish[step.task])

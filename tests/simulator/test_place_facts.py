@@ -27,7 +27,7 @@ def test_agrees_with_the_timeline(seed: int) -> None:
     whole = timeline.seconds
     busy = facts.devices[:, DEVICE_FACTS.index("compute")]
     np.testing.assert_allclose(busy * whole, timeline.busy_s, rtol=1e-9)
-    path = timeline.critical_path()
+    path = timeline.critical_path
     on_links = sum(step.seconds for step in path if program.kind[step.task] >= FIRST_LINK_KIND)
     assert facts.devices[:, 1].sum() * whole == pytest.approx(
         sum(step.seconds for step in path) - on_links

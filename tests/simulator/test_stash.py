@@ -13,7 +13,7 @@ from heterog.graph.op_graph import TensorKind
 from heterog.lowering import lower_to_tape, make_scratch
 from heterog.lowering.tape import make_tape
 from heterog.modes.stash.paces import StagePace, stage_pace
-from heterog.modes.stash.value import WeightStash, is_of_backward, one_at_a_time
+from heterog.modes.stash.value import WeightStash, is_of_backward
 from heterog.pricing.intervals import Noise
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -226,7 +226,9 @@ def test_the_passes_of_a_stage_take_what_its_device_computes(name: str, num_micr
 def test_a_boundary_without_staleness_is_one_micro_batch_after_another(num_micro: int) -> None:
     stashed = pipeline("gpt", 0, num_micro)
     evaluator = Evaluator(graph_of("gpt"), cluster())
-    one_by_one = replace(replace(stashed, schedule=one_at_a_time(stashed, 3)), modes=())
+    one_by_one = replace(
+        replace(stashed, schedule=stashed.own_mode(WeightStash).schedule(stashed, 3)), modes=()
+    )
     exact = evaluator.referee(one_by_one, Order.FIFO)
     found = evaluator.referee(stashed, Order.FIFO)
     assert found.step_time_s == pytest.approx(exact.step_time_s, rel=1e-2)

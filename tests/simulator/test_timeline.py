@@ -90,7 +90,7 @@ def test_names_of_a_pipeline() -> None:
 
 def test_critical_path_of_a_pipeline() -> None:
     timeline = pipeline()
-    path = timeline.critical_path()
+    path = timeline.critical_path
     # The weight gradient and the update of b run while the input gradient travels.
     assert [step.task for step in path] == [0, 1, 2, 3, 6, 7, 8]
     assert path[0].cause == Cause.BEGIN
@@ -102,7 +102,7 @@ def test_critical_path_of_a_pipeline() -> None:
 
 def test_critical_path_where_sends_block() -> None:
     """What its device sent is why an op began late."""
-    path = pipeline(replace(CLUSTER, sends=Sends.BLOCKING)).critical_path()
+    path = pipeline(replace(CLUSTER, sends=Sends.BLOCKING)).critical_path
     # The slower device computes its weight gradient when the input gradient has arrived.
     assert [step.task for step in path] == [0, 1, 2, 3, 6, 4, 5]
     assert [step.cause for step in path[-2:]] == [Cause.SEND, Cause.DEPENDENCY]
@@ -111,7 +111,7 @@ def test_critical_path_where_sends_block() -> None:
 
 def test_critical_path_of_contended_links() -> None:
     timeline = data_parallel()
-    path = timeline.critical_path()
+    path = timeline.critical_path
     names = [timeline.name(step.task) for step in path]
     # Two all-reduces of 4 MiB at 10 Gbit/s take longer than all compute: the second one waits for
     # the first, not for its gradient.
@@ -137,7 +137,7 @@ def test_a_transfer_waits_for_links() -> None:
     graph = two_layers()
     served = Decision(devices=(0, 1), shares=(4, 4), sync=Sync.PARAMETER_SERVER)
     timeline = timeline_of(graph, builders.strategy_of(graph, CLUSTER, served, homes=0))
-    causes = {timeline.name(step.task): step.cause for step in timeline.critical_path()}
+    causes = {timeline.name(step.task): step.cause for step in timeline.critical_path}
     assert causes["push a.weight B:0 -> A:0"] == Cause.LINK
 
 
@@ -154,7 +154,7 @@ def test_names_of_buckets_and_servers() -> None:
 
 def test_an_op_that_waited_for_its_stream() -> None:
     timeline = data_parallel()
-    path = timeline.critical_path()
+    path = timeline.critical_path
     # The weight gradient of b was ready with the forward, but the input gradient came first.
     (position,) = (i for i, s in enumerate(path) if timeline.name(s.task).startswith("weight"))
     assert path[position].cause == Cause.STREAM
@@ -168,8 +168,8 @@ def test_a_gap_is_a_wait() -> None:
     start[late] += 1.0
     finish[late] += 1.0
     delayed = Timeline(timeline.program, start, finish, CLUSTER, timeline.graph)
-    assert delayed.critical_path()[-1].wait_s == pytest.approx(1.0)
-    assert sum(step.wait_s for step in delayed.critical_path()) == pytest.approx(1.0)
+    assert delayed.critical_path[-1].wait_s == pytest.approx(1.0)
+    assert sum(step.wait_s for step in delayed.critical_path) == pytest.approx(1.0)
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -198,7 +198,7 @@ def test_invariants_of_random_programs(seed: int) -> None:
     assert all(timeline.name(task) for task in tasks)
 
     # The fast engine leaves no gap that the path cannot explain.
-    path = timeline.critical_path()
+    path = timeline.critical_path
     assert sum(step.seconds for step in path) == pytest.approx(timeline.seconds, rel=1e-6)
     assert path[0].cause == Cause.BEGIN
     assert [start[step.task] for step in path] == sorted(start[step.task] for step in path)
@@ -207,5 +207,5 @@ def test_invariants_of_random_programs(seed: int) -> None:
 
     program, start, finish = evaluator.referee_timings(choice, order)
     referee = Timeline(program, start, finish, cluster, graph)
-    total = sum(step.seconds + step.wait_s for step in referee.critical_path())
+    total = sum(step.seconds + step.wait_s for step in referee.critical_path)
     assert total == pytest.approx(referee.seconds, rel=1e-9)

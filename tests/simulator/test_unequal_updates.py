@@ -8,7 +8,7 @@ from heterog.simulator.unequal_updates import (
     MERGE_BOOST,
     ElasticRule,
     MegaBatch,
-    dispatched,
+    dispatch_order,
     is_worth_adding,
     merge_weights,
 )
@@ -16,6 +16,22 @@ from heterog.strategy.division import split_in_proportion
 
 SPEEDS = (1000.0, 500.0)
 SWINGING = ElasticRule(dead_band=0.0)
+
+
+def dispatched(
+    speeds: Sequence[float], batches: Sequence[int], mega_batch: int
+) -> tuple[tuple[int, ...], float]:
+    """Updates of each worker, and seconds, if the next batch goes to the first free worker.
+
+    Args:
+        speeds: Samples per second of each worker.
+        batches: Number of samples of a batch of each worker.
+        mega_batch: Number of samples to hand out; the last batch is whole.
+    """
+    seconds = [batch / speed for batch, speed in zip(batches, speeds, strict=True)]
+    order = dispatch_order(seconds, batches, mega_batch)
+    updates = tuple(order.count(worker) for worker in range(len(batches)))
+    return updates, max(number * each for number, each in zip(updates, seconds, strict=True))
 
 
 def elastic_schedule(

@@ -193,7 +193,7 @@ def test_seconds_are_those_of_the_ops_once_more() -> None:
     assert after - before == pytest.approx(2 * 0.25)
     choice = evaluator.encode(with_flags(plain, [True, True, True, False]))
     timeline = Timeline(*evaluator.timings(choice, Order.FIFO), ONE, graph)
-    path = timeline.critical_path()
+    path = timeline.critical_path
     again_s = sum(step.seconds for step in path if timeline.kind(step.task) == "recompute")
     assert again_s == pytest.approx(3 * 0.25)
     (last, *_) = [

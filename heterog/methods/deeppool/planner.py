@@ -223,10 +223,6 @@ class GroupCosts:
             return compute
         return compute + self.exposed * self._synchronise(decision, gradient)
 
-    def alone(self, layer: int) -> float:
-        """Seconds on the fastest device with the whole batch."""
-        return self.own(layer, (0, 1))
-
     def weight(self, place: Place) -> float:
         """Sum of the devices' speeds, where the first one counts as 1."""
         devices = self.order[place[0] : sum(place)]
@@ -268,9 +264,8 @@ class GroupCosts:
     @cached_property
     def _gradient_bytes(self) -> FloatArray:
         tables = self.evaluator.tables
-        totals = np.zeros(self.num_groups)
-        np.add.at(totals, tables.parameter_group, tables.parameter_bytes)
-        return totals
+        sizes = np.bincount(tables.parameter_group, tables.parameter_bytes, self.num_groups)
+        return sizes.astype(np.float64)
 
     @cached_property
     def _latency_s(self) -> float:
@@ -300,9 +295,9 @@ class GroupCosts:
         updates = [index for index, op in enumerate(graph.ops) if op.phase == Phase.UPDATE]
         full = self.evaluator.cost_model.op_seconds(graph, device_type, graph.batch_size)
         seconds[updates] = full[updates]
-        group, of_groups = group_ops(graph).group, np.zeros(self.num_groups)
-        np.add.at(of_groups, group[group >= 0], seconds[group >= 0])
-        return of_groups
+        group = group_ops(graph).group
+        of_groups = np.bincount(group[group >= 0], seconds[group >= 0], self.num_groups)
+        return of_groups.astype(np.float64)
 
     def _synchronise(self, decision: Decision, num_bytes: float) -> float:
         """Seconds of a decision's collectives for some bytes of gradients."""

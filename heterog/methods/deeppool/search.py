@@ -28,8 +28,6 @@ from functools import cache
 from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeAlias
 
-from heterog.grouped import grouped
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
@@ -101,18 +99,12 @@ def _chain(layers: list[int], links: list[tuple[int, int]]) -> Chain:
 
 def _parts(layers: list[int], links: list[tuple[int, int]]) -> list[list[int]]:
     """Sets of layers that are linked with one another, directly or not."""
-    part = {layer: layer for layer in layers}
+    import networkx  # type: ignore[import-untyped]  # takes 0.1 s; few who import this need it
 
-    def root(layer: int) -> int:
-        while part[layer] != layer:
-            layer = part[layer]
-        return layer
-
-    for before, layer in links:
-        if before in part and layer in part:
-            first, second = sorted((root(before), root(layer)))
-            part[second] = first
-    return list(grouped((root(layer), layer) for layer in layers).values())
+    graph = networkx.Graph()
+    graph.add_nodes_from(layers)
+    graph.add_edges_from(link for link in links if link[0] in graph and link[1] in graph)
+    return [sorted(part) for part in networkx.connected_components(graph)]
 
 
 Place: TypeAlias = tuple[int, int]
@@ -133,9 +125,6 @@ class LayerCosts(Protocol):
 
     def own(self, layer: int, place: Place) -> float:
         """Time of a layer's compute, forward and backward, and of its synchronisation."""
-
-    def alone(self, layer: int) -> float:
-        """Time of a layer on the first device with the whole batch."""
 
     def weight(self, place: Place) -> float:
         """Devices of a place, in units of the first device."""
@@ -239,8 +228,8 @@ class _Program:
         self.limit = limit
         self.fork = fork
         # Called again for every lane.
-        self.own, self.alone = cache(costs.own), cache(costs.alone)
-        self.transfer, self.weight = cache(costs.transfer), cache(costs.weight)
+        self.own, self.weight = cache(costs.own), cache(costs.weight)
+        self.transfer = cache(costs.transfer)
 
     def chain(self, chain: Chain, lane: _Lane, start: tuple[int, Place] | None) -> _Paths:
         """Fastest ways to the end of a chain inside a lane, from time 0 after a fork."""
@@ -266,7 +255,7 @@ class _Program:
         """(time, device time) of a layer with the transfer to it; ``None`` above the limit."""
         time = self.own(layer, place) + moved
         device_time = time * self.weight(place)
-        alone = self.alone(layer)
+        alone = self.own(layer, (0, 1))  # the first device with the whole batch
         is_free = place[1] == self.widths[0] or alone <= self.negligible
         if not is_free and device_time > self.limit * alone:
             return None

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from heterog.graph.op_graph import OpGraph
-from heterog.graph.placement import OpCall, P, Placement, R, S, TensorMeta
+from heterog.graph.placement import OpCall, P, Placement, R, S
 from heterog.graph.sharding_rules import RuleResult, Special, propagate
 from heterog.graph.sharding_rules.view import split_after_view
 from heterog.memo import kept
@@ -65,88 +64,40 @@ def fits(shape: tuple[int, ...], form: Form) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CallKey:
-    """An op call as a dictionary key: repeated layers call the same ops."""
-
-    kind: str
-    args: tuple[tuple[str, str], ...]
-    inputs: tuple[TensorMeta, ...]
-    outputs: tuple[TensorMeta, ...]
-
-
-def call_key(graph: OpGraph, index: int) -> CallKey:
-    """The key of an op of a graph."""
-    op = graph.ops[index]
-    return CallKey(
-        op.kind,
-        tuple((name, repr(value)) for name, value in op.args.items()),
-        tuple(graph.tensors[tensor].meta for tensor in op.inputs),
-        tuple(graph.tensors[tensor].meta for tensor in graph.outputs[index]),
-    )
-
-
 class Rulebook:
-    """Results of the sharding rules, computed once per distinct call."""
-
-    def __init__(self, graph: OpGraph) -> None:
-        self.graph = graph
-        self._ids: dict[CallKey, int] = {}
-        self.call_id = [
-            self._ids.setdefault(call_key(graph, index), len(self._ids))
-            for index in range(graph.num_ops)
-        ]
-        first: dict[int, int] = {}
-        for index, number in enumerate(self.call_id):
-            first.setdefault(number, index)
-        self._calls = [graph.call(first[number]) for number in range(len(self._ids))]
-
-    def along(self, op: int, units: int, outers: tuple[int, ...]) -> tuple[RuleResult, ...]:
-        """Rules that split an op along an axis of some number of units."""
-        return self._split_rules(self.call_id[op], units, outers)
-
-    def unsplit(self, op: int) -> tuple[RuleResult, ...]:
-        """Rules without a split: everything whole, or partial sums passed on."""
-        return self._unsplit_rules(self.call_id[op])
-
-    def through(self, view: int, form: Form, output: int) -> Form | None:
-        """The form of a view's output for a form of its input; ``None`` if there is none."""
-        return form if form.kind == "R" else self._passed(self.call_id[view], form, output)
-
-    def before(self, view: int, form: Form, output: int) -> Form | None:
-        """The form of a view's input that gives its output ``form``; ``None`` if none does."""
-        return form if form.kind == "R" else self._source(self.call_id[view], form, output)
+    """Results of the sharding rules, computed once per distinct call of a graph."""
 
     @kept
-    def _passed(self, number: int, form: Form, output: int) -> Form | None:
-        call = self._calls[number]
-        if not fits(call.inputs[0].shape, form):
+    def through(self, view: OpCall, form: Form, output: int) -> Form | None:
+        """The form of a view's output for a form of its input; ``None`` if there is none."""
+        if form.kind == "R":
+            return form
+        if not fits(view.inputs[0].shape, form):
             return None
-        result = propagate(call, (form.placement,), max(form.units, 1))
+        result = propagate(view, (form.placement,), max(form.units, 1))
         if result is None or result.inputs[0] != form.placement:
             return None
         made = form_of(result.outputs[output], form.units)
         return made if made.kind == form.kind else None
 
     @kept
-    def _source(self, number: int, form: Form, output: int) -> Form | None:
-        if form.kind == "P":
-            return form if self._passed(number, form, output) == form else None
-        call = self._calls[number]
-        shape, to = call.inputs[0].shape, call.outputs[output].shape
+    def before(self, view: OpCall, form: Form, output: int) -> Form | None:
+        """The form of a view's input that gives its output ``form``; ``None`` if none does."""
+        if form.kind != "S":
+            return form if self.through(view, form, output) == form else None
+        shape, to = view.inputs[0].shape, view.outputs[output].shape
         trials = [Form("S", dim, form.outer, form.units) for dim in range(len(shape))]
         back = split_after_view(to, shape, form.placement, form.units)
         if back is not None and math.prod(shape) == math.prod(to):
             trials.insert(0, form_of(back, form.units))
         if form.outer != 1:
             trials += [Form("S", dim, 1, form.units) for dim in range(len(shape))]
-        return next((each for each in trials if self._passed(number, each, output) == form), None)
+        return next((each for each in trials if self.through(view, each, output) == form), None)
 
     @kept
-    def _split_rules(
-        self, number: int, units: int, outers: tuple[int, ...]
-    ) -> tuple[RuleResult, ...]:
-        call, found = self._calls[number], dict[RuleResult, None]()
+    def along(self, call: OpCall, units: int, outers: tuple[int, ...]) -> tuple[RuleResult, ...]:
+        """Rules that split an op along an axis of some number of units."""
+        found: dict[RuleResult, None] = {}
         whole = [R] * len(call.inputs)
         for i, meta in enumerate(call.inputs):
             for dim, size in enumerate(meta.shape):
@@ -160,8 +111,8 @@ class Rulebook:
         return tuple(found)
 
     @kept
-    def _unsplit_rules(self, number: int) -> tuple[RuleResult, ...]:
-        call = self._calls[number]
+    def unsplit(self, call: OpCall) -> tuple[RuleResult, ...]:
+        """Rules without a split: everything whole, or partial sums passed on."""
         count = len(call.inputs)
         trials = [(R,) * count]
         if 0 < count <= _MOST_PARTIAL:

@@ -246,31 +246,38 @@ class _Ranking(StrategySearch):
         """See ``PointSearch``."""
         whole = tuple(range(self.evaluator.cluster.num_devices))
         self._note = "out of time before it had any program but data parallelism"
-        self.add_plain(whole)
+        # Data parallelism comes first, so that even a short search has a result.
+        batch, speeds = self.evaluator.graph.batch_size, self.evaluator.speeds
+        self.add(whole, starts_of(batch, speeds, whole)[0])
         try:
             synthesis = Synthesis(self.evaluator, self.spending.check)
         except TooWideError as error:
             self._note = f"data parallelism only: {error}"
             self.tune()
             return
+
+        def add(placed: Placed) -> None:
+            rules = op_rules(synthesis.theory, placed.triples, synthesis.start)
+            self.add(placed.devices, placed.shares, rules)
+
         subsets = dict.fromkeys((whole, *machine_subsets(self.evaluator.cluster)))
         starts = [synthesis.data_parallel(devices) for devices in subsets]
         for placed in starts:
             self.know(placed)
         for placed in starts:
-            self.add(synthesis, placed)
+            add(placed)
             if self.spending.is_over:
                 break
         for devices in dict.fromkeys((whole, *self.device_sets()[:_NUM_SOLVED])):
             if self.spending.is_over:
                 break
-            self.add(synthesis, synthesis.solved_data_parallel(devices))
+            add(synthesis.solved_data_parallel(devices))
         others = [devices for devices in self.device_sets() if devices != whole]
         for devices in (*others[:_NUM_SUBSETS], whole):
             for placed in synthesis.programs(devices, thorough=devices == whole):
                 if self.spending.is_over:
                     break
-                self.add(synthesis, placed)
+                add(placed)
                 self._note = "out of time before its searches ended"
         self._note = synthesis.note
         self.prune()
@@ -286,23 +293,11 @@ class _Ranking(StrategySearch):
         """See ``PointSearch``."""
         return self._note
 
-    def add_plain(self, devices: tuple[int, ...]) -> None:
-        """Score data parallelism first, so that even a short search has a result."""
-        evaluator = self.problem.evaluator
-        shares, *_ = starts_of(evaluator.graph.batch_size, evaluator.speeds, devices)
-        self._seen.add(((), devices, shares))
-        decision = replicated(self.evaluator.cluster, devices, shares, Sync.HIERARCHICAL)
-        self._score(self._strategy((), decision, DEFAULT_BUCKET_BYTES))
-
-    def add(self, synthesis: Synthesis, placed: Placed) -> None:
+    def add(self, devices: tuple[int, ...], shares: tuple[int, ...], rules: OpRules = ()) -> None:
         """Score a program at its shares, with the synchronisation that is usually best."""
-        rules = op_rules(synthesis.theory, placed.triples, synthesis.start)
-        key = (rules, placed.devices, placed.shares)
-        if key not in self._seen:
-            self._seen.add(key)
-            decision = replicated(
-                self.evaluator.cluster, placed.devices, placed.shares, Sync.HIERARCHICAL
-            )
+        if (rules, devices, shares) not in self._seen:
+            self._seen.add((rules, devices, shares))
+            decision = replicated(self.evaluator.cluster, devices, shares, Sync.HIERARCHICAL)
             self._score(self._strategy(rules, decision, DEFAULT_BUCKET_BYTES))
 
     def know(self, placed: Placed) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import batch_plan, op_work
 from heterog.graph.op_graph import FloatArray
-from heterog.graph.placement import OpRule, OpRules
+from heterog.graph.placement import OpCall, OpRule, OpRules
 from heterog.lowering.channels import ChannelTable
 from heterog.memo import kept
 from heterog.methods.hap.forms import Form
@@ -65,11 +65,11 @@ class Work:
         most = max(len(row.triples) for row in theory.rows)
         self.units = np.zeros((most, graph.num_ops), np.int64)
         self._amounts = np.zeros((4, most, graph.num_ops))
-        known: dict[tuple[int, Triple | OpRule | None], tuple[float, ...]] = {}
+        known: dict[tuple[OpCall, Triple | OpRule | None], tuple[float, ...]] = {}
         for row in theory.rows:
             for number, triple in enumerate(row.triples):
                 self.units[number, row.op] = triple.units
-                key = (theory.call_id[row.op], triple.rule or triple)
+                key = (graph.call(row.op), triple.rule or triple)
                 if key not in known:
                     known[key] = _amounts(theory, row, triple)
                 self._amounts[:, number, row.op] = known[key]

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.graph.op_graph import Phase
+from heterog.graph.placement import OpCall
 from heterog.grouped import grouped
 from heterog.methods.hap.programs import SpmdPrices, Work
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
@@ -131,11 +132,12 @@ def _stages(
             bounds.append(value)
 
     # The same triple of a repeated layer costs the same.
-    repeated: dict[tuple[int, int], tuple[int, int]] = {}  # (an op, how often)
+    repeated: dict[tuple[OpCall, int], tuple[int, int]] = {}  # (an op, how often)
     for row, number in zip(theory.rows, triples, strict=True):
         if row.triples[number].units:
-            op, count = repeated.get((theory.call_id[row.op], number), (row.op, 0))
-            repeated[theory.call_id[row.op], number] = op, count + 1
+            call = theory.graph.call(row.op)
+            op, count = repeated.get((call, number), (row.op, 0))
+            repeated[call, number] = op, count + 1
     for (_, number), (op, count) in repeated.items():
         lines = [
             (device_class, float(value[number, op]), float(slope[number, op]))

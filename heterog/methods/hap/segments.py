@@ -438,7 +438,7 @@ def _work_keys(theory: Theory) -> list[Hashable]:
     graph, plan = theory.graph, batch_plan(theory.graph)
     return [
         (
-            theory.call_id[index],
+            graph.call(index),
             float(plan.flops_fixed[index]),
             float(plan.flops_per_sample[index]),
             float(plan.bytes_fixed[index]),

@@ -121,13 +121,11 @@ class Theory:
         graph: Graph of one training step.
         values: All values that are read or made.
         rows: Compute ops in program order, each optimizer step after them.
-        call_id: Number of each op's call in the graph; equal for equal calls.
     """
 
     graph: OpGraph
     values: tuple[Value, ...]
     rows: tuple[Row, ...]
-    call_id: Sequence[int]
 
 
 def build_theory(graph: OpGraph, check: Callable[[], None] = lambda: None) -> Theory:
@@ -145,7 +143,7 @@ class _Builder:
         self.graph = graph
         self.check = check
         self.plan: BatchPlan = batch_plan(graph)
-        self.rules = Rulebook(graph)
+        self.rules = Rulebook()
         self.values: list[Value] = []
         self.number: dict[int, int] = {}
 
@@ -172,7 +170,7 @@ class _Builder:
         for row in rows:
             self.check()
             row.triples = tuple(self._triples(row))
-        return Theory(graph, tuple(self.values), tuple(rows), self.rules.call_id)
+        return Theory(graph, tuple(self.values), tuple(rows))
 
     def _read(self, tensor: int) -> Read:
         views: list[tuple[int, int]] = []
@@ -271,7 +269,7 @@ class _Builder:
         for form in list(self.values[read.value].forms):
             passed = form
             for position, (view, output) in enumerate(read.views):
-                after = self.rules.through(view, passed, output)
+                after = self.rules.through(graph.call(view), passed, output)
                 if after is None:
                     shape = graph.tensors[graph.ops[view].inputs[0]].shape
                     to = graph.tensors[graph.outputs[view][output]].shape
@@ -289,7 +287,8 @@ class _Builder:
         for form in self.values[read.value].forms:
             passed: Form | None = form
             for view, output in read.views:
-                passed = self.rules.through(view, passed, output) if passed else None
+                call = self.graph.call(view)
+                passed = self.rules.through(call, passed, output) if passed else None
             if passed is not None:
                 found.setdefault(passed, form)
         return found
@@ -297,7 +296,8 @@ class _Builder:
     def _before(self, views: Sequence[tuple[int, int]], form: Form) -> Form | None:
         source: Form | None = form
         for view, output in reversed(views):
-            source = self.rules.before(view, source, output) if source else None
+            call = self.graph.call(view)
+            source = self.rules.before(call, source, output) if source else None
         return source
 
     def _split_rules(
@@ -308,13 +308,12 @@ class _Builder:
         known += [form for forms in made for form in forms if form.kind == "S"]
         for units in dict.fromkeys(form.units for form in known):
             outers = outers_of(known, units)
-            for rule in self.rules.along(row.op, units, outers):
+            for rule in self.rules.along(self.graph.call(row.op), units, outers):
                 if _is_known(rule.inputs, units, seen) or _is_known(rule.outputs, units, made):
                     yield rule, units
 
     def _unsplit_rules(self, row: Row, seen: list[dict[Form, Form]]) -> Iterable[RuleResult]:
-        rules = self.rules.unsplit(row.op)
-        for rule in rules:
+        for rule in self.rules.unsplit(self.graph.call(row.op)):
             partial = [forms for p, forms in zip(rule.inputs, seen, strict=True) if p.kind == "P"]
             # If one summand is partial, whole ones count as partial, too: other devices add zeros.
             if partial and not any(PARTIAL in forms for forms in partial):

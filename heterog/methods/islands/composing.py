@@ -310,12 +310,13 @@ class Estimator:
 
     def _message_seconds(self, stages: Sequence[_Stage], micro: float) -> float:
         """Seconds of the slowest message of a micro-batch between stages, both ways at once."""
-        slowest = 0.0
-        for first, second in pairwise(stages):
-            kinds = first.island.kind, second.island.kind
-            rate = self.slices.hop_bytes_per_s(kinds, (first.hosts, second.hosts))
-            slowest = max(slowest, self.slices.boundary_bytes * micro / rate)
-        return slowest
+        rates = (
+            self.slices.hop_bytes_per_s(
+                (first.island.kind, second.island.kind), (first.hosts, second.hosts)
+            )
+            for first, second in pairwise(stages)
+        )
+        return max((self.slices.boundary_bytes * micro / rate for rate in rates), default=0.0)
 
     def _gradient_seconds(
         self, stages: Sequence[_Stage], parts: FloatArray, others: Sequence[int]

@@ -165,17 +165,9 @@ class MoveFeatures:
         self._types = evaluator.prices.types
         num_groups, batch = tables.num_groups, evaluator.graph.batch_size
         self._batch = batch
-        seconds = np.stack([
-            evaluator.prices.op_seconds(kind, batch) for kind in range(len(cluster.device_types))
-        ])  # fmt: skip
-        real = tables.op_group >= 0
-        self._seconds = np.stack([
-            np.bincount(tables.op_group[real], row[real], num_groups) for row in seconds
-        ])  # [num_types, num_groups]  # fmt: skip
-        forward = real & (tables.op_is_backward == 0)
-        self._again = np.stack([
-            np.bincount(tables.op_group[forward], row[forward], num_groups) for row in seconds
-        ])  # fmt: skip
+        types = range(len(cluster.device_types))
+        seconds = [evaluator.prices.seconds_of_groups(kind, batch) for kind in types]
+        self._again, self._seconds = np.stack(seconds, axis=1)  # [num_types, num_groups] each
         speed = 1.0 / self._seconds.sum(axis=1)[self._types]
         self._bound_s = 1.0 / speed.sum()
         whole = self._seconds[self._types].mean(axis=0)

@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import reduce
 
 import numpy as np
 
@@ -359,9 +360,7 @@ class Neighbours:
 
     def sharded(self, state: State, places: list[Place]) -> State | None:
         """A state with the layers at some places sharded; ``None`` if its rules forbid that."""
-        rules = state.rules
-        for place in places:
-            rules = self.rules.added(rules, place)
+        rules = reduce(self.rules.added, places, state.rules)
         if self.rules.rule_set(rules, state.blocks) is None:
             return None
         return self.legal(replace(state, rules=rules))

@@ -10,6 +10,7 @@ about a move is drawn at random.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import pairwise
 
 import numpy as np
@@ -42,7 +43,7 @@ _KINDS = (
 )  # fmt: skip
 _SPREAD = 0.2  # standard deviation of the noise on log seconds of stages when cuts are balanced
 Devices = tuple[int, ...]
-Change = Callable[[int], int]  # of a candidate's number
+Change = Callable[[Decision], Decision]
 
 
 class PlanMoves:
@@ -50,11 +51,13 @@ class PlanMoves:
 
     Args:
         neighbours: The search's small moves, whose candidates, generator and rules are used.
+
+    Attributes:
+        rng: The search's generator.
     """
 
     def __init__(self, neighbours: Neighbours) -> None:
-        self._near = neighbours
-        self._space = neighbours.space
+        self._near, self._space, self.rng = neighbours, neighbours.space, neighbours.rng
         self._evaluator = evaluator = neighbours.problem.evaluator
         self._cluster, self._graph = evaluator.cluster, evaluator.graph
         self._num_groups = neighbours.num_groups
@@ -62,16 +65,10 @@ class PlanMoves:
         real = tables.op_group >= 0
         self._num_ops = np.bincount(tables.op_group[real], minlength=self._num_groups)
         self._seconds: FloatArray = np.stack([
-            np.bincount(
-                tables.op_group[real],
-                evaluator.prices.op_seconds(kind, self._graph.batch_size)[real],
-                self._num_groups,
-            )
-            + 1e-9
+            evaluator.prices.seconds_of_groups(kind, self._graph.batch_size)[1] + 1e-9
             for kind in kinds
         ])  # [num_types, num_groups]  # fmt: skip
         self._types = np.array(self._cluster.type_index)
-        self._speed = 1.0 / self._seconds.sum(axis=1)[self._types]
         self._parameters = evaluator.group_state_bytes
         self._activations = evaluator.group_saved_bytes
         self._usable = np.array([d.usable_memory_bytes for d in self._cluster.devices], float)
@@ -91,11 +88,6 @@ class PlanMoves:
             MoveKind.SHARDED: self._sharded,
         }
 
-    @property
-    def rng(self) -> np.random.Generator:
-        """The search's generator."""
-        return self._near.rng
-
     def move(self, state: State, busy_s: FloatArray) -> Move:
         """Draw a move.
 
@@ -113,12 +105,8 @@ class PlanMoves:
         """Whether a simulation is short enough, by the number of ops."""
         if not state.micro_batches:
             return True
-        sizes = [self._size(number) for number in state.row.tolist()]
+        sizes = [len(self._space.candidates[number].devices) for number in state.row.tolist()]
         return len(state.micro_batches[0]) * int(self._num_ops @ np.array(sizes)) <= _MOST_TASKS
-
-    @kept
-    def _size(self, number: int) -> int:
-        return len(self._space.candidates[number].devices)
 
     # --- stages ----------------------------------------------------------------------------------
 
@@ -326,27 +314,19 @@ class PlanMoves:
             change = self._other_devices(joins=kind >= 0.8)
         row = state.row.copy()
         for number in numbers:
-            row[state.row == number] = change(number)
+            made = self._space.add(change(self._space.candidates[number]))
+            row[state.row == number] = made
         return replace(state, row=row, blocks=blocks)
 
     def _other_synchronisation(self) -> Change:
         ways = [sync for sync in Sync if not sync.is_sharded or self._graph.updates_elementwise]
         sync = ways[int(self.rng.integers(len(ways)))]
-        return lambda number: self._synchronised(number, sync)
-
-    @kept
-    def _synchronised(self, number: int, sync: Sync) -> int:
-        return self._space.add(_synchronised(self._space.candidates[number], sync))
+        return lambda old: _synchronised(old, sync)
 
     def _other_recomputation(self) -> Change:
         ways = [(False, Keeps.NOTHING), *((True, keeps) for keeps in self._recomputations)]
         again, keeps = ways[int(self.rng.integers(len(ways)))]
-        return lambda number: self._recomputed(number, again, keeps)
-
-    @kept
-    def _recomputed(self, number: int, again: bool, keeps: Keeps) -> int:
-        old = self._space.candidates[number]
-        return self._space.add(replace(old, recompute=again, keeps=keeps))
+        return lambda old: replace(old, recompute=again, keeps=keeps)
 
     def _other_devices(self, *, joins: bool) -> Change:
         """A host, or all of a kind, joins or leaves."""
@@ -356,16 +336,14 @@ class PlanMoves:
         chosen = {device for host in hosts for device in self._cluster.host_devices(host)}
         roomiest = int(self._usable.argmax())
 
-        def changed(number: int) -> int:
-            old = self._space.candidates[number]
+        def changed(old: Decision) -> Decision:
             if not joins:
-                return self._space.add(without_devices(old, chosen, roomiest))
+                return without_devices(old, chosen, roomiest)
             devices = tuple(sorted({*old.devices, *chosen}))
             if devices == old.devices or old.teams:
-                return number
+                return old
             sync = None if old.sync.takes_slices else old.sync
-            made = self._decision(devices, sync, old.recompute, old.keeps)
-            return self._space.add(made)
+            return self._decision(devices, sync, old.recompute, old.keeps)
 
         return changed
 
@@ -379,9 +357,7 @@ class PlanMoves:
             places = [places[int(self.rng.integers(len(places)))]]
         is_held = rules.holds(state.rules, places[0])
         change = rules.removed if is_held else rules.added
-        changed = state.rules
-        for place in places:
-            changed = change(changed, place)
+        changed = reduce(change, places, state.rules)
         if is_held:
             return replace(state, rules=changed)
         row, number = state.row.copy(), self._devices_for_shards(state)

@@ -338,7 +338,7 @@ class Search:
                 candidate.orders[0],
                 budget=self.problem.budget.part(_REPAIR_SHARE),
             )
-            for state in self._states(replace(candidate, strategy=repaired.strategy)):
+            for state in self._states(replace(candidate, strategy=repaired)):
                 self.engine.cost(state)
 
     def _shard_seeds(self) -> None:

@@ -214,44 +214,26 @@ class Variant(StrEnum):
         """Whether it prices an order of hosts on measured rates."""
         return self in (Variant.MEASURED, Variant.ALL)
 
-    @property
-    def follows_path(self) -> bool:
-        """Whether every p micro-batches pay for a round trip through the pipeline."""
-        return self in (Variant.PATH, Variant.PATH_SPLIT, Variant.ALL)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UniformCosts:
-    """A layout in the terms of the models.
+class UniformCosts(Traffic):
+    """A layout in the terms of the models: its traffic and its seconds.
 
     Attributes:
-        num_stages: p, number of stages of the pipeline.
         num_replicas: Number of replicas of the model.
-        replicas_per_host: n, number of replicas that share a host.
         num_micro: m, number of micro-batches of a replica.
         forward_s: F, forward pass of one micro-batch on one stage, the team's sums included.
         backward_s: B, backward pass, likewise.
-        message_bytes: P, bytes of one activation from stage to stage.
-        gradient_bytes: D, bytes of a stage's gradients on one member of a team.
         inside_bytes_per_s: Bandwidth inside a host.
         between_bytes_per_s: Bandwidth between hosts.
     """
 
-    num_stages: int
     num_replicas: int
-    replicas_per_host: int
     num_micro: int
     forward_s: float
     backward_s: float
-    message_bytes: float
-    gradient_bytes: float
     inside_bytes_per_s: float
     between_bytes_per_s: float
-
-    @property
-    def hosts_per_stage(self) -> int:
-        """d, number of hosts that have the same stage."""
-        return self.num_replicas // self.replicas_per_host
 
 
 def latency_s(
@@ -285,7 +267,8 @@ def _pipeline_s(variant: Variant, costs: UniformCosts, messages_s: float) -> flo
         return (micro - 1 + stages) * 3.0 * costs.forward_s + messages_s
     both_s = costs.forward_s + costs.backward_s
     rounds = micro // stages
-    if variant.follows_path and rounds >= 1:
+    if variant in (Variant.PATH, Variant.PATH_SPLIT, Variant.ALL) and rounds >= 1:
+        # Every p micro-batches pay for a round trip.
         return rounds * (stages * both_s + messages_s) + (stages - 1) * both_s
     return (micro - 1 + stages) * both_s + messages_s
 
@@ -296,7 +279,8 @@ def _gradients_s(variant: Variant, costs: UniformCosts) -> float:
     if variant in (Variant.AMP, Variant.PATH):
         return ring_payloads(costs.num_replicas) * costs.gradient_bytes / min(inside, between)
     inside_s = 2.0 * ring_payloads(costs.replicas_per_host) * costs.gradient_bytes / inside
-    return inside_s + ring_payloads(costs.hosts_per_stage) * costs.gradient_bytes / between
+    hosts = costs.num_replicas // costs.replicas_per_host  # d, those with the same stage
+    return inside_s + ring_payloads(hosts) * costs.gradient_bytes / between
 
 
 FIRST_TEMPERATURE = 1.0
@@ -308,21 +292,6 @@ _MOST_KNOWN = 10_000
 """Most orders whose cost is cached: all neighbours for few hosts, little memory for many."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Annealed:
-    """The best order of a search.
-
-    Attributes:
-        order: The permuted order.
-        cost: Cost of the order.
-        num_steps: Number of neighbours that were priced.
-    """
-
-    order: tuple[int, ...]
-    cost: float
-    num_steps: int
-
-
 def anneal(
     cost_of: Callable[[IntArray], float],
     start: IntArray,
@@ -330,7 +299,7 @@ def anneal(
     *,
     num_steps: int,
     is_over: Callable[[], bool] = lambda: False,
-) -> Annealed:
+) -> tuple[int, ...]:
     """Search for the order of the least cost.
 
     Args:
@@ -368,7 +337,7 @@ def anneal(
         if found < least:
             best, least = neighbour, found
         temperature *= COOLING
-    return Annealed(order=tuple(best.tolist()), cost=least, num_steps=step)
+    return tuple(best.tolist())
 
 
 def scaled(difference: float) -> float:

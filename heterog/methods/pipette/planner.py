@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
@@ -34,7 +33,6 @@ from heterog.methods.pipette.communication import (
     COOLED,
     HostRates,
     Pricing,
-    Traffic,
     UniformCosts,
     Variant,
     anneal,
@@ -147,44 +145,20 @@ class LayoutCosts:
             gradient_bytes=gradients / layout.tp,
             inside_bytes_per_s=inside,
             between_bytes_per_s=between if len(point.hosts) > 1 else inside,
-        )
-
-    def traffic(self, point: Point) -> Traffic:
-        """Traffic of a layout between hosts."""
-        costs = self.costs(point)
-        return Traffic(
-            num_stages=costs.num_stages,
-            replicas_per_host=costs.replicas_per_host,
-            message_bytes=costs.message_bytes,
-            gradient_bytes=costs.gradient_bytes,
-            team_size=point.layout.tp,
+            team_size=layout.tp,
         )
 
     def _passes_s(
         self, kind: int, samples: int, stage_of_group: tuple[int, ...], num_stages: int
     ) -> tuple[float, float]:
         """Seconds of a forward and a backward pass of the slowest stage."""
+        forward, whole = self._evaluator.prices.seconds_of_groups(kind, samples)
         passes = [
             np.bincount(stage_of_group, weights, num_stages)
-            for weights in self._seconds(kind, samples)
+            for weights in (forward, whole - forward)
         ]
         slowest = int(np.argmax(passes[0] + passes[1]))
         return float(passes[0][slowest]), float(passes[1][slowest])
-
-    @kept
-    def _seconds(self, kind: int, samples: int) -> tuple[FloatArray, FloatArray]:
-        """Seconds of each group's forward and backward ops.  # [num_groups] twice"""
-        tables = self._evaluator.tables
-        seconds = self._evaluator.prices.op_seconds(kind, samples)
-        is_backward = tables.op_is_backward == 1
-        groups = tables.op_group + 1  # constants, group -1, come first
-
-        def of_groups(chosen: npt.NDArray[np.bool_]) -> FloatArray:
-            weights = np.where(chosen, seconds, 0.0)
-            summed = np.bincount(groups, weights, tables.num_groups + 1)
-            return summed[1:].astype(np.float64)
-
-        return of_groups(~is_backward), of_groups(is_backward)
 
     @kept
     def _by_stage(
@@ -291,7 +265,12 @@ class _Search(PointSearch[_Trial]):
                 order = self._dedicated(point, Pricing.EXECUTED)
                 found = self.ask(_Trial(point=manner, order=order))
                 if found is not None and found.is_ok:
-                    cheapest = self._cheapest(manner, order)
+                    cheaper = cheaper_layouts(self.graph, manner.layout)
+                    leanest = self.while_it_fits(
+                        _Trial(point=replace(manner, layout=layout), order=order)
+                        for layout in cheaper
+                    )
+                    cheapest = manner if leanest is None else leanest.point
                     self.ask(_Trial(point=cheapest, order=self._as_given(point)))
                     fitting += 1
                     break
@@ -303,16 +282,6 @@ class _Search(PointSearch[_Trial]):
     def orders(self, point: _Trial) -> tuple[engine.Order, ...]:
         """See ``PointSearch``."""
         return (self.problem.first_order,)
-
-    def _cheapest(self, point: Point, order: Order) -> Point:
-        """The layout with the least recomputation that still fits."""
-        for layout in cheaper_layouts(self.graph, point.layout):
-            cheaper = replace(point, layout=layout)
-            found = self.ask(_Trial(point=cheaper, order=order))
-            if found is None or not found.is_ok:
-                break
-            point = cheaper
-        return point
 
     @property
     def why_nothing(self) -> str:
@@ -336,8 +305,8 @@ class _Search(PointSearch[_Trial]):
         return f"{trial.point.layout} on hosts {order}; its models say {said}"
 
     def _model_s(self, trial: _Trial, variant: Variant) -> float:
-        costs, traffic = self.costs.costs(trial.point), self.costs.traffic(trial.point)
-        measured = self.rates.communication(np.array(trial.order, np.int32), traffic)
+        costs = self.costs.costs(trial.point)
+        measured = self.rates.communication(np.array(trial.order, np.int32), costs)
         return latency_s(variant, costs, measured if variant.needs_measured else None)
 
     def _rank(self, point: Point) -> tuple[float, int]:
@@ -357,7 +326,7 @@ class _Search(PointSearch[_Trial]):
             return given
         key = replace(point, num_micro=0), pricing
         if key not in self._orders:
-            traffic = self.costs.traffic(point)
+            traffic = self.costs.costs(point)
 
             def cost_of(order: IntArray) -> float:
                 return rates.communication(order, traffic, pricing).total_s
@@ -369,7 +338,7 @@ class _Search(PointSearch[_Trial]):
                 num_steps=COOLED,
                 is_over=self._is_annealed,
             )
-            order = tuple(point.hosts[place] for place in found.order)
+            order = tuple(point.hosts[place] for place in found)
             if self._is_annealed():  # a longer round may find a better one
                 return order
             self._orders[key] = order

@@ -53,8 +53,7 @@ from heterog.modes.asynchronous.value import (
     AsynchronousServer,
     PushOrder,
     Traffic,
-    pulls_of,
-    pushes_of,
+    exchanged,
 )
 from heterog.modes.islands import islands
 from heterog.modes.search import (
@@ -281,8 +280,6 @@ def steady_seconds(paces: Sequence[TeamPace], server: AsynchronousServer) -> flo
     return float(done[settling + _MEASURED - 1] - done[settling - 1]) / _MEASURED
 
 
-_EXCHANGES = (True, pushes_of), (False, pulls_of)
-"""(is a push, function for a team's transfers)."""
 _READ_AND_WRITTEN = 2.0
 """Bytes that a copy reads and writes, per byte copied."""
 
@@ -364,8 +361,8 @@ def _pace(
     """Pace of a team with given compute seconds."""
     server = strategy.own_mode(AsynchronousServer)
     whole, busy = [], []
-    for is_push, of in _EXCHANGES:
-        traffic = of(evaluator.graph, strategy, team)
+    for is_push in (True, False):
+        traffic = exchanged(evaluator.graph, strategy, team, is_push=is_push)
         whole.append(_exchange_s(evaluator, traffic, choice, is_push=is_push))
         busy.append(
             tuple(
@@ -419,8 +416,8 @@ def _on_links_s(evaluator: Evaluator, strategy: Strategy) -> float:
     graph, num_devices = evaluator.graph, evaluator.cluster.num_devices
     held = np.zeros(len(evaluator.cluster.resources))
     for team in range(len(strategy.decisions[0].teams)):
-        for is_push, of in _EXCHANGES:
-            for each in of(graph, strategy, team):
+        for is_push in (True, False):
+            for each in exchanged(graph, strategy, team, is_push=is_push):
                 sender, receiver = each.ends(is_push=is_push)
                 if sender != receiver:
                     channel = sender * num_devices + receiver

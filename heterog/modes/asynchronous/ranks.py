@@ -7,6 +7,7 @@ ranks after every step would deadlock if the plan lets a team run ahead.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from heterog.errors import HeterogError
 from heterog.lowering.program import FIRST_LINK_KIND
-from heterog.modes.asynchronous.value import AsynchronousServer, pulls_of, pushes_of
+from heterog.modes.asynchronous.value import AsynchronousServer, exchanged
 from heterog.modes.asynchronous.weight_server import (
     Ask,
     Messages,
@@ -73,8 +74,8 @@ class AsynchronousTraining(RankMode):
         self._pushes, self._pulls = (
             [(server, rows) for device, server, rows in every if device == rank]
             for every in (
-                () if team is None else traffic(graph, strategy, team)
-                for traffic in (pushes_of, pulls_of)
+                () if team is None else exchanged(graph, strategy, team, is_push=is_push)
+                for is_push in (True, False)
             )
         )
         self._gradients: dict[int, Tensor] = {}
@@ -130,7 +131,7 @@ class AsynchronousTraining(RankMode):
 
     def reading(self, step: "DeployedStep", contents: "Contents") -> Reading:
         """Continue from the weights and state of the checkpoint."""
-        return _Resumed(self, contents.num_steps)
+        return Reading(take_over=partial(self.resume, contents.num_steps))
 
     def resume(self, num_steps: int) -> None:
         """Continue from loaded weights and optimizer state; every rank calls it.
@@ -193,18 +194,6 @@ class AsynchronousTraining(RankMode):
             raise HeterogError(
                 f"the server on rank {self._rank} has ended: {self.weights.error}"
             ) from self.weights.error
-
-
-class _Resumed(Reading):
-    """Makes a server continue from its rank's part of a checkpoint."""
-
-    def __init__(self, training: AsynchronousTraining, num_steps: int) -> None:
-        super().__init__()
-        self._training, self._num_steps = training, num_steps
-
-    def take_over(self) -> None:
-        """Continue from the rank's parameters and optimizer."""
-        self._training.resume(self._num_steps)
 
 
 def meeting_fault(seen: RankProgram) -> str:

@@ -331,25 +331,19 @@ class Traffic(NamedTuple):
         return (self.device, self.server) if is_push else (self.server, self.device)
 
 
-def pushes_of(graph: OpGraph, strategy: "Strategy", team: int) -> tuple[Traffic, ...]:
-    """Gradients that a team pushes, by sender and server; the first of replicas sends."""
-    return _traffic(graph, strategy, team, all_replicas=False)
-
-
-def pulls_of(graph: OpGraph, strategy: "Strategy", team: int) -> tuple[Traffic, ...]:
-    """Parameters that a team pulls, by receiver and server: every replica receives."""
-    return _traffic(graph, strategy, team, all_replicas=True)
-
-
-def _traffic(
-    graph: OpGraph, strategy: "Strategy", team: int, *, all_replicas: bool
+def exchanged(
+    graph: OpGraph, strategy: "Strategy", team: int, *, is_push: bool
 ) -> tuple[Traffic, ...]:
+    """Gradients that a team pushes, or parameters that it pulls, by device and server.
+
+    The first of replicas sends; every replica receives.
+    """
     group = group_ops(graph).group
     rows: dict[tuple[int, int], list[int]] = {}
     for row, server in enumerate(server_of_rows(graph, strategy)):
         decision: Decision = strategy.decisions[int(group[graph.updates[row][0]])]
         holders = sorted(decision.teams[team])
-        for device in holders if all_replicas else holders[:1]:
+        for device in holders[:1] if is_push else holders:
             rows.setdefault((device, server), []).append(row)
     return tuple(Traffic(*key, tuple(found)) for key, found in sorted(rows.items()))
 

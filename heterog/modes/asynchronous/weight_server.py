@@ -36,8 +36,7 @@ from heterog.modes.asynchronous.value import (
     AsynchronousServer,
     PushOrder,
     Traffic,
-    pulls_of,
-    pushes_of,
+    exchanged,
     server_of_rows,
 )
 from heterog.modes.on_ranks import parts_of
@@ -174,8 +173,13 @@ class WeightServer:
         self._options: dict[int, list[float]] = {}  # optimizer options of its step, by team
         self._named = numeric_options(self.optimizer)
         teams = range(len(self._server.ticks))
-        self._pushes = [_with_server(pushes_of(graph, strategy, team), rank) for team in teams]
-        self._pulls = [_with_server(pulls_of(graph, strategy, team), rank) for team in teams]
+        self._pushes, self._pulls = (
+            [
+                _with_server(exchanged(graph, strategy, team, is_push=is_push), rank)
+                for team in teams
+            ]
+            for is_push in (True, False)
+        )
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:

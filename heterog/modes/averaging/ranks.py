@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from heterog.errors import InputFileError, StrategyError
+from heterog.errors import InputFileError
 from heterog.graph.op_graph import OpGraph
 from heterog.modes.averaging.value import AveragedBucket, Averaging, averaged_buckets
 from heterog.modes.codecs.value import Codec
-from heterog.modes.islands import island_of, island_samples, islands
+from heterog.modes.islands import island_of, islands
 from heterog.modes.on_ranks import MakeExecutor, RankMode, Reading, Rehearsal, parts_of
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import Contents, dtype_of
@@ -38,26 +38,6 @@ from heterog.runtime.step.optimizer import Masters
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.whole_model import ModelPart
 from heterog.strategy.strategy import Strategy
-
-
-def gradient_scale(graph: OpGraph, strategy: Strategy, rank: int) -> float:
-    """Factor that turns a rank's gradients into means over its own island.
-
-    A step's loss is a mean over the whole batch, and an island computes its part. With masked
-    labels, the factor counts the island's part of the samples, not of the labels: with H = 1 the
-    average is then one device's step for any mask.
-
-    Raises:
-        StrategyError: a batch of this size leaves an island without samples.
-    """
-    samples = island_samples(strategy, graph.batch_size)
-    if not all(samples):
-        raise StrategyError(
-            f"of a batch of {graph.batch_size} the islands get {list(samples)} samples; with "
-            "averaging each of them needs at least one: leave a smaller last batch out."
-        )
-    own = island_of(strategy, rank)
-    return 1.0 if own is None else graph.batch_size / samples[own]
 
 
 @dataclass(slots=True)
@@ -256,7 +236,14 @@ class Averager(RankMode):
 
     def entries(self, step: "DeployedStep") -> "list[Entry]":
         """Entries of this rank's island and of the outer optimizer."""
-        return averaging_entries(step, self)
+        found = [
+            (_outer_name(step, row), state.momentum)
+            for row, state in self.outer.items()
+            if state.momentum is not None and step.part.owner(row) == step.rank
+        ]
+        if _island_of(step) > 0:
+            found += _island_state(step)
+        return [Entry.of_whole(name, value) for name, value in found]
 
     def left_out(self, step: "DeployedStep") -> "Iterator[Kept]":
         """Errors that codecs have left out of the islands' changes."""
@@ -272,7 +259,7 @@ class Averager(RankMode):
 
     def reading(self, step: "DeployedStep", contents: "Contents") -> Reading:
         """State of this rank's island and of the outer optimizer."""
-        return SavedAveraging(step, self, contents)
+        return saved_averaging(step, self, contents)
 
     def _stepped(self, row: int) -> nn.Parameter:
         return self._masters.of(self._values[row])
@@ -302,20 +289,9 @@ def outer_step(state: OuterState, difference: Tensor, averaging: Averaging) -> T
     return state.anchor.sub_(direction, alpha=averaging.outer_rate)
 
 
-OUTER = "averaging.outer"
-"""Prefix of a parameter's name for its momentum in the outer optimizer."""
-
-
-def averaging_entries(step: DeployedStep, averager: Averager) -> list[Entry]:
-    """Entries of this rank's island and of the outer optimizer."""
-    found = [
-        (f"{OUTER}.{name_and_shape(step, row)[0]}", state.momentum)
-        for row, state in averager.outer.items()
-        if state.momentum is not None and step.part.owner(row) == step.rank
-    ]
-    if _island_of(step) > 0:
-        found += _island_state(step)
-    return [Entry.of_whole(name, value) for name, value in found]
+def _outer_name(step: DeployedStep, row: int) -> str:
+    """Name of a parameter's momentum in the outer optimizer."""
+    return f"averaging.outer.{name_and_shape(step, row)[0]}"
 
 
 def _island_of(step: DeployedStep) -> int:
@@ -351,8 +327,8 @@ def _stepped_rows(step: DeployedStep) -> dict[int, Tensor]:
     return {row_of[each.members[0].name]: each.stepped for each in stepped_values(step)}
 
 
-class SavedAveraging(Reading):
-    """Reads the state of a rank's island and of the outer optimizer from a checkpoint.
+def saved_averaging(step: DeployedStep, averager: Averager, contents: Contents) -> Reading:
+    """Read the state of a rank's island and of the outer optimizer from a checkpoint.
 
     Args:
         step: A freshly deployed step.
@@ -362,47 +338,44 @@ class SavedAveraging(Reading):
     Raises:
         InputFileError: the checkpoint contradicts itself.
     """
+    wanted: dict[str, Tensor] = {}
+    states: list[tuple[Tensor, str, str]] = []
 
-    def __init__(self, step: DeployedStep, averager: Averager, contents: Contents) -> None:
-        super().__init__()
-        self._step, self._averager = step, averager
-        self._states: list[tuple[Tensor, str, str]] = []
-        rows = _stepped_rows(step)
-        names = set(contents.names)
-        for row in averager.outer if averager.averaging.has_outer else ():
-            name = f"{OUTER}.{name_and_shape(step, row)[0]}"
-            if name in names:
-                self._want(contents, name, tuple(rows[row].shape), rows[row])
-        island = _island_of(step)
-        for row, stepped in rows.items() if _has_same_islands(step, names) else ():
-            name, _ = name_and_shape(step, row)
-            for key in contents.states[name].tensors:
-                own = _name(island, name, key)
-                if own in names:
-                    shape = contents.shape(f"optimizer.{name}.{key}")
-                    self._want(contents, own, shape, stepped)
-                    self._states.append((stepped, key, own))
-
-    def _want(self, contents: Contents, name: str, shape: tuple[int, ...], like: Tensor) -> None:
+    def want(name: str, shape: tuple[int, ...], like: Tensor) -> None:
         if contents.shape(name) != shape:
             raise InputFileError(
                 f"the checkpoint's {name} has shape {contents.shape(name)}, not {shape}; it is "
                 "damaged."
             )
         dtype = dtype_of(contents.dtype(name))
-        self.wanted[name] = like.detach().new_empty(shape, dtype=dtype)
+        wanted[name] = like.detach().new_empty(shape, dtype=dtype)
 
-    def take_over(self) -> None:
-        """Set the state of the step, whose parameters and optimizer are already loaded."""
-        averager = self._averager
-        averager.begin(self._step.num_steps)
+    rows = _stepped_rows(step)
+    names = set(contents.names)
+    for row in averager.outer if averager.averaging.has_outer else ():
+        name = _outer_name(step, row)
+        if name in names:
+            want(name, tuple(rows[row].shape), rows[row])
+    island = _island_of(step)
+    for row, stepped in rows.items() if _has_same_islands(step, names) else ():
+        name, _ = name_and_shape(step, row)
+        for key in contents.states[name].tensors:
+            own = _name(island, name, key)
+            if own in names:
+                want(own, contents.shape(f"optimizer.{name}.{key}"), stepped)
+                states.append((stepped, key, own))
+
+    def take_over() -> None:
+        averager.begin(step.num_steps)
         for row, state in averager.outer.items():
-            name = f"{OUTER}.{name_and_shape(self._step, row)[0]}"
-            if state.momentum is not None and name in self.wanted:
-                state.momentum.copy_(self.wanted[name])
-        for stepped, key, name in self._states:
-            now = self._step.optimizer.state[stepped][key]
-            now.copy_(self.wanted[name].to(now.dtype))
+            name = _outer_name(step, row)
+            if state.momentum is not None and name in wanted:
+                state.momentum.copy_(wanted[name])
+        for stepped, key, name in states:
+            now = step.optimizer.state[stepped][key]
+            now.copy_(wanted[name].to(now.dtype))
+
+    return Reading(wanted=wanted, take_over=take_over)
 
 
 def _has_same_islands(step: DeployedStep, names: set[str]) -> bool:

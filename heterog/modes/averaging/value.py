@@ -42,7 +42,13 @@ from heterog.graph.placement import ITEM_BYTES
 from heterog.lowering.program import TaskKind
 from heterog.lowering.tape import Tape, TapeWriter
 from heterog.modes.codecs.value import DECODE_BYTES, Codec, CodecRule, codec_rules, encode_bytes
-from heterog.modes.islands import MOST_STEPS, check_islands, crossing_fault, island_samples
+from heterog.modes.islands import (
+    MOST_STEPS,
+    check_islands,
+    crossing_fault,
+    island_of,
+    island_samples,
+)
 from heterog.modes.mode import EncodedMode, Mode
 from heterog.records import Count, Int32, Number
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy
@@ -219,10 +225,23 @@ class Averaging(Mode):
         return replace(encoded, more_s=self.step_s(local_s, seconds) - local_s)
 
     def gradient_scale(self, graph: "OpGraph", strategy: "Strategy", rank: int) -> float:
-        """Factor that turns a rank's gradients into means over its own island."""
-        from heterog.modes.averaging.ranks import gradient_scale
+        """Factor that turns a rank's gradients into means over its own island.
 
-        return gradient_scale(graph, strategy, rank)
+        A step's loss is a mean over the whole batch, and an island computes its part. With masked
+        labels, the factor counts the island's part of the samples, not of the labels: with H = 1
+        the average is then one device's step for any mask.
+
+        Raises:
+            StrategyError: a batch of this size leaves an island without samples.
+        """
+        samples = island_samples(strategy, graph.batch_size)
+        if not all(samples):
+            raise StrategyError(
+                f"of a batch of {graph.batch_size} the islands get {list(samples)} samples; with "
+                "averaging each of them needs at least one: leave a smaller last batch out."
+            )
+        own = island_of(strategy, rank)
+        return 1.0 if own is None else graph.batch_size / samples[own]
 
     def on_rank(self, step: "DeployedStep") -> "RankMode":
         """The averager of a rank."""
@@ -355,10 +374,15 @@ def _bucket(
     )
     if rule is not None and (not num_elements or rule.codec.is_plain(num_elements, value_bytes)):
         rule = None
+    weight = {
+        device: part / len(team)
+        for team, part in zip(decision.teams, parts, strict=True)
+        for device in team
+    }
     return AveragedBucket(
         rows=tuple(rows),
         devices=decision.devices,
-        weights=_device_weights(decision, parts),
+        weights=tuple(weight[device] for device in decision.devices),
         num_bytes=float(num_elements * value_bytes),
         rounded_bytes=own_bytes if stepped != graph.tensors[parameters[0]].dtype else 0.0,
         senders=tuple(min(team) for team in decision.teams),
@@ -366,15 +390,6 @@ def _bucket(
         rule=rule,
         num_elements=num_elements,
     )
-
-
-def _device_weights(decision: Decision, parts: tuple[float, ...]) -> tuple[float, ...]:
-    weight = {
-        device: part / len(team)
-        for team, part in zip(decision.teams, parts, strict=True)
-        for device in team
-    }
-    return tuple(weight[device] for device in decision.devices)
 
 
 class Pass(NamedTuple):

@@ -107,7 +107,7 @@ def boundaries(evaluator: Evaluator, program: Program, tables: GraphTables) -> l
         else:
             continue
         channel = program.channels[int(program.channel[task])]
-        per_byte = evaluator.prices.seconds_per_byte(channel)
+        per_byte = evaluator.prices.pricer.seconds(channel).seconds_per_byte
         key = traffic, channel.devices
         seconds[key] = seconds.get(key, 0.0) + float(program.num_bytes[task]) * per_byte
     found = [
@@ -126,7 +126,8 @@ def averaged_boundaries(evaluator: Evaluator, strategy: Strategy) -> list[Bounda
     found: dict[tuple[int, ...], Boundary] = {}
     for bucket in averaged_buckets(evaluator.graph, strategy):
         channel = evaluator.channels[evaluator.channels.value_reduce(bucket.devices)]
-        seconds = bucket.num_bytes * evaluator.prices.seconds_per_byte(channel) / averaging.every
+        per_byte = evaluator.prices.pricer.seconds(channel).seconds_per_byte
+        seconds = bucket.num_bytes * per_byte / averaging.every
         before = found.get(bucket.devices)
         found[bucket.devices] = Boundary(
             traffic=Traffic.PARAMETER_CHANGES,
@@ -288,12 +289,9 @@ class _Search:
 
     def fewest(self, codec: Codec) -> Tried:
         """The codec on the fewest boundaries that suffice for the best step."""
-        counts, number = [], 1
-        while number < len(self.boundaries):
-            counts.append(number)
-            number *= 2
-        counts.append(len(self.boundaries))
-        tried = [self.with_rules(self.rules(codec, count)) for count in counts]
+        every = len(self.boundaries)
+        counts = {*(1 << power for power in range(every.bit_length())), every}
+        tried = [self.with_rules(self.rules(codec, count)) for count in sorted(counts)]
         best = min(map(by_preference, tried))
         enough = best[0], best[1] * (1.0 + EQUALLY_FAST)
         return next(each for each in tried if by_preference(each) <= enough)

@@ -18,14 +18,13 @@ import numpy as np
 from heterog.errors import HeterogError, StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.lowering.program import FloatArray
-from heterog.memo import kept
 from heterog.methods.model_parallel import stage_starts
 from heterog.methods.pipeline import Stages, stage_sequences
 from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.tuned_uniform import tuned_decision
 from heterog.modes.search import Tried, best_of, by_preference, is_count, nothing
-from heterog.modes.stash.value import WeightStash, stage_fault, stages_of
+from heterog.modes.stash.value import WeightStash, stages_of
 from heterog.names import shown
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -246,20 +245,10 @@ class _Costs:
         each = []
         for kind, share in zip(kinds, shares, strict=True):
             samples = -(-share // num_micro)  # of the largest micro-batch
-            each.append(self._of_share(kind, samples) * (share / max(samples, 1)))
+            _, seconds = evaluator.prices.seconds_of_groups(kind, samples)
+            each.append(seconds * (share / max(samples, 1)))
         found: FloatArray = np.max(each, axis=0)
         return np.maximum(found, _LEAST_S)
-
-    @kept
-    def _of_share(self, kind: int, samples: int) -> FloatArray:
-        """Seconds of each group on a device type with some samples."""
-        tables = self._evaluator.tables
-        found = np.zeros(tables.num_groups)
-        if samples:
-            inside = tables.op_group >= 0
-            seconds = self._evaluator.prices.op_seconds(kind, samples)
-            np.add.at(found, tables.op_group[inside], seconds[inside])
-        return found
 
     def _bytes(self, stage: int, stages: Stages, num_micro: int) -> FloatArray:
         """Bytes that each group keeps on a device of a stage."""
@@ -304,4 +293,4 @@ def _recomputing(strategy: Strategy, keeps: Keeps) -> Strategy:
 def _fault(evaluator: Evaluator, strategy: Strategy) -> str:
     """Why stages cannot run different batches; empty if they can."""
     program = evaluator.program(evaluator.encode(strategy))
-    return stage_fault(program, stages_of(strategy), evaluator.tables)
+    return strategy.own_mode(WeightStash).fault(program, strategy, evaluator.tables)

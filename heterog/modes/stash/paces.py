@@ -31,7 +31,8 @@ and b(k) of k = n - 1 - D_s,
     f_s(n) = max(b_s(k) + (U_s if k ends a batch), max over i < s of a_is(n)) + F_s
     a_is(n) = max(f_i(n), a_is(n - 1), f_s(n - 1 if n begins a batch, else n - 2)) + c_is
 
-F_s, B_s and c_s are means, if micro-batches are unequal. ``value.stash_bytes`` has the memory.
+F_s, B_s and c_s are means, if micro-batches are unequal. ``EncodedStash.kept_bytes`` has the
+memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,10 +45,10 @@ from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import NUM_READS, NUM_TASKS, Tape
 from heterog.modes.stash.value import (
+    OF_BATCH,
     BoolArray,
     EncodedStash,
     WeightStash,
-    ends_batch,
     is_of_backward,
     is_written_last,
     micro_batch_of,
@@ -231,7 +232,7 @@ def held_s(tape: Tape, prices: Prices) -> float:
 class StagedStep:
     """The tasks of one step on its own, by micro-batch, pass and stage.
 
-    Micro-batches come one after another (``value.one_at_a_time``).
+    Micro-batches come one after another (``WeightStash.schedule``).
 
     Args:
         tape: Tape of the step.
@@ -253,7 +254,7 @@ class StagedStep:
         self._is_link = tasks["kind"] >= FIRST_LINK_KIND
         # A collective has no device; it runs where its inputs are.
         source = source_stages(tape, stage)
-        self._ends_batch = ends_batch(tasks["kind"])
+        self._ends_batch = np.isin(tasks["kind"], OF_BATCH)
         self._is_awaited = ~is_written_last(tasks["kind"], tasks["subject"], tables)
         self._stage = np.where(self._device >= 0, stage[self._device], source)
         self._source = np.where(self._is_link, source, self._stage)

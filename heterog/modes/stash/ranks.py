@@ -27,6 +27,7 @@ A rehearsal plays all stages in turn, moment by moment.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,6 @@ from heterog.modes.stash.value import (
     is_of_backward,
     micro_batch_of,
     oldest_weights,
-    stage_of,
     stages_of,
 )
 from heterog.runtime.step.collectives import Pending
@@ -67,35 +67,6 @@ class Moment(IntEnum):
     RECEIVE_GRADIENTS = 2
     BACKWARD = 3
     FORWARD = 4
-
-
-class StashedWeights:
-    """The parameters of a rank at the beginning of one batch's forward pass.
-
-    Args:
-        live: The rank's parameters, by tensor id.
-    """
-
-    def __init__(self, live: Mapping[int, nn.Parameter]) -> None:
-        self._live = live
-        self._kept: dict[int, Tensor] = {}
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether a batch still reads them."""
-        return bool(self._kept)
-
-    def keep(self) -> None:
-        """Keep the parameters' current memory."""
-        self._kept = {tensor: value.detach() for tensor, value in self._live.items()}
-
-    def drop(self) -> None:
-        """Free the kept memory."""
-        self._kept = {}
-
-    def read(self, tensor: int) -> Tensor:
-        """A kept parameter, by tensor id."""
-        return self._kept[tensor]
 
 
 Turns = Mapping[tuple[int, Moment], Sequence[DueTask]]
@@ -160,16 +131,22 @@ class TurnsByMoment:
 class _Batch:
     """A batch under way on a rank, or room for one.
 
+    Args:
+        make_executor: Function that makes an executor, which reads parameters by the given
+            function.
+
     Attributes:
-        weights: Weights that the batch reads.
+        weights: The parameters as its first forward pass found them, by tensor id; empty unless
+            the batch still reads them.
         executor: Executor of the batch.
     """
 
-    def __init__(self, weights: StashedWeights, executor: StepExecutor) -> None:
-        self.weights = weights
-        self.executor = executor
+    def __init__(self, make_executor: MakeExecutor) -> None:
+        self.weights: dict[int, Tensor] = {}
+        self.executor = make_executor(self.weights.__getitem__)
 
 
+@dataclass(slots=True, eq=False)
 class _MicroBatch:
     """A micro-batch under way on a rank.
 
@@ -180,11 +157,10 @@ class _MicroBatch:
         receives_gradients: Whether the rank has begun to receive its gradients.
     """
 
-    def __init__(self, batch: _Batch, number: int) -> None:
-        self.batch = batch
-        self.number = number
-        self.receives_inputs = False
-        self.receives_gradients = False
+    batch: _Batch
+    number: int
+    receives_inputs: bool = False
+    receives_gradients: bool = False
 
 
 class StashedTraining(RankMode):
@@ -219,18 +195,16 @@ class StashedTraining(RankMode):
         flush: Callable[[], None] = lambda: None,
     ) -> None:
         stash = strategy.own_mode(WeightStash)
-        num_stages, stage = len(stages_of(strategy)), stage_of(strategy, rank)
+        stages = stages_of(strategy)
+        stage = next((number for number, own in enumerate(stages) if rank in own), None)
         self.num_micro = turns.num_micro
         self.loss_delay = oldest_weights(strategy)
         self.is_alone = False
-        self._behind = 0 if stage is None else stash.behind(stage, num_stages)
+        self._behind = 0 if stage is None else stash.behind(stage, len(stages))
         self._late_losses: list[float] = []
         self._parameters = parameters
         self._flush = flush
-        self._free: list[_Batch] = []
-        for _ in range(self._behind // self.num_micro + 2):
-            weights = StashedWeights(parameters)
-            self._free.append(_Batch(weights, make_executor(weights.read)))
+        self._free = [_Batch(make_executor) for _ in range(self._behind // self.num_micro + 2)]
         own = set(self._free[0].executor.turns)
         every = turns.of(-1 if stage is None else stage)
         self._turns: Turns = {
@@ -315,7 +289,9 @@ class StashedTraining(RankMode):
         if moment == Moment.BACKWARD:
             return oldest if is_last or len(self._under_way) > self._behind + 1 else None
         if newest.number == 0:
-            newest.batch.weights.keep()
+            newest.batch.weights.update(
+                {tensor: value.detach() for tensor, value in self._parameters.items()}
+            )
         return newest
 
     def _receiving_inputs(self, moment: Moment) -> _MicroBatch | None:
@@ -350,10 +326,14 @@ class StashedTraining(RankMode):
                 self._end_batch(ended.batch)
 
     def _end_batch(self, ended: _Batch) -> None:
-        """Update with the gradients of a batch."""
-        ended.weights.drop()
-        if any(each.batch.weights.is_kept for each in self._under_way):
-            self._move_on()
+        """Update with the gradients of a batch.
+
+        The parameters get new memory if batches under way read the old memory.
+        """
+        ended.weights.clear()
+        if any(each.batch.weights for each in self._under_way):
+            for value in self._parameters.values():
+                value.data = value.data.clone()
         ended.executor.end_backward()
         self._free.append(ended)
 
@@ -387,11 +367,6 @@ class StashedTraining(RankMode):
         if about is not None:
             about.batch.executor.play(self._turns[about.number, moment])
         self.leave(moment, about)
-
-    def _move_on(self) -> None:
-        """Give the parameters new memory, because batches under way read the old memory."""
-        for value in self._parameters.values():
-            value.data = value.data.clone()
 
 
 def training_of(step: "DeployedStep") -> StashedTraining:

@@ -23,7 +23,8 @@ weights. So a strategy has a stash only if a user asked for it.
 With a stash a stage runs the forward pass of one micro-batch and the backward pass of another. So
 this module assigns every task to a pass and a micro-batch (``is_of_backward``,
 ``micro_batch_of``). A value of the forward pass may go only to later stages, a value of the
-backward pass only to earlier stages (``stage_fault``). ``stash_bytes`` has the memory of a stash.
+backward pass only to earlier stages (``fault``). ``EncodedStash.kept_bytes`` has the memory of a
+stash.
 """
 
 from dataclasses import dataclass, replace
@@ -67,10 +68,11 @@ BoolArray = npt.NDArray[np.bool_]
 Stages = tuple[tuple[int, ...], ...]
 AnyIntegers = npt.NDArray[np.integer[Any]]
 
-_OF_BATCH = (
+OF_BATCH = (
     *(TaskKind.FLATTEN, TaskKind.ALL_REDUCE, TaskKind.REDUCE_SCATTER, TaskKind.ALL_GATHER),
     *(TaskKind.PUSH, TaskKind.SUM, TaskKind.UPDATE, TaskKind.PULL),
 )
+"""Tasks that sum a batch's gradients over devices or update with them."""
 
 
 def is_of_backward(kind: AnyIntegers, subject: IntArray, tables: GraphTables) -> BoolArray:
@@ -98,15 +100,6 @@ def is_of_backward(kind: AnyIntegers, subject: IntArray, tables: GraphTables) ->
     scattered = np.isin(kind, list(RECUT_KINDS))
     found[scattered] = tables.op_is_late[tables.value_op[subject[scattered]]] > 0
     return found
-
-
-def ends_batch(kind: AnyIntegers) -> BoolArray:
-    """Whether each task sums a batch's gradients over devices or updates with them.
-
-    Args:
-        kind: ``TaskKind`` of each task.  # [num_tasks]
-    """
-    return np.isin(kind, _OF_BATCH)
 
 
 def is_written_last(kind: AnyIntegers, subject: IntArray, tables: GraphTables) -> BoolArray:
@@ -154,40 +147,6 @@ def micro_batch_of(
             return found
 
 
-def stage_fault(program: Program, stages: Stages, tables: GraphTables) -> str:
-    """Why stages cannot work on different batches at a time; empty if they can.
-
-    Args:
-        program: Program of one step.
-        stages: Devices of each stage.
-        tables: The graph's tables.
-    """
-    stage = {device: number for number, own in enumerate(stages) for device in own}
-    is_late = is_of_backward(program.kind, program.subject, tables)
-    for task in np.flatnonzero(program.kind >= FIRST_LINK_KIND).tolist():
-        devices = program.channels[int(program.channel[task])].devices
-        met = [stage.get(device, -1) for device in devices]
-        if len(set(met)) == 1:
-            continue
-        goes_on = met[0] < met[-1] if not is_late[task] else met[0] > met[-1]
-        if program.kind[task] != TaskKind.SEND or -1 in met or not goes_on:
-            return (
-                f"devices {devices} of several stages exchange a value of the "
-                f"{'backward' if is_late[task] else 'forward'} pass, which with a stash goes from "
-                f"a stage to {'earlier' if is_late[task] else 'later'} ones only; cut the model "
-                "where one value follows from the others, and keep shared parameters in one stage"
-            )
-    maker, reader = program.edges
-    # Across micro-batches, forward passes follow backward passes only in a step on its own.
-    is_alike = program.micro[maker] == program.micro[reader]
-    if (is_late[maker] & ~is_late[reader] & is_alike).any():
-        return (
-            "an op of the forward pass reads what the backward pass makes, so that with a stash "
-            "it would wait for a later batch; plan without the stash"
-        )
-    return ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedStash(EncodedMode):
     """Stage of each device, and the number of micro-batches that it is behind.
@@ -204,54 +163,47 @@ class EncodedStash(EncodedMode):
     behind: IntArray
 
     def kept_bytes(self, tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
-        """Bytes that the stash adds to each device."""
-        return stash_bytes(tape, tables, choice, self)
+        """Bytes that the stash adds to each device.
 
+        A device that is D micro-batches of m behind keeps ceil(D / m) more versions of its
+        weights, and the saved values of D more micro-batches. The newest batch has come when the
+        oldest of these D + 1 micro-batches begins its backward pass, so the device keeps its own
+        samples of ceil((D + 1) / m) more batches. Messages come before they are needed: gradients
+        of one micro-batch, and inputs of one or two micro-batches of a batch.
 
-def stash_bytes(
-    tape: Tape, tables: GraphTables, choice: Choice, stash: EncodedStash
-) -> FloatArray:
-    """Bytes that a stash adds to each device.
+        Args:
+            tape: Tape of one step, whose micro-batches come one after another.
+            tables: The graph's tables.
+            choice: The choice from which the step was lowered.
 
-    A device that is D micro-batches of m behind keeps ceil(D / m) more versions of its weights,
-    and the saved values of D more micro-batches. The newest batch has come when the oldest of
-    these D + 1 micro-batches begins its backward pass, so the device keeps its own samples of
-    ceil((D + 1) / m) more batches. Messages come before they are needed: gradients of one
-    micro-batch, and inputs of one or two micro-batches of a batch.
-
-    Args:
-        tape: Tape of one step, whose micro-batches come one after another.
-        tables: The graph's tables.
-        choice: The choice from which the step was lowered.
-        stash: The stash.
-
-    Returns:
-        # [num_devices]
-    """
-    holds = choice.member[choice.division[tables.parameter_group]]
-    weights = (tables.parameter_bytes[:, None] * holds).sum(0)
-    without = resident_bytes(tables._replace(input_bytes_per_sample=0.0), choice)
-    batch = resident_bytes(tables, choice) - without
-    tasks = tape.tasks[: int(tape.counts[NUM_TASKS])]
-    reads, buffers = tape.reads[: tape.counts[NUM_READS]], tape.buffers[: tape.counts[NUM_BUFFERS]]
-    is_late = is_of_backward(tasks["kind"], tasks["subject"], tables)
-    ends = np.append(tasks["read_start"], tape.counts[NUM_READS])
-    is_read_late = np.zeros(len(buffers), np.bool_)
-    is_read_late[reads[np.repeat(is_late, np.diff(ends))]] = True
-    maker = buffers["maker"]
-    is_saved = is_read_late & ~is_late[maker]
-    source, target = source_stages(tape, stash.stage), _stage(stash.stage, tasks["device"])
-    is_message = tasks["kind"] >= FIRST_LINK_KIND
-    comes, is_gradient = (is_message & (target >= 0) & (source != target))[maker], is_late[maker]
-    micro, count = tasks["micro"][maker], choice.num_micro
-    saved = _by_micro_batch(buffers, micro, is_saved, (count, len(weights)))
-    whole, more = np.divmod(stash.behind, count)
-    kept = whole * saved.sum(0) + more * saved.max(0)
-    kept += (whole + (more > 0)) * weights + (whole + 1) * batch
-    inputs = _by_micro_batch(buffers, micro, comes & ~is_gradient, saved.shape)
-    gradients = _by_micro_batch(buffers, micro, comes & is_gradient, saved.shape)
-    early = min(count, 2) * inputs.max(0) + gradients.max(0)
-    return np.asarray(kept + early, np.float64)
+        Returns:
+            # [num_devices]
+        """
+        holds = choice.member[choice.division[tables.parameter_group]]
+        weights = (tables.parameter_bytes[:, None] * holds).sum(0)
+        without = resident_bytes(tables._replace(input_bytes_per_sample=0.0), choice)
+        batch = resident_bytes(tables, choice) - without
+        tasks = tape.tasks[: int(tape.counts[NUM_TASKS])]
+        reads = tape.reads[: tape.counts[NUM_READS]]
+        buffers = tape.buffers[: tape.counts[NUM_BUFFERS]]
+        is_late = is_of_backward(tasks["kind"], tasks["subject"], tables)
+        ends = np.append(tasks["read_start"], tape.counts[NUM_READS])
+        is_read_late = np.zeros(len(buffers), np.bool_)
+        is_read_late[reads[np.repeat(is_late, np.diff(ends))]] = True
+        maker = buffers["maker"]
+        is_saved = is_read_late & ~is_late[maker]
+        source, target = source_stages(tape, self.stage), _stage(self.stage, tasks["device"])
+        is_message = tasks["kind"] >= FIRST_LINK_KIND
+        comes = (is_message & (target >= 0) & (source != target))[maker]
+        micro, count = tasks["micro"][maker], choice.num_micro
+        saved = _by_micro_batch(buffers, micro, is_saved, (count, len(weights)))
+        whole, more = np.divmod(self.behind, count)
+        kept = whole * saved.sum(0) + more * saved.max(0)
+        kept += (whole + (more > 0)) * weights + (whole + 1) * batch
+        inputs = _by_micro_batch(buffers, micro, comes & ~is_late[maker], saved.shape)
+        gradients = _by_micro_batch(buffers, micro, comes & is_late[maker], saved.shape)
+        early = min(count, 2) * inputs.max(0) + gradients.max(0)
+        return np.asarray(kept + early, np.float64)
 
 
 def _by_micro_batch(
@@ -401,11 +353,43 @@ class WeightStash(Mode):
 
     def fault(self, program: "Program", strategy: "Strategy", tables: "GraphTables") -> str:
         """Why stages cannot work on different batches at a time; empty if they can."""
-        return stage_fault(program, stages_of(strategy), tables)
+        stage = {
+            device: number for number, own in enumerate(stages_of(strategy)) for device in own
+        }
+        is_late = is_of_backward(program.kind, program.subject, tables)
+        for task in np.flatnonzero(program.kind >= FIRST_LINK_KIND).tolist():
+            devices = program.channels[int(program.channel[task])].devices
+            met = [stage.get(device, -1) for device in devices]
+            if len(set(met)) == 1:
+                continue
+            goes_on = met[0] < met[-1] if not is_late[task] else met[0] > met[-1]
+            if program.kind[task] != TaskKind.SEND or -1 in met or not goes_on:
+                return (
+                    f"devices {devices} of several stages exchange a value of the "
+                    f"{'backward' if is_late[task] else 'forward'} pass, which with a stash goes "
+                    f"from a stage to {'earlier' if is_late[task] else 'later'} ones only; cut "
+                    "the model where one value follows from the others, and keep shared "
+                    "parameters in one stage"
+                )
+        maker, reader = program.edges
+        # Across micro-batches, forward passes follow backward passes only in a step on its own.
+        is_alike = program.micro[maker] == program.micro[reader]
+        if (is_late[maker] & ~is_late[reader] & is_alike).any():
+            return (
+                "an op of the forward pass reads what the backward pass makes, so that with a "
+                "stash it would wait for a later batch; plan without the stash"
+            )
+        return ""
 
     def schedule(self, strategy: "Strategy", num_devices: int) -> PipelineSchedule:
-        """The schedule of a step on its own."""
-        return one_at_a_time(strategy, num_devices)
+        """The schedule of a step on its own: a micro-batch begins when the one before has ended.
+
+        It has the times of single passes, from which ``paces`` computes the pace of stages with
+        several batches under way, and the memory of stages without older weights.
+        """
+        groups = [decision.devices for decision in strategy.decisions]
+        chunks = device_chunks(groups, num_devices)
+        return PipelineSchedule(in_flight=tuple((1,) * len(own) for own in chunks))
 
     def encode(
         self, strategy: "Strategy", tables: "GraphTables", channels: "ChannelTable"
@@ -472,20 +456,3 @@ def oldest_weights(strategy: "Strategy") -> int:
     if stash is None:
         return 0
     return stash.staleness(0, len(stages_of(strategy)), strategy.num_micro_batches)
-
-
-def stage_of(strategy: "Strategy", device: int) -> int | None:
-    """Number of a device's stage; ``None`` for a device without a part in training."""
-    found = (number for number, own in enumerate(stages_of(strategy)) if device in own)
-    return next(found, None)
-
-
-def one_at_a_time(strategy: "Strategy", num_devices: int) -> PipelineSchedule:
-    """The schedule of a step on its own: each micro-batch begins when the one before has ended.
-
-    It has the times of single passes, from which ``paces`` computes the pace of stages with
-    several batches under way, and the memory of stages without older weights.
-    """
-    groups = [decision.devices for decision in strategy.decisions]
-    chunks = device_chunks(groups, num_devices)
-    return PipelineSchedule(in_flight=tuple((1,) * len(own) for own in chunks))

@@ -7,6 +7,7 @@ devices and hosts. Jobs that share a host's link to other hosts do not slow each
 is not simulated.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -55,14 +56,6 @@ class TrainingJob:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """A step on some devices: its seconds and method; ``None`` seconds if no method can run it."""
-
-    seconds: float | None
-    method: str = ""
-
-
 class EvaluatedCluster:
     """Training jobs on a cluster, as ``queueing.JobCluster``.
 
@@ -85,7 +78,7 @@ class EvaluatedCluster:
         self.degrees = tuple(_degrees(cluster.num_devices))
         self.most_degree = cluster.num_devices
         self.num_planned = 0
-        self._steps: dict[tuple[object, ...], _Step] = {}
+        self._steps: dict[tuple[object, ...], tuple[float, str] | None] = {}
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -119,8 +112,9 @@ class EvaluatedCluster:
         found: list[tuple[float, tuple[int, ...], str]] = []
         for devices in self._choices(degree, occupied):
             step = self._step(kind, job.graph, devices)
-            if step.seconds is not None:
-                found.append((job.num_steps * step.seconds, devices, step.method))
+            if step is not None:
+                seconds, method = step
+                found.append((job.num_steps * seconds, devices, method))
         if not found:
             return None
         seconds, devices, method = min(found)
@@ -132,11 +126,10 @@ class EvaluatedCluster:
 
     def described(self, devices: Sequence[int]) -> str:
         """Devices in words, by type and host: ``2 x V100-16GB (A), 1 x P100-12GB (B)``."""
-        counts: dict[tuple[str, str], int] = {}
-        for device in devices:
-            each = self.cluster.devices[device]
-            key = each.type.name, self.cluster.hosts[each.host_index].name
-            counts[key] = counts.get(key, 0) + 1
+        members = [self.cluster.devices[device] for device in devices]
+        counts = Counter(
+            (each.type.name, self.cluster.hosts[each.host_index].name) for each in members
+        )
         return ", ".join(f"{n} x {kind} ({host})" for (kind, host), n in counts.items())
 
     def _choices(self, degree: int, occupied: int) -> Iterator[tuple[int, ...]]:
@@ -145,10 +138,7 @@ class EvaluatedCluster:
             return
         cluster = self.cluster
         speeds = [max(device.type.peak_flops_per_s.values()) for device in cluster.devices]
-        room: dict[int, int] = {}
-        for device in free:
-            host = cluster.devices[device].host_index
-            room[host] = room.get(host, 0) + 1
+        room = Counter(cluster.devices[device].host_index for device in free)
 
         def by_speed(device: int) -> tuple[float, int, int]:
             host = cluster.devices[device].host_index
@@ -166,7 +156,10 @@ class EvaluatedCluster:
         chosen = (tuple(sorted(sorted(free, key=key)[:degree])) for key in (by_speed, by_host))
         yield from dict.fromkeys(chosen)
 
-    def _step(self, kind: str, graph: OpGraph, devices: tuple[int, ...]) -> _Step:
+    def _step(
+        self, kind: str, graph: OpGraph, devices: tuple[int, ...]
+    ) -> tuple[float, str] | None:
+        """Seconds and method of a step on some devices; ``None`` if no method can run it."""
         key = kind, *self._likeness(devices)
         if key not in self._steps:
             self._steps[key] = self._planned(graph, devices)
@@ -183,7 +176,7 @@ class EvaluatedCluster:
         )
         return tuple(sorted((cluster.host_kind[host], *kinds) for host, kinds in hosts.items()))
 
-    def _planned(self, graph: OpGraph, devices: tuple[int, ...]) -> _Step:
+    def _planned(self, graph: OpGraph, devices: tuple[int, ...]) -> tuple[float, str] | None:
         self.num_planned += 1
         evaluator = Evaluator(graph, self.cluster.part(devices))
         for methods in (self.methods, IF_TOO_LARGE if len(devices) > 1 else ()):
@@ -195,9 +188,8 @@ class EvaluatedCluster:
             rows = run_methods(evaluator, request)
             fits = [(row.step_time_s, row.method) for row in rows if row.step_time_s is not None]
             if fits:
-                seconds, method = min(fits)
-                return _Step(seconds=seconds, method=method)
-        return _Step(seconds=None)
+                return min(fits)
+        return None
 
 
 def _degrees(num_devices: int) -> list[int]:

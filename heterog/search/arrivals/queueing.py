@@ -10,6 +10,7 @@ PAC-ML's baselines and some of our own.
 import heapq
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -277,7 +278,8 @@ class JobQueueing:
             if not self.in_time(place):
                 outcome = Outcome.TOO_LATE
         if outcome in (Outcome.NO_ROOM, Outcome.TOO_LATE) and self._may_wait():
-            self._pass_to_next_end()
+            self.now_s = max(self.now_s, self._running[0][0])
+            self._release()
             return None
         accepted = place is not None and outcome == Outcome.ACCEPTED
         verdict = Verdict(
@@ -311,10 +313,6 @@ class JobQueueing:
             return False
         return self._running[0][0] - request.arrives_s < request.acceptable_s
 
-    def _pass_to_next_end(self) -> None:
-        self.now_s = max(self.now_s, self._running[0][0])
-        self._release()
-
     def _arrive(self) -> None:
         request = self.request
         if request is not None:
@@ -334,19 +332,12 @@ def blocking_rate(verdicts: Sequence[Verdict]) -> float:
 
 def causes(verdicts: Sequence[Verdict]) -> dict[str, float]:
     """Part of the jobs with each outcome."""
-    counts = {str(outcome): 0 for outcome in Outcome}
-    for verdict in verdicts:
-        counts[str(verdict.outcome)] += 1
-    return {name: count / max(len(verdicts), 1) for name, count in counts.items()}
+    counts = Counter(verdict.outcome for verdict in verdicts)
+    return {str(outcome): counts[outcome] / max(len(verdicts), 1) for outcome in Outcome}
 
 
 Rule = Callable[[JobQueueing], int]
 """Function that decides the degree of the job at hand; 0 rejects it."""
-
-
-def one_device(state: JobQueueing) -> int:
-    """No partitioning: one device, if one is free."""
-    return 1 if 1 in state.legal() else 0
 
 
 def most_devices(state: JobQueueing) -> int:
@@ -410,7 +401,7 @@ def random_degree(seed: int) -> Rule:
 
 
 RULES: dict[str, Rule] = {
-    "one": one_device,
+    "one": at_most(1),
     "most": most_devices,
     "fewest": fewest_in_time,
     "fit": fewest_that_fit,
