@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parameters_to_vector
 
 from heterog.agents.graph_data import PairBatch
-from heterog.agents.learner import Learner, MakeLearner, Task
+from heterog.agents.learner import Learner, Task
 from heterog.agents.policy import Policy, Scores
 from heterog.agents.reinforce import BEST_OF, advantage
 from heterog.envs.pair import Pair
@@ -275,9 +275,10 @@ class Sb3Learner(Learner):
     Args:
         task: The learning task.
         algorithm: Class of the algorithm.
+        settings: Settings of the algorithm that differ from those for many pairs.
     """
 
-    def __init__(self, task: Task, algorithm: type[BaseAlgorithm]) -> None:
+    def __init__(self, task: Task, algorithm: type[BaseAlgorithm], **settings: float) -> None:
         super().__init__(task)
         config = task.config
         source = replace(task.source, judged=True)
@@ -308,9 +309,8 @@ class Sb3Learner(Learner):
         if "n_quantiles" in inspect.signature(policy_class.__init__).parameters:
             kwargs["n_quantiles"] = _NUM_QUANTILES
         made: Any = algorithm
-        self.model: Any = made(
-            _POLICY, envs, policy_kwargs=kwargs, **_options(algorithm, self, padding.blocks)
-        )
+        options = _options(algorithm, self, padding.blocks) | settings
+        self.model: Any = made(_POLICY, envs, policy_kwargs=kwargs, **options)
         self._differentiates_twice = hasattr(self.model, "cg_max_steps")
         if self._differentiates_twice:
             self.model._compute_actor_grad = partial(_actor_slopes, self.model.policy)
@@ -416,8 +416,8 @@ class _Probe(gym.Env[Any, Any]):
     action_space = gym.spaces.Discrete(2)
 
 
-def sb3_learner(library: str, name: str) -> MakeLearner:
-    """The function that makes the learner of an algorithm.
+def sb3_learner(library: str, name: str) -> partial[Sb3Learner]:
+    """The function that makes the learner of an algorithm, from a task and settings.
 
     Raises:
         UnknownNameError: the library has no such algorithm.

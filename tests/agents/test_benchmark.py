@@ -97,7 +97,7 @@ def test_the_method_of_the_page_gets_its_row(
     assert {row["seeds"] for row in more} == {2}
 
 
-@pytest.mark.parametrize("name", [*RIVALS, "ppo"])
+@pytest.mark.parametrize("name", RIVALS)
 def test_a_rival_keeps_its_budget_and_is_repeated_by_its_seed(name: str) -> None:
     if name in ("tpe", "cma_es"):
         pytest.importorskip({"tpe": "optuna", "cma_es": "cmaes"}[name])

@@ -10,6 +10,7 @@ algorithms of stable-baselines3 and sb3-contrib (``sb3``), and return their best
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from heterog.agents.benchmark.row_search import (
     RowSearch,
     annealing,
     cma_es,
+    optional,
     random_draws,
     tpe,
     tree_search,
@@ -30,7 +32,7 @@ from heterog.agents.checkpoint import load_checkpoint
 from heterog.agents.config import PolicyConfig, TrainingConfig
 from heterog.agents.graph_data import PairBatch
 from heterog.agents.improver import Improver, led_by
-from heterog.agents.learner import Task, learner_of
+from heterog.agents.learner import Task
 from heterog.agents.planners import DEFAULT_POLICY, Agent, default_methods
 from heterog.agents.policy import Policy, Scores
 from heterog.agents.sources import PairSource
@@ -39,7 +41,9 @@ from heterog.envs.pair import Pair, Score
 from heterog.methods.local_search.planner import Lead
 from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.methods.registry import Methods
-from heterog.simulator.evaluator import Evaluator
+
+if TYPE_CHECKING:
+    from heterog.agents.sb3 import Sb3Learner
 
 MASKED = -1e9  # score of a masked candidate: its probability is 0
 MOST_REPEATED = 40
@@ -108,41 +112,60 @@ class WithoutTraining(Planner):
         return Agent(self._policy(problem.seed), lead=lead).plan(problem)
 
 
-class Sb3Search(Planner):
-    """Learns on the problem's pair; an episode is an evaluation.
+def learn_by_sb3(
+    algorithm: str,
+    rows: Rows,
+    episodes: float = 4,
+    updates: float = 0.5,
+    rate: float = 5e-4,
+    entropy: float = 3e-3,
+    stay: float = 3.0,
+) -> None:
+    """Learn on the problem's pair by PPO until the budget is over; an episode is an evaluation.
 
     Args:
-        name: Name of the row.
         algorithm: Learning algorithm, as for ``heterog train``.
+        rows: Rows of a problem.
+        episodes: Episodes of a rollout.
+        updates: Updates for each episode.
+        rate: Learning rate, which falls to a tenth.
+        entropy: Weight of the entropy.
+        stay: Log-odds that the first policy keeps the candidate of the block before.
     """
+    config = TrainingConfig(
+        num_pairs=1,
+        pairs_per_step=1,
+        samples_per_pair=int(episodes),
+        learning_rate=rate,
+        seed=rows.problem.seed,
+    )
+    source = _OnePair(graphs=(), only=_Scored(rows))
+    policy = untrained(rows.problem.seed, PolicyConfig(width=32, stay_bias=stay))
+    task = Task(source=source, config=config, policy=policy)
+    learner = _sb3(algorithm)(task, n_epochs=round(updates * episodes), ent_coef=entropy)
+    while True:  # an evaluation beyond the budget raises an error
+        learner.advance(int(min(rows.spending.fraction, 1.0) * config.num_steps))
 
-    stage = "search"
-    is_random = True
 
-    def __init__(self, name: str, algorithm: str) -> None:
-        self.name, self._algorithm = name, algorithm
+def _sb3(algorithm: str) -> "partial[Sb3Learner]":
+    from heterog.agents.sb3 import sb3_learner
 
-    def prepare(self, evaluator: Evaluator) -> None:
-        """Import the learning algorithm."""
-        learner_of(self._algorithm)
+    return sb3_learner(*algorithm.split(":"))
 
-    def plan(self, problem: Problem) -> PlanResult:
-        """Learn until the budget is over."""
-        return Rows(problem, self._learn, MOST_REPEATED).answer(problem)
 
-    def _learn(self, rows: Rows) -> None:
-        config = TrainingConfig(
-            algorithm=self._algorithm,
-            num_pairs=1,
-            pairs_per_step=1,
-            samples_per_pair=4,
-            seed=rows.problem.seed,
-        )
-        source = _OnePair(graphs=(), only=_Scored(rows))
-        task = Task(source=source, config=config, policy=untrained(rows.problem.seed))
-        learner = learner_of(self._algorithm)(task)
-        while True:  # an evaluation beyond the budget raises an error
-            learner.advance(int(min(rows.spending.fraction, 1.0) * config.num_steps))
+def _ppo(algorithm: str) -> "Rival":
+    return Rival(
+        how=partial(learn_by_sb3, algorithm),
+        choices={
+            "episodes": (4, 8, 16),
+            "updates": (0.5, 1.0),
+            "rate": (5e-4, 1.5e-3, 5e-3),
+            "entropy": (3e-3, 3e-2),
+            "stay": (3.0, 7.0),
+        },
+        needs=partial(_sb3, algorithm),
+        most_repeated=MOST_REPEATED,
+    )
 
 
 class _Scored(Pair):
@@ -190,7 +213,7 @@ class Rival:
 
     how: Callable[..., None]
     choices: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    needs: str = ""
+    needs: Callable[[], object] = object
     most_repeated: int = MOST_KNOWN
 
     def method(self, name: str, settings: Mapping[str, float]) -> RowSearch:
@@ -202,8 +225,10 @@ class Rival:
 RIVALS = {
     "random": Rival(how=random_draws),
     "annealing": Rival(how=annealing, choices={"hot": (0.02, 0.005, 0.1), "run": (4, 2, 8)}),
-    "tpe": Rival(how=tpe, choices={"num_random": (10, 30, 60)}, needs="optuna"),
-    "cma_es": Rival(how=cma_es, choices={"width": (1 / 6, 0.02, 0.05, 0.3)}, needs="cmaes"),
+    "tpe": Rival(how=tpe, choices={"num_random": (10, 30, 60)}, needs=partial(optional, "optuna")),
+    "cma_es": Rival(
+        how=cma_es, choices={"width": (1 / 6, 0.02, 0.05, 0.3)}, needs=partial(optional, "cmaes")
+    ),
     "tree": Rival(how=tree_search, choices={"exploration": (1.0, 0.1, 0.3, 3.0)}),
     "heterog_agent": Rival(
         how=partial(learn_by, HeterogAgent),
@@ -220,12 +245,17 @@ RIVALS = {
         choices={"rate": (1e-3, 3e-3, 1e-2), "entropy": (1e-2, 1e-3, 1e-1)},
         most_repeated=200,
     ),
+    "ppo": _ppo("sb3:PPO"),
+    "maskable_ppo": _ppo("sb3_contrib:MaskablePPO"),
 }
 """Methods that try rows."""
+_OF_PPO = {"episodes": 8, "updates": 0.5, "rate": 1.5e-3, "entropy": 0.03, "stay": 7.0}
 TUNED: dict[str, dict[str, float]] = {
     "annealing": {"hot": 0.005},
     "cma_es": {"width": 0.02},
     "tree": {"exploration": 0.3},
+    "ppo": _OF_PPO,
+    "maskable_ppo": _OF_PPO,  # with the same seed, it is PPO to all digits
 }
 """Choices of ``experiments/tune_rivals.py`` (``experiments/measured/tuning.jsonl``). Of the other
 rivals, no setting was better than the first."""
@@ -237,6 +267,4 @@ def known_rows() -> Methods:
         *(rival.method(name, TUNED.get(name, {})) for name, rival in RIVALS.items()),
         WithoutTraining("untrained", untrained, lambda seed: led_by(Improver.untrained(seed))),
         WithoutTraining("thumb", thumb),
-        Sb3Search("ppo", "sb3:PPO"),
-        Sb3Search("maskable_ppo", "sb3_contrib:MaskablePPO"),
     )

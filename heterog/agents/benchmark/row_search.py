@@ -182,7 +182,7 @@ def _chosen(
 
 def tpe(rows: Rows, num_random: int = 10) -> None:
     """Let Optuna's TPE propose rows; random ones until ``num_random`` rows are known."""
-    optuna = _rival("optuna")
+    optuna = optional("optuna")
     kind = optuna.distributions.CategoricalDistribution(range(rows.pair.num_candidates))
     kinds = {str(block): kind for block in range(rows.pair.num_blocks)}
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -199,7 +199,7 @@ def tpe(rows: Rows, num_random: int = 10) -> None:
 
 def cma_es(rows: Rows, width: float = 1 / 6) -> None:
     """Let CMA-ES propose rows, from the best row of one candidate; ``width`` as in Optuna."""
-    library, count = _rival("cmaes"), rows.pair.num_candidates
+    library, count = optional("cmaes"), rows.pair.num_candidates
     best, _ = min(rows.uniform(), key=lambda pair: pair[1])
     if len(best) == 1:
         return  # every row has one candidate
@@ -216,7 +216,12 @@ def cma_es(rows: Rows, width: float = 1 / 6) -> None:
         search.tell([(x, rows.cost(tuple(row))) for x, row in zip(asked, whole, strict=True)])
 
 
-def _rival(name: str) -> Any:
+def optional(name: str) -> Any:
+    """An optional module.
+
+    Raises:
+        HeterogError: it is missing.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -232,7 +237,7 @@ class RowSearch(Planner):
     Args:
         name: Name of the method.
         how: Function that tries rows.
-        needs: Name of an optional module that it needs.
+        needs: Imports what it needs, apart from its seconds.
         most_repeated: As for ``Rows``.
     """
 
@@ -243,15 +248,14 @@ class RowSearch(Planner):
         self,
         name: str,
         how: Callable[[Rows], None],
-        needs: str = "",
+        needs: Callable[[], object] = object,
         most_repeated: int = MOST_KNOWN,
     ) -> None:
         self.name, self._how, self._needs, self._most = name, how, needs, most_repeated
 
     def prepare(self, evaluator: Evaluator) -> None:
-        """Import the optional module."""
-        if self._needs:
-            _rival(self._needs)
+        """Import what it needs."""
+        self._needs()
 
     def plan(self, problem: Problem) -> PlanResult:
         """Try rows until the budget is over."""
