@@ -220,8 +220,9 @@ def _grouped_product(
 
     torch's own shape function knows only the GPU's kernel, and refuses all but bf16.
     """
+    make: Callable[..., Tensor] = _create_grouped_mm_output_tensor
     with mode:
-        return _create_grouped_mm_output_tensor(mat_a, mat_b, offs, out_dtype)
+        return make(mat_a, mat_b, offs, out_dtype)
 
 
 _OWN_LOOPS = (
