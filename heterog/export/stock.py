@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from heterog.export.folder import RANKS_FILE, USER_FILE, Export, digest, fill, in_docstring
+from heterog.export.folder import RANKS_FILE, USER_FILE, Export, digest, fill
 from heterog.export.ranks import RankEntry, ranks_document, readme
-from heterog.export.torchrun import MODEL_FILE, Target, workload_code
+from heterog.export.torchrun import MODEL_FILE, Target, user_file, workload_code
 from heterog.search.plan import Plan
 from heterog.user_code import trusted_source
 
@@ -61,15 +61,7 @@ def stock_folder(
         body = origin = ""
         template, to_do = "ddp_user.py.jinja", "`build()`: model, optimizer, loss and data"
         not_expressed = tuple(remarks)  # what is to be filled in says enough of the source
-    user = fill(
-        template,
-        workload=body,
-        origin=origin,
-        model=in_docstring(plan.graph.name),
-        source=in_docstring(plan.graph.source) or "not named in the plan",
-        optimizer=plan.graph.optimizer,
-        batch_size=plan.graph.batch_size,
-    )
+    user = user_file(template, plan, workload=body, origin=origin)
     every = {
         "train.py": fill(f"{target.name}_train.py.jinja"),
         USER_FILE: user,
