@@ -145,5 +145,5 @@ def _rules(graph: OpGraph) -> Strategy | None:
     """Every layer split by columns, rows, heads or experts where the graph allows it."""
     decision = Decision(devices=ALL, shares=shares_of(graph, 2, 1, 1), sync=Sync.RING)
     made = _strategy(graph, [decision] * group_ops(graph).num_groups)
-    places = [place for each in layer_shardings(graph) for place in each.places]
+    places = [rules for places in layer_shardings(graph) for rules in places]
     return replace(made, op_rules=merge_rules(*places)) if places else None

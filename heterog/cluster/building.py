@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -297,13 +297,11 @@ class ClusterBuilder:
 
     def _named(self, device_type: DeviceType) -> DeviceType:
         """Give the overridden type the first free name; an equal one shares its name."""
-        for number in count(1):
-            candidate = replace(
-                device_type, name=f"{device_type.name}-custom{number if number > 1 else ''}"
-            )
-            if self._types.get(candidate.name, candidate) == candidate:
-                return candidate
-        raise AssertionError("unreachable: count() does not end")
+        numbered = (
+            replace(device_type, name=f"{device_type.name}-custom{number if number > 1 else ''}")
+            for number in count(1)
+        )
+        return next(each for each in numbered if self._types.get(each.name, each) == each)
 
 
 def _link(spec: str | LinkSpec | None) -> Link:
@@ -327,6 +325,10 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
     write_atomically(path, text.encode())
 
 
+_USUAL = {"sends": Sends.OVERLAPPED, "execution": Execution.EAGER, "tf32": Tf32.CONVOLUTIONS}
+"""What a file does not mention."""
+
+
 def _file_record(cluster: Cluster, path: Path) -> dict[str, Any]:
     record: dict[str, Any] = {
         "schema_version": 1,
@@ -338,12 +340,9 @@ def _file_record(cluster: Cluster, path: Path) -> dict[str, Any]:
         record["calibration"] = (
             os.path.relpath(cluster.calibration, path.parent) if is_path else cluster.calibration
         )
-    if cluster.sends != Sends.OVERLAPPED:
-        record["sends"] = str(cluster.sends)
-    if cluster.execution != Execution.EAGER:
-        record["execution"] = str(cluster.execution)
-    if cluster.tf32 != Tf32.CONVOLUTIONS:
-        record["tf32"] = str(cluster.tf32)
+    for field, usual in _USUAL.items():
+        if getattr(cluster, field) != usual:
+            record[field] = str(getattr(cluster, field))
     record["hosts"] = [_host_record(cluster, h) for h in range(cluster.num_hosts)]
     if cluster.pairs:
         record["pairs"] = pairs_record(cluster)
@@ -386,26 +385,19 @@ def _host_record(cluster: Cluster, host_index: int) -> dict[str, Any]:
 def _device_records(cluster: Cluster, host_index: int) -> list[dict[str, Any]]:
     """Entries of the devices; neighbours of one type and usable memory share an entry."""
     host = cluster.hosts[host_index]
+    members = [cluster.devices[index] for index in cluster.host_devices(host_index)]
+    are_usual = all(each.name == f"{host.name}:{i}" for i, each in enumerate(members))
     records: list[dict[str, Any]] = []
-    previous: tuple[DeviceType, int] | None = None
-    members = cluster.host_devices(host_index)
-    usual_names = [f"{host.name}:{i}" for i in range(len(members))]
-    are_usual = [cluster.devices[i].name for i in members] == usual_names
-    for index in members:
-        device = cluster.devices[index]
-        if (device.type, device.usable_memory_bytes) != previous:
-            previous = (device.type, device.usable_memory_bytes)
-            records.append(
-                {
-                    "type": _type_record(device.type, host.cpu_quota),
-                    "count": 0,
-                    "usable_memory": _text(device.usable_memory_bytes, _SIZES, parse_bytes),
-                }
-                | ({} if are_usual else {"names": []})
-            )
-        records[-1]["count"] += 1
-        if not are_usual:
-            records[-1]["names"].append(device.name)
+    for (kind, usable), alike in groupby(
+        members, lambda device: (device.type, device.usable_memory_bytes)
+    ):
+        names = [device.name for device in alike]
+        record = {
+            "type": _type_record(kind, host.cpu_quota),
+            "count": len(names),
+            "usable_memory": _text(usable, _SIZES, parse_bytes),
+        }
+        records.append(record if are_usual else record | {"names": names})
     return records
 
 

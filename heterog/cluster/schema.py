@@ -480,32 +480,34 @@ def _pair(node: yaml.MappingNode, key: str) -> tuple[yaml.Node, yaml.Node] | Non
     return next((pair for pair in reversed(node.value) if pair[0].value == key), None)
 
 
+_FAULTS = {
+    "model_type": "got {got}; write a mapping of fields.",
+    "dict_type": "got {got}; write a mapping of fields.",
+    "list_type": "got {got}; write a list.",
+    "missing": "this field is required.",
+    "string_type": "got {got}; write a text, in quotes if YAML reads it as something else.",
+    "value": "{message}.",
+    "unknown_field": "{message}.",
+    "value_error": "{got} {error}.",
+}
+_LIMITS = {
+    "greater_than": "{got} is not above {gt:g}.",
+    "greater_than_equal": "{got} is not at least {ge:g}.",
+    "less_than_equal": "{got} is not at most {le:g}.",
+    "finite_number": "{got} is not a finite number.",
+}
+"""What to say of pydantic's errors, by kind; an infinite number breaks every limit."""
+
+
 def _fault(error: ErrorDetails) -> str:
     """A sentence with the error and what to write instead."""
-    kind, got, context = error["type"], shown(error["input"]), error.get("ctx", {})
-    if kind in ("model_type", "dict_type"):
-        return f"got {got}; write a mapping of fields."
-    if kind == "list_type":
-        return f"got {got}; write a list."
-    if kind == "missing":
-        return "this field is required."
-    if kind == "string_type":
-        return f"got {got}; write a text, in quotes if YAML reads it as something else."
-    if kind in ("value", "unknown_field"):
-        return f"{error['msg']}."
-    if kind == "value_error":
-        return f"{got} {context['error']}."
-    limits = {
-        "greater_than": "above {gt:g}",
-        "greater_than_equal": "at least {ge:g}",
-        "less_than_equal": "at most {le:g}",
-        "finite_number": "a finite number",
-    }
-    if isinstance(error["input"], float) and math.isinf(error["input"]):
-        return f"{got} is not a finite number."
-    if kind in limits:
-        return f"{got} is not {limits[kind].format(**context)}."
-    return f"got {got}; {error['msg'][0].lower()}{error['msg'][1:]}."
+    kind, got, message = error["type"], shown(error["input"]), error["msg"]
+    if kind in _LIMITS and error["input"] in (math.inf, -math.inf):
+        kind = "finite_number"
+    words = (_FAULTS | _LIMITS).get(kind)
+    if words is None:
+        return f"got {got}; {message[0].lower()}{message[1:]}."
+    return words.format(got=got, message=message, **error.get("ctx", {}))
 
 
 CPU = "CPU"

@@ -8,8 +8,8 @@ Each target names the parts of the plan that it cannot express, or refuses the p
   hosts: heterog runs it there.
 - ``accelerate``, ``ddp``, ``deepspeed`` and ``torchtitan`` take ``uniform`` plans; the last three
   run without heterog. ``torchtitan`` also takes plans that are layouts.
-- ``folder`` writes the files and leaves idle devices out, ``stock`` makes the file that a person
-  fills in, ``ranks`` the README, the launch script and the table of ranks.
+- ``folder`` writes the files and leaves idle devices out, ``stock`` makes the folders with a file
+  that a person fills in, ``ranks`` the README, the launch script and the table of ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence

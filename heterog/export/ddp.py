@@ -2,15 +2,10 @@
 
 from collections.abc import Sequence
 
-from heterog.export.folder import RANKS_FILE, USER_FILE, Export, digest, fill
-from heterog.export.ranks import (
-    launch_command,
-    launch_script,
-    ranks_document,
-    ranks_of,
-    readme,
-)
-from heterog.export.stock import stock_user
+from heterog.export.folder import Export
+from heterog.export.ranks import launch_command, launch_script, ranks_of
+from heterog.export.stock import stock_folder
+from heterog.export.torchrun import Target
 from heterog.export.uniform import uniform_micro_batches, uniform_remarks
 from heterog.search.plan import Plan
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Strategy
@@ -31,25 +26,14 @@ def export_ddp(plan: Plan, sources: Sequence[str] = ()) -> Export:
     """
     ranks = ranks_of(plan.cluster, uniform_micro_batches(plan, TARGET))
     remarks = uniform_remarks(plan, TARGET) + _bucket_remarks(plan.strategy)
-    user = stock_user(plan, sources)
-    remarks += user.remarks
-    files = {
-        "train.py": fill("ddp_train.py.jinja"),
-        USER_FILE: user.user,
-        **user.files,
-        RANKS_FILE: ranks_document(plan, TARGET, ranks, digest(user.user)),
-        "launch.sh": launch_script(ranks),
-        "README.md": readme(
-            plan,
-            TARGET,
-            what=_WHAT,
-            start=launch_command(ranks),
-            user=user.to_do,
-            num_ranks=len(ranks),
-            not_expressed=remarks,
-        ),
-    }
-    return Export(target=TARGET, files=files, not_expressed=tuple(remarks))
+    return stock_folder(
+        plan,
+        Target(TARGET, _WHAT, launch_command(ranks)),
+        sources,
+        ranks,
+        remarks=remarks,
+        files={"launch.sh": launch_script(ranks)},
+    )
 
 
 def _bucket_remarks(strategy: Strategy) -> list[str]:

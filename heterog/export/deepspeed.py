@@ -4,15 +4,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from heterog.export.folder import RANKS_FILE, USER_FILE, Export, ExportError, digest, fill
-from heterog.export.ranks import (
-    RankEntry,
-    by_host,
-    ranks_document,
-    ranks_of,
-    readme,
-)
-from heterog.export.stock import stock_user
+from heterog.export.folder import Export, ExportError, fill
+from heterog.export.ranks import RankEntry, by_host, ranks_of
+from heterog.export.stock import stock_folder
+from heterog.export.torchrun import Target
 from heterog.export.uniform import uniform_micro_batches, uniform_remarks
 from heterog.names import first_of
 from heterog.search.plan import Plan
@@ -47,27 +42,22 @@ def export_deepspeed(plan: Plan, sources: Sequence[str] = ()) -> Export:
     else:
         what = f"Buckets of {plan.strategy.bucket_bytes} bytes"
     remarks.append(f"{what}: deepspeed has bucket sizes of its own.")
-    user = stock_user(plan, sources)
-    remarks += user.remarks
-    files = {
-        "train.py": fill("deepspeed_train.py.jinja"),
-        USER_FILE: user.user,
-        **user.files,
-        RANKS_FILE: ranks_document(plan, TARGET, ranks, digest(user.user)),
-        "ds_config.json": _config(plan, ranks, int(sync.sharded) if sync is not None else 0),
-        "hostfile": _hostfile(plan, ranks),
-        "launch.sh": fill("launch_deepspeed.sh.jinja", include=_include(ranks)),
-        "README.md": readme(
-            plan,
+    return stock_folder(
+        plan,
+        Target(
             TARGET,
-            what=_WHAT,
-            start="bash launch.sh --steps 100    # on the first host; it starts the others",
-            user=user.to_do,
-            num_ranks=len(ranks),
-            not_expressed=remarks,
+            _WHAT,
+            "bash launch.sh --steps 100    # on the first host; it starts the others",
         ),
-    }
-    return Export(target=TARGET, files=files, not_expressed=tuple(remarks))
+        sources,
+        ranks,
+        remarks=remarks,
+        files={
+            "ds_config.json": _config(plan, ranks, int(sync.sharded) if sync is not None else 0),
+            "hostfile": _hostfile(plan, ranks),
+            "launch.sh": fill("launch_deepspeed.sh.jinja", include=_include(ranks)),
+        },
+    )
 
 
 def check_even(ranks: Sequence[RankEntry], target: str) -> None:

@@ -11,6 +11,7 @@ from heterog import __version__
 from heterog.export.folder import Export, ExportError, on_used_devices
 from heterog.export.ranks import RankEntry, by_host, ranks_of
 from heterog.export.torchrun import Target, runtime_folder
+from heterog.grouped import grouped
 from heterog.search.plan import Plan
 from heterog.units import format_bytes
 
@@ -192,14 +193,13 @@ def _host_labels(hosts: Mapping[str, object], name: str) -> dict[str, str]:
     """
     limit = _MAX_NAME - len(name) - _NAME_TAIL
     labels = {host: dns_label(host, limit) for host in hosts}
-    seen: dict[str, str] = {}
-    for host, label in labels.items():
-        if label in seen:
+    for label, alike in grouped((label, host) for host, label in labels.items()).items():
+        if len(alike) > 1:
             raise ExportError(
-                f"hosts '{seen[label]}' and '{host}' would both be '{label}' in Kubernetes (small "
-                f"letters, digits and '-', at most {limit}); rename one in the cluster file."
+                f"hosts '{alike[0]}' and '{alike[1]}' would both be '{label}' in Kubernetes "
+                f"(small letters, digits and '-', at most {limit}); rename one in the cluster "
+                "file."
             )
-        seen[label] = host
     return labels
 
 

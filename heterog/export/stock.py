@@ -1,10 +1,10 @@
-"""``user.py`` of folders for stock frameworks: the part that a person fills in, if necessary."""
+"""Folders for stock frameworks: ``user.py`` is the part that a person fills in, if necessary."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-from heterog.export.folder import fill, in_docstring
-from heterog.export.torchrun import MODEL_FILE, workload_code
+from heterog.export.folder import RANKS_FILE, USER_FILE, Export, digest, fill
+from heterog.export.ranks import RankEntry, ranks_document, readme
+from heterog.export.torchrun import MODEL_FILE, Target, user_file, workload_code
 from heterog.search.plan import Plan
 from heterog.user_code import trusted_source
 
@@ -24,57 +24,58 @@ _FROM_FILE = """\
     return make(BATCH_SIZE) if inspect.signature(make).parameters else make()"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StockUser:
-    """The part of a stock folder that depends on the model.
+def stock_folder(
+    plan: Plan,
+    target: Target,
+    sources: Sequence[str],
+    ranks: tuple[RankEntry, ...],
+    *,
+    remarks: Sequence[str],
+    files: Mapping[str, bytes],
+) -> Export:
+    """The folder of a framework that trains without heterog.
 
-    Attributes:
-        user: Content of ``user.py``.
-        to_do: What a person has to fill in, for the README.
-        model_file: Copy of the workload's own file; empty if there is none.
-        remarks: Sentences about anything that could not be copied.
-    """
-
-    user: bytes
-    to_do: str
-    model_file: bytes = b""
-    remarks: tuple[str, ...] = ()
-
-    @property
-    def files(self) -> dict[str, bytes]:
-        """The copy, if there is one, by its name in the folder."""
-        return {MODEL_FILE: self.model_file} if self.model_file else {}
-
-
-def stock_user(plan: Plan, sources: Sequence[str]) -> StockUser:
-    """``user.py`` with the workload's model, loss and optimizer if its source is available.
+    ``user.py`` has the workload's model, loss and optimizer if its source is available.
 
     Args:
         plan: Plan that is exported.
+        target: The framework.
         sources: Files that the person named; see ``user_code.trusted_source``.
+        ranks: The ranks that it starts.
+        remarks: Sentences about what it does not express.
+        files: The framework's own files beside ``train.py``.
 
     Raises:
         InputFileError: the plan's model is made by a file that nobody named.
     """
     source = trusted_source(plan.graph.source, sources, "the plan")
     code = workload_code(source)
-    words = {
-        "model": in_docstring(plan.graph.name),
-        "source": in_docstring(plan.graph.source) or "not named in the plan",
-        "optimizer": plan.graph.optimizer,
-        "batch_size": plan.graph.batch_size,
-    }
     _, colon, function = source.rpartition(":")
+    template, to_do = "stock_workload.py.jinja", code.to_do.replace("batches()", "build()")
+    not_expressed = (*remarks, *code.remarks)
     if code.model_file:
         body, origin = _FROM_FILE.format(function=function), f"{MODEL_FILE}, a copy of yours"
     elif source and not colon:
         body, origin = _FROM_ZOO.format(source=source), "heterog's zoo"
     else:
-        user = fill("ddp_user.py.jinja", **words)
-        return StockUser(user=user, to_do="`build()`: model, optimizer, loss and data")
-    return StockUser(
-        user=fill("stock_workload.py.jinja", workload=body, origin=origin, **words),
-        to_do=code.to_do.replace("batches()", "build()"),
-        model_file=code.model_file,
-        remarks=code.remarks,
-    )
+        body = origin = ""
+        template, to_do = "ddp_user.py.jinja", "`build()`: model, optimizer, loss and data"
+        not_expressed = tuple(remarks)  # what is to be filled in says enough of the source
+    user = user_file(template, plan, workload=body, origin=origin)
+    every = {
+        "train.py": fill(f"{target.name}_train.py.jinja"),
+        USER_FILE: user,
+        **({MODEL_FILE: code.model_file} if code.model_file else {}),
+        RANKS_FILE: ranks_document(plan, target.name, ranks, digest(user)),
+        **files,
+        "README.md": readme(
+            plan,
+            target.name,
+            what=target.what,
+            start=target.start,
+            user=to_do,
+            num_ranks=len(ranks),
+            not_expressed=not_expressed,
+        ),
+    }
+    return Export(target=target.name, files=every, not_expressed=not_expressed)

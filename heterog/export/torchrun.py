@@ -113,14 +113,7 @@ def runtime_folder(
     """
     code = workload_code(trusted_source(plan.graph.source, sources, "the plan"))
     not_expressed = (*code.remarks, *remarks)
-    user = fill(
-        f"{templates}_user.py.jinja",
-        model=in_docstring(plan.graph.name),
-        source=in_docstring(plan.graph.source) or "not named in the plan",
-        optimizer=plan.graph.optimizer,
-        batch_size=plan.graph.batch_size,
-        workload=code.body,
-    )
+    user = user_file(f"{templates}_user.py.jinja", plan, workload=code.body)
     files = {
         plan_file: plan_content(plan, compressed=plan_file.endswith(".gz")),
         "train.py": fill(f"{templates}_train.py.jinja", plan_file=plan_file, **words),
@@ -140,6 +133,18 @@ def runtime_folder(
     if code.model_file:
         files[MODEL_FILE] = code.model_file
     return Export(target=target.name, files=files, not_expressed=not_expressed)
+
+
+def user_file(template: str, plan: Plan, **words: str) -> bytes:
+    """``user.py`` from a template that names the plan's model."""
+    return fill(
+        template,
+        model=in_docstring(plan.graph.name),
+        source=in_docstring(plan.graph.source) or "not named in the plan",
+        optimizer=plan.graph.optimizer,
+        batch_size=plan.graph.batch_size,
+        **words,
+    )
 
 
 def plan_content(plan: Plan, *, compressed: bool = False) -> bytes:

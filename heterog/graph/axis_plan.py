@@ -282,11 +282,10 @@ class _Propagation:
             else:
                 self._add_as_in_batch(index)
             self._check_local_statistics(index, given)
-        made = list(self.placements)
-        for tensor in self.scattered:
-            made[tensor] = P
-        for tensor, place in self.exchanged.items():
-            made[tensor] = place
+        made = [
+            P if tensor in self.scattered else self.exchanged.get(tensor, place)
+            for tensor, place in enumerate(self.placements)
+        ]
         work = np.array(
             [
                 op_work(
@@ -549,10 +548,10 @@ class _Propagation:
     def _all_need(self, parameter: int, place: Placement, units: int) -> bool:
         """Whether a placement of a parameter is, through all views, what its readers need."""
         through = {parameter: place}
-        for _, tensor, wanted in self._readers(parameter):
-            if self._placed(tensor, through, units) != wanted:
-                return False
-        return True
+        return all(
+            self._placed(tensor, through, units) == wanted
+            for _, tensor, wanted in self._readers(parameter)
+        )
 
     def _placed(self, tensor: int, known: dict[int, Placement], units: int) -> Placement | None:
         """Placement of a tensor, through views, from that of a viewed tensor in ``known``.

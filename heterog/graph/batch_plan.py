@@ -402,7 +402,7 @@ def _split_at_birth(
         if shape[place.dim] % graph.batch_size:
             continue  # the dimension does not hold samples, or is split along something else
         split[tensor] = place
-        made = _made_at_birth(graph, index, place)
+        made = made_at_birth(graph, index, place)
         if made is not None:
             seeds[index] = made
             continue
@@ -416,7 +416,7 @@ def _split_at_birth(
     return seeds
 
 
-def _made_at_birth(graph: OpGraph, index: int, place: Placement) -> RuleResult | None:
+def made_at_birth(graph: OpGraph, index: int, place: Placement) -> RuleResult | None:
     """Rule of an expansion or fill that makes only the local samples, however many they are."""
     op = graph.ops[index]
     shape = graph.tensors[graph.outputs[index][0]].shape

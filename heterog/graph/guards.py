@@ -197,9 +197,7 @@ class _Source:
         (target, *others) = (
             statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         )
-        function: ast.AST = statement
-        while function in self._parent and not isinstance(function, ast.FunctionDef):
-            function = self._parent[function]
+        *_, (_, function) = self._above(statement)
         if others or not isinstance(target, ast.Name) or not isinstance(function, ast.FunctionDef):
             return False
         nodes = list(ast.walk(function))
@@ -216,16 +214,13 @@ class _Source:
         test = self._computed(name)
         if self._goes_on_if(self._parent[test], test, frame) is not None:
             return True
-        node: ast.AST = name
-        while node in self._parent and not isinstance(node, ast.FunctionDef):
-            above = self._parent[node]
+        for node, above in self._above(name):
             if isinstance(above, ast.Assert | ast.If) and node is not above.test:
                 found = self._goes_on_if(above, above.test, frame)
                 if found is None:
                     return False
                 is_in_body = isinstance(above, ast.If) and node in above.body
                 return isinstance(above, ast.Assert) or found[0] is not is_in_body
-            node = above
         return False
 
     def _test_above(self, leaf: ast.expr) -> Iterator[ast.expr]:
@@ -265,13 +260,16 @@ class _Source:
 
     def _is_caught(self, statement: ast.AST) -> bool:
         """Whether a ``try`` of the same function may catch the error that a statement raises."""
-        node = statement
+        return any(
+            isinstance(above, ast.Try) and node in above.body and len(above.handlers) > 0
+            for node, above in self._above(statement)
+        )
+
+    def _above(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+        """Pairs of a node and the one around it, from a node up to its function."""
         while node in self._parent and not isinstance(node, ast.FunctionDef):
-            parent = self._parent[node]
-            if isinstance(parent, ast.Try) and node in parent.body and parent.handlers:
-                return True
-            node = parent
-        return False
+            yield node, self._parent[node]
+            node = self._parent[node]
 
     def _text(self, statement: ast.AST | None) -> str:
         """File, line and test of a guard, on one line."""

@@ -4,6 +4,7 @@ A step is captured from one call. ``PythonState`` remembers the values that can 
 model and its loss, finds which of them a call has changed, and restores them.
 """
 
+import copy
 import os
 import pickle
 import random
@@ -186,10 +187,7 @@ class PythonState:
 
     def taken_again(self) -> "PythonState":
         """The same objects with the values that they hold now."""
-        other = object.__new__(PythonState)
-        other.unseen, other.constants = self.unseen, self.constants
-        other.naming_type, other.reads_class = self.naming_type, self.reads_class
-        other._known, other._todo = self._known, []
+        other = copy.copy(self)
         other.holders = [
             Holder(each.read, each.write, each.text, each.seeded, each.held)
             for each in self.holders
@@ -277,8 +275,9 @@ class PythonState:
 
     def _look_at_globals(self, function: types.FunctionType, own: str) -> None:
         """Look at the variables of Python modules that a function names."""
-        names = _names_in(function.__code__)
-        self.constants |= _numbers_in(function.__code__)
+        codes = list(_codes_in(function.__code__))
+        names = {name for code in codes for name in code.co_names}
+        self.constants |= {n for code in codes for n in code.co_consts if type(n) is int}
         self.unseen += [f"'{clock}' in {own}" for clock in sorted(_CLOCKS & names)]
         file = Path(function.__code__.co_filename).name
         self.reads_class |= "__class__" in names
@@ -343,17 +342,12 @@ def _unwrapped(value: Any) -> Any:
     return getattr(value, "__wrapped__", value)
 
 
-def _names_in(code: types.CodeType) -> set[str]:
-    """Names of globals and attributes that a function, and functions in it, use."""
-    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    return set(code.co_names).union(*map(_names_in, inner))
-
-
-def _numbers_in(code: types.CodeType) -> set[int]:
-    """Integers that a function, and functions in it, have as constants."""
-    found = {each for each in code.co_consts if type(each) is int}
-    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    return found.union(*map(_numbers_in, inner))
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function, and of functions in it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _codes_in(each)
 
 
 def _slots_of(kind: type) -> list[str]:

@@ -19,7 +19,7 @@ neighbours send them (Oyama et al. 2020, arXiv 2007.12856). No size has to divid
 a halo may reach past the neighbour.
 
 The gradient of the input rows ``[a, b)`` needs the gradients of all output rows that read any of
-them (``Stencil.readers``). So each device computes its gradient alone, and no sums are sent.
+them (``legal.readers_window``). So each device computes its gradient alone, and no sums are sent.
 """
 
 import hashlib
@@ -262,15 +262,3 @@ class Stencil:
     def needed(self, made: Rows, size: int) -> Rows:
         """Input rows, of ``size`` in all, that some output rows read."""
         return self.span(made).clipped(size)
-
-    def readers(self, owned: Rows, output_size: int) -> Rows:
-        """Output rows, of ``output_size`` in all, that read any of some input rows.
-
-        >>> Stencil(kernel=3, stride=2, padding=1).readers(Rows(4, 8), 8)
-        Rows(begin=2, end=5)
-        """
-        if owned.num == 0:
-            return Rows(0, 0)
-        begin = -((self.reach - 1 - self.padding - owned.begin) // self.stride)
-        end = (owned.end - 1 + self.padding) // self.stride + 1
-        return Rows(begin, end).clipped(output_size)

@@ -4,7 +4,7 @@ Some code reads values where a plan knows only shapes: distributions check their
 layers count self loops, a module converts its weights to the dtype that they already have. Such
 checks become ops of the step, or are skipped because they always hold for the captured step.
 
-``looked_up`` replaces two kinds of indexing for which torch reads values. For an index that is a
+Two kinds of indexing are replaced for which torch reads values. For an index that is a
 tensor of one number (``x[:, last]``) torch makes a view at that number, so the graph would contain
 it; during a capture the number is unknown. ``index_select`` gives the same values. A value written
 by a mask (``x[mask] = token``) becomes ``torch.where``, because the backward pass of torch's op
@@ -46,30 +46,28 @@ from heterog.graph.value_numbers import is_known
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-@contextmanager
-def looked_up() -> Iterator[None]:
-    """In the body, index by unknown numbers and write by unknown masks without reading values."""
-    owner: Any = Tensor
-    get, put = owner.__getitem__, owner.__setitem__
+_getitem: Callable[..., Any] = Tensor.__getitem__
+_setitem: Callable[..., Any] = Tensor.__setitem__
 
-    def getitem(self: Tensor, index: Any) -> Any:
-        parts = index if isinstance(index, tuple) else (index,)
-        if any(_is_unknown_mask(each) and is_known(each) for each in parts):
-            parts = index = tuple(_places(parts))
-        if any(_is_unknown(each) for each in parts):
-            return get(*_chosen(self, parts))
-        return get(self, index)
 
-    def setitem(self: Tensor, index: Any, value: Any) -> None:
-        rest = self.dim() - index.dim() if _is_unknown_mask(index) else -1
-        if isinstance(value, Tensor) and value.dim() <= rest:
-            mask = index.reshape(*index.shape, *[1] * rest)
-            self.copy_(torch.where(mask, value, self))
-        else:
-            put(self, index, value)
+def _look_up(self: Tensor, index: Any) -> Any:
+    """Index by unknown numbers without reading values."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(_is_unknown_mask(each) and is_known(each) for each in parts):
+        parts = index = tuple(_places(parts))
+    if any(_is_unknown(each) for each in parts):
+        return _getitem(*_chosen(self, parts))
+    return _getitem(self, index)
 
-    with mock.patch.multiple(owner, __getitem__=getitem, __setitem__=setitem):
-        yield
+
+def _write(self: Tensor, index: Any, value: Any) -> None:
+    """Write by unknown masks without reading values."""
+    rest = self.dim() - index.dim() if _is_unknown_mask(index) else -1
+    if isinstance(value, Tensor) and value.dim() <= rest:
+        mask = index.reshape(*index.shape, *[1] * rest)
+        self.copy_(torch.where(mask, value, self))
+    else:
+        _setitem(self, index, value)
 
 
 def _is_unknown(part: object) -> bool:
@@ -116,28 +114,6 @@ def _num_dims(part: object) -> int:
 
 
 @contextmanager
-def with_static_shapes(model: nn.Module) -> Iterator[None]:
-    """Context in which all changes for static shapes apply."""
-    with ExitStack() as stack:
-        for each in (
-            _dense_gradients(model),
-            _without_checkpointing(),
-            _graphs_without_self_loops(),
-            _grouped_products_of_any_dtype(),
-            _distributions_unchecked(),
-            _checks_in_the_step(),
-            _conversions_to_the_same(),
-            looked_up(),
-            _causal_masks(),
-            _diagonals_without_strides(),
-            _hessians_by_reverse(),
-            _statistics_of_instances(),
-        ):
-            stack.enter_context(each)
-        yield
-
-
-@contextmanager
 def statistics_of_unread_norms() -> Iterator[None]:
     """Make tracing keep a BatchNorm whose result is not read, for its running statistics."""
     added = {torch.ops.aten.native_batch_norm.default} - _side_effectful_functions
@@ -148,133 +124,105 @@ def statistics_of_unread_norms() -> Iterator[None]:
         _side_effectful_functions.difference_update(added)
 
 
-@contextmanager
-def _distributions_unchecked() -> Iterator[None]:
-    """Switch off the argument checks of ``torch.distributions``, which read values."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
+def _check_in_the_step(error_type: type[Exception], cond: Tensor, message: Any = None) -> None:
+    """``torch._check_tensor_all`` as an op of the step, which checks values at each run."""
+    text = message() if callable(message) else str(message or "a check of values failed")
+    check_all(cond, text)
 
 
-@contextmanager
-def _checks_in_the_step() -> Iterator[None]:
-    """Make ``torch._check_tensor_all`` an op of the step, which checks values at each run."""
-
-    def check(error_type: type[Exception], cond: Tensor, message: Any = None) -> None:
-        text = message() if callable(message) else str(message or "a check of values failed")
-        check_all(cond, text)
-
-    with mock.patch.object(torch, "_check_tensor_all_with", check):
-        yield
+_detect_causal: Callable[..., bool] = transformer._detect_is_causal_mask
 
 
-@contextmanager
-def _causal_masks() -> Iterator[None]:
+def _is_causal_mask(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
     """Make ``nn.Transformer`` use a mask whose values are unknown as it is.
 
     It would ask whether the mask is the causal one, only to choose a kernel that needs none.
     """
-    detect: Callable[..., bool] = transformer._detect_is_causal_mask
-
-    def is_causal_mask(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-        if is_causal is None and isinstance(mask, FakeTensor) and not is_known(mask):
-            return False
-        return detect(mask, is_causal, size)
-
-    with mock.patch.object(transformer, "_detect_is_causal_mask", is_causal_mask):
-        yield
+    if is_causal is None and isinstance(mask, FakeTensor) and not is_known(mask):
+        return False
+    return _detect_causal(mask, is_causal, size)
 
 
-@contextmanager
-def _diagonals_without_strides() -> Iterator[None]:
-    """Make ``fill_diagonal_`` fill a view of a diagonal, which can be traced without a write."""
-    fill: Callable[..., Tensor] = Tensor.fill_diagonal_
-
-    def fill_diagonal(self: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
-        if self.dim() != 2 or wrap:
-            return fill(self, fill_value, wrap)
-        self.diagonal().fill_(fill_value)
-        return self
-
-    with mock.patch.object(Tensor, "fill_diagonal_", fill_diagonal):
-        yield
+_torchs_fill_diagonal: Callable[..., Tensor] = Tensor.fill_diagonal_
 
 
-@contextmanager
-def _hessians_by_reverse() -> Iterator[None]:
+def _fill_diagonal(self: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
+    """Fill a view of a diagonal, which can be traced without a write by strides."""
+    if self.dim() != 2 or wrap:
+        return _torchs_fill_diagonal(self, fill_value, wrap)
+    self.diagonal().fill_(fill_value)
+    return self
+
+
+def _jacobian_by_reverse(func: Any, argnums: Any, *, has_aux: bool = False, **_: Any) -> Any:
     """Make ``torch.func.hessian`` differentiate backward twice, which gives the same.
 
     Torch's own way, forward over backward, has no backward pass on fake tensors.
     """
-
-    def jacfwd(func: Any, argnums: Any, *, has_aux: bool = False, **_: Any) -> Any:
-        return eager_transforms.jacrev(func, argnums, has_aux=has_aux)
-
-    with mock.patch.object(eager_transforms, "jacfwd", jacfwd):
-        yield
+    return eager_transforms.jacrev(func, argnums, has_aux=has_aux)
 
 
-@contextmanager
-def _statistics_of_instances() -> Iterator[None]:
-    """Make an instance norm that keeps running statistics step them by ops that a plan sees.
+_torchs_instance_norm: Callable[..., Tensor] = torch.instance_norm
+
+
+def _instance_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Tensor:
+    """An instance norm that steps its running statistics, if any, by ops that a plan sees.
 
     Torch has a batch norm step a repeated copy of them in place, and takes its mean over samples.
     """
-    norm: Callable[..., Tensor] = torch.instance_norm
-
-    def stepped(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Tensor:
-        use_input_stats, momentum, *_ = rest
-        if use_input_stats and mean is not None and x.dim() > 2:
-            with torch.no_grad():
-                found = torch.var_mean(x.detach(), tuple(range(2, x.dim())), correction=1)
-                for kept, now in zip((var, mean), found, strict=True):
-                    kept.copy_((1 - momentum) * kept + momentum * now.mean(0))
-            mean = var = None
-        return norm(x, weight, bias, mean, var, *rest)
-
-    with mock.patch.object(torch, "instance_norm", stepped):
-        yield
+    use_input_stats, momentum, *_ = rest
+    if use_input_stats and mean is not None and x.dim() > 2:
+        with torch.no_grad():
+            found = torch.var_mean(x.detach(), tuple(range(2, x.dim())), correction=1)
+            for kept, now in zip((var, mean), found, strict=True):
+                kept.copy_((1 - momentum) * kept + momentum * now.mean(0))
+        mean = var = None
+    return _torchs_instance_norm(x, weight, bias, mean, var, *rest)
 
 
-@contextmanager
-def _conversions_to_the_same() -> Iterator[None]:
+_apply: Callable[..., nn.Module] = nn.Module._apply
+
+
+def _apply_if_needed(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
     """Make a module that is converted to its own dtype keep its tensors, as on a real device.
 
     torch would try to replace fake tensors even by themselves, and fails.
     """
-    apply: Callable[..., nn.Module] = nn.Module._apply
-
-    def apply_if_needed(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
-        with torch.no_grad():
-            own = [*self.parameters(recurse), *self.buffers(recurse)]
-            if all(fn(each) is each for each in own):
-                return self
-        return apply(self, fn, recurse)
-
-    with mock.patch.object(nn.Module, "_apply", apply_if_needed):
-        yield
+    with torch.no_grad():
+        own = [*self.parameters(recurse), *self.buffers(recurse)]
+        if all(fn(each) is each for each in own):
+            return self
+    return _apply(self, fn, recurse)
 
 
-@contextmanager
-def _without_checkpointing() -> Iterator[None]:
-    """Make ``torch.utils.checkpoint`` only call its function: plans decide what is recomputed.
+class _CallOnly:
+    """Makes ``torch.utils.checkpoint`` only call its function: plans decide what is recomputed.
 
     Traced unchanged, the second forward pass would be separate ops: dropout would draw other
     numbers in it, and BatchNorm would move its statistics twice.
     """
 
-    class CallOnly:
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-            return function(*args)
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return function(*args)
 
-    instead: dict[str, Any]
-    instead = {"_checkpoint_hook": lambda frame: nullcontext(), "CheckpointFunction": CallOnly}
-    with mock.patch.multiple(torch.utils.checkpoint, **instead):
-        yield
+
+def _grouped_product(
+    mode: FakeTensorMode,
+    func: object,
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Make fake grouped matrix products accept the dtypes of the CPU's kernel.
+
+    torch's own shape function knows only the GPU's kernel, and refuses all but bf16.
+    """
+    make: Callable[..., Tensor] = _create_grouped_mm_output_tensor
+    with mode:
+        return make(mat_a, mat_b, offs, out_dtype)
 
 
 _OWN_LOOPS = (
@@ -343,56 +291,42 @@ def everywhere(instead: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iter
             names[name] = function
 
 
-@contextmanager
-def _dense_gradients(model: nn.Module) -> Iterator[None]:
-    """Make embeddings return dense gradients, which sums over devices need.
+_INSTEAD: tuple[tuple[Any, str, Any], ...] = (
+    (Tensor, "__getitem__", _look_up),
+    (Tensor, "__setitem__", _write),
+    (Tensor, "fill_diagonal_", _fill_diagonal),
+    (nn.Module, "_apply", _apply_if_needed),
+    (torch, "instance_norm", _instance_norm),
+    (torch, "_check_tensor_all_with", _check_in_the_step),
+    (transformer, "_detect_is_causal_mask", _is_causal_mask),
+    (eager_transforms, "jacfwd", _jacobian_by_reverse),
+    (torch.utils.checkpoint, "_checkpoint_hook", lambda frame: nullcontext()),
+    (torch.utils.checkpoint, "CheckpointFunction", _CallOnly),
+    (Distribution, "_validate_args", False),  # its checks read values
+)
+"""Attributes of torch, by owner and name, and what they are while a step is captured."""
 
-    A sparse gradient is a dense one whose other rows are zero, and optimizers that accept both
-    (SGD, Adagrad) change a weight in the same way by either.
+
+@contextmanager
+def with_static_shapes(model: nn.Module) -> Iterator[None]:
+    """Context in which all changes for static shapes apply.
+
+    Embeddings return dense gradients, which sums over devices need. A sparse gradient is a dense
+    one whose other rows are zero, and optimizers that accept both (SGD, Adagrad) change a weight
+    in the same way by either.
     """
-    sparse = [
-        module
+    dense = [
+        (module, "sparse", False)
         for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     ]
-    for module in sparse:
-        module.sparse = False
-    try:
+    products = {torch.ops.aten._grouped_mm.default: _grouped_product}
+    with ExitStack() as stack:
+        for owner, name, value in (*_INSTEAD, *dense):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(mock.patch.dict(op_implementations_dict, products))
+        stack.enter_context(_graphs_without_self_loops())
         yield
-    finally:
-        for module in sparse:
-            module.sparse = True
-
-
-@contextmanager
-def _grouped_products_of_any_dtype() -> Iterator[None]:
-    """Make fake grouped matrix products accept the dtypes of the CPU's kernel.
-
-    torch's own shape function knows only the GPU's kernel, and refuses all but bf16.
-    """
-    make: Callable[..., Tensor] = _create_grouped_mm_output_tensor
-
-    def product(
-        mode: FakeTensorMode,
-        func: object,
-        mat_a: Tensor,
-        mat_b: Tensor,
-        offs: Tensor | None = None,
-        bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        with mode:
-            return make(mat_a, mat_b, offs, out_dtype)
-
-    op = torch.ops.aten._grouped_mm.default
-    before = op_implementations_dict.get(op)
-    op_implementations_dict[op] = product
-    try:
-        yield
-    finally:
-        del op_implementations_dict[op]
-        if before is not None:
-            op_implementations_dict[op] = before
 
 
 _PLACES = {

@@ -23,11 +23,10 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from heterog.graph.batch_plan import batch_plan
+from heterog.graph.batch_plan import batch_plan, made_at_birth
 from heterog.graph.op_graph import GraphOp, OpGraph, Phase
-from heterog.graph.placement import Arg, OpCall, Placement, R, S
+from heterog.graph.placement import Arg, OpCall, Placement, S
 from heterog.graph.sharding_rules import RuleResult, claims_checked, legal_rules, local_args
-from heterog.graph.sharding_rules.pointwise import FILLS
 
 
 def insert_before(
@@ -147,24 +146,19 @@ def _wanted(graph: OpGraph) -> list[_Wish]:
     return list(found.items())
 
 
-def _rules(graph: OpGraph, wanted: Sequence[_Wish]) -> list[tuple[int, int, RuleResult | None]]:
+def _rules(graph: OpGraph, wanted: Sequence[_Wish]) -> list[tuple[int, int, RuleResult]]:
     """Ops that must be made for one sample, in order, each with its samples' dimension and rule.
 
-    The rule is ``None`` for the op that first repeats for samples: an expansion, or a fill.
+    The inputs of the op that first repeats for samples, an expansion or a fill, are whole.
     """
-    wishes: dict[int, set[int]] = {}
-    for tensor, dim in wanted:
-        wishes.setdefault(tensor, set()).add(dim)
-    found: list[tuple[int, int, RuleResult | None]] = []
+    wishes = {tensor: {dim} for tensor, dim in wanted}
+    found: list[tuple[int, int, RuleResult]] = []
     for op in range(graph.num_ops - 1, -1, -1):
         if not graph.is_constant[op] or graph.ops[op].num_outputs != 1:
             continue
         (tensor,) = graph.outputs[op]
         for dim in sorted(wishes.get(tensor, ())):
-            if _begins(graph, op, dim):
-                found.append((op, dim, None))
-                continue
-            rule = _rule(graph, op, dim)
+            rule = made_at_birth(graph, op, S(dim)) or _rule(graph, op, dim)
             if rule is None:
                 continue
             found.append((op, dim, rule))
@@ -172,19 +166,6 @@ def _rules(graph: OpGraph, wanted: Sequence[_Wish]) -> list[tuple[int, int, Rule
                 if place.kind == "S":
                     wishes.setdefault(source, set()).add(place.dim)
     return found[::-1]
-
-
-def _begins(graph: OpGraph, op: int, dim: int) -> bool:
-    """Whether an op repeats for every sample a value that its inputs have only once."""
-    (tensor,) = graph.outputs[op]
-    shape = graph.tensors[tensor].shape
-    if shape[dim] != graph.batch_size:
-        return False
-    if graph.ops[op].kind != "expand.default":
-        return graph.ops[op].kind in FILLS
-    source = graph.tensors[graph.ops[op].inputs[0]].shape
-    own = dim - (len(shape) - len(source))
-    return own < 0 or source[own] == 1
 
 
 def _rule(graph: OpGraph, op: int, dim: int) -> RuleResult | None:
@@ -208,24 +189,21 @@ class _Samples:
         self._node_of_op = node_of_op
         self._one: dict[_Wish, fx.Node] = {}
 
-    def make_one(self, op: int, dim: int, rule: RuleResult | None) -> None:
+    def make_one(self, op: int, dim: int, rule: RuleResult) -> None:
         """Make one sample of an op's result, if each of its inputs has one.
 
         Args:
             op: A constant op.
             dim: Dimension of the samples in its result.
-            rule: The rule that splits it along them; ``None`` where they begin.
+            rule: The rule that splits it along them.
         """
         graph, node = self._graph, self._node_of_op[op]
         (tensor,) = graph.outputs[op]
         if not isinstance(node.meta["val"], Tensor):
             return  # a list of one tensor
-        if rule is None:
-            rule = RuleResult(tuple(R for _ in graph.ops[op].inputs), (S(dim),))
         instead: dict[fx.Node, fx.Node] = {}
         places: dict[int, Placement] = {}
-        for position, place in enumerate(rule.inputs):
-            source = graph.ops[op].inputs[position]
+        for source, place in zip(graph.ops[op].inputs, rule.inputs, strict=True):
             if places.setdefault(source, place) != place:
                 return  # the op needs a tensor both whole and for one sample
             if place.kind == "S":

@@ -23,7 +23,7 @@ next host alone, in a reduce-scatter each host sends every other host its slice.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import permutations
@@ -288,10 +288,9 @@ class ChannelTable:
             if here != there:
                 self._load_nics(load, members[here], 0, multiple)
                 self._load_nics(load, members[there], 1, multiple)
-                self._load_between(load, here, there, multiple)
-                continue
-            for resource in self.cluster.route(src, dst):
-                load[resource] = load.get(resource, 0.0) + multiple
+                _add(load, self.cluster.limits_between(here, there), multiple)
+            else:
+                _add(load, self.cluster.route(src, dst), multiple)
         return [tuple(sorted(load.items()))], 2.0 * (count - 1) * latency
 
     def _pairwise(
@@ -303,13 +302,12 @@ class ChannelTable:
         members = self._members(devices)
         for local in members.values():
             for src, dst in permutations(local, 2):
-                for resource in self.cluster.route(src, dst):
-                    load[resource] = load.get(resource, 0.0) + multiple
+                _add(load, self.cluster.route(src, dst), multiple)
         for (here, senders), (there, receivers) in permutations(members.items(), 2):
             sent = len(senders) * len(receivers) * multiple
             self._load_nics(load, senders, 0, sent)
             self._load_nics(load, receivers, 1, sent)
-            self._load_between(load, here, there, sent)
+            _add(load, self.cluster.limits_between(here, there), sent)
         latency = max(
             sum(self.cluster.latency_s(device, other) for other in devices if other != device)
             for device in devices
@@ -328,15 +326,7 @@ class ChannelTable:
         Libraries do so by several rings over the same devices that leave a host by different NICs.
         """
         nics = self.cluster.nics(members, side)
-        for nic in nics:
-            load[nic] = load.get(nic, 0.0) + multiple / len(nics)
-
-    def _load_between(
-        self, load: dict[int, float], here: int, there: int, multiple: float
-    ) -> None:
-        """Add the load from one host to another to the limits between the two."""
-        for resource in self.cluster.limits_between(here, there):
-            load[resource] = load.get(resource, 0.0) + multiple
+        _add(load, nics, multiple / len(nics))
 
     def _by_hosts(
         self, kind: ChannelKind, devices: tuple[int, ...], parts: tuple[float, ...]
@@ -352,9 +342,7 @@ class ChannelTable:
                 if src != dst:
                     hop = self.cluster.latency_s(src, dst) * (len(local) - 1)
                     inside_latency = max(inside_latency, hop)
-                    for resource in self.cluster.route(src, dst):
-                        multiple = (len(local) - 1) / len(local)
-                        inside[resource] = inside.get(resource, 0.0) + multiple
+                    _add(inside, self.cluster.route(src, dst), (len(local) - 1) / len(local))
         inner = tuple(sorted(inside.items()))
         groups = [[devices[position] for position in members] for members in hosts.values()]
         owned = [sum(parts[position] for position in members) for members in hosts.values()]
@@ -401,17 +389,23 @@ class ChannelTable:
         owned: Sequence[float],
     ) -> None:
         """Add the load of ``_between_hosts`` between pairs: to the next host, or to all others."""
-        count = len(hosts)
+        count, between = len(hosts), self.cluster.limits_between
         for index, here in enumerate(hosts):
             if kind == ChannelKind.ALL_REDUCE_HIERARCHICAL:
                 following = hosts[(index + 1) % count]
-                self._load_between(load, here, following, 2.0 * (count - 1) / count)
+                _add(load, between(here, following), 2.0 * (count - 1) / count)
                 continue
             for other, there in enumerate(hosts):
                 if there != here:
                     # Reduce-scatter: the receiver's slice; all-gather: the sender's.
                     owner = other if kind == ChannelKind.REDUCE_SCATTER else index
-                    self._load_between(load, here, there, owned[owner])
+                    _add(load, between(here, there), owned[owner])
+
+
+def _add(load: dict[int, float], resources: Iterable[int], multiple: float) -> None:
+    """Add bytes per payload byte to the load of each resource."""
+    for resource in resources:
+        load[resource] = load.get(resource, 0.0) + multiple
 
 
 def proportional_slices(cluster: Cluster, devices: tuple[int, ...]) -> tuple[int, ...]:

@@ -279,12 +279,7 @@ def _add_up(
     if two_phases:
         write_task(tape, _ALL_GATHER, first, -1, 0, 0, rings.second_channel[ring], size)
         write_read(tape, token)
-        for device in range(num_devices):
-            if rings.member[ring, device]:
-                if scratch.flat_buffer[number, device] >= 0:
-                    write_read(tape, scratch.flat_buffer[number, device])
-                else:
-                    read_gradient(scratch, tape, first, device)
+        _read_parts(choice, scratch, tape, first, ring, number)
         token = write_buffer(tape, -1, 0.0)
     scratch.ring_token[number] = token
 
@@ -295,12 +290,17 @@ def _read_parts(
 ) -> None:
     """Make a collective read the part of each member of its ring."""
     for device in range(choice.member.shape[1]):
-        if not choice.rings.member[ring, device]:
-            continue
-        if scratch.flat_buffer[number, device] >= 0:
-            write_read(tape, scratch.flat_buffer[number, device])
-        else:
-            read_gradient(scratch, tape, first, device)
+        if choice.rings.member[ring, device]:
+            _read_part(scratch, tape, first, number, device)
+
+
+@helper
+def _read_part(scratch: Scratch, tape: Tape, first: int, number: int, device: int) -> None:
+    """Make the task begun last read a device's part of a bucket in a ring."""
+    if scratch.flat_buffer[number, device] >= 0:
+        write_read(tape, scratch.flat_buffer[number, device])
+    else:
+        read_gradient(scratch, tape, first, device)
 
 
 @helper
@@ -326,9 +326,5 @@ def _update_replicas(
         write_read(tape, scratch.last_read[parameter, device])
         for ring in range(first_ring, end_ring):
             if rings.member[ring, device]:
-                flat = scratch.flat_buffer[ring - first_ring, device]
-                if flat >= 0:
-                    write_read(tape, flat)
-                else:
-                    read_gradient(scratch, tape, first, device)
+                _read_part(scratch, tape, first, ring - first_ring, device)
         scratch.next_ready_buffer[parameter, device] = write_buffer(tape, device, 0.0)

@@ -62,14 +62,9 @@ def _resident_kernel(
         if choice.member[active, device]:
             most = 0
             for division in range(active):
-                samples = 0
-                for micro in range(choice.num_micro):
-                    samples += choice.shares[division, micro, device]
-                most = max(most, samples)
+                most = max(most, choice.shares[division, :, device].sum())
             for group in range(tables.num_groups):
                 if tables.group_reads_team[group] == 1:
-                    samples = 0
-                    for micro in range(choice.num_micro):
-                        samples += choice.teams.samples[choice.division[group], micro, device]
-                    most = max(most, samples)
+                    samples = choice.teams.samples[choice.division[group], :, device]
+                    most = max(most, samples.sum())
             resident[device] += tables.common_bytes + most * tables.input_bytes_per_sample

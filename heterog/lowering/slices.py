@@ -284,10 +284,7 @@ def _has_share(choice: Choice, row: int, micro: int, device: int) -> bool:
     """Whether a device has a share in a micro-batch, or in any one if all share a gather."""
     if not choice.turns.once:
         return bool(choice.shares[row, micro, device] > 0)
-    for each in range(choice.num_micro):
-        if choice.shares[row, each, device] > 0:
-            return True
-    return False
+    return bool(choice.shares[row, :, device].sum() > 0)
 
 
 @helper

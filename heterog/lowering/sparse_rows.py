@@ -1,21 +1,22 @@
 """Counts the rows that devices read of each other in a sparse product whose rows are cut.
 
-Every reader's rows are counted once from the entries of the matrix, exactly: for each column, how
-many of the columns before it are read. The number of rows read in any range is then a difference.
+The columns that a reader reads are found once from the entries of the matrix, in order. The number
+of rows that it reads in any range is then the difference of two places among them.
 """
 
 import numpy as np
 import numpy.typing as npt
 
 from heterog.lowering.program import IntArray
+from heterog.lowering.sparse_tables import matrix_of
 from heterog.lowering.tables import GraphTables
 
 _MOST_REMEMBERED = 2**25
-"""Most counts that are kept, 8 bytes each; they are kept because a search repeats ranges."""
+"""Most columns that are kept, 8 bytes each; they are kept because a search repeats ranges."""
 
 
 class SparseRows:
-    """Counts rows by divisions, and remembers earlier counts.
+    """Counts rows by divisions, and remembers which columns are read.
 
     Args:
         tables: Tables of the graph and its op rules.
@@ -23,7 +24,10 @@ class SparseRows:
 
     def __init__(self, tables: GraphTables) -> None:
         self._tables = tables
-        self._before: dict[tuple[int, int, int], npt.NDArray[np.int64]] = {}
+        self._matrices = [
+            matrix_of(tables.sparse, each) for each in range(len(tables.sparse.axis))
+        ]
+        self._read: dict[tuple[int, int, int], npt.NDArray[np.int64]] = {}
         self._num_remembered = 0
 
     def of(self, units: IntArray, unit_begin: IntArray) -> IntArray:
@@ -41,37 +45,31 @@ class SparseRows:
             starts, ends = self._row_bounds(matrix, axis, begin, count, is_made=True)
             own_starts, own_ends = self._row_bounds(matrix, axis, begin, count, is_made=False)
             for reading, device in np.argwhere(ends > starts).tolist():
-                before = self._read_before(
+                read = self._columns_read(
                     matrix, int(starts[reading, device]), int(ends[reading, device])
                 )
-                found[matrix, reading, :, device, :] = before[own_ends] - before[own_starts]
+                before_end, before = np.searchsorted(read, [own_ends, own_starts])
+                found[matrix, reading, :, device, :] = before_end - before
         return found
 
     def _row_bounds(
         self, matrix: int, axis: int, unit_begin: IntArray, units: IntArray, *, is_made: bool
     ) -> tuple[IntArray, IntArray]:
         """First row and end of each device of each division, in the result or the input."""
-        sparse = self._tables.sparse
-        size = int(sparse.num_columns[matrix])
-        if is_made:
-            size = int(sparse.first_row[matrix + 1] - sparse.first_row[matrix]) - 1
+        pattern = self._matrices[matrix]
+        size = pattern.num_rows if is_made else pattern.num_columns
         inner = size // int(self._tables.axis_units[axis])
         begin = unit_begin * inner
         return begin, begin + units * inner
 
-    def _read_before(self, matrix: int, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """For each column, the number of columns before it that some rows of a matrix read."""
+    def _columns_read(self, matrix: int, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """Columns that some rows of a matrix read, each once, ascending."""
         key = matrix, begin, end
-        if key not in self._before:
-            sparse = self._tables.sparse
-            size = int(sparse.num_columns[matrix])
-            first, row = int(sparse.first_entry[matrix]), int(sparse.first_row[matrix])
-            entries = first + sparse.row_starts[[row + begin, row + end]]
-            is_read = np.zeros(size, np.bool_)
-            is_read[sparse.columns[entries[0] : entries[1]]] = True
-            if self._num_remembered + size > _MOST_REMEMBERED:
-                self._before.clear()
+        if key not in self._read:
+            read = self._matrices[matrix].needed(begin, end)
+            if self._num_remembered + len(read) > _MOST_REMEMBERED:
+                self._read.clear()
                 self._num_remembered = 0
-            self._num_remembered += size
-            self._before[key] = np.concatenate([[0], np.cumsum(is_read, dtype=np.int64)])
-        return self._before[key]
+            self._num_remembered += len(read)
+            self._read[key] = read
+        return self._read[key]

@@ -453,11 +453,8 @@ def begin_turns(turns: Turns, scratch: Scratch, tape: Tape, step: int) -> None:
 @helper
 def last_turns(turns: Turns, tape: Tape, num_micro: int) -> None:
     """Put all tasks written from now on after the rest of the step."""
-    for device in range(len(tape.turn)):
-        if turns.rule == BY_MICRO_BATCH:
-            tape.turn[device] = num_micro - 1
-        else:
-            tape.turn[device] = tape.counts[FIRST_TURN] + turns.num_turns - 1
+    in_step = num_micro if turns.rule == BY_MICRO_BATCH else turns.num_turns
+    tape.turn[:] = tape.counts[FIRST_TURN] + in_step - 1
 
 
 @helper

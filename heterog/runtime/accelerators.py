@@ -109,11 +109,6 @@ def device_count() -> int:
     return torch.accelerator.device_count() if has_accelerator() else 0
 
 
-def use_device(index: int) -> None:
-    """Select the accelerator of this process."""
-    torch.accelerator.set_device_index(index)
-
-
 def own_device() -> torch.device:
     """This process's accelerator, or the CPU."""
     known = accelerator()
@@ -199,6 +194,17 @@ def queue_mark(device: torch.device) -> Any:
 
 
 @contextmanager
+def num_threads(number: int) -> Iterator[None]:
+    """Let torch use so many threads of the CPU in the body."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def stream_of_priority(device: torch.device, *, high: bool) -> Iterator[None]:
     """Run kernels of the body before, or behind, those of other streams of this process."""
     if not is_accelerated(device):
@@ -220,16 +226,6 @@ def default_generator(device: torch.device) -> torch.Generator:
     generator = torch.get_device_module(device).default_generators[index]
     assert isinstance(generator, torch.Generator)
     return generator
-
-
-def reset_peak_memory() -> None:
-    """Restart the count of the most bytes that this process's accelerator holds."""
-    torch.accelerator.reset_peak_memory_stats()
-
-
-def peak_memory_bytes() -> int:
-    """Most bytes that this process's accelerator has held since the count was reset."""
-    return int(torch.accelerator.max_memory_allocated())
 
 
 def device_label(index: int | None = None) -> str:

@@ -14,7 +14,6 @@ from heterog.cluster.topology import Execution
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import CapturedStep, capture_step
-from heterog.graph.op_graph import TensorKind
 from heterog.graph.optimizer_probe import group_numbers, parameter_groups
 from heterog.graph.python_state import random_states, same_draws
 from heterog.graph.workload import Workload
@@ -58,7 +57,13 @@ from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.recorder import Recorder, TaskTimes, gather_task_times
 from heterog.runtime.step.slices import buffers_of
 from heterog.runtime.step.step_order import StepOrder, step_order
-from heterog.runtime.step.whole_model import ModelPart, WholeModel, one_model, share_constants
+from heterog.runtime.step.whole_model import (
+    ModelPart,
+    WholeModel,
+    one_model,
+    other_inputs,
+    share_constants,
+)
 from heterog.search.plan import Plan
 from heterog.strategy.strategy import Strategy
 
@@ -278,7 +283,7 @@ class DeployedStep:
             ops=local_ops(captured, axis_plan(graph, seen.strategy.op_rules), self.device),
             communicator=self.communicator,
             parameters=parameters,
-            buffers=self._buffers(captured, parameters),
+            buffers=other_inputs(captured, self._model, parameters, self.device),
             sent_before=sent_before,
             optimizer=self.optimizer,
             slices=self.part.slices,
@@ -531,21 +536,6 @@ class DeployedStep:
     def take_late_losses(self) -> list[float]:
         """Losses that no call has returned yet, if stages of a pipeline do not wait."""
         return [loss for mode in self.modes for loss in mode.take_late_losses()]
-
-    def _buffers(
-        self, captured: CapturedStep, parameters: Mapping[int, nn.Parameter]
-    ) -> dict[int, Tensor]:
-        """Inputs of the step besides the batch and trained parameters: buffers and constants."""
-        graph = captured.graph
-        held = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
-        found: dict[int, Tensor] = {}
-        for tensor in range(graph.num_inputs):
-            meta = graph.tensors[tensor]
-            if meta.kind == TensorKind.CONSTANT:
-                found[tensor] = getattr(captured.module, meta.name).to(self.device)
-            elif meta.kind != TensorKind.BATCH and tensor not in parameters:
-                found[tensor] = held[meta.name].detach()
-        return found
 
 
 def deploy(

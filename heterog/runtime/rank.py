@@ -38,7 +38,6 @@ from heterog.runtime.accelerators import (
     is_on_cpus,
     own_device,
     stream_of_priority,
-    use_device,
 )
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import HEARTBEAT, PORT_FILE
@@ -440,7 +439,7 @@ def _backend() -> str:
     local = _number("LOCAL_RANK", "RANK")
     found = backends(_number("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if found != CPU_BACKEND:
-        use_device(local)
+        torch.accelerator.set_device_index(local)
     return found
 
 

@@ -170,15 +170,16 @@ def is_cut_alike(
     """Whether all divisions have the whole batch and the same samples in each micro-batch."""
     divisions = tuple(divisions)
     sizes = micro_sizes(micro_batches, divisions, batch_size)
-    if sum(map(sum, micro_batches)) == batch_size:  # every division cuts the table's micro-batches
-        return min(map(min, micro_batches)) >= 0 and min(sizes) >= 1
     return (
         sum(sizes) == batch_size
         and min(map(min, micro_batches)) >= 0
         and min(sizes) >= 1
-        and all(
-            tuple(micro_shares(division, micro_batches, sizes).sum(axis=1)) == sizes
-            for division in divisions
+        and (
+            sum(map(sum, micro_batches)) == batch_size  # every division cuts these micro-batches
+            or all(
+                tuple(micro_shares(division, micro_batches, sizes).sum(axis=1)) == sizes
+                for division in divisions
+            )
         )
     )
 

@@ -17,9 +17,9 @@ sends (n - 1)/n of the tokens that it dispatches. Only ops of experts are then s
 all others follow the batch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
@@ -50,20 +50,18 @@ def exchanged(
     found = {op: rules[op] for op in ops}
     for op in sorted(ops):
         for tensor, place in zip(graph.ops[op].inputs, rules[op].inputs, strict=True):
-            maker = _maker(graph, tensor)
-            if maker is None or maker in ops or not _follows_samples(graph, tensor):
+            maker = int(graph.producer[graph.storage[tensor]])
+            if maker < 0 or maker in ops or not _follows_samples(graph, tensor):
                 continue
             if place.kind != "S":
                 return None
             given = _brought(graph, maker, tensor, place, rules[op].units)
-            if given is None or not all(
-                reader in ops for each in graph.outputs[maker] for reader in _readers(graph, each)
-            ):
+            if given is None or not _readers(graph, maker) <= ops:
                 return None
             if found.setdefault(maker, given) != given:
                 return None
         made = graph.outputs[op]
-        readers = {reader for tensor in made for reader in _readers(graph, tensor)}
+        readers = _readers(graph, op)
         if readers <= ops or not _follows_samples(graph, made[0]):
             continue
         if readers & ops or len(made) > 1:
@@ -97,43 +95,33 @@ def _between_experts(
         for op, rule in rules.items()
         if all(place.kind == "S" for place in rule.outputs) and op not in core
     }
-    return frozenset(core | (_reached(graph, core, whole) & _reaching(graph, core, whole)))
+    after = _linked(core, sorted(whole), partial(_makers, graph))
+    before = _linked(core, sorted(whole, reverse=True), partial(_readers, graph))
+    return frozenset(core | (after & before))
 
 
-def _reached(graph: OpGraph, core: set[int], through: set[int]) -> set[int]:
-    """Ops of ``through`` that depend on the core, directly or through each other."""
+def _linked(core: set[int], ops: Iterable[int], neighbours: Callable[[int], set[int]]) -> set[int]:
+    """Ops with a neighbour in the core, or among those found before them."""
     found: set[int] = set()
-    for op in sorted(through):  # makers come first
-        makers = {_maker(graph, tensor) for tensor in graph.ops[op].inputs}
-        if makers & (core | found):
+    for op in ops:
+        if neighbours(op) & (core | found):
             found.add(op)
     return found
 
 
-def _reaching(graph: OpGraph, core: set[int], through: set[int]) -> set[int]:
-    """Ops of ``through`` on which the core depends, directly or through each other."""
-    found: set[int] = set()
-    for op in sorted(through, reverse=True):
-        readers = {reader for tensor in graph.outputs[op] for reader in _readers(graph, tensor)}
-        if readers & (core | found):
-            found.add(op)
-    return found
+def _makers(graph: OpGraph, op: int) -> set[int]:
+    """Compute ops that make what an op reads, also through views; -1 for step inputs."""
+    return {int(graph.producer[graph.storage[tensor]]) for tensor in graph.ops[op].inputs}
 
 
-def _maker(graph: OpGraph, tensor: int) -> int | None:
-    """The compute op that makes a tensor or the value it views; ``None`` for step inputs."""
-    maker = int(graph.producer[graph.storage[tensor]])
-    return maker if maker >= 0 else None
-
-
-def _readers(graph: OpGraph, tensor: int) -> Iterator[int]:
-    """Compute ops that read a tensor, also through views."""
-    for reader in graph.consumers[tensor]:
-        if graph.is_view[reader]:
-            for shown in graph.outputs[reader]:
-                yield from _readers(graph, shown)
-        elif graph.ops[reader].phase != Phase.UPDATE:
-            yield reader
+def _readers(graph: OpGraph, op: int) -> set[int]:
+    """Compute ops that read what an op makes, also through views."""
+    return {
+        reader
+        for tensor in graph.outputs[op]
+        for reader in graph.readers(tensor)
+        if graph.ops[reader].phase != Phase.UPDATE
+    }
 
 
 def _follows_samples(graph: OpGraph, tensor: int) -> bool:
@@ -204,29 +192,17 @@ MOST_FLOPS_PER_BYTE = 1.0
 of rows, but no products of matrices."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSharding:
-    """A way to shard a kind of layer, at every place where the graph has that kind.
-
-    Attributes:
-        places: Rules of the ops of each place, disjoint, in order of the forward pass.
-        weight_bytes: Bytes of the parameters of one place whose gradients need no synchronisation:
-            they live in slices, or each device makes the whole gradient.
-        moved_bytes: Bytes of the activations of one place that are gathered or summed for it.
-    """
-
-    places: tuple[OpRules, ...]
-    weight_bytes: float
-    moved_bytes: float
-
-
 @lru_cache(maxsize=8)
-def layer_shardings(graph: OpGraph) -> tuple[LayerSharding, ...]:
+def layer_shardings(graph: OpGraph) -> tuple[tuple[OpRules, ...], ...]:
     """Ways to shard the layers of a graph, no two for the same op.
 
     Ways are sorted by bytes of weights that need no synchronisation per byte of activations that
     they move. Of ways that share an op the first is taken: columns and then rows rather than
     columns alone.
+
+    Returns:
+        For each way, which is for one kind of layer, the rules at every place where the graph has
+        that kind: disjoint, in order of the forward pass.
     """
     windows = _Windows(graph)
     found: dict[_Signature, list[OpRules]] = {}
@@ -251,15 +227,16 @@ def layer_shardings(graph: OpGraph) -> tuple[LayerSharding, ...]:
     weighed = []
     least_bytes = LEAST_PART * sum(graph.tensor_bytes[parameter] for parameter in graph.parameters)
     for places in found.values():
-        most_bytes, moved_bytes = _read_bytes(graph, places[0]), _moved_bytes(graph, places[0])
-        if most_bytes >= max(LEAST_WEIGHTS * moved_bytes, least_bytes / len(places)):
-            weight_bytes = _weight_bytes(graph, places[0])
-            if weight_bytes >= max(LEAST_WEIGHTS * moved_bytes, least_bytes / len(places)):
-                weighed.append(((weight_bytes, moved_bytes), places))
-    weighed.sort(key=lambda pair: -pair[0][0] / pair[0][1])
+        moved = moved_bytes(graph, places[0])
+        least = max(LEAST_WEIGHTS * moved, least_bytes / len(places))
+        # An upper bound first, because the weights themselves take a propagation.
+        if _read_bytes(graph, places[0]) >= least:
+            weights = weight_bytes(graph, places[0])
+            if weights >= least:
+                weighed.append((weights / moved, places))
     result = []
     split: set[int] = set()
-    for (weight_bytes, moved_bytes), places in weighed:
+    for _, places in sorted(weighed, key=lambda pair: -pair[0]):
         free = []
         for rules in places:
             ops = {op for op, _ in rules}
@@ -267,11 +244,7 @@ def layer_shardings(graph: OpGraph) -> tuple[LayerSharding, ...]:
                 free.append(rules)
                 split |= ops
         if free:
-            result.append(
-                LayerSharding(
-                    places=tuple(free), weight_bytes=weight_bytes, moved_bytes=moved_bytes
-                )
-            )
+            result.append(tuple(free))
     return tuple(result)
 
 
@@ -299,9 +272,9 @@ def _gathered_gradients(graph: OpGraph, windows: "_Windows") -> Iterator[tuple[i
         result = propagate(graph.call(maker), inputs, graph.batch_size)
         if placements[gradient].kind != "P" or result is None or result.outputs != (R,):
             continue  # nothing to synchronise, or no such rule
-        moved_bytes, size = _moved_bytes(graph, rules), float(graph.tensor_bytes[parameter])
-        is_cheap = graph.ops[maker].flops <= MOST_FLOPS_PER_BYTE * (moved_bytes + size)
-        if is_cheap and moved_bytes <= size:
+        moved, size = moved_bytes(graph, rules), float(graph.tensor_bytes[parameter])
+        is_cheap = graph.ops[maker].flops <= MOST_FLOPS_PER_BYTE * (moved + size)
+        if is_cheap and moved <= size:
             yield int(windows.group[maker]), rules
 
 
@@ -317,7 +290,7 @@ def _read_bytes(graph: OpGraph, rules: OpRules) -> float:
     return float(sum(graph.tensor_bytes[value] for value in near & set(graph.parameters)))
 
 
-def _weight_bytes(graph: OpGraph, rules: OpRules) -> float:
+def weight_bytes(graph: OpGraph, rules: OpRules) -> float:
     """Bytes of the parameters that need no synchronisation under some rules; 0 if illegal."""
     try:
         plan = axis_plan(graph, rules)
@@ -332,7 +305,7 @@ def _weight_bytes(graph: OpGraph, rules: OpRules) -> float:
     return float(sum(graph.tensor_bytes[parameter] for parameter in free))
 
 
-def _moved_bytes(graph: OpGraph, rules: OpRules) -> float:
+def moved_bytes(graph: OpGraph, rules: OpRules) -> float:
     """Bytes of the activations that are moved because of some rules.
 
     Inputs from ops that follow the batch are gathered once, and so are split outputs that other

@@ -226,17 +226,16 @@ class _Turns:
         self.count: Counter[tuple[int, Pass]] = Counter()
         self._num_micro = num_micro
 
-    def add(self, work: Pass, chunk: int) -> None:
-        """Add the next micro-batch of a pass, or nothing if there is no further micro-batch."""
-        micro = self.count[chunk, work]
-        self.count[chunk, work] += 1
-        if micro < self._num_micro:
-            self.turns.append(Turn(micro, chunk, work))
+    def add(self, *passes: tuple[Pass, int], times: int = 1) -> None:
+        """Add passes of chunks in this order, again and again.
 
-    def add_backward(self, chunk: int) -> None:
-        """Add both halves of a backward pass."""
-        self.add(_B, chunk)
-        self.add(_W, chunk)
+        Each is of its next micro-batch, or left out if there is no further micro-batch.
+        """
+        for work, chunk in passes * times:
+            micro = self.count[chunk, work]
+            self.count[chunk, work] += 1
+            if micro < self._num_micro:
+                self.turns.append(Turn(micro, chunk, work))
 
 
 def by_chunks(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> list[Turn]:
@@ -251,8 +250,7 @@ def by_chunks(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> lis
     turns = _Turns(num_micro)
     for work, chunks in ((_F, range(num_chunks)), (_B, reversed(range(num_chunks)))):
         for chunk in chunks:
-            for _ in range(num_micro):
-                turns.add(work, chunk)
+            turns.add((work, chunk), times=num_micro)
     return turns.turns
 
 
@@ -265,9 +263,9 @@ def one_forward_one_backward(
     turns = _Turns(num_micro)
     warm_up = min(num_ranks - 1 - rank, num_micro)
     for number in range(num_micro + warm_up):
-        turns.add(_F, 0)
+        turns.add((_F, 0))
         if number >= warm_up:
-            turns.add(_B, 0)
+            turns.add((_B, 0))
     return turns.turns
 
 
@@ -292,18 +290,17 @@ def interleaved(
     written = 0
     for number in range(total + warm_up):
         if number < total:
-            turns.add(_F, number // per_round % num_chunks)
+            turns.add((_F, number // per_round % num_chunks))
         if number < warm_up:
             continue
         chunk = num_chunks - 1 - (number - warm_up) // per_round % num_chunks
-        turns.add(_B, chunk)
+        turns.add((_B, chunk))
         backward.append(chunk)
         if zero_bubble and number - warm_up >= rank:
-            turns.add(_W, backward[written])
+            turns.add((_W, backward[written]))
             written += 1
     if zero_bubble:
-        for chunk in backward[written:]:
-            turns.add(_W, chunk)
+        turns.add(*((_W, chunk) for chunk in backward[written:]))
     return turns.turns
 
 
@@ -312,30 +309,19 @@ def zero_bubble_v(rank: int, num_ranks: int, num_chunks: int, num_micro: int) ->
     _check_v(num_chunks)
     turns = _Turns(num_micro)
     count = turns.count
-    for _ in range(2 * (num_ranks - rank) - 1):
-        turns.add(_F, 0)
-    for _ in range(rank):
-        turns.add(_F, 1)
-        turns.add(_F, 0)
-    for _ in range(num_ranks - rank):
-        turns.add(_F, 1)
-        turns.add_backward(1)
+    turns.add((_F, 0), times=2 * (num_ranks - rank) - 1)
+    turns.add((_F, 1), (_F, 0), times=rank)
+    turns.add((_F, 1), (_B, 1), (_W, 1), times=num_ranks - rank)
     # The pattern needs 2 p - 1 micro-batches; if there are fewer, the missing ones are left out.
     enough = max(2 * num_ranks - 1, num_micro)
     while count[1, _F] < count[0, _F] or count[0, _F] < enough:
         if count[0, _F] < enough:
-            turns.add(_F, 0)
-        turns.add_backward(0)
-        turns.add(_F, 1)
-        turns.add_backward(1)
-    for _ in range(rank):
-        turns.add(_B, 0)
-        turns.add(_B, 1)
-    for _ in range(num_ranks - rank):
-        turns.add_backward(0)
+            turns.add((_F, 0))
+        turns.add((_B, 0), (_W, 0), (_F, 1), (_B, 1), (_W, 1))
+    turns.add((_B, 0), (_B, 1), times=rank)
+    turns.add((_B, 0), (_W, 0), times=num_ranks - rank)
     for chunk in (1, 0):
-        while count[chunk, _W] < count[chunk, _B]:
-            turns.add(_W, chunk)
+        turns.add((_W, chunk), times=count[chunk, _B] - count[chunk, _W])
     return turns.turns
 
 
@@ -354,44 +340,35 @@ def dual_pipe_v(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> l
     waiting: list[int] = []  # chunks whose weight gradients are deferred
 
     def add_inputs(chunk: int) -> None:
-        turns.add(_B, chunk)
+        turns.add((_B, chunk))
         waiting.append(chunk)
 
     def add_weights() -> None:
         if waiting:
-            turns.add(_W, waiting.pop(0))
+            turns.add((_W, waiting.pop(0)))
 
     later = num_ranks - rank - 1
-    for _ in range(2 * later):
-        turns.add(_F, 0)
-    for _ in range(rank + 1):
-        turns.add(_F, 0)
-        turns.add(_F, 1)
+    turns.add((_F, 0), times=2 * later)
+    turns.add((_F, 0), (_F, 1), times=rank + 1)
     for _ in range(later):
         add_inputs(1)
         add_weights()
-        turns.add(_F, 1)
-    for _ in range(num_micro - 2 * num_ranks + rank + 1):
-        for forward, backward in ((0, 1), (1, 0)):
-            turns.add(_F, forward)
-            turns.add_backward(backward)
-    for _ in range(later):
-        turns.add_backward(1)
-        turns.add(_F, 1)
-        turns.add_backward(0)
+        turns.add((_F, 1))
+    pairs = num_micro - 2 * num_ranks + rank + 1
+    turns.add((_F, 0), (_B, 1), (_W, 1), (_F, 1), (_B, 0), (_W, 0), times=pairs)
+    turns.add((_B, 1), (_W, 1), (_F, 1), (_B, 0), (_W, 0), times=later)
     # The second half of the remaining backward passes defers its weight gradients.
     half = 2 * ((rank + 1) // 2) + (rank % 2 == 0)
     for number in range(2 * (rank + 1)):
         chunk = 1 - number % 2
         if number < half:
-            turns.add_backward(chunk)
+            turns.add((_B, chunk), (_W, chunk))
         else:
             add_inputs(chunk)
     for _ in range(later):
         add_weights()
         add_inputs(0)
-    while waiting:
-        add_weights()
+    turns.add(*((_W, chunk) for chunk in waiting))
     return turns.turns
 
 

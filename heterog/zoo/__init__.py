@@ -4,6 +4,6 @@
 ``volumes`` and ``graphs`` build the models.
 """
 
-from heterog.zoo.registry import ZooEntry, build, entry, load_workload, names, register
+from heterog.zoo.registry import ZooEntry, build, entry, load_workload, names
 
-__all__ = ["ZooEntry", "build", "entry", "load_workload", "names", "register"]
+__all__ = ["ZooEntry", "build", "entry", "load_workload", "names"]

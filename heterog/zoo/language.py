@@ -15,6 +15,7 @@ train the other way. Other transformers of the zoo share its attention layers.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 from collections.abc import Callable, Mapping
@@ -80,111 +81,46 @@ def token_workload(
     )
 
 
-BERT_VOCABULARY = 30_522
-XLNET_VOCABULARY = 32_000
-GPT2_VOCABULARY = 50_257
-LLAMA_VOCABULARY = 128_256
-
-
 class MissingExtraError(HeterogError):
     """A model that needs a package of an optional extra which is not installed."""
 
 
-def _gpt2(name: str, batch_size: int) -> Workload:
-    """GPT-2 with 124 million parameters (Radford et al. 2019), 512 tokens."""
-    hub = _transformers(name)
+def _of_hub(
+    name: str,
+    batch_size: int,
+    *,
+    kind: str,
+    head: str,
+    vocabulary: int,
+    num_tokens: int,
+    is_unmasked: bool = False,
+    **settings: Any,
+) -> Workload:
+    """A model of the package ``transformers``, with random weights.
 
-    def model() -> nn.Module:
-        config = hub.GPT2Config(
-            vocab_size=GPT2_VOCABULARY,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=False,
-            attn_implementation=_attention(hub),
-        )
-        return _module(hub.GPT2LMHeadModel(config))
-
-    return token_workload(name, model, batch_size, GPT2_VOCABULARY, _lengths(512))
-
-
-def _llama_1b(name: str, batch_size: int) -> Workload:
-    """A decoder with the widths of Llama 3.2 1B (Grattafiori et al. 2024), 512 tokens.
-
-    Rotary positions are the plain ones with base 500,000, without the scaling for long texts.
+    Args:
+        name: Name of the workload.
+        batch_size: Number of sequences in a batch.
+        kind: Name of the model in that package, as in ``GPT2Config``.
+        head: The rest of its class's name, as in ``GPT2LMHeadModel``.
+        vocabulary: Number of different tokens.
+        num_tokens: Length of a sequence.
+        is_unmasked: Whether its attention is the one of ``_attention``.
+        settings: Further settings of its configuration.
     """
     hub = _transformers(name)
 
     def model() -> nn.Module:
-        config = hub.LlamaConfig(
-            vocab_size=LLAMA_VOCABULARY,
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_hidden_layers=16,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=64,
-            max_position_embeddings=8192,
-            rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-            rms_norm_eps=1e-5,
-            tie_word_embeddings=True,
-            attention_dropout=0.0,
-            use_cache=False,
-            attn_implementation=_attention(hub),
-        )
-        return _module(hub.LlamaForCausalLM(config))
+        own = copy.deepcopy(settings)  # configurations keep and complete what they are given
+        if is_unmasked:
+            own["attn_implementation"] = _attention(hub)
+        config = getattr(hub, f"{kind}Config")(vocab_size=vocabulary, **own)
+        made = getattr(hub, f"{kind}{head}")(config)
+        assert isinstance(made, nn.Module)
+        return made
 
-    return token_workload(name, model, batch_size, LLAMA_VOCABULARY, _lengths(512))
-
-
-def _bert(name: str, batch_size: int, *, width: int, num_layers: int, num_heads: int) -> Workload:
-    """A masked language model (Devlin et al. 2019), 128 tokens."""
-    hub = _transformers(name)
-
-    def model() -> nn.Module:
-        config = hub.BertConfig(
-            vocab_size=BERT_VOCABULARY,
-            hidden_size=width,
-            num_hidden_layers=num_layers,
-            num_attention_heads=num_heads,
-            intermediate_size=4 * width,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            # As in the published results: the cards of those clusters (Pascal, Volta) have no
-            # flash attention, so the matrix products and the softmax are separate kernels.
-            attn_implementation="eager",
-        )
-        return _module(hub.BertForMaskedLM(config))
-
-    return token_workload(name, model, batch_size, BERT_VOCABULARY, _lengths(128))
-
-
-def _xlnet(name: str, batch_size: int, *, num_layers: int) -> Workload:
-    """XLNet-large (Yang et al. 2019) on its content stream, 128 tokens.
-
-    As in fine-tuning, there is no permutation mask, no segment and no query stream; their
-    parameters (``mask_emb``, ``seg_embed``, ``r_s_bias``) exist and get no gradient.
-    """
-    hub = _transformers(name)
-
-    def model() -> nn.Module:
-        config = hub.XLNetConfig(
-            vocab_size=XLNET_VOCABULARY,
-            d_model=1024,
-            n_layer=num_layers,
-            n_head=16,
-            d_inner=4096,
-            dropout=0.0,
-            use_mems_eval=False,
-            use_mems_train=False,
-        )
-        return _module(hub.XLNetLMHeadModel(config))
-
-    return token_workload(name, model, batch_size, XLNET_VOCABULARY, _lengths(128))
-
-
-def _lengths(num_tokens: int) -> dict[str, int]:
-    return {"input_ids": num_tokens, "labels": num_tokens}
+    lengths = {"input_ids": num_tokens, "labels": num_tokens}
+    return token_workload(name, model, batch_size, vocabulary, lengths)
 
 
 def _transformers(name: str) -> Any:
@@ -209,11 +145,6 @@ def _attention(hub: Any) -> str:
     name = "heterog_unmasked"
     hub.AttentionInterface.register(name, hub.AttentionInterface()["sdpa"])
     return name
-
-
-def _module(model: object) -> nn.Module:
-    assert isinstance(model, nn.Module)
-    return model
 
 
 class MultiHeadAttention(nn.Module):
@@ -358,14 +289,84 @@ def sinusoids(num_tokens: int, width: int) -> Tensor:
     return torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)
 
 
+# Masked language models (Devlin et al. 2019), 128 tokens.
+_BERT = partial(
+    _of_hub,
+    kind="Bert",
+    head="ForMaskedLM",
+    vocabulary=30_522,
+    num_tokens=128,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+    # As in the published results: the cards of those clusters (Pascal, Volta) have no flash
+    # attention, so the matrix products and the softmax are separate kernels.
+    attn_implementation="eager",
+)
+_BERT_LARGE = partial(_BERT, hidden_size=1024, num_attention_heads=16, intermediate_size=4 * 1024)
+# XLNet-large (Yang et al. 2019) on its content stream, 128 tokens. As in fine-tuning, there is no
+# permutation mask, no segment and no query stream; their parameters (``mask_emb``, ``seg_embed``,
+# ``r_s_bias``) exist and get no gradient.
+_XLNET = partial(
+    _of_hub,
+    kind="XLNet",
+    head="LMHeadModel",
+    vocabulary=32_000,
+    num_tokens=128,
+    d_model=1024,
+    n_head=16,
+    d_inner=4096,
+    dropout=0.0,
+    use_mems_eval=False,
+    use_mems_train=False,
+)
+
 WORKLOADS: Builders = {
-    "bert_base": partial(_bert, width=768, num_layers=12, num_heads=12),
-    "bert_large_24l": partial(_bert, width=1024, num_layers=24, num_heads=16),
-    "bert_large_48l": partial(_bert, width=1024, num_layers=48, num_heads=16),
-    "xlnet_large_24l": partial(_xlnet, num_layers=24),
-    "xlnet_large_48l": partial(_xlnet, num_layers=48),
-    "gpt2": _gpt2,
-    "llama_1b": _llama_1b,
+    "bert_base": partial(
+        _BERT,
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        intermediate_size=4 * 768,
+    ),
+    "bert_large_24l": partial(_BERT_LARGE, num_hidden_layers=24),
+    "bert_large_48l": partial(_BERT_LARGE, num_hidden_layers=48),
+    "xlnet_large_24l": partial(_XLNET, n_layer=24),
+    "xlnet_large_48l": partial(_XLNET, n_layer=48),
+    # GPT-2 with 124 million parameters (Radford et al. 2019), 512 tokens.
+    "gpt2": partial(
+        _of_hub,
+        kind="GPT2",
+        head="LMHeadModel",
+        vocabulary=50_257,
+        num_tokens=512,
+        is_unmasked=True,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+    ),
+    # A decoder with the widths of Llama 3.2 1B (Grattafiori et al. 2024), 512 tokens. Rotary
+    # positions are the plain ones with base 500,000, without the scaling for long texts.
+    "llama_1b": partial(
+        _of_hub,
+        kind="Llama",
+        head="ForCausalLM",
+        vocabulary=128_256,
+        num_tokens=512,
+        is_unmasked=True,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        attention_dropout=0.0,
+        use_cache=False,
+    ),
     "transformer_6l": partial(_translation, num_layers=6),
     "transformer_24l": partial(_translation, num_layers=24),
 }

@@ -48,24 +48,9 @@ class ZooEntry:
     build: Callable[[int], Workload]
 
 
-_entries: dict[str, ZooEntry] = {}
-
-
-def register(entry: ZooEntry) -> ZooEntry:
-    """Adds an entry to the zoo and returns it.
-
-    Raises:
-        ValueError: the name is taken.
-    """
-    if entry.name in _entries:
-        raise ValueError(f"the zoo already has a model '{entry.name}'; choose another name.")
-    _entries[entry.name] = entry
-    return entry
-
-
 def names() -> tuple[str, ...]:
     """The names of all zoo workloads, in the order of the table."""
-    return tuple(_entries)
+    return tuple(_ENTRIES)
 
 
 def entry(name: str) -> ZooEntry:
@@ -77,7 +62,7 @@ def entry(name: str) -> ZooEntry:
     Raises:
         UnknownNameError: no such entry; the text names the closest one.
     """
-    return named("model", name, _entries)
+    return named("model", name, _ENTRIES)
 
 
 def build(name: str, batch_size: int | None = None) -> Workload:
@@ -205,7 +190,7 @@ def _from(module: str, name: str) -> Callable[[int], Workload]:
     return build_now
 
 
-for _name, _family, _module, _batch_size, _num_parameters, _description in (
+_TABLE = (
     ("vgg19", "vision", "vision", 192, 143_667_240, "VGG-19, 224 x 224"),
     ("resnet50", "vision", "vision", 192, 25_557_032, "ResNet-50, 224 x 224"),
     ("resnet200", "vision", "vision", 192, 64_673_832, "ResNet-200, 224 x 224"),
@@ -235,14 +220,16 @@ for _name, _family, _module, _batch_size, _num_parameters, _description in (
     ("gcn_2l", "graph", "graphs", 1, 34_960, "GCN, two layers, a graph of 8,192 nodes"),
     ("sage_2l", "graph", "graphs", 1, 69_776, "GraphSAGE, two layers, 8,192 nodes"),
     ("bert_moe", "moe", "moe", 64, 534_605_370, "BERT-base, 16 experts in every second layer"),
-):
-    register(
-        ZooEntry(
-            name=_name,
-            family=_family,
-            default_batch_size=_batch_size,
-            num_parameters=_num_parameters,
-            description=_description,
-            build=_from(_module, _name),
-        )
+)
+"""Name, family, module, batch size, number of parameters and description of each workload."""
+_ENTRIES = {
+    name: ZooEntry(
+        name=name,
+        family=family,
+        default_batch_size=batch_size,
+        num_parameters=num_parameters,
+        description=description,
+        build=_from(module, name),
     )
+    for name, family, module, batch_size, num_parameters, description in _TABLE
+}

@@ -50,8 +50,8 @@ class ConvNorm(nn.Sequential):
         out_channels: int,
         kernel: int | tuple[int, int],
         stride: int = 1,
-        *,
         padding: int | tuple[int, int] | None = None,
+        *,
         activation: type[nn.Module] | None = nn.ReLU,
         eps: float = 1e-5,
     ) -> None:
@@ -121,55 +121,45 @@ class Branches(nn.Module):
         return torch.cat([branch(x) for branch in self.branches], dim=1)
 
 
-def _inception_convolution(
-    in_channels: int,
-    out_channels: int,
-    kernel: int | tuple[int, int],
-    stride: int = 1,
-    padding: int | None = None,
-) -> ConvNorm:
-    return ConvNorm(in_channels, out_channels, kernel, stride, padding=padding, eps=1e-3)
+_conv = partial(ConvNorm, eps=1e-3)
 
 
 def _inception_pool(in_channels: int, out_channels: int) -> nn.Module:
-    return nn.Sequential(
-        nn.AvgPool2d(3, 1, padding=1), _inception_convolution(in_channels, out_channels, 1)
-    )
+    return nn.Sequential(nn.AvgPool2d(3, 1, padding=1), _conv(in_channels, out_channels, 1))
 
 
 def _inception_35(in_channels: int, pool_channels: int) -> Branches:
     """The block on 35 x 35 positions (figure 5 of the paper)."""
-    conv = _inception_convolution
     return Branches(
-        conv(in_channels, 64, 1),
-        nn.Sequential(conv(in_channels, 48, 1), conv(48, 64, 5)),
-        nn.Sequential(conv(in_channels, 64, 1), conv(64, 96, 3), conv(96, 96, 3)),
+        _conv(in_channels, 64, 1),
+        nn.Sequential(_conv(in_channels, 48, 1), _conv(48, 64, 5)),
+        nn.Sequential(_conv(in_channels, 64, 1), _conv(64, 96, 3), _conv(96, 96, 3)),
         _inception_pool(in_channels, pool_channels),
     )
 
 
 def _inception_to_17() -> Branches:
     """The block from 35 x 35 to 17 x 17 positions (figure 10)."""
-    conv = _inception_convolution
     return Branches(
-        conv(288, 384, 3, 2, 0),
-        nn.Sequential(conv(288, 64, 1), conv(64, 96, 3), conv(96, 96, 3, 2, 0)),
+        _conv(288, 384, 3, 2, 0),
+        nn.Sequential(_conv(288, 64, 1), _conv(64, 96, 3), _conv(96, 96, 3, 2, 0)),
         nn.MaxPool2d(3, 2),
     )
 
 
 def _inception_17(width: int) -> Branches:
     """The block on 17 x 17 positions, 7 x 7 convolutions in two factors (figure 6)."""
-    conv = _inception_convolution
     return Branches(
-        conv(768, 192, 1),
-        nn.Sequential(conv(768, width, 1), conv(width, width, (1, 7)), conv(width, 192, (7, 1))),
+        _conv(768, 192, 1),
         nn.Sequential(
-            conv(768, width, 1),
-            conv(width, width, (7, 1)),
-            conv(width, width, (1, 7)),
-            conv(width, width, (7, 1)),
-            conv(width, 192, (1, 7)),
+            _conv(768, width, 1), _conv(width, width, (1, 7)), _conv(width, 192, (7, 1))
+        ),
+        nn.Sequential(
+            _conv(768, width, 1),
+            _conv(width, width, (7, 1)),
+            _conv(width, width, (1, 7)),
+            _conv(width, width, (7, 1)),
+            _conv(width, 192, (1, 7)),
         ),
         _inception_pool(768, 192),
     )
@@ -177,14 +167,13 @@ def _inception_17(width: int) -> Branches:
 
 def _inception_to_8() -> Branches:
     """The block from 17 x 17 to 8 x 8 positions."""
-    conv = _inception_convolution
     return Branches(
-        nn.Sequential(conv(768, 192, 1), conv(192, 320, 3, 2, 0)),
+        nn.Sequential(_conv(768, 192, 1), _conv(192, 320, 3, 2, 0)),
         nn.Sequential(
-            conv(768, 192, 1),
-            conv(192, 192, (1, 7)),
-            conv(192, 192, (7, 1)),
-            conv(192, 192, 3, 2, 0),
+            _conv(768, 192, 1),
+            _conv(192, 192, (1, 7)),
+            _conv(192, 192, (7, 1)),
+            _conv(192, 192, 3, 2, 0),
         ),
         nn.MaxPool2d(3, 2),
     )
@@ -192,16 +181,15 @@ def _inception_to_8() -> Branches:
 
 def _inception_8(in_channels: int) -> Branches:
     """The block on 8 x 8 positions, whose filter bank is widened (figure 7)."""
-    conv = _inception_convolution
     return Branches(
-        conv(in_channels, 320, 1),
+        _conv(in_channels, 320, 1),
         nn.Sequential(
-            conv(in_channels, 384, 1), Branches(conv(384, 384, (1, 3)), conv(384, 384, (3, 1)))
+            _conv(in_channels, 384, 1), Branches(_conv(384, 384, (1, 3)), _conv(384, 384, (3, 1)))
         ),
         nn.Sequential(
-            conv(in_channels, 448, 1),
-            conv(448, 384, 3),
-            Branches(conv(384, 384, (1, 3)), conv(384, 384, (3, 1))),
+            _conv(in_channels, 448, 1),
+            _conv(448, 384, 3),
+            Branches(_conv(384, 384, (1, 3)), _conv(384, 384, (3, 1))),
         ),
         _inception_pool(in_channels, 192),
     )
@@ -211,10 +199,9 @@ class InceptionV3(nn.Sequential):
     """Inception-v3 without its auxiliary head and without dropout."""
 
     def __init__(self) -> None:
-        conv = _inception_convolution
         super().__init__(
-            *(conv(3, 32, 3, 2, 0), conv(32, 32, 3, 1, 0), conv(32, 64, 3), nn.MaxPool2d(3, 2)),
-            *(conv(64, 80, 1), conv(80, 192, 3, 1, 0), nn.MaxPool2d(3, 2)),
+            *(_conv(3, 32, 3, 2, 0), _conv(32, 32, 3, 1, 0), _conv(32, 64, 3), nn.MaxPool2d(3, 2)),
+            *(_conv(64, 80, 1), _conv(80, 192, 3, 1, 0), nn.MaxPool2d(3, 2)),
             *(_inception_35(192, 32), _inception_35(256, 64), _inception_35(288, 64)),
             _inception_to_17(),
             *(_inception_17(128), _inception_17(160), _inception_17(160), _inception_17(192)),

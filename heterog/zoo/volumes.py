@@ -32,16 +32,12 @@ UNET_CHANNELS = ((32, 64), (64, 128), (128, 256), (256, 512))
 NUM_LABELS = 3
 
 
-def cosmoflow(
-    batch_size: int, width: int, *, channels: int = 16, hidden: tuple[int, int] = (2048, 256)
-) -> Workload:
-    """CosmoFlow on cubes of any width, with any number of channels.
+def cosmoflow(batch_size: int, width: int) -> Workload:
+    """CosmoFlow on cubes of any width.
 
     Args:
         batch_size: Number of volumes in the global batch.
         width: Width of the cubes; a power of two, 16 or more.
-        channels: Channels of the first convolution; each next one has twice as many, up to 256.
-        hidden: Features of the linear layers.
     """
 
     def example_batch() -> Batch:
@@ -50,7 +46,7 @@ def cosmoflow(
         return cubes, torch.rand(batch_size, 4, generator=random)
 
     return Workload(
-        model=lambda: CosmoFlow(width, channels=channels, hidden=hidden),
+        model=lambda: CosmoFlow(width),
         example_batch=example_batch,
         loss=functional.mse_loss,
         optimizer=torch.optim.Adam,
@@ -62,8 +58,6 @@ def segmentation(
     batch_size: int,
     width: int,
     channels: tuple[tuple[int, int], ...] = UNET_CHANNELS,
-    *,
-    whole: bool = False,
 ) -> Workload:
     """A 3D U-Net on cubes of any width, with any channels.
 
@@ -71,8 +65,6 @@ def segmentation(
         batch_size: Number of volumes in the global batch.
         width: Width of the cubes; halved once less than there are levels.
         channels: Channels of the two convolutions of each level, the last of them the bottom.
-        whole: Whether BatchNorm normalises by statistics of the whole batch where samples are
-            cut, instead of each part by its own.
     """
 
     def example_batch() -> Batch:
@@ -81,14 +73,8 @@ def segmentation(
         cubes = torch.rand(batch_size, 1, width, width, width, generator=random)
         return cubes, torch.randint(NUM_LABELS, shape, generator=random)
 
-    def made() -> nn.Module:
-        model: nn.Module = UNet3d(channels)
-        if whole:
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        return model
-
     return Workload(
-        model=made,
+        model=lambda: UNet3d(channels),
         example_batch=example_batch,
         loss=functional.cross_entropy,
         optimizer=torch.optim.Adam,

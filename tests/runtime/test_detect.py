@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from heterog.cluster import Cluster, DeviceType, device_type
+from heterog.cluster.hardware import Link
 from heterog.cluster.spec import parse_cluster
 from heterog.errors import HeterogError
 from heterog.runtime.measure.detect import (
     FoundDevice,
-    FoundLink,
     FoundMachine,
     catalogue_name,
     cluster_yaml,
@@ -57,7 +57,7 @@ UNKNOWN = FoundDevice(
 
 
 def machine(
-    *devices: FoundDevice, link: FoundLink | None = None, nic: float | None = 3.125e9
+    *devices: FoundDevice, link: Link | None = None, nic: float | None = 3.125e9
 ) -> FoundMachine:
     return FoundMachine(
         host="host-1", devices=devices, link=link, interface="eth7", nic_bytes_per_s=nic
@@ -75,7 +75,7 @@ def loaded(found: FoundMachine, folder: Path) -> Cluster:
 
 
 def test_cards_of_the_catalogue_keep_the_numbers_of_their_sheets(tmp_path: Path) -> None:
-    link = FoundLink(kind="nvlink", bandwidth_bytes_per_s=201.234e9)
+    link = Link(kind="nvlink", bandwidth_bytes_per_s=201.234e9)
     cluster = loaded(machine(*listed("A100-40GB", 2), *listed("T4", 1), link=link), tmp_path)
     assert [each.type for each in cluster.devices] == [
         device_type("A100-40GB"),
@@ -91,7 +91,7 @@ def test_cards_of_the_catalogue_keep_the_numbers_of_their_sheets(tmp_path: Path)
 
 
 def test_unknown_cards_are_written_out_in_full(tmp_path: Path) -> None:
-    link = FoundLink(kind="pcie", bandwidth_bytes_per_s=11e9)
+    link = Link(kind="pcie", bandwidth_bytes_per_s=11e9)
     found = machine(UNKNOWN, UNKNOWN, link=link)
     cluster = loaded(found, tmp_path)
     kind = cluster.devices[1].type
@@ -104,7 +104,7 @@ def test_unknown_cards_are_written_out_in_full(tmp_path: Path) -> None:
 
 
 def test_a_machine_is_told_to_other_ranks_as_text() -> None:
-    link = FoundLink(kind="pcie", bandwidth_bytes_per_s=11e9)
+    link = Link(kind="pcie", bandwidth_bytes_per_s=11e9)
     found = machine(*listed("A100-40GB", 2), UNKNOWN, link=link, nic=None)
     assert from_text(as_text(found)) == found
 

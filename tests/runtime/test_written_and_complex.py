@@ -172,7 +172,7 @@ def strategies(graph: OpGraph) -> list[Strategy]:
         for group in range(num_groups)
     ]
     team = Decision(devices=ALL, shares=(4, 2, 2), sync=Sync.RING)
-    places = [place for each in layer_shardings(graph) for place in each.places]
+    places = [rules for places in layer_shardings(graph) for rules in places]
     ruled = replace(strategy_of(graph, [team] * num_groups), op_rules=merge_rules(*places))
     return [ring, strategy_of(graph, stages), ruled]
 

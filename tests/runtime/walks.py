@@ -1,6 +1,7 @@
 """Points of the local search on three equal devices, to start random walks from."""
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -34,7 +35,7 @@ def everywhere(graph: OpGraph, sync: Sync = Sync.RING) -> Strategy:
 
 
 def all_sharded(graph: OpGraph) -> Strategy:
-    rules = merge_rules(*(place for each in layer_shardings(graph) for place in each.places))
+    rules = merge_rules(*chain(*layer_shardings(graph)))
     return replace(everywhere(graph), op_rules=rules)
 
 

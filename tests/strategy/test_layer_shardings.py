@@ -8,9 +8,14 @@ from torch.nn import functional
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.placement import R
+from heterog.graph.placement import OpRules, R
 from heterog.graph.workload import Workload
-from heterog.strategy.layer_shardings import LEAST_WEIGHTS, LayerSharding, layer_shardings
+from heterog.strategy.layer_shardings import (
+    LEAST_WEIGHTS,
+    layer_shardings,
+    moved_bytes,
+    weight_bytes,
+)
 from heterog.strategy.tensor_parallel import merge_rules
 from tests.runtime.strategies import graph_of
 
@@ -48,33 +53,34 @@ def captured_words(rows: int) -> OpGraph:
     return capture(Workload(words, batch, functional.mse_loss, torch.optim.SGD))
 
 
-def sharded_names(graph: OpGraph, sharding: LayerSharding) -> list[list[str]]:
+def sharded_names(graph: OpGraph, places: tuple[OpRules, ...]) -> list[list[str]]:
     return [
         sorted(graph.tensors[parameter].name for parameter in axis_plan(graph, rules).sharded)
-        for rules in sharding.places
+        for rules in places
     ]
 
 
 def test_columns_then_rows_wherever_the_layer_is() -> None:
     graph = captured(16)
-    first, others = sorted(layer_shardings(graph), key=lambda each: len(each.places))
+    first, others = sorted(layer_shardings(graph), key=len)
     assert sharded_names(graph, first) == [["0.0.weight", "0.2.weight"]]
     assert sharded_names(graph, others) == [[f"{i}.0.weight", f"{i}.2.weight"] for i in (1, 2)]
-    assert first.weight_bytes == others.weight_bytes == 2 * 64 * 256 * 4
+    for places in (first, others):
+        assert weight_bytes(graph, places[0]) == 2 * 64 * 256 * 4
     activation = 16 * 64 * 4
     # The input and the gradient of the output are gathered, the output is summed; the gradient of
     # the input is summed too, except for that of the model's own input.
-    assert first.moved_bytes == (1 + 1 + 2) * activation
-    assert others.moved_bytes == (1 + 1 + 2 + 2) * activation
+    assert moved_bytes(graph, first[0]) == (1 + 1 + 2) * activation
+    assert moved_bytes(graph, others[0]) == (1 + 1 + 2 + 2) * activation
 
 
 @pytest.mark.parametrize("name", ["gpt", "moe", "language", "mlp"])
 def test_places_are_disjoint_and_legal_together(name: str) -> None:
     graph = graph_of(name)
     found = layer_shardings(graph)
-    ops = [op for each in found for rules in each.places for op, _ in rules]
+    ops = [op for places in found for rules in places for op, _ in rules]
     assert len(ops) == len(set(ops)) > 0
-    plan = axis_plan(graph, merge_rules(*(rules for each in found for rules in each.places)))
+    plan = axis_plan(graph, merge_rules(*(rules for places in found for rules in places)))
     assert plan.sharded
 
 
@@ -87,13 +93,13 @@ def test_weights_that_are_small_against_activations_are_left_alone() -> None:
 def test_rows_that_were_looked_up_are_fewer_than_an_embedding_has() -> None:
     """64 numbers of 8 bytes and 64 rows of 16 floats stand for a gradient of 4,096 rows."""
     graph = captured_words(rows=4096)
-    first = layer_shardings(graph)[0]
-    ((op, rule),) = first.places[0]
+    first = layer_shardings(graph)[0][0]
+    ((op, rule),) = first
     assert graph.ops[op].kind == "embedding_dense_backward.default"
     assert (rule.inputs, rule.outputs) == ((R, R), (R,))
-    assert first.weight_bytes == 4096 * 16 * 4
-    assert first.moved_bytes == 64 * (16 * 4 + 8)
-    lookups = [rules for each in layer_shardings(captured_words(rows=32)) for rules in each.places]
+    assert weight_bytes(graph, first) == 4096 * 16 * 4
+    assert moved_bytes(graph, first) == 64 * (16 * 4 + 8)
+    lookups = [rules for places in layer_shardings(captured_words(rows=32)) for rules in places]
     kinds = {graph.ops[op].kind for rules in lookups for op, _ in rules if len(rules) == 1}
     assert "embedding_dense_backward.default" not in kinds  # 32 rows are fewer than 64 look-ups
 
@@ -101,6 +107,6 @@ def test_rows_that_were_looked_up_are_fewer_than_an_embedding_has() -> None:
 def test_experts_are_sharded_with_their_tokens_exchanged() -> None:
     """Of both ways the one that moves less: each token to its experts alone, and back."""
     graph = graph_of("moe")
-    rules = [rule for way in layer_shardings(graph) for rules in way.places for _, rule in rules]
+    rules = [rule for places in layer_shardings(graph) for rules in places for _, rule in rules]
     assert sum(rule.scatter is not None for rule in rules) == 4
     assert not any(place.kind == "P" for rule in rules for place in rule.outputs)

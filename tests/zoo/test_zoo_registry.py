@@ -138,11 +138,6 @@ def test_batch_size_below_one(
         registry.load_workload(source, 0)
 
 
-def test_register_refuses_a_taken_name() -> None:
-    with pytest.raises(ValueError, match="already has a model 'vgg19'"):
-        registry.register(registry.entry("vgg19"))
-
-
 def test_load_workload_accepts_a_zoo_name() -> None:
     assert registry.load_workload("vgg19", 2).source == "vgg19"
 

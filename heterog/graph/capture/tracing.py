@@ -14,9 +14,10 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -51,29 +52,21 @@ def plain_tensors(state: PythonState) -> Iterator[None]:
     Args:
         state: Says which functions of the user ask for classes.
     """
-    owner: Any = FakeTensor
-    storage: Any = torch.UntypedStorage
-    address = storage.data_ptr
+    address = torch.UntypedStorage.data_ptr
 
     def of_storage(self: torch.UntypedStorage) -> int:
         return int(self._cdata << _APART if self.device.type == "meta" else address(self))
 
-    owner.data_ptr = _address
-    if state.reads_class:  # only if needed: every attribute is then read through _attribute
-        owner.__getattribute__ = _attribute
-    storage.data_ptr = of_storage
-    changed = [each for each in state.naming_type if "type" not in each]
-    for each in changed:
-        each["type"] = _Type
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", _address))
+        stack.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", of_storage))
+        if state.reads_class:  # only if needed: every attribute is then read through _attribute
+            stack.enter_context(mock.patch.object(FakeTensor, "__getattribute__", _attribute))
+        for variables in state.naming_type:
+            if "type" not in variables:
+                variables["type"] = _Type
+                stack.callback(variables.pop, "type")
         yield
-    finally:
-        for each in changed:
-            del each["type"]
-        storage.data_ptr = address
-        del owner.data_ptr
-        if state.reads_class:
-            del owner.__getattribute__
 
 
 def _class_of(tensor: Any) -> type:

@@ -17,14 +17,14 @@ from heterog.graph.sharding_rules.table import (
 )
 
 
-@rule("embedding.default")
-def _embedding(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("embedding.default", linear=[("weight",)])
+def _embedding(call: OpCall) -> list[Axis]:
     rank = len(shape_of(call, "indices"))
-    axes = [axis(call, (d,), indices=d) for d in range(rank)]
-    axes.append(axis(call, (rank,), weight=1))
-    if all(placements[where].outer == 1 for where in positions(call, "weight")):
-        axes.append(axis(call, (P,), Special.OWN_WORDS, weight=0))
-    return choose(call, placements, axis_size, axes, [positions(call, "weight")])
+    return [
+        *(axis(call, (d,), indices=d) for d in range(rank)),
+        axis(call, (rank,), weight=1),
+        axis(call, (P,), Special.OWN_WORDS, weight=0),
+    ]
 
 
 @splits("embedding_dense_backward.default", linear=[("grad_output",)])
@@ -37,8 +37,8 @@ def _embedding_backward(call: OpCall) -> list[Axis]:
     return axes
 
 
-@rule("gather.default")
-def _gather(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("gather.default", linear=[("self",)])
+def _gather(call: OpCall) -> list[Axis]:
     source, index = shape_of(call, "self"), shape_of(call, "index")
     along = dimension(call, "dim", len(source))
     axes = [
@@ -46,14 +46,9 @@ def _gather(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> 
         for d in range(len(source))
         if d == along or source[d] == index[d]
     ]
-    if source and _has_runs(call, placements):
+    if source:
         axes.append(axis(call, (P,), Special.OWN_WORDS, self=along))
-    return choose(call, placements, axis_size, axes, [positions(call, "self")])
-
-
-def _has_runs(call: OpCall, placements: tuple[Placement, ...]) -> bool:
-    """Whether each part of ``self`` is one run of consecutive elements, if it is split."""
-    return all(placements[where].outer == 1 for where in positions(call, "self"))
+    return axes
 
 
 @rule(
@@ -73,7 +68,7 @@ def _scatter(call: OpCall, placements: tuple[Placement, ...], axis_size: int) ->
         axes.append(axis(call, (P,), self=P, index=along, src=along))
         axes.append(axis(call, (P,), Special.BIAS_ON_ONE_RANK, index=along, src=along))
     is_even = len({call.inputs[where].shape for where in positions(call, "index", "src")}) == 1
-    if adds and rank and is_even and _has_runs(call, placements):
+    if adds and rank and is_even:
         axes.append(axis(call, (along,), Special.OWN_WORDS, self=along))
     written = call.kind in ("scatter.src", "scatter_add.default") or call.args.get("value") == 0
     linear = [positions(call, "self", "src")] if written and "reduce" not in call.kind else []

@@ -141,10 +141,8 @@ def _named(call: OpCall, **places: Placement) -> tuple[Placement, ...]:
 
 def _convolution(call: OpCall, dim: int, units: int) -> RuleResult | None:
     stencil, rows = stencil_of(call, dim), call.outputs[0].shape[dim] // units
-    if call.args["transposed"] is True:
-        window = readers_window(stencil, rows)
-    else:
-        window = read_window(stencil, rows)
+    find = readers_window if call.args["transposed"] is True else read_window
+    window = find(stencil, rows)
     if window is None:
         return None
     return RuleResult(_named(call, input=H(dim, window)), (S(dim),))

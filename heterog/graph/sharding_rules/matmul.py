@@ -104,16 +104,14 @@ def _attention(call: OpCall, placements: tuple[Placement, ...], axis_size: int) 
         axis(call, (d, d), special, query=d, key=keys, value=keys, attn_mask=mask)
         for d, keys, mask in _independent(call)
     ]
-    if _has_causal_rows(call, placements, "query") and special is None:
+    if _has_causal_rows(call) and special is None:
         axes.append(axis(call, (2, 2), Special.CAUSAL_ROWS, query=2))
     found = choose(call, placements, axis_size, axes)
     return with_shared_stream(found) if special else found
 
 
-@rule("attention_backward")
-def _attention_backward(
-    call: OpCall, placements: tuple[Placement, ...], axis_size: int
-) -> RuleResult:
+@splits("attention_backward", linear=[("grad_out",)])
+def _attention_backward(call: OpCall) -> list[Axis]:
     axes = []
     for d, keys, mask in _independent(call):
         # Every query adds to the gradient of keys and values it shares with others.
@@ -121,10 +119,10 @@ def _attention_backward(
         queries = dict.fromkeys(("grad_out", "query", "out", "logsumexp"), d)
         outputs = (d, gradient, gradient)
         axes.append(axis(call, outputs, key=keys, value=keys, attn_mask=mask, **queries))
-    if _has_causal_rows(call, placements, "grad_out", "query") and not call.args["dropout_p"]:
+    if _has_causal_rows(call) and not call.args["dropout_p"]:
         queries = dict.fromkeys(("grad_out", "query", "out", "logsumexp"), 2)
         axes.append(axis(call, (2, P, P), Special.CAUSAL_ROWS, **queries))
-    return choose(call, placements, axis_size, axes, [positions(call, "grad_out")])
+    return axes
 
 
 def _independent(call: OpCall) -> Iterator[tuple[int, Entry, Entry]]:
@@ -145,24 +143,16 @@ def _independent(call: OpCall) -> Iterator[tuple[int, Entry, Entry]]:
         yield 2, R, aligned(mask, scores, 2)
 
 
-def _has_causal_rows(call: OpCall, placements: tuple[Placement, ...], *names: str) -> bool:
-    """Whether queries with a causal mask may be split, each part one run of positions.
+def _has_causal_rows(call: OpCall) -> bool:
+    """Whether queries with a causal mask may be split.
 
     The keys that a query sees depend on its position, so a device has to know where its part
     begins (``Special.CAUSAL_ROWS``). There must be as many keys as queries.
-
-    Args:
-        call: The op.
-        placements: Placements of its inputs.
-        names: Names of the arguments that tell how the queries are split.
     """
-    query, key = shape_of(call, "query"), shape_of(call, "key")
-    given = [placements[where] for where in positions(call, *names)]
     return (
         call.args["is_causal"] is True
         and call.args.get("attn_mask") is None
-        and query[2] == key[2]
-        and all(place.kind != "S" or place.outer == 1 for place in given)
+        and shape_of(call, "query")[2] == shape_of(call, "key")[2]
     )
 
 

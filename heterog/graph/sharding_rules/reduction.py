@@ -11,32 +11,29 @@ their own elements need a ``Special``.
 """
 
 from heterog.graph.op_costs import CHECK
-from heterog.graph.placement import L, OpCall, P, Placement, R
+from heterog.graph.placement import L, OpCall, P, R
 from heterog.graph.sharding_rules.table import (
     Axis,
     Entry,
-    RuleResult,
     Special,
     aligned,
     axis,
     broadcast_axes,
-    choose,
     dimension,
     dimensions,
     integer,
     integers,
-    positions,
-    rule,
     shape_of,
     splits,
 )
 
 
 def _reduction_axes(
-    call: OpCall, reduced: frozenset[int], *, summed: bool, special: Special | None = None
+    call: OpCall, *, summed: bool = False, special: Special | None = None
 ) -> list[Axis]:
     """Axes of a reduction; reduced dimensions are among them only if it is a sum."""
     rank, count = len(call.inputs[0].shape), len(call.outputs)
+    reduced = dimensions(call, "dim", rank)
     keep = call.args.get("keepdim") is True
     axes = []
     for dim in range(rank):
@@ -51,14 +48,12 @@ def _reduction_axes(
 @splits("sum.default", "sum.dim_IntList", linear=[(0,)])
 @splits("nansum.default", "count_nonzero.default", "count_nonzero.dim_IntList")
 def _sum(call: OpCall) -> list[Axis]:
-    reduced = dimensions(call, "dim", len(call.inputs[0].shape))
-    return _reduction_axes(call, reduced, summed=True)
+    return _reduction_axes(call, summed=True)
 
 
 @splits("mean.default", "mean.dim", linear=[(0,)])
 def _mean(call: OpCall) -> list[Axis]:
-    reduced = dimensions(call, "dim", len(call.inputs[0].shape))
-    return _reduction_axes(call, reduced, summed=True, special=Special.MEAN_TO_SUM)
+    return _reduction_axes(call, summed=True, special=Special.MEAN_TO_SUM)
 
 
 @splits(
@@ -69,8 +64,7 @@ def _mean(call: OpCall) -> list[Axis]:
     *("var.correction", "std.correction", "var_mean.correction", "std_mean.correction"),
 )
 def _reduce(call: OpCall) -> list[Axis]:
-    reduced = dimensions(call, "dim", len(call.inputs[0].shape))
-    return _reduction_axes(call, reduced, summed=False)
+    return _reduction_axes(call)
 
 
 _ALONG = (
@@ -221,8 +215,8 @@ LABEL_COUNTING_LOSSES = frozenset({"nll_loss_forward.default", "nll_loss2d_forwa
 """Losses whose second output is the total weight of the labels that count."""
 
 
-@rule(*LABEL_COUNTING_LOSSES)
-def _nll(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits(*LABEL_COUNTING_LOSSES)
+def _nll(call: OpCall) -> list[Axis]:
     reduction = integer(call, "reduction", MEAN)
     special = Special.NLL_GLOBAL_WEIGHT if reduction == MEAN else None
     axes = [
@@ -230,30 +224,27 @@ def _nll(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> Rul
         axis(call, (P, P) if reduction else (own, R), special, self=dim, target=own)
         for dim, own in _label_dims(call)
     ]
-    if _has_runs_of_classes(call, placements):
+    if axes:
         axes.append(axis(call, (P, R), Special.OWN_WORDS, self=1))
-    return choose(call, placements, axis_size, axes)
+    return axes
 
 
-@rule("nll_loss_backward.default", "nll_loss2d_backward.default")
-def _nll_backward(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("nll_loss_backward.default", "nll_loss2d_backward.default", linear=[("grad_output",)])
+def _nll_backward(call: OpCall) -> list[Axis]:
     reduced = integer(call, "reduction", MEAN) != 0
     axes = [
         axis(call, (dim,), grad_output=R if reduced else own, self=dim, target=own)
         for dim, own in _label_dims(call)
     ]
-    if _has_runs_of_classes(call, placements):
+    if axes:
         axes.append(axis(call, (1,), Special.OWN_WORDS, self=1))
-    return choose(call, placements, axis_size, axes, [positions(call, "grad_output")])
-
-
-def _has_runs_of_classes(call: OpCall, placements: tuple[Placement, ...]) -> bool:
-    """Whether each part is one run of consecutive classes, if they are split."""
-    is_run = all(placements[place].outer == 1 for place in positions(call, "self"))
-    return is_run and len(shape_of(call, "self")) > 1
+    return axes
 
 
 def _label_dims(call: OpCall) -> list[tuple[int, int]]:
-    """Pairs of a dimension of the log-probabilities [N, C, ...] and of the labels [N, ...]."""
+    """Pairs of a dimension of the log-probabilities [N, C, ...] and of the labels [N, ...].
+
+    Empty for a single sample [C].
+    """
     rank = len(shape_of(call, "self"))
     return [(0, 0), *((d, d - 1) for d in range(2, rank))] if rank > 1 else []

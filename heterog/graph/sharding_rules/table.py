@@ -72,6 +72,8 @@ class Special(StrEnum):
 INSIDE_TEAMS = frozenset({Special.CAUSAL_ROWS, Special.OWN_WORDS, Special.NUMBERS_OF_ROWS})
 """Changes for which a device must know where its units begin, or which devices have the others.
 Members of a team know this, devices with samples of the batch do not."""
+_OF_RUNS = frozenset({Special.CAUSAL_ROWS, Special.OWN_WORDS})
+"""Changes by where a part begins, which must be one run of consecutive positions or words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +248,7 @@ def _splits(
             outputs = tuple(_placed(entry, outer, R) for entry in one.outputs)
             if (
                 one.units % (outer * axis_size) == 0
+                and (outer == 1 or one.special not in _OF_RUNS)
                 and _divides(call.inputs, inputs, axis_size)
                 and _divides(call.outputs, outputs, axis_size)
             ):

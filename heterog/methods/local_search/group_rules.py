@@ -45,8 +45,8 @@ class GroupRules:
     def layers(self) -> list[list[Place]]:
         """Ways to shard the graph's layers: for each way, all its places, in order."""
         return [
-            [self._by_group(rules) for rules in sharding.places]
-            for sharding in layer_shardings(self._evaluator.graph)
+            [self._by_group(rules) for rules in places]
+            for places in layer_shardings(self._evaluator.graph)
         ]
 
     @cached_property

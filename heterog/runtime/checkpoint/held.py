@@ -156,11 +156,10 @@ def held_pieces(step: DeployedStep, row: int) -> list[Piece]:
 
 def _run_members(step: DeployedStep, bucket: SlicedBucket, run: SliceRun) -> Iterator[Member]:
     """The parameters in a run of this rank's slice of a bucket."""
-    at = -run.begin
+    end = -run.begin
     for piece in bucket.pieces(step.rank):
-        size = piece.end - piece.begin
+        at, end = end, end + piece.end - piece.begin
         if not 0 <= at < run.end - run.begin:
-            at += size
             continue
         name, shape = name_and_shape(step, piece.row)
         if piece.row not in step.part.sharded:
@@ -175,7 +174,6 @@ def _run_members(step: DeployedStep, bucket: SlicedBucket, run: SliceRun) -> Ite
                 for part in in_units(each, shape, place, spans.units, begin, count)
             ]
         yield Member(name, shape, pieces)
-        at += size
 
 
 def is_saved_here(step: DeployedStep, row: int) -> bool:

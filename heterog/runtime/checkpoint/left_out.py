@@ -160,7 +160,4 @@ def _by_row(step: DeployedStep, rows: Sequence[int], flat: Tensor) -> Iterator[t
     """Views of a flat tensor for each parameter in it that does not live in slices."""
     if any(row in step.rank_program.sharded for row in rows):
         return
-    begin = 0
-    for row in rows:
-        yield row, flat[begin : begin + _size(step, row)]
-        begin += _size(step, row)
+    yield from zip(rows, torch.split(flat, [_size(step, row) for row in rows]), strict=True)

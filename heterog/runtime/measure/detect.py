@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from heterog.cluster.catalog import device_type, matching_types
-from heterog.cluster.hardware import DTYPES, DeviceType
+from heterog.cluster.hardware import DTYPES, DeviceType, Link
 from heterog.runtime.accelerators import (
+    CPU,
     are_peers,
     computes_bfloat16,
     device_count,
@@ -26,6 +27,7 @@ from heterog.runtime.accelerators import (
     device_memory_bytes,
     device_of,
     has_accelerator,
+    num_threads,
     synchronize,
 )
 from heterog.units import GIB
@@ -57,26 +59,14 @@ class FoundDevice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundLink:
-    """The link between devices of this machine.
-
-    Attributes:
-        kind: ``nvlink`` or ``pcie``.
-        bandwidth_bytes_per_s: Measured rate of the slowest pair of neighbours.
-    """
-
-    kind: str
-    bandwidth_bytes_per_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FoundMachine:
     """The result of ``heterog cluster detect``.
 
     Attributes:
         host: Name of the machine.
         devices: Its GPUs, or else its CPU.
-        link: Link between the devices; ``None`` if there is only one.
+        link: Link between the devices, ``nvlink`` or ``pcie``, with the measured rate of the
+            slowest pair of neighbours; ``None`` if there is only one device.
         interface: Network interface of the default route; empty if unknown.
         nic_bytes_per_s: Line rate of that interface; ``None`` if the system does not report it.
         nic_said: How that rate was found, if the system did not report it.
@@ -84,9 +74,9 @@ class FoundMachine:
 
     host: str
     devices: tuple[FoundDevice, ...]
-    link: FoundLink | None
-    interface: str
-    nic_bytes_per_s: float | None
+    link: Link | None = None
+    interface: str = ""
+    nic_bytes_per_s: float | None = None
     nic_said: str = ""
 
 
@@ -229,17 +219,12 @@ def _gib(num_bytes: int) -> str:
 
 def _cpu(host: str) -> FoundDevice:
     """The CPU as one device, measured with one thread, because a rank uses one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        cpu = torch.device("cpu")
+    with num_threads(1):
         peaks = {
-            dtype: _flops_per_s(cpu, dtype, _CPU_SIZE, _MEASURE_S)
+            dtype: _flops_per_s(CPU, dtype, _CPU_SIZE, _MEASURE_S)
             for dtype in ("float64", "float32")
         }
-        bandwidth = _copy_bytes_per_s(cpu)
-    finally:
-        torch.set_num_threads(before)
+        bandwidth = _copy_bytes_per_s(CPU)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     of_type = _measured_type("CPU", host, "one thread", peaks, bandwidth, memory)
     return FoundDevice(
@@ -324,7 +309,7 @@ def _copy_bytes_per_s(device: torch.device) -> float:
     return 2.0 * _COPY_BYTES / _shortest_s(lambda: target.copy_(source), device, _MEASURE_S)
 
 
-def _gpu_link(num_devices: int) -> FoundLink:
+def _gpu_link(num_devices: int) -> Link:
     """The slowest link between neighbours, because rings use these links only."""
     rates = []
     for index in range(num_devices):
@@ -338,7 +323,7 @@ def _gpu_link(num_devices: int) -> FoundLink:
         rates.append(_COPY_BYTES / _shortest_s(copy, target.device, _MEASURE_S))
     direct = all(are_peers(index, (index + 1) % num_devices) for index in range(num_devices))
     kind = "nvlink" if direct and min(rates) > _NVLINK_BYTES_PER_S else "pcie"
-    return FoundLink(kind=kind, bandwidth_bytes_per_s=min(rates))
+    return Link(kind=kind, bandwidth_bytes_per_s=min(rates))
 
 
 def _shortest_s(act: Callable[[], object], device: torch.device, at_least_s: float) -> float:

@@ -76,7 +76,7 @@ def _on_ray() -> list[FoundMachine]:
                 there = ray.get(seen.remote())
                 count = 1 if has.get(GPU) else int(has.get(CPU, 1.0))
                 devices, link = devices or [*there.devices] * count, there.link
-            found.append(replace(_machine(f"node{number}", devices), link=link))
+            found.append(FoundMachine(host=f"node{number}", devices=tuple(devices), link=link))
         rates = []
         for source, target in _ring(list(had)):
             box = [_there(ray, source, _probe_bytes).remote()]
@@ -226,7 +226,7 @@ def in_slurm(variables: Mapping[str, str]) -> list[FoundMachine]:
             devices = [listed(name)] * int(count)
         else:
             devices = list(detect().devices)
-        found += [_machine(host, devices) for host in nodes_of(names)]
+        found += [FoundMachine(host=host, devices=tuple(devices)) for host in nodes_of(names)]
     return found
 
 
@@ -248,12 +248,6 @@ def nodes_of(names: str) -> list[str]:
 
 
 # --- all -----------------------------------------------------------------------------------------
-
-
-def _machine(host: str, devices: Sequence[FoundDevice]) -> FoundMachine:
-    return FoundMachine(
-        host=host, devices=tuple(devices), link=None, interface="", nic_bytes_per_s=None
-    )
 
 
 def _ring(members: Sequence[Any]) -> list[tuple[Any, Any]]:

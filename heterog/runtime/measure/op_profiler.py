@@ -47,9 +47,7 @@ from heterog.runtime.accelerators import (
     is_accelerated,
     keep_freed_memory,
     own_device,
-    peak_memory_bytes,
     queue_mark,
-    reset_peak_memory,
     synchronize,
 )
 from heterog.runtime.deploy import DeployedStep
@@ -61,6 +59,7 @@ from heterog.runtime.step.local_op import local_ops
 from heterog.runtime.step.optimizer import Masters, make_optimizer
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.step_order import step_order
+from heterog.runtime.step.whole_model import other_inputs
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 
 
@@ -91,9 +90,9 @@ def peak_during(call: Callable[[], object]) -> int:
     On a GPU this is the total; on a CPU it is the increase over the beginning.
     """
     if has_accelerator():
-        reset_peak_memory()
+        torch.accelerator.reset_peak_memory_stats()
         call()
-        return peak_memory_bytes()
+        return torch.accelerator.max_memory_allocated()
     activities = [ProfilerActivity.CPU]
     with _without_notes(), profile(activities=activities, profile_memory=True) as recorded:
         call()
@@ -283,17 +282,8 @@ def profile_ops(
     program = lower(graph, _pair(), _strategy(graph, samples), num_steps=1)
     model = workload.make_model().to(device)
     named = dict(model.named_parameters())
-    named_buffers = dict(model.named_buffers())
-    parameters: dict[int, nn.Parameter] = {}
-    buffers: dict[int, Tensor] = {}
-    for tensor in range(graph.num_inputs):
-        kind, name = graph.tensors[tensor].kind, graph.tensors[tensor].name
-        if kind == TensorKind.PARAMETER:
-            parameters[tensor] = named[name]
-        elif kind == TensorKind.BUFFER:
-            buffers[tensor] = named_buffers.get(name, named.get(name, torch.empty(0))).detach()
-        elif kind == TensorKind.CONSTANT:
-            buffers[tensor] = getattr(captured.module, name).to(device)
+    parameters = {tensor: named[graph.tensors[tensor].name] for tensor in graph.parameters}
+    buffers = other_inputs(captured, model, parameters, device)
     masters = Masters(workload.master_dtype, list(parameters.values()))
     groups = parameter_groups(workload, model)
     group_of = group_numbers(groups)

@@ -42,7 +42,7 @@ from heterog.runtime.accelerators import (
     device_count,
     device_label,
     has_accelerator,
-    use_device,
+    num_threads,
     why_none,
 )
 from heterog.runtime.launch import run_commands
@@ -249,15 +249,9 @@ def _alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@contextmanager
-def _as_many_threads_as_ranks() -> Iterator[None]:
-    """Use as many threads as a rank will have when it runs a plan."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _threads_of_a_rank() -> int:
+    """Number of threads that a rank will have when it runs a plan."""
+    return int(os.environ.get("OMP_NUM_THREADS", "1"))
 
 
 def profile_here(
@@ -288,7 +282,7 @@ def profile_here(
             "measure this machine's processor."
         )
     journal.mkdir(exist_ok=True)
-    with _as_many_threads_as_ranks():
+    with num_threads(_threads_of_a_rank()):
         ops = profile_local(
             sources,
             own_journal(journal / "rank0.jsonl", device_type, compiles=compiles),
@@ -380,7 +374,7 @@ def profile_as_rank(
         )
     if has_accelerator():
         local = int(os.environ.get("LOCAL_RANK", rank))
-        use_device(local % device_count())
+        torch.accelerator.set_device_index(local % device_count())
     device = cluster.devices[rank]
     quota = cluster.hosts[cluster.host_of[rank]].cpu_quota if throttled else None
     journal.mkdir(exist_ok=True)
@@ -388,7 +382,7 @@ def profile_as_rank(
     of = f"{device.name} of cluster '{cluster.name}' ({cluster.fingerprint()})"
     of += ", compiled" if compiles else ""
     done = Journal(journal / f"rank{rank}.jsonl", of)
-    with _as_many_threads_as_ranks():
+    with num_threads(_threads_of_a_rank()):
         ops = profile_local(
             sources,
             done,

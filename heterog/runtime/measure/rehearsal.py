@@ -10,6 +10,8 @@ Values, and the memory that is really needed, depend on data and are not checked
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +43,17 @@ class RehearsalError(Exception):
     """A failure that would happen between ranks, described by its text."""
 
 
+class _Parcel(NamedTuple):
+    """Size and dtype of a message."""
+
+    num_elements: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.num_elements} elements of {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(slots=True)
 class _Line:
     """Messages between two ranks that gloo would match with each other, in order of issue.
 
@@ -51,12 +64,23 @@ class _Line:
         expected: Messages that receives were issued for.
     """
 
-    __slots__ = ("dst", "expected", "sent", "src")
+    src: int
+    dst: int
+    sent: list[_Parcel] = field(default_factory=list)
+    expected: list[_Parcel] = field(default_factory=list)
 
-    def __init__(self, src: int, dst: int) -> None:
-        self.src, self.dst = src, dst
-        self.sent: list[_Parcel] = []
-        self.expected: list[_Parcel] = []
+    def check_taken(self, number: int) -> None:
+        """Check that the receiver of a message has issued its receive."""
+        if len(self.expected) <= number:
+            raise RehearsalError(f"rank {self.dst} has not begun to take what is sent to it")
+
+    def check_sent(self, number: int) -> None:
+        """Check that the sender has sent a message, with the expected size and dtype."""
+        if len(self.sent) <= number:
+            raise RehearsalError(f"rank {self.src} has not begun to send what is waited for")
+        sent, wanted = self.sent[number], self.expected[number]
+        if sent != wanted:
+            raise RehearsalError(f"rank {self.src} sends {sent}, {wanted} are expected")
 
 
 class Wire:
@@ -68,11 +92,18 @@ class Wire:
 
     def line(self, src: int, dst: int, group: tuple[int, ...] | None, tag: int) -> _Line:
         """The line of a message, by everything that gloo matches."""
-        key = src, dst, group, tag
-        line = self.lines.get(key)
-        if line is None:
-            line = self.lines[key] = _Line(src, dst)
-        return line
+        return self.lines.setdefault((src, dst, group, tag), _Line(src, dst))
+
+    def check_reduced(self, group: tuple[int, ...], rank: int, number: int) -> None:
+        """Check that all members have issued a rank's all-reduce, with the same size and dtype."""
+        by_rank = self.reduced[group]
+        mine = by_rank[rank][number]
+        for other in group:
+            theirs = by_rank.get(other, [])
+            if len(theirs) <= number:
+                raise RehearsalError(f"rank {other} has not begun to take part in an all-reduce")
+            if theirs[number] != mine:
+                raise RehearsalError(f"rank {other} reduces {theirs[number]}, rank {rank} {mine}")
 
     def check_all_received(self) -> None:
         """Check, at the end of a run, that every message was received.
@@ -93,57 +124,10 @@ class Wire:
                 raise RehearsalError(f"ranks {group} reduce unequally often")
 
 
-class _Sent:
-    """A send that is under way."""
+class _UnderWay(NamedTuple):
+    """A message or an all-reduce that is under way: to wait for it is to check its other side."""
 
-    __slots__ = ("_line", "_number")
-
-    def __init__(self, line: _Line, number: int) -> None:
-        self._line, self._number = line, number
-
-    def wait(self) -> None:
-        """Check that the receiver has issued its receive."""
-        line = self._line
-        if len(line.expected) <= self._number:
-            raise RehearsalError(f"rank {line.dst} has not begun to take what is sent to it")
-
-
-class _Expected:
-    """A receive that is under way."""
-
-    __slots__ = ("_line", "_number")
-
-    def __init__(self, line: _Line, number: int) -> None:
-        self._line, self._number = line, number
-
-    def wait(self) -> None:
-        """Check that the sender has sent the message, with the expected size and dtype."""
-        line, number = self._line, self._number
-        if len(line.sent) <= number:
-            raise RehearsalError(f"rank {line.src} has not begun to send what is waited for")
-        sent, wanted = line.sent[number], line.expected[number]
-        if sent != wanted:
-            raise RehearsalError(f"rank {line.src} sends {sent}, {wanted} are expected")
-
-
-class _Reduced:
-    """An all-reduce that is under way."""
-
-    def __init__(self, wire: Wire, group: tuple[int, ...], rank: int, number: int) -> None:
-        self._wire, self._group, self._rank, self._number = wire, group, rank, number
-
-    def wait(self) -> None:
-        """Check that all members have issued it, with the same size and dtype."""
-        by_rank = self._wire.reduced[self._group]
-        mine = by_rank[self._rank][self._number]
-        for rank in self._group:
-            theirs = by_rank.get(rank, [])
-            if len(theirs) <= self._number:
-                raise RehearsalError(f"rank {rank} has not begun to take part in an all-reduce")
-            if theirs[self._number] != mine:
-                raise RehearsalError(
-                    f"rank {rank} reduces {theirs[self._number]}, rank {self._rank} {mine}"
-                )
+    wait: Callable[[], None]
 
 
 class RehearsedCommunicator(Communicator):
@@ -160,18 +144,18 @@ class RehearsedCommunicator(Communicator):
     def _start_send(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
         line = self._wire.line(self.rank, dst, group, tag)
         line.sent.append(_Parcel(tensor.numel(), tensor.dtype))
-        return _Sent(line, len(line.sent) - 1)
+        return _UnderWay(partial(line.check_taken, len(line.sent) - 1))
 
     def _start_receive(self, tensor: Tensor, src: int, group: Any = None, tag: int = 0) -> Any:
         line = self._wire.line(src, self.rank, group, tag)
         line.expected.append(_Parcel(tensor.numel(), tensor.dtype))
-        return _Expected(line, len(line.expected) - 1)
+        return _UnderWay(partial(line.check_sent, len(line.expected) - 1))
 
     def _start_all_reduce(self, tensor: Tensor, group: Any = None) -> Any:
         members = group or self._everyone
         parcels = self._wire.reduced.setdefault(members, {}).setdefault(self.rank, [])
         parcels.append(_Parcel(tensor.numel(), tensor.dtype))
-        return _Reduced(self._wire, members, self.rank, len(parcels) - 1)
+        return _UnderWay(partial(self._wire.check_reduced, members, self.rank, len(parcels) - 1))
 
     def sum_over_all(self, tensor: Tensor) -> Pending:
         """Sum over all ranks.
@@ -184,16 +168,6 @@ class RehearsedCommunicator(Communicator):
 
     def close(self) -> None:
         """Do nothing: there are no threads to end."""
-
-
-class _Parcel(NamedTuple):
-    """Size and dtype of a message."""
-
-    num_elements: int
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return f"{self.num_elements} elements of {str(self.dtype).removeprefix('torch.')}"
 
 
 META = torch.device("meta")

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -445,11 +446,7 @@ def slice_counts(num_elements: int, parts: Sequence[float]) -> list[int]:
     >>> slice_counts(10, (0.5, 0.3, 0.2)), slice_counts(3, (0.0, 1.0))
     ([5, 3, 2], [0, 3])
     """
-    ends = []
-    total = 0.0
-    for part in parts:
-        total += part
-        ends.append(round(num_elements * total))
+    ends = [round(num_elements * total) for total in accumulate(parts)]
     ends[-1] = num_elements
     return [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 

@@ -1,6 +1,6 @@
 """Conversion of values between divisions of the work: sends, joins, reductions, gathers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -61,39 +61,16 @@ class Conversions:
         for mode in part.strategy.modes:
             self._goes_back = mode.goes_back(part.program, part.tables) or self._goes_back
 
-    def run(self, task: int, kind: TaskKind, slot: int, micro: int) -> None:
-        """Run one task."""
-        part = self._part
-        if has_window(part.tables, slot):
-            self._halos.run(task, kind, slot, micro)
-        elif kind == TaskKind.REDUCE_VALUE:
-            self._reduce(task, slot, micro)
-        elif kind == TaskKind.GATHER_VALUE:
-            self._gather(task, slot, micro)
-        elif kind == TaskKind.ENCODE:
-            self._encode(task, slot, micro)
-        elif kind == TaskKind.DECODE:
-            self._decode(task, slot, micro)
-        elif kind == TaskKind.CONCAT:
-            self._concat(task, slot, micro)
-        elif kind == TaskKind.SPLIT:
-            # Only the reader knows the device that a piece is for, so it is cut when it is sent.
-            (read,) = part.reads(task)
-            held = self._values.held[read]
-            for buffer in part.made(task):
-                self._values.held[buffer] = Held(held.tensor(), held.samples, held.units)
-        else:
-            self._send(task, slot, micro)
+    def run(self, task: int, subject: int, micro: int) -> None:
+        """Run one task; its subject is a slot, or a value whose team cuts it anew."""
+        _RUN[self._part.kinds[task]](self, task, subject, micro)
 
     def _tensor(self, slot: int) -> int:
         return int(self._part.tables.value_tensor[self._part.tables.slot_value[slot]])
 
     def _maker(self, slot: int) -> Spans:
         """Spans of the op that makes a slot's value, along the value's axis."""
-        part = self._part
-        spans = part.spans_of_value(int(part.tables.slot_value[slot]))
-        assert spans is not None
-        return spans
+        return self._part.spans_of_value(int(self._part.tables.slot_value[slot]))
 
     def _wanted(self, task: int, slot: int, micro: int, device: int) -> tuple[Span, Span]:
         """Samples and units that a slot brings to a device."""
@@ -123,7 +100,16 @@ class Conversions:
                 units = overlap(maker.units_of(src), units)
         return samples, units
 
+    def _split(self, task: int, slot: int, micro: int) -> None:
+        """Keep the whole: only its reader knows the device of a piece, so sending cuts it."""
+        (read,) = self._part.reads(task)
+        for buffer in self._part.made(task):
+            self._values.held[buffer] = self._values.held[read]
+
     def _send(self, task: int, slot: int, micro: int) -> None:
+        if has_window(self._part.tables, slot):
+            self._halos.send(task, slot, micro)
+            return
         part, tensor = self._part, self._tensor(slot)
         src, dst = part.channel(task).devices
         samples, units = self._sent(task, slot, micro)
@@ -200,6 +186,9 @@ class Conversions:
         return value
 
     def _concat(self, task: int, slot: int, micro: int) -> None:
+        if has_window(self._part.tables, slot):
+            self._halos.join(task, slot, micro)
+            return
         part = self._part
         samples, units = self._wanted(task, slot, micro, part.rank)
         pieces: dict[Span, list[tuple[int, Tensor]]] = {}
@@ -298,21 +287,11 @@ class Conversions:
         pending = self._communicator.all_gather(local, devices, counts, whole)
         self._hold(task, Held(pending, *made))
 
-    def recut(self, task: int, kind: TaskKind, value: int, micro: int) -> None:
-        """Change the placement of a value in a team whose members have just made it."""
-        if kind == TaskKind.SCATTER_VALUE:
-            self._scatter(task, value, micro)
-        elif kind == TaskKind.EXCHANGE_VALUE:
-            self._exchange(task, value, micro)
-        else:
-            self._complete(task, value, micro)
-
     def _scatter(self, task: int, value: int, micro: int) -> None:
         """Sum the parts of a value over the team that made them; each keeps its own slice."""
         part = self._part
         tensor = int(part.tables.value_tensor[value])
         along = part.spans_of_value(value)
-        assert along is not None
         devices, batch = part.channel(task).devices, part.graph.batch_size
         samples = along.team_samples(micro, part.rank)
         in_batch = part.plan.batch_placement(tensor)
@@ -345,7 +324,6 @@ class Conversions:
         part = self._part
         tensor = int(part.tables.value_tensor[value])
         along, call = part.spans_of_value(value), self._ops[part.maker(value)].call
-        assert along is not None
         devices, samples = part.channel(task).devices, along.team_samples(micro, part.rank)
         shape = list(call.outputs[0].shape)
         shape[part.plan.placements[tensor].dim] = 1
@@ -378,7 +356,6 @@ class Conversions:
         tensor = int(part.tables.value_tensor[value])
         before, after = part.spans_of_op[part.maker(value)], part.spans_of_value(value)
         assert before is not None
-        assert after is not None
         cuts = TwoCuts.of_value(part, tensor, before, after)
         devices, rank = part.channel(task).devices, part.rank
         local = self._values.zeros(tensor, (0,))
@@ -409,6 +386,20 @@ class Conversions:
         samples = after.samples(micro, rank)
         units = EVERY if after.axis == BATCH_AXIS else after.units_of(rank)
         self._hold(task, Held(pending, samples, units))
+
+
+_RUN: Mapping[TaskKind, Callable[[Conversions, int, int, int], None]] = {
+    TaskKind.SPLIT: Conversions._split,
+    TaskKind.SEND: Conversions._send,
+    TaskKind.CONCAT: Conversions._concat,
+    TaskKind.ENCODE: Conversions._encode,
+    TaskKind.DECODE: Conversions._decode,
+    TaskKind.REDUCE_VALUE: Conversions._reduce,
+    TaskKind.GATHER_VALUE: Conversions._gather,
+    TaskKind.SCATTER_VALUE: Conversions._scatter,
+    TaskKind.EXCHANGE_VALUE: Conversions._exchange,
+    TaskKind.GATHER_ROWS: Conversions._complete,
+}
 
 
 class TwoCuts(NamedTuple):

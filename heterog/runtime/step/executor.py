@@ -67,6 +67,7 @@ class StepExecutor:
         compiler: Compiles segments from the second step on; ``None`` runs them as they are.
 
     Attributes:
+        seen: The program as this rank sees it.
         turns: This rank's tasks in a step, in order.
         num_steps: Number of steps called; random ops draw other numbers in each.
         feedback: Parts of this rank's gradients that codecs have left out so far.
@@ -101,7 +102,7 @@ class StepExecutor:
         self.num_steps = 0
         self.feedback = ErrorFeedback()
         self.times_segments = False
-        self._part = part
+        self.seen = part
         self._is_alone = read_parameter is None  # no other batch is under way
         _check(part)
         self._communicator = communicator
@@ -119,7 +120,7 @@ class StepExecutor:
         self.turns, self._end = order
         self._slices = slices or Slices([], part.rank, {}, ())
         self._updates = Updates(
-            self._part,
+            self.seen,
             parameters,
             optimizer,
             communicator,
@@ -129,7 +130,7 @@ class StepExecutor:
             push,
         )
         self._values = Values(
-            self._part,
+            self.seen,
             ops,
             [turn.task for turn in self.turns if turn.task >= 0 and not turn.of_step_before],
             parameters=parameters,
@@ -137,7 +138,7 @@ class StepExecutor:
             buffers=buffers,
             device=device,
         )
-        self._losses = Losses(self._part, self._values)
+        self._losses = Losses(self.seen, self._values)
         self._conversions = Conversions(part, ops, self._values, self._losses, communicator)
         self._interpreter = Interpreter(
             part,
@@ -178,11 +179,6 @@ class StepExecutor:
             noted=self._interpreter.noted,
             compiler=compiler,
         )
-
-    @property
-    def seen(self) -> RankProgram:
-        """The program as this rank sees it."""
-        return self._part
 
     @property
     def recorder(self) -> Recorder | None:
@@ -232,7 +228,7 @@ class StepExecutor:
         self._interpreter.begin()
         self._losses.begin()
         gradients = Gradients(
-            self._part,
+            self.seen,
             self._values,
             self._parameters,
             self._communicator,
@@ -299,7 +295,7 @@ class StepExecutor:
 
     def end(self) -> Tensor:
         """End a step after its last turn; returns the loss."""
-        if self._part.strategy.step_barrier:
+        if self.seen.strategy.step_barrier:
             self._updates.finish()
         else:
             self._updates.step()
@@ -381,7 +377,7 @@ class StepExecutor:
 
     def _synchronise(self, task: int, bucket: int, micro: int, step: StepUpdates) -> None:
         kind = self._kind[task]
-        if bucket in self._part.sliced:
+        if bucket in self.seen.sliced:
             if kind == TaskKind.REDUCE_SCATTER:
                 step.gradients.scatter(task, bucket, micro)
             else:
@@ -391,35 +387,32 @@ class StepExecutor:
 
     def _encode(self, task: int, subject: int, micro: int, step: StepUpdates) -> None:
         if self.program.encodes_value(task):
-            self._conversions.run(task, TaskKind.ENCODE, subject, micro)
-        elif self._part.rule(task).is_of_parameters:
+            self._conversions.run(task, subject, micro)
+        elif self.seen.rule(task).is_of_parameters:
             self._updates.encode(task, subject)
         else:
             step.gradients.encode(task, subject)
 
     def _decode_sum(self, task: int, subject: int, _: int, step: StepUpdates) -> None:
-        if self._part.rule(task).is_of_parameters:
+        if self.seen.rule(task).is_of_parameters:
             self._updates.decode(subject)
         else:
             step.gradients.decode(task)
 
-    def _convert(self, task: int, slot: int, micro: int, step: StepUpdates) -> None:
-        self._conversions.run(task, self._kind[task], slot, micro)
-
-    def _recut(self, task: int, value: int, micro: int, step: StepUpdates) -> None:
-        self._conversions.recut(task, self._kind[task], value, micro)
+    def _convert(self, task: int, subject: int, micro: int, step: StepUpdates) -> None:
+        self._conversions.run(task, subject, micro)
 
     def _gather_value(self, task: int, slot: int, micro: int, step: StepUpdates) -> None:
-        self._conversions.run(task, TaskKind.GATHER_VALUE, slot, micro)
+        self._conversions.run(task, slot, micro)
         step.gradients.keep_gathered(task, slot, micro)
 
     def _gather(self, task: int, number: int, micro: int, step: StepUpdates) -> None:
         """Gather the parameters of a bucket, to keep them or for the next ops that read them."""
-        if self._part.ends_update(task):
+        if self.seen.ends_update(task):
             self._updates.gather(number)
             return
-        bucket = self._part.sliced[number]
-        made = {int(self.program.buffer_device[b]): b for b in self._part.made(task)}
+        bucket = self.seen.sliced[number]
+        made = {int(self.program.buffer_device[b]): b for b in self.seen.made(task)}
         own = self._slices.own[number].detach()
         whole = self._communicator.gather_slices(own, bucket.devices, bucket.counts, list(made))
         if whole is not None:
@@ -456,9 +449,9 @@ _ACTIONS: Mapping[TaskKind, _Action] = {
     TaskKind.SEND: StepExecutor._convert,
     TaskKind.REDUCE_VALUE: StepExecutor._convert,
     TaskKind.GATHER_VALUE: StepExecutor._gather_value,
-    TaskKind.SCATTER_VALUE: StepExecutor._recut,
-    TaskKind.EXCHANGE_VALUE: StepExecutor._recut,
-    TaskKind.GATHER_ROWS: StepExecutor._recut,
+    TaskKind.SCATTER_VALUE: StepExecutor._convert,
+    TaskKind.EXCHANGE_VALUE: StepExecutor._convert,
+    TaskKind.GATHER_ROWS: StepExecutor._convert,
 }
 """Runs a task of each kind; takes the executor, the task, its subject, its micro-batch and the
 state of the step."""

@@ -199,7 +199,7 @@ class Gradients:
             self._flat_of_micro[bucket, micro] = torch.cat([part.reshape(-1) for part in parts])
             return
         ring = self._part.flattened_for(task)
-        if len(members) > 1 and self._part.is_in_one_ring(bucket):
+        if len(members) > 1 and bucket in self._part.in_one_ring:
             own = [self._take_own(row) for row in members]
             flat = _flatten_dense_tensors(own)  # type: ignore[no-untyped-call]
         else:
@@ -387,7 +387,7 @@ class Gradients:
     def total(self, row: int) -> Tensor:
         """The gradient summed over all devices, in the parameter's shape."""
         bucket = self._part.bucket[row]
-        if bucket >= 0 and self._part.is_in_one_ring(bucket):
+        if bucket in self._part.in_one_ring:
             if row not in self._summed:
                 flat = self._totals[bucket, self._part.rings[row][0].devices].wait()
                 members = self._part.bucket_members[bucket]

@@ -7,7 +7,6 @@ from torch import Tensor
 from heterog.graph.placement import S, Window
 from heterog.graph.sharding_rules import local_shape
 from heterog.graph.sparse_pattern import Rows, SparsePattern
-from heterog.lowering.program import TaskKind
 from heterog.lowering.sparse_tables import matrix_of
 from heterog.runtime.step.collectives import Communicator
 from heterog.runtime.step.rank_program import RankProgram
@@ -53,19 +52,6 @@ class Halos:
         self._communicator = communicator
         self._patterns: dict[int, SparsePattern] = {}
 
-    def run(self, task: int, kind: TaskKind, slot: int, micro: int) -> None:
-        """Run one task."""
-        values, part = self._values, self._part
-        if kind == TaskKind.SPLIT:
-            # The piece is cut when it is sent, because its reader is known only then.
-            (read,) = part.reads(task)
-            for buffer in part.made(task):
-                values.held[buffer] = values.held[read]
-        elif kind == TaskKind.SEND:
-            self._send(task, slot, micro)
-        else:
-            self._join(task, slot, micro)
-
     def _slot(self, slot: int) -> _Slot:
         tables = self._part.tables
         step, before, after, size = map(int, tables.slot_window[slot])
@@ -95,11 +81,11 @@ class Halos:
         """Samples and rows that a device has made."""
         part = self._part
         maker = part.spans_of_value(int(part.tables.slot_value[slot]))
-        assert maker is not None
         rows = unit_rows(maker.units_of(device), self._slot(slot).size, maker.units)
         return maker.team_samples(micro, device), rows
 
-    def _send(self, task: int, slot: int, micro: int) -> None:
+    def send(self, task: int, slot: int, micro: int) -> None:
+        """Send the rows that a device lacks, or receive them there."""
         part, said = self._part, self._slot(slot)
         src, dst = part.channel(task).devices
         samples, wanted = self._wanted(slot, micro, dst)
@@ -126,7 +112,8 @@ class Halos:
         have = rows_held(held, said.size, units)
         return take(value, said.dim, have, rows)
 
-    def _join(self, task: int, slot: int, micro: int) -> None:
+    def join(self, task: int, slot: int, micro: int) -> None:
+        """Join the rows that this rank has received with its own."""
         part, said = self._part, self._slot(slot)
         samples, wanted = self._wanted(slot, micro, part.rank)
         units = part.plan.axes[int(part.plan.tensor_axis[said.tensor])]

@@ -209,7 +209,6 @@ class Interpreter:
     def _units_made(self, row: int) -> Span:
         """Units that an op outputs if its team cuts them anew: all of the axis."""
         along = self._part.spans_of_value(int(self._part.tables.value_start[row]))
-        assert along is not None
         return 0, along.units
 
     def _draws_for(self, local_op: LocalOp, spans: Spans | None, micro: int) -> int | None:

@@ -230,7 +230,6 @@ class RankProgram:
         self._reads_of: dict[int, list[int]] = {}
         self._near_of: dict[int, Near] = {}
         self._ring_devices: dict[int, tuple[int, ...]] = {}
-        self._in_one_ring: dict[int, bool] = {}  # by bucket
         self._place_in_ring: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self._value_in, self._whole_in = _values_in_buffers(program, tables)
         is_conversion = np.isin(program.kind, list(SLOT_KINDS))
@@ -270,6 +269,17 @@ class RankProgram:
             zip(program.subject[adds].tolist(), program.micro[adds].tolist(), strict=True)
         )
         self.given_to_replicas = self._given_by.get(rank, set())
+        # Buckets that one ring of this rank sums whole, with parameters that are whole here.
+        self.in_one_ring = frozenset(
+            bucket
+            for bucket, rows in self.bucket_members.items()
+            if all(
+                row not in self.sharded
+                and len(self.rings[row]) == 1
+                and rank in self.rings[row][0].devices
+                for row in rows
+            )
+        )
         member = np.array([rank in channel.devices for channel in program.channels], np.bool_)
         is_mine = np.where(
             program.kind < FIRST_LINK_KIND, program.device == rank, member[program.channel]
@@ -289,10 +299,11 @@ class RankProgram:
             self._remade_for = _groups_of_readers(self.program, self.tables)
         return self._spans[int(self.plan.op_axis[op])][self._remade_for[task]]
 
-    def spans_of_value(self, value: int) -> Spans | None:
-        """Spans of a value's group along the value's axis; ``None`` for constants."""
+    def spans_of_value(self, value: int) -> Spans:
+        """Spans of a value's group along the value's axis; not of constants, which have none."""
         group = int(self._group[self.maker(value)])
-        return self._spans[int(self.tables.value_axis[value])][group] if group >= 0 else None
+        assert group >= 0
+        return self._spans[int(self.tables.value_axis[value])][group]
 
     def target_of_slot(self, slot: int) -> tuple[Spans, Spans]:
         """Spans of the group to which a slot brings its value.
@@ -338,19 +349,6 @@ class RankProgram:
     def sliced_bucket(self, row: int) -> SlicedBucket | None:
         """The bucket in which this rank updates a slice of a parameter, if it does."""
         return self.sliced.get(self.bucket[row])
-
-    def is_in_one_ring(self, bucket: int) -> bool:
-        """Whether one ring of this rank sums a whole bucket, whose parameters are whole here."""
-        known = self._in_one_ring.get(bucket)
-        if known is None:
-            members = self.bucket_members[bucket]
-            known = self._in_one_ring[bucket] = all(
-                row not in self.sharded
-                and len(self.rings[row]) == 1
-                and self.rank in self.rings[row][0].devices
-                for row in members
-            )
-        return known
 
     def is_own(self, row: int, micro: int) -> bool:
         """Whether a micro-batch's gradient is the first on this rank, and only begins a sum."""

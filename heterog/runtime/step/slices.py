@@ -84,12 +84,10 @@ class SlicedBucket:
     def pieces(self, device: int) -> Iterator[RowPart]:
         """The part of each parameter that a device's slice holds, in order."""
         low, high = self.range(device)
-        begin = 0
-        for row, size in zip(self.rows, self.sizes, strict=True):
+        for (row, begin), size in zip(self.begins().items(), self.sizes, strict=True):
             first, last = max(low - begin, 0), min(high - begin, size)
             if first < last:
                 yield RowPart(row, first, last)
-            begin += size
 
 
 def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list[SlicedBucket]:

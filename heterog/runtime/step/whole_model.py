@@ -5,7 +5,7 @@ model first; later the whole is gathered from the parts of ranks.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -312,6 +312,21 @@ def share_constants(captured: CapturedStep, device: torch.device) -> None:
             if value.layout == torch.strided:
                 value = value.clone().copy_(of_rank_0(value))  # with its strides
             setattr(captured.module, each.name, value)
+
+
+def other_inputs(
+    captured: CapturedStep, model: nn.Module, parameters: Collection[int], device: torch.device
+) -> dict[int, Tensor]:
+    """Inputs of a step besides the batch and some parameters: buffers and constants."""
+    graph, found = captured.graph, dict[int, Tensor]()
+    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    for tensor in range(graph.num_inputs):
+        meta = graph.tensors[tensor]
+        if meta.kind == TensorKind.CONSTANT:
+            found[tensor] = getattr(captured.module, meta.name).to(device)
+        elif meta.kind != TensorKind.BATCH and tensor not in parameters:
+            found[tensor] = held[meta.name].detach()
+    return found
 
 
 def of_rank_0(value: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ widened, or cut, to the rows that the op reads with its padding, and the op then
 padding along this dimension.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,6 @@ class _Local:
         self.inputs = inputs
         self.windows = windows
         self.dim = windows.dim
-        self.plane = len(call.outputs[0].shape if call.outputs else ()) - 2
 
     @property
     def made(self) -> Rows:
@@ -200,9 +200,7 @@ def _input_gradient(local: _Local, made: Rows) -> Tensor:
         return window.new_zeros(shape)
     gradients = window.shape
     more = []
-    for each in range(2, 2 + rank):
-        numbers = zip(stride, padding, dilation, strict=True)
-        step, pad, gap = list(numbers)[each - 2]
+    for each, (step, pad, gap) in enumerate(zip(stride, padding, dilation, strict=True), 2):
         made_of = (gradients[each] - 1) * step - 2 * pad + gap * (weight.shape[each] - 1) + 1
         more.append(0 if each == dim else shape[each] - made_of)
     gradient = _aten.convolution(
@@ -309,10 +307,7 @@ def _average_pool_backward(local: _Local) -> list[Tensor]:
 
 def _moved(indices: Tensor, local: _Local, shape: Sequence[int], by: int, onto: int) -> Tensor:
     """Indices into planes of a shape, shifted by ``by`` rows, for planes with ``onto`` rows."""
-    dim, flat = local.dim, 1
-    for size in shape[dim + 1 :]:
-        flat *= size
-    rows = shape[dim]
+    rows, flat = shape[local.dim], math.prod(shape[local.dim + 1 :])
     inside, above = indices % flat, indices // flat
     row, outer = above % rows + by, above // rows
     return (outer * onto + row) * flat + inside

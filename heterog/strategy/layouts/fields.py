@@ -101,7 +101,8 @@ class Fields:
         self._taken.setdefault(path, set())
         return dict(found)
 
-    def _take(self, path: str, name: str) -> Any:
+    def take(self, path: str, name: str) -> Any:
+        """The value of a field of any type; ``None`` if it is not there."""
         value = self.section(path).get(name)
         self._taken.setdefault(path, set()).add(name)
         if isinstance(value, Twice):
@@ -129,15 +130,11 @@ class Fields:
         found.remarks = self.remarks
         return found
 
-    def take(self, name: str, *, at: str = "") -> Any:
-        """The value of a field of any type; ``None`` if it is not there."""
-        return self._take(at, name)
-
     def number(
         self, path: str, name: str, default: int, *, least: int = 1, auto: bool = False
     ) -> int:
         """A whole number; with ``auto``, the word ``"auto"`` gives the default."""
-        value = self._take(path, name)
+        value = self.take(path, name)
         if value is None or (auto and value == "auto"):
             return default
         if type(value) is not int or not least <= value <= MOST:
@@ -146,7 +143,7 @@ class Fields:
 
     def flag(self, path: str, name: str, *, default: bool = False) -> bool:
         """True or false."""
-        value = self._take(path, name)
+        value = self.take(path, name)
         if value is None:
             return default
         if isinstance(value, str) and value.startswith("$"):  # more options after this one
@@ -160,7 +157,7 @@ class Fields:
 
     def word(self, path: str, name: str, default: str = "") -> str:
         """A text; a number of one digit is accepted, too."""
-        value = self._take(path, name)
+        value = self.take(path, name)
         if value is None:
             return default
         if type(value) is int and 0 <= value < 10:
@@ -171,7 +168,7 @@ class Fields:
 
     def words(self, path: str, name: str) -> tuple[str, ...]:
         """A list of texts."""
-        value = self._take(path, name)
+        value = self.take(path, name)
         if value is None:
             return ()
         if not isinstance(value, list) or not all(

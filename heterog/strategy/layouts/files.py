@@ -184,7 +184,7 @@ def _about_torchtitans_stages(fields: Fields, *, are_split: bool) -> None:
         raise LayoutError(f"{start}schedule_csv is {shown(file)}; only schedules by name can be.")
     less = [fields.number(at, f"{start}{end}_stage_less_layers", 1, least=0)
             for end in ("first", "last")]  # fmt: skip
-    each = fields.take(f"{start}layers_per_stage", at=at)
+    each = fields.take(at, f"{start}layers_per_stage")
     if any(less) and not are_split:
         fields.remark(
             f"{start}first_ and last_stage_less_layers are {less[0]} and {less[1]}: all stages "
@@ -199,7 +199,7 @@ def _about_torchtitans_stages(fields: Fields, *, are_split: bool) -> None:
 
 def _torchtitan_parts(fields: Fields) -> tuple[str, ...]:
     """Modules at which stages begin, if a file lists the modules of each stage."""
-    parts = fields.take("module_fqns_per_model_part", at="parallelism") or []
+    parts = fields.take("parallelism", "module_fqns_per_model_part") or []
     if not isinstance(parts, list) or not all(
         isinstance(part, list) and part and isinstance(part[0], str) for part in parts
     ):
@@ -216,13 +216,10 @@ def _torchtitan_experts(fields: Fields, tp: int, cp: int) -> int:
     each = fields.number(at, "expert_tensor_parallel_degree", 1)
     if ep == 1:
         return 1
-    try:
-        return replicas_that_share(
-            ep, tp, cp, each, "context_parallel_degree, and tensor_parallel_degree unless "
-            "expert_tensor_parallel_degree is as large"
-        )  # fmt: skip
-    except LayoutError as error:
-        raise LayoutError(f"expert_parallel_degree {error}") from error
+    return replicas_that_share(
+        ep, tp, cp, each, "expert_parallel_degree", "context_parallel_degree, and "
+        "tensor_parallel_degree unless expert_tensor_parallel_degree is as large"
+    )  # fmt: skip
 
 
 def _torchtitan_checkpoints(fields: Fields) -> dict[str, str]:

@@ -263,9 +263,9 @@ def layout_of_words(said: Mapping[str, str]) -> Layout:
     _take_shards(said)
     for name, value in said.items():
         if name == "recompute":
-            found[name] = _recompute(value)
+            found[name] = Recompute(_one_of(name, value, tuple(Recompute), _RECOMPUTE_WORDS))
         elif name == "dispatch":
-            found[name] = _dispatch(value)
+            found[name] = Dispatch(_one_of(name, value, tuple(Dispatch), _DISPATCH_WORDS))
         elif name == "schedule":
             found[name] = _SCHEDULE_WORDS.get(_plain(value), _plain(value))
         elif name == "layers":
@@ -347,6 +347,20 @@ FSDP_STAGES: Mapping[str, int] = MappingProxyType(
 
 The hybrid strategies keep one copy on each host.
 """
+_FSDP_WORDS = {
+    **{str(number): name for number, name in enumerate(FSDP_STAGES, 1)},
+    **{f"_{name}": name for name in FSDP_STAGES},
+}
+_YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+_RECOMPUTE_WORDS = {
+    **dict.fromkeys((*_YES, "uniform", "block"), "full"),
+    **dict.fromkeys(_NO, "none"),
+}
+_DISPATCH_WORDS = {
+    "all_to_all": "alltoall",
+    "all_gather": "allgather",
+    "flex": "alltoall",  # Megatron's third dispatcher sends the same tokens by other kernels
+}
 _KEYS = tuple(field.name for field in fields(Layout))
 
 
@@ -376,32 +390,17 @@ def fsdp_words(value: str) -> dict[str, str]:
     Raises:
         LayoutError: there is no such strategy.
     """
-    plain = _plain(value)
-    plain = dict(zip("12345", FSDP_STAGES, strict=True)).get(plain, plain).lstrip("_")
-    if plain not in FSDP_STAGES:
-        raise LayoutError(_unknown("sharding strategy", value, tuple(FSDP_STAGES)))
+    plain = _one_of("sharding strategy", value, tuple(FSDP_STAGES), _FSDP_WORDS)
     hybrid = {"dp_replicate": "0"} if plain.startswith("hybrid") else {}
     return {"zero": str(FSDP_STAGES[plain])} | hybrid
 
 
-def _recompute(value: str) -> Recompute:
-    plain = _plain(value)
-    if plain in ("true", "1", "yes", "on", "uniform", "block"):
-        plain = "full"
-    if plain in ("false", "0", "no", "off"):
-        plain = "none"
-    if plain not in tuple(Recompute):
-        raise LayoutError(_unknown("recompute", value, tuple(Recompute)))
-    return Recompute(plain)
-
-
-def _dispatch(value: str) -> Dispatch:
-    plain = _plain(value).replace("_", "")
-    if plain == "flex":  # Megatron's third dispatcher sends the same tokens by other kernels
-        plain = "alltoall"
-    if plain not in tuple(Dispatch):
-        raise LayoutError(_unknown("dispatch", value, tuple(Dispatch)))
-    return Dispatch(plain)
+def _one_of(what: str, value: str, known: tuple[str, ...], words: Mapping[str, str]) -> str:
+    """One of the known words, which a value may also say in other words."""
+    plain = words.get(_plain(value), _plain(value))
+    if plain not in known:
+        raise LayoutError(_unknown(what, value, known))
+    return plain
 
 
 def _number(name: str, value: str) -> int:
@@ -414,11 +413,9 @@ def _number(name: str, value: str) -> int:
 
 def _yes_or_no(name: str, value: str) -> bool:
     plain = _plain(value)
-    if plain in ("true", "1", "yes", "on"):
-        return True
-    if plain in ("false", "0", "no", "off"):
-        return False
-    raise LayoutError(f"{name} is {shown(value)}; write true or false.")
+    if plain not in (*_YES, *_NO):
+        raise LayoutError(f"{name} is {shown(value)}; write true or false.")
+    return plain in _YES
 
 
 def _plain(word: str) -> str:

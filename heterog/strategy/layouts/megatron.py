@@ -169,7 +169,7 @@ def read_megatron(fields: Fields) -> LayoutFile:
     """
     fields.skip("", "_target_", "_partial_", "_call_")
     for name, none in _CANNOT_BE_SAID.items():
-        value = fields.take(name)
+        value = fields.take("", name)
         if value not in (None, none, False):
             raise LayoutError(f"{name} is {shown(value)}; it cannot be said, only {none}.")
     said = {own: str(fields.number("", name, 1)) for own, name in _DEGREES.items()}
@@ -194,14 +194,14 @@ def read_megatron(fields: Fields) -> LayoutFile:
         else:
             said["dp"] = str(world // replica)
     for name in _REMARKED:
-        if fields.take(name) not in (None, False, "null", 0):
+        if fields.take("", name) not in (None, False, "null", 0):
             fields.remark(f"{name} is not modelled.")
     fields.skip("", *_TUNING, *_MEETING)
     batch = fields.number("", "global_batch_size", 0)
     return LayoutFile(layout=layout_of_words(said), batch_size=batch)
 
 
-def replicas_that_share(ep: int, tp: int, cp: int, each: int, words: str) -> int:
+def replicas_that_share(ep: int, tp: int, cp: int, each: int, name: str, words: str) -> int:
     """Number of replicas that share experts, for a program that gives a number of devices.
 
     A replica has ``cp`` times ``tp`` of these devices, or only ``cp`` if ``tp`` splits experts.
@@ -211,7 +211,8 @@ def replicas_that_share(ep: int, tp: int, cp: int, each: int, words: str) -> int
         tp: Devices of a team.
         cp: Teams that share a sequence.
         each: Devices that split an expert.
-        words: Names of the program's fields for these.
+        name: Name of the program's field for ``ep``.
+        words: Names of its fields for the devices of a replica.
 
     Raises:
         LayoutError: a replica's devices do not divide them.
@@ -219,7 +220,7 @@ def replicas_that_share(ep: int, tp: int, cp: int, each: int, words: str) -> int
     inside = cp * (1 if each == tp else tp)
     if ep % inside:
         raise LayoutError(
-            f"{ep} must be a multiple of the {inside} devices of a replica ({words})."
+            f"{name} {ep} must be a multiple of the {inside} devices of a replica ({words})."
         )
     return ep // inside
 
@@ -227,13 +228,10 @@ def replicas_that_share(ep: int, tp: int, cp: int, each: int, words: str) -> int
 def _experts(fields: Fields, said: Mapping[str, str]) -> int:
     tp, cp, ep = (int(said[name]) for name in ("tp", "cp", "ep"))
     each = fields.number("", "expert_tensor_parallel_size", tp)
-    try:
-        return replicas_that_share(
-            ep, tp, cp, each, "context_parallel_size, and tensor_model_parallel_size unless "
-            "expert_tensor_parallel_size is as large"
-        )  # fmt: skip
-    except LayoutError as error:
-        raise LayoutError(f"expert_model_parallel_size {error}") from error
+    return replicas_that_share(
+        ep, tp, cp, each, "expert_model_parallel_size", "context_parallel_size, and "
+        "tensor_model_parallel_size unless expert_tensor_parallel_size is as large"
+    )  # fmt: skip
 
 
 def _num_devices(fields: Fields) -> int:
@@ -242,7 +240,7 @@ def _num_devices(fields: Fields) -> int:
     def count(*names: str) -> int:
         found = 0
         for name in names:
-            said = fields.take(name)
+            said = fields.take("", name)
             if isinstance(said, str | list) and said not in ("auto", "gpu"):
                 fields.remark(
                     f"{name} is {shown(said)}: the cluster says how many devices there are."
@@ -294,8 +292,8 @@ def _recomputation(fields: Fields) -> dict[str, str]:
     method = count = ""
     for start in ("recompute", "activations_checkpoint"):
         method = fields.word("", f"{start}_method") or method
-        count = str(fields.take(f"{start}_num_layers") or count)
-    if modules := fields.take("recompute_modules"):
+        count = str(fields.take("", f"{start}_num_layers") or count)
+    if modules := fields.take("", "recompute_modules"):
         listed = modules if isinstance(modules, list) else [modules]
         if kind == "selective" and listed != ["core_attn"]:
             fields.remark(f"recompute_modules {shown(modules)}: only the scores are made again.")
@@ -310,7 +308,7 @@ def _recomputation(fields: Fields) -> dict[str, str]:
 def _stages(fields: Fields, pp: int) -> dict[str, str]:
     """Chunks of a stage, and unequal first and last stages."""
     layers = fields.number("", "num_layers", 0)
-    if (stages := fields.take("pipeline_model_parallel_layout")) is not None:
+    if (stages := fields.take("", "pipeline_model_parallel_layout")) is not None:
         fields.skip("", "virtual_pipeline_model_parallel_size")
         return _written_out(stages, pp)
     chunks = 0

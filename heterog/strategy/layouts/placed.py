@@ -170,7 +170,9 @@ def place_layout(
     sizes = sizes_of(layout, batch_size=graph.batch_size, num_devices=len(ranks))
     _check(layout, sizes, graph)
     sizes = _with_copies(layout, sizes, [cluster.host_of[device] for device in ranks])
-    asked, layout = layout, _without_slices(layout, sizes)
+    asked = layout
+    if layout.zero and sizes.dp_replicate == sizes.dp > 1:  # every replica keeps a whole copy
+        layout = replace(layout, zero=0, dp_replicate=1)
     stages = stage_of_groups(graph, layout)
     by_layer = layout.schedule == "breadth_first" and layout.pp == 1
     shared = shared_across_stages(graph, layer_numbers(graph) if by_layer else stages)
@@ -195,19 +197,11 @@ def place_layout(
         sizes=sizes,
         strategy=strategy_of_pipelines(graph, cluster, (pipeline,), manner),
         remarks=(
-            *_remarks(asked, sizes, cluster, shared),
-            *_about_attention(asked, graph),
+            *_remarks(asked, sizes, graph, cluster, shared),
             *(rules.remarks if rules is not None else ()),
             *_across_hosts(list(teams), cluster),
         ),
     )
-
-
-def _about_attention(layout: Layout, graph: OpGraph) -> list[str]:
-    """A remark if selective recomputation finds no attention whose scores it could repeat."""
-    if layout.recompute != Recompute.SELECTIVE or attention_scores(graph):
-        return []
-    return ["recompute=selective repeats nothing: no attention of this model keeps its scores."]
 
 
 def _with_copies(layout: Layout, sizes: Sizes, hosts: Sequence[int]) -> Sizes:
@@ -251,13 +245,6 @@ def _with_copies(layout: Layout, sizes: Sizes, hosts: Sequence[int]) -> Sizes:
     return replace(sizes, dp_replicate=copies)
 
 
-def _without_slices(layout: Layout, sizes: Sizes) -> Layout:
-    """Remove ZeRO from a layout in which every replica keeps a whole copy."""
-    if layout.zero and sizes.dp_replicate == sizes.dp > 1:
-        return replace(layout, zero=0, dp_replicate=1)
-    return layout
-
-
 def _manner(layout: Layout, *, has_shared: bool, step_barrier: bool) -> Manner:
     # Within a turn a device would wait for later stages if they share a weight, or for replicas if
     # gradients are sliced: then only the schedule's caps are used.
@@ -278,7 +265,9 @@ def _manner(layout: Layout, *, has_shared: bool, step_barrier: bool) -> Manner:
     )
 
 
-def _remarks(layout: Layout, sizes: Sizes, cluster: Cluster, shared: Sequence[str]) -> list[str]:
+def _remarks(
+    layout: Layout, sizes: Sizes, graph: OpGraph, cluster: Cluster, shared: Sequence[str]
+) -> list[str]:
     """Sentences about parts of the layout that could not be expressed as meant."""
     remarks = []
     if shared:
@@ -303,6 +292,10 @@ def _remarks(layout: Layout, sizes: Sizes, cluster: Cluster, shared: Sequence[st
     if sizes.num_devices < cluster.num_devices:
         idle = cluster.num_devices - sizes.num_devices
         remarks.append(f"{idle} of {cluster.num_devices} devices have no work.")
+    if layout.recompute == Recompute.SELECTIVE and not attention_scores(graph):
+        remarks.append(
+            "recompute=selective repeats nothing: no attention of this model keeps its scores."
+        )
     return remarks
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.names import shown
+from heterog.names import first_of, shown
 from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.layout import Layout, LayoutError
 
@@ -170,7 +170,7 @@ def _by_modules(graph: OpGraph, split: Sequence[str]) -> tuple[int, ...]:
         if not inside:
             raise LayoutError(
                 f"split names the module {shown(module)}, at which no group of ops begins; "
-                f"groups are {_some(names)}."
+                f"groups are {first_of([name or '(root)' for name in names], most=6)}."
             )
         starts.append(inside[0])
     if starts != sorted(set(starts)) or starts[0] == 0:
@@ -179,11 +179,6 @@ def _by_modules(graph: OpGraph, split: Sequence[str]) -> tuple[int, ...]:
             "each once, and none the very first one."
         )
     return tuple(sum(start <= group for start in starts) for group in range(len(names)))
-
-
-def _some(names: Sequence[str]) -> str:
-    listed = [name or "(root)" for name in names[:6]]
-    return ", ".join(listed) + (f", ... ({len(names)} in all)" if len(names) > 6 else "")
 
 
 def layer_numbers(graph: OpGraph) -> tuple[int, ...]:
