@@ -13,7 +13,6 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from heterog.graph.batch_plan import BatchPlan, batch_plan
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
@@ -82,13 +81,14 @@ def blocks_of(graph: OpGraph) -> IntArray:
     """Block of each group: at most ``MAX_BLOCKS`` ranges of groups, by compute and parameters."""
     grouping = group_ops(graph)
 
-    def of_groups(ops: npt.ArrayLike, what: FloatArray) -> FloatArray:
+    def of_groups(ops: IntArray, what: FloatArray) -> FloatArray:
         groups = grouping.group[ops]
-        return np.bincount(groups[groups >= 0], what[groups >= 0], grouping.num_groups)
+        inside = groups >= 0
+        return np.bincount(groups[inside], what[inside], grouping.num_groups).astype(np.float64)
 
-    ops = np.flatnonzero(~graph.is_view & (graph.phases != Phase.UPDATE))
+    ops = np.flatnonzero(~graph.is_view & (graph.phases != Phase.UPDATE)).astype(np.int32)
     work = graph.flops[ops] + _FLOPS_PER_BYTE * graph.bytes_moved[ops]
-    updates = np.array(graph.updates, np.int64).reshape(-1, 3)
+    updates = np.array(graph.updates, np.int32).reshape(-1, 3)
     sizes = graph.tensor_bytes[updates[:, 1]].astype(np.float64)
     return cut_blocks(of_groups(ops, work), of_groups(updates[:, 0], sizes))
 
