@@ -132,6 +132,7 @@ def with_static_shapes(model: nn.Module) -> Iterator[None]:
             _diagonals_without_strides(),
             _hessians_by_reverse(),
             _statistics_of_instances(),
+            _known_positions(),
         ):
             stack.enter_context(each)
         yield
@@ -185,6 +186,25 @@ def _causal_masks() -> Iterator[None]:
         return detect(mask, is_causal, size)
 
     with mock.patch.object(transformer, "_detect_is_causal_mask", is_causal_mask):
+        yield
+
+
+@contextmanager
+def _known_positions() -> Iterator[None]:
+    """Let ``transformers`` read positions that a step makes of sizes alone, as in training.
+
+    It would not read fake tensors, and make a mask where one device makes none. The two are not
+    the same for a model that relies on the mask to be causal.
+    """
+    utils = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(utils, "is_fake_tensor"):
+        yield
+        return
+
+    def is_fake_tensor(tensor: object) -> bool:
+        return isinstance(tensor, FakeTensor) and not is_known(tensor)
+
+    with mock.patch.object(utils, "is_fake_tensor", is_fake_tensor):
         yield
 
 

@@ -14,7 +14,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -30,7 +30,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 
 from heterog.errors import CaptureError
-from heterog.graph.capture.one_process import as_one_process
+from heterog.graph.capture.one_process import (
+    as_one_process,
+    reads_statistics,
+    statistics_of_whole_batch,
+)
 from heterog.graph.op_graph import Phase
 from heterog.graph.python_state import PythonState
 from heterog.graph.repeated_calls import check_repeats
@@ -432,6 +436,7 @@ def trace(
     batch: Any,
     *,
     checks_calls: bool,
+    whole_statistics: bool = False,
 ) -> fx.GraphModule:
     """Trace the step as it runs; if it mutates tensors, trace it again without mutations."""
     step = Step(workload, model, parameters, buffers, batch, where=users_line)
@@ -442,6 +447,7 @@ def trace(
         torch.backends.mkldnn.flags(enabled=False),
         fx_traceback.preserve_node_meta(),
         as_one_process(),
+        statistics_of_whole_batch() if whole_statistics else nullcontext(),
         with_static_shapes(model),
         plain_control_flow(),
         OpenModules(model) as modules,
@@ -471,6 +477,9 @@ def trace(
             traced = raw
             raw.graph.set_codegen(CodeGen())  # takes flat inputs, as a second trace does
             raw.recompile()
+    if reads_statistics(traced.graph):
+        step_of = workload, mode, model, parameters, buffers, batch
+        return trace(*step_of, checks_calls=False, whole_statistics=True)
     spread_checks(traced)
     merge_equal_constants(traced.graph)
     traced.graph.eliminate_dead_code()
