@@ -278,6 +278,48 @@ def test_code_that_depends_on_values_is_refused_with_module_line_and_advice() ->
     assert "\n" not in text
 
 
+def _of_lengths(x: Tensor) -> Tensor:
+    nested = torch.nested.nested_tensor(list(x), layout=torch.jagged)
+    return (nested * nested).values().mean()
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (_of_lengths, "pad the sequences to one length"),
+        (lambda x: x * float(x.detach().numpy().max()), "compute it where the data is loaded"),
+    ],
+)
+def test_what_reads_values_outside_of_torch_is_refused_with_advice(
+    read: Callable[[Tensor], Tensor], text: str
+) -> None:
+    class Reads(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return read(super().forward(x))
+
+    with pytest.raises(CaptureError, match=text):
+        capture(workload(lambda: Reads(6, 4), torch.zeros(8, 6), torch.zeros(8, 4)))
+
+
+def test_positions_of_sizes_alone_need_no_mask() -> None:
+    """As in training, ``transformers`` then leaves causal attention to the kernel."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    words = {"input_ids": torch.zeros(4, 5, dtype=torch.int64)}
+    words["labels"] = words["input_ids"]
+    model = lambda: transformers.LlamaForCausalLM(config)  # noqa: E731
+    graph = capture(Workload(model, words, None, torch.optim.SGD, {"lr": 0.1}))
+    (attention,) = (op for op in graph.ops if op.kind == "attention")
+    assert attention.args["is_causal"] is True
+    assert attention.args["attn_mask"] is None
+
+
 @pytest.mark.parametrize(
     ("path", "text"),
     [

@@ -240,9 +240,10 @@ def clear_errors(workload: Workload, modules: "OpenModules | None") -> Iterator[
                 f"A plan needs static shapes: {_way_out(error, frame)}"
             ) from error
         message = str(error).strip().splitlines()
+        ways = (way for part, way in _WAYS_OUT_OF_FAILURE.items() if part in str(error))
         raise CaptureError(
             f"workload '{workload.name}': the training step fails in {module} at {where}: "
-            f"{type(error).__name__}: {message[0] if message else 'no message'}"
+            f"{type(error).__name__}: {message[0] if message else 'no message'}{next(ways, '')}"
         ) from error
 
 
@@ -337,6 +338,19 @@ _WAYS_OUT_OF_OP = {
     ),
 }
 """Advice for an op whose output shape depends on values."""
+
+
+_WAYS_OUT_OF_FAILURE = {
+    "shape_env must not be None": (
+        ". A nested tensor has as many elements as its lengths say, and a plan needs static "
+        "shapes: pad the sequences to one length, and mask what lies behind."
+    ),
+    ".numpy() is not supported": (
+        " numpy reads values, which a plan does not have: write it with torch, or compute it "
+        "where the data is loaded and pass the result as a tensor of the batch."
+    ),
+}
+"""Advice by what an error of torch says; its first line comes before."""
 
 
 _WAYS_OUT_OF_STATEMENT = {
