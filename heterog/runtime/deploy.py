@@ -58,7 +58,13 @@ from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.recorder import Recorder, TaskTimes, gather_task_times
 from heterog.runtime.step.slices import buffers_of
 from heterog.runtime.step.step_order import StepOrder, step_order
-from heterog.runtime.step.whole_model import ModelPart, WholeModel, one_model, share_constants
+from heterog.runtime.step.whole_model import (
+    ModelPart,
+    WholeModel,
+    one_model,
+    refuse_call,
+    share_constants,
+)
 from heterog.search.plan import Plan
 from heterog.strategy.strategy import Strategy
 
@@ -131,6 +137,8 @@ class DeployedStep:
         self.groups = parameter_groups(workload, self._model)
         self._compare_workload(workload, max_grad_norm, loss_scale, seed)
         self.part = self._make_part(program)
+        if not self.part.is_whole:
+            self._model.register_forward_pre_hook(refuse_call)
         self.masters = Masters(workload.master_dtype, self.part.updated)
         self.optimizer = make_optimizer(
             workload, self.groups, self.masters.stepped, self.part.updated_groups
@@ -339,7 +347,7 @@ class DeployedStep:
 
     @property
     def model(self) -> nn.Module:
-        """The module; parameters that this rank does not hold are zeros without memory.
+        """The module; parameters that this rank does not hold are NaN without memory.
 
         So are parameters that ranks hold in slices (ZeRO-3). Parameters that the plan shards have
         the shape of this rank's slice.

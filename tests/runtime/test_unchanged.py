@@ -50,6 +50,11 @@ def add_step_hook(step: DeployedStep) -> None:
     step.optimizer.register_step_pre_hook(lambda *_: None)
 
 
+def call(step: DeployedStep) -> None:
+    with torch.no_grad():
+        step.model(batch_of("mlp", 0)[0])
+
+
 def slow_down(step: DeployedStep) -> None:
     for group in step.optimizer.param_groups:
         group["lr"], group["weight_decay"] = 0.01, 0.1
@@ -63,6 +68,7 @@ CHANGES: dict[Callable[[DeployedStep], None], str] = {
     add_hook: r"a forward hook of module '\(root\)' was registered after the step was captured",
     add_forward: r"'forward' of the model has changed since .*\(register_buffer\)",
     add_step_hook: "hook of its steps, .* not all of them. Clip to a norm of all with max_grad",
+    call: "this rank holds a part of the model, .* Load step.state_dict",
     evaluate_and_train: "",
     slow_down: "",
 }
@@ -72,9 +78,9 @@ def trained(rank: int, path: str, number: int) -> dict[str, torch.Tensor] | str 
     with captured_once("mlp"):
         step = deploy(workload_of("mlp"), load_plan(path))
     step(batch_of("mlp", 0))
-    list(CHANGES)[number](step)
     try:
         with warnings.catch_warnings(action="error", category=HeterogWarning):
+            list(CHANGES)[number](step)
             step(batch_of("mlp", 1))
     except (StrategyError, HeterogWarning) as error:
         return str(error)
@@ -95,8 +101,8 @@ def test_changes_are_obeyed_or_refused(
     strategy = strategy_of(graph, [decision] * group_ops(graph).num_groups)
     plan_of(graph, strategy).save(path)
     said = ranks.run(trained, str(path), number)
-    text = list(CHANGES.values())[number]
-    if text:
+    change, text = list(CHANGES.items())[number]
+    if text and not (change is call and case == "ring"):  # there it is whole
         for each in said:
             with pytest.raises(StrategyError, match=text):
                 raise StrategyError(each)
@@ -104,7 +110,7 @@ def test_changes_are_obeyed_or_refused(
     model = workload_of("mlp").make_model()
     stepper = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(2):
-        if step and list(CHANGES)[number] is slow_down:
+        if step and change is slow_down:
             for group in stepper.param_groups:
                 group["lr"], group["weight_decay"] = 0.01, 0.1
         stepper.zero_grad()
