@@ -49,6 +49,7 @@ from heterog.runtime.step.deploy_checks import (
     check_same_everywhere,
     check_scaled,
     check_world,
+    refuse_second_step,
 )
 from heterog.runtime.step.executor import StepExecutor, device_sets
 from heterog.runtime.step.gradients import ErrorFeedback
@@ -143,6 +144,7 @@ class DeployedStep:
         self.optimizer = make_optimizer(
             workload, self.groups, self.masters.stepped, self.part.updated_groups
         )
+        self.optimizer.register_step_pre_hook(refuse_second_step)
         self._unchanged = Unchanged(workload, self._model, self.optimizer, graph)
         self.buffers = buffers_of(graph, plan.strategy)
         self._whole = WholeModel(self._model, graph, self.part, self.buffers, self.rank)

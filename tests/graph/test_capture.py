@@ -723,9 +723,19 @@ def test_constants_that_several_layers_make_alike_are_made_once_and_noise_is_not
     assert made(3) == (1, 3)
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
-    with pytest.raises(CaptureError, match="LBFGS needs a closure"):
-        optimizer_state_ratio(torch.optim.LBFGS, {})
+class Sharpness(torch.optim.SGD):
+    """Asks for a closure by itself, as implementations of SAM do."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is not None, "no closure is given"
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, Sharpness])
+def test_an_optimizer_that_needs_a_closure_is_refused(
+    optimizer: type[torch.optim.Optimizer],
+) -> None:
+    with pytest.raises(CaptureError, match=f"{optimizer.__name__} needs a closure"):
+        optimizer_state_ratio(optimizer, {"lr": 0.1})
 
 
 def linear(**more: Any) -> Workload:

@@ -50,6 +50,10 @@ def add_step_hook(step: DeployedStep) -> None:
     step.optimizer.register_step_pre_hook(lambda *_: None)
 
 
+def step_again(step: DeployedStep) -> None:
+    step.optimizer.step()
+
+
 def call(step: DeployedStep) -> None:
     with torch.no_grad():
         step.model(batch_of("mlp", 0)[0])
@@ -68,6 +72,7 @@ CHANGES: dict[Callable[[DeployedStep], None], str] = {
     add_hook: r"a forward hook of module '\(root\)' was registered after the step was captured",
     add_forward: r"'forward' of the model has changed since .*\(register_buffer\)",
     add_step_hook: "hook of its steps, .* not all of them. Clip to a norm of all with max_grad",
+    step_again: r"no parameter has a gradient, .* Leave optimizer.step\(\) out; to clip,",
     call: "this rank holds a part of the model, .* Load step.state_dict",
     evaluate_and_train: "",
     slow_down: "",

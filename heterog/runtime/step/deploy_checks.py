@@ -122,6 +122,20 @@ _WAY_OUT = (
 _MOST_NAMED = 3
 
 
+def refuse_second_step(optimizer: Optimizer, *_: object) -> None:
+    """Hook of a deployed optimizer: a loop that was ported may still step it.
+
+    Raises:
+        StrategyError: no parameter has a gradient.
+    """
+    if all(each.grad is None for group in optimizer.param_groups for each in group["params"]):
+        raise StrategyError(
+            "no parameter has a gradient, because each call of the deployed step runs the "
+            "optimizer itself. Leave optimizer.step() out; to clip, deploy with max_grad_norm, "
+            "and instead of accumulating gradients pass the batches as one."
+        )
+
+
 def _num_step_hooks(optimizer: Optimizer) -> int:
     return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
 
