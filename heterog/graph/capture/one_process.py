@@ -56,22 +56,15 @@ _OF_PART = torch.batch_norm
 
 
 def _of_whole_batch(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float | Tensor,
-    eps: float,
-    *_: object,
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, *settings: Any
 ) -> Tensor:
     """``torch.batch_norm``: normalise by mean and variance over all but the channels.
 
     They are written as sums, which are added up over devices like any other sum. The running
     statistics are those of the whole batch, too.
     """
-    if not training:
+    running_mean, running_var, is_training, momentum, eps = settings[:5]
+    if not is_training:
         return _OF_PART(input, weight, bias, running_mean, running_var, False, 0.0, eps, False)
     dims = [0, *range(2, input.dim())]
     wide = input if running_mean is None else input.to(running_mean.dtype)
@@ -104,6 +97,8 @@ def reads_statistics(graph: fx.Graph) -> bool:
 
     They are those of the whole batch then, as on one device, instead of each device's own.
     """
+    if torch.batch_norm is _of_whole_batch:
+        return False
     written = {
         each
         for node in graph.nodes

@@ -14,7 +14,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -450,7 +450,6 @@ def trace(
     batch: Any,
     *,
     checks_calls: bool,
-    whole_statistics: bool = False,
 ) -> fx.GraphModule:
     """Trace the step as it runs; if it mutates tensors, trace it again without mutations."""
     step = Step(workload, model, parameters, buffers, batch, where=users_line)
@@ -461,7 +460,6 @@ def trace(
         torch.backends.mkldnn.flags(enabled=False),
         fx_traceback.preserve_node_meta(),
         as_one_process(),
-        statistics_of_whole_batch() if whole_statistics else nullcontext(),
         with_static_shapes(model),
         plain_control_flow(),
         OpenModules(model) as modules,
@@ -493,7 +491,8 @@ def trace(
             raw.recompile()
     if reads_statistics(traced.graph):
         step_of = workload, mode, model, parameters, buffers, batch
-        return trace(*step_of, checks_calls=False, whole_statistics=True)
+        with statistics_of_whole_batch():
+            return trace(*step_of, checks_calls=False)
     spread_checks(traced)
     merge_equal_constants(traced.graph)
     traced.graph.eliminate_dead_code()
