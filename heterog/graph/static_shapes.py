@@ -143,6 +143,25 @@ def _is_causal_mask(mask: Any, is_causal: bool | None = None, size: int | None =
     return _detect_causal(mask, is_causal, size)
 
 
+@contextmanager
+def _known_positions() -> Iterator[None]:
+    """Let ``transformers`` read positions that a step makes of sizes alone, as in training.
+
+    It would not read fake tensors, and make a mask where one device makes none. The two are not
+    the same for a model that relies on the mask to be causal.
+    """
+    utils = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(utils, "is_fake_tensor"):
+        yield
+        return
+
+    def is_fake_tensor(tensor: object) -> bool:
+        return isinstance(tensor, FakeTensor) and not is_known(tensor)
+
+    with mock.patch.object(utils, "is_fake_tensor", is_fake_tensor):
+        yield
+
+
 _torchs_fill_diagonal: Callable[..., Tensor] = Tensor.fill_diagonal_
 
 
@@ -326,6 +345,7 @@ def with_static_shapes(model: nn.Module) -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(mock.patch.dict(op_implementations_dict, products))
         stack.enter_context(_graphs_without_self_loops())
+        stack.enter_context(_known_positions())
         yield
 
 

@@ -48,6 +48,7 @@ from heterog.runtime.step.deploy_checks import (
     check_same_everywhere,
     check_scaled,
     check_world,
+    refuse_second_step,
 )
 from heterog.runtime.step.executor import StepExecutor, device_sets
 from heterog.runtime.step.gradients import ErrorFeedback
@@ -62,6 +63,7 @@ from heterog.runtime.step.whole_model import (
     WholeModel,
     one_model,
     other_inputs,
+    refuse_call,
     share_constants,
 )
 from heterog.search.plan import Plan
@@ -136,10 +138,13 @@ class DeployedStep:
         self.groups = parameter_groups(workload, self._model)
         self._compare_workload(workload, max_grad_norm, loss_scale, seed)
         self.part = self._make_part(program)
+        if not self.part.is_whole:
+            self._model.register_forward_pre_hook(refuse_call)
         self.masters = Masters(workload.master_dtype, self.part.updated)
         self.optimizer = make_optimizer(
             workload, self.groups, self.masters.stepped, self.part.updated_groups
         )
+        self.optimizer.register_step_pre_hook(refuse_second_step)
         self._unchanged = Unchanged(workload, self._model, self.optimizer, graph)
         self.buffers = buffers_of(graph, plan.strategy)
         self._whole = WholeModel(self._model, graph, self.part, self.buffers, self.rank)
@@ -344,7 +349,7 @@ class DeployedStep:
 
     @property
     def model(self) -> nn.Module:
-        """The module; parameters that this rank does not hold are zeros without memory.
+        """The module; parameters that this rank does not hold are NaN without memory.
 
         So are parameters that ranks hold in slices (ZeRO-3). Parameters that the plan shards have
         the shape of this rank's slice.

@@ -278,6 +278,48 @@ def test_code_that_depends_on_values_is_refused_with_module_line_and_advice() ->
     assert "\n" not in text
 
 
+def _of_lengths(x: Tensor) -> Tensor:
+    nested = torch.nested.nested_tensor(list(x), layout=torch.jagged)
+    return (nested * nested).values().mean()
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (_of_lengths, "pad the sequences to one length"),
+        (lambda x: x * float(x.detach().numpy().max()), "compute it where the data is loaded"),
+    ],
+)
+def test_what_reads_values_outside_of_torch_is_refused_with_advice(
+    read: Callable[[Tensor], Tensor], text: str
+) -> None:
+    class Reads(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return read(super().forward(x))
+
+    with pytest.raises(CaptureError, match=text):
+        capture(workload(lambda: Reads(6, 4), torch.zeros(8, 6), torch.zeros(8, 4)))
+
+
+def test_positions_of_sizes_alone_need_no_mask() -> None:
+    """As in training, ``transformers`` then leaves causal attention to the kernel."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    words = {"input_ids": torch.zeros(4, 5, dtype=torch.int64)}
+    words["labels"] = words["input_ids"]
+    model = lambda: transformers.LlamaForCausalLM(config)  # noqa: E731
+    graph = capture(Workload(model, words, None, torch.optim.SGD, {"lr": 0.1}))
+    (attention,) = (op for op in graph.ops if op.kind == "attention")
+    assert attention.args["is_causal"] is True
+    assert attention.args["attn_mask"] is None
+
+
 @pytest.mark.parametrize(
     ("path", "text"),
     [
@@ -681,9 +723,19 @@ def test_constants_that_several_layers_make_alike_are_made_once_and_noise_is_not
     assert made(3) == (1, 3)
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
-    with pytest.raises(CaptureError, match="LBFGS needs a closure"):
-        optimizer_state_ratio(torch.optim.LBFGS, {})
+class Sharpness(torch.optim.SGD):
+    """Asks for a closure by itself, as implementations of SAM do."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is not None, "no closure is given"
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, Sharpness])
+def test_an_optimizer_that_needs_a_closure_is_refused(
+    optimizer: type[torch.optim.Optimizer],
+) -> None:
+    with pytest.raises(CaptureError, match=f"{optimizer.__name__} needs a closure"):
+        optimizer_state_ratio(optimizer, {"lr": 0.1})
 
 
 def linear(**more: Any) -> Workload:

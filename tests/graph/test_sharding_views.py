@@ -84,6 +84,12 @@ def test_no_answer_means_there_is_none(shape: list[int], to: list[int], units: i
         assert exact == ([] if after is None else [after])
 
 
+def test_views_without_elements_lose_a_split_behind_them() -> None:
+    assert split_after_view((2, 0, 4), (0, 4), S(2), 4) is None
+    assert split_after_view((2, 0, 4), (0, 2, 4), S(0), 2) is None
+    assert split_after_view((2, 0, 4), (2, 0), S(0), 2) == S(0)
+
+
 def test_equal_sizes_are_not_confused() -> None:
     """Batch 4 and length 4: the split follows its dimension, not the number."""
     assert split_after_view((4, 4, 8), (16, 8), S(0), 4) == S(0)

@@ -57,8 +57,13 @@ def optimizer_state_ratio(
         groups = [{**probe_options(own or {}), "params": [parameter]}]
         instance = optimizer(groups, **probe_options(options))
         instance.step()
-    except (TypeError, ValueError) as error:
-        if "closure" in str(error):
+    except RuntimeError as error:
+        raise CaptureError(
+            f"optimizer {optimizer.__name__} cannot step a dense gradient of a matrix ({error}); "
+            "all gradients of a plan are dense. SGD, Adagrad and Adam can."
+        ) from error
+    except Exception as error:  # whatever the user's class raises
+        if "closure" in str(error) or "'NoneType' object is not callable" in str(error):
             raise CaptureError(
                 f"optimizer {optimizer.__name__} needs a closure, which a plan cannot run: "
                 f"{error}. Adam, SGD and others step by gradients alone."
@@ -66,11 +71,6 @@ def optimizer_state_ratio(
         given = {**options, **(own or {})}
         raise CaptureError(
             f"optimizer {optimizer.__name__} cannot step with the options {given}: {error}"
-        ) from error
-    except RuntimeError as error:
-        raise CaptureError(
-            f"optimizer {optimizer.__name__} cannot step a dense gradient of a matrix ({error}); "
-            "all gradients of a plan are dense. SGD, Adagrad and Adam can."
         ) from error
     state = sum(
         value.nbytes

@@ -31,7 +31,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 
 from heterog.errors import CaptureError
-from heterog.graph.capture.one_process import as_one_process
+from heterog.graph.capture.one_process import (
+    as_one_process,
+    reads_statistics,
+    statistics_of_whole_batch,
+)
 from heterog.graph.op_graph import Phase
 from heterog.graph.python_state import PythonState
 from heterog.graph.repeated_calls import check_repeats
@@ -229,9 +233,10 @@ def clear_errors(workload: Workload, modules: "OpenModules | None") -> Iterator[
                 f"A plan needs static shapes: {_way_out(error, frame)}"
             ) from error
         message = str(error).strip().splitlines()
+        ways = (way for part, way in _WAYS_OUT_OF_FAILURE.items() if part in str(error))
         raise CaptureError(
             f"workload '{workload.name}': the training step fails in {module} at {where}: "
-            f"{type(error).__name__}: {message[0] if message else 'no message'}"
+            f"{type(error).__name__}: {message[0] if message else 'no message'}{next(ways, '')}"
         ) from error
 
 
@@ -326,6 +331,19 @@ _WAYS_OUT_OF_OP = {
     ),
 }
 """Advice for an op whose output shape depends on values."""
+
+
+_WAYS_OUT_OF_FAILURE = {
+    "shape_env must not be None": (
+        ". A nested tensor has as many elements as its lengths say, and a plan needs static "
+        "shapes: pad the sequences to one length, and mask what lies behind."
+    ),
+    ".numpy() is not supported": (
+        " numpy reads values, which a plan does not have: write it with torch, or compute it "
+        "where the data is loaded and pass the result as a tensor of the batch."
+    ),
+}
+"""Advice by what an error of torch says; its first line comes before."""
 
 
 _WAYS_OUT_OF_STATEMENT = {
@@ -464,6 +482,10 @@ def trace(
             traced = raw
             raw.graph.set_codegen(CodeGen())  # takes flat inputs, as a second trace does
             raw.recompile()
+    if reads_statistics(traced.graph):
+        step_of = workload, mode, model, parameters, buffers, batch
+        with statistics_of_whole_batch():
+            return trace(*step_of, checks_calls=False)
     spread_checks(traced)
     merge_equal_constants(traced.graph)
     traced.graph.eliminate_dead_code()

@@ -36,7 +36,9 @@ def split_after_view(
     before = prod(shape[: split.dim]) * split.outer
     start = 1
     for dim, size in enumerate(to):
-        if before % start == 0 and size > 0 and start * size % (before * axis_size) == 0:
+        if not before * start * size:  # no elements
+            return None
+        if before % start == 0 and start * size % (before * axis_size) == 0:
             return S(dim, before // start)
         start *= size
     return None

@@ -6,6 +6,7 @@ step is traced once: a parameter that is frozen later would go on training, a mo
 evaluation mode would go on dropping out, and a changed temperature would have no effect.
 """
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from heterog.errors import StrategyError
+from heterog.errors import HeterogWarning, StrategyError
 from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.repeated_calls import WatchedState
@@ -121,6 +122,24 @@ _WAY_OUT = (
 _MOST_NAMED = 3
 
 
+def refuse_second_step(optimizer: Optimizer, *_: object) -> None:
+    """Hook of a deployed optimizer: a loop that was ported may still step it.
+
+    Raises:
+        StrategyError: no parameter has a gradient.
+    """
+    if all(each.grad is None for group in optimizer.param_groups for each in group["params"]):
+        raise StrategyError(
+            "no parameter has a gradient, because each call of the deployed step runs the "
+            "optimizer itself. Leave optimizer.step() out; to clip, deploy with max_grad_norm, "
+            "and instead of accumulating gradients pass the batches as one."
+        )
+
+
+def _num_step_hooks(optimizer: Optimizer) -> int:
+    return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+
+
 class Unchanged:
     """Compares a model and an optimizer with their state at deployment.
 
@@ -137,6 +156,7 @@ class Unchanged:
         self._optimizer = optimizer
         self._state = WatchedState(workload, model, graph)
         self._num_groups = len(optimizer.param_groups)
+        self._num_step_hooks = _num_step_hooks(optimizer)
         self._modules = [(name, each, each.training) for name, each in model.named_modules()]
         self._parameters = [
             (module, name, key, value, value.requires_grad)
@@ -179,6 +199,16 @@ class Unchanged:
                 f"the optimizer has {len(self._optimizer.param_groups)} parameter groups now, "
                 f"{self._num_groups} when the plan was deployed. Give all of them to the workload "
                 "(parameter_groups), and plan again."
+            )
+        if _num_step_hooks(self._optimizer) > self._num_step_hooks:
+            self._num_step_hooks = _num_step_hooks(self._optimizer)
+            warnings.warn(
+                "the optimizer has a new hook of its steps, which gets the parameters that this "
+                "rank updates in one call, not all of them. Clip to a norm of all with "
+                "max_grad_norm; what else looks at several parameters belongs in the step of an "
+                "optimizer class of your own, as which it is planned.",
+                HeterogWarning,
+                stacklevel=4,
             )
         if hook := self._state.new_hook():
             raise StrategyError(

@@ -225,7 +225,6 @@ class StepExecutor:
         # that no task has read are freed.
         if self._is_alone:
             self._communicator.flush()
-        self._interpreter.begin()
         self._losses.begin()
         gradients = Gradients(
             self.seen,
@@ -295,6 +294,7 @@ class StepExecutor:
 
     def end(self) -> Tensor:
         """End a step after its last turn; returns the loss."""
+        self._interpreter.write_counters()
         if self.seen.strategy.step_barrier:
             self._updates.finish()
         else:
@@ -313,12 +313,14 @@ class StepExecutor:
         Returns:
             The loss, the same on every rank; its sum may still be under way.
         """
+        self._interpreter.write_counters()
         loss, self._summed_loss = self._summed_loss, None
         assert loss is not None
         return loss
 
     def end_backward(self) -> None:
         """End the backward pass of a batch while others are under way: the optimizer steps."""
+        self._interpreter.write_counters()
         self._updates.step()
         self._values.let_go()
         self._before = self._step = None

@@ -98,12 +98,14 @@ class Interpreter:
         self._conversions = conversions
         self._random = random
         self._begins_backward = begins_backward
-        self._counted: set[int] = set()  # counters that were already stepped in this step
+        self._due: dict[int, list[Tensor]] = {}  # buffers and their new values, by op
         self._op: list[int] = part.tables.op_id.tolist()
 
-    def begin(self) -> None:
-        """Begin a step."""
-        self._counted.clear()
+    def write_counters(self) -> None:
+        """Write what a step counts in buffers, once for all of its micro-batches."""
+        for into, value in self._due.values():
+            into.copy_(value)
+        self._due.clear()
 
     def run(self, task: int, row: int, micro: int, step: StepUpdates, number: int) -> None:
         """Run an op, and keep what it makes.
@@ -123,10 +125,9 @@ class Interpreter:
         op, spans = local_op.index, reader.spans
         inputs = self._inputs(task, noted)
         if local_op.counts_steps and spans is None:
-            # A counter counts a step once, not each of its micro-batches.
-            if op in self._counted:
-                inputs = [inputs[0], inputs[0]]  # copies the counter onto itself
-            self._counted.add(op)
+            # Later micro-batches read the old value, and count from it.
+            self._due[op] = inputs
+            inputs = [inputs[0], inputs[0]]  # copies the counter onto itself
         outputs = self._outputs(noted, inputs, number)
         if op == self._begins_backward:
             outputs = [outputs[0] * step.loss_scale]

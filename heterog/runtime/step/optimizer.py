@@ -498,8 +498,9 @@ class Updates:
             parameter.grad = gradient.to(parameter.dtype)
         if self.recorder is not None:
             self.recorder.begin_update(rows)
-        with _only_with_gradients(self._optimizer), self._options.of(step.options):
-            self._optimizer.step()
+        if targets:  # none on a rank whose slice is empty
+            with _only_with_gradients(self._optimizer), self._options.of(step.options):
+                self._optimizer.step()
         self._masters.write_back(parameter for parameter, _ in targets)
         if self.recorder is not None:
             self.recorder.end_update(rows)

@@ -9,6 +9,7 @@ when the new parameters are gathered. In stage 3 only the slice exists.
 runs the module.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -238,8 +239,8 @@ def _runs(
 
 
 def release(parameter: nn.Parameter) -> None:
-    """Free a parameter's memory but keep its shape."""
-    parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+    """Free a parameter's memory but keep its shape; what is computed with it is NaN."""
+    parameter.data = parameter.data.new_full((), math.nan).expand(parameter.shape)
 
 
 def _begin_and_length(span: tuple[int, int]) -> tuple[int, int]:

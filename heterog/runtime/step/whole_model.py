@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from heterog.errors import StrategyError
 from heterog.graph.capture import CapturedStep
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, TensorKind
@@ -91,6 +92,12 @@ class ModelPart:
         self.updated = [parameters[graph.updates[row][1]] for row in whole]
         self.updated += [run.value for run in runs]
         self.updated_groups = [self.group_of[row] for row in whole] + [run.group for run in runs]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all parameters, none of them in slices only."""
+        has_slices = bool(self.sharded) or any(bucket.stage == 3 for bucket in self.buckets)
+        return not has_slices and len(self.parameters) == len(self._graph.updates)
 
     def decision(self, row: int) -> Decision:
         """The decision of a parameter's group."""
@@ -302,6 +309,19 @@ def one_model(workload: Workload, device: torch.device) -> nn.Module:
             else:
                 value.data = own
     return model
+
+
+def refuse_call(*_: object) -> None:
+    """Hook of a model of which a rank holds a part.
+
+    Raises:
+        StrategyError: always.
+    """
+    raise StrategyError(
+        "this rank holds a part of the model, so calling it here would compute something else. "
+        "Load step.state_dict(), which rank 0 gets, into a model that you make yourself, and "
+        "call that."
+    )
 
 
 def share_constants(captured: CapturedStep, device: torch.device) -> None:
