@@ -187,16 +187,10 @@ class Steering:
             return self._wait_for(number, timeout_s)
 
     def _wait_for(self, number: int, timeout_s: float) -> Choice:
-        """Wait for the answer to a question."""
-        deadline_s = time.monotonic() + timeout_s
-        while found := self._service.next_answer(max(deadline_s - time.monotonic(), 0.0)):
-            self._note_setup(found[1])
-            if found[0] == number:
-                if isinstance(found[1], HeterogError):
-                    raise found[1]
-                assert isinstance(found[1], Choice)
-                return found[1]
-        raise HeterogError("the process that plans for what is left does not answer.")
+        """Wait for the plan that a question asks for."""
+        found = self._service.answer_to(number, timeout_s, self._note_setup)
+        assert isinstance(found, Choice)
+        return found
 
     # --- while all is well -----------------------------------------------------------------------
 

@@ -398,7 +398,11 @@ def test_a_plan_under_torchrun_goes_on_without_a_host(folder: Path, tmp_path: Pa
         ):
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
-        first = next(path for path in known(tmp_path) if read_json(path, "")["host"] == "A")
+        first = next(
+            path
+            for path in tmp_path.glob("heterog-loop-*/journal.jsonl")
+            if read_events(path)[0][0]["host"] == "A"
+        )
         gone = next(each for each in agents if first.parent.name.endswith(f"-{each.pid}"))
         kill(gone)
         for agent in set(agents) - {gone}:
@@ -462,11 +466,6 @@ def test_a_plan_that_heals_says_what_torchrun_has_to_be_told(
         write_json(run_file, {"plan": "plan.json", "heal": wrong})
         with pytest.raises(HeterogError, match=words):
             read_healing(run_file)
-
-
-def known(folder: Path) -> list[Path]:
-    """What hosts of a plan know, by their files."""
-    return list(folder.glob("heterog-loop-*/known.json"))
 
 
 def journals(folder: Path) -> list[dict[str, Any]]:
