@@ -163,6 +163,8 @@ class Generation:
             moment=moment,
             checkpoint=str(resume.resolve()) if resume is not None and moment is None else "",
             shelf=str(self.folder),
+            journal=str(self.journal),
+            stop=str(self.folder / f"stop{self.number}"),
             writers=tuple(map(self.devices.index, self._firsts)),
         )
 
@@ -247,14 +249,12 @@ class TorchrunRank(HealingRank):
     def __init__(self, generation: Generation, assignment: Assignment) -> None:
         self._generation, self._planning = generation, generation.planning
         self._looked_s, self._taken, self._given = 0.0, 0, 0
-        stop = generation.folder / f"stop{generation.number}"
+        stop = Path(assignment.stop)
         stop.unlink(missing_ok=True)  # of one that did not get as far as to train
         on_sigterm(stop.touch)
         super().__init__(
             generation.request,
             assignment,
-            generation.journal,
-            stop,
             store=generation.store,
             redundancy=generation.options.redundancy,
             silent_s=max(_SILENT_S, _SILENT_STEPS * (generation.whole.step_time_s or 0.0)),
