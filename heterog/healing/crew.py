@@ -148,6 +148,10 @@ class Crew:
         """A folder where the newest snapshot can be read until the next call; and which."""
         return self.host.shelf.lend()
 
+    def lost_with(self, device: int) -> Sequence[int]:
+        """The devices that are likely to be lost together with one, which is one of them."""
+        return [device]
+
     def is_here(self, device: int) -> bool:
         """Whether a rank could be started for a device."""
         host = self._hosts[self._host_of[device]]

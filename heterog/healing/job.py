@@ -114,7 +114,6 @@ class HealingJob:
             )
         self.generation = 0
         self._begun_s = 0.0
-        self._is_restart_measured = False
         self._writing: Writing | None = None
         self._change: PlanChange | None = None
 
@@ -283,8 +282,7 @@ class HealingJob:
                     self.steering.hear_busy(event["busy_s"])
                 case "no snapshot":
                     self._say(f"no snapshot was taken: {event['why']}")
-                case "step" if not self._is_restart_measured:
-                    self._is_restart_measured = True
+                case "step" if not self.steering.restart_s:
                     self.steering.restart_s = float(event["at_s"]) - self._begun_s
             self.trained.hear(event)
             if event["event"] == "step" and event["step"] in self.trained.seconds:

@@ -94,6 +94,10 @@ class RayCrew(Crew):
             )
         return None
 
+    def lost_with(self, device: int) -> Sequence[int]:
+        """See ``Crew``: those of its host."""
+        return self._cluster.host_devices(self._host_of[device])
+
     def lend(self) -> tuple[Path, Moment | None]:
         """See ``Crew``; hosts keep it, and what is asked for is carried here."""
         self._stack.close()
