@@ -126,6 +126,8 @@ class RayCrew(Crew):
         """The job's placement group, which a leader before this one may have made."""
         with suppress(ValueError):
             return self._ray.util.get_placement_group(self._name)
+        # What is kept is of a job whose hosts have ended because nobody led it any more.
+        self._ray.experimental.internal_kv._internal_kv_del(self._name)
         return placed(self._ray, self._cluster, name=self._name, lifetime="detached")
 
     def _actor(self, group: Any, number: int) -> Any:
