@@ -139,17 +139,14 @@ class HealingHost(Host):
         self.shelf.lend(moment)
 
     def give(self, name: str) -> Any:
-        """The index or the tensors of a part that is here, as what Ray moves without pickling."""
-        part, shelf = name.removesuffix(INDEX), self.shelf
+        """A file of a part that is here, as what Ray moves without pickling."""
         try:
-            content = shelf.content(part) if part == name else shelf.index(part).encode()
+            return np.frombuffer(self.shelf.content(name), np.uint8)
         except FileNotFoundError:
             return None
-        return np.frombuffer(content, np.uint8)
 
-    def take(self, name: str, index: str, content: Any) -> bool:
-        """Hold a part of another host, too."""
-        self.shelf.bring(f"{name}{INDEX}", index.encode())
+    def take(self, name: str, content: Any) -> bool:
+        """Hold a file of another host, too."""
         self.shelf.bring(name, content)
         return True
 
@@ -204,14 +201,15 @@ class Carrier:
                         self._fetch(path)
 
     def _send(self, path: Path) -> None:
-        name = path.stem
-        index, content = self._shelf.index(name), self._shelf.content(name)
+        files = f"{path.stem}{INDEX}", path.stem
         held = 0
         for actor in self._others:
             if held == self._redundancy:
                 break
-            array = np.frombuffer(content, np.uint8)
-            held += self._asked(actor.take, name, index, array) is True
+            held += all(
+                self._asked(actor.take, name, np.frombuffer(self._shelf.content(name), np.uint8))
+                for name in files
+            )
         path.rename(path.with_suffix(""))
 
     def _fetch(self, path: Path) -> None:

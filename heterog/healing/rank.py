@@ -24,7 +24,7 @@ from heterog.healing.busy import BusyClock, device_seconds
 from heterog.healing.carrying import RankCarrier
 from heterog.healing.elastic import all_groups, any_rank, set_silence
 from heterog.healing.exchange import Assignment, read_assignment, write_event
-from heterog.healing.shelf import Shelf
+from heterog.healing.shelf import INDEX, Shelf, parts_of
 from heterog.healing.snapshots import Snapshot, SnapshotWriter, part_of
 from heterog.lowering import lower
 from heterog.runtime.accelerators import is_accelerated
@@ -167,15 +167,16 @@ class HealingRank:
         step, moment = self._step, self._assignment.moment
         moved = torch.zeros(2, dtype=torch.int64)
         if moment is not None:
+            names = [part.name for part in parts_of(moment)]
             if self._carrier is not None:
-                self._carrier.bring_indices(moment)
+                self._carrier.bring(f"{name}{INDEX}" for name in names)
             snapshot = Snapshot(self._shelf, moment)
             contents, where = snapshot.contents, Path("in memory")
             check_fits(step, step.model, contents, where)
             state = NewState(step, step.model, contents)
             if self._carrier is not None:
                 wanted = needed(contents, state.wanted)
-                self._carrier.bring(moment, {part_of(contents.tensors[name]) for name in wanted})
+                self._carrier.bring({names[part_of(contents.tensors[each])] for each in wanted})
             read_boxes(contents, where, state.wanted, read=snapshot.read)
             state.check_counters()
             state.take_over()

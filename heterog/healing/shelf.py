@@ -63,6 +63,11 @@ class Part(NamedTuple):
         """Name of its file."""
         return "{}.{}.{}-{}".format(*self.moment[:2], self.number, self.moment.num_parts)
 
+    @property
+    def files(self) -> tuple[str, str]:
+        """Names of both of its files, that which says where its tensors are first."""
+        return f"{self.name}{INDEX}", self.name
+
 
 def parts_of(moment: Moment) -> list[Part]:
     """All parts of a snapshot."""
@@ -157,9 +162,9 @@ class Shelf:
             parts = self.parts()
             found = moment or newest_complete([parts])
             try:
-                for name in [part.name for part in parts if part.moment == found]:
-                    os.link(self._path(name), lent / name)
-                    os.link(self._path(f"{name}{INDEX}"), lent / f"{name}{INDEX}")
+                for part in parts:
+                    for name in part.files if part.moment == found else ():
+                        os.link(self._path(name), lent / name)
             except FileNotFoundError:  # it was deleted meanwhile, for a newer one
                 continue
             return lent, found
@@ -184,7 +189,7 @@ class Shelf:
         return self._path(f"{name}{INDEX}").read_text()
 
     def content(self, name: str) -> mmap.mmap | bytearray:
-        """The tensors of a part that is here, mapped into memory."""
+        """A file of a part that is here, mapped into memory."""
         with self._path(name).open("rb") as file:
             empty = not os.fstat(file.fileno()).st_size
             return bytearray() if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
