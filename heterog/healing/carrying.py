@@ -5,7 +5,8 @@ waits for these copies, as for the one on the rank's own host.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from heterog.runtime.step.collectives import gather_texts, open_group
 
 _SLOW_BYTES_PER_S = 1e7
 """As slowly as a hundred megabits a second may files be carried, one after another."""
+_NOTHING = torch.empty(0)
+"""What is in an empty file."""
 
 
 class _Way(NamedTuple):
@@ -37,7 +40,10 @@ class RankCarrier:
         shelf: The parts of this host.
         host_of: Number of each rank's host.
         redundancy: Number of further hosts that hold each part, if there are so many.
-        silent_s: Seconds after which a rank gives up on the others, beside the time for parts.
+        silent_s: Seconds after which a rank gives up on the others, beside the time for files.
+
+    Attributes:
+        further: Names of files of this rank that go with its next part.
     """
 
     def __init__(
@@ -46,10 +52,16 @@ class RankCarrier:
         self._shelf, self._host_of = shelf, tuple(host_of)
         self._rank, hosts = dist.get_rank(), sorted(set(host_of))
         self._first = {host: self._host_of.index(host) for host in hosts}
-        self._copies = min(redundancy, len(hosts) - 1)
+        # Which ranks hold what a host has, too: those of the hosts after it.
+        firsts = list(self._first.values())
+        self._after = {
+            host: [*firsts[place + 1 :], *firsts[:place]][:redundancy]
+            for place, host in enumerate(hosts)
+        }
         # Files are copied from and to memory of the host, whatever the ranks compute on.
         self._group = open_group(backend=CPU_BACKEND)
         self._silent_s = silent_s
+        self.further: list[str] = []
 
     def copy(self, part: Part) -> None:
         """Copy the part that each rank has just written to the hosts after its own.
@@ -57,12 +69,15 @@ class RankCarrier:
         Raises:
             InputFileError: there is no room left on this host.
         """
-        hosts = list(self._first)
+        names, self.further = [*part.files, *self.further], []
         self._carry(
-            _Way(name, source, self._first[hosts[(hosts.index(host) + step) % len(hosts)]])
-            for source, host in enumerate(self._host_of)
-            for step in range(1, self._copies + 1)
-            for name in Part(part.moment, source).files
+            names,
+            lambda said: [
+                _Way(name, source, target)
+                for source, host in enumerate(self._host_of)
+                for target in self._after[host]
+                for name in said[source]
+            ],
         )
 
     def bring(self, names: Iterable[str]) -> None:
@@ -74,36 +89,44 @@ class RankCarrier:
         Raises:
             InputFileError: there is no room left on this host.
         """
-        own = [path.name for path in self._shelf.folder.iterdir()], sorted(names)
-        said = [json.loads(each) for each in gather_texts(json.dumps(own))]
+        here = [path.name for path in self._shelf.folder.iterdir()], sorted(names)
+        told = [json.loads(each) for each in gather_texts(json.dumps(here))]
         sources: dict[str, int] = {}
         wanted: dict[int, set[str]] = {host: set() for host in self._first}
-        for rank, (held, wants) in reversed(list(enumerate(said))):
+        for rank, (held, wants) in reversed(list(enumerate(told))):
             sources |= dict.fromkeys(held, rank)
             wanted[self._host_of[rank]] |= set(wants)
-        self._carry(
+        ways = [
             _Way(name, sources[name], first)
             for host, first in self._first.items()
-            for name in sorted(wanted[host].difference(said[first][0]))
-        )
+            for name in sorted(wanted[host].difference(told[first][0]))
+        ]
+        self._carry([way.name for way in ways if way.source == self._rank], lambda said: ways)
 
-    def _carry(self, ways: Iterable[_Way]) -> None:
-        """Send files one after another; those of different ranks do not wait for each other."""
-        every = list(ways)
-        own = {way.name: self._read(way.name) for way in every if way.source == self._rank}
-        told = {name: len(value) for name, value in own.items() if value is not None}
+    def _carry(
+        self, names: Iterable[str], ways: Callable[[list[dict[str, int]]], Sequence[_Way]]
+    ) -> None:
+        """Send files one after another; those of different ranks do not wait for each other.
+
+        Args:
+            names: Names of the files that this rank offers.
+            ways: Where files go, by the sizes of those that each rank really has.
+        """
+        own: dict[str, Tensor] = {}
+        for name in names:
+            with suppress(FileNotFoundError):  # it could not be written
+                content = self._shelf.content(name)
+                own[name] = torch.frombuffer(content, dtype=torch.uint8) if content else _NOTHING
+        told = {name: len(value) for name, value in own.items()}
         said = [json.loads(text) for text in gather_texts(json.dumps(told))]
-        sizes: list[int | None] = [said[way.source].get(way.name) for way in every]
-        num_bytes = sum(size or 0 for size in sizes)
+        going = [(way, said[way.source].get(way.name)) for way in ways(said)]
+        num_bytes = sum(size or 0 for _, size in going)
         set_silence(self._silent_s + num_bytes / _SLOW_BYTES_PER_S, [self._group])
         failed: InputFileError | None = None
-        for (name, source, target), size in zip(every, sizes, strict=True):
-            if size is None:  # it could not be written
-                continue
-            if source == self._rank:
-                if size:
-                    dist.send(own[name], target, group=self._group)
-            elif target == self._rank:
+        for (name, source, target), size in going:
+            if source == self._rank and size:
+                dist.send(own[name], target, group=self._group)
+            elif target == self._rank and size is not None:
                 value = torch.empty(size, dtype=torch.uint8)
                 if size:
                     dist.recv(value, source, group=self._group)
@@ -114,11 +137,3 @@ class RankCarrier:
         dist.barrier(self._group)  # who carries nothing waits here, however long it takes
         if failed is not None:
             raise failed
-
-    def _read(self, name: str) -> Tensor | None:
-        """Bytes of a file, if it is here.  # [num_bytes]"""
-        try:
-            content = self._shelf.content(name)
-        except FileNotFoundError:
-            return None
-        return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0)

@@ -51,8 +51,6 @@ _SILENT_STEPS = 10.0
 """Least planned steps that this takes: a step may be slower than planned."""
 _PLANNED_S = 300.0
 """Longest wait for the rank that plans, which may have to compile."""
-_LOOK_S = 0.2
-"""Seconds between looks for plans that were prepared."""
 _RESTART_S = 8.0
 """Seconds from a loss to the next step beside what is moved, in trials; moves are judged by it."""
 _NICENESS = 5
@@ -244,11 +242,10 @@ def warm(path: str) -> None:
 
 
 class TorchrunRank(HealingRank):
-    """A rank that brings prepared plans to its host."""
+    """A rank that has plans prepared if it is the first; hosts get them with parts."""
 
     def __init__(self, generation: Generation, assignment: Assignment) -> None:
         self._generation, self._planning = generation, generation.planning
-        self._looked_s, self._taken, self._given = 0.0, 0, 0
         stop = Path(assignment.stop)
         stop.unlink(missing_ok=True)  # of one that did not get as far as to train
         on_sigterm(stop.touch)
@@ -264,24 +261,12 @@ class TorchrunRank(HealingRank):
         end_cut_links()
 
     def look(self, number: int) -> None:
-        """Publish plans that were prepared, and take those that were published."""
-        now_s = time.monotonic()
-        if now_s < self._looked_s + _LOOK_S:
-            return
-        self._looked_s = now_s
-        generation = self._generation
+        """Take plans that were prepared, and ask for more."""
         while self._planning is not None and (found := self._planning.next_answer()):
             if isinstance(found[1], Choice):
-                self._publish(Path(found[1].path))
+                self._give(Path(found[1].path))
             if isinstance(found[1], Choice | HeterogError):  # and not that about the first plan
                 self._ask_next()
-        store = generation.store
-        if not generation.is_first_of_host:
-            return
-        while store.check([f"heterog/prepared/{self._taken}"]):
-            name, _, text = store.get(f"heterog/prepared/{self._taken}").decode().partition("\n")
-            write_atomically(generation.folder / name, text.encode())
-            self._taken += 1
 
     def end(self, is_done: bool) -> None:
         """See ``HealingRank``; what is not prepared by now is not needed."""
@@ -300,12 +285,11 @@ class TorchrunRank(HealingRank):
             if not Path(question.path).exists():
                 self._planning.ask(question, niceness=_NICENESS)
                 return
-            self._publish(Path(question.path))
+            self._give(Path(question.path))
 
-    def _publish(self, plan: Path) -> None:
-        published = f"{plan.name}\n{plan.read_text()}"
-        self._generation.store.set(f"heterog/prepared/{self._given}", published)
-        self._given += 1
+    def _give(self, plan: Path) -> None:
+        assert self._carrier is not None
+        self._carrier.further.append(plan.name)
 
 
 def measured(generation: Generation) -> dict[str, Any]:
