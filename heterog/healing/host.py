@@ -210,7 +210,7 @@ class Carrier:
                 self._asked(actor.take, name, np.frombuffer(self._shelf.content(name), np.uint8))
                 for name in files
             )
-        path.rename(path.with_suffix(""))
+        path.unlink()
 
     def _fetch(self, path: Path) -> None:
         name = path.stem

@@ -7,8 +7,8 @@ into memory first, so that it may be deleted meanwhile.
 
     3.120.1-4           part 1 of 4 of step 120 of generation 3
     3.120.1-4.index     where its tensors are
-    3.120.1-4.new       there, and to be copied to other hosts, which was not done yet
-    3.120.1-4.wanted    a rank here waits for it, and another host has it; so for an index
+    3.120.1-4.new       empty: it is to be copied to other hosts, which was not done yet
+    3.120.1-4.wanted    empty: a rank here waits for it, and another host has it; so for an index
     lent/3.120.1-4      it, for who reads it for longer than others need it
 
 ``host`` copies parts from node to node on Ray, ``carrying`` does so under torchrun.
@@ -97,8 +97,7 @@ class Shelf:
         """All parts that are here."""
         found = []
         for name in os.listdir(self.folder):
-            match = _NAME.fullmatch(name.removesuffix(NEW))
-            if match:
+            if match := _NAME.fullmatch(name):
                 generation, step, number, num_parts = map(int, match.groups())
                 found.append(Part(Moment(generation, step, num_parts), number))
         return found
@@ -143,7 +142,9 @@ class Shelf:
             }
             index = {"tensors": to_json(saved), "states": to_json(dict(states)), **about}
             write_atomically(self.folder / f"{part.name}{INDEX}", json.dumps(index).encode())
-            begun.rename(self.folder / f"{part.name}{NEW if is_new else ''}")
+            if is_new:
+                (self.folder / f"{part.name}{NEW}").touch()
+            begun.rename(self.folder / part.name)
         except OSError:
             begun.unlink(missing_ok=True)
             raise
@@ -212,8 +213,8 @@ class Shelf:
             is_over = not wanted.exists() or time.monotonic() > deadline_s
 
     def _path(self, name: str) -> Path:
-        places = self.folder / name, self.folder / f"{name}{NEW}", self.folder / "lent" / name
-        return next((path for path in places if path.exists()), places[0])
+        own = self.folder / name
+        return own if own.exists() else self.folder / "lent" / name
 
 
 def _copy(entry: Entry, room: mmap.mmap | None, begin: int, number: int) -> SavedTensor:
