@@ -59,12 +59,20 @@ def write_event(path: Path | None, event: str, **said: Any) -> None:
             file.write(json.dumps({"event": event, "at_s": time.monotonic(), **said}) + "\n")
 
 
-def read_events(path: Path, at: int = 0) -> tuple[list[Event], int]:
-    """Events of a journal, which may not exist yet, from a position on, and where they end."""
+def read_events(path: Path, at: int = 0, event: str = "") -> tuple[list[Event], int]:
+    """Events of a journal, which may not exist yet, and where they end.
+
+    Args:
+        path: Path of the journal.
+        at: Position from which it is read.
+        event: What the events are; others are not parsed. Empty for all.
+    """
     if not path.exists():
         return [], at
     with path.open("rb") as file:
         file.seek(at)
         content = file.read()
     whole = content[: content.rfind(b"\n") + 1]
-    return [json.loads(line) for line in whole.splitlines()], at + len(whole)
+    begin = f'{{"event": "{event}'.encode()
+    lines = [line for line in whole.splitlines() if line.startswith(begin)]
+    return [json.loads(line) for line in lines], at + len(whole)

@@ -100,8 +100,7 @@ class Generation:
         self.whole = request.load()
         check_can_heal(self.whole, request.plan)
         self.folder, every = folder_of_host(), tuple(range(self.whole.cluster.num_devices))
-        told = read_events(self.journal)[0]
-        before = [each for each in told if each["event"] == "began"]
+        before = read_events(self.journal, event="began")[0]
         self._before = tuple(before[-1]["devices"]) if before else every
         if before:
             os.environ[HOST] = before[-1]["host"]
