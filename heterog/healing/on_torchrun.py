@@ -247,7 +247,6 @@ class TorchrunRank(HealingRank):
         self._generation, self._planning = generation, generation.planning
         stop = Path(assignment.stop)
         stop.unlink(missing_ok=True)  # of one that did not get as far as to train
-        on_sigterm(stop.touch)
         super().__init__(
             generation.request,
             assignment,
@@ -258,6 +257,7 @@ class TorchrunRank(HealingRank):
         self._unasked = generation.questions()
         self._ask_next()
         end_cut_links()
+        on_sigterm(stop.touch)
 
     def look(self, number: int) -> None:
         """Take plans that were prepared, and ask for more."""
@@ -357,7 +357,9 @@ def heal(path: Path) -> None:
 
 def main() -> None:
     """Run as one rank; an error of the job itself ends torchrun's agent, too."""
-    signal.signal(signal.SIGTERM, lambda *_: exit_now())  # a host joins before this one trains
+    # A host may join before this one trains. It ends at once then: a handler of Python would not
+    # run while it waits for others, and torchrun waits for 30 s.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with as_rank(int(os.environ.get("RANK", "0"))):
         if len(sys.argv) != 2:
