@@ -1,24 +1,42 @@
 """The hosts that run the ranks of a job and keep its snapshots, as the job sees them."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from heterog.cluster.topology import Cluster
+from heterog.healing.choices import Choice
 from heterog.healing.exchange import Assignment, Event
-from heterog.healing.host import HealingHost, JobState
+from heterog.healing.host import HealingHost
+from heterog.healing.options import Trained
 from heterog.healing.shelf import Moment, Part
 from heterog.runtime.launch import PORT_FILE, free_port
 from heterog.runtime.ranks.on_ray import END_S, SILENT_S, HostRank, NodeHost
 from heterog.runtime.ranks.place import HERE, Place
 from heterog.runtime.ranks.watching import SILENCE_S, wait_for_ranks
 from heterog.runtime.request import RunRequest
+
+
+@dataclass(slots=True, kw_only=True)
+class JobState:
+    """What has to be known to go on with a job.
+
+    Attributes:
+        generation: Number of times ranks were started before.
+        running: The plan that the generation runs.
+        trained: Progress so far.
+        is_running: Whether the ranks of the generation are there.
+    """
+
+    generation: int
+    running: Choice
+    trained: Trained
+    is_running: bool = True
 
 
 class _Here:
@@ -68,52 +86,43 @@ class Crew:
         self._first, self._last_step = 0, 0
         self._generation = -1
 
-    def open(self, folder: Path, state: Callable[[], JobState]) -> JobState | None:
+    def open(self, folder: Path) -> JobState | None:
         """Begin.
 
         Args:
             folder: Where files may be written.
-            state: Returns what a process that goes on with the job would have to know.
 
         Returns:
-            What is known of the job if it has begun before; here it ends with this process.
+            The job as it is if it has begun before; here it ends with this process.
         """
-        self._folder, self._state = folder, state
+        self._folder = folder
         self.host = HealingHost(place=self._place)
         self._stack.callback(self.host.close)
         self._hosts = [NodeHost(self._ray, _Here(self.host), partial(self.hear, 0))]
         return None
 
     def run(
-        self,
-        generation: int,
-        devices: Sequence[int],
-        decide: Callable[[], Assignment],
-        watch: Callable[[str], None],
+        self, state: JobState, assignment: Assignment | None, watch: Callable[[str], None]
     ) -> None:
-        """Run a rank for each device, unless they run already, until all are done.
+        """Run a generation of ranks until all are done.
 
         Args:
-            generation: Number of times ranks were started before.
-            devices: Device of the whole cluster of each rank.
-            decide: Says what they run; called in another thread while they start.
+            state: The job, with the plan that they run.
+            assignment: What they run; ``None`` if they run already.
             watch: Called with what rank 0 does, whenever that changes, and while a host is silent.
 
         Raises:
             LaunchError: a rank failed or is lost; all have ended.
         """
-        of_ranks = [self._host_of[device] for device in devices]
-        deciding = threading.Thread(target=self._assign, args=(of_ranks, decide), daemon=True)
-        ranks = [HostRank(self._hosts[host], n, generation) for n, host in enumerate(of_ranks)]
+        of_ranks = [self._host_of[device] for device in state.running.devices]
+        number = state.generation
+        ranks = [HostRank(self._hosts[host], n, number) for n, host in enumerate(of_ranks)]
         try:
-            if generation != self._generation:
-                self._begin(generation, devices)
-                deciding.start()
+            if assignment is not None:
+                self._begin(state, assignment)
             wait_for_ranks(ranks, self._request.limits, watch, lambda: watch(ranks[0].stage))
         finally:
             self._end(sorted(set(of_ranks)))
-            if deciding.is_alive():
-                deciding.join()
 
     def new_events(self) -> list[Event]:
         """Events of rank 0 since the last call, in this process's monotonic time."""
@@ -138,6 +147,10 @@ class Crew:
     def lend(self) -> tuple[Path, Moment | None]:
         """A folder where the newest snapshot can be read until the next call; and which."""
         return self.host.shelf.lend()
+
+    def lost_with(self, device: int) -> Sequence[int]:
+        """The devices that are likely to be lost together with one, which is one of them."""
+        return [device]
 
     def is_here(self, device: int) -> bool:
         """Whether a rank could be started for a device."""
@@ -186,30 +199,21 @@ class Crew:
         there = [self._place.environment(device) for device in devices]
         return {0: {rank: {**common, **own[rank], **there[rank]} for rank in range(len(devices))}}
 
-    def _begin(self, generation: int, devices: Sequence[int]) -> None:
+    def _begin(self, state: JobState, assignment: Assignment) -> None:
         """Start the ranks of a generation."""
-        self._generation, self._first = generation, self._host_of[devices[0]]
+        of_ranks = [self._host_of[device] for device in state.running.devices]
+        self._generation, self._first = state.generation, of_ranks[0]
         self._events, self._untold, self._last_step = [], {}, 0
-        for device in devices:
-            self._hosts[self._host_of[device]].position = generation, 0
-        for host, variables in self._variables(devices).items():
-            self._hosts[host].actor.begin.remote(generation, self._request, variables)
-
-    def _assign(self, of_ranks: Sequence[int], decide: Callable[[], Assignment]) -> None:
-        """Tell ranks what they run, by the host of each, once that is decided."""
-        assignment = decide()
         actors = {number: host.actor for number, host in enumerate(self._hosts) if host.is_here}
         writers = {host: rank for rank, host in reversed([*enumerate(of_ranks)])}
-        assignment = replace(
-            assignment,
-            is_copied=self._redundancy > 0 and len(actors) > 1,
-            writers=tuple(writers.values()),
-        )
-        plan = b"" if assignment.why_not else Path(assignment.plan).read_bytes()
-        state = self._state()
-        for host in writers:
-            self._hosts[host].actor.assign.remote(
-                assignment, plan, actors, state, self._redundancy
+        is_copied = self._redundancy > 0 and len(actors) > 1
+        assignment = replace(assignment, is_copied=is_copied, writers=tuple(writers.values()))
+        plan = Path(assignment.plan).read_bytes()
+        for number in writers:
+            self._hosts[number].position = state.generation, 0
+        for number, variables in self._variables(state.running.devices).items():
+            self._hosts[number].actor.begin.remote(
+                assignment, plan, self._request, variables, actors, self._redundancy
             )
 
     def _ask_all(self, what: str, *about: Any) -> list[Any]:

@@ -1,8 +1,7 @@
 """Files by which a job and its ranks talk: the ranks' assignment and the journal of rank 0.
 
-Ranks are started before it is known what they will run: they import what they need while the plan
-is made, and then wait for the assignment. A rank that is killed leaves at most one unfinished line
-at the end of the journal, which is not read.
+A rank that is killed leaves at most one unfinished line at the end of the journal, which is not
+read.
 """
 
 import json
@@ -11,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from heterog.errors import HeterogError
-from heterog.files import read_json, wait_for_file
+from heterog.files import read_json
 from heterog.healing.shelf import Moment
 from heterog.records import parse_dataclass
 
@@ -30,10 +28,11 @@ class Assignment:
         moment: Snapshot to begin with, if there is one.
         checkpoint: Folder of a checkpoint to begin with instead; empty for none.
         shelf: Folder of the snapshots that are read and written.
+        journal: Path of the file for events.
+        stop: Path of a file whose existence asks the ranks to stop after a step.
         is_copied: Whether somebody copies them to other hosts.
         writers: Ranks that write a journal: rank 0, and one on each other host, whose journal has
             the last steps if the host of rank 0 is lost.
-        why_not: Why there is nothing to run; the ranks end with this error. Empty if there is.
     """
 
     generation: int
@@ -42,22 +41,15 @@ class Assignment:
     moment: Moment | None
     checkpoint: str
     shelf: str = ""
+    journal: str = ""
+    stop: str = ""
     is_copied: bool = False
     writers: tuple[int, ...] = (0,)
-    why_not: str = ""
 
 
-def wait_for_assignment(path: Path, timeout_s: float) -> Assignment:
-    """Wait for the file and read it.
-
-    Raises:
-        HeterogError: it does not appear in time, or says why there is nothing to run.
-    """
-    wait_for_file(path, timeout_s, f"nobody said within {timeout_s:g} s what to run.")
-    assignment = parse_dataclass(read_json(path, "assignment"), Assignment, f"assignment {path}")
-    if assignment.why_not:
-        raise HeterogError(assignment.why_not)
-    return assignment
+def read_assignment(path: Path) -> Assignment:
+    """Read the file."""
+    return parse_dataclass(read_json(path, "assignment"), Assignment, f"assignment {path}")
 
 
 def write_event(path: Path | None, event: str, **said: Any) -> None:
@@ -67,12 +59,20 @@ def write_event(path: Path | None, event: str, **said: Any) -> None:
             file.write(json.dumps({"event": event, "at_s": time.monotonic(), **said}) + "\n")
 
 
-def read_events(path: Path, at: int = 0) -> tuple[list[Event], int]:
-    """Events of a journal, which may not exist yet, from a position on, and where they end."""
+def read_events(path: Path, at: int = 0, event: str = "") -> tuple[list[Event], int]:
+    """Events of a journal, which may not exist yet, and where they end.
+
+    Args:
+        path: Path of the journal.
+        at: Position from which it is read.
+        event: What the events are; others are not parsed. Empty for all.
+    """
     if not path.exists():
         return [], at
     with path.open("rb") as file:
         file.seek(at)
         content = file.read()
     whole = content[: content.rfind(b"\n") + 1]
-    return [json.loads(line) for line in whole.splitlines()], at + len(whole)
+    begin = f'{{"event": "{event}'.encode()
+    lines = [line for line in whole.splitlines() if line.startswith(begin)]
+    return [json.loads(line) for line in lines], at + len(whole)

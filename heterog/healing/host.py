@@ -1,4 +1,4 @@
-"""A host of a job that heals: its ranks, its snapshots, and what it remembers of the job.
+"""A host of a job that heals: its ranks and its snapshots.
 
 On Ray it is an actor, and parts of snapshots go from node to node by calls of actors, in Ray's
 object store.
@@ -9,16 +9,14 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from heterog.files import write_atomically, write_json
-from heterog.healing.choices import Choice
 from heterog.healing.exchange import Assignment, read_events
-from heterog.healing.options import Trained
 from heterog.healing.shelf import INDEX, NEW, WANTED, Moment, Part, Shelf
 from heterog.runtime.accelerators import has_accelerator
 from heterog.runtime.ranks.forks import open_forks
@@ -34,23 +32,6 @@ _REPLY_S = 60.0
 _LOOK_S = 1.0
 _ALONE_S = 300.0
 """Seconds without a question after which nobody leads the job any more, and the host ends."""
-
-
-@dataclass(slots=True, kw_only=True)
-class JobState:
-    """What has to be known to go on with a job.
-
-    Attributes:
-        generation: Number of times ranks were started before.
-        running: The plan that the generation runs.
-        trained: Progress so far.
-        is_running: Whether the ranks of the generation are there.
-    """
-
-    generation: int
-    running: Choice
-    trained: Trained
-    is_running: bool = True
 
 
 class HealingHost(Host):
@@ -72,7 +53,6 @@ class HealingHost(Host):
         self._run_file = self._folder / "run.json"
         self._carrier: Carrier | None = None
         self._journal: tuple[int, Path] | None = None
-        self._kept: tuple[JobState, bytes] | None = None
         self._asked_s = time.monotonic()
         self._is_leaving = False
         if place is None:
@@ -86,44 +66,45 @@ class HealingHost(Host):
     # --- ranks -----------------------------------------------------------------------------------
 
     def begin(
-        self, generation: int, request: RunRequest, variables: Mapping[int, Mapping[str, str]]
-    ) -> None:
-        """Start the ranks of a generation, which wait for its assignment."""
-        self.end()
-        journal = self._path(generation, "journal")
-        request.write(self._run_file)
-        self._journal = generation, journal
-        paths = self._path(generation, "assignment"), journal, self._path(generation, "stop")
-        self._start(generation, ["-m", _RANK, *map(str, (self._run_file, *paths))], variables)
-
-    def assign(
         self,
         assignment: Assignment,
         plan: bytes,
+        request: RunRequest,
+        variables: Mapping[int, Mapping[str, str]],
         hosts: Mapping[int, Any],
-        state: JobState,
         redundancy: int,
     ) -> None:
-        """Tell the ranks what they run.
+        """Start the ranks of a generation.
 
         Args:
-            assignment: What; its paths are replaced by those of here.
+            assignment: What they run; its paths are replaced by those of here.
             plan: Content of the plan's file.
+            request: How they train.
+            variables: Environment variables of each.
             hosts: Actors of all hosts with snapshots, by number.
-            state: To be remembered.
             redundancy: Number of further hosts that hold each part of a snapshot.
         """
-        path = self._path(assignment.generation, "plan")
+        self.end()
+        number, told = assignment.generation, self._path(assignment.generation, "assignment")
+        path, journal = self._path(number, "plan"), self._path(number, "journal")
+        own = replace(
+            assignment,
+            plan=str(path),
+            shelf=str(self.shelf.folder),
+            journal=str(journal),
+            stop=str(self._path(number, "stop")),
+        )
         write_atomically(path, plan)
+        request.write(self._run_file)
+        write_json(told, asdict(own))
         if self._carrier is not None:
             self._carrier.close()
         # To the following ones, so that each holds about as much.
         others = sorted(set(hosts) - {self._number}, key=lambda each: (each < self._number, each))
         if others:
             self._carrier = Carrier(self.shelf, [hosts[each] for each in others], redundancy)
-        own = replace(assignment, plan=str(path), shelf=str(self.shelf.folder))
-        write_json(self._path(assignment.generation, "assignment"), asdict(own))
-        self._kept = state, plan
+        self._journal = number, journal
+        self._start(number, ["-m", _RANK, str(self._run_file), str(told)], variables)
         if (forks := open_forks()) is not None:  # later ranks with such a plan begin quicker
             forks.warm(_RANK, str(path), "" if has_accelerator() else str(self._run_file))
 
@@ -147,15 +128,6 @@ class HealingHost(Host):
         self.end()
         return self.look(generation, at)
 
-    def remember(self) -> tuple[HostStatus, tuple[JobState, bytes] | None]:
-        """What a new leader should know.
-
-        Returns:
-            What has happened in the last generation, the job as it was when that began, and its
-            plan.
-        """
-        return self.look(self._kept[0].generation if self._kept else 0, 0), self._kept
-
     # --- snapshots -------------------------------------------------------------------------------
 
     def parts(self) -> list[Part]:
@@ -167,17 +139,14 @@ class HealingHost(Host):
         self.shelf.lend(moment)
 
     def give(self, name: str) -> Any:
-        """The index or the tensors of a part that is here, as what Ray moves without pickling."""
-        part, shelf = name.removesuffix(INDEX), self.shelf
+        """A file of a part that is here, as what Ray moves without pickling."""
         try:
-            content = shelf.content(part) if part == name else shelf.index(part).encode()
+            return np.frombuffer(self.shelf.content(name), np.uint8)
         except FileNotFoundError:
             return None
-        return np.frombuffer(content, np.uint8)
 
-    def take(self, name: str, index: str, content: Any) -> bool:
-        """Hold a part of another host, too."""
-        self.shelf.bring(f"{name}{INDEX}", index.encode())
+    def take(self, name: str, content: Any) -> bool:
+        """Hold a file of another host, too."""
         self.shelf.bring(name, content)
         return True
 
@@ -232,15 +201,16 @@ class Carrier:
                         self._fetch(path)
 
     def _send(self, path: Path) -> None:
-        name = path.stem
-        index, content = self._shelf.index(name), self._shelf.content(name)
+        files = f"{path.stem}{INDEX}", path.stem
         held = 0
         for actor in self._others:
             if held == self._redundancy:
                 break
-            array = np.frombuffer(content, np.uint8)
-            held += self._asked(actor.take, name, index, array) is True
-        path.rename(path.with_suffix(""))
+            held += all(
+                self._asked(actor.take, name, np.frombuffer(self._shelf.content(name), np.uint8))
+                for name in files
+            )
+        path.unlink()
 
     def _fetch(self, path: Path) -> None:
         name = path.stem

@@ -16,9 +16,8 @@ from heterog.errors import HeterogError, HeterogWarning
 from heterog.files import CHECKPOINT_INDEX, check_save_folder, read_json
 from heterog.healing.checkpoints import Writing
 from heterog.healing.choices import Choice
-from heterog.healing.crew import Crew
+from heterog.healing.crew import Crew, JobState
 from heterog.healing.exchange import Assignment
-from heterog.healing.host import JobState
 from heterog.healing.options import HealOptions, Trained
 from heterog.healing.service import Service
 from heterog.healing.shelf import Moment, newest_complete
@@ -115,8 +114,6 @@ class HealingJob:
             )
         self.generation = 0
         self._begun_s = 0.0
-        self._why_not = ""
-        self._is_restart_measured = False
         self._writing: Writing | None = None
         self._change: PlanChange | None = None
 
@@ -135,7 +132,7 @@ class HealingJob:
             planning = Service("heterog.healing.planning")  # which imports while others start
             stack.callback(planning.close)
             planning.ask((self._path, self._source))
-            state = self._crew.open(self._folder, self._state)
+            state = self._crew.open(self._folder)
             every = tuple(range(self._whole.num_devices))
             first = Choice(path=str(self._path), method=self._plan.method, devices=every)
             self.steering = Steering(
@@ -155,15 +152,11 @@ class HealingJob:
                 folder, every_s = Path(self.options.checkpoint), self.options.checkpoint_s
                 self._writing = Writing(folder, every_s, self._say)
                 stack.callback(self._writing.close)
+            is_running = state is not None and state.is_running
             while not self.trained.is_done:
-                self._run_generation()
-                self.generation += 1
+                self._run_generation(None if is_running else self._decide())
+                self.generation, is_running = self.generation + 1, False
         return self._measured()
-
-    def _state(self) -> JobState:
-        return JobState(
-            generation=self.generation, running=self.steering.running, trained=self.trained
-        )
 
     def _go_on(self, state: JobState) -> None:
         """Go on with a job whose process like this one was lost."""
@@ -185,16 +178,18 @@ class HealingJob:
 
     # --- generations -----------------------------------------------------------------------------
 
-    def _run_generation(self) -> None:
-        """Run ranks until they are done, stop, or one of them is lost."""
-        self._begun_s = time.monotonic()
-        devices = self._change.choice.devices if self._change else self.steering.without()
+    def _run_generation(self, assignment: Assignment | None) -> None:
+        """Run ranks until they are done, stop, or one of them is lost.
+
+        Args:
+            assignment: What they run; ``None`` if they run already.
+        """
+        self._begun_s, running = time.monotonic(), self.steering.running
+        state = JobState(generation=self.generation, running=running, trained=self.trained)
         try:
-            self._crew.run(self.generation, devices, self._decide, self._watch)
+            self._crew.run(state, assignment, self._watch)
         except LaunchError as error:
             self._hear()
-            if self._why_not:
-                raise HeterogError(self._why_not) from error
             if not error.lost or len(self.trained.moves) >= self.options.most_losses:
                 raise
             self._lose(error.lost)
@@ -220,25 +215,24 @@ class HealingJob:
         self._say(why)
 
     def _decide(self) -> Assignment:
-        """Decide what the generation runs, while its ranks are being started."""
+        """Decide what the next generation runs.
+
+        Raises:
+            HeterogError: nothing fits on what is left, or the state is lost.
+        """
         moment = None
-        try:
-            if self.generation:
-                moment = self._newest()
-                self._choose()
-        except (HeterogError, OSError, RuntimeError, ValueError) as error:
-            self._why_not = str(error)  # the ranks wait and have to be told of any error
-        assignment = Assignment(
+        if self.generation:
+            moment = self._newest()
+            self._choose()
+        running = self.steering.running
+        self.trained.planned(running.method, len(running.devices), time.monotonic())
+        return Assignment(
             generation=self.generation,
-            plan=self.steering.running.path,
+            plan=running.path,
             last=self.last,
             moment=moment,
             checkpoint=self._resume if moment is None else "",
-            why_not=self._why_not,
         )
-        running = self.steering.running
-        self.trained.planned(running.method, len(running.devices), time.monotonic())
-        return assignment
 
     def _newest(self) -> Moment | None:
         """The snapshot to go on from; ``None`` means the checkpoint.
@@ -272,7 +266,7 @@ class HealingJob:
         self._hear()
         steering, is_training = self.steering, stage.startswith("step ")
         if self._change is not None or (self.generation and not is_training):
-            return  # while ranks of a later plan start, another thread asks for it
+            return  # who plans would take cores from ranks that start
         steering.steps_left = self._steps_left()
         self._change = steering.look()
         if self._change is not None:
@@ -288,8 +282,7 @@ class HealingJob:
                     self.steering.hear_busy(event["busy_s"])
                 case "no snapshot":
                     self._say(f"no snapshot was taken: {event['why']}")
-                case "step" if not self._is_restart_measured:
-                    self._is_restart_measured = True
+                case "step" if not self.steering.restart_s:
                     self.steering.restart_s = float(event["at_s"]) - self._begun_s
             self.trained.hear(event)
             if event["event"] == "step" and event["step"] in self.trained.seconds:

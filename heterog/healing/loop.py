@@ -26,7 +26,7 @@ from heterog.files import CHECKPOINT_INDEX
 from heterog.healing import elastic
 from heterog.healing.carrying import RankCarrier
 from heterog.healing.elastic import LEAVE_S, any_rank, folder_of_host, on_sigterm, set_silence
-from heterog.healing.shelf import Moment, Shelf, newest_complete
+from heterog.healing.shelf import Moment, Shelf, newest_complete, parts_of
 from heterog.healing.snapshots import Snapshot, SnapshotWriter
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import option_like
@@ -118,8 +118,7 @@ class HealingLoop:
         found = [Moment(*each) if each else Moment(-1, -1, 0) for _, _, each in told]
         if (newest := max(found)).num_parts:
             carrier = RankCarrier(self._shelf, [each[0] for each in told], 0, self._silent_s)
-            carrier.bring_indices(newest)
-            carrier.bring(newest, range(newest.num_parts))
+            carrier.bring(name for part in parts_of(newest) for name in part.files)
             snapshot = Snapshot(self._shelf, newest)
             contents, random = snapshot.contents, f"random.{self._local}"
             about = {**contents.extra, "num_steps": contents.num_steps}

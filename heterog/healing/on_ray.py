@@ -9,7 +9,7 @@ that started it is lost, and the same command watches it again. Ctrl-C ends the 
 
 import hashlib
 import os
-import shutil
+import pickle
 import threading
 import time
 import uuid
@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.files import write_atomically
-from heterog.healing.crew import Crew
-from heterog.healing.host import Carrier, HealingHost, JobState
+from heterog.healing.crew import Crew, JobState
+from heterog.healing.exchange import Assignment
+from heterog.healing.host import Carrier, HealingHost
 from heterog.healing.job import HealingJob, check_can_heal
 from heterog.healing.options import HealOptions
 from heterog.healing.shelf import Moment, Shelf, newest_complete
@@ -32,7 +33,6 @@ from heterog.runtime.launch import temporary_folder
 from heterog.runtime.ranks.on_ray import (
     QUICK_NEWS,
     SILENT_S,
-    HostStatus,
     NodeHost,
     actor_of,
     connected,
@@ -77,19 +77,26 @@ class RayCrew(Crew):
         self._ray, self._name, self._redundancy = ray, name, redundancy
         self._host_of = cluster.host_of
 
-    def open(self, folder: Path, state: Callable[[], JobState]) -> JobState | None:
+    def open(self, folder: Path) -> JobState | None:
         """See ``Crew``; waits until all nodes are there, or those that a lost leader has left."""
-        self._folder, self._state = folder, state
-        group, was_there = self._group()
+        self._folder = folder
+        group = self._group()
         for number in range(self._cluster.num_hosts):
             actor = self._actor(group, number)
             self._hosts.append(NodeHost(self._ray, actor, partial(self.hear, number)))
-        found = self._remembered(SILENT_S if was_there else _STARTED_S)
-        if found is None and not all(host.is_here for host in self._hosts):
+        kept = self._ray.experimental.internal_kv._internal_kv_get(self._name)
+        if kept is not None:
+            return self._as_it_is(*pickle.loads(kept))
+        self._look_at_all(_STARTED_S, 0)
+        if not all(host.is_here for host in self._hosts):
             raise HeterogError(
                 f"some node did not start its actor within {_STARTED_S:g} s; see ray status."
             )
-        return found
+        return None
+
+    def lost_with(self, device: int) -> Sequence[int]:
+        """See ``Crew``: those of its host."""
+        return self._cluster.host_devices(self._host_of[device])
 
     def lend(self) -> tuple[Path, Moment | None]:
         """See ``Crew``; hosts keep it, and what is asked for is carried here."""
@@ -109,11 +116,19 @@ class RayCrew(Crew):
 
     # --- parts -----------------------------------------------------------------------------------
 
-    def _group(self) -> tuple[Any, bool]:
-        """The job's placement group, and whether a leader before this one has made it."""
+    def _begin(self, state: JobState, assignment: Assignment) -> None:
+        """See ``Crew``; first, Ray keeps the job as it is, for another leader."""
+        kept = pickle.dumps((state, Path(assignment.plan).read_bytes()))
+        self._ray.experimental.internal_kv._internal_kv_put(self._name, kept)
+        super()._begin(state, assignment)
+
+    def _group(self) -> Any:
+        """The job's placement group, which a leader before this one may have made."""
         with suppress(ValueError):
-            return self._ray.util.get_placement_group(self._name), True
-        return placed(self._ray, self._cluster, name=self._name, lifetime="detached"), False
+            return self._ray.util.get_placement_group(self._name)
+        # What is kept is of a job whose hosts have ended because nobody led it any more.
+        self._ray.experimental.internal_kv._internal_kv_del(self._name)
+        return placed(self._ray, self._cluster, name=self._name, lifetime="detached")
 
     def _actor(self, group: Any, number: int) -> Any:
         """The actor of a host, started unless it is there."""
@@ -124,38 +139,34 @@ class RayCrew(Crew):
         options = {"name": name, "lifetime": "detached", "max_restarts": -1}
         return actor_of(self._ray, group, HealingHost, number, asked, (number,), **options)
 
-    def _remembered(self, limit_s: float) -> JobState | None:
-        """What the hosts know of the job, if it has begun."""
-        asked = [host.actor.remember.remote() for host in self._hosts]
-        found: dict[int, tuple[JobState, bytes, HostStatus]] = {}
+    def _look_at_all(self, limit_s: float, generation: int) -> None:
+        """See which hosts are there, and take in what has happened in a generation."""
+        asked = [host.actor.look.remote(generation, 0) for host in self._hosts]
         for host in self._hosts:
-            host.is_here = False
-        for number, (told, remembered) in self._answers(asked, limit_s):
-            host = self._hosts[number]
-            host.told, host.is_here = told, True
-            if remembered is not None:
-                found[number] = *remembered, told
-        if not found:
-            return None
-        state, plan, _ = max(found.values(), key=lambda each: each[0].generation)
+            host.is_here, host.position = False, (generation, 0)
+        answers = dict(self._answers(asked, limit_s))
+        for number in sorted(answers, key=lambda each: each != self._first):
+            self._hosts[number].is_here = True
+            self._hosts[number].hear(answers[number])
+
+    def _as_it_is(self, state: JobState, plan: bytes) -> JobState:
+        """The job, which began as another leader has left it; and whether its ranks are there."""
         of_ranks = [self._host_of[device] for device in state.running.devices]
         self._generation, self._first = state.generation, of_ranks[0]
-        for number in sorted(found, key=lambda each: each != self._first):
-            if found[number][0].generation == state.generation:
-                self._hosts[number].position = state.generation, 0
-                self._hosts[number].hear(found[number][2])
+        self._look_at_all(SILENT_S, state.generation)
         for event in self.new_events():
             state.trained.hear(event)
         path = self._folder / "remembered.json"
         write_atomically(path, plan)
         state.running = replace(state.running, path=str(path))
+        used = [self._hosts[host] for host in of_ranks]
         state.is_running = all(
-            host in found
-            and found[host][0].generation == found[host][2].generation == state.generation
-            for host in of_ranks
+            host.is_here
+            and host.told is not None
+            and host.told.generation == state.generation
+            and not any(rank.code for rank in host.told.ranks.values())
+            for host in used
         )
-        if not state.is_running:  # ranks may have been started that nobody told what to run
-            state.generation = max(told.generation for _, _, told in found.values())
         return state
 
     def _variables(self, devices: Sequence[int]) -> Mapping[int, Mapping[int, dict[str, str]]]:
@@ -177,6 +188,7 @@ def end_job(ray: Any, job: str, num_hosts: int, lost: Sequence[int] = ()) -> Non
             ray.kill(actor) if number in lost else actors.append(actor)
     with suppress(ValueError):
         end_hosts(ray, ray.util.get_placement_group(job), actors)
+    ray.experimental.internal_kv._internal_kv_del(job)
 
 
 class _JobStatus(NamedTuple):
@@ -202,7 +214,6 @@ class _Leader:
 
     def __init__(self, name: str, request: RunRequest, plan: bytes, options: HealOptions) -> None:
         self._said = _JobStatus(uuid.uuid4().hex)
-        self._folder: Path | None = None
         given = name, request, plan, options
         threading.Thread(target=self._lead, args=given, daemon=True).start()
 
@@ -210,18 +221,12 @@ class _Leader:
         """How it goes."""
         return self._said
 
-    def clear(self) -> None:
-        """Remove the job's files, before all is ended."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
     def _lead(self, name: str, request: RunRequest, plan: bytes, options: HealOptions) -> None:
         ray = connect_to_ray()[0]
         if not os.environ.get("RAY_REDIS_ADDRESS"):  # of the head, where this actor is
             self._say(lines=(*self._said.lines, _HEAD_IS_NEEDED))
         try:
             with temporary_folder() as folder:
-                self._folder = folder
                 here = replace(request, plan=folder / "plan.json")
                 write_atomically(here.plan, plan)
                 job = HealingJob(
@@ -281,8 +286,6 @@ def heal_on_ray(
         try:
             return _watch(ray, leader, progress, say)
         except KeyboardInterrupt:
-            with suppress(ray.exceptions.RayError):
-                ray.get(leader.clear.remote(), timeout=SILENT_S)
             ray.kill(leader)
             end_job(ray, name, plan.cluster.num_hosts)
             raise

@@ -8,10 +8,8 @@ may be lost, too: nothing is known to a process that has no successor.
 What a host knows lies in a folder that ends with torchrun's agent (``elastic.folder_of_host``):
 
     3.120.1-4 ...       parts of snapshots; see ``shelf``
-    known.json          see ``Known``
-    running.json        the plan that ran last
     left-0-1.json       a plan for these devices
-    journal.jsonl       what happened in all generations
+    journal.jsonl       what happened in all generations; each begins with what it runs, and where
     stop1               the ranks of generation 1 shall end
 """
 
@@ -23,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -53,29 +51,10 @@ _SILENT_STEPS = 10.0
 """Least planned steps that this takes: a step may be slower than planned."""
 _PLANNED_S = 300.0
 """Longest wait for the rank that plans, which may have to compile."""
-_LOOK_S = 0.2
-"""Seconds between looks for plans that were prepared."""
 _RESTART_S = 8.0
 """Seconds from a loss to the next step beside what is moved, in trials; moves are judged by it."""
 _NICENESS = 5
 """Value of ``nice`` for plans that are prepared: nobody waits for them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """What a host knows of the job.
-
-    Attributes:
-        host: Its name in the plan.
-        generation: Number of times ranks were started before, when they were last.
-        since: The same number when the host came, whose journal begins there.
-        devices: Device of the whole cluster of each rank of the plan that ran then.
-    """
-
-    host: str = ""
-    generation: int = -1
-    since: int = -1
-    devices: tuple[int, ...] = ()
 
 
 def read_healing(path: Path) -> tuple[RunRequest, HealOptions]:
@@ -120,34 +99,33 @@ class Generation:
         self.request, self.options = request, options
         self.whole = request.load()
         check_can_heal(self.whole, request.plan)
-        self.folder = folder_of_host()
-        self._known_file, self._before = self.folder / "known.json", Known()
-        if self._known_file.exists():
-            told = read_json(self._known_file, "file")
-            self._before = parse_dataclass(told, Known, "what is known")
-            os.environ[HOST] = self._before.host
+        self.folder, every = folder_of_host(), tuple(range(self.whole.cluster.num_devices))
+        before = read_events(self.journal, event="began")[0]
+        self._before = tuple(before[-1]["devices"]) if before else every
+        if before:
+            os.environ[HOST] = before[-1]["host"]
         self.store = meet(request.limits.timeout_s)
-        # What each rank has, generations that its host knows, and parts that are there.
-        before = self._before
-        own = asdict(own_place()), before.generation, before.since, Shelf(self.folder).parts()
+        # What each rank has, the last and first generation that its host knows, and parts there.
+        numbers = [before[each]["generation"] if before else -1 for each in (-1, 0)]
+        own = asdict(own_place()), *numbers, Shelf(self.folder).parts()
         texts = say_to_all(self.store, "heterog/said/", json.dumps(own), request.limits.timeout_s)
-        places, numbers, told_since, self._parts = zip(*map(json.loads, texts), strict=True)
+        places, lasts, told_since, self._parts = zip(*map(json.loads, texts), strict=True)
         cluster, rank = self.whole.cluster, int(os.environ["RANK"])
         device_of = ranks_in_plan(cluster, [RankHas(**each) for each in places])
         device, self.devices = device_of[rank], tuple(sorted(device_of))
-        self.number = 1 + max(numbers)
+        self.number = 1 + max(lasts)
         first_of = {cluster.host_of[each]: each for each in reversed(self.devices)}
         self._firsts = sorted(first_of.values())  # the first device of each host that is there
         self.is_first, self.is_first_of_host = device == self.devices[0], device in self._firsts
         since = [self.number if each < 0 else each for each in told_since]
         self.reports = (since[rank], device) == min(zip(since, device_of, strict=True))
-        self._now = Known(
-            host=cluster.hosts[cluster.host_of[device]].name,
-            generation=self.number,
-            since=since[rank],
-            devices=self.devices,
-        )
-        self._plan_file = self.folder / f"running-{rank}.json"
+        self._host = cluster.hosts[cluster.host_of[device]].name
+        self.planning: Service | None = None
+
+    @property
+    def journal(self) -> Path:
+        """Path of the events of all generations that this host knows."""
+        return self.folder / "journal.jsonl"
 
     def decide(self) -> Assignment:
         """What this generation runs; all ranks call it.
@@ -163,36 +141,29 @@ class Generation:
                 "the state is lost: no complete snapshot is left in memory. A larger `redundancy` "
                 "survives more."
             )
-        own = self._plan_text() if self.is_first else ""
         limit_s = max(_PLANNED_S, self.request.limits.timeout_s)
+        own = self._plan_text(limit_s) if self.is_first else ""
         text = "".join(say_to_all(self.store, "heterog/plan/", own, limit_s))
         if text.startswith("error "):
             raise HeterogError(text.removeprefix("error "))
-        write_atomically(self._plan_file, text.encode())
-        if self.is_first_of_host:
-            method, seconds = json.loads(text).get("method", ""), time.monotonic() - self._begun_s
-            self.tell("began", devices=self.devices, method=method, seconds=seconds)
-        os.environ[HOST] = self._now.host  # by which the plan's ranks are found
+        plan = self._file_of(self.devices)
+        if plan != self.request.plan:
+            write_atomically(plan, text.encode())
+        method, seconds = json.loads(text).get("method", ""), time.monotonic() - self._begun_s
+        about = {"generation": self.number, "host": self._host, "devices": self.devices}
+        self.tell("began", **about, method=method, seconds=seconds)
+        os.environ[HOST] = self._host  # by which the plan's ranks are found
         return Assignment(
             generation=self.number,
-            plan=str(self._plan_file),
+            plan=str(plan),
             last=last_step(self.request),
             moment=moment,
             checkpoint=str(resume.resolve()) if resume is not None and moment is None else "",
             shelf=str(self.folder),
+            journal=str(self.journal),
+            stop=str(self.folder / f"stop{self.number}"),
             writers=tuple(map(self.devices.index, self._firsts)),
         )
-
-    def note(self) -> None:
-        """Write what this host knows now; once all ranks have joined."""
-        self._before = self._now
-        if not self.is_first_of_host:
-            self._plan_file.unlink()
-            return
-        for old in self.folder.glob("left-*.json"):
-            old.unlink()
-        self._plan_file.replace(self.folder / "running.json")
-        write_json(self._known_file, asdict(self._now))
 
     def questions(self) -> list[Question]:
         """A question about the loss of each host that is there, but for the last."""
@@ -201,55 +172,46 @@ class Generation:
             tuple(each for each in self.devices if host_of[each] != host_of[first])
             for first in self._firsts
         ]
-        return [self._question(each) for each in left if each]
+        return [self._question(each, self.devices) for each in left if each]
 
     def tell(self, event: str, **said: Any) -> None:
         """Write an event that each host knows, if this rank is its first."""
         if self.is_first_of_host:
-            write_event(self.folder / "journal.jsonl", event, **said)
+            write_event(self.journal, event, **said)
 
     # --- parts -----------------------------------------------------------------------------------
 
-    def _plan_text(self) -> str:
+    def _plan_text(self, limit_s: float) -> str:
         """The plan for the hosts that are there, or ``error`` and why there is none."""
-        if len(self.devices) == self.whole.cluster.num_devices:
-            return self.request.plan.read_text()
-        asked = self._question(self.devices)
-        if not Path(asked.path).exists():
-            from heterog.healing.planning import Planning  # seconds, so only where it is needed
-
-            planning = Planning(self.request.plan)
-            planning.capture(self.request.source_of(self.whole))
+        # Nothing was computed yet, and no accelerator, which no fork could use, is here.
+        planning = Service("heterog.healing.planning", is_forked=not has_accelerator())
+        planning.ask((self.request.plan, self.request.source_of(self.whole)))
+        self.planning, path = planning, self._file_of(self.devices)
+        if not path.exists():
+            asked = planning.ask(self._question(self.devices, self._before))
             try:
-                planning.answer(asked)
+                planning.answer_to(asked, limit_s)
             except HeterogError as error:
                 return f"error {error}"
-        return Path(asked.path).read_text()
+        return path.read_text()
 
-    def _question(self, devices: tuple[int, ...]) -> Question:
-        """The question for a plan, by what ran before."""
-        path, before = self.folder / "running.json", self._before.devices
-        if not before:
-            path, before = self.request.plan, tuple(range(self.whole.cluster.num_devices))
-        running = Choice(path=str(path), method="", devices=before)
-        return _question(self.request, self.options, self.folder, devices, running)
+    def _file_of(self, devices: tuple[int, ...]) -> Path:
+        """File of the plan for some devices; there may be none."""
+        if len(devices) == self.whole.cluster.num_devices:
+            return self.request.plan
+        return self.folder / f"left-{'-'.join(map(str, devices))}.json"
 
-
-def _question(
-    request: RunRequest,
-    options: HealOptions,
-    folder: Path,
-    devices: tuple[int, ...],
-    running: Choice,
-) -> Question:
-    return Question(
-        devices=devices,
-        budget=options.first_budget,
-        steps_left=request.num_steps,
-        restart_s=_RESTART_S,
-        running=running,
-        path=str(folder / f"left-{'-'.join(map(str, devices))}.json"),
-    )
+    def _question(self, devices: tuple[int, ...], running: tuple[int, ...]) -> Question:
+        """The question for a plan for some devices, by those that ran before."""
+        plan = Choice(path=str(self._file_of(running)), method="", devices=running)
+        return Question(
+            devices=devices,
+            budget=self.options.first_budget,
+            steps_left=self.request.num_steps,
+            restart_s=_RESTART_S,
+            running=plan,
+            path=str(self._file_of(devices)),
+        )
 
 
 def warm(path: str) -> None:
@@ -266,56 +228,44 @@ def warm(path: str) -> None:
         request, options = read_healing(Path(path))
         every = tuple(range(request.load().cluster.num_devices))
         running = Choice(path=str(request.plan), method="", devices=every)
-        asked = _question(request, options, Path(folder), every[:-1], running)
+        asked = Question(
+            devices=every[:-1],
+            budget=options.first_budget,
+            steps_left=request.num_steps,
+            restart_s=_RESTART_S,
+            running=running,
+            path=str(Path(folder, "left.json")),
+        )
         Planning(request.plan).answer(asked)
     torch.set_num_threads(num_threads)
 
 
 class TorchrunRank(HealingRank):
-    """A rank that brings prepared plans to its host."""
+    """A rank that has plans prepared if it is the first; hosts get them with parts."""
 
     def __init__(self, generation: Generation, assignment: Assignment) -> None:
-        self._generation = generation
-        self._looked_s, self._taken, self._given = 0.0, 0, 0
-        self._planning: Service | None = None
-        if generation.is_first:  # it imports and captures while ranks do
-            # Nothing was computed yet, and no accelerator, which no fork could use, is here.
-            is_forked = not has_accelerator()
-            self._planning = Service("heterog.healing.planning", is_forked=is_forked)
-            source = generation.request.source_of(generation.whole)
-            self._planning.ask((generation.request.plan, source))
-        stop = generation.folder / f"stop{generation.number}"
+        self._generation, self._planning = generation, generation.planning
+        stop = Path(assignment.stop)
         stop.unlink(missing_ok=True)  # of one that did not get as far as to train
-        on_sigterm(stop.touch)
         super().__init__(
             generation.request,
             assignment,
-            generation.folder / "journal.jsonl",
-            stop,
             store=generation.store,
             redundancy=generation.options.redundancy,
             silent_s=max(_SILENT_S, _SILENT_STEPS * (generation.whole.step_time_s or 0.0)),
         )
-        generation.note()
-        self._asked = generation.questions()
+        self._unasked = generation.questions()
+        self._ask_next()
         end_cut_links()
+        on_sigterm(stop.touch)
 
     def look(self, number: int) -> None:
-        """Publish plans that were prepared, and take those that were published."""
-        now_s = time.monotonic()
-        if now_s < self._looked_s + _LOOK_S:
-            return
-        self._looked_s = now_s
-        generation = self._generation
-        if self._planning is not None:
-            self._prepare(self._planning)
-        store = generation.store
-        if not generation.is_first_of_host:
-            return
-        while store.check([f"heterog/prepared/{self._taken}"]):
-            name, _, text = store.get(f"heterog/prepared/{self._taken}").decode().partition("\n")
-            write_atomically(generation.folder / name, text.encode())
-            self._taken += 1
+        """Take plans that were prepared, and ask for more."""
+        while self._planning is not None and (found := self._planning.next_answer()):
+            if isinstance(found[1], Choice):
+                self._give(Path(found[1].path))
+            if isinstance(found[1], Choice | HeterogError):  # and not that about the first plan
+                self._ask_next()
 
     def end(self, is_done: bool) -> None:
         """See ``HealingRank``; what is not prepared by now is not needed."""
@@ -323,26 +273,29 @@ class TorchrunRank(HealingRank):
         if self._planning is not None:
             self._planning.close()
 
-    def _prepare(self, planning: Service) -> None:
-        """Ask for plans one after another, and publish them."""
-        for _, answer in iter(planning.next_answer, None):
-            if isinstance(answer, Choice):
-                path = Path(answer.path)
-                published = f"{path.name}\n{path.read_text()}"
-                self._generation.store.set(f"heterog/prepared/{self._given}", published)
-                self._given += 1
-            if self._asked:
-                planning.ask(self._asked.pop(0), niceness=_NICENESS)
-            else:
-                planning.close()
+    def _ask_next(self) -> None:
+        """Ask for the next plan that is not there, and let other hosts have those that are."""
+        while self._planning is not None:
+            if not self._unasked:
+                self._planning.close()
                 self._planning = None
+                return
+            question = self._unasked.pop(0)
+            if not Path(question.path).exists():
+                self._planning.ask(question, niceness=_NICENESS)
+                return
+            self._give(Path(question.path))
+
+    def _give(self, plan: Path) -> None:
+        assert self._carrier is not None
+        self._carrier.further.append(plan.name)
 
 
 def measured(generation: Generation) -> dict[str, Any]:
     """What this host knows of all generations, as ``HealingJob`` has it."""
     trained, before, detect_s = Trained(), set[int](), 0.0
     cluster = generation.whole.cluster
-    for event in read_events(generation.folder / "journal.jsonl")[0]:
+    for event in read_events(generation.journal)[0]:
         at_s = float(event["at_s"])
         if event["event"] == "gave up":
             detect_s = at_s - trained.last_event_s
@@ -404,7 +357,9 @@ def heal(path: Path) -> None:
 
 def main() -> None:
     """Run as one rank; an error of the job itself ends torchrun's agent, too."""
-    signal.signal(signal.SIGTERM, lambda *_: exit_now())  # a host joins before this one trains
+    # A host may join before this one trains. It ends at once then: a handler of Python would not
+    # run while it waits for others, and torchrun waits for 30 s.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with as_rank(int(os.environ.get("RANK", "0"))):
         if len(sys.argv) != 2:

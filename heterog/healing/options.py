@@ -19,7 +19,6 @@ class HealOptions:
         search_budget: Budget of the search for a better plan meanwhile; empty for none.
         back_after_s: Seconds after a loss before a device is tried again; doubles with each
             further loss of the device. 0 never tries.
-        is_back_always: Take a device that is back in although moving costs more than it saves.
         slow_factor: Factor over its planned time, relative to the other devices, from which a
             device counts as slow; 0 turns the check off.
         most_losses: Number of losses after which the job is given up.
@@ -34,7 +33,6 @@ class HealOptions:
     first_budget: str = "3s"
     search_budget: str = "30s"
     back_after_s: float = 60.0
-    is_back_always: bool = False
     slow_factor: float = 1.5
     most_losses: int = 100
     checkpoint: str = ""

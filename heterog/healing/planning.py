@@ -4,13 +4,14 @@ It is started with the job, so that everything is imported, compiled and capture
 lost. A new question ends the search for the one before, whose answer is then the best so far.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from heterog.agents.improver import led_by, load_improver
 from heterog.agents.planners import default_methods
+from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.capture import capture_step
 from heterog.healing.busy import device_seconds
@@ -25,6 +26,7 @@ from heterog.methods.planner import (
     Planner,
     PlanResult,
     Problem,
+    Rank,
     Stop,
 )
 from heterog.pricing.calibration import cost_model_of
@@ -32,6 +34,7 @@ from heterog.pricing.cost_model import CostModel
 from heterog.runtime.measure.rehearsal import rehearsal_of
 from heterog.search.issue_order import IssuedSteps, Rehearse
 from heterog.search.judging import run_method
+from heterog.search.objective import FASTEST, Objective
 from heterog.search.plan import Plan, load_plan, make_plan, plan_from_rows
 from heterog.search.portfolio import rehearsed
 from heterog.search.request import Request, Session
@@ -103,8 +106,14 @@ class Planning:
         )
 
     def _plan(self, question: Question, evaluator: Evaluator) -> Plan:
-        """The plan that finishes the job first."""
+        """The plan with which the job ends first."""
         running = self._running(question)
+
+        def until_done_s(row: MethodRow) -> float:
+            assert row.candidate is not None
+            moving_s = self._moving_s(question, row.candidate.strategy)
+            return moving_s + question.steps_left * (row.step_time_s or 0.0)
+
         request = Request(
             graph=running.graph,
             cluster=evaluator.cluster,
@@ -112,28 +121,11 @@ class Planning:
             known=default_methods(),
             budget=Budget.parse(question.budget),
             step_barrier=running.strategy.step_barrier,
+            objective=_SoonestDone(until_done_s=until_done_s),
         )
         session = Session(stop=self._stop)
         plan = make_plan(request, session, evaluator=evaluator, rehearse=self._rehearse)
-
-        def until_done_s(row: MethodRow) -> float:
-            assert row.candidate is not None
-            assert row.step_time_s is not None
-            moving_s = self._moving_s(question, row.candidate.strategy)
-            return moving_s + question.steps_left * row.step_time_s
-
-        fitting = [row for row in plan.rows if row.step_time_s is not None and row.candidate]
-        if fitting:
-            best = min(fitting, key=until_done_s)
-            if best.method != plan.method:
-                other = replace(
-                    self._plan_of(evaluator, best),
-                    budget=plan.budget,
-                    seed=plan.seed,
-                    search_seconds=plan.search_seconds,
-                )
-                return plan if other.step_time_s is None else other
-        return plan
+        return replace(plan, objective=FASTEST)
 
     def _near(self, question: Question, evaluator: Evaluator) -> Plan:
         """The best plan near the running one that does not repeat the changes of earlier trials.
@@ -165,12 +157,12 @@ class Planning:
                 break
         else:
             raise StrategyError("no other plan is predicted to be nearly as quick")
-        return replace(
-            self._plan_of(evaluator, row),
-            budget=question.budget,
-            seed=problem.seed,
-            search_seconds=row.search_seconds,
-        )
+        issued, rows = IssuedSteps(evaluator), [row]
+        if self._rehearse is not None and not row.is_rehearsed:
+            rows = rehearsed(issued, rows, self._rehearse)
+        plan = plan_from_rows(evaluator, rows, issued=issued)
+        spent_s = row.search_seconds
+        return replace(plan, budget=question.budget, seed=problem.seed, search_seconds=spent_s)
 
     def _moving_s(self, question: Question, strategy: Strategy) -> float:
         """Seconds to change from the running plan to a strategy on what is left."""
@@ -181,14 +173,6 @@ class Planning:
             (running.strategy, question.running.devices),
             (strategy, question.devices),
         )
-
-    def _plan_of(self, evaluator: Evaluator, row: MethodRow) -> Plan:
-        """Make the plan of one row, which is played on shapes unless it was."""
-        issued = IssuedSteps(evaluator)
-        rows = [row]
-        if self._rehearse is not None and not row.is_rehearsed:
-            rows = rehearsed(issued, rows, self._rehearse)
-        return plan_from_rows(evaluator, rows, issued=issued)
 
     def _stay_step_s(self, question: Question) -> float:
         """Predicted step time of the running plan on the devices that it runs on."""
@@ -213,6 +197,21 @@ class Planning:
         if path not in self._plans:
             self._plans = {path: load_plan(path)}
         return self._plans[path]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SoonestDone(Objective):
+    """Training that ends as soon as possible.
+
+    Attributes:
+        until_done_s: Seconds until then with the plan of a row that fits, moving included.
+    """
+
+    until_done_s: Callable[[MethodRow], float]
+
+    def rank(self, cluster: Cluster) -> Rank:
+        """See ``Objective``."""
+        return lambda row: (row.overflow_bytes, self.until_done_s(row))
 
 
 class _Untried(Planner):

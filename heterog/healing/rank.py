@@ -1,8 +1,8 @@
 """What one rank of a job that heals does: load the state, train, take snapshots.
 
-    python -m heterog.healing.rank run.json assignment.json journal.jsonl stop
+    python -m heterog.healing.rank run.json assignment.json
 
-The run file says how to train, and the assignment, which comes later, with which plan.
+The run file says how to train, and the assignment with which plan.
 
 After each step the ranks agree on a few numbers (one all-reduce of 32 bytes, which is also the
 barrier): whether it is too early for a snapshot on some rank, whether the last one failed there,
@@ -23,8 +23,8 @@ from heterog.graph.capture import CapturedStep, capture_step
 from heterog.healing.busy import BusyClock, device_seconds
 from heterog.healing.carrying import RankCarrier
 from heterog.healing.elastic import all_groups, any_rank, set_silence
-from heterog.healing.exchange import Assignment, wait_for_assignment, write_event
-from heterog.healing.shelf import Shelf
+from heterog.healing.exchange import Assignment, read_assignment, write_event
+from heterog.healing.shelf import INDEX, Shelf, parts_of
 from heterog.healing.snapshots import Snapshot, SnapshotWriter, part_of
 from heterog.lowering import lower
 from heterog.runtime.accelerators import is_accelerated
@@ -52,8 +52,6 @@ class HealingRank:
     Args:
         request: How it trains.
         assignment: What the generation runs.
-        journal: Path of the event file, for who writes it.
-        stop: Path of a file whose existence asks the ranks to stop after a step.
         store: The store of ``meet``, if the ranks have met.
         redundancy: Number of other hosts to which ranks themselves copy their parts; ``None``
             where ranks need not do that.
@@ -65,15 +63,13 @@ class HealingRank:
         self,
         request: RunRequest,
         assignment: Assignment,
-        journal: Path,
-        stop: Path,
         *,
         store: Any = None,
         redundancy: int | None = None,
         silent_s: float = 0.0,
     ) -> None:
-        self._request, self._assignment, self._stop = request, assignment, stop
-        self._silent_s = silent_s
+        self._request, self._assignment, self._silent_s = request, assignment, silent_s
+        self._stop, journal = Path(assignment.stop), Path(assignment.journal)
         plan = load_plan(assignment.plan)
         self._step, workload = set_up(plan, request, store, _captured.get(journal.parent))
         self._rank = dist.get_rank()
@@ -171,15 +167,16 @@ class HealingRank:
         step, moment = self._step, self._assignment.moment
         moved = torch.zeros(2, dtype=torch.int64)
         if moment is not None:
+            names = [part.name for part in parts_of(moment)]
             if self._carrier is not None:
-                self._carrier.bring_indices(moment)
+                self._carrier.bring(f"{name}{INDEX}" for name in names)
             snapshot = Snapshot(self._shelf, moment)
             contents, where = snapshot.contents, Path("in memory")
             check_fits(step, step.model, contents, where)
             state = NewState(step, step.model, contents)
             if self._carrier is not None:
                 wanted = needed(contents, state.wanted)
-                self._carrier.bring(moment, {part_of(contents.tensors[name]) for name in wanted})
+                self._carrier.bring({names[part_of(contents.tensors[each])] for each in wanted})
             read_boxes(contents, where, state.wanted, read=snapshot.read)
             state.check_counters()
             state.take_over()
@@ -258,12 +255,10 @@ def main() -> None:
     """
     if not sys.argv[1:]:
         return
-    run_file, assignment, journal, stop = map(Path, sys.argv[1:])
+    run_file, assignment = map(Path, sys.argv[1:])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with as_rank(int(os.environ.get("RANK", "0"))):
-        request = read_request(run_file)
-        work = wait_for_assignment(assignment, request.limits.timeout_s)
-        rank = HealingRank(request, work, journal, stop)
+        rank = HealingRank(read_request(run_file), read_assignment(assignment))
         rank.end(rank.train())
     end_together()
 

@@ -87,6 +87,28 @@ class Service:
             self.has_ended = True
             return None
 
+    def answer_to(
+        self, number: int, timeout_s: float, hear: Callable[[Any], None] = lambda answer: None
+    ) -> Any:
+        """Wait for the answer to a question.
+
+        Args:
+            number: Number of the question.
+            timeout_s: Longest wait.
+            hear: Called with each answer until then.
+
+        Raises:
+            HeterogError: the question has none, or none came in time.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while found := self.next_answer(max(deadline_s - time.monotonic(), 0.0)):
+            hear(found[1])
+            if found[0] == number:
+                if isinstance(found[1], HeterogError):
+                    raise found[1]
+                return found[1]
+        raise HeterogError(f"the process {self._module} does not answer.")
+
     def close(self) -> None:
         """End the process."""
         self._asking.close()

@@ -7,8 +7,8 @@ into memory first, so that it may be deleted meanwhile.
 
     3.120.1-4           part 1 of 4 of step 120 of generation 3
     3.120.1-4.index     where its tensors are
-    3.120.1-4.new       there, and to be copied to other hosts, which was not done yet
-    3.120.1-4.wanted    a rank here waits for it, and another host has it; so for an index
+    3.120.1-4.new       empty: it is to be copied to other hosts, which was not done yet
+    3.120.1-4.wanted    empty: a rank here waits for it, and another host has it; so for an index
     lent/3.120.1-4      it, for who reads it for longer than others need it
 
 ``host`` copies parts from node to node on Ray, ``carrying`` does so under torchrun.
@@ -63,6 +63,11 @@ class Part(NamedTuple):
         """Name of its file."""
         return "{}.{}.{}-{}".format(*self.moment[:2], self.number, self.moment.num_parts)
 
+    @property
+    def files(self) -> tuple[str, str]:
+        """Names of both of its files, that which says where its tensors are first."""
+        return f"{self.name}{INDEX}", self.name
+
 
 def parts_of(moment: Moment) -> list[Part]:
     """All parts of a snapshot."""
@@ -92,8 +97,7 @@ class Shelf:
         """All parts that are here."""
         found = []
         for name in os.listdir(self.folder):
-            match = _NAME.fullmatch(name.removesuffix(NEW))
-            if match:
+            if match := _NAME.fullmatch(name):
                 generation, step, number, num_parts = map(int, match.groups())
                 found.append(Part(Moment(generation, step, num_parts), number))
         return found
@@ -138,7 +142,9 @@ class Shelf:
             }
             index = {"tensors": to_json(saved), "states": to_json(dict(states)), **about}
             write_atomically(self.folder / f"{part.name}{INDEX}", json.dumps(index).encode())
-            begun.rename(self.folder / f"{part.name}{NEW if is_new else ''}")
+            if is_new:
+                (self.folder / f"{part.name}{NEW}").touch()
+            begun.rename(self.folder / part.name)
         except OSError:
             begun.unlink(missing_ok=True)
             raise
@@ -157,9 +163,9 @@ class Shelf:
             parts = self.parts()
             found = moment or newest_complete([parts])
             try:
-                for name in [part.name for part in parts if part.moment == found]:
-                    os.link(self._path(name), lent / name)
-                    os.link(self._path(f"{name}{INDEX}"), lent / f"{name}{INDEX}")
+                for part in parts:
+                    for name in part.files if part.moment == found else ():
+                        os.link(self._path(name), lent / name)
             except FileNotFoundError:  # it was deleted meanwhile, for a newer one
                 continue
             return lent, found
@@ -184,7 +190,7 @@ class Shelf:
         return self._path(f"{name}{INDEX}").read_text()
 
     def content(self, name: str) -> mmap.mmap | bytearray:
-        """The tensors of a part that is here, mapped into memory."""
+        """A file of a part that is here, mapped into memory."""
         with self._path(name).open("rb") as file:
             empty = not os.fstat(file.fileno()).st_size
             return bytearray() if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -207,8 +213,8 @@ class Shelf:
             is_over = not wanted.exists() or time.monotonic() > deadline_s
 
     def _path(self, name: str) -> Path:
-        places = self.folder / name, self.folder / f"{name}{NEW}", self.folder / "lent" / name
-        return next((path for path in places if path.exists()), places[0])
+        own = self.folder / name
+        return own if own.exists() else self.folder / "lent" / name
 
 
 def _copy(entry: Entry, room: mmap.mmap | None, begin: int, number: int) -> SavedTensor:

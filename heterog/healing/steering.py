@@ -27,7 +27,7 @@ from heterog.healing.service import Service
 from heterog.units import format_seconds
 
 _MOST_PREPARED = 8
-"""Number of losses of one device that are planned for in advance."""
+"""Number of losses, of one device or of one host, that are planned for in advance."""
 _LOOKS = 3
 """Number of consecutive reports in which a device has to be slow, or quick again. It doubles with
 each decision about the device, so that one that changes often does not always change the plan."""
@@ -187,16 +187,10 @@ class Steering:
             return self._wait_for(number, timeout_s)
 
     def _wait_for(self, number: int, timeout_s: float) -> Choice:
-        """Wait for the answer to a question."""
-        deadline_s = time.monotonic() + timeout_s
-        while found := self._service.next_answer(max(deadline_s - time.monotonic(), 0.0)):
-            self._note_setup(found[1])
-            if found[0] == number:
-                if isinstance(found[1], HeterogError):
-                    raise found[1]
-                assert isinstance(found[1], Choice)
-                return found[1]
-        raise HeterogError("the process that plans for what is left does not answer.")
+        """Wait for the plan that a question asks for."""
+        found = self._service.answer_to(number, timeout_s, self._note_setup)
+        assert isinstance(found, Choice)
+        return found
 
     # --- while all is well -----------------------------------------------------------------------
 
@@ -219,11 +213,10 @@ class Steering:
         self._quiet_s.clear()
         self._num_quiet = 0
         self._ratios.clear()
-        self._queue = []
-        for device in self.running.devices[:_MOST_PREPARED]:
-            left = self.without([device])
-            if left and left not in self._prepared:
-                self._queue.append(_Queued("prepared", self._question(left)))
+        losses = [self.without(self._crew.lost_with(each)) for each in self.running.devices]
+        left = [each for each in dict.fromkeys(losses) if each and each not in self._prepared]
+        ahead = left[:_MOST_PREPARED]
+        self._queue = [_Queued("prepared", self._question(each)) for each in ahead]
         if kind in ("lost", "leaving") and (budget := self._options.search_budget):
             question = self._question(self.without(), methods=_AUTO, budget=budget)
             self._queue.append(_Queued("better", question))
@@ -411,9 +404,7 @@ class Steering:
                 return self._try(answer)
             case "better":
                 return self._if_it_pays(answer, kind, f"{answer.method} found a better plan")
-            case "back" if not self._options.is_back_always:
-                return self._if_it_pays(answer, kind, why)
-            case "quick":
+            case "back" | "quick":
                 return self._if_it_pays(answer, kind, why)
             case _:
                 return PlanChange(answer, kind, why)

@@ -138,6 +138,7 @@ def steered(prompt: Prompt, said: list[str], **options: Any) -> Steering:
     running = Choice(path="first.json", method="given", devices=(0, 1, 2))
     crew = mock.Mock(
         is_here=lambda device: True,
+        lost_with=lambda device: [device],
         is_leaving=lambda device: False,
         is_silent=lambda device: False,
     )
@@ -341,6 +342,13 @@ def test_a_device_that_does_not_answer_is_planned_without_first() -> None:
     assert waiting() == [(1,), (0,)]
     steering.look()
     assert waiting() == [(0,)], "it was prepared"
+
+
+def test_the_loss_of_a_host_is_planned_for_once_whatever_devices_it_has() -> None:
+    steering = steered(Prompt({}, stay_step_s=2.0), [], search_budget="")
+    crew_of(steering).lost_with = lambda device: [0, 1] if device < 2 else [2]
+    steering.begin_generation(None, "first")
+    assert [lost(each.question.devices) for each in steering._queue] == [(0, 1), (2,)]
 
 
 def test_a_device_that_is_known_to_be_slow_is_not_the_measure_of_the_others() -> None:
