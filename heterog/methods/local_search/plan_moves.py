@@ -51,13 +51,10 @@ class PlanMoves:
 
     Args:
         neighbours: The search's small moves, whose candidates, generator and rules are used.
-
-    Attributes:
-        rng: The search's generator.
     """
 
     def __init__(self, neighbours: Neighbours) -> None:
-        self._near, self._space, self.rng = neighbours, neighbours.space, neighbours.rng
+        self._near, self._space = neighbours, neighbours.space
         self._evaluator = evaluator = neighbours.problem.evaluator
         self._cluster, self._graph = evaluator.cluster, evaluator.graph
         self._num_groups = neighbours.num_groups
@@ -87,6 +84,11 @@ class PlanMoves:
             MoveKind.PIPELINING: self._pipelined,
             MoveKind.SHARDED: self._sharded,
         }
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """The search's generator, which environments exchange."""
+        return self._near.rng
 
     def move(self, state: State, busy_s: FloatArray) -> Move:
         """Draw a move.
