@@ -28,6 +28,7 @@ from heterog.methods.planner import (
     Problem,
     Spending,
 )
+from heterog.methods.teams import has_only_places
 
 SHARPNESS = 8.0
 """Weight of the logarithm of seconds in a score: a draft that is a tenth slower is half as
@@ -211,8 +212,8 @@ class Beginnings:
 class DraftAgent(Planner):
     """Answers with the best of some drafts and of a problem's seeds, finished by a local search.
 
-    It uses up a budget in seconds; under one in evaluations, the search makes a few moves. A step
-    of one sample has no shares or micro-batches to draft: there it is all search.
+    It uses up a budget in seconds; under one in evaluations, the search makes a few moves. Where
+    there is nothing to divide, there is nothing to draft: all of it is search.
 
     Args:
         lead: Function that makes the moves of the local search.
@@ -241,7 +242,7 @@ class DraftAgent(Planner):
         spending = problem.spend()
         search = Search(problem, self._lead)
         with spending.limits():
-            if problem.evaluator.graph.batch_size > 1:
+            if not has_only_places(problem.evaluator.graph):
                 self._draft(search, problem, spending)
                 search.is_seeded = True
             if (budget := _rest(problem, spending)) is not None:
@@ -273,7 +274,7 @@ def _rest(problem: Problem, spending: Spending) -> Budget | None:
         return Budget(seconds=left_s) if left_s > 0.0 else None
     assert problem.budget.evaluations is not None
     left = problem.budget.evaluations - spending.evaluations
-    if problem.evaluator.graph.batch_size > 1:
+    if not has_only_places(problem.evaluator.graph):
         left = min(left, MOST_TASKS // max(problem.evaluator.num_tasks, 1), NUM_MOVES)
     return Budget(evaluations=left) if left >= LEAST_MOVES else None
 

@@ -35,6 +35,7 @@ from heterog.agents.proposals import (
 from heterog.methods.local_search.planner import Lead, LocalSearch
 from heterog.methods.planner import Budget, Candidate, Planner, PlanResult, Problem
 from heterog.methods.registry import Methods, built_in_methods
+from heterog.methods.teams import has_only_places
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.evaluator import Evaluator
 
@@ -48,7 +49,7 @@ NUM_PROPOSALS = 256
 MOST_DEVICES = 1024
 """An answer for 836 takes about ten seconds."""
 ROWS_PART = 0.25
-"""Part of the budget for draws if the step has one sample."""
+"""Part of the budget for draws if there is nothing to divide."""
 LEAST_FOR_DRAFTS, LEAST_DRAFTS_S = 64, 0.1
 """Fewest remaining evaluations, and seconds, with which drafts are tried, too."""
 ANSWER_LIMITS = ((16, 0.95), (64, 1.95), (1024, 4.95))
@@ -286,7 +287,7 @@ class AgentSearch(_AsksPolicy):
         found = ask(self.policy, asked)
         problem.memory[_HAS_ASKED] = found.is_whole
         drafted = _NO_DRAFTS
-        if not problem.seeds and problem.evaluator.graph.batch_size > 1:
+        if not problem.seeds and not has_only_places(problem.evaluator.graph):
             rest = _left(problem.budget, found.num_evaluations, spending.seconds)
             budget = drafts_budget(rest.part(0.5), problem.evaluator.cluster.num_devices)
             drafted = _drafted(replace(problem, budget=budget), self._lead)
@@ -328,8 +329,8 @@ def _best(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
 
 
 def _rows_part(problem: Problem, whole: float = 1.0) -> float:
-    """Part of the budget for draws: a step of one sample has only places, for moves to decide."""
-    return ROWS_PART if problem.evaluator.graph.batch_size == 1 else whole
+    """Part of the budget for draws: where there are only places, moves decide these better."""
+    return ROWS_PART if has_only_places(problem.evaluator.graph) else whole
 
 
 def _drafted(problem: Problem, lead: NewLead) -> PlanResult:

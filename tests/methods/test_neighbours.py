@@ -214,7 +214,7 @@ def test_what_a_search_hands_over_is_what_it_scored() -> None:
         assert again.rules in ((), search.rules.of_teams)
 
 
-def test_a_step_of_one_sample_changes_devices_at_the_edges_of_blocks() -> None:
+def test_where_nothing_is_divided_devices_change_at_the_edges_of_blocks() -> None:
     graph, devices = tiled("tiled_ffn", nodes_of("tiled_ffn")), equal_devices(4)
     search = Search(Problem(evaluator=Evaluator(graph, devices), budget=Budget(evaluations=9)))
     state, changed = search.everywhere(0), 0
@@ -234,7 +234,7 @@ def test_a_step_of_one_sample_changes_devices_at_the_edges_of_blocks() -> None:
     ]
 
 
-def test_a_step_of_one_sample_is_spread_over_devices() -> None:
+def test_what_cannot_be_divided_is_spread_over_devices() -> None:
     graph, devices = tiled("tiled_ffn", nodes_of("tiled_ffn")), equal_devices(4)
     evaluator = Evaluator(graph, devices)
     search = Search(Problem(evaluator=evaluator, budget=Budget(evaluations=150)))

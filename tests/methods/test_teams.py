@@ -4,12 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from heterog.agents.benchmark.tiles import graph_of as tiled
+from heterog.agents.benchmark.tiles import nodes_of
 from heterog.cluster import Cluster
 from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.pipeline import PipelineSearch, _Enumeration, _Point
 from heterog.methods.planner import Budget, Problem
 from heterog.methods.teams import (
     apart,
+    has_only_places,
     has_teams,
     host_teams,
     in_teams,
@@ -72,6 +75,13 @@ def test_a_model_with_nothing_to_share_has_no_teams() -> None:
     assert rules is not None
     assert team_sizes(UNLIKE, rules) == [4, 2]
     assert team_sizes(cluster_of((1.0, ["T4"]), (1.0, ["T4"])), rules) == []
+
+
+def test_a_step_has_only_places_if_neither_samples_nor_ops_are_divided() -> None:
+    tiles = tiled("tiled_ffn", nodes_of("tiled_ffn"))
+    assert has_only_places(tiles)
+    assert not has_only_places(replace(tiles, batch_size=2))
+    assert not has_only_places(replace(GRAPH, batch_size=1))  # its matrix products are
 
 
 def test_rules_of_teams_of_one_device_say_nothing() -> None:

@@ -29,6 +29,7 @@ from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.teams import (
     apart,
     has_one_owner,
+    has_only_places,
     has_teams,
     host_teams,
     in_teams,
@@ -53,7 +54,7 @@ _TEAMED = 0.1  # part of all moves, if teams may pay
 _BY_STAGE = 0.5  # part of the changes to recomputation that set whole layers of a run
 _OTHER_LEVEL = 0.3  # part of the changes to synchronisation under ZeRO that change its stage
 _PROPOSED = 0.4  # part of the changes to groups, if a policy has proposed some
-_PLACED = 0.9  # part of the moves of a step of one sample that give blocks other places
+_PLACED = 0.9  # part of the moves that give blocks other places, if there are only places
 _BLOCKS_PLACED = 4.0  # mean number of these blocks, which lie in a row
 
 
@@ -163,7 +164,7 @@ class Neighbours:
         graph = problem.evaluator.graph
         self.alike = alike_groups(graph)
         self.num_groups = len(self.alike)
-        self._block_starts = block_starts(graph) if graph.batch_size == 1 else None
+        self._block_starts = block_starts(graph) if has_only_places(graph) else None
         self._places = [n for n, each in enumerate(space.candidates) if len(each.devices) == 1]
         self.team_sizes = team_sizes(space.cluster, rules_of_model(graph))
         self._kinds = kinds_worth_trying(graph)
