@@ -240,25 +240,6 @@ def dragged(seconds: float, window: float, share: float) -> float:
     return seconds + share * window
 
 
-@helper
-def _start(
-    task: int, device: int, now: float, timings: Timings, work: Workspace, channels: ChannelPrices
-) -> float:
-    """Start a compute task on a device; returns its end."""
-    work.left[device] -= timings.seconds[task]
-    timings.start[task] = now
-    if channels.has_drag:
-        timings.seconds[task] = dragged(
-            timings.seconds[task] + work.debt[device],
-            work.drag_until[device] - now,
-            work.drag_share[device],
-        )
-        work.debt[device] = 0.0
-    end: float = now + timings.seconds[task]
-    timings.finish[task] = end
-    return end
-
-
 def simulate(
     tape: Tape, prices: Prices, timings: Timings, num_devices: int, order: int, limit_s: float
 ) -> tuple[float, int]:
@@ -345,7 +326,10 @@ def _simulate_kernel(
                 base, size = timings.queue_start[queue], timings.queue_size[queue]
                 sift_up(priority, items, base, size, task)
                 timings.queue_size[queue] = size + 1
-                num_candidates = touch(queue, candidate, is_candidate, num_candidates)
+                if not is_candidate[queue]:
+                    is_candidate[queue] = True
+                    candidate[num_candidates] = queue
+                    num_candidates += 1
             else:
                 device = tape.tasks[task].device
                 if kind >= FIRST_FREE_KIND:
@@ -383,10 +367,20 @@ def _simulate_kernel(
                     break
                 if time + rank[task] > limit_s:
                     return time + rank[task], GIVEN_UP
+                left[device] -= timings.seconds[task]
                 position[picked] += 1
                 timings.sequence[ran[device]] = task
                 ran[device] += 1
-                time = _start(task, device, time, timings, work, channels)
+                timings.start[task] = time
+                if channels.has_drag:
+                    timings.seconds[task] = dragged(
+                        timings.seconds[task] + debt[device],
+                        drag_until[device] - time,
+                        drag_share[device],
+                    )
+                    debt[device] = 0.0
+                time += timings.seconds[task]
+                timings.finish[task] = time
                 if steps_alone or not timings.is_local[task]:
                     event = 2 * task
                     break
@@ -406,7 +400,17 @@ def _simulate_kernel(
                 )
                 if now + rank[task] > limit_s:
                     return now + rank[task], GIVEN_UP
-                time = _start(task, device, now, timings, work, channels)
+                left[device] -= timings.seconds[task]
+                timings.start[task] = now
+                if channels.has_drag:
+                    timings.seconds[task] = dragged(
+                        timings.seconds[task] + debt[device],
+                        drag_until[device] - now,
+                        drag_share[device],
+                    )
+                    debt[device] = 0.0
+                time = now + timings.seconds[task]
+                timings.finish[task] = time
                 timings.events[num_events] = 2 * task
                 num_events += 1
                 event = 2 * task
@@ -530,8 +534,10 @@ def _simulate_kernel(
                     if channels.is_collective[released]:
                         queue = channels.queue[released]
                         is_held[queue] = False
-                        if timings.queue_size[queue] > 0:
-                            num_candidates = touch(queue, candidate, is_candidate, num_candidates)
+                        if timings.queue_size[queue] > 0 and not is_candidate[queue]:
+                            is_candidate[queue] = True
+                            candidate[num_candidates] = queue
+                            num_candidates += 1
                 device = tape.tasks[task].device
                 for edge in range(
                     timings.successor_start[task], timings.successor_start[task + 1]
@@ -558,8 +564,10 @@ def _simulate_kernel(
                         channels.gated_start[resource], channels.gated_start[resource + 1]
                     ):
                         queue = channels.gated_queue[user]
-                        if timings.queue_size[queue] > 0:
-                            num_candidates = touch(queue, candidate, is_candidate, num_candidates)
+                        if timings.queue_size[queue] > 0 and not is_candidate[queue]:
+                            is_candidate[queue] = True
+                            candidate[num_candidates] = queue
+                            num_candidates += 1
     timings.events[num_events] = -1
     return now, done
 
