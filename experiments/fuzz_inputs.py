@@ -122,6 +122,7 @@ def work(
             detail = traceback.format_exc()
             verdicts.send(Verdict(kind=kind.name, change="", outcome="not made", detail=detail))
             continue
+        verdicts.send(Verdict(kind=kind.name, change=change, outcome=BEGUN))
         signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
         signal.setitimer(signal.ITIMER_REAL, 6.0 * LIMIT_S)
         found = judge(kind, path, change)
@@ -177,6 +178,8 @@ def _run_worker(kinds: tuple[Kind, ...], cases: range, seed: int, folder: Path) 
         outcome = "hang"
         worker.kill()
     worker.join()
+    if not found:
+        raise SystemExit(f"a worker ended before its first case, with status {worker.exitcode}")
     if found[-1].outcome == BEGUN:
         detail = f"ended with status {worker.exitcode}"
         found[-1] = replace(found[-1], outcome=outcome, detail=detail)
@@ -217,6 +220,8 @@ def main() -> None:
             for each in failures[: arguments.show]
         ],
     }
+    for each in failures[: arguments.show] if not arguments.json else ():
+        print(each.kind, each.change, each.outcome, each.detail)
     finish(arguments, document)
     sys.exit(1 if failures else 0)
 

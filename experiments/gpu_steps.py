@@ -148,7 +148,6 @@ def measure_both(case: Case) -> Iterator[dict[str, Any]]:
     torch.cuda.empty_cache()
     step.loss = step.eager_loss
     yield measured_step(step)
-    torch._dynamo.reset()
 
 
 def measured_step(step: Step, execution: str = "eager") -> dict[str, Any]:
@@ -251,6 +250,7 @@ def measured(
             yield from rows_of(case)
         except Exception as error:  # one case that fails must not cost the others
             yield {**case._asdict(), **_environment(), "error": repr(error)[:500]}
+        torch._dynamo.reset()
 
 
 def main() -> None:

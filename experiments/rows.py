@@ -78,12 +78,13 @@ def finish(
     document: Mapping[str, Any],
     lines: Iterable[object] | None = None,
 ) -> None:
-    """Print the document if JSON is asked for, else lines: by default its first list in words."""
+    """Print the document if JSON is asked for, else lines: by default its first rows in words."""
     if asked.json:
         lines = [json.dumps(document, indent=1)]
     if lines is None:
-        rows = next((each for each in document.values() if isinstance(each, list)), [])
-        lines = map(in_words, [*rows, document])
+        lists = (each for each in document.values() if isinstance(each, list))
+        rows = next((each for each in lists if each and isinstance(each[0], Mapping)), [])
+        lines = filter(None, map(in_words, [*rows, document]))
     for line in lines:
         print(line)
 

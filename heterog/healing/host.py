@@ -202,6 +202,8 @@ class Carrier:
 
     def _send(self, path: Path) -> None:
         files = f"{path.stem}{INDEX}", path.stem
+        if not path.with_suffix("").exists():
+            return  # its rank is about to name it so, or has ended before that
         held = 0
         for actor in self._others:
             if held == self._redundancy:

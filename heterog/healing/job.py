@@ -222,8 +222,11 @@ class HealingJob:
         """
         moment = None
         if self.generation:
-            moment = self._newest()
-            self._choose()
+            try:
+                moment = self._newest()
+                self._choose()
+            except (OSError, RuntimeError, ValueError) as error:
+                raise HeterogError(str(error)) from error
         running = self.steering.running
         self.trained.planned(running.method, len(running.devices), time.monotonic())
         return Assignment(

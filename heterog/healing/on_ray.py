@@ -10,6 +10,7 @@ that started it is lost, and the same command watches it again. Ctrl-C ends the 
 import hashlib
 import os
 import pickle
+import shutil
 import threading
 import time
 import uuid
@@ -214,6 +215,7 @@ class _Leader:
 
     def __init__(self, name: str, request: RunRequest, plan: bytes, options: HealOptions) -> None:
         self._said = _JobStatus(uuid.uuid4().hex)
+        self._folder: Path | None = None
         given = name, request, plan, options
         threading.Thread(target=self._lead, args=given, daemon=True).start()
 
@@ -221,12 +223,18 @@ class _Leader:
         """How it goes."""
         return self._said
 
+    def clear(self) -> None:
+        """Remove the job's files: who is killed does not, and Ray kills its processes, too."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
     def _lead(self, name: str, request: RunRequest, plan: bytes, options: HealOptions) -> None:
         ray = connect_to_ray()[0]
         if not os.environ.get("RAY_REDIS_ADDRESS"):  # of the head, where this actor is
             self._say(lines=(*self._said.lines, _HEAD_IS_NEEDED))
         try:
             with temporary_folder() as folder:
+                self._folder = folder
                 here = replace(request, plan=folder / "plan.json")
                 write_atomically(here.plan, plan)
                 job = HealingJob(
@@ -286,6 +294,8 @@ def heal_on_ray(
         try:
             return _watch(ray, leader, progress, say)
         except KeyboardInterrupt:
+            with suppress(ray.exceptions.RayError):
+                ray.get(leader.clear.remote(), timeout=SILENT_S)
             ray.kill(leader)
             end_job(ray, name, plan.cluster.num_hosts)
             raise

@@ -185,11 +185,12 @@ class Generation:
         """The plan for the hosts that are there, or ``error`` and why there is none."""
         # Nothing was computed yet, and no accelerator, which no fork could use, is here.
         planning = Service("heterog.healing.planning", is_forked=not has_accelerator())
-        planning.ask((self.request.plan, self.request.source_of(self.whole)))
+        read = planning.ask((self.request.plan, self.request.source_of(self.whole)))
         self.planning, path = planning, self._file_of(self.devices)
         if not path.exists():
             asked = planning.ask(self._question(self.devices, self._before))
             try:
+                planning.answer_to(read, limit_s)
                 planning.answer_to(asked, limit_s)
             except HeterogError as error:
                 return f"error {error}"
@@ -262,9 +263,10 @@ class TorchrunRank(HealingRank):
     def look(self, number: int) -> None:
         """Take plans that were prepared, and ask for more."""
         while self._planning is not None and (found := self._planning.next_answer()):
-            if isinstance(found[1], Choice):
-                self._give(Path(found[1].path))
-            if isinstance(found[1], Choice | HeterogError):  # and not that about the first plan
+            question, answer = found
+            if isinstance(answer, Choice):
+                self._give(Path(answer.path))
+            if question > 1:  # the first was to read the plan
                 self._ask_next()
 
     def end(self, is_done: bool) -> None:

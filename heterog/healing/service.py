@@ -172,5 +172,7 @@ def _answer(answer: Callable[[Any], Any], question: Any, niceness: int) -> Any:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     try:
         return answer(question)
-    except (HeterogError, OSError, RuntimeError, ValueError) as error:
+    except HeterogError as error:
+        return HeterogError(str(error))
+    except (OSError, RuntimeError, ValueError) as error:
         return HeterogError(f"{type(error).__name__}: {error}")
