@@ -177,6 +177,8 @@ _REFUSES_EMPTY = (
         "_upsample",
         "reflection_pad",
         "replication_pad",
+        "max_unpool",
+        "_fft",
         "_weight_norm_interface",
     ),
 )
@@ -396,6 +398,7 @@ _SPECIAL_ELEMENTWISE = {
     "_prelu_kernel_backward.default",
     "gelu.default",
     "gelu_backward.default",
+    "polygamma.default",
 }
 
 
@@ -409,6 +412,7 @@ def all_samples() -> dict[str, list[Sample]]:
         more_elementwise,
         view_calls,
         matmul_calls,
+        matrix_calls,
         spatial_calls,
         norm_calls,
         reduction_calls,
@@ -452,6 +456,10 @@ def more_elementwise(make: Make) -> Iterator[Call]:
     for kind in ("left", "right"):
         yield f"bitwise_{kind}_shift.Tensor_Scalar", whole, 1
     yield "bucketize.Tensor", x, make.real(6).sort().values
+    yield "isin.Tensor_Tensor", whole, make.below(9, 5)
+    yield "polygamma.default", 1, x
+    yield "lerp.Tensor", x, y, make.real(3, 6)
+    yield "complex.default", x, y
     yield "_to_copy.default", x, {"dtype": torch.float32}
     yield "_to_copy.default", 10 * x, {"dtype": torch.int64}
     yield "_to_copy.default", whole, {"dtype": torch.float64}
@@ -533,6 +541,13 @@ def view_calls(make: Make) -> Iterator[Call]:
     yield "select_scatter.default", x, make.real(5, 4), 1, 3
     yield "diagonal.default", square, 1, 1, 2
     yield "diagonal.default", square, 0, 2, 0
+    yield "diagonal_backward.default", make.real(5, 5), (5, 6, 6), 1, 1, 2
+    yield "diagonal_backward.default", make.real(6, 5), (5, 6, 6), 0, 2, 0
+    yield "diag_embed.default", x
+    yield "diag_embed.default", x, 1, 0, 2
+    yield "rot90.default", x, 1, (1, 2)
+    yield "unfold_backward.default", make.real(5, 2, 4, 3), (5, 6, 4), 1, 3, 2
+    yield "channel_shuffle.default", make.real(5, 6, 2, 3), 2
     yield "unfold.default", x, 1, 3, 2
     yield "view_as_real.default", torch.complex(x, x)
     yield "view_as_complex.default", make.real(5, 6, 2)
@@ -556,6 +571,40 @@ def matmul_calls(make: Make) -> Iterator[Call]:
     yield "baddbmm.default", make.real(5, 1, 3), c, d
     yield "linear.default", make.real(5, 6, 4), make.real(3, 4), make.real(3)
     yield "linear.default", make.real(5, 6, 4), make.real(3, 4)
+
+
+def matrix_calls(make: Make) -> Iterator[Call]:
+    """Distances, Fourier transforms, and ops on each matrix of a batch."""
+    one, other = make.real(5, 6, 4), make.real(5, 3, 4)
+    yield "_cdist_forward.default", one, other, 2.0, None
+    yield "_cdist_forward.default", one[0], other[0], 1.0, None
+    between = aten._cdist_forward(one, other, 2.0, None)
+    yield "_cdist_backward.default", make.real(5, 6, 3), one, other, 2.0, between
+    yield "linalg_cross.default", make.real(5, 3, 6), make.real(5, 3, 6), {"dim": 1}
+    yield "linalg_cross.default", make.real(1, 6, 3), make.real(5, 6, 3)
+    left, right, weight = make.real(5, 4), make.real(5, 3), make.real(6, 4, 3)
+    yield "_trilinear.default", left, weight, right, [1, 3], [0], [1, 2], [2, 3]
+    yield "_trilinear.default", one, one, one, [], [], [], [1]
+    signal = make.real(5, 6, 4)
+    spectrum = aten._fft_r2c(signal, [1], 0, True)
+    yield "_fft_r2c.default", signal, [1], 0, True
+    yield "_fft_r2c.default", signal, [0, 2], 2, False
+    yield "_fft_c2r.default", spectrum, [1], 2, 6
+    yield "_fft_c2c.default", spectrum, [2], 0, True
+    matrix = make.real(5, 2, 4, 4) + 4 * torch.eye(4)
+    symmetric, columns = matrix @ matrix.mT, make.real(5, 2, 4, 3)
+    for kind in ("linalg_inv_ex", "linalg_lu_factor_ex", "_linalg_det", "_linalg_slogdet"):
+        yield f"{kind}.default", matrix
+    for kind in ("linalg_eig", "linalg_qr", "_linalg_svd", "linalg_matrix_exp"):
+        yield f"{kind}.default", matrix
+    for kind in ("linalg_cholesky_ex", "_linalg_eigh", "cholesky_inverse"):
+        yield f"{kind}.default", symmetric
+    yield "linalg_pinv.atol_rtol_tensor", matrix
+    yield "_linalg_solve_ex.default", matrix, columns
+    yield "_linalg_solve_ex.default", matrix[:, 0], columns[:, 0, :, 0]
+    yield "_linalg_solve_ex.default", matrix, columns[0, 0]
+    yield "linalg_solve_triangular.default", matrix, columns, {"upper": True}
+    yield "cholesky_solve.default", columns, symmetric
 
 
 def spatial_calls(make: Make) -> Iterator[Call]:
@@ -631,6 +680,26 @@ def spatial_calls(make: Make) -> Iterator[Call]:
     grid, sampled = make.real(5, 6, 3, 2), make.real(5, 4, 6, 3)
     yield "grid_sampler_2d.default", image, grid, 0, 0, False
     yield "grid_sampler_2d_backward.default", sampled, image, grid, 0, 0, False, [True, True]
+    points, taken = make.real(5, 2, 3, 3, 3), make.real(5, 4, 2, 3, 3)
+    yield "grid_sampler_3d.default", video, points, 0, 0, False
+    yield "grid_sampler_3d_backward.default", taken, video, points, 0, 0, False, [True, True]
+    large = make.real(5, 4, 6, 6, 6)
+    for name, corners in (
+        ("upsample_nearest3d", ()),
+        ("_upsample_nearest_exact3d", ()),
+        ("upsample_trilinear3d", (False,)),
+    ):
+        yield f"{name}.default", video, [6, 6, 6], *corners
+        yield f"{name}_backward.default", large, [6, 6, 6], [5, 4, 4, 4, 4], *corners
+    for name in ("reflection_pad3d", "replication_pad3d"):
+        yield f"{name}.default", video, [1] * 6
+        yield f"{name}_backward.default", large, video, [1] * 6
+    yield "replication_pad1d.default", make.real(5, 4, 7), [1, 1]
+    yield "replication_pad1d_backward.default", make.real(5, 4, 9), make.real(5, 4, 7), [1, 1]
+    yield "_upsample_nearest_exact1d.default", make.real(5, 4, 7), [9]
+    yield "_upsample_nearest_exact1d_backward.default", make.real(5, 4, 9), [9], [5, 4, 7]
+    yield "max_unpool2d.default", out, indices, [7, 7]
+    yield "max_unpool3d.default", small, where, [4, 4, 4], [2, 2, 2], [0, 0, 0]
     yield "reflection_pad1d.default", make.real(5, 4, 7), [1, 1]
     yield "reflection_pad1d_backward.default", make.real(5, 4, 9), make.real(5, 4, 7), [1, 1]
 
@@ -701,6 +770,13 @@ def reduction_calls(make: Make) -> Iterator[Call]:
     yield "logsumexp.default", x, (1,)
     yield "linalg_vector_norm.default", x, 2, (1,)
     yield "linalg_vector_norm.default", x
+    yield "norm.ScalarOpt_dim", x, 2, [1], True
+    yield "norm.ScalarOpt_dim", x, None, [0, 2]
+    yield "nanmedian.dim", x, 1
+    yield "median.default", x
+    yield "aminmax.default", x, {"dim": 1}
+    yield "aminmax.default", x
+    yield "renorm.default", x, 2, 1, 0.5
     for kind in ("var", "std", "var_mean", "std_mean"):
         yield f"{kind}.correction", x, (1,), {"correction": 1, "keepdim": True}
         yield f"{kind}.correction", x
@@ -786,6 +862,7 @@ def indexing_calls(make: Make) -> Iterator[Call]:
     few = make.below(6, 3)
     yield "index_select.default", x, 1, few
     yield "index_add.default", x, 1, few, source, {"alpha": 2}
+    yield "index_reduce.default", x, 1, few, source, "amax"
     for kind in ("index.Tensor", "_unsafe_index.Tensor"):
         yield kind, x, (None, few)
         yield kind, x, (make.below(5, 2, 3), make.below(6, 3))
@@ -806,6 +883,12 @@ def indexing_calls(make: Make) -> Iterator[Call]:
     yield "_unique2.default", tokens
     yield "unique_dim.default", tokens, 0
     yield "searchsorted.Tensor", make.real(6).sort().values, x
+    yield "_pdist_forward.default", make.real(5, 4)
+    yield "_pdist_backward.default", make.real(10), make.real(5, 4), 2.0, make.real(10)
+    yield "histc.default", x
+    yield "take.default", x, few
+    yield "put.default", make.real(9), few, make.real(*few.shape)
+    yield "block_diag.default", [make.real(5, 4), make.real(3, 2)]
     yield "repeat_interleave.Tensor", make.below(3, 5)
 
 
@@ -1155,7 +1238,7 @@ def test_grouped_query_attention_splits_by_heads_of_keys() -> None:
 
 
 def test_an_unknown_op_has_no_rule() -> None:
-    call = OpCall(kind="_linalg_svd.default", args={}, inputs=(), outputs=())
+    call = OpCall(kind="_nested_view.default", args={}, inputs=(), outputs=())
     assert propagate(call, (), 4) is None
     assert legal_rules(call, 4) == ()
 
@@ -1224,6 +1307,7 @@ _KNOWN_DIFFERENCES = {
     "native_batch_norm_backward": "as native_batch_norm",
     "grid_sampler_2d": "DTensor splits the batch only; the grid samples every channel alike",
     "grid_sampler_2d_backward": "as grid_sampler_2d",
+    "linalg_cross": "DTensor does not broadcast",
     "embedding": "their partial sums are of a kind of their own, with a mask",
     "index_put": "DTensor does not use that accumulation is a sum over the values",
     "_index_put_impl_": "as index_put",

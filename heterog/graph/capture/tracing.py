@@ -471,6 +471,7 @@ def trace(
         flat = [value for value in flat if isinstance(value, Tensor)]
         _drop_unused_placeholders(raw)
         _drop_ranges_of_profilers(raw.graph)
+        _conjugate_numbers(raw.graph)
         annotate_backward(raw.graph)
         if _mutates(raw.graph):
             # fx.Interpreter keeps the node metadata in the second trace; calling the module would
@@ -518,6 +519,19 @@ def _drop_ranges_of_profilers(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):  # the end of a range reads its beginning
         if getattr(node.target, "namespace", "") == "profiler":
             graph.erase_node(node)
+
+
+def _conjugate_numbers(graph: fx.Graph) -> None:
+    """Conjugate complex numbers of Python, as gradients of products do; no kernel takes them."""
+    numbers = {
+        node: node.args[0].conjugate()
+        for node in graph.nodes
+        if node.target is torch.ops.aten._conj.default and isinstance(node.args[0], complex)
+    }
+    for reader in {reader: None for node in numbers for reader in node.users}:
+        reader.args = fx.map_arg(reader.args, lambda each: numbers.get(each, each))
+    for node in numbers:
+        graph.erase_node(node)
 
 
 def _interpret(module: fx.GraphModule) -> Callable[..., Any]:

@@ -97,6 +97,13 @@ def _index_add(call: OpCall) -> list[Axis]:
     return axes
 
 
+@splits("index_reduce.default")
+def _index_reduce(call: OpCall) -> list[Axis]:
+    rank = len(shape_of(call, "self"))
+    along = dimension(call, "dim", rank)
+    return [axis(call, (d,), self=d, source=d) for d in range(rank) if d != along]
+
+
 @splits("index.Tensor", "_unsafe_index.Tensor", linear=[("self",)])
 def _index(call: OpCall) -> list[Axis]:
     return [
@@ -234,6 +241,8 @@ def _indexed_dims(call: OpCall) -> list[tuple[int, Entry, tuple[Entry, ...]]]:
 @splits(
     *("nonzero.default", "masked_select.default", "masked_scatter.default", "bincount.default"),
     *("_unique2.default", "unique_dim.default", "searchsorted.Tensor", "repeat_interleave.Tensor"),
+    *("_pdist_forward.default", "_pdist_backward.default", "histc.default", "take.default"),
+    *("put.default", "block_diag.default"),
 )
 def _whole_only(call: OpCall) -> list[Axis]:
     # The result of a row, and even the output's shape, depend on the other rows.

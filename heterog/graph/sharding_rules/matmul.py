@@ -1,4 +1,4 @@
-"""Matrix products, fused attention, and products with a constant sparse matrix.
+"""Matrix products, distances, factorisations, Fourier transforms, attention, sparse products.
 
 A matrix product splits along rows, columns, batch, and the contracted index, which leaves partial
 sums. One pair of rules serves all kernels of fused scaled-dot-product attention:
@@ -23,7 +23,11 @@ from heterog.graph.sharding_rules.table import (
     Special,
     aligned,
     axis,
+    broadcast_axes,
     choose,
+    dimension,
+    dimensions,
+    integers,
     positions,
     rule,
     shape_of,
@@ -92,6 +96,69 @@ def _linear(call: OpCall) -> list[Axis]:
     axes.append(axis(call, (last,), weight=0, bias=0))
     axes.append(axis(call, (P,), special, input=last, weight=1))
     return axes
+
+
+@splits("linalg_cross.default", linear=[("self",), ("other",)])
+def _cross(call: OpCall) -> list[Axis]:
+    rank = len(call.outputs[0].shape)
+    along = dimension(call, "dim", rank, -1)
+    return [each for d, each in enumerate(broadcast_axes(call)) if d != along]
+
+
+@splits("_trilinear.default", linear=[("i1",), ("i2",), ("i3",)])
+def _trilinear(call: OpCall) -> list[Axis]:
+    """Sums of products of three tensors; ``expandN`` are the dimensions that one does not have."""
+    absent = [integers(call, f"expand{each}") for each in (1, 2, 3)]
+    summed, axes, out = integers(call, "sumdim"), [], 0
+    for dim in range(len(call.inputs[0].shape) + len(absent[0])):
+        inputs = (R if dim in each else dim - sum(d < dim for d in each) for each in absent)
+        axes.append(Axis(tuple(inputs), (P if dim in summed else out,)))
+        out += dim not in summed
+    return axes
+
+
+@splits("_cdist_forward.default")
+def _distances(call: OpCall) -> list[Axis]:
+    """Distances of rows: x1 [..., P, M] and x2 [..., R, M] to [..., P, R]."""
+    one, other, out = shape_of(call, "x1"), shape_of(call, "x2"), call.outputs[0].shape
+    rows, columns = len(out) - 2, len(out) - 1
+    batch = [
+        axis(call, (d,), x1=aligned(one, (*out[:-1], one[-1]), d), x2=aligned(other, out, d))
+        for d in range(rows)
+    ]
+    return [*batch, axis(call, (rows,), x1=len(one) - 2), axis(call, (columns,), x2=len(other) - 2)]
+
+
+@splits("_cdist_backward.default", linear=[("grad",)])
+def _distances_backward(call: OpCall) -> list[Axis]:
+    rows = len(call.outputs[0].shape) - 2
+    each = [axis(call, (d,), grad=d, x1=d, x2=d, cdist=d) for d in range(rows)]
+    return [
+        *each,
+        axis(call, (rows,), grad=rows, x1=rows, cdist=rows),
+        axis(call, (P,), grad=rows + 1, x2=rows, cdist=rows + 1),
+    ]
+
+
+@splits(
+    *("linalg_inv_ex.default", "linalg_cholesky_ex.default", "linalg_lu_factor_ex.default"),
+    *("_linalg_det.default", "_linalg_slogdet.default", "_linalg_solve_ex.default"),
+    *("_linalg_svd.default", "_linalg_eigh.default", "linalg_qr.default", "linalg_eig.default"),
+    *("linalg_matrix_exp.default", "linalg_solve_triangular.default"),
+    *("cholesky_solve.default", "cholesky_inverse.default", "linalg_pinv.atol_rtol_tensor"),
+)
+def _per_matrix(call: OpCall) -> list[Axis]:
+    """Ops on each matrix of a batch: only dimensions before the matrix that all inputs have."""
+    batch = call.inputs[0].shape[:-2]
+    if any(meta.shape[: len(batch)] != batch for meta in call.inputs):
+        return []
+    return [Axis((d,) * len(call.inputs), (d,) * len(call.outputs)) for d in range(len(batch))]
+
+
+@splits("_fft_r2c.default", "_fft_c2r.default", "_fft_c2c.default", linear=[("self",)])
+def _fourier(call: OpCall) -> list[Axis]:
+    rank = len(call.inputs[0].shape)
+    return [Axis((d,), (d,)) for d in range(rank) if d not in dimensions(call, "dim", rank)]
 
 
 ATTENTION_KINDS = frozenset({"attention", "attention_backward"})

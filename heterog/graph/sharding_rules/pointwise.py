@@ -51,7 +51,11 @@ NONLINEAR = (
     *("isnan.default", "isinf.default", "isfinite.default"),
     *("addcmul.default", "addcdiv.default", "logaddexp.default", "xlogy.Tensor"),
     *("xlogy.Scalar_Other", "hypot.default", "heaviside.default", "where.Scalar"),
-    *("masked_fill.Tensor", "fill.Scalar", "fill.Tensor"),
+    *("masked_fill.Tensor", "fill.Scalar", "fill.Tensor", "angle.default", "polar.default"),
+    *("logaddexp2.default", "sinc.default", "copysign.Tensor", "signbit.default", "ldexp.Tensor"),
+    *("polygamma.default", "igamma.default", "igammac.default", "special_erfcx.default"),
+    *("i0.default", "special_i0e.default", "special_i1.default", "special_i1e.default"),
+    *("special_ndtri.default", "special_log_ndtr.default", "special_entr.default"),
 )
 """Not linear in any input, so a P input is made R first."""
 
@@ -97,7 +101,7 @@ def _product(call: OpCall, placements: tuple[Placement, ...], axis_size: int) ->
     return choose(call, placements, axis_size, broadcast_axes(call), each)
 
 
-@rule("add.Tensor", "sub.Tensor", "lerp.Scalar")
+@rule("add.Tensor", "sub.Tensor", "lerp.Scalar", "complex.default")
 def _sum(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
     # A Python number as second argument would be added once per device.
     linear = [(0, 1)] if len(call.inputs) == 2 else []
@@ -112,10 +116,15 @@ def _where(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> R
     return choose(call, placements, axis_size, broadcast_axes(call), linear)
 
 
-@splits("bucketize.Tensor")
-def _bucketize(call: OpCall) -> list[Axis]:
-    # The boundaries are searched as a whole, whatever their number.
-    return [axis(call, (d,), self=d) for d in range(len(call.outputs[0].shape))]
+@splits("lerp.Tensor", linear=[("self", "end")])
+def _between(call: OpCall) -> list[Axis]:
+    return broadcast_axes(call)
+
+
+@splits("bucketize.Tensor", "isin.Tensor_Tensor")
+def _in_whole(call: OpCall) -> list[Axis]:
+    # The boundaries (or the set) are searched as a whole, whatever their number.
+    return [axis(call, (d,), self=d, elements=d) for d in range(len(call.outputs[0].shape))]
 
 
 @rule("masked_fill.Scalar")

@@ -62,6 +62,7 @@ def _mean(call: OpCall) -> list[Axis]:
     *("any.default", "any.dim", "any.dims", "all.default", "all.dim", "all.dims"),
     *("prod.default", "prod.dim_int", "logsumexp.default", "linalg_vector_norm.default"),
     *("var.correction", "std.correction", "var_mean.correction", "std_mean.correction"),
+    *("norm.ScalarOpt_dim", "nanmedian.dim", "median.default", "aminmax.default"),
 )
 def _reduce(call: OpCall) -> list[Axis]:
     return _reduction_axes(call)
@@ -168,6 +169,7 @@ def _batch_norm_backward(call: OpCall) -> list[Axis]:
     return [batch, axis(call, (1, 0, 0), grad_out=1, input=1, **channel)]
 
 
+@splits("renorm.default")
 @splits(
     *("_weight_norm_interface.default", "_weight_norm_interface_backward.default"),
     linear=[("grad_w",)],

@@ -59,6 +59,14 @@ _PLANAR_LINEAR = (
     *("upsample_nearest1d.default", "upsample_nearest1d_backward.default"),
     *("upsample_linear1d.default", "upsample_linear1d_backward.default"),
     *("reflection_pad1d.default", "reflection_pad1d_backward.default"),
+    *("reflection_pad3d.default", "reflection_pad3d_backward.default"),
+    *("replication_pad1d.default", "replication_pad1d_backward.default"),
+    *("replication_pad3d.default", "replication_pad3d_backward.default"),
+    *("upsample_nearest3d.default", "upsample_nearest3d_backward.default"),
+    *("upsample_trilinear3d.default", "upsample_trilinear3d_backward.default"),
+    *("_upsample_nearest_exact1d.default", "_upsample_nearest_exact1d_backward.default"),
+    *("_upsample_nearest_exact3d.default", "_upsample_nearest_exact3d_backward.default"),
+    *("max_unpool2d.default", "max_unpool3d.default"),
 )
 """Linear in the first input: the image, or the gradient of the output."""
 
@@ -75,6 +83,7 @@ def _planar(call: OpCall) -> list[Axis]:
 @splits(
     "pixel_shuffle.default",
     "pixel_unshuffle.default",
+    "channel_shuffle.default",
     "im2col.default",
     "col2im.default",
     linear=[(0,)],
@@ -87,12 +96,15 @@ def _blocks(call: OpCall) -> list[Axis]:
     return [Axis((d,), (d,)) for d in range(len(shape) - item)]
 
 
-@splits("grid_sampler_2d.default", linear=[("input",)])
+@splits("grid_sampler_2d.default", "grid_sampler_3d.default", linear=[("input",)])
 def _grid_sampler(call: OpCall) -> list[Axis]:
     return [axis(call, (0,), input=0, grid=0), axis(call, (1,), input=1)]
 
 
-@splits("grid_sampler_2d_backward.default", linear=[("grad_output",)])
+@splits(
+    *("grid_sampler_2d_backward.default", "grid_sampler_3d_backward.default"),
+    linear=[("grad_output",)],
+)
 def _grid_sampler_backward(call: OpCall) -> list[Axis]:
     return [
         axis(call, (0, 0), grad_output=0, input=0, grid=0),

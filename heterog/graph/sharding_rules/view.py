@@ -88,8 +88,11 @@ def _repeat(call: OpCall) -> list[Axis]:
     return [Axis((d - new,), (d,)) for d in range(new, len(repeats)) if repeats[d] == 1]
 
 
-@splits("flip.default", "roll.default", "tril.default", "triu.default", linear=[(0,)])
-def _keep_shape(call: OpCall) -> list[Axis]:
+@splits(
+    *("flip.default", "roll.default", "rot90.default", "tril.default", "triu.default"),
+    linear=[(0,)],
+)
+def _keep_dims(call: OpCall) -> list[Axis]:
     rank = len(call.inputs[0].shape)
     # Without dims, roll shifts the flattened tensor and flip does not occur.
     mixed = (
@@ -215,10 +218,22 @@ def _diagonal(call: OpCall) -> list[Axis]:
     return [Axis((source,), (target,)) for target, source in enumerate(kept)]
 
 
-@splits("unfold.default", linear=[(0,)])
+@splits("diag_embed.default", "diagonal_backward.default", linear=[(0,)])
+def _onto_diagonal(call: OpCall) -> list[Axis]:
+    rank, last = len(call.outputs[0].shape), call.kind == "diag_embed.default"
+    pair = {
+        dimension(call, "dim1", rank, -2 if last else 0),
+        dimension(call, "dim2", rank, -1 if last else 1),
+    }
+    kept = [d for d in range(rank) if d not in pair]
+    return [Axis((source,), (target,)) for source, target in enumerate(kept)]
+
+
+@splits("unfold.default", "unfold_backward.default", linear=[(0,)])
 def _unfold(call: OpCall) -> list[Axis]:
-    rank = len(call.inputs[0].shape)
-    along = dimension(call, "dimension", rank)
+    folded = call.inputs if call.kind == "unfold.default" else call.outputs
+    rank = len(folded[0].shape)
+    along = dimension(call, "dimension" if "dimension" in call.args else "dim", rank)
     return [Axis((d,), (d,)) for d in range(rank) if d != along]
 
 
