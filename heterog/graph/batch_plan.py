@@ -18,7 +18,12 @@ from heterog.errors import GraphError
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase, TensorKind
 from heterog.graph.placement import L, OpCall, P, Placement, R, S
 from heterog.graph.sharding_rules import RuleResult, Special, claims_checked, propagate
-from heterog.graph.sharding_rules.indexing import INDEXED, split_by_own_rows
+from heterog.graph.sharding_rules.indexing import (
+    BAGS,
+    INDEXED,
+    split_by_bags,
+    split_by_own_rows,
+)
 from heterog.graph.sharding_rules.pointwise import FILLS
 from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES, MEAN, NO_REDUCTION
 from heterog.graph.sharding_rules.table import INSIDE_TEAMS
@@ -153,7 +158,7 @@ def _rule_of(
     graph: OpGraph,
     index: int,
     given: tuple[Placement, ...],
-    counting: frozenset[int],
+    counting: Mapping[int, int],
     follows_batch: Sequence[bool],
 ) -> RuleResult | None:
     """Rule of an op for given placements; ``None`` if it can only run on whole inputs."""
@@ -177,41 +182,53 @@ def _rule_of(
 
 
 def _by_own_rows(
-    graph: OpGraph, op: int, given: tuple[Placement, ...], counting: frozenset[int]
+    graph: OpGraph, op: int, given: tuple[Placement, ...], counting: Mapping[int, int]
 ) -> RuleResult | None:
-    """Rule of an op that reads only each sample's own row, by an index that counts the samples."""
-    if graph.ops[op].kind not in INDEXED or counting.isdisjoint(graph.ops[op].inputs):
+    """Rule of an op that reads only each sample's own rows, by an index that counts samples."""
+    kind, found = graph.ops[op].kind, None
+    if kind not in INDEXED | BAGS:
         return None
     for position, tensor in enumerate(graph.ops[op].inputs):
-        if tensor in counting:
+        step, count = counting.get(tensor, 0), graph.tensors[tensor].meta.num_elements
+        if kind in BAGS and step:
+            found = split_by_bags(graph.call(op), given, graph.batch_size, position, step)
+        elif step == 1 and count == graph.batch_size:
             found = split_by_own_rows(graph.call(op), given, graph.batch_size, position)
-            if found is not None:
-                return found
+        if found is not None:
+            return found
     return None
 
 
-def _counts_samples(graph: OpGraph) -> frozenset[int]:
-    """Tensors that count the samples: 0, 1, ... in their order, in any shape and integer type."""
-    found: set[int] = set()
-    if not any(op.kind in INDEXED for op in graph.ops):
-        return frozenset()
+def _counts_samples(graph: OpGraph) -> dict[int, int]:
+    """Steps of tensors that are 0, step, 2 step, ... in the order of samples.
+
+    They may have any shape and integer type, and the same number of elements for each sample.
+    """
+    found: dict[int, int] = {}
+    if not any(op.kind in INDEXED | BAGS for op in graph.ops):
+        return found
     for index, op in enumerate(graph.ops):
         args = op.args
         if op.num_outputs != 1:
             continue
         (made,) = graph.outputs[index]
         meta = graph.tensors[made].meta
-        if meta.num_elements != graph.batch_size or "int" not in meta.dtype:
+        if (
+            not meta.num_elements
+            or meta.num_elements % graph.batch_size
+            or "int" not in meta.dtype
+        ):
             continue
+        source = op.inputs[0] if op.inputs else -1
         if op.kind.startswith("arange."):
-            counts = args.get("start") in (None, 0) and args.get("step") in (None, 1)
-        elif op.kind == "add.Tensor":  # transformers adds an offset of zero
-            counts = len(op.inputs) == 1 and op.inputs[0] in found and args.get("other") == 0
-        else:
-            counts = op.kind in _SAME_ORDER and not found.isdisjoint(op.inputs[:1])
-        if counts:
-            found.add(made)
-    return frozenset(found)
+            step = args.get("step")
+            if args.get("start") in (None, 0):
+                found[made] = step if isinstance(step, int) else 1
+        elif source in found and graph.tensors[source].meta.num_elements == meta.num_elements:
+            adds_zero = op.kind == "add.Tensor" and len(op.inputs) == 1 and args.get("other") == 0
+            if adds_zero or op.kind in _SAME_ORDER:  # transformers adds an offset of zero
+                found[made] = found[source]
+    return found
 
 
 _SAME_ORDER = frozenset(
@@ -448,7 +465,7 @@ def _of_a_slice(
             for outer in _divisors(size // batch):
                 given = tuple(S(dim, outer) if n == position else R for n in range(len(op.inputs)))
                 with suppress(GraphError):
-                    found = _rule_of(graph, index, given, frozenset(), ())
+                    found = _rule_of(graph, index, given, {}, ())
                     if (
                         found is not None
                         and found.outputs == (place,)

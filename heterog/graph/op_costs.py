@@ -9,7 +9,7 @@ except for the ops below that touch only a part of an input.
 from collections.abc import Mapping
 from math import prod
 
-from heterog.graph.placement import OpCall
+from heterog.graph.placement import OpCall, TensorMeta
 
 VIEW_KINDS = frozenset({
     "alias.default", "as_strided.default", "detach.default", "diagonal.default",
@@ -139,11 +139,19 @@ def _row_reads(call: OpCall) -> float:
     return float(samples * call.input("columns").num_elements * dense[-1])
 
 
+def _table_of(call: OpCall) -> TensorMeta:
+    """The table of an op on bags of its rows, or its gradient."""
+    return call.input("weight") if "weight" in call.args else call.outputs[0]
+
+
 def elementwise_flops(call: OpCall) -> float:
     """FLOPs of an op that the registry does not know: a few per element of its largest tensor."""
     if call.kind in VIEW_KINDS or call.kind in _WRITES_ONLY or call.kind in _NO_KERNEL:
         return 0.0
     largest = max((meta.num_elements for meta in (*call.inputs, *call.outputs)), default=0)
+    if call.kind.startswith("_embedding_bag"):
+        table = _table_of(call)
+        return float(call.input("indices").num_elements * prod(table.shape[1:]))
     if call.kind in {"embedding.default", "index_select.default", "gather.default"}:
         return 0.0
     return FLOPS_PER_ELEMENT.get(call.kind, 1.0) * largest
@@ -169,6 +177,12 @@ def bytes_read_and_written(call: OpCall) -> tuple[float, float]:
     }:
         # Only the chosen rows are read, as many bytes as are written, plus the indices.
         return float(written + sum(sizes[1:])), written
+    if call.kind.startswith("_embedding_bag"):
+        table = _table_of(call)
+        rows = float(call.input("indices").num_elements * table.num_bytes / max(table.shape[0], 1))
+        if call.kind == "_embedding_bag_backward.default":  # as of an embedding
+            return sum(sizes) + rows, written + rows
+        return sum(sizes) - table.num_bytes + rows, written
     if call.kind in _PICK_LABELS:
         # The forward pass reads only the scores of the labels, the backward pass no score.
         whole = sizes.pop(call.place_of("self"))

@@ -64,7 +64,8 @@ class Sample:
 
 def _with_tensors(value: Arg, tensors: list[Tensor]) -> Any:
     if isinstance(value, TensorRef):
-        return tensors[value.index].clone()
+        # Contiguous: linalg_lu_solve reads wrong rows if a dimension of size 1 has an odd stride.
+        return tensors[value.index].clone().contiguous()
     if isinstance(value, tuple):
         return [_with_tensors(item, tensors) for item in value]
     return value
@@ -605,6 +606,9 @@ def matrix_calls(make: Make) -> Iterator[Call]:
     yield "_linalg_solve_ex.default", matrix, columns[0, 0]
     yield "linalg_solve_triangular.default", matrix, columns, {"upper": True}
     yield "cholesky_solve.default", columns, symmetric
+    factors, pivots, codes = aten.linalg_lu_factor_ex(matrix)
+    yield "linalg_lu_solve.default", factors, pivots, columns
+    yield "_linalg_check_errors.default", codes, "linalg.inv", {"is_matrix": False}
 
 
 def spatial_calls(make: Make) -> Iterator[Call]:
@@ -863,6 +867,18 @@ def indexing_calls(make: Make) -> Iterator[Call]:
     yield "index_select.default", x, 1, few
     yield "index_add.default", x, 1, few, source, {"alpha": 2}
     yield "index_reduce.default", x, 1, few, source, "amax"
+    table, rows, begins = make.real(9, 6), make.below(9, 12), torch.arange(0, 12, 4)
+    for mode, weights in ((0, make.real(12)), (1, None), (2, None)):
+        bags = table, rows, begins, False, mode, False, weights
+        yield "_embedding_bag.default", *bags
+        _, *kept = aten._embedding_bag(*bags)
+        gradient, rest = make.real(3, 6), (9, False, mode, False, weights)
+        yield "_embedding_bag_backward.default", gradient, rows, begins, *kept, *rest
+    kept = aten._embedding_bag(table, rows, begins, False, 0, False, make.real(12))[1]
+    yield (
+        "_embedding_bag_per_sample_weights_backward.default",
+        *(make.real(3, 6), table, rows, begins, kept, 0),
+    )
     for kind in ("index.Tensor", "_unsafe_index.Tensor"):
         yield kind, x, (None, few)
         yield kind, x, (make.below(5, 2, 3), make.below(6, 3))
@@ -1307,6 +1323,9 @@ _KNOWN_DIFFERENCES = {
     "native_batch_norm_backward": "as native_batch_norm",
     "grid_sampler_2d": "DTensor splits the batch only; the grid samples every channel alike",
     "grid_sampler_2d_backward": "as grid_sampler_2d",
+    "grid_sampler_3d": "as grid_sampler_2d",
+    "grid_sampler_3d_backward": "as grid_sampler_2d",
+    "_linalg_check_errors": "DTensor knows no ops without outputs",
     "linalg_cross": "DTensor does not broadcast",
     "embedding": "their partial sums are of a kind of their own, with a mask",
     "index_put": "DTensor does not use that accumulation is a sum over the values",

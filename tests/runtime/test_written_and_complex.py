@@ -1,4 +1,4 @@
-"""What the forward pass writes and reads, conjugates and float8, under op rules and stages."""
+"""What the step writes and reads, conjugates, float8, bags, spectra: op rules and stages."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from heterog.graph.batch_plan import micro_batches_refused
+from heterog.graph.batch_plan import batch_plan, micro_batches_refused, reads_across_samples
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
@@ -152,6 +152,44 @@ class Counted(nn.Module):
         return out
 
 
+class Bags(nn.Module):
+    """Sums, means and maxima of rows of tables, in bags of one size: several a sample, weighed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history = nn.EmbeddingBag(30, 6, mode="sum")
+        self.words = nn.EmbeddingBag(20, 6, mode="mean", padding_idx=0)
+        self.best = nn.EmbeddingBag(10, 6, mode="max")
+        self.last = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = (10 * x.abs()).long()
+        weighed = self.history(numbers % 30, per_sample_weights=x.tanh() * self.last.bias.sum())
+        words = self.words(numbers.view(-1, 4) % 20).view(-1, 2, 6).tanh().sum(1)
+        out: Tensor = self.last(weighed + words + self.best(numbers[:, :3] % 10))
+        return out
+
+
+class Spectra(nn.Module):
+    """A layer in the frequencies, distances to trained points, small linear systems."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 12), nn.Linear(12, 4)
+        self.filter = nn.Parameter(torch.randn(7, 2) / 4)
+        self.points = nn.Parameter(torch.randn(12, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        spectrum = torch.fft.rfft(hidden) * torch.view_as_complex(self.filter) * (1 + 2j)
+        near = torch.cdist(torch.fft.irfft(spectrum, n=12), self.points)
+        systems = torch.diag_embed(near) + hidden[:, :, None] * near[:, None, :] / 9
+        solved = torch.linalg.solve(systems + 9 * torch.eye(12), hidden)
+        out: Tensor = self.last(torch.lerp(solved, hidden, near.sigmoid()))
+        out = out / torch.linalg.norm(hidden, dim=1, keepdim=True)
+        return out
+
+
 class WithStatistics(nn.Module):
     """Running statistics that the step reads before and after it updates them."""
 
@@ -179,6 +217,8 @@ MODELS = {
     "float8": Float8,
     "masked": Masked,
     "narrow": Narrow,
+    "bags": Bags,
+    "spectra": Spectra,
 }
 
 
@@ -246,6 +286,13 @@ def test_they_train_as_on_one_device(ranks: Ranks, tmp_path: Path, name: str) ->
         for key, value in model.state_dict().items():
             both = (each.to(torch.complex128) for each in (found[key], value))
             torch.testing.assert_close(*both, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["bags", "spectra"])
+def test_no_sample_is_gathered(name: str) -> None:
+    graph = capture(workload_of(name))
+    assert batch_plan(graph).unruled == ()
+    assert list(reads_across_samples(graph)) == []
 
 
 def test_what_the_step_writes_to_stays_whole() -> None:

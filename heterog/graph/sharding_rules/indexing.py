@@ -1,6 +1,8 @@
 """Table look-ups and their gradients: gather, scatter, embedding, index."""
 
-from heterog.graph.placement import OpCall, P, Placement, R, S, TensorRef
+from math import prod
+
+from heterog.graph.placement import L, OpCall, P, Placement, R, S, TensorMeta, TensorRef
 from heterog.graph.sharding_rules.table import (
     Axis,
     Entry,
@@ -35,6 +37,84 @@ def _embedding_backward(call: OpCall) -> list[Axis]:
     if call.args["scale_grad_by_freq"] is not True:
         axes += [axis(call, (P,), grad_output=d, indices=d) for d in range(rank)]
     return axes
+
+
+BAGS = frozenset(
+    {
+        *("_embedding_bag.default", "_embedding_bag_backward.default"),
+        "_embedding_bag_per_sample_weights_backward.default",
+    }
+)
+"""Sums (means, maxima) over bags of rows of a table, and their gradients."""
+
+
+@splits("_embedding_bag.default")
+def _bag(call: OpCall) -> list[Axis]:
+    chosen = 1 if len(call.outputs[3].shape) == 2 else R  # of maxima, in each column
+    return [axis(call, (1, R, R, chosen), weight=1)]
+
+
+@splits("_embedding_bag_backward.default", linear=[("grad",)])
+def _bag_backward(call: OpCall) -> list[Axis]:
+    chosen = 1 if len(shape_of(call, "maximum_indices")) == 2 else R
+    return [axis(call, (1,), grad=1, maximum_indices=chosen)]
+
+
+@splits("_embedding_bag_per_sample_weights_backward.default", linear=[("grad",)])
+def _bag_weights_backward(call: OpCall) -> list[Axis]:
+    return [axis(call, (P,), grad=1, weight=1)]
+
+
+def split_by_bags(
+    call: OpCall, placements: tuple[Placement, ...], axis_size: int, offsets: int, step: int
+) -> RuleResult | None:
+    """Find the rule of bags of one size, of which every sample has the same number.
+
+    Which bag an index belongs to stays on the device, which counts bags from its own first one.
+
+    Args:
+        call: One of ``BAGS``.
+        placements: Placements of its inputs.
+        axis_size: Number of samples of the batch.
+        offsets: Position of an input that is 0, ``step``, 2 ``step``, ... in the order of samples.
+        step: Number of indices of a bag.
+
+    Returns:
+        The rule; ``None`` if this input is not where bags begin, or the indices are not split.
+    """
+    (indices,) = positions(call, "indices")
+    num_bags, num_indices = (prod(call.inputs[each].shape) for each in (offsets, indices))
+    if (
+        positions(call, "offsets") != (offsets,)
+        or num_bags * step != num_indices
+        or placements[indices] != S(0)
+        or call.args.get("scale_grad_by_freq") is True
+        or call.args.get("include_last_offset") is True
+    ):
+        return None
+    whole, local = positions(call, "weight"), positions(call, "offset2bag")
+
+    def part(meta: TensorMeta) -> Placement:
+        return S(0) if meta.shape and meta.shape[0] in (num_bags, num_indices) else R
+
+    inputs = tuple(
+        R if n in whole else L if n in local else part(meta) for n, meta in enumerate(call.inputs)
+    )
+    outputs: tuple[Placement, ...] = (P,)
+    if call.kind == "_embedding_bag.default":
+        outputs = (S(0), L, *(part(meta) for meta in call.outputs[2:]))
+    elif call.kind != "_embedding_bag_backward.default":
+        outputs = (S(0),)
+    return RuleResult(inputs, outputs, Special.OWN_ROWS)
+
+
+def row_index(call: OpCall, rule: RuleResult) -> int:
+    """The input of an op with ``Special.OWN_ROWS`` that counts the samples."""
+    if call.kind in BAGS:
+        return positions(call, "offsets")[0]
+    rows = _index_refs(call)[rule.inputs[positions(call, "self")[0]].dim]
+    assert rows is not None
+    return rows.index
 
 
 @splits("gather.default", linear=[("self",)])

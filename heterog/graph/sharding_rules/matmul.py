@@ -126,7 +126,11 @@ def _distances(call: OpCall) -> list[Axis]:
         axis(call, (d,), x1=aligned(one, (*out[:-1], one[-1]), d), x2=aligned(other, out, d))
         for d in range(rows)
     ]
-    return [*batch, axis(call, (rows,), x1=len(one) - 2), axis(call, (columns,), x2=len(other) - 2)]
+    return [
+        *batch,
+        axis(call, (rows,), x1=len(one) - 2),
+        axis(call, (columns,), x2=len(other) - 2),
+    ]
 
 
 @splits("_cdist_backward.default", linear=[("grad",)])
@@ -144,7 +148,7 @@ def _distances_backward(call: OpCall) -> list[Axis]:
     *("linalg_inv_ex.default", "linalg_cholesky_ex.default", "linalg_lu_factor_ex.default"),
     *("_linalg_det.default", "_linalg_slogdet.default", "_linalg_solve_ex.default"),
     *("_linalg_svd.default", "_linalg_eigh.default", "linalg_qr.default", "linalg_eig.default"),
-    *("linalg_matrix_exp.default", "linalg_solve_triangular.default"),
+    *("linalg_matrix_exp.default", "linalg_solve_triangular.default", "linalg_lu_solve.default"),
     *("cholesky_solve.default", "cholesky_inverse.default", "linalg_pinv.atol_rtol_tensor"),
 )
 def _per_matrix(call: OpCall) -> list[Axis]:

@@ -23,6 +23,7 @@ from heterog.graph.sharding_rules import (
     local_args,
     local_shape,
 )
+from heterog.graph.sharding_rules.indexing import row_index
 from heterog.graph.sharding_rules.legal import halo_dim
 from heterog.graph.sharding_rules.table import INSIDE_TEAMS, positions
 from heterog.graph.sparse_pattern import Rows
@@ -339,9 +340,8 @@ class LocalOp:
         for summand in self._summands(share):
             given[summand] = torch.zeros_like(given[summand])
         if Special.OWN_ROWS in self.specials:
-            rows = _row_index(self.call, self.along_batch)
-            own = torch.arange(share.samples, device=given[rows].device)
-            given[rows] = own.view(given[rows].shape)
+            rows = row_index(self.call, self.along_batch)
+            given[rows] = given[rows] - given[rows].flatten()[:1].sum()  # there may be none
         if Special.CAUSAL_ROWS in self.specials and share.units < self.whole.units:
             return self._on_causal_rows(given, share, kernel)
         if Special.OWN_WORDS in self.specials and share.units < self.whole.units:
@@ -514,16 +514,6 @@ def _draws(call: OpCall, target: torch._ops.OpOverload) -> bool:
     if call.kind in ("attention", "attention_backward"):
         return call.kind == "attention" and bool(call.args["dropout_p"])
     return torch.Tag.nondeterministic_seeded in target.tags
-
-
-def _row_index(call: OpCall, rule: RuleResult) -> int:
-    """The input that says which sample to look into: the index of the split dimension."""
-    indices = call.args["indices"]
-    assert isinstance(indices, tuple)
-    (source,) = positions(call, "self")
-    rows = indices[rule.inputs[source].dim]
-    assert isinstance(rows, TensorRef)
-    return rows.index
 
 
 def _holds_tensor(value: Any) -> bool:
