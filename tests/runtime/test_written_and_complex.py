@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from heterog.graph.batch_plan import batch_plan, micro_batches_refused, reads_across_samples
-from heterog.graph.capture import capture
+from heterog.graph.capture import capture, capture_step
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
+from heterog.lowering import lower
 from heterog.runtime.deploy import deploy
+from heterog.runtime.measure.rehearsal import rehearse
 from heterog.search.plan import load_plan
 from heterog.strategy.layer_shardings import layer_shardings
 from heterog.strategy.strategy import Decision, Strategy, Sync, scope_fault
@@ -289,10 +291,15 @@ def test_they_train_as_on_one_device(ranks: Ranks, tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", ["bags", "spectra"])
-def test_no_sample_is_gathered(name: str) -> None:
-    graph = capture(workload_of(name))
+def test_no_sample_is_gathered_and_plans_rehearse(name: str) -> None:
+    captured = capture_step(workload_of(name))
+    graph = captured.graph
     assert batch_plan(graph).unruled == ()
     assert list(reads_across_samples(graph)) == []
+    for strategy in strategies(graph):
+        plan = plan_of(graph, strategy)
+        program = lower(graph, plan.cluster, strategy, num_steps=1)
+        assert not rehearse(captured, strategy, program, plan.task_order)
 
 
 def test_what_the_step_writes_to_stays_whole() -> None:

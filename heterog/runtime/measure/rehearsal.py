@@ -22,6 +22,7 @@ from heterog.garbage import without_collector
 from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import OpGraph, TensorKind
+from heterog.graph.sharding_rules.indexing import BAGS
 from heterog.lowering.program import FIRST_LINK_KIND, OP_KINDS, Program, TaskKind, op_row
 from heterog.lowering.tables import graph_tables
 from heterog.methods.planner import TimeUp
@@ -452,12 +453,16 @@ class _RehearsedOp(LocalOp):
         return list(made)
 
     def _make(self, inputs: Sequence[Tensor], share: Share) -> list[Tensor]:
-        if self._is_as_captured(inputs, share):
+        if self.call.kind in BAGS or self._is_as_captured(inputs, share):
             # Its outputs are known. Some kernels of the meta device refuse inputs, or give other
-            # shapes than those of devices (_grouped_mm, _embedding_bag).
+            # shapes than those of devices (_grouped_mm, BAGS).
             return [
-                torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=META)
-                for meta in self.call.outputs
+                torch.empty(
+                    self.local_shape_of_output(index, share),
+                    dtype=getattr(torch, meta.dtype),
+                    device=META,
+                )
+                for index, meta in enumerate(self.call.outputs)
             ]
         made = self._kernel(inputs, share)
         for index, value in enumerate(made):
