@@ -41,6 +41,7 @@ from heterog.cli.common import (
 )
 from heterog.cli.outputs import CACHE, HTML, LINES, POLICY, TRAINING
 from heterog.errors import HeterogError
+from heterog.methods.registry import AUTO
 from heterog.workers import open_workers
 
 if TYPE_CHECKING:
@@ -380,6 +381,8 @@ def _entries(methods: str) -> "list[Entry]":
         names, known = load_methods(name, among=known_rows())
         own = is_from_file(name)
         code = code_of(split_source(name, "method")[0]) if own else heterog.__version__
+        if AUTO in names:
+            raise HeterogError("--methods: a row is one method, auto is all of them; name some.")
         planner = known[names[0]]
         entries.append(Entry(planner.name, partial(judged, planner), code))
     return entries

@@ -92,6 +92,8 @@ def test_the_method_of_the_page_gets_its_row(
         evaluations, best_s = zip(*line["curve"], strict=True)
         assert list(evaluations) == sorted(set(evaluations))
         assert list(best_s) == sorted(set(best_s), reverse=True)
+    with pytest.raises(HeterogError, match="a row is one method, auto is all of them"):
+        bench(capsys, "--methods", "auto")
     more = bench(capsys, "--seeds", "1:3")
     assert [line["seed"] for line in read_results(board)[6:]] == [2, 2]
     assert {row["seeds"] for row in more} == {2}
