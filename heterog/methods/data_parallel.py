@@ -28,7 +28,14 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.grouping import group_ops
 from heterog.grouped import grouped
 from heterog.lowering.channels import proportional_slices
-from heterog.methods.planner import Candidate, Planner, PlanResult, Problem, StrategySearch
+from heterog.methods.planner import (
+    Candidate,
+    Planner,
+    PlanResult,
+    Problem,
+    Searching,
+    StrategySearch,
+)
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.simulator.lower_bound import floor_s
@@ -290,18 +297,6 @@ class Replicas(NamedTuple):
     shares: tuple[int, ...]
 
 
-class BestDataParallel(Planner):
-    """The best data parallelism; see the module docstring."""
-
-    name = "best_ddp"
-    stage = "baseline"
-    most_part = 0.05
-
-    def plan(self, problem: Problem) -> PlanResult:
-        """Try every combination while the budget lasts."""
-        return _Enumeration(problem).answer(problem)
-
-
 class _Enumeration(Trials):
     num_returned = 6
 
@@ -448,3 +443,12 @@ def class_sets(cluster: Cluster) -> list[tuple[int, ...]]:
         for chosen in combinations(classes.values(), size)
     )
     return list(islice(sets, MOST_SETS))
+
+
+class BestDataParallel(Searching):
+    """The best data parallelism; see the module docstring."""
+
+    name = "best_ddp"
+    stage = "baseline"
+    most_part = 0.05
+    search = _Enumeration

@@ -23,7 +23,7 @@ from heterog.methods.enumeration import Enumeration, Meaning
 from heterog.methods.host_order import communities, in_best_order
 from heterog.methods.megatron_grid import MOST_TASKS
 from heterog.methods.model_parallel import stage_starts
-from heterog.methods.planner import Planner, PlanResult, Problem
+from heterog.methods.planner import Problem, Searching
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
 from heterog.methods.tuned_uniform import tuned_decision
@@ -48,23 +48,6 @@ _MOST_KINDS = 4  # on larger clusters, most kinds of machines for which every su
 
 Stages = tuple[tuple[int, ...], ...]
 """Devices of each stage, in the order of the layers."""
-
-
-class PipelineSearch(Planner):
-    """Sequences of stages by enumeration; see the module docstring."""
-
-    name = "pipeline"
-    stage = "search"
-    resumes = True
-
-    @staticmethod
-    def prepare(evaluator: Evaluator) -> None:
-        """Load the library that finds communities, before time is counted."""
-        communities(evaluator.cluster)
-
-    def plan(self, problem: Problem) -> PlanResult:
-        """Enumerate, then refine the best until nothing improves or the budget is over."""
-        return problem.resumed(_Enumeration).answer(problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,3 +446,17 @@ class _Enumeration(Enumeration[_Point]):
             return decision
         teams = host_teams(self.cluster, devices, point.teams[stage])
         return apart(in_teams(decision, teams, self.speeds, self.cluster))
+
+
+class PipelineSearch(Searching):
+    """Sequences of stages by enumeration; see the module docstring."""
+
+    name = "pipeline"
+    stage = "search"
+    resumes = True
+    search = _Enumeration
+
+    @staticmethod
+    def prepare(evaluator: Evaluator) -> None:
+        """Load the library that finds communities, before time is counted."""
+        communities(evaluator.cluster)

@@ -45,11 +45,6 @@ def rules_of_model(graph: OpGraph) -> TeamRules | None:
     return rules if crossing is None else None
 
 
-def has_only_places(graph: OpGraph) -> bool:
-    """Whether there is nothing to divide, neither samples nor ops: each op has a place."""
-    return graph.batch_size == 1 and rules_of_model(graph) is None
-
-
 def team_sizes(cluster: Cluster, rules: TeamRules | None) -> list[int]:
     """Sizes of teams worth trying: powers of two and whole hosts, the largest first.
 

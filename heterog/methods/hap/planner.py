@@ -30,7 +30,7 @@ from heterog.methods.hap.programs import (
 from heterog.methods.hap.ratios import best_ratios, device_classes
 from heterog.methods.hap.segments import Segments, TooWideError, fold
 from heterog.methods.hap.theory import build_theory
-from heterog.methods.planner import Planner, PlanResult, Problem, StrategySearch
+from heterog.methods.planner import Problem, Searching, StrategySearch
 from heterog.methods.teams import host_sizes, host_teams, in_teams
 from heterog.methods.tuned_uniform import machine_subsets
 from heterog.simulator.engine import Order
@@ -222,17 +222,6 @@ class Synthesis:
             best_s = cost_s
 
 
-class Hap(Planner):
-    """SPMD program synthesis with solved ratios; see the module docstring."""
-
-    name = "hap"
-    stage = "search"
-
-    def plan(self, problem: Problem) -> PlanResult:
-        """Synthesise, then rank by simulation until the budget is over."""
-        return _Ranking(problem).answer(problem)
-
-
 class _Ranking(StrategySearch):
     """Strategies, ranked by simulated seconds."""
 
@@ -397,3 +386,11 @@ class _Ranking(StrategySearch):
     def _score(self, strategy: Strategy) -> Evaluation | None:
         """Simulate a strategy; ``None`` if it is not legal."""
         return self.evaluate((strategy, self.order), self.order)
+
+
+class Hap(Searching):
+    """SPMD program synthesis with solved ratios; see the module docstring."""
+
+    name = "hap"
+    stage = "search"
+    search = _Ranking

@@ -44,7 +44,7 @@ from heterog.methods.islands.composing import (
 )
 from heterog.methods.islands.slices import Slices
 from heterog.methods.megatron_grid import least_bubble
-from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
+from heterog.methods.planner import PointSearch, Problem, Searching
 from heterog.methods.recomputing import words_worth_trying
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Outcome
@@ -74,18 +74,6 @@ UNTIL_PLAIN = 0.7
 """Part of the budget after which compositions that need no estimates end."""
 
 _Vary = Callable[[Composition], Iterator[Composition]]
-
-
-class Islands(Planner):
-    """Unlike pipelines of machines of one kind each; see the module docstring."""
-
-    name = "islands"
-    stage = "search"
-    resumes = True
-
-    def plan(self, problem: Problem) -> PlanResult:
-        """Estimate, simulate the best, refine the very best."""
-        return problem.resumed(CompositionSearch).answer(problem)
 
 
 class CompositionSearch(PointSearch[Composition]):
@@ -524,3 +512,12 @@ class CompositionSearch(PointSearch[Composition]):
             num_micro = int(factor * point.num_micro)
             if num_micro and num_micro == self._bounded(num_micro):
                 yield replace(point, num_micro=num_micro)
+
+
+class Islands(Searching):
+    """Unlike pipelines of machines of one kind each; see the module docstring."""
+
+    name = "islands"
+    stage = "search"
+    resumes = True
+    search = CompositionSearch

@@ -381,8 +381,7 @@ class Search:
         self.neighbours.may_team = any(state.rules == self.rules.of_teams for state in starts)
         everywhere = self.space.decisions_on(tuple(range(self.evaluator.cluster.num_devices)))[0]
         starts.append(
-            replace(
-                starts[0],
+            starts[0]._replace(
                 row=np.full(self.num_groups, self.space.add(everywhere), np.int32),
                 micro_batches=(),
                 schedule=AS_IT_COMES,
@@ -527,7 +526,7 @@ class Search:
                 continue
             row = state.row.copy()
             row[first:last] = numbers[np.argmax(counts)]
-            simpler = replace(state, row=row)
+            simpler = state._replace(row=row)
             if self.referee.cost(simpler, limit) <= limit:
                 state = simpler
         return state
