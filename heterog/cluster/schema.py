@@ -496,13 +496,14 @@ _LIMITS = {
     "less_than_equal": "{got} is not at most {le:g}.",
     "finite_number": "{got} is not a finite number.",
 }
-"""What to say of pydantic's errors, by kind; an infinite number breaks every limit."""
+"""What to say of pydantic's errors, by kind; a number that is not finite breaks every limit."""
 
 
 def _fault(error: ErrorDetails) -> str:
     """A sentence with the error and what to write instead."""
     kind, got, message = error["type"], shown(error["input"]), error["msg"]
-    if kind in _LIMITS and error["input"] in (math.inf, -math.inf):
+    is_float = isinstance(error["input"], float)
+    if kind in (*_LIMITS, "int_type", "value") and is_float and not math.isfinite(error["input"]):
         kind = "finite_number"
     words = (_FAULTS | _LIMITS).get(kind)
     if words is None:
