@@ -206,6 +206,21 @@ class Layout:
         """Number of stages of the model."""
         return self.pp * self.num_chunks
 
+    @property
+    def members(self) -> int:
+        """Devices of a replica on each rank of the pipeline: its team."""
+        return self.tp * self.cp
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that have work; 0 if the number of replicas is not given."""
+        return self.members * self.pp * self.dp
+
+    def team(self, rank: int, number: int) -> tuple[int, ...]:
+        """Devices of a replica, as Megatron numbers them: tp or cp inside dp inside pp."""
+        first = (rank * self.dp + number) * self.members
+        return tuple(range(first, first + self.members))
+
     def __str__(self) -> str:
         """The text that parses to this layout, without fields that have their default."""
         said = []
