@@ -16,7 +16,7 @@ from heterog.graph.placement import OpRules
 from heterog.grouped import grouped
 from heterog.lowering import Choice, Decided, Encoder
 from heterog.lowering.channels import ChannelTable, balanced_slices
-from heterog.lowering.program import IntArray
+from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.memo import kept
 from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
@@ -100,6 +100,25 @@ def _of_size(kinds: Sequence[list[int]], size: int) -> Iterator[tuple[int, ...]]
             yield tuple(sorted((*first[:count], *others)))
 
 
+def balanced_homes(sizes: FloatArray, devices: tuple[int, ...]) -> IntArray:
+    """A home for each parameter: largest first, each to the server with the fewest bytes.
+
+    Args:
+        sizes: Bytes of each parameter.  # [num_parameters]
+        devices: The servers.
+
+    Returns:
+        # [num_parameters]
+    """
+    load = np.zeros(len(devices))
+    homes = np.empty(len(sizes), np.int32)
+    for parameter in np.argsort(-sizes, kind="stable"):
+        server = int(np.argmin(load))
+        load[server] += sizes[parameter]
+        homes[parameter] = devices[server]
+    return homes
+
+
 class StrategySpace:
     """Encodes rows of candidate numbers into strategies and kernel arrays, and back.
 
@@ -135,6 +154,7 @@ class StrategySpace:
         for decision in decisions:
             self.add(decision)
 
+    @kept
     def decisions_on(self, devices: tuple[int, ...]) -> list[Decision]:
         """The candidate decisions on one device set."""
         batch = self.graph.batch_size
@@ -241,15 +261,7 @@ class StrategySpace:
 
     @kept
     def _balanced(self, devices: tuple[int, ...]) -> IntArray:
-        """A server for each parameter among ``devices``, balanced over all parameters."""
-        sizes = self._tables.parameter_bytes
-        load = np.zeros(len(devices))
-        homes = np.empty(len(sizes), np.int32)
-        for parameter in np.argsort(-sizes, kind="stable"):
-            server = int(np.argmin(load))
-            load[server] += sizes[parameter]
-            homes[parameter] = devices[server]
-        return homes
+        return balanced_homes(self._tables.parameter_bytes, devices)
 
     def decode(
         self,

@@ -24,6 +24,7 @@ import numpy as np
 from heterog.graph.grouping import alike_groups, block_starts
 from heterog.lowering.program import IntArray
 from heterog.lowering.space import MicroBatches, StrategySpace
+from heterog.memo import kept
 from heterog.methods.local_search.group_rules import GroupRules, Place, RuleRow
 from heterog.methods.planner import Problem
 from heterog.methods.recomputing import kinds_worth_trying
@@ -161,9 +162,7 @@ class Neighbours:
         self.team_sizes = team_sizes(space.cluster, rules_of_model(graph))
         self._kinds = kinds_worth_trying(graph)
         self._layer_blocks = layer_blocks(graph)
-        self._said_as: dict[tuple[int, Callable[[Decision], Decision]], int] = {}
         self._teamed_as: dict[tuple[int, int], int] = {}
-        self._others: dict[tuple[int, ...], list[Decision]] = {}
         self._last_row: IntArray | None = None
         self._last_edges: list[int] = []
 
@@ -285,15 +284,14 @@ class Neighbours:
     def _said(self, row: IntArray, change: Callable[[Decision], Decision]) -> IntArray:
         """A row with one change applied to all its decisions."""
         numbers = used(row)
-        changed = []
-        for number in numbers:
-            if (number, change) not in self._said_as:
-                made = self.space.add(change(self.space.candidates[number]))
-                self._said_as[number, change] = made
-            changed.append(self._said_as[number, change])
+        changed = [self._changed(number, change) for number in numbers]
         if changed == numbers:
             return row
         return np.array(changed, np.int32)[np.searchsorted(numbers, row)]
+
+    @kept
+    def _changed(self, number: int, change: Callable[[Decision], Decision]) -> int:
+        return self.space.add(change(self.space.candidates[number]))
 
     def _fitted(self, state: State, schedule: PipelineSchedule) -> PipelineSchedule:
         """A schedule for the chunks that devices have in a state."""
@@ -341,9 +339,7 @@ class Neighbours:
         if old.sync.is_sharded and self.rng.random() < _OTHER_LEVEL:
             levels = [sync for sync in Sync if sync.is_sharded]
             return replace(old, sync=levels[self.rng.integers(len(levels))])
-        if old.devices not in self._others:
-            self._others[old.devices] = self.space.decisions_on(old.devices)
-        others = self._others[old.devices]
+        others = self.space.decisions_on(old.devices)
         other = others[self.rng.integers(len(others))]
         if not old.teams:
             return other
