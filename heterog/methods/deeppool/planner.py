@@ -291,7 +291,7 @@ class GroupCosts:
     def _synchronise(self, decision: Decision, num_bytes: float) -> float:
         """Seconds of a decision's collectives for some bytes of gradients."""
         numbers = self.evaluator.channels.for_decision(decision)
-        return sum(self._cost_of(number).seconds(num_bytes) for number in numbers if number >= 0)
+        return sum(self._cost_of(number).seconds(num_bytes) for number in numbers)
 
     @kept
     def _cost_of(self, number: int) -> ChannelSeconds:
