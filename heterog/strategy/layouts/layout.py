@@ -5,7 +5,7 @@ DeepSpeed and FSDP. All replicas are equal, and all stages have the same number 
 strategy can express more; layouts serve as its baselines.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from types import MappingProxyType
@@ -273,24 +273,9 @@ def layout_of_words(said: Mapping[str, str]) -> Layout:
     Raises:
         LayoutError: a text is not a valid value of its key.
     """
-    found: dict[str, object] = {}
     said = dict(said)
     _take_shards(said)
-    for name, value in said.items():
-        if name == "recompute":
-            found[name] = Recompute(_one_of(name, value, tuple(Recompute), _RECOMPUTE_WORDS))
-        elif name == "dispatch":
-            found[name] = Dispatch(_one_of(name, value, tuple(Dispatch), _DISPATCH_WORDS))
-        elif name == "schedule":
-            found[name] = _SCHEDULE_WORDS.get(_plain(value), _plain(value))
-        elif name == "layers":
-            found[name] = tuple(_number(name, each) for each in value.split("-"))
-        elif name == "split":
-            found[name] = tuple(each.strip() for each in value.split("+") if each.strip())
-        elif name in ("vocabulary_parallel", "sequence_parallel"):
-            found[name] = _yes_or_no(name, value)
-        else:
-            found[name] = _number(name, value)
+    found = {name: _READERS.get(name, _number)(name, value) for name, value in said.items()}
     return Layout(**found)  # type: ignore[arg-type]
 
 
@@ -431,6 +416,22 @@ def _yes_or_no(name: str, value: str) -> bool:
     if plain not in (*_YES, *_NO):
         raise LayoutError(f"{name} is {shown(value)}; write true or false.")
     return plain in _YES
+
+
+_READERS: Mapping[str, Callable[[str, str], object]] = {
+    "recompute": lambda name, value: Recompute(
+        _one_of(name, value, tuple(Recompute), _RECOMPUTE_WORDS)
+    ),
+    "dispatch": lambda name, value: Dispatch(
+        _one_of(name, value, tuple(Dispatch), _DISPATCH_WORDS)
+    ),
+    "schedule": lambda _, value: _SCHEDULE_WORDS.get(_plain(value), _plain(value)),
+    "layers": lambda name, value: tuple(_number(name, each) for each in value.split("-")),
+    "split": lambda _, value: tuple(each.strip() for each in value.split("+") if each.strip()),
+    "vocabulary_parallel": _yes_or_no,
+    "sequence_parallel": _yes_or_no,
+}
+"""Readers of the values that are no whole numbers, by key."""
 
 
 def _plain(word: str) -> str:
