@@ -12,7 +12,7 @@ are also tried with recomputation and sliced updates.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, pairwise, permutations, product
 
 import numpy as np
 
@@ -175,9 +175,8 @@ class _Enumeration(Enumeration[_Point]):
         self.rules = rules_of_model(evaluator.graph)
         self.blocks_of_layers = layer_blocks(evaluator.graph)
         self.kinds = kinds_worth_trying(evaluator.graph)
-        self.num_ops = np.bincount(evaluator.tables.op_group + 1, minlength=self.num_groups + 1)[
-            1:
-        ]
+        groups = evaluator.tables.op_group
+        self.num_ops = np.bincount(groups[groups >= 0], minlength=self.num_groups)
 
     def search(self) -> None:
         """Try balanced cuts of all sequences, other settings of the best, then cuts nearby."""
@@ -305,14 +304,12 @@ class _Enumeration(Enumeration[_Point]):
 
     def _scheduled(self, start: _Point) -> Iterator[_Point]:
         """The point with caps, and with weight gradients whenever a device would wait."""
-        for caps in range(_MOST_CAPS + 1):
-            for splits in (False, True):
-                yield replace(start, caps=caps, splits_backward=splits)
+        for caps, splits in product(range(_MOST_CAPS + 1), (False, True)):
+            yield replace(start, caps=caps, splits_backward=splits)
 
     def _ordered(self, start: _Point) -> Iterator[_Point]:
         """The point in other orders."""
-        for other in self.problem.orders:
-            yield replace(start, order=other)
+        return (replace(start, order=other) for other in self.problem.orders)
 
     def _leaner(self, start: _Point) -> Iterator[_Point]:
         """If a point does not fit: recomputation in the first or all stages, sliced updates.

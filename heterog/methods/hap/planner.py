@@ -145,8 +145,7 @@ class Synthesis:
 
     def solve(self, prices: SpmdPrices, triples: Sequence[int]) -> tuple[int, ...]:
         """Best shares of the batch for a program; the given ones if none are found."""
-        alike = len(device_classes(self.evaluator, prices.devices)) == 1
-        if alike:
+        if len(device_classes(self.evaluator, prices.devices)) == 1:
             return prices.shares
         ratios = best_ratios(self.work, prices, triples)
         if ratios is None or sum(ratios) <= 0.0:

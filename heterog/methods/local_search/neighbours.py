@@ -162,7 +162,6 @@ class Neighbours:
         self.team_sizes = team_sizes(space.cluster, rules_of_model(graph))
         self._kinds = kinds_worth_trying(graph)
         self._layer_blocks = layer_blocks(graph)
-        self._teamed_as: dict[tuple[int, int], int] = {}
         self._last_row: IntArray | None = None
         self._last_edges: list[int] = []
 
@@ -318,13 +317,14 @@ class Neighbours:
         chosen = np.arange(self.num_groups) if groups is None else groups
         row = state.row.copy()
         for number in used(row[chosen]):
-            if (number, size) not in self._teamed_as:
-                decision = self.space.candidates[number]
-                teams = host_teams(self.space.cluster, decision.devices, size)
-                made = in_teams(decision, teams, self.space.speeds, self.space.cluster)
-                self._teamed_as[number, size] = self.space.add(made)
-            row[chosen[row[chosen] == number]] = self._teamed_as[number, size]
+            row[chosen[row[chosen] == number]] = self._in_teams(number, size)
         return state._replace(row=row, rules=self.rules.of_teams)
+
+    @kept
+    def _in_teams(self, number: int, size: int) -> int:
+        decision, cluster = self.space.candidates[number], self.space.cluster
+        teams = host_teams(cluster, decision.devices, size)
+        return self.space.add(in_teams(decision, teams, self.space.speeds, cluster))
 
     def _teamed(self, state: State) -> State:
         """Cut the devices of a run of groups, or of some, into other teams, or into none."""

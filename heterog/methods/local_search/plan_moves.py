@@ -11,7 +11,7 @@ about a move is drawn at random.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -229,17 +229,12 @@ class PlanMoves:
 
     def _runs(self, state: State) -> list[tuple[int, int]]:
         """First group and end of each run."""
-        edges = self._near.edges(state.row)
-        return list(pairwise((0, *edges, self._num_groups)))
+        return list(pairwise((0, *self._near.edges(state.row), self._num_groups)))
 
     def _stages_of(self, state: State) -> list[Decision]:
         """A decision for each stage of a plan; successive runs on the same devices are a stage."""
-        decisions: list[Decision] = []
-        for first, _ in self._runs(state):
-            decision = self._space.candidates[state.row[first]]
-            if not decisions or decisions[-1].devices != decision.devices:
-                decisions.append(decision)
-        return decisions
+        decisions = (self._space.candidates[state.row[first]] for first, _ in self._runs(state))
+        return [next(alike) for _, alike in groupby(decisions, key=lambda each: each.devices)]
 
     def _recut(self, state: State) -> State | None:
         """The plan's stages with cuts in balance."""

@@ -199,9 +199,7 @@ class LayoutCosts:
     def _activation_bytes(self) -> float:
         """Bytes of a sample that two layers would exchange if each layer were a stage."""
         num_layers = int(self._layers.max(initial=-1)) + 1
-        if num_layers < 2:
-            return 0.0
-        return self._by_stage(num_layers, ())[1]
+        return self._by_stage(num_layers, ())[1] if num_layers > 1 else 0.0
 
 
 NUM_TRIED = 10
