@@ -182,10 +182,10 @@ def pair_limits(
     """
     found: list[PairLimit] = []
     for number, line in enumerate(spec.lines):
-        sides = []
-        for side, names in enumerate(line.between):
-            here = ("lines", number, "between", side)
-            sides.append(_members(names, hosts, here))
+        sides = [
+            _members(names, hosts, ("lines", number, "between", side))
+            for side, names in enumerate(line.between)
+        ]
         rate = line.bandwidth or (line.line_rate or 0.0) * efficiency
         ways = [sides] if line.one_way else [sides, sides[::-1]]
         found += [
@@ -203,14 +203,12 @@ def _members(
     names: Sequence[str], hosts: Mapping[str, Sequence[int]], here: tuple[int | str, ...]
 ) -> tuple[int, ...]:
     """Positions of the named hosts, each once."""
-    members: dict[int, None] = {}
     for name in names:
         if name not in hosts:
             raise PairsError(
                 here, f"there is no host '{name}'; the hosts are {first_of(list(hosts))}."
             )
-        members.update(dict.fromkeys(hosts[name]))
-    return tuple(members)
+    return tuple(dict.fromkeys(host for name in names for host in hosts[name]))
 
 
 def _of_matrix(

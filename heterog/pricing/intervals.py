@@ -139,10 +139,6 @@ class PeakErrors:
     num_runs: Annotated[int, within(2, 1000)]
     measured_on: Name
 
-    def __post_init__(self) -> None:
-        assert self.spread > 0.0
-        assert self.num_runs > 1, "of one run the spread is not known"
-
     @property
     def _scale(self) -> float:
         """Divisor by which the error of one more run follows Student's distribution."""

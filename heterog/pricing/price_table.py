@@ -202,20 +202,15 @@ class RuleSets:
     def __init__(self, graph: OpGraph, channels: ChannelTable) -> None:
         self._graph, self._channels = graph, channels
         self._numbers: dict[tuple[OpRules, tuple[int, ...]], int] = {((), ()): 0}
-        self._by_number: list[tuple[OpRules, tuple[int, ...]]] = [((), ())]
         self._kept: dict[int, RuleSet] = {0: RuleSet(graph, (), (), channels)}
 
     def number(self, op_rules: OpRules, blocks: tuple[int, ...] = ()) -> int:
         """The number of op rules and blocks in a ``Choice``; 0 if there are none."""
-        key = op_rules, blocks
-        if key not in self._numbers:
-            self._numbers[key] = len(self._by_number)
-            self._by_number.append(key)
-        return self._numbers[key]
+        return self._numbers.setdefault((op_rules, blocks), len(self._numbers))
 
     def rules_of(self, number: int) -> OpRules:
         """The op rules with a number."""
-        return self._by_number[number][0]
+        return list(self._numbers)[number][0]
 
     def of(self, number: int) -> RuleSet:
         """The rule set with a number; a few that were used last are cached.
@@ -225,8 +220,7 @@ class RuleSets:
         """
         found = self._kept.pop(number, None)
         if found is None:
-            op_rules, blocks = self._by_number[number]
-            found = RuleSet(self._graph, op_rules, blocks, self._channels)
+            found = RuleSet(self._graph, *list(self._numbers)[number], self._channels)
             if len(self._kept) >= MAX_RULE_SETS:
                 del self._kept[next(other for other in self._kept if other != 0)]
         self._kept[number] = found
