@@ -20,6 +20,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import Phase
+from heterog.grouped import grouped
 from heterog.memo import kept
 from heterog.methods.islands.slices import boundary_bytes, layer_of_op, layers_or_groups
 from heterog.methods.planner import PointSearch, Problem, Searching
@@ -102,10 +103,8 @@ class _Grid(PointSearch[_Point]):
         First come those with the shortest step once the bubble that other schedules save is taken
         off.
         """
-        of_shape: dict[tuple[object, ...], _Point] = {}
-        for point in sorted(self.found, key=lambda each: self.found[each].preference):
-            of_shape.setdefault(point.shape, point)
-        ranked = sorted(of_shape.values(), key=self._without_bubble)
+        of_shape = grouped((point.shape, point) for point in self.best(len(self.found)))
+        ranked = sorted((best for best, *_ in of_shape.values()), key=self._without_bubble)
         return [point for point in ranked if point.shape not in self.varied]
 
     def _vary(self, starts: Sequence[_Point]) -> None:

@@ -29,6 +29,7 @@ from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.sparse_tables import starts_of
 from heterog.lowering.tables import Domain, GraphTables, graph_tables
 from heterog.lowering.tape import NUM_TASKS, Scratch, Tape
+from heterog.memo import kept
 from heterog.pricing.cost_model import ChannelPrices, ChannelSeconds, CostModel, Prices
 
 
@@ -440,7 +441,6 @@ class PriceTable:
         self._copy_fixed_s = np.array([fixed for fixed, _ in copies])
         self._copy_s_per_byte = np.array([per_byte for _, per_byte in copies])
         self._channel_prices: dict[int | bytes, ChannelPrices] = {}
-        self._held: dict[int, FloatArray] = {}  # see ``held_by``
         shape = len(kinds), graph.batch_size + 1
         # Rows are filled when a share is first seen: an unfilled row is never read.
         self._is_priced = np.zeros(shape, np.bool_)
@@ -570,10 +570,10 @@ class PriceTable:
         kind = self.types[device]
         return float(self._copy_fixed_s[kind] + num_bytes * self._copy_s_per_byte[kind])
 
+    @kept
     def held_by(self, channel: int) -> FloatArray:
         """Seconds that one byte of payload occupies each link of a channel.  # [num_resources]"""
-        if channel not in self._held:
-            row = self._held[channel] = np.zeros(len(self._cluster.resources))
-            held = self.pricer.seconds(self._channels[channel]).held
-            row[list(held)] = list(held.values())
-        return self._held[channel]
+        row = np.zeros(self.num_resources)
+        held = self.pricer.seconds(self._channels[channel]).held
+        row[list(held)] = list(held.values())
+        return row

@@ -16,6 +16,7 @@ from itertools import product
 
 from heterog.graph.grouping import alike_groups, group_ops
 from heterog.graph.placement import OpRules
+from heterog.grouped import grouped
 from heterog.methods.data_parallel import replicated, starts_of, uniform_strategy
 from heterog.methods.hap.a_star import Search, SpmdProgram
 from heterog.methods.hap.programs import (
@@ -314,11 +315,10 @@ class _Ranking(StrategySearch):
         """
         graph = self.problem.evaluator.graph
         group, kind_of = group_ops(graph).group, alike_groups(graph)
-        first: dict[tuple[int, ...], Strategy] = {}
-        for strategy in self._ranked():
-            if strategy.op_rules:
-                first.setdefault(strategy.decisions[0].devices, strategy)
-        for strategy in first.values():
+        on_devices = grouped(
+            (each.decisions[0].devices, each) for each in self._ranked() if each.op_rules
+        )
+        for strategy, *_ in on_devices.values():
             rules, best = strategy.op_rules, self.found[strategy, self.order]
             for kind in dict.fromkeys(int(kind_of[group[op]]) for op, _ in rules):
                 rest = tuple(each for each in rules if kind_of[group[each[0]]] != kind)
