@@ -23,12 +23,35 @@ from published.runs import Run
 from rows import asked_of, finish, option, progress
 from scipy.stats import binomtest
 
+from heterog.errors import HeterogError
 from heterog.pricing.device_models.parameters import shipped_peak_errors
-from heterog.pricing.intervals import COVERAGE, Interval, PeakErrors, peak_errors_of
+from heterog.pricing.intervals import COVERAGE, Interval, PeakErrors
 
 FILE = "sailor_gh200_opt.json"
 _FITTED_NODES = 2
 _TYPE = "GH200"
+
+
+def peak_errors_of(peaks: Sequence[tuple[float, float]], measured_on: str) -> PeakErrors:
+    """Errors from a few runs, to which one number was fitted; see ``pricing.intervals``.
+
+    Args:
+        peaks: (measured, predicted) bytes of each run, above 0, without what devices reserve.
+        measured_on: GPU type of the runs.
+
+    Raises:
+        HeterogError: there are fewer than two runs.
+
+    >>> round(peak_errors_of([(1.1, 1.0), (1.0, 1.1)], "GH200").spread, 4)
+    0.1348
+    """
+    if len(peaks) < 2:
+        raise HeterogError(
+            f"a spread needs at least two measured peaks, got {len(peaks)}; record more runs."
+        )
+    squares = math.fsum(math.log(measured / predicted) ** 2 for measured, predicted in peaks)
+    spread = math.sqrt(squares / (len(peaks) - 1))
+    return PeakErrors(spread=spread, num_runs=len(peaks), measured_on=measured_on)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@
     python experiments/regimes.py 1B.json --test 3B.json [--write]
 
 The first file's runs give each regime a spread. With this spread and that of devices, the regime's
-intervals hold four of five runs and one more; see ``pricing.intervals.conformal_spread``. The
+intervals hold four of five runs and one more; see ``conformal_spread``. The
 other file's runs show how many runs the intervals hold, and their width, on runs that were not
 fitted. ``--write`` puts the spreads into the package.
 """
@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,15 +23,10 @@ from rows import asked_of, finish, option
 
 from heterog.grouped import grouped
 from heterog.pricing import intervals
-from heterog.pricing.intervals import (
-    ONE_HOST,
-    conformal_spread,
-    interval_around,
-    regime_name,
-    spread_of_interval,
-)
+from heterog.pricing.intervals import COVERAGE, ONE_HOST, interval_around, regime_name
 
 _DEVICES_OF_A_HOST = 8
+_DEVIATIONS = NormalDist().inv_cdf(0.5 + 0.5 * COVERAGE)
 
 
 class Run(NamedTuple):
@@ -39,6 +35,35 @@ class Run(NamedTuple):
     regime: str
     log_error: float
     spread: float
+
+
+def spread_of_interval(predicted: float, high: float) -> float:
+    """The spread of a prediction whose interval ends at ``high``.
+
+    >>> round(spread_of_interval(1.0, interval_around(1.0, 0.1).high), 3)
+    0.1
+    """
+    return math.log(high / predicted) / _DEVIATIONS
+
+
+def conformal_spread(log_errors: Sequence[float], spreads: Sequence[float]) -> float:
+    """The least spread that, added in quadrature, makes the interval of a new run hold it.
+
+    Split conformal prediction (Vovk et al. 2005): n + 1 runs are equally likely to be the worst,
+    so a new run lies inside with probability 0.8 if ceil(0.8 (n + 1)) of n runs do.
+
+    Args:
+        log_errors: log(measured / predicted) of runs to which nothing was fitted.
+        spreads: Spread of each prediction before the addition.
+
+    >>> round(conformal_spread([0.1, -0.2, 0.3, 0.1], [0.0] * 4) * 1.2816, 3)
+    0.3
+    """
+    lacking = sorted(
+        math.sqrt(max((error / _DEVIATIONS) ** 2 - spread**2, 0.0))
+        for error, spread in zip(log_errors, spreads, strict=True)
+    )
+    return lacking[min(math.ceil(COVERAGE * (len(lacking) + 1)), len(lacking)) - 1]
 
 
 def read_runs(path: Path) -> list[Run]:

@@ -26,7 +26,6 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly
 from heterog.strategy.layer_shardings import layer_shardings
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
-from heterog.strategy.tensor_parallel import merge_rules
 
 ALL = (0, 1, 2)
 NUM_RANKS = len(ALL)
@@ -146,4 +145,5 @@ def _rules(graph: OpGraph) -> Strategy | None:
     decision = Decision(devices=ALL, shares=shares_of(graph, 2, 1, 1), sync=Sync.RING)
     made = _strategy(graph, [decision] * group_ops(graph).num_groups)
     places = [rules for places in layer_shardings(graph) for rules in places]
-    return replace(made, op_rules=merge_rules(*places)) if places else None
+    rules = {op: rule for part in reversed(places) for op, rule in part}  # an op's first rule
+    return replace(made, op_rules=tuple(sorted(rules.items()))) if places else None

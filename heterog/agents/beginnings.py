@@ -28,7 +28,6 @@ from heterog.methods.planner import (
     Problem,
     Spending,
 )
-from heterog.methods.teams import has_only_places
 
 SHARPNESS = 8.0
 """Weight of the logarithm of seconds in a score: a draft that is a tenth slower is half as
@@ -242,7 +241,7 @@ class DraftAgent(Planner):
         spending = problem.spend()
         search = Search(problem, self._lead)
         with spending.limits():
-            if not has_only_places(problem.evaluator.graph):
+            if not problem.has_only_places:
                 self._draft(search, problem, spending)
                 search.is_seeded = True
             if (budget := _rest(problem, spending)) is not None:
@@ -274,7 +273,7 @@ def _rest(problem: Problem, spending: Spending) -> Budget | None:
         return Budget(seconds=left_s) if left_s > 0.0 else None
     assert problem.budget.evaluations is not None
     left = problem.budget.evaluations - spending.evaluations
-    if not has_only_places(problem.evaluator.graph):
+    if not problem.has_only_places:
         left = min(left, MOST_TASKS // max(problem.evaluator.num_tasks, 1), NUM_MOVES)
     return Budget(evaluations=left) if left >= LEAST_MOVES else None
 

@@ -408,7 +408,7 @@ class Drafter:
             blocks=blocks,
         )
         made = near.legal(self._sharded(state, draft.shards))
-        return replace(made, schedule=self._schedule(draft, is_cut=bool(made.micro_batches)))
+        return made._replace(schedule=self._schedule(draft, is_cut=bool(made.micro_batches)))
 
     def _sharded(self, state: State, shards: Sequence[Shard]) -> State:
         """The point with sharded layers; a shard whose rules contradict others is left out."""
@@ -424,7 +424,7 @@ class Drafter:
                 row[members] = row[members[0]]
                 if shard.devices:
                     row[members] = space.add(space.decisions_on(shard.devices)[0])
-            state = replace(state, row=row, rules=made)
+            state = state._replace(row=row, rules=made)
         return state
 
     @kept

@@ -35,7 +35,6 @@ from heterog.agents.proposals import (
 from heterog.methods.local_search.planner import Lead, LocalSearch
 from heterog.methods.planner import Budget, Candidate, Planner, PlanResult, Problem
 from heterog.methods.registry import Methods, built_in_methods
-from heterog.methods.teams import has_only_places
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.evaluator import Evaluator
 
@@ -287,7 +286,7 @@ class AgentSearch(_AsksPolicy):
         found = ask(self.policy, asked)
         problem.memory[_HAS_ASKED] = found.is_whole
         drafted = _NO_DRAFTS
-        if not problem.seeds and not has_only_places(problem.evaluator.graph):
+        if not problem.seeds and not problem.has_only_places:
             rest = _left(problem.budget, found.num_evaluations, spending.seconds)
             budget = drafts_budget(rest.part(0.5), problem.evaluator.cluster.num_devices)
             drafted = _drafted(replace(problem, budget=budget), self._lead)
@@ -330,7 +329,7 @@ def _best(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
 
 def _rows_part(problem: Problem, whole: float = 1.0) -> float:
     """Part of the budget for draws: where there are only places, moves decide these better."""
-    return ROWS_PART if has_only_places(problem.evaluator.graph) else whole
+    return ROWS_PART if problem.has_only_places else whole
 
 
 def _drafted(problem: Problem, lead: NewLead) -> PlanResult:

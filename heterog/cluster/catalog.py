@@ -14,13 +14,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
-from heterog.cluster.hardware import DeviceType, Link, SlowedCollectives
+from heterog.cluster.hardware import DTYPES, DeviceType, Link, SlowedCollectives
 from heterog.errors import UnknownNameError
 from heterog.records import Record, Text
 from heterog.units import GIB
@@ -35,55 +35,16 @@ _GIGA = 1e9
 _Positive = Annotated[float, Field(gt=0)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListedType:
-    """A device type of the catalogue, with further names and numbers of its chip.
+class Chip(Record):
+    """Numbers of a chip and its board; 0 for the CPU.
 
     Attributes:
-        type: The device type with its numbers.
-        vendor: Maker, as in ``"NVIDIA"``; empty for the CPU.
-        form: ``"sxm"``, ``"pcie"`` or ``"nvl"`` if modules and cards of one name differ.
-        sheet_gb: Memory in GB according to the data sheet.
-        aliases: Further names, in the form that ``device_type`` compares.
-        tf32_flops_per_s: Peak of float32 matrix products with TF32, if the hardware has it. Not
-            used by default: for training with ``torch.backends.cuda.matmul.allow_tf32`` give the
-            devices of a cluster file ``peak_flops: {float32: ...}``.
-        matrix_flops_per_s: Peak of float32 matrix products on matrix units, which the vendor's
-            library uses by default.
         multiprocessors: Number of units that work on tiles of their own (streaming
-            multiprocessors, compute units); 0 for the CPU.
+            multiprocessors, compute units).
         cache_mib: Size of the last cache before the memory, in MiB.
-        board_w: Most power that the board may draw, in watts; 0 for the CPU.
-        process_nm: Nominal size of the manufacturing process in nm; 0 for the CPU.
+        board_w: Most power that the board may draw, in watts.
+        process_nm: Nominal size of the manufacturing process in nm.
     """
-
-    type: DeviceType
-    vendor: str
-    form: str
-    sheet_gb: float
-    aliases: tuple[str, ...]
-    tf32_flops_per_s: float | None
-    matrix_flops_per_s: float | None
-    multiprocessors: int
-    cache_mib: float
-    board_w: float
-    process_nm: float
-
-    @property
-    def model(self) -> str:
-        """The name without form and memory: ``"a100"``."""
-        return _read(self.type.name).model
-
-    @property
-    def has_matrix_units(self) -> bool:
-        """Whether 16-bit products have units of their own (tensor cores, matrix cores)."""
-        peaks = self.type.peak_flops_per_s
-        is_fast = peaks.get("float16", 0.0) > _LEAST_MATRIX_GAIN * peaks["float32"]
-        return is_fast or bool(self.tf32_flops_per_s or self.matrix_flops_per_s)
-
-
-class _Chip(Record):
-    """Numbers of a chip and its board."""
 
     multiprocessors: int = 0
     cache_mib: float = 0.0
@@ -91,8 +52,24 @@ class _Chip(Record):
     process_nm: float = 0.0
 
 
-class _Sheet(Record):
-    """One type of ``devices.yaml``."""
+class ListedType(Record):
+    """A device type of the catalogue, with the numbers of its data sheet.
+
+    Attributes:
+        name: Its name.
+        sheet: Name of the data sheet.
+        vendor: Maker, as in ``"NVIDIA"``; empty for the CPU.
+        form: ``"sxm"``, ``"pcie"`` or ``"nvl"`` if modules and cards of one name differ.
+        aliases: Further names, in the form that ``device_type`` compares.
+        memory_gib: Memory that a job sees.
+        sheet_gb: Memory in GB according to the data sheet, if that differs.
+        memory_gb_per_s: Rate of the memory.
+        tflops: Peaks. That of float32 products with TF32 is not used by default: for training
+            with ``torch.backends.cuda.matmul.allow_tf32`` give the devices of a cluster file
+            ``peak_flops: {float32: ...}``. ``matrix`` is that of float32 products on matrix
+            units, which the vendor's library uses by default.
+        chip: Numbers of its chip and board.
+    """
 
     name: str
     sheet: Text
@@ -103,42 +80,53 @@ class _Sheet(Record):
     sheet_gb: _Positive | None = None
     memory_gb_per_s: _Positive
     tflops: dict[Literal["float64", "float32", "tf32", "matrix", "float16", "bfloat16"], _Positive]
-    chip: _Chip = _Chip()
+    chip: Chip = Chip()
 
-    def listed(self) -> ListedType:
-        """The entry of the catalogue, in SI units."""
-        peaks: dict[str, float] = {kind: peak * _TERA for kind, peak in self.tflops.items()}
-        return ListedType(
-            tf32_flops_per_s=peaks.pop("tf32", None),
-            matrix_flops_per_s=peaks.pop("matrix", None),
-            type=DeviceType(
-                name=self.name,
-                peak_flops_per_s=peaks,
-                memory_bandwidth_bytes_per_s=self.memory_gb_per_s * _GIGA,
-                memory_bytes=round(self.memory_gib * GIB),
-                source=self.sheet,
-            ),
-            vendor=self.vendor,
-            form=self.form,
-            sheet_gb=self.sheet_gb or self.memory_gib,
-            aliases=tuple(self.aliases),
-            multiprocessors=self.chip.multiprocessors,
-            cache_mib=self.chip.cache_mib,
-            board_w=self.chip.board_w,
-            process_nm=self.chip.process_nm,
+    @cached_property
+    def type(self) -> DeviceType:
+        """The device type in SI units."""
+        of_dtypes = {kind: peak for kind, peak in self.tflops.items() if kind in DTYPES}
+        return DeviceType(
+            name=self.name,
+            peak_flops_per_s={dtype: peak * _TERA for dtype, peak in of_dtypes.items()},
+            memory_bandwidth_bytes_per_s=self.memory_gb_per_s * _GIGA,
+            memory_bytes=round(self.memory_gib * GIB),
+            source=self.sheet,
         )
+
+    @property
+    def tf32_flops_per_s(self) -> float | None:
+        """Peak of float32 matrix products with TF32, if the hardware has it."""
+        return self.tflops["tf32"] * _TERA if "tf32" in self.tflops else None
+
+    @property
+    def matrix_flops_per_s(self) -> float | None:
+        """Peak of float32 matrix products on matrix units, if there are any."""
+        return self.tflops["matrix"] * _TERA if "matrix" in self.tflops else None
+
+    @property
+    def model(self) -> str:
+        """The name without form and memory: ``"a100"``."""
+        return _read(self.name).model
+
+    @property
+    def has_matrix_units(self) -> bool:
+        """Whether 16-bit products have units of their own (tensor cores, matrix cores)."""
+        peaks = self.type.peak_flops_per_s
+        is_fast = peaks.get("float16", 0.0) > _LEAST_MATRIX_GAIN * peaks["float32"]
+        return is_fast or bool(self.tf32_flops_per_s or self.matrix_flops_per_s)
 
 
 class _Sheets(Record):
     schema_version: Literal[1]
-    types: list[_Sheet]
+    types: list[ListedType]
 
 
 @cache
 def _by_name() -> Mapping[str, ListedType]:
     """The catalogue by name; read at the first call."""
     sheets = read_shipped(_FILE, _Sheets)
-    return {each.name: each.listed() for each in sheets.types}
+    return {each.name: each for each in sheets.types}
 
 
 _OTHER_WORDS = {
@@ -246,7 +234,7 @@ def matching_types(name: str) -> tuple[DeviceType, ...]:
         found = [
             each
             for each in found
-            if words.memory_gb in (each.sheet_gb, round(each.type.memory_bytes / GIB))
+            if words.memory_gb in (each.sheet_gb, each.memory_gib, round(each.memory_gib))
         ]
     return tuple(each.type for each in found)
 

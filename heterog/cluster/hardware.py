@@ -46,12 +46,6 @@ def check_name(name: str, what: str) -> None:
         raise ClusterError(f"{what} has the name {shown(name)}, which {fault}.")
 
 
-def check_text(text: str, what: str) -> None:
-    """Refuse a text that is not one printable line; ``what`` begins the message."""
-    if (fault := text_fault(text)) is not None:
-        raise ClusterError(f"{what}, {shown(text)}, {fault}.")
-
-
 def check_positive(value: float, what: str) -> None:
     """Refuse a number that is not finite, or too small to be a rate or a size."""
     if not (math.isfinite(value) and value > 0):
@@ -134,8 +128,9 @@ class DeviceType:
 
     def __post_init__(self) -> None:
         check_name(self.name, "a device type")
-        check_text(self.source, f"the source of device type '{self.name}'")
         what = f"device type '{self.name}'"
+        if (fault := text_fault(self.source)) is not None:
+            raise ClusterError(f"the source of {what}, {shown(self.source)}, {fault}.")
         if "float32" not in self.peak_flops_per_s:
             raise ClusterError(f"{what} has no peak FLOP/s for float32; every type needs one.")
         for dtype, peak in self.peak_flops_per_s.items():

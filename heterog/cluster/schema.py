@@ -182,10 +182,10 @@ def pair_limits(
     """
     found: list[PairLimit] = []
     for number, line in enumerate(spec.lines):
-        sides = []
-        for side, names in enumerate(line.between):
-            here = ("lines", number, "between", side)
-            sides.append(_members(names, hosts, here))
+        sides = [
+            _members(names, hosts, ("lines", number, "between", side))
+            for side, names in enumerate(line.between)
+        ]
         rate = line.bandwidth or (line.line_rate or 0.0) * efficiency
         ways = [sides] if line.one_way else [sides, sides[::-1]]
         found += [
@@ -203,14 +203,12 @@ def _members(
     names: Sequence[str], hosts: Mapping[str, Sequence[int]], here: tuple[int | str, ...]
 ) -> tuple[int, ...]:
     """Positions of the named hosts, each once."""
-    members: dict[int, None] = {}
     for name in names:
         if name not in hosts:
             raise PairsError(
                 here, f"there is no host '{name}'; the hosts are {first_of(list(hosts))}."
             )
-        members.update(dict.fromkeys(hosts[name]))
-    return tuple(members)
+    return tuple(dict.fromkeys(host for name in names for host in hosts[name]))
 
 
 def _of_matrix(
@@ -496,13 +494,14 @@ _LIMITS = {
     "less_than_equal": "{got} is not at most {le:g}.",
     "finite_number": "{got} is not a finite number.",
 }
-"""What to say of pydantic's errors, by kind; an infinite number breaks every limit."""
+"""What to say of pydantic's errors, by kind; a number that is not finite breaks every limit."""
 
 
 def _fault(error: ErrorDetails) -> str:
     """A sentence with the error and what to write instead."""
     kind, got, message = error["type"], shown(error["input"]), error["msg"]
-    if kind in _LIMITS and error["input"] in (math.inf, -math.inf):
+    is_float = isinstance(error["input"], float)
+    if kind in (*_LIMITS, "int_type", "value") and is_float and not math.isfinite(error["input"]):
         kind = "finite_number"
     words = (_FAULTS | _LIMITS).get(kind)
     if words is None:

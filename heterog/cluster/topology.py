@@ -31,6 +31,7 @@ from heterog.cluster.hardware import (
     check_share,
 )
 from heterog.errors import ClusterError
+from heterog.grouped import grouped
 from heterog.names import first_of
 
 
@@ -300,9 +301,8 @@ class Cluster:
         check_pairs(self.name, self.hosts, self.pairs)
         types: dict[DeviceType, int] = {}
         type_index = tuple(types.setdefault(d.type, len(types)) for d in self.devices)
-        members: list[list[int]] = [[] for _ in self.hosts]
-        for index, device in enumerate(self.devices):
-            members[device.host_index].append(index)
+        by_host = grouped((device.host_index, i) for i, device in enumerate(self.devices))
+        members = list(by_host.values())
         kinds: dict[tuple[object, ...], int] = {}
         derived: dict[str, object] = {
             "num_hosts": len(self.hosts),

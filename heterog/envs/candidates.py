@@ -101,13 +101,12 @@ def _syncs(
 def traffic_of(evaluator: CoarseEvaluator, decision: Decision) -> tuple[tuple[int, float], ...]:
     """Rounded bytes through each link per byte of gradient, as a key for comparisons."""
     table = evaluator.channels
-    first, second = table.for_decision(decision)
-    if first < 0:
-        return ((-1, float(decision.sync)),)
-    load = dict(table[first].traffic())
-    if second >= 0:
-        for resource, multiple in table[second].traffic().items():
+    load: dict[int, float] = {}
+    for number in table.for_decision(decision):
+        for resource, multiple in table[number].traffic().items():
             load[resource] = load.get(resource, 0.0) + multiple
+    if not load:
+        return ((-1, float(decision.sync)),)
     return tuple(sorted((resource, round(multiple, 3)) for resource, multiple in load.items()))
 
 

@@ -98,7 +98,7 @@ memory, edge bytes, steps, mean and median of compute, memory and edges |
         self._end_s = episode_s if counts_unfinished else float("inf")
         if deadlines not in DEADLINES:
             raise HeterogError(f"deadlines are one of {', '.join(DEADLINES)}, not {deadlines!r}.")
-        num_actions = self.cluster.most_degree + 1
+        num_actions = self.cluster.degrees[-1] + 1
         if num_actions > _MOST_ACTIONS:
             raise HeterogError(
                 f"{num_actions} actions; at most {_MOST_ACTIONS} are learned. Divide the cluster."
@@ -175,7 +175,7 @@ memory, edge bytes, steps, mean and median of compute, memory and edges |
 
     def _observe(self) -> Padded:
         state = self.queueing
-        num_actions = int(self.cluster.most_degree) + 1
+        num_actions = self.cluster.degrees[-1] + 1
         mask, room = np.zeros(num_actions, np.int8), np.zeros(num_actions, np.int8)
         job = np.zeros(NUM_JOB_FEATURES, np.float32)
         mask[0] = room[0] = 1

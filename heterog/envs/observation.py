@@ -440,12 +440,11 @@ class Observer:
                 latency[number] = 2.0 * cluster.latency_s(*ends)
                 continue
             for channel in evaluator.channels.for_decision(decision):
-                if channel >= 0:
-                    found = evaluator.channels[channel]
-                    assert found.kind != ChannelKind.POINT_TO_POINT
-                    cost = evaluator.cost_model.channel_seconds(cluster, found)
-                    rate[number] += cost.seconds_per_byte
-                    latency[number] += cost.latency_s + cost.fill_s
+                found = evaluator.channels[channel]
+                assert found.kind != ChannelKind.POINT_TO_POINT
+                cost = evaluator.cost_model.channel_seconds(cluster, found)
+                rate[number] += cost.seconds_per_byte
+                latency[number] += cost.latency_s + cost.fill_s
         return rate, latency
 
     def _overlap(self) -> npt.NDArray[np.float64]:

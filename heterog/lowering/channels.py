@@ -177,7 +177,7 @@ class ChannelTable:
     def all_reduce(self, devices: tuple[int, ...], *, hierarchical: bool) -> int:
         """Number of an all-reduce channel over a device set."""
         kind = ChannelKind.ALL_REDUCE_HIERARCHICAL if hierarchical else ChannelKind.ALL_REDUCE_RING
-        return self._number(kind, devices, ())
+        return self.collective(kind, devices)
 
     def value_reduce(self, devices: tuple[int, ...]) -> int:
         """Number of the all-reduce that sums partial values.
@@ -190,15 +190,11 @@ class ChannelTable:
 
     def reduce_scatter(self, devices: tuple[int, ...], slices: tuple[int, ...]) -> int:
         """Number of a reduce-scatter channel with the given relative slices."""
-        return self._number(ChannelKind.REDUCE_SCATTER, devices, slices)
+        return self.collective(ChannelKind.REDUCE_SCATTER, devices, slices)
 
     def all_gather(self, devices: tuple[int, ...], slices: tuple[int, ...]) -> int:
         """Number of an all-gather channel with the given relative slices."""
-        return self._number(ChannelKind.ALL_GATHER, devices, slices)
-
-    def all_to_all(self, devices: tuple[int, ...]) -> int:
-        """Number of the all-to-all channel over a device set."""
-        return self._number(ChannelKind.ALL_TO_ALL, devices, ())
+        return self.collective(ChannelKind.ALL_GATHER, devices, slices)
 
     def of_values(
         self, devices: tuple[int, ...], *, scatters: bool = False, exchanges: bool = False
@@ -211,7 +207,7 @@ class ChannelTable:
             self.value_reduce(devices),
             self.all_gather(devices, ()),
             self.reduce_scatter(devices, ()) if scatters else -1,
-            self.all_to_all(devices) if exchanges else -1,
+            self.collective(ChannelKind.ALL_TO_ALL, devices) if exchanges else -1,
         )
 
     def alike(self, channel: Channel, devices: tuple[int, ...]) -> Channel:
@@ -221,23 +217,30 @@ class ChannelTable:
             return self[src * self.cluster.num_devices + dst]
         return self._collective(channel.kind, devices, channel.slices)
 
-    def for_decision(self, decision: Decision) -> tuple[int, int]:
-        """First and second channel of a decision's synchronisation; -1 for none."""
+    def for_decision(self, decision: Decision) -> tuple[int, ...]:
+        """Channels of a decision's synchronisation, in order: none, one or two."""
         if decision.sync.is_served:
-            return -1, -1
-        return self.of_sync(decision.devices, decision.sync, decision.slices)
+            return ()
+        numbers = self.of_sync(decision.devices, decision.sync, decision.slices)
+        return tuple(number for number in numbers if number >= 0)
 
     def of_sync(
         self, devices: tuple[int, ...], sync: Sync, slices: tuple[int, ...]
     ) -> tuple[int, int]:
-        """Like ``for_decision``; with servers, for parameters in slices, which rings sum."""
+        """First and second channel of a synchronisation, -1 for none.
+
+        With servers, those for parameters in slices, which rings sum.
+        """
         if len(devices) == 1:
             return -1, -1
         if sync.takes_slices:
             return self.reduce_scatter(devices, slices), self.all_gather(devices, slices)
         return self.all_reduce(devices, hierarchical=sync == Sync.HIERARCHICAL), -1
 
-    def _number(self, kind: ChannelKind, devices: tuple[int, ...], slices: tuple[int, ...]) -> int:
+    def collective(
+        self, kind: ChannelKind, devices: tuple[int, ...], slices: tuple[int, ...] = ()
+    ) -> int:
+        """Number of a collective of some kind, with the given relative slices if it has them."""
         key = (kind, devices, slices)
         if key not in self._numbers:
             self._collectives.append(self._collective(kind, devices, slices))

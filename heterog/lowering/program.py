@@ -191,9 +191,8 @@ class Program:
 
     def encodes_value(self, task: int) -> bool:
         """Whether a task encodes a value, not a gradient or parameter."""
-        if self.kind[task] != TaskKind.ENCODE:
-            return False
-        return self.codecs[int(self.codec[task]) - 1].is_of_values
+        is_encoded = self.kind[task] == TaskKind.ENCODE
+        return bool(is_encoded and self.codecs[int(self.codec[task]) - 1].is_of_values)
 
     @cached_property
     def buffer_maker(self) -> IntArray:

@@ -16,7 +16,7 @@ from heterog.graph.placement import OpRules
 from heterog.grouped import grouped
 from heterog.lowering import Choice, Decided, Encoder
 from heterog.lowering.channels import ChannelTable, balanced_slices
-from heterog.lowering.program import IntArray
+from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.memo import kept
 from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
@@ -51,20 +51,16 @@ def device_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     """
     hosts = [cluster.host_devices(index) for index in range(cluster.num_hosts)]
     everything = tuple(range(cluster.num_devices))
-    sets: dict[tuple[int, ...], None] = {everything: None}
-    for index in range(len(cluster.device_types)):
-        same = tuple(d for d in everything if cluster.type_index[d] == index)
-        sets.setdefault(same)
-    for host in hosts[:_MOST_HOSTS_NAMED]:
-        sets.setdefault(host)
+    types = grouped((cluster.type_index[device], device) for device in everything)
+    named = (everything, *map(tuple, types.values()), *hosts[:_MOST_HOSTS_NAMED])
+    sets: dict[tuple[int, ...], None] = dict.fromkeys(named)
     room = MAX_DEVICE_SETS - min(cluster.num_devices, _MOST_SINGLES)
     for chosen in _unions(cluster):
         if len(sets) >= room:
             break
         sets.setdefault(tuple(sorted(d for host in chosen for d in hosts[host])))
-    for device in everything[: MAX_DEVICE_SETS - len(sets)]:
-        sets.setdefault((device,))
-    return tuple(sets)
+    singles = ((device,) for device in everything[: MAX_DEVICE_SETS - len(sets)])
+    return tuple(dict.fromkeys((*sets, *singles)))
 
 
 def _unions(cluster: Cluster) -> Iterator[tuple[int, ...]]:
@@ -98,6 +94,25 @@ def _of_size(kinds: Sequence[list[int]], size: int) -> Iterator[tuple[int, ...]]
     for count in range(min(len(first), size), -1, -1):
         for others in _of_size(rest, size - count):
             yield tuple(sorted((*first[:count], *others)))
+
+
+def balanced_homes(sizes: FloatArray, devices: tuple[int, ...]) -> IntArray:
+    """A home for each parameter: largest first, each to the server with the fewest bytes.
+
+    Args:
+        sizes: Bytes of each parameter.  # [num_parameters]
+        devices: The servers.
+
+    Returns:
+        # [num_parameters]
+    """
+    load = np.zeros(len(devices))
+    homes = np.empty(len(sizes), np.int32)
+    for parameter in np.argsort(-sizes, kind="stable"):
+        server = int(np.argmin(load))
+        load[server] += sizes[parameter]
+        homes[parameter] = devices[server]
+    return homes
 
 
 class StrategySpace:
@@ -135,6 +150,7 @@ class StrategySpace:
         for decision in decisions:
             self.add(decision)
 
+    @kept
     def decisions_on(self, devices: tuple[int, ...]) -> list[Decision]:
         """The candidate decisions on one device set."""
         batch = self.graph.batch_size
@@ -142,27 +158,26 @@ class StrategySpace:
             return [Decision(devices=devices, shares=(batch,))]
         even = split_evenly(batch, len(devices))
         solved = split_in_proportion(batch, tuple(self.speeds[device] for device in devices))
-        decisions = []
-        for shares in dict.fromkeys((solved, even)):
-            for sync in _CANDIDATES:
-                slices: tuple[int, ...] = ()
-                if sync.is_sharded and not self.graph.updates_elementwise:
-                    continue
-                if sync.takes_slices:
-                    slices = balanced_slices(self.cluster, devices)
-                decisions.append(
-                    Decision(devices=devices, shares=shares, sync=sync, slices=slices)
-                )
-        return decisions
+        slices = balanced_slices(self.cluster, devices)
+        return [
+            Decision(
+                devices=devices,
+                shares=shares,
+                sync=sync,
+                slices=slices if sync.takes_slices else (),
+            )
+            for shares in dict.fromkeys((solved, even))
+            for sync in _CANDIDATES
+            if self.graph.updates_elementwise or not sync.is_sharded
+        ]
 
     def add(self, decision: Decision) -> int:
         """Number of a candidate, which is added if it is new."""
         known = self._numbers.get(decision)
         if known is not None:
             return known
-        number = len(self.candidates)
+        number = self._numbers[decision] = len(self.candidates)
         self.candidates.append(decision)
-        self._numbers[decision] = number
         # Channels that all candidates may use are priced at once, not one by one in a search.
         self._channels.for_decision(decision)
         if len(decision.devices) > 1:
@@ -241,15 +256,7 @@ class StrategySpace:
 
     @kept
     def _balanced(self, devices: tuple[int, ...]) -> IntArray:
-        """A server for each parameter among ``devices``, balanced over all parameters."""
-        sizes = self._tables.parameter_bytes
-        load = np.zeros(len(devices))
-        homes = np.empty(len(sizes), np.int32)
-        for parameter in np.argsort(-sizes, kind="stable"):
-            server = int(np.argmin(load))
-            load[server] += sizes[parameter]
-            homes[parameter] = devices[server]
-        return homes
+        return balanced_homes(self._tables.parameter_bytes, devices)
 
     def decode(
         self,

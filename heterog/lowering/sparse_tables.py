@@ -16,7 +16,7 @@ IntArray = npt.NDArray[np.int32]
 
 @by_reference
 class SparseTables(NamedTuple):
-    """Entries of the sparse matrices whose rows are cut, one after the other; see ``window_row``.
+    """Entries of the sparse matrices whose rows are cut, one after the other; see ``WindowRow``.
 
     A matrix appears once for each axis along which its rows are cut.
     """

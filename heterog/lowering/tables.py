@@ -120,7 +120,7 @@ class GraphTables(NamedTuple):
     slot_whole: IntArray  # AS_MADE, IN_TEAM or EVERYTHING
     slot_axis: IntArray  # of the reader
     slot_pass: IntArray  # pass of its readers; see ``ANY_PASS``
-    slot_window: IntArray  # step, before, after, all rows; see ``window_row``  # [num_slots, 4]
+    slot_window: IntArray  # step, before, after, all rows; see ``WindowRow``  # [num_slots, 4]
     # Ops that make a slot's value on the reading devices, from a least size on; see ``keeping``.
     remake_start: IntArray  # [num_slots + 1]
     remake_op: IntArray
@@ -377,9 +377,8 @@ class _Builder:
         found: list[Remake | None] = []
         for value, _, whole, _, _, window in self.slots:
             tensor = self.values[value]
-            is_as_made = whole == AS_MADE and window == NO_WINDOW
             is_there = self.op_group[self.value_op[value]] == CONSTANT_GROUP
-            may = is_as_made and not is_there
+            may = whole == AS_MADE and window == NO_WINDOW and not is_there
             found.append(remakes.of_value(tensor, self._moved_fraction(tensor)) if may else None)
         return {
             "remake_start": starts_of([len(each.ops) if each else 0 for each in found]),

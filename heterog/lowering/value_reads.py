@@ -12,7 +12,6 @@ from enum import IntEnum
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, IN_TEAM, AxisPlan
 from heterog.graph.grouping import CONSTANT_GROUP, Grouping
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import Special
 from heterog.graph.sharding_rules.matmul import ATTENTION_KINDS
 
@@ -23,19 +22,13 @@ them again, so that no device keeps the whole in between (Korthikanti et al. 202
 4.2.2)."""
 
 WindowRow = tuple[int, int, int, int]
+"""A window in the kernel's form: its three numbers, and the total number of rows.
+
+All 0 for slots that need no rows of others. If a sparse matrix names the rows, the first number is
+-1 minus the number of the matrix in ``SparseTables``."""
 NO_WINDOW: WindowRow = (0, 0, 0, 0)
 Slot = tuple[int, int, int, int, int, WindowRow]
 """Value, reading group, how much of the value is needed, axis and pass of the readers, window."""
-
-
-def window_row(graph: OpGraph, tensor: int, needed: Placement) -> WindowRow:
-    """Convert a window to the kernel's form: its three numbers, and the total number of rows.
-
-    All 0 for slots that need no rows of others. If a sparse matrix names the rows, the first
-    number is -1 minus the number of the matrix in ``SparseTables``.
-    """
-    assert needed.window is not None
-    return *needed.window, graph.tensors[tensor].shape[needed.dim]
 
 
 class ValueReads:
@@ -89,9 +82,8 @@ class ValueReads:
             if maker != CONSTANT_GROUP and not is_near:
                 self.outside.setdefault(storage, set()).add(tensor)
             window = self._window(index, position, tensor)
-            as_made = is_near and whole == AS_MADE and plan.tensor_axis[storage] == axis
-            as_made = as_made and window == NO_WINDOW
-            if maker == CONSTANT_GROUP or as_made:
+            is_cut_alike = whole == AS_MADE and plan.tensor_axis[storage] == axis
+            if maker == CONSTANT_GROUP or (is_near and is_cut_alike and window == NO_WINDOW):
                 entries.setdefault((value, None))
             else:
                 readers = self._pass_of_readers(index, storage, whole)
@@ -114,18 +106,16 @@ class ValueReads:
         """The rows that an op reads, if its device may lack some of them."""
         plan, graph = self.plan, self.graph
         window = plan.window_needed(index, position, tensor)
-        sparse = plan.needed[index][position]
-        if sparse.pattern and plan.is_brought(index, position, tensor):
-            matrix = sparse.pattern, int(plan.op_axis[index])
-            number = self.matrices.setdefault(matrix, len(self.matrices))
-            return -1 - number, 0, 0, graph.tensors[tensor].shape[sparse.dim]
+        needed, axis = plan.needed[index][position], int(plan.op_axis[index])
+        shape = graph.tensors[tensor].shape
+        if needed.pattern and plan.is_brought(index, position, tensor):
+            number = self.matrices.setdefault((needed.pattern, axis), len(self.matrices))
+            return -1 - number, 0, 0, shape[needed.dim]
         if window is None:
             return NO_WINDOW
-        needed = plan.needed[index][position]
-        own = graph.tensors[tensor].shape[needed.dim] // plan.axes[int(plan.op_axis[index])]
-        if window.step == own and max(window.before, window.after) <= 0:
-            return NO_WINDOW
-        return window_row(graph, tensor, needed)
+        own = shape[needed.dim] // plan.axes[axis]
+        is_there = window.step == own and max(window.before, window.after) <= 0
+        return NO_WINDOW if is_there else (*window, shape[needed.dim])
 
     def _pass_of_readers(self, reader: int, storage: int, whole: int) -> int:
         """The passes whose readers share the conversion of a value for one reader."""

@@ -28,7 +28,15 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.grouping import group_ops
 from heterog.grouped import grouped
 from heterog.lowering.channels import proportional_slices
-from heterog.methods.planner import Candidate, Planner, PlanResult, Problem, StrategySearch
+from heterog.lowering.space import balanced_homes
+from heterog.methods.planner import (
+    Candidate,
+    Planner,
+    PlanResult,
+    Problem,
+    Searching,
+    StrategySearch,
+)
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.simulator.lower_bound import floor_s
@@ -103,18 +111,6 @@ def proportional_shares(evaluator: Evaluator) -> tuple[int, ...]:
     return split_in_proportion(evaluator.graph.batch_size, evaluator.speeds)
 
 
-def balanced_homes(evaluator: Evaluator, devices: tuple[int, ...]) -> tuple[int, ...]:
-    """A home for each parameter: largest first, each to the server with the fewest bytes."""
-    sizes = evaluator.tables.parameter_bytes
-    load = dict.fromkeys(devices, 0.0)
-    homes = [0] * len(sizes)
-    for parameter in sorted(range(len(sizes)), key=lambda p: (-sizes[p], p)):
-        server = min(devices, key=lambda device: (load[device], device))
-        load[server] += sizes[parameter]
-        homes[parameter] = server
-    return tuple(homes)
-
-
 class Trials(StrategySearch):
     """Evaluates strategies in every order by the engine; for enumerations.
 
@@ -172,7 +168,8 @@ class DataParallel(Planner):
         if self._by_server:
             decision = Decision(devices=devices, shares=shares, sync=Sync.PARAMETER_SERVER)
             one = (0,) * len(evaluator.graph.updates)
-            for homes in (one, balanced_homes(evaluator, devices)):
+            balanced = balanced_homes(evaluator.tables.parameter_bytes, devices)
+            for homes in (one, tuple(balanced.tolist())):
                 yield uniform_strategy(
                     evaluator, decision, homes=homes, step_barrier=problem.step_barrier
                 )
@@ -234,21 +231,31 @@ class DistributedDataParallel(Planner):
         ]
 
 
-def _best_variants(problem: Problem, strategies: list[Strategy]) -> PlanResult:
-    """Variants as candidates, best first; the referee decides which one counts."""
-    tried: list[tuple[Strategy, Evaluation]] = []
-    spending = problem.spend()
-    # Without a barrier, baselines may choose among the same orders as searches.
-    orders = (Order.FIFO,) if problem.step_barrier else problem.orders
+def in_orders(
+    problem: Problem, strategies: Sequence[Strategy], orders: Sequence[Order]
+) -> tuple[list[tuple[Evaluation, Strategy]], int]:
+    """Strategies with their evaluations in the best of some orders, best first.
+
+    Returns:
+        Those that were evaluated before the budget was over, and the number of evaluations.
+    """
+    spending, found = problem.spend(), list[tuple[Evaluation, Strategy]]()
     with spending.limits():
         for strategy in strategies:
             choice = problem.evaluator.encode(strategy)
-            found = [problem.evaluator.evaluate(choice, order) for order in orders]
-            tried.append((strategy, min(found, key=lambda each: each.preference)))
-    ranked = sorted(tried, key=lambda pair: pair[1].preference)
+            tried = (problem.evaluator.evaluate(choice, order) for order in orders)
+            found.append((min(tried, key=lambda each: each.preference), strategy))
+    return sorted(found, key=lambda pair: pair[0].preference), spending.evaluations
+
+
+def _best_variants(problem: Problem, strategies: Sequence[Strategy]) -> PlanResult:
+    """Variants as candidates, best first; the referee decides which one counts."""
+    # Without a barrier, baselines may choose among the same orders as searches.
+    orders = (Order.FIFO,) if problem.step_barrier else problem.orders
+    found, num_evaluations = in_orders(problem, strategies, orders)
     return PlanResult(
-        candidates=tuple(Candidate(strategy=each, orders=orders) for each, _ in ranked),
-        num_evaluations=spending.evaluations,
+        candidates=tuple(Candidate(strategy=each, orders=orders) for _, each in found),
+        num_evaluations=num_evaluations,
     )
 
 
@@ -288,18 +295,6 @@ class Replicas(NamedTuple):
 
     devices: tuple[int, ...]
     shares: tuple[int, ...]
-
-
-class BestDataParallel(Planner):
-    """The best data parallelism; see the module docstring."""
-
-    name = "best_ddp"
-    stage = "baseline"
-    most_part = 0.05
-
-    def plan(self, problem: Problem) -> PlanResult:
-        """Try every combination while the budget lasts."""
-        return _Enumeration(problem).answer(problem)
 
 
 class _Enumeration(Trials):
@@ -416,7 +411,7 @@ class _Enumeration(Trials):
             devices, key=lambda each: cluster.nic_bandwidth_bytes_per_s(cluster.host_of[each])
         )
         yield (fastest,) * len(self._bytes)
-        yield balanced_homes(self.evaluator, devices)
+        yield tuple(balanced_homes(self._bytes, devices).tolist())
 
     def _judge_served(self, replicas: Replicas, num_micro: int, homes: tuple[int, ...]) -> None:
         """Judge servers, unless receiving gradients alone takes longer than ``limit_s``."""
@@ -448,3 +443,12 @@ def class_sets(cluster: Cluster) -> list[tuple[int, ...]]:
         for chosen in combinations(classes.values(), size)
     )
     return list(islice(sets, MOST_SETS))
+
+
+class BestDataParallel(Searching):
+    """The best data parallelism; see the module docstring."""
+
+    name = "best_ddp"
+    stage = "baseline"
+    most_part = 0.05
+    search = _Enumeration

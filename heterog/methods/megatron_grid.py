@@ -20,9 +20,10 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import Phase
+from heterog.grouped import grouped
 from heterog.memo import kept
 from heterog.methods.islands.slices import boundary_bytes, layer_of_op, layers_or_groups
-from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
+from heterog.methods.planner import PointSearch, Problem, Searching
 from heterog.methods.recomputing import cheaper_layouts, surely_kept, words_worth_trying
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly
@@ -60,18 +61,6 @@ class _Point:
         """The shape: everything but the manner."""
         layout = self.layout
         return layout.tp, layout.pp, layout.dp, layout.micro_batch, self.devices
-
-
-class MegatronGrid(Planner):
-    """Uniform layouts, enumerated; see the module docstring."""
-
-    name = "megatron_grid"
-    stage = "baseline"
-    resumes = True
-
-    def plan(self, problem: Problem) -> PlanResult:
-        """Go through the grid, then vary the manner of the best points."""
-        return problem.resumed(_Grid).answer(problem)
 
 
 class _Grid(PointSearch[_Point]):
@@ -114,10 +103,8 @@ class _Grid(PointSearch[_Point]):
         First come those with the shortest step once the bubble that other schedules save is taken
         off.
         """
-        of_shape: dict[tuple[object, ...], _Point] = {}
-        for point in sorted(self.found, key=lambda each: self.found[each].preference):
-            of_shape.setdefault(point.shape, point)
-        ranked = sorted(of_shape.values(), key=self._without_bubble)
+        of_shape = grouped((point.shape, point) for point in self.best(len(self.found)))
+        ranked = sorted((best for best, *_ in of_shape.values()), key=self._without_bubble)
         return [point for point in ranked if point.shape not in self.varied]
 
     def _vary(self, starts: Sequence[_Point]) -> None:
@@ -432,3 +419,12 @@ def uniform_layouts(
 def divisors(number: int) -> list[int]:
     """Divisors of a small number, ascending."""
     return [each for each in range(1, number + 1) if number % each == 0]
+
+
+class MegatronGrid(Searching):
+    """Uniform layouts, enumerated; see the module docstring."""
+
+    name = "megatron_grid"
+    stage = "baseline"
+    resumes = True
+    search = _Grid

@@ -6,8 +6,9 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray
 from heterog.lowering.kernels import kernel
 from heterog.lowering.program import IntArray
+from heterog.methods.data_parallel import in_orders
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
-from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
+from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.division import micro_batch_table, split_evenly
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 
@@ -171,21 +172,12 @@ def _placed(problem: Problem, device_of_group: tuple[int, ...], num_micro: int) 
 
 def _ranked(problem: Problem, strategies: list[Strategy]) -> PlanResult:
     """The best few strategies, best first."""
-    spending = problem.spend()
-    found: list[tuple[Evaluation, Candidate]] = []
-    fault = ""
-    with spending.limits():
-        for strategy in strategies:
-            choice = problem.evaluator.encode(strategy)
-            tried = [problem.evaluator.evaluate(choice, order) for order in problem.orders]
-            best = min(tried, key=lambda each: each.preference)
-            if best.outcome == Outcome.CANNOT_RUN:
-                fault = best.shortage
-                continue
-            found.append((best, Candidate(strategy=strategy, orders=(best.order,))))
-    found.sort(key=lambda pair: pair[0].preference)
+    tried, num_evaluations = in_orders(problem, strategies, problem.orders)
+    found = [pair for pair in tried if pair[0].outcome != Outcome.CANNOT_RUN]
     return PlanResult(
-        candidates=tuple(candidate for _, candidate in found[:3]),
-        num_evaluations=spending.evaluations,
-        reason="" if found else fault,
+        candidates=tuple(
+            Candidate(strategy=strategy, orders=(best.order,)) for best, strategy in found[:3]
+        ),
+        num_evaluations=num_evaluations,
+        reason=tried[-1][0].shortage if tried and not found else "",
     )

@@ -12,7 +12,7 @@ are also tried with recomputation and sliced updates.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, pairwise, permutations, product
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from heterog.methods.enumeration import Enumeration, Meaning
 from heterog.methods.host_order import communities, in_best_order
 from heterog.methods.megatron_grid import MOST_TASKS
 from heterog.methods.model_parallel import stage_starts
-from heterog.methods.planner import Planner, PlanResult, Problem
+from heterog.methods.planner import Problem, Searching
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
 from heterog.methods.tuned_uniform import tuned_decision
@@ -48,23 +48,6 @@ _MOST_KINDS = 4  # on larger clusters, most kinds of machines for which every su
 
 Stages = tuple[tuple[int, ...], ...]
 """Devices of each stage, in the order of the layers."""
-
-
-class PipelineSearch(Planner):
-    """Sequences of stages by enumeration; see the module docstring."""
-
-    name = "pipeline"
-    stage = "search"
-    resumes = True
-
-    @staticmethod
-    def prepare(evaluator: Evaluator) -> None:
-        """Load the library that finds communities, before time is counted."""
-        communities(evaluator.cluster)
-
-    def plan(self, problem: Problem) -> PlanResult:
-        """Enumerate, then refine the best until nothing improves or the budget is over."""
-        return problem.resumed(_Enumeration).answer(problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +175,8 @@ class _Enumeration(Enumeration[_Point]):
         self.rules = rules_of_model(evaluator.graph)
         self.blocks_of_layers = layer_blocks(evaluator.graph)
         self.kinds = kinds_worth_trying(evaluator.graph)
-        self.num_ops = np.bincount(evaluator.tables.op_group + 1, minlength=self.num_groups + 1)[
-            1:
-        ]
+        groups = evaluator.tables.op_group
+        self.num_ops = np.bincount(groups[groups >= 0], minlength=self.num_groups)
 
     def search(self) -> None:
         """Try balanced cuts of all sequences, other settings of the best, then cuts nearby."""
@@ -322,14 +304,12 @@ class _Enumeration(Enumeration[_Point]):
 
     def _scheduled(self, start: _Point) -> Iterator[_Point]:
         """The point with caps, and with weight gradients whenever a device would wait."""
-        for caps in range(_MOST_CAPS + 1):
-            for splits in (False, True):
-                yield replace(start, caps=caps, splits_backward=splits)
+        for caps, splits in product(range(_MOST_CAPS + 1), (False, True)):
+            yield replace(start, caps=caps, splits_backward=splits)
 
     def _ordered(self, start: _Point) -> Iterator[_Point]:
         """The point in other orders."""
-        for other in self.problem.orders:
-            yield replace(start, order=other)
+        return (replace(start, order=other) for other in self.problem.orders)
 
     def _leaner(self, start: _Point) -> Iterator[_Point]:
         """If a point does not fit: recomputation in the first or all stages, sliced updates.
@@ -463,3 +443,17 @@ class _Enumeration(Enumeration[_Point]):
             return decision
         teams = host_teams(self.cluster, devices, point.teams[stage])
         return apart(in_teams(decision, teams, self.speeds, self.cluster))
+
+
+class PipelineSearch(Searching):
+    """Sequences of stages by enumeration; see the module docstring."""
+
+    name = "pipeline"
+    stage = "search"
+    resumes = True
+    search = _Enumeration
+
+    @staticmethod
+    def prepare(evaluator: Evaluator) -> None:
+        """Load the library that finds communities, before time is counted."""
+        communities(evaluator.cluster)

@@ -1,6 +1,7 @@
 """The protocol of planners, their budgets and results.
 
-``PointSearch`` is the base class of searches over points of some space.
+``PointSearch`` is the base class of searches over points of some space, ``Searching`` that of
+methods which are such a search.
 """
 
 import math
@@ -10,11 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import BudgetError, StrategyError
 from heterog.graph.op_graph import OpGraph
+from heterog.methods.teams import rules_of_model
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.strategy.layouts.layout import LayoutError
@@ -297,6 +299,12 @@ class Problem:
         """Order in which a search evaluates its starts: the second allowed one, if any."""
         return self.orders[min(1, len(self.orders) - 1)]
 
+    @property
+    def has_only_places(self) -> bool:
+        """Whether there is nothing to divide, neither samples nor ops: each op has a place."""
+        graph = self.evaluator.graph
+        return graph.batch_size == 1 and rules_of_model(graph) is None
+
     def resumed(self, make: Callable[["Problem"], Search]) -> Search:
         """A method's search, either as the last call left it in ``memory`` or newly made.
 
@@ -555,6 +563,16 @@ class PointSearch(ABC, Generic[Point]):
     def best(self, count: int) -> list[Point]:
         """The best points, best first."""
         return sorted(self.found, key=lambda point: self.found[point].preference)[:count]
+
+
+class Searching(Planner):
+    """A method that is a ``PointSearch``; if it ``resumes``, it goes on with the same one."""
+
+    search: ClassVar[type[PointSearch[Any]]]
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Search with the budget of a problem; see the module of the method."""
+        return problem.resumed(self.search).answer(problem)
 
 
 class StrategySearch(PointSearch[tuple[Strategy, Order]]):

@@ -19,7 +19,7 @@ later repairs leave that much more room.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -27,8 +27,8 @@ from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.lowering import resident_bytes
-from heterog.lowering.choice import BoolArray
 from heterog.lowering.program import FloatArray, TaskKind
+from heterog.memo import kept
 from heterog.methods.changes import moved_samples, with_decisions, without_devices
 from heterog.methods.planner import Budget, Spending
 from heterog.methods.recomputing import (
@@ -51,6 +51,7 @@ from heterog.strategy.strategy import REPLICATED, Decision, Keeps, Strategy, Syn
 _MOST_ROUNDS = 8  # of a repair; see ``_round``
 _MOST_MOVES = 6  # of samples; each follows the shortage that is left after the one before
 _SHARDING = tuple(sync for sync in Sync if sync.is_sharded)
+_Change = TypeVar("_Change")
 
 
 def repair(evaluator: Evaluator, strategy: Strategy, order: Order, *, budget: Budget) -> Strategy:
@@ -141,11 +142,9 @@ class _Repair:
         self.cluster = evaluator.cluster
         self.order = order
         self.spending = spending
-        usable = [device.usable_memory_bytes for device in self.cluster.devices]
-        self.limits = np.array(usable, np.float64)
+        self.limits = evaluator.feasibility.usable.astype(np.float64)
         self.usable = self.limits.copy()  # less what the referee needs beyond the engine
         self.tried: dict[Strategy, _Tried] = {}
-        self._known: dict[object, tuple[FloatArray, FloatArray]] = {}
 
     def run(self, strategy: Strategy) -> Strategy:
         """Repair in rounds until something fits, nothing helps, or the budget is over."""
@@ -156,9 +155,8 @@ class _Repair:
         except _BudgetOver:
             pass
         best = self._best()
-        if self._shortage(best.peak) > self._shortage(given.peak):
-            return strategy
-        return best.strategy
+        is_worse = self._shortage(best.peak) > self._shortage(given.peak)
+        return strategy if is_worse else best.strategy
 
     def _search(self, given: _Tried) -> None:
         current: _Tried | None = given
@@ -251,24 +249,31 @@ class _Repair:
 
         return min(found, key=price, default=None)
 
-    def _fewest(self, make: Callable[[int], Strategy], most: int, first: int) -> Iterator[_Tried]:
+    def _fewest(
+        self, make: Callable[[Sequence[_Change]], Strategy], ranked: Sequence[_Change], first: int
+    ) -> Iterator[_Tried]:
         """The strategy with the fewest changes that fits, by doubling and then bisection.
 
         If no number of changes fits, the strategy that overflows least.
+
+        Args:
+            make: Makes a strategy with some changes.
+            ranked: Changes, the best first.
+            first: Number of changes to begin with.
         """
-        if most == 0:
+        if not ranked:
             return
-        low, count = 0, min(first, most)
-        tried = [self._try(make(count))]
-        while not self._fits(tried[-1]) and count < most:
-            low, count = count, min(2 * count, most)
-            tried.append(self._try(make(count)))
+        low, count = 0, min(first, len(ranked))
+        tried = [self._try(make(ranked[:count]))]
+        while not self._fits(tried[-1]) and count < len(ranked):
+            low, count = count, min(2 * count, len(ranked))
+            tried.append(self._try(make(ranked[:count])))
         if not self._fits(tried[-1]):
             yield min(tried, key=lambda each: (self._missing(each), each.seconds))
             return
         while count - low > 1:
             middle = (low + count) // 2
-            attempt = self._try(make(middle))
+            attempt = self._try(make(ranked[:middle]))
             if self._fits(attempt):
                 tried.append(attempt)
                 count = middle
@@ -328,15 +333,15 @@ class _Repair:
         last = max((step.groups for step in ranked), default=())
         ranked.sort(key=lambda step: (step.groups == last, -step.rounded, step.groups))
 
-        def make(count: int) -> Strategy:
+        def make(steps: Sequence[_Step]) -> Strategy:
             changes = {
                 group: replace(strategy.decisions[group], recompute=True, keeps=step.keeps)
-                for step in ranked[:count]
+                for step in steps
                 for group in step.groups
             }
             return with_decisions(strategy, changes)
 
-        yield from self._fewest(make, len(ranked), len(ranked))
+        yield from self._fewest(make, ranked, len(ranked))
 
     def _units(
         self,
@@ -347,6 +352,7 @@ class _Repair:
     ) -> Iterator["_Unit"]:
         """Each unit with the seconds and bytes of each kind on the devices that overflow."""
         decisions, over = current.strategy.decisions, self._over(current) > 0.0
+        overfull = tuple(np.flatnonzero(over).tolist())
         for first, end in pairwise((*units, len(decisions))):
             groups = tuple(range(first, end))
             if not any(
@@ -357,7 +363,7 @@ class _Repair:
                 continue
             options = []
             for keeps in kinds:
-                known = [self._again(keeps, blocks, decisions[group], over) for group in groups]
+                known = [self._again(keeps, blocks, decisions[each], overfull) for each in groups]
                 pairs = list(zip(known, groups, strict=True))
                 seconds, freed = (
                     sum(float(each[column][group]) for each, group in pairs) for column in (0, 1)
@@ -365,8 +371,13 @@ class _Repair:
                 options.append((seconds, freed, keeps))
             yield _Unit(groups, decisions[first], tuple(options))
 
+    @kept
     def _again(
-        self, keeps: Keeps, blocks: tuple[int, ...], decision: Decision, over: BoolArray
+        self,
+        keeps: Keeps,
+        blocks: tuple[int, ...],
+        decision: Decision,
+        overfull: tuple[int, ...],
     ) -> tuple[FloatArray, FloatArray]:
         """Cost and gain of a kind of recomputation if all groups have one decision.
 
@@ -374,21 +385,18 @@ class _Repair:
             Seconds that each group recomputes on the devices that overflow, and bytes that it
             frees there.  # [num_groups] each
         """
-        key = keeps, blocks, decision, over.tobytes()
-        if key not in self._known:
-            tables = self.evaluator.rules.of(self.evaluator.rules.number((), blocks)).tables
-            again, batch = runs_again(tables, keeps), self.graph.batch_size
-            of_sample, once = freed_bytes(tables, keeps)
-            seconds, freed = np.zeros(tables.num_groups), np.zeros(tables.num_groups)
-            for device, share in _shares_of(decision):
-                if over[device] and share:
-                    kind = self.cluster.device_types[self.cluster.type_index[device]]
-                    row = self.evaluator.cost_model.op_seconds(self.graph, kind, batch)
-                    own = row[tables.op_id[again]] * (share / batch)
-                    seconds += np.bincount(tables.op_group[again], own, tables.num_groups)
-                    freed += share * of_sample + once
-            self._known[key] = seconds, freed
-        return self._known[key]
+        tables = self.evaluator.rules.of(self.evaluator.rules.number((), blocks)).tables
+        again, batch = runs_again(tables, keeps), self.graph.batch_size
+        of_sample, once = freed_bytes(tables, keeps)
+        seconds, freed = np.zeros(tables.num_groups), np.zeros(tables.num_groups)
+        for device, share in _shares_of(decision):
+            if device in overfull and share:
+                kind = self.cluster.device_types[self.cluster.type_index[device]]
+                row = self.evaluator.cost_model.op_seconds(self.graph, kind, batch)
+                own = row[tables.op_id[again]] * (share / batch)
+                seconds += np.bincount(tables.op_group[again], own, tables.num_groups)
+                freed += share * of_sample + once
+        return seconds, freed
 
     def _cut_finer(self, current: _Tried) -> Iterator[_Tried]:
         """Double the number of micro-batches until the strategy fits or doubling does not help."""
@@ -470,13 +478,12 @@ class _Repair:
             tables.parameter_group, weights=tables.parameter_bytes, minlength=tables.num_groups
         )
         by_size = sorted(groups, key=lambda group: (-size[group], group))
+
+        def make(chosen: Sequence[int]) -> Strategy:
+            return self._without(strategy, chosen, leaving, roomiest)
+
         for ranked in (groups[::-1], groups, by_size):
-
-            def make(count: int, ranked: Sequence[int] = ranked) -> Strategy:
-                chosen = ranked[:count]
-                return self._without(strategy, chosen, leaving, roomiest)
-
-            yield from self._fewest(make, len(ranked), 1)
+            yield from self._fewest(make, ranked, 1)
 
     def _without(
         self, strategy: Strategy, groups: Sequence[int], leaving: set[int], roomiest: int

@@ -9,6 +9,7 @@ fast devices and one of two slow ones can be replicas of each other.
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from math import gcd
 
 from heterog.cluster.topology import Cluster
@@ -36,18 +37,10 @@ def rules_of_model(graph: OpGraph) -> TeamRules | None:
     """
     try:
         rules = team_rules(graph, tuple(range(group_ops(graph).num_groups)))
-    except LayoutError:
-        return None
-    try:
         crossing = axis_plan(graph, rules.op_rules).crossing
-    except StrategyError:
+    except (LayoutError, StrategyError):
         return None
     return rules if crossing is None else None
-
-
-def has_only_places(graph: OpGraph) -> bool:
-    """Whether there is nothing to divide, neither samples nor ops: each op has a place."""
-    return graph.batch_size == 1 and rules_of_model(graph) is None
 
 
 def team_sizes(cluster: Cluster, rules: TeamRules | None) -> list[int]:
@@ -75,10 +68,8 @@ def host_teams(cluster: Cluster, devices: Sequence[int], most: int) -> Teams:
     teams: list[tuple[int, ...]] = []
     for host in dict.fromkeys(cluster.host_of[device] for device in devices):
         own = [device for device in devices if cluster.host_of[device] == host]
-        begin = 0
-        for size in split_evenly(len(own), -(-len(own) // most)):
-            teams.append(tuple(own[begin : begin + size]))
-            begin += size
+        bounds = accumulate(split_evenly(len(own), -(-len(own) // most)), initial=0)
+        teams += [tuple(own[begin:end]) for begin, end in pairwise(bounds)]
     return tuple(teams)
 
 

@@ -5,15 +5,13 @@ and all-gather, with slices in proportion to the rates of NICs, tensor by tensor
 buckets, whichever is better; a full update on every rank; the best of the three orders.
 """
 
-from collections.abc import Iterator
-
 from heterog.cluster.topology import Cluster
 from heterog.lowering.space import device_sets
 from heterog.methods.data_parallel import Trials, replicated, uniform_strategy
-from heterog.methods.planner import Planner, PlanResult, Problem
+from heterog.methods.planner import Searching
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_in_proportion
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
 
 
 def machine_subsets(cluster: Cluster) -> list[tuple[int, ...]]:
@@ -36,34 +34,23 @@ def tuned_decision(
     return replicated(evaluator.cluster, devices, shares, Sync.REDUCE_SCATTER_ALL_GATHER)
 
 
-class TunedUniform(Planner):
-    """One tuned decision for every group; see the module docstring."""
-
-    name = "tuned_uniform"
-    stage = "baseline"
-
-    def plan(self, problem: Problem) -> PlanResult:
-        """Try every subset of machines, both bucket sizes and every order."""
-        return _Search(problem).answer(problem)
-
-
 class _Search(Trials):
     num_returned = 3
 
     def search(self) -> None:
-        """See ``PointSearch``."""
-        for strategy in _strategies(self.problem):
-            self.judge(strategy)
+        """Try every subset of machines, both bucket sizes and every order."""
+        evaluator, barrier = self.evaluator, self.problem.step_barrier
+        for devices in machine_subsets(evaluator.cluster):
+            decision = tuned_decision(evaluator, devices, evaluator.speeds)
+            for size in (0, DEFAULT_BUCKET_BYTES):
+                self.judge(
+                    uniform_strategy(evaluator, decision, bucket_bytes=size, step_barrier=barrier)
+                )
 
 
-def _strategies(problem: Problem) -> Iterator[Strategy]:
-    speeds = problem.evaluator.speeds
-    for devices in machine_subsets(problem.evaluator.cluster):
-        decision = tuned_decision(problem.evaluator, devices, speeds)
-        for bucket_bytes in (0, DEFAULT_BUCKET_BYTES):
-            yield uniform_strategy(
-                problem.evaluator,
-                decision,
-                bucket_bytes=bucket_bytes,
-                step_barrier=problem.step_barrier,
-            )
+class TunedUniform(Searching):
+    """One tuned decision for every group; see the module docstring."""
+
+    name = "tuned_uniform"
+    stage = "baseline"
+    search = _Search

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from heterog.methods.enumeration import Enumeration, Meaning
-from heterog.methods.planner import Planner, PlanResult, Problem
+from heterog.methods.planner import Problem, Searching
 from heterog.methods.tuned_uniform import machine_subsets, tuned_decision
 from heterog.simulator.engine import Order
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
@@ -17,18 +17,6 @@ from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 _NUM_CUTS = 7  # of the first round
 _NUM_REFINED = 6  # best points whose neighbours are tried
 _MOST_SUBSETS = 24  # on clusters with more subsets, the best on their own are paired
-
-
-class TwoSegment(Planner):
-    """Two tuned decisions; see the module docstring."""
-
-    name = "two_segment"
-    stage = "search"
-    resumes = True
-
-    def plan(self, problem: Problem) -> PlanResult:
-        """Enumerate until all is tried or the budget is over."""
-        return problem.resumed(_Enumeration).answer(problem)
 
 
 class _Point(NamedTuple):
@@ -87,3 +75,12 @@ class _Enumeration(Enumeration[_Point]):
         row = np.full(self.num_groups, point.second, np.int32)
         row[: point.cut] = point.first
         return Meaning(row, point.order, point.bucket_bytes)
+
+
+class TwoSegment(Searching):
+    """Two tuned decisions; see the module docstring."""
+
+    name = "two_segment"
+    stage = "search"
+    resumes = True
+    search = _Enumeration

@@ -22,17 +22,17 @@ attention, whose later positions see more keys, so that all devices take equally
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise, product
 
 from heterog.cluster.hardware import DeviceType
 from heterog.cluster.topology import Cluster
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
-from heterog.graph.sparse_pattern import entry_shares
+from heterog.graph.sparse_pattern import SparsePattern, entry_shares
 from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
 from heterog.methods.recomputing import kinds_worth_trying
-from heterog.strategy.division import split_in_proportion
+from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.sequence_split import (
     MOST_UNITS,
     RunCost,
@@ -104,6 +104,7 @@ class UnitSearch(PointSearch[UnitPoint]):
         self.graph = problem.evaluator.graph
         self.cluster = problem.evaluator.cluster
         self.speeds = problem.evaluator.speeds
+        self.hosts = tuple(map(self.cluster.host_devices, range(self.cluster.num_hosts)))
         self._least_units, self.why_nothing = least_units, why_nothing
 
     @abstractmethod
@@ -118,6 +119,14 @@ class UnitSearch(PointSearch[UnitPoint]):
                 return
         for point in self.best(NUM_REFINED):
             self.refine(point)
+
+    @abstractmethod
+    def teams(self) -> Iterator[Teams]:
+        """The teams that are tried."""
+
+    def teams_within(self, units: int) -> Iterator[Teams]:
+        """The teams with no more devices in a team than units."""
+        return (teams for teams in self.teams() if max(map(len, teams)) <= units)
 
     def fast_teams(self) -> Iterator[Teams]:
         """One team of all devices, then one of the fastest kinds alone."""
@@ -135,12 +144,9 @@ class UnitSearch(PointSearch[UnitPoint]):
         if point.sync == Sync.HIERARCHICAL and len(hosts) == 1:
             return
         found = self.evaluate(point)
-        if found is None or found.is_ok:
-            return
-        for keeps in reversed(kinds_worth_trying(self.graph)):
-            found = self.evaluate(replace(point, recompute=True, keeps=keeps))
-            if found is None or not found.is_ok:
-                return
+        if found is not None and not found.is_ok:
+            kinds = reversed(kinds_worth_trying(self.graph))
+            self.while_it_fits(replace(point, recompute=True, keeps=keeps) for keeps in kinds)
 
     def refine(self, start: UnitPoint) -> None:
         """Move a unit from one device of a team to another while that helps."""
@@ -194,10 +200,8 @@ class UnitSearch(PointSearch[UnitPoint]):
         """Moves of a unit from one device to another, from those with the most units first."""
         for number, units in enumerate(point.units):
             by_units = sorted(range(len(units)), key=lambda place: -units[place])
-            for giver in by_units:
-                for taker in reversed(by_units):
-                    if giver == taker or units[giver] <= self._least_units:
-                        continue
+            for giver, taker in product(by_units, reversed(by_units)):
+                if giver != taker and units[giver] > self._least_units:
                     moved = list(units)
                     moved[giver] -= 1
                     moved[taker] += 1
@@ -253,13 +257,11 @@ class _SpatialSearch(UnitSearch):
         """All ways to cut, with units in proportion to speed."""
         graph = self.graph
         splits = (*spatial_splits(graph), *row_splits(graph), *feature_splits(graph))
-        ways = [(split, False) for split in splits]
-        ways += [(split, True) for split in splits if split.entries is not None]
-        for split, by_entries in ways:
-            for teams in self._teams():
-                units = self._proportional(split, teams, by_entries=by_entries)
-                if units is None:
-                    continue
+        ways: list[tuple[SpatialSplit, SparsePattern | None]] = [(each, None) for each in splits]
+        ways += [(split, split.entries) for split in splits if split.entries is not None]
+        for split, entries in ways:
+            for teams in self.teams_within(split.units):
+                units = self._proportional(split.units, teams, entries)
                 for sync in (Sync.RING, Sync.HIERARCHICAL):
                     yield UnitPoint(split=split, teams=teams, units=units, sync=sync)
 
@@ -268,23 +270,20 @@ class _SpatialSearch(UnitSearch):
         assert isinstance(point.split, SpatialSplit)
         return f"dimension {point.split.dim} of the activations, rows {_shares(point)}"
 
-    def _teams(self) -> Iterator[Teams]:
+    def teams(self) -> Iterator[Teams]:
         """One team of all devices, one of the fastest kinds alone, and one on each host."""
         yield from self.fast_teams()
-        hosts = [tuple(self.cluster.host_devices(h)) for h in range(self.cluster.num_hosts)]
-        if 1 < len(hosts) <= self.graph.batch_size:
-            yield tuple(hosts)
+        if 1 < len(self.hosts) <= self.graph.batch_size:
+            yield self.hosts
 
     def _proportional(
-        self, split: SpatialSplit, teams: Teams, *, by_entries: bool
-    ) -> tuple[tuple[int, ...], ...] | None:
-        """Rows, or entries of a sparse matrix, by speed; ``None`` if units are too few."""
-        if any(len(team) > split.units for team in teams):
-            return None
+        self, units: int, teams: Teams, entries: SparsePattern | None
+    ) -> tuple[tuple[int, ...], ...]:
+        """Rows, or entries of a sparse matrix if given, by speed."""
         speeds = [[self.speeds[device] for device in team] for team in teams]
-        if by_entries and split.entries is not None:
-            return tuple(entry_shares(split.entries, each, split.units) for each in speeds)
-        return tuple(_with_one_each(split_in_proportion(split.units, each)) for each in speeds)
+        if entries is not None:
+            return tuple(entry_shares(entries, each, units) for each in speeds)
+        return tuple(_with_one_each(split_in_proportion(units, each)) for each in speeds)
 
 
 def _with_one_each(units: tuple[int, ...]) -> tuple[int, ...]:
@@ -327,11 +326,8 @@ class Sequences(Planner):
 def _split(graph: OpGraph, cluster: Cluster) -> SequenceSplit | None:
     """The cut with the most units, up to a limit beyond which finer units gain nothing."""
     most = max(MOST_UNITS, UNITS_PER_DEVICE * cluster.num_devices)
-    for units in unit_counts(graph, most):
-        found = sequence_split(graph, units)
-        if found is not None:
-            return found
-    return None
+    cuts = (sequence_split(graph, units) for units in unit_counts(graph, most))
+    return next(filter(None, cuts), None)
 
 
 def _why_uncut(graph: OpGraph) -> str:
@@ -350,10 +346,10 @@ class _SequenceSearch(UnitSearch):
 
     def points(self) -> Iterator[UnitPoint]:
         """All teams with balanced runs."""
-        for teams in dict.fromkeys(self._teams()):
-            units = self._balanced(teams)
-            if units is None:
-                continue
+        for teams in dict.fromkeys(self.teams_within(self.split.units)):
+            units = tuple(
+                balanced_runs([self.costs[d] for d in team], self.split.units) for team in teams
+            )
             for sync in _SYNCS:
                 yield UnitPoint(split=self.split, teams=teams, units=units, sync=sync)
 
@@ -362,28 +358,18 @@ class _SequenceSearch(UnitSearch):
         again = f", {point.keeps.words} recomputed" if point.recompute else ""
         return f"positions {_shares(point)} of each sequence{again}, {point.sync.name.lower()}"
 
-    def _teams(self) -> Iterator[Teams]:
+    def teams(self) -> Iterator[Teams]:
         """One team of all devices, or of the fastest kinds alone, or teams of some hosts each."""
         yield from self.fast_teams()
-        hosts = [tuple(self.cluster.host_devices(h)) for h in range(self.cluster.num_hosts)]
-        yield from ((host,) for host in hosts if len(host) > 1)
+        yield from ((host,) for host in self.hosts if len(host) > 1)
         count = 2
-        while count <= min(self.graph.batch_size, len(hosts)):
-            sizes = split_in_proportion(len(hosts), [1.0] * count)
-            ends = [sum(sizes[:place]) for place in range(count + 1)]
+        while count <= min(self.graph.batch_size, len(self.hosts)):
+            ends = accumulate(split_evenly(len(self.hosts), count), initial=0)
             yield tuple(
-                tuple(device for host in hosts[begin:end] for device in host)
+                tuple(device for host in self.hosts[begin:end] for device in host)
                 for begin, end in pairwise(ends)
             )
             count *= 2
-
-    def _balanced(self, teams: Teams) -> tuple[tuple[int, ...], ...] | None:
-        """Units that take equal times; ``None`` if a team has more devices than units."""
-        if any(len(team) > self.split.units for team in teams):
-            return None
-        return tuple(
-            balanced_runs([self.costs[d] for d in team], self.split.units) for team in teams
-        )
 
 
 def _costs(problem: Problem, split: SequenceSplit) -> list[RunCost]:

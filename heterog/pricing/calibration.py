@@ -23,10 +23,11 @@ recorded runs (``save_run_models``).
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
@@ -92,13 +93,7 @@ class _RunsRecord(Record):
 def save_run_models(path: Path, models: DeviceModels, name: str, num_runs: int) -> None:
     """Write fitted device models."""
     types = {
-        kind: {
-            "products": each.products,
-            "fused_attention": each.fused_attention,
-            "streams": each.streams,
-            "float32": each.float32,
-            "spread": each.spread,
-        }
+        kind: {name: getattr(each, name) for name in _FactorsRecord.model_fields}
         for kind, each in models.own_factors.items()
     }
     document = {
@@ -162,21 +157,19 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
         ClusterError: the measurements name devices that the cluster does not have.
     """
     table = ChannelTable(cluster)
-    loaded: dict[str, list[float]] = {}
-    overhead: dict[str, dict[str, list[float]]] = {}
-    by_channel: dict[Channel, list[LinkMeasurement]] = {}
-    for row in rows:
-        devices, channel = _measured_channel(table, row)
-        if row.while_computing:
-            loaded.setdefault(row.kind, []).append(
-                row.seconds / max(channel.latency_s, LEAST_SECONDS)
-            )
-            for device, seconds in zip(devices, row.device_seconds, strict=True):
-                overhead.setdefault(row.kind, {}).setdefault(
-                    cluster.devices[device].type.name, []
-                ).append(seconds / (len(devices) - 1))
-            continue
-        by_channel.setdefault(channel, []).append(row)
+    measured = [(row, *_measured_channel(table, row)) for row in rows]
+    loaded = grouped(
+        (row.kind, row.seconds / max(channel.latency_s, LEAST_SECONDS))
+        for row, _, channel in measured
+        if row.while_computing
+    )
+    overhead = [
+        (row.kind, cluster.devices[device].type.name, seconds / (len(devices) - 1))
+        for row, devices, _ in measured
+        if row.while_computing
+        for device, seconds in zip(devices, row.device_seconds, strict=True)
+    ]
+    by_channel = grouped((channel, row) for row, _, channel in measured if not row.while_computing)
     largest = {
         channel: max(members, key=lambda row: row.num_bytes)
         for channel, members in by_channel.items()
@@ -190,17 +183,17 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
             if channel.kind == ChannelKind.POINT_TO_POINT
         },
     )
-    drag: dict[str, dict[str, list[float]]] = {}
-    by_kind: dict[ChannelKind, list[tuple[float, float, float]]] = {}
-    for channel, members in by_channel.items():
-        cost = alpha_beta(cluster, channel, rates)
-        for row in members:
-            entry = (cost.latency_s, cost.seconds_per_byte * row.num_bytes, row.seconds)
-            by_kind.setdefault(channel.kind, []).append(entry)
-        lost, longest = drag.setdefault(channel.kind.name.lower(), {}), largest[channel]
-        for device, seconds in zip(channel.devices, longest.device_seconds, strict=True):
-            name = cluster.devices[device].type.name
-            lost.setdefault(name, []).append(seconds / longest.num_bytes)
+    costs = {channel: alpha_beta(cluster, channel, rates) for channel in by_channel}
+    by_kind = grouped(
+        (channel.kind, (cost.latency_s, cost.seconds_per_byte * row.num_bytes, row.seconds))
+        for channel, cost in costs.items()
+        for row in by_channel[channel]
+    )
+    drag = [
+        (channel.kind.name.lower(), cluster.devices[device].type.name, seconds / row.num_bytes)
+        for channel, row in largest.items()
+        for device, seconds in zip(channel.devices, row.device_seconds, strict=True)
+    ]
     return LinkFit(
         rates=rates,
         factors={
@@ -220,14 +213,12 @@ def _link_rates(cluster: Cluster, seconds_per_byte: Mapping[Channel, float]) -> 
     A transfer measures only the slowest link of its route. Links that are never the slowest get
     their nominal rate times the mean ratio of measured to nominal rates.
     """
-    found: dict[str, list[float]] = {}
+    found: list[tuple[str, float]] = []
     for channel, seconds in seconds_per_byte.items():
         way = [cluster.resources[resource] for resource in channel.traffic()]
-        slowest = min(link.bandwidth_bytes_per_s for link in way)
-        for link in way:
-            if link.bandwidth_bytes_per_s <= 1.01 * slowest:
-                found.setdefault(link.name, []).append(1.0 / seconds)
-    rates = {name: float(np.median(values)) for name, values in found.items()}
+        most = 1.01 * min(link.bandwidth_bytes_per_s for link in way)
+        found += [(e.name, 1.0 / seconds) for e in way if e.bandwidth_bytes_per_s <= most]
+    rates = {name: float(np.median(values)) for name, values in grouped(found).items()}
     nominal = {link.name: link.bandwidth_bytes_per_s for link in cluster.resources}
     if rates:
         ratio = float(np.mean([rate / nominal[name] for name, rate in rates.items()]))
@@ -271,25 +262,21 @@ def _measured_channel(
     devices = tuple(table.cluster.device_index(name) for name in row.devices)
     if kind == ChannelKind.POINT_TO_POINT:
         number = devices[0] * table.cluster.num_devices + devices[1]
-    elif kind == ChannelKind.REDUCE_SCATTER:
-        number = table.reduce_scatter(devices, row.slices)
-    elif kind == ChannelKind.ALL_GATHER:
-        number = table.all_gather(devices, row.slices)
     else:
-        number = table.all_reduce(
-            devices, hierarchical=kind == ChannelKind.ALL_REDUCE_HIERARCHICAL
-        )
+        number = table.collective(kind, devices, row.slices if kind.has_slices else ())
     return devices, table[number]
 
 
-def _means(by_kind: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, float]]:
-    """Mean loss of each device type, at least 0: a negative loss is an error of the clock."""
+def _means(losses: Iterable[tuple[str, str, float]]) -> dict[str, dict[str, float]]:
+    """Mean loss of each device type by kind, at least 0: a negative loss is an error of the clock.
+
+    Args:
+        losses: Kind of channel, device type and loss.
+    """
+    by_kind = grouped((kind, (name, loss)) for kind, name, loss in losses)
     return {
-        kind: {
-            name: max(sum(values) / len(values), 0.0) if values else 0.0
-            for name, values in by_type.items()
-        }
-        for kind, by_type in by_kind.items()
+        kind: {name: max(fmean(values), 0.0) for name, values in grouped(pairs).items()}
+        for kind, pairs in by_kind.items()
     }
 
 
@@ -462,11 +449,9 @@ def link_error(rows: Iterable[LinkMeasurement], cluster: Cluster) -> dict[str, f
     Raises:
         ClusterError: the measurements name devices that the cluster does not have.
     """
-    payloads: dict[str, set[int]] = {}
     rows = [row for row in rows if not row.while_computing]
-    for row in rows:
-        payloads.setdefault(row.kind, set()).add(row.num_bytes)
-    left_out = {kind: sorted(sizes)[-2] for kind, sizes in payloads.items() if len(sizes) > 2}
+    payloads = grouped(sorted({(row.kind, row.num_bytes) for row in rows}))
+    left_out = {kind: sizes[-2] for kind, sizes in payloads.items() if len(sizes) > 2}
     kept = [row for row in rows if left_out.get(row.kind) != row.num_bytes]
     links = fit_links(kept, cluster)
     model = Calibration(name="without one payload", types={}, links=links, held_out_error={})

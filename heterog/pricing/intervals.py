@@ -37,7 +37,6 @@ from typing import Annotated, ClassVar, NamedTuple
 import numpy as np
 
 from heterog.cluster.topology import Cluster
-from heterog.errors import HeterogError
 from heterog.lowering.program import FIRST_LINK_KIND, FloatArray
 from heterog.lowering.tape import NUM_TASKS, Tape
 from heterog.pricing.cost_model import ChannelPrices, Prices
@@ -75,35 +74,6 @@ def interval_around(predicted: float, spread: float) -> Interval:
     """
     factor = math.exp(_DEVIATIONS * min(spread, _MOST_SPREAD))
     return Interval(predicted / factor, predicted * factor)
-
-
-def spread_of_interval(predicted: float, high: float) -> float:
-    """The spread of a prediction whose interval ends at ``high``.
-
-    >>> round(spread_of_interval(1.0, interval_around(1.0, 0.1).high), 3)
-    0.1
-    """
-    return math.log(high / predicted) / _DEVIATIONS
-
-
-def conformal_spread(log_errors: Sequence[float], spreads: Sequence[float]) -> float:
-    """The least spread that, added in quadrature, makes the interval of a new run hold it.
-
-    Split conformal prediction (Vovk et al. 2005): n + 1 runs are equally likely to be the worst,
-    so a new run lies inside with probability 0.8 if ceil(0.8 (n + 1)) of n runs do.
-
-    Args:
-        log_errors: log(measured / predicted) of runs to which nothing was fitted.
-        spreads: Spread of each prediction before the addition.
-
-    >>> round(conformal_spread([0.1, -0.2, 0.3, 0.1], [0.0] * 4) * 1.2816, 3)
-    0.3
-    """
-    lacking = sorted(
-        math.sqrt(max((error / _DEVIATIONS) ** 2 - spread**2, 0.0))
-        for error, spread in zip(log_errors, spreads, strict=True)
-    )
-    return lacking[min(math.ceil(COVERAGE * (len(lacking) + 1)), len(lacking)) - 1]
 
 
 ONE_HOST = "one host"
@@ -169,10 +139,6 @@ class PeakErrors:
     num_runs: Annotated[int, within(2, 1000)]
     measured_on: Name
 
-    def __post_init__(self) -> None:
-        assert self.spread > 0.0
-        assert self.num_runs > 1, "of one run the spread is not known"
-
     @property
     def _scale(self) -> float:
         """Divisor by which the error of one more run follows Student's distribution."""
@@ -205,28 +171,6 @@ class PeakErrors:
         if fullest == 0.0:
             return 1.0
         return _probability(-math.log(fullest) / self._scale, self.num_runs - 1)
-
-
-def peak_errors_of(peaks: Sequence[tuple[float, float]], measured_on: str) -> PeakErrors:
-    """Errors from a few runs, to which one number was fitted; the module has the formula.
-
-    Args:
-        peaks: (measured, predicted) bytes of each run, above 0, without what devices reserve.
-        measured_on: GPU type of the runs.
-
-    Raises:
-        HeterogError: there are fewer than two runs.
-
-    >>> round(peak_errors_of([(1.1, 1.0), (1.0, 1.1)], "GH200").spread, 4)
-    0.1348
-    """
-    if len(peaks) < 2:
-        raise HeterogError(
-            f"a spread needs at least two measured peaks, got {len(peaks)}; record more runs."
-        )
-    squares = math.fsum(math.log(measured / predicted) ** 2 for measured, predicted in peaks)
-    spread = math.sqrt(squares / (len(peaks) - 1))
-    return PeakErrors(spread=spread, num_runs=len(peaks), measured_on=measured_on)
 
 
 def _probability(t: float, freedom: int) -> float:

@@ -29,6 +29,7 @@ from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.sparse_tables import starts_of
 from heterog.lowering.tables import Domain, GraphTables, graph_tables
 from heterog.lowering.tape import NUM_TASKS, Scratch, Tape
+from heterog.memo import kept
 from heterog.pricing.cost_model import ChannelPrices, ChannelSeconds, CostModel, Prices
 
 
@@ -202,20 +203,15 @@ class RuleSets:
     def __init__(self, graph: OpGraph, channels: ChannelTable) -> None:
         self._graph, self._channels = graph, channels
         self._numbers: dict[tuple[OpRules, tuple[int, ...]], int] = {((), ()): 0}
-        self._by_number: list[tuple[OpRules, tuple[int, ...]]] = [((), ())]
         self._kept: dict[int, RuleSet] = {0: RuleSet(graph, (), (), channels)}
 
     def number(self, op_rules: OpRules, blocks: tuple[int, ...] = ()) -> int:
         """The number of op rules and blocks in a ``Choice``; 0 if there are none."""
-        key = op_rules, blocks
-        if key not in self._numbers:
-            self._numbers[key] = len(self._by_number)
-            self._by_number.append(key)
-        return self._numbers[key]
+        return self._numbers.setdefault((op_rules, blocks), len(self._numbers))
 
     def rules_of(self, number: int) -> OpRules:
         """The op rules with a number."""
-        return self._by_number[number][0]
+        return list(self._numbers)[number][0]
 
     def of(self, number: int) -> RuleSet:
         """The rule set with a number; a few that were used last are cached.
@@ -225,8 +221,7 @@ class RuleSets:
         """
         found = self._kept.pop(number, None)
         if found is None:
-            op_rules, blocks = self._by_number[number]
-            found = RuleSet(self._graph, op_rules, blocks, self._channels)
+            found = RuleSet(self._graph, *list(self._numbers)[number], self._channels)
             if len(self._kept) >= MAX_RULE_SETS:
                 del self._kept[next(other for other in self._kept if other != 0)]
         self._kept[number] = found
@@ -446,7 +441,6 @@ class PriceTable:
         self._copy_fixed_s = np.array([fixed for fixed, _ in copies])
         self._copy_s_per_byte = np.array([per_byte for _, per_byte in copies])
         self._channel_prices: dict[int | bytes, ChannelPrices] = {}
-        self._held: dict[int, FloatArray] = {}  # see ``held_by``
         shape = len(kinds), graph.batch_size + 1
         # Rows are filled when a share is first seen: an unfilled row is never read.
         self._is_priced = np.zeros(shape, np.bool_)
@@ -576,10 +570,10 @@ class PriceTable:
         kind = self.types[device]
         return float(self._copy_fixed_s[kind] + num_bytes * self._copy_s_per_byte[kind])
 
+    @kept
     def held_by(self, channel: int) -> FloatArray:
         """Seconds that one byte of payload occupies each link of a channel.  # [num_resources]"""
-        if channel not in self._held:
-            row = self._held[channel] = np.zeros(len(self._cluster.resources))
-            held = self.pricer.seconds(self._channels[channel]).held
-            row[list(held)] = list(held.values())
-        return self._held[channel]
+        row = np.zeros(self.num_resources)
+        held = self.pricer.seconds(self._channels[channel]).held
+        row[list(held)] = list(held.values())
+        return row

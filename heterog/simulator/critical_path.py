@@ -113,14 +113,9 @@ def merge_blocks(blocks: Iterable[str]) -> list[str]:
     >>> merge_blocks(["h.2", "h.0", "h.1", "head", "h.5"])
     ['h.0-2', 'h.5', 'head']
     """
-    numbered: dict[str, list[int]] = {}
-    plain: list[str] = []
-    for block in dict.fromkeys(blocks):
-        match = _NUMBERED.fullmatch(block)
-        if match:
-            numbered.setdefault(match[1], []).append(int(match[2]))
-        else:
-            plain.append(block)
+    matches = {block: _NUMBERED.fullmatch(block) for block in blocks}
+    numbered = grouped((match[1], int(match[2])) for match in matches.values() if match)
+    plain = [block for block, match in matches.items() if not match]
     merged = []
     for stem, numbers in numbered.items():
         # Consecutive numbers have the same distance from their positions.

@@ -86,12 +86,13 @@ def foreground_of_program(program: Program, start: FloatArray, finish: FloatArra
     A transfer or collective also waits for the previous one over each of its links and over its
     communicator.
     """
-    links: list[tuple[int, ...]] = []
     communicator = communicators(program.channels)
-    for number, kind in zip(program.channel, program.kind, strict=True):
-        is_link = kind >= FIRST_LINK_KIND
-        over = (*program.channels[number].traffic(), -1 - int(communicator[number]))
-        links.append(over if is_link else ())
+    links = [
+        (*program.channels[number].traffic(), -1 - int(communicator[number]))
+        if kind >= FIRST_LINK_KIND
+        else ()
+        for number, kind in zip(program.channel, program.kind, strict=True)
+    ]
     waits = [program.dependencies(task) for task in range(program.num_tasks)]
     device = np.where(program.kind >= FIRST_LINK_KIND, -1, program.device)
     return make_foreground(

@@ -201,9 +201,7 @@ def axis_shares(units: int, weights: tuple[int, ...]) -> tuple[int, ...]:
     """
     if units == EVERYWHERE:
         return tuple(int(weight > 0) for weight in weights)
-    if not any(weights):
-        return (0,) * len(weights)
-    return split_in_proportion(units, weights)
+    return split_in_proportion(units, weights) if any(weights) else (0,) * len(weights)
 
 
 def split_evenly(total: int, parts: int) -> tuple[int, ...]:

@@ -362,9 +362,7 @@ class Remakes:
 
     def _changes(self, tensor: int) -> bool:
         """Whether an input of the step is a buffer that may be written during it."""
-        if self._graph.tensors[tensor].kind != TensorKind.BUFFER:
-            return False
-        return any(
+        return self._graph.tensors[tensor].kind == TensorKind.BUFFER and any(
             self._graph.ops[reader].is_write
             or self._plan.batch.specials[reader] == Special.LOCAL_STATISTICS
             for reader in self._graph.readers(tensor)

@@ -28,6 +28,7 @@ from heterog.graph.grouping import CONSTANT_GROUP, alike_groups, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import OpRule, OpRules, Placement, R, S, Scatter
 from heterog.graph.sharding_rules import propagate
+from heterog.grouped import grouped
 from heterog.strategy.tensor_parallel import Sharding, shardings
 
 
@@ -79,11 +80,12 @@ def _between_experts(
     Parameters of experts are the given weights, and parameters that the rules split, like biases.
     """
     parameters = {parameter: gradient for _, parameter, gradient in graph.updates}
-    split = set(weights)
-    for op, rule in rules.items():
-        for tensor, place in zip(graph.ops[op].inputs, rule.inputs, strict=True):
-            if place.kind == "S" and int(graph.storage[tensor]) in parameters:
-                split.add(int(graph.storage[tensor]))
+    split = {
+        int(graph.storage[tensor])
+        for op, rule in rules.items()
+        for tensor, place in zip(graph.ops[op].inputs, rule.inputs, strict=True)
+        if place.kind == "S" and int(graph.storage[tensor]) in parameters
+    }.union(weights)
     made = {int(graph.producer[graph.storage[parameters[parameter]]]) for parameter in split}
     core = {
         op
@@ -171,9 +173,7 @@ def _shown(
     view = int(graph.producer[tensor])
     source = graph.ops[view].inputs[0]
     given = _shown(graph, value, source, place, units)
-    if given is None:
-        return None
-    result = propagate(graph.call(view), (given,), units)
+    result = None if given is None else propagate(graph.call(view), (given,), units)
     if result is None or result.inputs != (given,):
         return None
     return result.outputs[tensor - graph.outputs[view][0]]
@@ -215,7 +215,7 @@ def layer_shardings(graph: OpGraph) -> tuple[tuple[OpRules, ...], ...]:
             ways = shardings(
                 graph,
                 range(group, min(group + WINDOW, windows.num_groups)),
-                parameters=windows.parameters[group],
+                parameters=windows.parameters.get(group, ()),
             )
             known[kind] = [
                 windows.signature(rules, group) for way in ways for rules in _rules(graph, way)
@@ -351,9 +351,9 @@ class _Windows:
         self.alike = alike_groups(graph)
         self.ops = grouping.ops
         self.position = {op: place for ops in self.ops for place, op in enumerate(ops)}
-        self.parameters: list[list[int]] = [[] for _ in range(self.num_groups)]
-        for op, parameter, _ in graph.updates:
-            self.parameters[int(grouping.group[op])].append(parameter)
+        self.parameters = grouped(
+            (int(grouping.group[op]), parameter) for op, parameter, _ in graph.updates
+        )
 
     def kind(self, group: int) -> tuple[int, ...]:
         """Kinds of a window's groups; equal windows run the same ops on the same shapes."""
@@ -362,7 +362,7 @@ class _Windows:
     def is_worth_it(self, group: int) -> bool:
         """Whether a group's weights are large compared with its outputs."""
         tensors = self.graph.tensors
-        weights = sum(tensors[parameter].meta.num_bytes for parameter in self.parameters[group])
+        weights = sum(tensors[each].meta.num_bytes for each in self.parameters.get(group, ()))
         largest = max(
             tensors[tensor].meta.num_bytes
             for op in self.ops[group]

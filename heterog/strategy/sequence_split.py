@@ -90,9 +90,8 @@ def sequence_split(graph: OpGraph, units: int) -> SequenceSplit | None:
     if units not in unit_counts(graph, max(units, 2)):
         return None
     rules = _Pass(graph, units).run()
-    if not any(place.is_split for _, rule in rules for place in rule.inputs):
-        return None
-    return SequenceSplit(units=units, op_rules=rules)
+    is_cut = any(place.is_split for _, rule in rules for place in rule.inputs)
+    return SequenceSplit(units=units, op_rules=rules) if is_cut else None
 
 
 class _Pass:
@@ -138,13 +137,11 @@ class _Pass:
         """Give a view the placement of its source; or make it a view of the gathered whole."""
         graph, source = self.graph, self.graph.ops[index].inputs[0]
         for known in (self.places, self.meant):
-            given = known.get(source)
-            if given is None:
-                continue
-            rest = tuple(R for _ in graph.ops[index].inputs[1:])
-            result = propagate(graph.call(index), (given, *rest), self.units)
-            if result is not None and result.inputs == (given, *rest):
-                known |= zip(graph.outputs[index], result.outputs, strict=True)
+            if source in known:
+                given = (known[source], *(R for _ in graph.ops[index].inputs[1:]))
+                result = propagate(graph.call(index), given, self.units)
+                if result is not None and result.inputs == given:
+                    known |= zip(graph.outputs[index], result.outputs, strict=True)
 
     def _rule(self, index: int) -> OpRule:
         graph, op = self.graph, self.graph.ops[index]
@@ -163,8 +160,9 @@ class _Pass:
         return self._made(index, result, self._slices(index, result))
 
     def _made(self, index: int, result: RuleResult, slices: Placement | None) -> OpRule:
-        scatter = None if slices is None else Scatter(place=slices, units=self.units)
+        scatter = None
         if slices is not None:
+            scatter = Scatter(place=slices, units=self.units)
             self.meant.pop(self.graph.outputs[index][0], None)
         return OpRule(
             inputs=result.inputs, outputs=result.outputs, units=self.units, scatter=scatter
@@ -172,11 +170,8 @@ class _Pass:
 
     def _looked_up(self, call: OpCall, given: tuple[Placement, ...]) -> tuple[Placement, ...]:
         """Placements that cut an embedding by positions, although its indices are whole."""
-        indices = call.inputs[1]
-        last = len(indices.shape) - 1
-        if not indices.shape or indices.shape[last] not in self.lengths:
-            return given
-        return given[0], S(last)
+        shape = call.inputs[1].shape
+        return (given[0], S(len(shape) - 1)) if shape and shape[-1] in self.lengths else given
 
     def _of_sums(self, index: int, call: OpCall, given: tuple[Placement, ...]) -> OpRule | None:
         """The rule of an op that reads partial sums whose total will be cut.
@@ -211,9 +206,7 @@ class _Pass:
             return None
         shape = graph.tensors[graph.outputs[index][0]].shape
         dims = [dim for dim in (1, 2) if shape[dim] in self.lengths]
-        if len(dims) != 1 or shape[dims[0]] % self.units:
-            return None
-        return S(dims[0])
+        return S(dims[0]) if len(dims) == 1 and shape[dims[0]] % self.units == 0 else None
 
     def _note_meant(self, index: int, call: OpCall, result: RuleResult) -> None:
         """Note that gradients of keys and values are sums over queries, to be cut by positions."""

@@ -50,32 +50,30 @@ class SpatialSplit:
 
 
 @lru_cache(maxsize=16)
-def spatial_splits(graph: OpGraph, most_units: int = 256) -> tuple[SpatialSplit, ...]:
+def spatial_splits(graph: OpGraph) -> tuple[SpatialSplit, ...]:
     """Ways to cut a network along space, those that cut the most work first.
-
-    Args:
-        graph: One training step.
-        most_units: Largest number of units.
 
     Returns:
         One split for each dimension and each set of ops that can be cut, with the most units that
         cut this set. Empty for a network without a convolution on a tensor of the batch.
     """
-    found: list[SpatialSplit] = []
+    found: dict[tuple[int, tuple[int, ...]], SpatialSplit] = {}
     ranks = [len(graph.tensors[tensor].shape) for tensor in _seeds(graph)]
-    for dim in list(range(2, max(ranks, default=0))):
-        known: set[tuple[int, ...]] = set()
-        for units in _unit_counts(graph, dim, most_units):
+    for dim in range(2, max(ranks, default=0)):
+        for units in _unit_counts(graph, dim):
             rules = spatial_rules(graph, dim, units)
-            cut = tuple(op for op, rule in rules if any(p.is_split for p in rule.inputs))
-            if cut and cut not in known:
-                known.add(cut)
+            cut = _cut_ops(rules)
+            if cut and (dim, cut) not in found:
                 flops = float(sum(graph.ops[op].flops for op in cut))
-                found.append(SpatialSplit(dim=dim, units=units, op_rules=rules, flops=flops))
-    return tuple(sorted(found, key=lambda each: (-each.flops, -each.units, each.dim)))
+                found[dim, cut] = SpatialSplit(dim=dim, units=units, op_rules=rules, flops=flops)
+    return tuple(sorted(found.values(), key=lambda each: (-each.flops, -each.units, each.dim)))
 
 
-def _unit_counts(graph: OpGraph, dim: int, most: int) -> list[int]:
+def _cut_ops(rules: OpRules) -> tuple[int, ...]:
+    return tuple(op for op, rule in rules if any(place.is_split for place in rule.inputs))
+
+
+def _unit_counts(graph: OpGraph, dim: int) -> list[int]:
     """Numbers of rows by which activations of convolutions could be cut, large ones first."""
     sizes = {
         graph.tensors[tensor].shape[dim]
@@ -85,7 +83,10 @@ def _unit_counts(graph: OpGraph, dim: int, most: int) -> list[int]:
         if len(graph.tensors[tensor].shape) > dim
     }
     counts = {
-        units for size in sizes for units in range(2, min(size, most) + 1) if size % units == 0
+        units
+        for size in sizes
+        for units in range(2, min(size, MOST_UNITS) + 1)
+        if size % units == 0
     }
     return sorted(counts, reverse=True)
 
@@ -123,78 +124,58 @@ def rules_from(graph: OpGraph, units: int, seeds: Mapping[int, Placement]) -> Op
     """
     uncut: set[int] = set()
     while True:
-        rules, unlike = _Pass(graph, units, seeds, uncut).run()
+        rules, unlike = _pass(graph, units, seeds, uncut)
         if not unlike:
             return rules
         uncut |= unlike
 
 
-class _Pass:
-    """One pass through a graph.
+def _pass(
+    graph: OpGraph, units: int, seeds: Mapping[int, Placement], uncut: Collection[int]
+) -> tuple[OpRules, set[int]]:
+    """One pass through a graph, in which the ops ``uncut`` run whole.
 
-    Args:
-        graph: One training step.
-        units: Number of units of the axis.
-        seeds: Placements of the step's inputs that are cut.
-        uncut: Ops that run whole.
+    Returns:
+        The rules, and the makers of local statistics that a reader cannot use.
     """
-
-    def __init__(
-        self,
-        graph: OpGraph,
-        units: int,
-        seeds: Mapping[int, Placement],
-        uncut: Collection[int],
-    ) -> None:
-        self.graph = graph
-        self.units = units
-        self.uncut = uncut
-        self.places = dict(seeds)
-
-    def run(self) -> tuple[OpRules, set[int]]:
-        """The rules, and the makers of local statistics that a reader cannot use."""
-        graph = self.graph
-        rules: list[tuple[int, OpRule]] = []
-        unlike: set[int] = set()
-        for index, op in enumerate(graph.ops):
-            if op.phase == Phase.UPDATE or graph.is_constant[index]:
-                continue
-            given = tuple(self.places.get(tensor, R) for tensor in op.inputs)
-            outputs = graph.outputs[index]
-            if graph.is_view[index]:
-                result = propagate(graph.call(index), given, self.units)
-                if result is not None and result.inputs == given:
-                    self.places |= zip(outputs, result.outputs, strict=True)
-                continue
-            result = None if index in self.uncut else self._cut(graph.call(index), given)
-            if result is None:
-                unlike.update(
-                    int(graph.producer[tensor])
-                    for tensor, place in zip(op.inputs, given, strict=True)
-                    if place.kind == "L"
-                )
-                result = RuleResult((R,) * len(given), (R,) * len(outputs))
-            self.places |= zip(outputs, result.outputs, strict=True)
-            rule = OpRule(inputs=result.inputs, outputs=result.outputs, units=self.units)
-            rules.append((index, rule))
-        return tuple(rules), unlike
-
-    def _cut(self, call: OpCall, given: tuple[Placement, ...]) -> RuleResult | None:
-        """The rule that keeps an op cut; ``None`` if it has none without gathering a tensor."""
-        split = next((place for place in given if place.kind == "S"), None)
-        if split is None:
-            result = propagate(call, given, self.units)
-            adds = bool(given) and all(place.kind == "P" for place in given)
-            return result if adds and result is not None and result.inputs == given else None
-        result = None
-        if split == S(split.dim):
-            result = halo_rule(call, split.dim, self.units)
+    places = dict(seeds)
+    rules: list[tuple[int, OpRule]] = []
+    unlike: set[int] = set()
+    for index, op in enumerate(graph.ops):
+        if op.phase == Phase.UPDATE or graph.is_constant[index]:
+            continue
+        given = tuple(places.get(tensor, R) for tensor in op.inputs)
+        call, outputs = graph.call(index), graph.outputs[index]
+        if graph.is_view[index]:
+            result = propagate(call, given, units)
+            if result is not None and result.inputs == given:
+                places |= zip(outputs, result.outputs, strict=True)
+            continue
+        result = None if index in uncut else _cut(call, given, units)
         if result is None:
-            result = propagate(call, given, self.units)
-        if result is None or not all(map(_is_near, given, result.inputs)):
-            return None
-        cuts = any(place.is_split for place in result.inputs)
-        return result if cuts else None
+            unlike.update(
+                int(graph.producer[tensor])
+                for tensor, place in zip(op.inputs, given, strict=True)
+                if place.kind == "L"
+            )
+            result = RuleResult((R,) * len(given), (R,) * len(outputs))
+        places |= zip(outputs, result.outputs, strict=True)
+        rules.append((index, OpRule(inputs=result.inputs, outputs=result.outputs, units=units)))
+    return tuple(rules), unlike
+
+
+def _cut(call: OpCall, given: tuple[Placement, ...], units: int) -> RuleResult | None:
+    """The rule that keeps an op cut; ``None`` if it has none without gathering a tensor."""
+    split = next((place for place in given if place.kind == "S"), None)
+    if split is None:
+        adds = bool(given) and all(place.kind == "P" for place in given)
+        result = propagate(call, given, units) if adds else None
+        return result if result is not None and result.inputs == given else None
+    result = halo_rule(call, split.dim, units) if split == S(split.dim) else None
+    result = result or propagate(call, given, units)
+    if result is None or not all(map(_is_near, given, result.inputs)):
+        return None
+    return result if any(place.is_split for place in result.inputs) else None
 
 
 def _is_near(given: Placement, wanted: Placement) -> bool:
@@ -206,6 +187,8 @@ def _is_near(given: Placement, wanted: Placement) -> bool:
     return given == wanted or (given.kind == "P" and wanted == R)
 
 
+MOST_UNITS = 256
+"""Most units of rows of an activation."""
 COARSE_UNITS = 256
 """Number of units in which rows of a huge graph move between devices, if it divides the rows."""
 _DENSE = frozenset({"mm.default", "addmm.default", "bmm.default", "linear.default"})
@@ -283,15 +266,15 @@ def feature_rules(graph: OpGraph, units: int) -> OpRules:
 
 
 def _split(graph: OpGraph, rules: OpRules, units: int) -> SpatialSplit:
-    cut = [op for op, rule in rules if any(place.is_split for place in rule.inputs)]
-    if not any(graph.ops[op].kind == SPARSE_PRODUCT for op in cut):
-        cut = []
-    (dim,) = {
+    """The split by some rules; of no FLOPs if they cut no sparse product."""
+    cut = _cut_ops(rules)
+    dims = {
         next(place.dim for place in rule.inputs if place.is_split)
         for op, rule in rules
         if op in cut and graph.ops[op].kind == SPARSE_PRODUCT
-    } or {0}
-    flops = float(sum(graph.ops[op].flops for op in cut))
+    }
+    (dim,) = dims or {0}
+    flops = float(sum(graph.ops[op].flops for op in cut)) if dims else 0.0
     return SpatialSplit(dim=dim, units=units, op_rules=rules, flops=flops)
 
 

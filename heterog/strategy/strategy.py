@@ -355,7 +355,6 @@ class Strategy:
 
     def _check_homes(self, graph: OpGraph, cluster: Cluster, plan: AxisPlan) -> None:
         group = group_ops(graph).group
-        sharded = plan.sharded
         for (op, parameter, _), home in zip(graph.updates, self.homes, strict=True):
             name = graph.tensors[parameter].name
             if home != REPLICATED and not 0 <= home < cluster.num_devices:
@@ -363,7 +362,7 @@ class Strategy:
                     f"parameter '{name}' has home {home}, but the cluster has devices 0 to "
                     f"{cluster.num_devices - 1}."
                 )
-            if parameter in sharded:
+            if parameter in plan.sharded:
                 if home != REPLICATED:
                     raise StrategyError(
                         f"parameter '{name}' has home {home}, but by the rules of its ops each "

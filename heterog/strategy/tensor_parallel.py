@@ -61,8 +61,7 @@ def shardings(
 
     Returns:
         One sharding for each different set of ops, along the axis with the most units (it can be
-        divided most exactly), the most work first; empty if nothing can be split. Rules of
-        different regions can be combined with ``merge_rules``.
+        divided most exactly), the most work first; empty if nothing can be split.
     """
     region = ops_of_groups(graph, groups)
     followed = Region(graph, region)
@@ -110,15 +109,6 @@ def ops_of_groups(graph: OpGraph, groups: Iterable[int]) -> list[int]:
         for op in range(graph.num_ops)
         if int(group[op]) in chosen and graph.ops[op].phase != Phase.UPDATE
     ]
-
-
-def merge_rules(*parts: OpRules) -> OpRules:
-    """Combine rules of several regions; an op keeps the first rule it is given."""
-    merged: dict[int, OpRule] = {}
-    for rules in parts:
-        for op, rule in rules:
-            merged.setdefault(op, rule)
-    return tuple(sorted(merged.items(), key=lambda pair: pair[0]))
 
 
 def follow_split(region: "Region", splits: dict[int, Placement], units: int) -> OpRules:

@@ -114,25 +114,25 @@ def test_peaks_are_dense_and_in_the_order_that_hardware_has_them(each: ListedTyp
         assert 0.99 * peaks["float32"] <= each.tf32_flops_per_s <= 0.51 * peaks["float16"]
         assert peaks["bfloat16"] == peaks["float16"]
     assert peaks.get("float64", 0.0) <= peaks["float32"]
-    assert each.type.memory_bytes <= each.sheet_gb * GIB
+    assert each.type.memory_bytes <= (each.sheet_gb or each.memory_gib) * GIB
 
 
 @pytest.mark.parametrize("each", listed_types(), ids=lambda each: each.type.name)
 def test_multiprocessors_make_the_peak_at_a_clock_that_chips_have(each: ListedType) -> None:
     if each.type.name == "CPU":
         return
-    by_one = each.type.peak_flops_per_s["float32"] / each.multiprocessors
+    by_one = each.type.peak_flops_per_s["float32"] / each.chip.multiprocessors
     # 64 or 128 lanes, two FLOPs each.
     assert any(0.9e9 <= by_one / (2 * lanes) <= 2.7e9 for lanes in (64, 128))
-    assert 1.0 <= each.cache_mib <= 256.0
+    assert 1.0 <= each.chip.cache_mib <= 256.0
 
 
 @pytest.mark.parametrize("each", listed_types(), ids=lambda each: each.type.name)
 def test_a_multiprocessor_has_the_power_that_boards_give_one(each: ListedType) -> None:
     if each.type.name == "CPU":
         return
-    assert 1.0 <= each.board_w / each.multiprocessors <= 12.5
-    assert 5.0 <= each.process_nm <= 16.0
+    assert 1.0 <= each.chip.board_w / each.chip.multiprocessors <= 12.5
+    assert 5.0 <= each.chip.process_nm <= 16.0
 
 
 def test_bfloat16_only_where_the_hardware_has_it() -> None:

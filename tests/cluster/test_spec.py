@@ -278,7 +278,7 @@ ERRORS = [
     ),
     ("50 Gbit/s", "0", "{path}, line 12, hosts[1].nic.line_rate: 0 is not above 0."),
     ("50 Gbit/s", "-1 GB/s", "hosts[1].nic.line_rate: '-1 GB/s' is not above 0."),
-    ("50 Gbit/s", ".nan", "hosts[1].nic.line_rate: nan is not above 0."),
+    ("50 Gbit/s", ".nan", "hosts[1].nic.line_rate: nan is not a finite number."),
     ("50 Gbit/s", ".inf", "hosts[1].nic.line_rate: inf is not a finite number."),
     ("50 Gbit/s", "1e999 B/s", "hosts[1].nic.line_rate: '1e999 B/s' is not at most 1e+24."),
     ("50 Gbit/s", "1e9999999 TB/s", "bandwidth '1e9999999 TB/s' is beyond any number; write a"),
@@ -291,7 +291,7 @@ ERRORS = [
     ),
     ("hosts:", "efficiency: 0\nhosts:", "{path}, line 3, efficiency: 0 is not above 0."),
     ("hosts:", "efficiency: 1.5\nhosts:", "line 3, efficiency: 1.5 is not at most 1."),
-    ("hosts:", "efficiency: .nan\nhosts:", "line 3, efficiency: nan is not above 0."),
+    ("hosts:", "efficiency: .nan\nhosts:", "line 3, efficiency: nan is not a finite number."),
     ("hosts:", "efficiency: high\nhosts:", "line 3, efficiency: 'high' is no number"),
     ("hosts:", f"efficiency: {'a' * 9000}\nhosts:", f"line 3, efficiency: '{'a' * 56}... is no"),
     (
@@ -303,7 +303,7 @@ ERRORS = [
     (
         "hosts:",
         "reserved_memory: .inf\nhosts:",
-        "{path}, line 3, reserved_memory: inf is no number.",
+        "{path}, line 3, reserved_memory: inf is not a finite number.",
     ),
     (
         "      - type: T4",
@@ -352,6 +352,15 @@ ERRORS = [
         "other numbers; give each its own name.",
     ),
     ("type: T4", "type: T4\n        count: 0", "devices[0].count: 0 is not at least 1."),
+    ("type: T4", "type: T4\n        count: .inf", "devices[0].count: inf is not a finite number."),
+    ("type: T4", "type: T4\n        count: .nan", "devices[0].count: nan is not a finite number."),
+    ("    nic:", "    count: .inf\n    nic:", "count: inf is not a finite number."),
+    ("50 Gbit/s", "50 Gbit/s\n      count: .inf", "nic.count: inf is not a finite number."),
+    (
+        "type: T4",
+        "type: T4\n        usable_memory: .nan",
+        "devices[0].usable_memory: nan is not a finite number.",
+    ),
     ("type: T4", "type: T4\n        count: 9999", "devices[0].count: 9999 is not at most 4096."),
     ("type: T4", "type: T4\n        count: two", "devices[0].count: got 'two'; input should be a"),
     (

@@ -15,10 +15,10 @@ from heterog.graph.op_graph import OpGraph, UpdateScope
 from heterog.graph.workload import Workload
 from heterog.lowering import Choice
 from heterog.lowering.channels import proportional_slices
+from heterog.lowering.space import balanced_homes
 from heterog.methods.data_parallel import (
     BUCKETS,
     BestDataParallel,
-    balanced_homes,
     class_sets,
     uniform_strategy,
 )
@@ -69,7 +69,7 @@ def brute_force_s(evaluator: Evaluator) -> float:
         ):
             slices = proportional_slices(cluster, devices) if sync.takes_slices else ()
             decision = Decision(devices=devices, shares=shares, sync=sync, slices=slices)
-            balanced = balanced_homes(evaluator, devices)
+            balanced = tuple(balanced_homes(evaluator.tables.parameter_bytes, devices).tolist())
             for homes in (one * len(balanced), balanced) if sync.is_served else (None,):
                 strategy = uniform_strategy(
                     evaluator,

@@ -137,15 +137,15 @@ def test_the_search_keeps_what_it_was_given_and_scores_it_once(kind: str) -> Non
 def test_changes_that_did_not_pay_are_not_made_again() -> None:
     """By hand, and by searches that are refused what the ones before them have found."""
     before = State(np.array([0, 0, 0, 0], np.int32), 0, Order.RANK)
-    moved = before.with_row(np.array([0, 1, 1, 1], np.int32))
+    moved = before._replace(row=np.array([0, 1, 1, 1], np.int32))
     changes = Changes(before, moved)
     for row, makes_them in (([2, 1, 1, 0], True), ([0, 1, 0, 0], False), ([0, 2, 2, 2], False)):
-        assert changes.are_in(before.with_row(np.array(row, np.int32))) == makes_them, row
+        assert changes.are_in(before._replace(row=np.array(row, np.int32))) == makes_them, row
     # A setting counts as much as all groups: half of the changes may be made again.
-    both = Changes(before, replace(moved, bucket_bytes=1))
-    assert both.are_in(replace(moved, bucket_bytes=1))
+    both = Changes(before, moved._replace(bucket_bytes=1))
+    assert both.are_in(moved._replace(bucket_bytes=1))
     assert not both.are_in(moved)
-    assert not both.are_in(replace(before, bucket_bytes=1))
+    assert not both.are_in(before._replace(bucket_bytes=1))
     assert not Changes(before, before).are_in(before)
 
     graph = graph_of("gpt")
@@ -220,7 +220,7 @@ def test_where_nothing_is_divided_devices_change_at_the_edges_of_blocks() -> Non
     state, changed = search.everywhere(0), 0
     edges = set(block_starts(graph).tolist())
     for _ in range(50):
-        new = search.neighbours._placed(state, block_starts(graph))
+        new = search.neighbours._placed(state)
         assert set((np.flatnonzero(np.diff(new.row)) + 1).tolist()) <= edges
         changed += new.key != state.key
         state = new

@@ -7,12 +7,12 @@ import pytest
 from heterog.agents.benchmark.tiles import graph_of as tiled
 from heterog.agents.benchmark.tiles import nodes_of
 from heterog.cluster import Cluster
+from heterog.graph.op_graph import OpGraph
 from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.pipeline import PipelineSearch, _Enumeration, _Point
 from heterog.methods.planner import Budget, Problem
 from heterog.methods.teams import (
     apart,
-    has_only_places,
     has_teams,
     host_teams,
     in_teams,
@@ -78,10 +78,14 @@ def test_a_model_with_nothing_to_share_has_no_teams() -> None:
 
 
 def test_a_step_has_only_places_if_neither_samples_nor_ops_are_divided() -> None:
+    def of(graph: OpGraph) -> bool:
+        evaluator = Evaluator(graph, UNLIKE)
+        return Problem(evaluator=evaluator, budget=Budget(evaluations=1)).has_only_places
+
     tiles = tiled("tiled_ffn", nodes_of("tiled_ffn"))
-    assert has_only_places(tiles)
-    assert not has_only_places(replace(tiles, batch_size=2))
-    assert not has_only_places(replace(GRAPH, batch_size=1))  # its matrix products are
+    assert of(tiles)
+    assert not of(replace(tiles, batch_size=2))
+    assert not of(replace(GRAPH, batch_size=1))  # its matrix products are
 
 
 def test_rules_of_teams_of_one_device_say_nothing() -> None:

@@ -23,7 +23,7 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import micro_shares, split_evenly
 from heterog.strategy.schedules import Pass, PipelineSchedule, Turn, device_chunks
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
-from heterog.strategy.tensor_parallel import merge_rules, shardings
+from heterog.strategy.tensor_parallel import shardings
 from tests.runtime.cases import BATCH
 from tests.runtime.grids import done_by_all, grid_cluster
 from tests.simulator.builders import (
@@ -33,6 +33,7 @@ from tests.simulator.builders import (
     with_random_scatters,
     within_samples,
 )
+from tests.strategy.merging import merge_rules
 
 REFUSALS = {
     "cut parameters unlike each other": "ZeRO in teams that cut parameters unlike each other",

@@ -22,12 +22,13 @@ from heterog.runtime.checkpoint.files import read_tensors
 from heterog.runtime.deploy import deploy
 from heterog.search.plan import load_plan
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
-from heterog.strategy.tensor_parallel import merge_rules, shardings
+from heterog.strategy.tensor_parallel import shardings
 from tests.runtime.any_strategy import any_strategy
 from tests.runtime.cases import EVERY, batch_of, captured_once
 from tests.runtime.grids import done_by_all, grid_cluster
 from tests.runtime.ranks import PARENT, Ranks
 from tests.simulator.builders import plan_by_hand
+from tests.strategy.merging import merge_rules
 from tests.thorough import one_in
 
 SEED = int(os.environ.get("HETEROG_SEED", "0"))

@@ -17,7 +17,7 @@ from heterog.lowering import lower
 from heterog.lowering.program import TaskKind
 from heterog.search.plan import load_plan
 from heterog.strategy.strategy import REPLICATED, Decision, OpRule, Strategy, Sync
-from heterog.strategy.tensor_parallel import merge_rules, shardings
+from heterog.strategy.tensor_parallel import shardings
 from tests.runtime.cases import (
     SGD,
     Recipe,
@@ -37,6 +37,7 @@ from tests.runtime.strategies import (
 )
 from tests.runtime.walks import all_sharded, decoded, moves_of, start
 from tests.simulator.builders import random_rules, with_rules
+from tests.strategy.merging import merge_rules
 from tests.thorough import cases, one_in
 
 UNEVEN = Decision(devices=ALL, shares=(5, 2, 1), sync=Sync.RING)

@@ -7,12 +7,13 @@ import pytest
 
 from heterog.graph.grouping import group_ops
 from heterog.strategy.strategy import Decision, Strategy, Sync
-from heterog.strategy.tensor_parallel import merge_rules, shardings
+from heterog.strategy.tensor_parallel import shardings
 from tests.runtime.cases import SGD, Recipe, assert_same, reference, train_sharded
 from tests.runtime.grids import done_by_all, grid_cluster
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import graph_of
 from tests.simulator.builders import plan_by_hand
+from tests.strategy.merging import merge_rules
 from tests.thorough import one_in
 
 

@@ -18,10 +18,10 @@ from heterog.runtime.measure.rehearsal import rehearse
 from heterog.search.plan import load_plan
 from heterog.strategy.layer_shardings import layer_shardings
 from heterog.strategy.strategy import Decision, Strategy, Sync, scope_fault
-from heterog.strategy.tensor_parallel import merge_rules
 from tests.runtime.cases import BATCH, captured_once
 from tests.runtime.ranks import PARENT, Ranks
 from tests.runtime.strategies import ALL, SYNCS, plan_of, strategy_of
+from tests.strategy.merging import merge_rules
 
 STEPS = 3
 

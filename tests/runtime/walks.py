@@ -16,8 +16,8 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layer_shardings import layer_shardings
 from heterog.strategy.strategy import Decision, Strategy, Sync
-from heterog.strategy.tensor_parallel import merge_rules
 from tests.runtime.strategies import ALL, cluster, strategy_of
+from tests.strategy.merging import merge_rules
 
 
 def moves_of(graph: OpGraph, seed: int = 0) -> Neighbours:

@@ -59,7 +59,6 @@ class Alike:
     num_devices: int
     seconds: float
     degrees: tuple[int, ...] = (1, 2, 4, 8, 16)
-    most_degree: int = 16
     kinds: tuple[str, ...] = ("job",)
 
     def alone_s(self, kind: str) -> float:

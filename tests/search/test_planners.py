@@ -26,12 +26,8 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.lowering.program import FloatArray
-from heterog.lowering.space import device_sets
-from heterog.methods.data_parallel import (
-    balanced_homes,
-    even_shares,
-    uniform_strategy,
-)
+from heterog.lowering.space import balanced_homes, device_sets
+from heterog.methods.data_parallel import even_shares, uniform_strategy
 from heterog.methods.local_search.planner import LocalSearch
 from heterog.methods.model_parallel import balanced_chain
 from heterog.methods.planner import (
@@ -239,8 +235,8 @@ def test_proportional_shares_follow_measured_speed() -> None:
 
 
 def test_homes_are_balanced_by_bytes() -> None:
-    homes = np.array(balanced_homes(evaluator(), (0, 3, 5)))
     sizes = evaluator().tables.parameter_bytes
+    homes = balanced_homes(sizes, (0, 3, 5))
     load = [sizes[homes == server].sum() for server in (0, 3, 5)]
     assert set(homes) == {0, 3, 5}
     assert max(load) - min(load) <= sizes.max()

@@ -4,11 +4,12 @@ import math
 
 import numpy as np
 import pytest
+from peak_errors import peak_errors_of
 from scipy.special import stdtr, stdtrit
 
 from heterog.errors import HeterogError
 from heterog.pricing.device_models.parameters import shipped_peak_errors
-from heterog.pricing.intervals import COVERAGE, PeakErrors, peak_errors_of
+from heterog.pricing.intervals import COVERAGE, PeakErrors
 from heterog.units import GIB
 
 

@@ -3,14 +3,9 @@
 import math
 
 import pytest
+from regimes import conformal_spread
 
-from heterog.pricing.intervals import (
-    ONE_HOST,
-    conformal_spread,
-    interval_around,
-    regime_name,
-    regime_spread,
-)
+from heterog.pricing.intervals import ONE_HOST, interval_around, regime_name, regime_spread
 
 
 def test_more_hosts_and_stages_beside_teams_are_less_sure() -> None:

@@ -53,14 +53,14 @@ def test_point_to_point_channels_come_first() -> None:
 def test_all_to_all() -> None:
     """Of 8 devices each sends a 64th of the payload to each other."""
     table = ChannelTable(PAPER)
-    channel = table[table.all_to_all(ALL)]
+    channel = table[table.collective(ChannelKind.ALL_TO_ALL, ALL)]
     sent, received = nic_traffic(channel)
     assert sent == received == pytest.approx([2 * 6 / 64] * 4)  # two senders, six receivers
     assert channel.latency_s == pytest.approx(sum(PAPER.latency_s(0, d) for d in range(1, 8)))
-    inside = table[table.all_to_all((0, 1))].traffic()
+    inside = table[table.collective(ChannelKind.ALL_TO_ALL, (0, 1))].traffic()
     assert set(inside.values()) == {1 / 4}
     assert not set(inside) & set(range(8))  # no NIC
-    assert table.all_to_all(ALL) == table.all_to_all(ALL)
+    assert table[table.collective(ChannelKind.ALL_TO_ALL, ALL)] is channel
 
 
 def test_ring() -> None:
@@ -164,19 +164,19 @@ def test_numbers_are_given_once() -> None:
 def test_channels_of_decisions() -> None:
     table = ChannelTable(PAPER)
 
-    def kinds(sync: Sync, devices: tuple[int, ...] = (0, 2)) -> list[ChannelKind | None]:
+    def kinds(sync: Sync, devices: tuple[int, ...] = (0, 2)) -> list[ChannelKind]:
         shares = (1,) * len(devices)
         found = table.for_decision(Decision(devices=devices, shares=shares, sync=sync))
-        return [table[n].kind if n >= 0 else None for n in found]
+        return [table[n].kind for n in found]
 
-    assert kinds(Sync.RING) == [ChannelKind.ALL_REDUCE_RING, None]
-    assert kinds(Sync.HIERARCHICAL) == [ChannelKind.ALL_REDUCE_HIERARCHICAL, None]
+    assert kinds(Sync.RING) == [ChannelKind.ALL_REDUCE_RING]
+    assert kinds(Sync.HIERARCHICAL) == [ChannelKind.ALL_REDUCE_HIERARCHICAL]
     assert kinds(Sync.REDUCE_SCATTER_ALL_GATHER) == [
         ChannelKind.REDUCE_SCATTER,
         ChannelKind.ALL_GATHER,
     ]
-    assert kinds(Sync.PARAMETER_SERVER) == [None, None]
-    assert kinds(Sync.RING, (3,)) == [None, None]
+    assert kinds(Sync.PARAMETER_SERVER) == []
+    assert kinds(Sync.RING, (3,)) == []
 
 
 def test_collectives_use_the_nics_of_all_their_members() -> None:

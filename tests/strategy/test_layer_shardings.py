@@ -16,8 +16,8 @@ from heterog.strategy.layer_shardings import (
     moved_bytes,
     weight_bytes,
 )
-from heterog.strategy.tensor_parallel import merge_rules
 from tests.runtime.strategies import graph_of
+from tests.strategy.merging import merge_rules
 
 
 class InputFirst(nn.Module):

@@ -8,8 +8,9 @@ from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy import tensor_parallel
-from heterog.strategy.tensor_parallel import merge_rules, shardings
+from heterog.strategy.tensor_parallel import shardings
 from tests.runtime.strategies import graph_of
+from tests.strategy.merging import merge_rules
 from tests.thorough import few_of
 
 

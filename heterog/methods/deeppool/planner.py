@@ -32,7 +32,7 @@ from heterog.methods.deeppool.search import (
     layers_of,
     search,
 )
-from heterog.methods.planner import Planner, PlanResult, Problem, StrategySearch
+from heterog.methods.planner import Problem, Searching, StrategySearch
 from heterog.pricing.cost_model import ChannelSeconds
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -48,17 +48,6 @@ EXPOSED = (0.0, 0.5, 1.0)
 NEGLIGIBLE_S = 300e-6
 """Layers that take less than this are free of the limit, as in the authors' code."""
 _MOST_DEVICES_FOR_BRANCHES = 8  # with more, branches take turns: else it would take minutes
-
-
-class DeepPool(Planner):
-    """Devices per group by dynamic programming; see the module docstring."""
-
-    name = "deeppool"
-    stage = "search"
-
-    def plan(self, problem: Problem) -> PlanResult:
-        """Simulate the program's plans until all are tried or the budget is over."""
-        return _Search(problem).answer(problem)
 
 
 class _Search(StrategySearch):
@@ -302,7 +291,7 @@ class GroupCosts:
     def _synchronise(self, decision: Decision, num_bytes: float) -> float:
         """Seconds of a decision's collectives for some bytes of gradients."""
         numbers = self.evaluator.channels.for_decision(decision)
-        return sum(self._cost_of(number).seconds(num_bytes) for number in numbers if number >= 0)
+        return sum(self._cost_of(number).seconds(num_bytes) for number in numbers)
 
     @kept
     def _cost_of(self, number: int) -> ChannelSeconds:
@@ -404,3 +393,11 @@ def _overlaps(
             begin = until
             if begin == last:
                 other += 1
+
+
+class DeepPool(Searching):
+    """Devices per group by dynamic programming; see the module docstring."""
+
+    name = "deeppool"
+    stage = "search"
+    search = _Search

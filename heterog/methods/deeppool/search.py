@@ -234,17 +234,18 @@ class _Program:
     def chain(self, chain: Chain, lane: _Lane, start: tuple[int, Place] | None) -> _Paths:
         """Fastest ways to the end of a chain inside a lane, from time 0 after a fork."""
         paths: _Paths = {}
-        layer, before = -1, start
+        layer = -1
         for item in chain:
             self.check()
             if isinstance(item, Block):
                 paths = self._block(item, layer, paths, lane)
                 layer = item.join
                 continue
-            if layer < 0:
-                paths = self._first(item, lane, before)
-            else:
-                paths = self._next(item, layer, paths, lane)
+            paths = (
+                self._first(item, lane, start)
+                if layer < 0
+                else self._next(item, layer, paths, lane)
+            )
             layer = item
         return paths
 
@@ -262,13 +263,15 @@ class _Program:
         return time, device_time
 
     def _first(self, layer: int, lane: _Lane, start: tuple[int, Place] | None) -> _Paths:
-        paths = {}
-        for place in self._places(lane):
-            moved = 0.0 if start is None else self.transfer(*start, layer, place)
-            cost = self._cost(layer, place, moved)
-            if cost is not None:
-                paths[place] = _Path(*cost, layer, place, None)
-        return paths
+        def moved(place: Place) -> float:
+            return 0.0 if start is None else self.transfer(*start, layer, place)
+
+        costs = {place: self._cost(layer, place, moved(place)) for place in self._places(lane)}
+        return {
+            place: _Path(*cost, layer, place, None)
+            for place, cost in costs.items()
+            if cost is not None
+        }
 
     def _next(self, layer: int, source: int, paths: _Paths, lane: _Lane) -> _Paths:
         found: _Paths = {}

@@ -16,6 +16,7 @@ from itertools import product
 
 from heterog.graph.grouping import alike_groups, group_ops
 from heterog.graph.placement import OpRules
+from heterog.grouped import grouped
 from heterog.methods.data_parallel import replicated, starts_of, uniform_strategy
 from heterog.methods.hap.a_star import Search, SpmdProgram
 from heterog.methods.hap.programs import (
@@ -30,7 +31,7 @@ from heterog.methods.hap.programs import (
 from heterog.methods.hap.ratios import best_ratios, device_classes
 from heterog.methods.hap.segments import Segments, TooWideError, fold
 from heterog.methods.hap.theory import build_theory
-from heterog.methods.planner import Planner, PlanResult, Problem, StrategySearch
+from heterog.methods.planner import Problem, Searching, StrategySearch
 from heterog.methods.teams import host_sizes, host_teams, in_teams
 from heterog.methods.tuned_uniform import machine_subsets
 from heterog.simulator.engine import Order
@@ -145,8 +146,7 @@ class Synthesis:
 
     def solve(self, prices: SpmdPrices, triples: Sequence[int]) -> tuple[int, ...]:
         """Best shares of the batch for a program; the given ones if none are found."""
-        alike = len(device_classes(self.evaluator, prices.devices)) == 1
-        if alike:
+        if len(device_classes(self.evaluator, prices.devices)) == 1:
             return prices.shares
         ratios = best_ratios(self.work, prices, triples)
         if ratios is None or sum(ratios) <= 0.0:
@@ -220,17 +220,6 @@ class Synthesis:
                 return
             yield Placed(best, devices, solved)
             best_s = cost_s
-
-
-class Hap(Planner):
-    """SPMD program synthesis with solved ratios; see the module docstring."""
-
-    name = "hap"
-    stage = "search"
-
-    def plan(self, problem: Problem) -> PlanResult:
-        """Synthesise, then rank by simulation until the budget is over."""
-        return _Ranking(problem).answer(problem)
 
 
 class _Ranking(StrategySearch):
@@ -326,11 +315,10 @@ class _Ranking(StrategySearch):
         """
         graph = self.problem.evaluator.graph
         group, kind_of = group_ops(graph).group, alike_groups(graph)
-        first: dict[tuple[int, ...], Strategy] = {}
-        for strategy in self._ranked():
-            if strategy.op_rules:
-                first.setdefault(strategy.decisions[0].devices, strategy)
-        for strategy in first.values():
+        on_devices = grouped(
+            (each.decisions[0].devices, each) for each in self._ranked() if each.op_rules
+        )
+        for strategy, *_ in on_devices.values():
             rules, best = strategy.op_rules, self.found[strategy, self.order]
             for kind in dict.fromkeys(int(kind_of[group[op]]) for op, _ in rules):
                 rest = tuple(each for each in rules if kind_of[group[each[0]]] != kind)
@@ -397,3 +385,11 @@ class _Ranking(StrategySearch):
     def _score(self, strategy: Strategy) -> Evaluation | None:
         """Simulate a strategy; ``None`` if it is not legal."""
         return self.evaluate((strategy, self.order), self.order)
+
+
+class Hap(Searching):
+    """SPMD program synthesis with solved ratios; see the module docstring."""
+
+    name = "hap"
+    stage = "search"
+    search = _Ranking

@@ -16,7 +16,7 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import batch_plan, op_work
 from heterog.graph.op_graph import FloatArray
 from heterog.graph.placement import OpCall, OpRule, OpRules
-from heterog.lowering.channels import ChannelTable
+from heterog.lowering.channels import ChannelKind, ChannelTable
 from heterog.memo import kept
 from heterog.methods.hap.forms import Form
 from heterog.methods.hap.theory import Role, Row, Theory, Triple, batch_triple
@@ -36,6 +36,15 @@ COLLECTIVES = (
 )
 """Algorithms that a conversion may choose from, besides the ring all-reduce."""
 PADDED_ONLY = ("padded_all_gather",)
+_CHANNELS = {
+    "ring": ChannelKind.ALL_REDUCE_RING,
+    "hierarchical": ChannelKind.ALL_REDUCE_HIERARCHICAL,
+    "reduce_scatter": ChannelKind.REDUCE_SCATTER,
+    "grouped": ChannelKind.ALL_GATHER,
+    "padded": ChannelKind.ALL_GATHER,
+    "gather": ChannelKind.ALL_GATHER,
+}
+"""Channel of each algorithm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,18 +191,8 @@ class SpmdPrices:
         table, devices = self.work.channels, self.devices
         if len(devices) == 1:
             return 0.0, 0.0
-        if kind == "all_to_all":
-            return self._all_to_all_latency, 0.0
-        if kind == "ring":
-            number = table.all_reduce(devices, hierarchical=False)
-        elif kind == "hierarchical":
-            number = table.all_reduce(devices, hierarchical=True)
-        elif kind == "reduce_scatter":
-            number = table.reduce_scatter(devices, self.shares_of(units))
-        elif kind == "grouped":
-            number = table.all_gather(devices, self.shares_of(units))
-        else:
-            number = table.all_gather(devices, ())
+        slices = self.shares_of(units) if kind in ("reduce_scatter", "grouped") else ()
+        number = table.collective(_CHANNELS[kind], devices, slices)
         cost = self.evaluator.cost_model.channel_seconds(self.evaluator.cluster, table[number])
         latency, per_byte = cost.latency_s + cost.fill_s, cost.seconds_per_byte
         if kind == "padded":
@@ -206,7 +205,7 @@ class SpmdPrices:
     def _all_to_all_latency(self) -> float:
         first, *others = self.devices
         return len(others) * max(
-            self.evaluator.cluster.latency_s(first, device) for device in others
+            (self.evaluator.cluster.latency_s(first, device) for device in others), default=0.0
         )
 
     @kept
@@ -257,11 +256,10 @@ class SpmdPrices:
         """
         # A gradient that fills a tenth of a bucket pays a tenth of the bucket's latency.
         filled = min(num_bytes / DEFAULT_BUCKET_BYTES, 1.0)
-        best = np.inf
-        for kind in ("ring", "hierarchical"):
-            latency, per_byte = self._channel(kind)
-            best = min(best, latency * filled + per_byte * num_bytes)
-        return self.exposed * float(best)
+        costs = map(self._channel, ("ring", "hierarchical"))
+        return self.exposed * min(
+            latency * filled + per_byte * num_bytes for latency, per_byte in costs
+        )
 
     @kept
     def delivery(self, kind: ValueClass) -> "Delivery":
@@ -292,10 +290,8 @@ class SpmdPrices:
         return price
 
     def _direct(self, have: Form, want: Form, num_bytes: int) -> float:
-        if have == want:
+        if have.kind == "R" or have == want:  # of R, a slice, or zeros on all devices but one
             return 0.0
-        if have.kind == "R":
-            return 0.0  # a slice, or zeros on all devices but one
         if want.kind == "R":
             if have.kind == "P":
                 return self.all_reduce_s(num_bytes)
@@ -304,7 +300,7 @@ class SpmdPrices:
             return _affine(self._channel("reduce_scatter", want.units), num_bytes)
         if want.kind == "S" and have.kind == "S" and "all_to_all" in self.collectives:
             per_byte = self._all_to_all_s_per_byte(have.units, want.units)
-            return self._channel("all_to_all")[0] + per_byte * num_bytes
+            return self._all_to_all_latency + per_byte * num_bytes
         return IMPOSSIBLE
 
 
@@ -332,23 +328,13 @@ class Delivery:
             for i in forms:
                 for j in forms:
                     price[i][j] = min(price[i][j], price[i][k] + price[k][j])
-        self._price: dict[tuple[int, int], float] = {}
 
     def price(self, made: int, wanted: int) -> float:
         """Seconds from form ``made`` to all forms in the bit set ``wanted``."""
         wanted &= ~(1 << made)
-        if wanted == 0:
-            return 0.0
-        key = (made, wanted)
-        known = self._price.get(key)
-        if known is None:
-            known = self._price[key] = self._look_up(made, wanted)
-        return known
-
-    def _look_up(self, made: int, wanted: int) -> float:
-        if wanted & (wanted - 1) == 0:
-            return self.conversions[made][wanted.bit_length() - 1]
-        return min(self._grow(made)[wanted | 1 << made], IMPOSSIBLE)
+        if wanted & (wanted - 1):  # several forms
+            return min(self._grow(made)[wanted | 1 << made], IMPOSSIBLE)
+        return self.conversions[made][wanted.bit_length() - 1] if wanted else 0.0
 
     @kept
     def _grow(self, made: int) -> list[float]:

@@ -20,7 +20,7 @@ from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import Phase
 from heterog.grouped import grouped
 from heterog.methods.hap.programs import ValueClass
-from heterog.methods.hap.theory import Role, Row, Theory
+from heterog.methods.hap.theory import Role, Row, Theory, Triple
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,24 +236,6 @@ def _cut(
     return (*cuts, len(history))
 
 
-Need = tuple[int, int]  # (position among the touched values, form)
-
-
-@dataclass(frozen=True, slots=True)
-class LocalTriple:
-    """A triple with positions of touched values instead of values.
-
-    Attributes:
-        needs: (position, form) of each of its inputs.
-        makes: (position, form) of each of its outputs.
-        units: Axis along which its work is divided; 0 if every device does all of it.
-    """
-
-    needs: tuple[Need, ...]
-    makes: tuple[Need, ...]
-    units: int
-
-
 @dataclass(frozen=True, slots=True)
 class Action:
     """The options of a visit, shared by all like visits in any layer.
@@ -261,7 +243,7 @@ class Action:
     Attributes:
         op: Graph op whose work prices all like ops.
         is_update: Whether it is an optimizer step, which needs the parameter in its stored form.
-        triples: Ways to run it.
+        triples: Ways to run it, with positions among the touched values instead of values.
         classes: Value class of each touched value.
         stays: Whether each touched value is carried on.
         wanted: For each touched value, the forms (bit set) that later rows may need.
@@ -270,7 +252,7 @@ class Action:
 
     op: int
     is_update: bool
-    triples: tuple[LocalTriple, ...]
+    triples: tuple[Triple, ...]
     classes: tuple[int, ...]
     stays: tuple[bool, ...]
     wanted: tuple[int, ...]
@@ -366,10 +348,11 @@ class Segments:
         row = self.theory.rows[visit.row]
         position = {value: place for place, value in enumerate(visit.touched)}
         triples = tuple(
-            LocalTriple(
+            Triple(
                 tuple((position[value], form) for value, form in triple.needs),
                 tuple((position[value], form) for value, form in triple.makes),
                 triple.units,
+                rule=None,
             )
             for triple in row.triples
         )

@@ -149,22 +149,20 @@ class _Builder:
 
     def build(self) -> Theory:
         graph = self.graph
-        rows = []
-        for index, op in enumerate(graph.ops):
-            if graph.is_view[index] or graph.is_constant[index]:
-                continue
-            rows.append(
-                Row(
-                    op=index,
-                    is_update=op.phase == Phase.UPDATE,
-                    reads=tuple(self._read(tensor) for tensor in op.inputs),
-                    writes=tuple(
-                        self._value(tensor)
-                        for tensor in graph.outputs[index]
-                        if op.phase != Phase.UPDATE
-                    ),
-                )
+        rows = [
+            Row(
+                op=index,
+                is_update=op.phase == Phase.UPDATE,
+                reads=tuple(self._read(tensor) for tensor in op.inputs),
+                writes=tuple(
+                    self._value(tensor)
+                    for tensor in graph.outputs[index]
+                    if op.phase != Phase.UPDATE
+                ),
             )
+            for index, op in enumerate(graph.ops)
+            if not (graph.is_view[index] or graph.is_constant[index])
+        ]
         self._seed()
         self._close(rows)
         for row in rows:
@@ -316,20 +314,17 @@ class _Builder:
         for rule in self.rules.unsplit(self.graph.call(row.op)):
             partial = [forms for p, forms in zip(rule.inputs, seen, strict=True) if p.kind == "P"]
             # If one summand is partial, whole ones count as partial, too: other devices add zeros.
-            if partial and not any(PARTIAL in forms for forms in partial):
-                continue
-            if draws_shared(rule):
-                continue
-            yield rule
+            is_made = not partial or any(PARTIAL in forms for forms in partial)
+            if is_made and not draws_shared(rule):
+                yield rule
 
     def _fixed(self, op: int) -> RuleResult | None:
         """The only rule of an op that states a rule or uses local statistics, else ``None``."""
         graph, plan = self.graph, self.plan
         outputs = tuple(plan.placements[tensor] for tensor in graph.outputs[op])
         inputs = plan.needed[op]
-        if graph.ops[op].rule is not None or any(p.kind == "L" for p in (*inputs, *outputs)):
-            return RuleResult(inputs, outputs)
-        return None
+        is_local = any(place.kind == "L" for place in (*inputs, *outputs))
+        return RuleResult(inputs, outputs) if graph.ops[op].rule is not None or is_local else None
 
     def _triples(self, row: Row) -> Iterable[Triple]:
         if row.is_update:

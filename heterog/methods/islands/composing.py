@@ -413,15 +413,13 @@ def described(point: Composition, slices: Slices, cluster: Cluster) -> str:
 def with_moved_layer(point: Composition) -> Iterator[Composition]:
     """The composition with one layer moved across each boundary, in both directions."""
     for pool, layers in enumerate(point.layers):
-        for stage in range(len(layers) - 1):
-            for step in (1, -1):
-                moved = list(layers)
-                moved[stage] += step
-                moved[stage + 1] -= step
-                if min(moved) > 0:
-                    others = list(point.layers)
-                    others[pool] = tuple(moved)
-                    yield replace(point, layers=tuple(others))
+        for stage, step in product(range(len(layers) - 1), (1, -1)):
+            moved = list(layers)
+            moved[stage] += step
+            moved[stage + 1] -= step
+            if min(moved) > 0:
+                before, after = point.layers[:pool], point.layers[pool + 1 :]
+                yield replace(point, layers=(*before, tuple(moved), *after))
 
 
 def places(point: Composition) -> list[tuple[int, int]]:

@@ -18,11 +18,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import permutations, product
 
 import numpy as np
 
 from heterog.graph.batch_plan import micro_batches_refused
+from heterog.grouped import grouped
 from heterog.memo import kept
 from heterog.methods.islands.composing import (
     OVERFLOWS,
@@ -44,7 +45,7 @@ from heterog.methods.islands.composing import (
 )
 from heterog.methods.islands.slices import Slices
 from heterog.methods.megatron_grid import least_bubble
-from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
+from heterog.methods.planner import PointSearch, Problem, Searching
 from heterog.methods.recomputing import words_worth_trying
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Outcome
@@ -74,18 +75,6 @@ UNTIL_PLAIN = 0.7
 """Part of the budget after which compositions that need no estimates end."""
 
 _Vary = Callable[[Composition], Iterator[Composition]]
-
-
-class Islands(Planner):
-    """Unlike pipelines of machines of one kind each; see the module docstring."""
-
-    name = "islands"
-    stage = "search"
-    resumes = True
-
-    def plan(self, problem: Problem) -> PlanResult:
-        """Estimate, simulate the best, refine the very best."""
-        return problem.resumed(CompositionSearch).answer(problem)
 
 
 class CompositionSearch(PointSearch[Composition]):
@@ -151,10 +140,8 @@ class CompositionSearch(PointSearch[Composition]):
 
     def _best_of_divisions(self, count: int) -> list[Composition]:
         """The best composition of each of the best divisions of machines, best first."""
-        of_division: dict[tuple[Pool, ...], Composition] = {}
-        for point in self.best(len(self.found)):
-            of_division.setdefault(point.pools, point)
-        return list(of_division.values())[:count]
+        of_division = grouped((point.pools, point) for point in self.best(len(self.found)))
+        return [best for best, *_ in of_division.values()][:count]
 
     # --- estimates -------------------------------------------------------------------------------
 
@@ -185,17 +172,16 @@ class CompositionSearch(PointSearch[Composition]):
     def _starts(self, structure: Structure) -> Iterator[Composition]:
         """Large teams or single devices, in few stages, with some numbers of micro-batches."""
         for large in (True, False):
-            pools: list[Pool] = []
-            for kinds in structure:
-                pools.append(tuple(self._option(kind, large=large) for kind in kinds))
+            pools = tuple(
+                tuple(self._option(kind, large=large) for kind in kinds) for kinds in structure
+            )
             for num_micro in (16, 64):
-                yield Composition(tuple(pools), self._bounded(num_micro), *self.manners[0])
+                yield Composition(pools, self._bounded(num_micro), *self.manners[0])
 
     def _option(self, kind: int, *, large: bool) -> Island:
         """The first division of a kind into teams of the largest or the smallest size."""
         options = self.options[kind]
-        sizes = sorted({island.members for island in options})
-        members = sizes[-1] if large else sizes[0]
+        members = (max if large else min)(island.members for island in options)
         return next(island for island in options if island.members == members)
 
     def _bounded(self, num_micro: int) -> int:
@@ -476,13 +462,12 @@ class CompositionSearch(PointSearch[Composition]):
             # More micro-batches often help only together with another schedule.
             yield replace(other, splits_backward=not point.in_a_v and not point.splits_backward)
         unit = point.num_micro
-        for giver in range(len(point.samples)):
-            for taker in range(len(point.samples)):
-                if giver != taker and point.samples[giver] > unit:
-                    samples = list(point.samples)
-                    samples[giver] -= unit
-                    samples[taker] += unit
-                    yield replace(point, samples=tuple(samples))
+        for giver, taker in permutations(range(len(point.samples)), 2):
+            if point.samples[giver] > unit:
+                samples = list(point.samples)
+                samples[giver] -= unit
+                samples[taker] += unit
+                yield replace(point, samples=tuple(samples))
 
     def _on_other_hosts(self, point: Composition) -> Iterator[Composition]:
         """Compositions with more or fewer hosts of one kind, and samples divided again."""
@@ -524,3 +509,12 @@ class CompositionSearch(PointSearch[Composition]):
             num_micro = int(factor * point.num_micro)
             if num_micro and num_micro == self._bounded(num_micro):
                 yield replace(point, num_micro=num_micro)
+
+
+class Islands(Searching):
+    """Unlike pipelines of machines of one kind each; see the module docstring."""
+
+    name = "islands"
+    stage = "search"
+    resumes = True
+    search = CompositionSearch

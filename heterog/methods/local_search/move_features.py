@@ -142,10 +142,9 @@ class _Decisions:
                     rate = 2.0 * (len(hosts) - 1) / len(hosts) / inner
             else:
                 for channel in evaluator.channels.for_decision(decision):
-                    if channel >= 0:
-                        cost = evaluator.prices.pricer.seconds(evaluator.channels[channel])
-                        rate += cost.seconds_per_byte
-                        latency += cost.latency_s + cost.fill_s
+                    cost = evaluator.prices.pricer.seconds(evaluator.channels[channel])
+                    rate += cost.seconds_per_byte
+                    latency += cost.latency_s + cost.fill_s
             self._priced[key] = rate, latency
         return self._priced[key]
 
@@ -355,13 +354,10 @@ class MoveFeatures:
 
         more = np.zeros((count, len(self._types)))
         np.add.at(more, part, held(target) - held(source))
-        more /= self._usable
-        memory = view.memory + more
-        path = view.facts.devices[:, 1]
-        busiest = view.load_s.max()
-        cost = view.step_s
+        memory = view.memory + more / self._usable
+        path, cost = view.facts.devices[:, 1], view.step_s
         return np.column_stack([
-            np.clip((load.max(axis=1) - busiest) / cost, -2, 2),
+            np.clip((load.max(axis=1) - view.load_s.max()) / cost, -2, 2),
             np.clip(load.max(axis=1) / cost, 0, 4),
             np.clip(delta @ path / max(path.sum(), 1e-9) / cost, -2, 2),
             np.clip(delta.sum(axis=1) / len(self._types) / cost, -2, 2),

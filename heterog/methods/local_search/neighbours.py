@@ -17,19 +17,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import reduce
+from typing import NamedTuple
 
 import numpy as np
 
 from heterog.graph.grouping import alike_groups, block_starts
 from heterog.lowering.program import IntArray
 from heterog.lowering.space import MicroBatches, StrategySpace
+from heterog.memo import kept
 from heterog.methods.local_search.group_rules import GroupRules, Place, RuleRow
 from heterog.methods.planner import Problem
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.teams import (
     apart,
     has_one_owner,
-    has_only_places,
     has_teams,
     host_teams,
     in_teams,
@@ -58,8 +59,7 @@ _PLACED = 0.9  # part of the moves that give blocks other places, if there are o
 _BLOCKS_PLACED = 4.0  # mean number of these blocks, which lie in a row
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(NamedTuple):
     """A point of the search: a row of candidates, and settings of the whole step."""
 
     row: IntArray
@@ -75,20 +75,10 @@ class State:
     @property
     def key(self) -> "StateKey":
         """Hashable values that are equal for equal points only."""
-        return (
-            self.row.tobytes(), self.bucket_bytes, int(self.order), self.micro_batches, self.rules,
-            self.schedule, self.blocks, self.first_bucket_bytes,
-        )  # fmt: skip
-
-    def with_row(self, row: IntArray) -> "State":
-        """The same settings with another row; ``replace`` takes longer."""
-        return State(
-            row, self.bucket_bytes, self.order, self.micro_batches, self.rules, self.schedule,
-            self.blocks, self.first_bucket_bytes,
-        )  # fmt: skip
+        return (self.row.tobytes(), *self[1:])
 
 
-StateKey = tuple[bytes, int, int, MicroBatches, RuleRow, PipelineSchedule, tuple[int, ...], int]
+StateKey = tuple[object, ...]
 
 
 class MoveKind(IntEnum):
@@ -164,14 +154,14 @@ class Neighbours:
         graph = problem.evaluator.graph
         self.alike = alike_groups(graph)
         self.num_groups = len(self.alike)
-        self._block_starts = block_starts(graph) if has_only_places(graph) else None
-        self._places = [n for n, each in enumerate(space.candidates) if len(each.devices) == 1]
+        self._block_starts = block_starts(graph)
+        self._places: list[int] = []  # only if there is nothing to divide
+        if problem.has_only_places:
+            alone = (n for n, each in enumerate(space.candidates) if len(each.devices) == 1)
+            self._places.extend(alone)
         self.team_sizes = team_sizes(space.cluster, rules_of_model(graph))
         self._kinds = kinds_worth_trying(graph)
         self._layer_blocks = layer_blocks(graph)
-        self._said_as: dict[tuple[int, Callable[[Decision], Decision]], int] = {}
-        self._teamed_as: dict[tuple[int, int], int] = {}
-        self._others: dict[tuple[int, ...], list[Decision]] = {}
         self._last_row: IntArray | None = None
         self._last_edges: list[int] = []
 
@@ -192,19 +182,19 @@ class Neighbours:
         """Draw a move; the work that ``after`` does for it is deterministic."""
         if self.may_team and self.rng.random() < _TEAMED:
             return Move(MoveKind.TEAMS, self._teamed(state))
-        if self._block_starts is not None and self.rng.random() < _PLACED:
-            return Move(MoveKind.DECISION, self._placed(state, self._block_starts))
+        if self._places and self.rng.random() < _PLACED:
+            return Move(MoveKind.DECISION, self._placed(state))
         kind = self.rng.random()
         if kind < 0.05:
             if kind >= 0.03 and (self.may_shard or state.rules):
                 return Move(MoveKind.RULES, self._resharded(state), without=state)
             bucket_bytes = BUCKETS[self.rng.integers(len(BUCKETS))]
             first = state.first_bucket_bytes if state.first_bucket_bytes < bucket_bytes else 0
-            other = replace(state, bucket_bytes=bucket_bytes, first_bucket_bytes=first)
+            other = state._replace(bucket_bytes=bucket_bytes, first_bucket_bytes=first)
             return Move(MoveKind.BUCKETS, other, is_legal=True)
         if kind < 0.08:
             order = self.problem.orders[self.rng.integers(len(self.problem.orders))]
-            return Move(MoveKind.ORDER, replace(state, order=order), is_legal=True)
+            return Move(MoveKind.ORDER, state._replace(order=order), is_legal=True)
         if kind < 0.12:
             if self.rules.may_cut(state.rules):
                 return Move(MoveKind.MICRO_BATCHES, self._recut(state), is_legal=True)
@@ -212,7 +202,7 @@ class Neighbours:
         row = state.row.copy()
         if kind < 0.32:
             self._shift_boundary(state.row, row)
-            return Move(MoveKind.BOUNDARY, state.with_row(row))
+            return Move(MoveKind.BOUNDARY, state._replace(row=row))
         chosen = self._some_groups(state.row)
         what = MoveKind.DECISION
         if self.proposals and self.rng.random() < _PROPOSED:
@@ -238,14 +228,14 @@ class Neighbours:
             row[chosen] = row[self.rng.integers(self.num_groups)]
         else:
             row[chosen] = self.rng.integers(self.num_named)
-        return Move(what, state.with_row(row))
+        return Move(what, state._replace(row=row))
 
-    def _placed(self, state: State, starts: IntArray) -> State:
+    def _placed(self, state: State) -> State:
         """Give some blocks in a row the decision of a neighbour, or a device.
 
         Blocks begin at the same groups in every move, so no move leaves single groups behind.
         """
-        row = state.row.copy()
+        row, starts = state.row.copy(), self._block_starts
         first = int(self.rng.integers(len(starts) - 1))
         last = min(first + int(self.rng.geometric(1.0 / _BLOCKS_PLACED)), len(starts) - 1)
         begin, end = int(starts[first]), int(starts[last])
@@ -253,7 +243,7 @@ class Neighbours:
             row[begin:end] = row[begin - 1 if begin else min(end, self.num_groups - 1)]
         else:
             row[begin:end] = self._places[self.rng.integers(len(self._places))]
-        return state.with_row(row)
+        return state._replace(row=row)
 
     def legal(self, state: State) -> State:
         """A state that ranks can execute, in a form that is the same for equal states."""
@@ -276,8 +266,8 @@ class Neighbours:
             row = row[starts[np.searchsorted(starts, np.arange(self.num_groups), "right") - 1]]
         if not self._is_cut_alike(row, micro_batches):
             micro_batches = self.space.micro_batches(len(micro_batches[0]))
-        made = replace(state, row=row, micro_batches=micro_batches, rules=rules, blocks=blocks)
-        return replace(made, schedule=self._fitted(made, state.schedule))
+        made = state._replace(row=row, micro_batches=micro_batches, rules=rules, blocks=blocks)
+        return made._replace(schedule=self._fitted(made, state.schedule))
 
     def completed(self, state: State) -> State:
         """A state whose rules of teams are in some groups only, completed to all groups."""
@@ -288,20 +278,19 @@ class Neighbours:
             return state
         # A group without rules has no teams, so its devices become teams of one.
         row = np.where(rest, self._said(state.row, apart), state.row).astype(np.int32)
-        return self.legal(replace(state, row=row, rules=whole))
+        return self.legal(state._replace(row=row, rules=whole))
 
     def _said(self, row: IntArray, change: Callable[[Decision], Decision]) -> IntArray:
         """A row with one change applied to all its decisions."""
         numbers = used(row)
-        changed = []
-        for number in numbers:
-            if (number, change) not in self._said_as:
-                made = self.space.add(change(self.space.candidates[number]))
-                self._said_as[number, change] = made
-            changed.append(self._said_as[number, change])
+        changed = [self._changed(number, change) for number in numbers]
         if changed == numbers:
             return row
         return np.array(changed, np.int32)[np.searchsorted(numbers, row)]
+
+    @kept
+    def _changed(self, number: int, change: Callable[[Decision], Decision]) -> int:
+        return self.space.add(change(self.space.candidates[number]))
 
     def _fitted(self, state: State, schedule: PipelineSchedule) -> PipelineSchedule:
         """A schedule for the chunks that devices have in a state."""
@@ -328,13 +317,14 @@ class Neighbours:
         chosen = np.arange(self.num_groups) if groups is None else groups
         row = state.row.copy()
         for number in used(row[chosen]):
-            if (number, size) not in self._teamed_as:
-                decision = self.space.candidates[number]
-                teams = host_teams(self.space.cluster, decision.devices, size)
-                made = in_teams(decision, teams, self.space.speeds, self.space.cluster)
-                self._teamed_as[number, size] = self.space.add(made)
-            row[chosen[row[chosen] == number]] = self._teamed_as[number, size]
-        return replace(state, row=row, rules=self.rules.of_teams)
+            row[chosen[row[chosen] == number]] = self._in_teams(number, size)
+        return state._replace(row=row, rules=self.rules.of_teams)
+
+    @kept
+    def _in_teams(self, number: int, size: int) -> int:
+        decision, cluster = self.space.candidates[number], self.space.cluster
+        teams = host_teams(cluster, decision.devices, size)
+        return self.space.add(in_teams(decision, teams, self.space.speeds, cluster))
 
     def _teamed(self, state: State) -> State:
         """Cut the devices of a run of groups, or of some, into other teams, or into none."""
@@ -349,9 +339,7 @@ class Neighbours:
         if old.sync.is_sharded and self.rng.random() < _OTHER_LEVEL:
             levels = [sync for sync in Sync if sync.is_sharded]
             return replace(old, sync=levels[self.rng.integers(len(levels))])
-        if old.devices not in self._others:
-            self._others[old.devices] = self.space.decisions_on(old.devices)
-        others = self._others[old.devices]
+        others = self.space.decisions_on(old.devices)
         other = others[self.rng.integers(len(others))]
         if not old.teams:
             return other
@@ -364,7 +352,7 @@ class Neighbours:
         rules = reduce(self.rules.added, places, state.rules)
         if self.rules.rule_set(rules, state.blocks) is None:
             return None
-        return self.legal(replace(state, rules=rules))
+        return self.legal(state._replace(rules=rules))
 
     def _resharded(self, state: State) -> State:
         """Shard the layers of a kind or stop sharding them, or drop the rules of some groups."""
@@ -382,7 +370,7 @@ class Neighbours:
             for place in some:
                 rules = change(rules, place)
                 row[list(place)] = row[min(place)]
-        return replace(state, row=row, rules=rules)
+        return state._replace(row=row, rules=rules)
 
     # --- micro-batches ---------------------------------------------------------------------------
 
@@ -416,10 +404,10 @@ class Neighbours:
 
     def _with_cut(self, state: State, cut: MicroBatches, row: IntArray | None = None) -> State:
         """Other micro-batches under the same caps; unchanged if groups would cut differently."""
-        cut_state = replace(state, micro_batches=cut, row=state.row if row is None else row)
+        cut_state = state._replace(micro_batches=cut, row=state.row if row is None else row)
         if not self._is_cut_alike(cut_state.row, cut):
             return state
-        return replace(cut_state, schedule=self._fitted(cut_state, state.schedule))
+        return cut_state._replace(schedule=self._fitted(cut_state, state.schedule))
 
     def _is_cut_alike(self, row: IntArray, cut: MicroBatches) -> bool:
         """Whether all groups have the same samples in each micro-batch, and none is empty."""
@@ -444,10 +432,10 @@ class Neighbours:
         kind = self.rng.random() if state.micro_batches else 0.0
         if kind < 0.15 and state.micro_batches and self._is_reduced_by_micro(state):
             once = not schedule.gathers_once
-            return replace(state, schedule=replace(schedule, gathers_once=once, turns=()))
+            return state._replace(schedule=replace(schedule, gathers_once=once, turns=()))
         if kind < 0.3:
             late = not schedule.splits_backward
-            return replace(state, schedule=replace(schedule, splits_backward=late, turns=()))
+            return state._replace(schedule=replace(schedule, splits_backward=late, turns=()))
         cap = int(self.rng.integers(len(state.micro_batches[0]) + 1))  # 0: none
         least = list(schedule.device_caps)
         least += [0] * (num_devices - len(least))
@@ -456,7 +444,7 @@ class Neighbours:
         else:
             least = [cap] * num_devices
         capped = replace(schedule, in_flight=tuple((cap,) for cap in least), turns=())
-        return replace(state, schedule=self._fitted(state, capped))
+        return state._replace(schedule=self._fitted(state, capped))
 
     def _moved_between_cuts(self, state: State) -> State:
         """Move samples from one device's micro-batch to another's, for groups that follow them.
@@ -502,7 +490,7 @@ class Neighbours:
         anchor = int(self.rng.integers(self.num_groups))
         run = self._run(state.row, anchor)
         row[run] = self._recomputed(row[run])
-        return replace(state, row=row, blocks=state.blocks or self._layer_blocks)
+        return state._replace(row=row, blocks=state.blocks or self._layer_blocks)
 
     # --- groups ----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ about a move is drawn at random.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -229,17 +229,12 @@ class PlanMoves:
 
     def _runs(self, state: State) -> list[tuple[int, int]]:
         """First group and end of each run."""
-        edges = self._near.edges(state.row)
-        return list(pairwise((0, *edges, self._num_groups)))
+        return list(pairwise((0, *self._near.edges(state.row), self._num_groups)))
 
     def _stages_of(self, state: State) -> list[Decision]:
         """A decision for each stage of a plan; successive runs on the same devices are a stage."""
-        decisions: list[Decision] = []
-        for first, _ in self._runs(state):
-            decision = self._space.candidates[state.row[first]]
-            if not decisions or decisions[-1].devices != decision.devices:
-                decisions.append(decision)
-        return decisions
+        decisions = (self._space.candidates[state.row[first]] for first, _ in self._runs(state))
+        return [next(alike) for _, alike in groupby(decisions, key=lambda each: each.devices)]
 
     def _recut(self, state: State) -> State | None:
         """The plan's stages with cuts in balance."""
@@ -249,7 +244,7 @@ class PlanMoves:
         numbers = [self._space.add(decision) for decision in decisions]
         starts = self._balanced(numbers)
         blocks = state.blocks and tuple(sorted({*state.blocks, *starts}))
-        return replace(state, row=self._row(numbers, starts), blocks=blocks)
+        return state._replace(row=self._row(numbers, starts), blocks=blocks)
 
     def _restructured(self, state: State) -> State | None:
         """Two stages joined, exchanged, or one divided, and all cuts in balance."""
@@ -297,7 +292,7 @@ class PlanMoves:
             for first, last in runs:
                 if state.row[first] == number:
                     row[first:last] = made
-        return replace(state, row=row)
+        return state._replace(row=row)
 
     # --- changes to everything -------------------------------------------------------------------
 
@@ -318,7 +313,7 @@ class PlanMoves:
         for number in numbers:
             made = self._space.add(change(self._space.candidates[number]))
             row[state.row == number] = made
-        return replace(state, row=row, blocks=blocks)
+        return state._replace(row=row, blocks=blocks)
 
     def _other_synchronisation(self) -> Change:
         ways = [sync for sync in Sync if not sync.is_sharded or self._graph.updates_elementwise]
@@ -361,11 +356,11 @@ class PlanMoves:
         change = rules.removed if is_held else rules.added
         changed = reduce(change, places, state.rules)
         if is_held:
-            return replace(state, rules=changed)
+            return state._replace(rules=changed)
         row, number = state.row.copy(), self._devices_for_shards(state)
         for members in map(list, places):
             row[members] = row[members[0]] if number is None else number
-        return replace(state, row=row, rules=changed)
+        return state._replace(row=row, rules=changed)
 
     def _devices_for_shards(self, state: State) -> int | None:
         """Candidate on a host, on hosts of a kind, or of another group; ``None``: no change."""
@@ -389,8 +384,7 @@ class PlanMoves:
             micro = len(state.micro_batches[0])
         stages = [decision.devices for decision in self._stages_of(state)]
         schedule = self._schedule(stages, micro)
-        return replace(
-            state,
+        return state._replace(
             micro_batches=self._space.micro_batches(micro),
             order=self._order(state, micro),
             schedule=schedule,

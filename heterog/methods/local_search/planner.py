@@ -20,6 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
+from heterog.grouped import grouped
 from heterog.lowering import Choice
 from heterog.methods.local_search.group_rules import (
     GroupRules,
@@ -324,11 +325,13 @@ class Search:
 
     def _repair_seeds(self) -> None:
         """Repair the fastest strategies that do not fit, and add the results to the starts."""
-        broken: list[tuple[float, int, Candidate]] = []
-        for candidate in self.problem.seeds:
-            found = self.engine.found.get(self._states(candidate)[0].key)
-            if found is not None and found.outcome == Outcome.OUT_OF_MEMORY:
-                broken.append((found.step_time_s, len(broken), candidate))
+        known = self.engine.found
+        found = [(known.get(self._states(seed)[0].key), seed) for seed in self.problem.seeds]
+        broken = [
+            (each.step_time_s, place, seed)
+            for place, (each, seed) in enumerate(found)
+            if each is not None and each.outcome == Outcome.OUT_OF_MEMORY
+        ]
         for _, _, candidate in sorted(broken)[:_MOST_REPAIRED]:
             if self.spending.is_over:
                 return
@@ -381,8 +384,7 @@ class Search:
         self.neighbours.may_team = any(state.rules == self.rules.of_teams for state in starts)
         everywhere = self.space.decisions_on(tuple(range(self.evaluator.cluster.num_devices)))[0]
         starts.append(
-            replace(
-                starts[0],
+            starts[0]._replace(
                 row=np.full(self.num_groups, self.space.add(everywhere), np.int32),
                 micro_batches=(),
                 schedule=AS_IT_COMES,
@@ -400,12 +402,16 @@ class Search:
     def _machines(self) -> list[State]:
         """States with everything on one machine, for each kind of machine with several devices."""
         cluster = self.evaluator.cluster
-        kinds: dict[tuple[int, ...], tuple[int, ...]] = {}
-        for host in range(cluster.num_hosts):
-            devices = cluster.host_devices(host)
-            if len(devices) > 1:
-                kinds.setdefault(tuple(cluster.type_index[d] for d in devices), devices)
-        fastest = sorted(kinds.values(), key=lambda devices: -sum(self.speeds[d] for d in devices))
+        hosts = map(cluster.host_devices, range(cluster.num_hosts))
+        kinds = grouped(
+            (tuple(cluster.type_index[d] for d in devices), devices)
+            for devices in hosts
+            if len(devices) > 1
+        )
+        fastest = sorted(
+            (first for first, *_ in kinds.values()),
+            key=lambda devices: -sum(self.speeds[d] for d in devices),
+        )
         numbers = [
             self.space.add(self.space.decisions_on(devices)[0])
             for devices in fastest[:_MOST_SHARDED]
@@ -527,7 +533,7 @@ class Search:
                 continue
             row = state.row.copy()
             row[first:last] = numbers[np.argmax(counts)]
-            simpler = replace(state, row=row)
+            simpler = state._replace(row=row)
             if self.referee.cost(simpler, limit) <= limit:
                 state = simpler
         return state

@@ -48,6 +48,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 import numpy as np
 
@@ -121,8 +122,6 @@ class HostRates:
     """
 
     def __init__(self, bytes_per_s: FloatArray) -> None:
-        assert bytes_per_s.ndim == 2, "a matrix of hosts by hosts"
-        assert (bytes_per_s > 0.0).all(), "every pair of hosts has a rate"
         self.s_per_byte: FloatArray = 1.0 / bytes_per_s
 
     @staticmethod
@@ -309,28 +308,21 @@ def anneal(
         num_steps: Most neighbours to price.
         is_over: Function called before each step; if true, the best order so far is returned.
     """
-    known: dict[bytes, float] = {}
 
-    def known_cost(order: IntArray) -> float:
-        """The cost of an order, cached: a cold run prices the few neighbours of one repeatedly."""
-        key = order.tobytes()
-        found = known.get(key)
-        if found is None:
-            if len(known) >= _MOST_KNOWN:
-                known.clear()
-            found = known[key] = cost_of(order)
-        return found
+    @lru_cache(_MOST_KNOWN)  # a cold run prices the few neighbours of one order repeatedly
+    def known_cost(order: bytes) -> float:
+        return cost_of(np.frombuffer(order, start.dtype))
 
-    best, least = start.copy(), known_cost(start)
+    best, least = start, known_cost(start.tobytes())
     order, cost = best, least
     temperature = FIRST_TEMPERATURE
     step = 0
     while step < num_steps and len(start) > 1 and not is_over():
         if step and step % COOLED == 0:
             order = rng.permutation(start)
-            cost, temperature = known_cost(order), FIRST_TEMPERATURE
+            cost, temperature = known_cost(order.tobytes()), FIRST_TEMPERATURE
         neighbour = moved(order, rng)
-        found = known_cost(neighbour)
+        found = known_cost(neighbour.tobytes())
         step += 1
         if found <= cost or rng.random() < math.exp(-scaled(found - cost) / temperature):
             order, cost = neighbour, found
@@ -357,13 +349,12 @@ def moved(order: IntArray, rng: np.random.Generator) -> IntArray:
     kind, first, apart, place = map(int, draws.tolist())
     second = (first + 1 + apart) % count
     begin, end = min(first, second), max(first, second) + 1
-    if kind == 0:
+    if kind < 2:
         result = order.copy()
-        result[begin:end] = order[begin:end][::-1]
-        return result
-    if kind == 1:
-        result = order.copy()
-        result[first], result[second] = order[second], order[first]
+        if kind == 0:
+            result[begin:end] = order[begin:end][::-1]
+        else:
+            result[first], result[second] = order[second], order[first]
         return result
     if kind == 2:
         begin, end = first, first + 1

@@ -39,7 +39,7 @@ from heterog.methods.pipette.communication import (
     latency_s,
     ring_payloads,
 )
-from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
+from heterog.methods.planner import PointSearch, Problem, Searching
 from heterog.methods.recomputing import cheaper_layouts
 from heterog.simulator import engine
 from heterog.simulator.evaluator import Evaluator
@@ -199,9 +199,7 @@ class LayoutCosts:
     def _activation_bytes(self) -> float:
         """Bytes of a sample that two layers would exchange if each layer were a stage."""
         num_layers = int(self._layers.max(initial=-1)) + 1
-        if num_layers < 2:
-            return 0.0
-        return self._by_stage(num_layers, ())[1]
+        return self._by_stage(num_layers, ())[1] if num_layers > 1 else 0.0
 
 
 NUM_TRIED = 10
@@ -223,23 +221,6 @@ class _Trial:
 
     point: Point
     order: Order
-
-
-class Pipette(Planner):
-    """Uniform layouts on dedicated hosts; see the module docstring."""
-
-    name = "pipette"
-    stage = "search"
-    resumes = True
-
-    @staticmethod
-    def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
-        """Whether ``auto`` runs it: if pairs differ; else ``megatron_grid`` has all layouts."""
-        return bool(cluster.pairs) and HostRates.of_cluster(cluster).differ
-
-    def plan(self, problem: Problem) -> PlanResult:
-        """Rank layouts, dedicate hosts, simulate the cheapest."""
-        return problem.resumed(_Search).answer(problem)
 
 
 class _Search(PointSearch[_Trial]):
@@ -398,3 +379,17 @@ class _Search(PointSearch[_Trial]):
             self.cluster, (d for host in point.hosts for d in self.cluster.host_devices(host))
         )
         return [each for each in made if least_bytes(self.evaluator, each.layout) <= room]
+
+
+class Pipette(Searching):
+    """Uniform layouts on dedicated hosts; see the module docstring."""
+
+    name = "pipette"
+    stage = "search"
+    resumes = True
+    search = _Search
+
+    @staticmethod
+    def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
+        """Whether ``auto`` runs it: if pairs differ; else ``megatron_grid`` has all layouts."""
+        return bool(cluster.pairs) and HostRates.of_cluster(cluster).differ

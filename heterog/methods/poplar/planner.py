@@ -29,7 +29,6 @@ from heterog.cluster.hardware import DeviceType
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import FloatArray, Phase
 from heterog.grouped import grouped
-from heterog.lowering.channels import Channel
 from heterog.lowering.tables import GraphTables
 from heterog.memo import kept
 from heterog.methods.data_parallel import uniform_strategy
@@ -203,16 +202,15 @@ def _usable_bytes(evaluator: Evaluator) -> FloatArray:
 
 def micro_step_seconds(evaluator: Evaluator, decision: Decision, stage: int) -> float:
     """Seconds of the collectives that each micro-step repeats, one after another."""
-    first, second = evaluator.channels.for_decision(decision)
-    if stage < 2 or first < 0:
+    numbers = evaluator.channels.for_decision(decision)
+    if stage < 2 or not numbers:
         return 0.0
-    size, channels = float(evaluator.tables.parameter_bytes.sum()), evaluator.channels
-
-    def seconds(channel: Channel) -> float:
-        return evaluator.cost_model.channel_seconds(evaluator.cluster, channel).seconds(size)
-
-    gathers = 2.0 * seconds(channels[second]) if stage == 3 else 0.0
-    return seconds(channels[first]) + gathers
+    size, model = float(evaluator.tables.parameter_bytes.sum()), evaluator.cost_model
+    reduced_s, gathered_s = (
+        model.channel_seconds(evaluator.cluster, evaluator.channels[number]).seconds(size)
+        for number in numbers
+    )
+    return reduced_s + 2.0 * gathered_s * (stage == 3)
 
 
 _MOST_CORRECTIONS = 4  # allocations that are simulated to find one that fits

@@ -163,14 +163,14 @@ def chip_of(device_type: DeviceType, peak_flops_per_s: float, width: float = 1.0
         width: Bits of a factor of the product over the bits of factors of its family.
     """
     listed = listed_type(device_type.name)
-    multiprocessors = 0 if listed is None else listed.multiprocessors
+    multiprocessors = 0 if listed is None else listed.chip.multiprocessors
     guess = device_type.peak_flops_per_s["float32"] / _FLOPS_OF_A_MULTIPROCESSOR
     return Chip(
         peak_flops_per_s=peak_flops_per_s,
         bandwidth_bytes_per_s=device_type.memory_bandwidth_bytes_per_s,
         multiprocessors=multiprocessors or max(round(guess), 1),
-        cache_bytes=_MIB * (_CACHE_MIB if listed is None else listed.cache_mib),
-        board_w=math.inf if listed is None else listed.board_w,
+        cache_bytes=_MIB * (_CACHE_MIB if listed is None else listed.chip.cache_mib),
+        board_w=math.inf if listed is None else listed.chip.board_w,
         energy=1.0 if listed is None else width * energy_of(listed, peak_flops_per_s),
     )
 
@@ -184,7 +184,7 @@ def energy_of(listed: ListedType, peak_flops_per_s: float) -> float:
     A100 on 250 W (NVIDIA/cutlass, issue 956), 617 and 2,174 of a GB300 on 500 and 1,400 W
     (facebookexperimental/triton, pull request 2023); and a T4 and a P4 in float32.
     """
-    shrunk = (listed.process_nm / _PROCESS_NM) ** _SHRINKING
+    shrunk = (listed.chip.process_nm / _PROCESS_NM) ** _SHRINKING
     return float(shrunk * (0.5 if _is_large(listed, peak_flops_per_s) else 1.0))
 
 
@@ -202,7 +202,7 @@ def multiplies_large(device_type: DeviceType) -> bool:
 
 
 def _is_large(listed: ListedType, peak_flops_per_s: float) -> bool:
-    return peak_flops_per_s > _LARGE_FLOPS_PER_S * max(listed.multiprocessors, 1)
+    return peak_flops_per_s > _LARGE_FLOPS_PER_S * max(listed.chip.multiprocessors, 1)
 
 
 @lru_cache(maxsize=256)
@@ -244,8 +244,8 @@ def _issues_all_slots(listed: ListedType) -> bool:
 
     At their peak, products then use every issue slot, which leaves none for loads.
     """
-    of_each = listed.type.peak_flops_per_s["float32"] / max(listed.multiprocessors, 1)
-    return listed.process_nm <= _AMPERE_NM and of_each > _ALL_SLOTS_FLOPS
+    of_each = listed.type.peak_flops_per_s["float32"] / max(listed.chip.multiprocessors, 1)
+    return listed.chip.process_nm <= _AMPERE_NM and of_each > _ALL_SLOTS_FLOPS
 
 
 def host_of(execution: str) -> Host:
@@ -295,9 +295,9 @@ def is_same_chip(one: ListedType, other: ListedType) -> bool:
     Cards have a few multiprocessors less than modules, at a lower clock. An A6000 is not the chip
     of an A10G, whose tensor cores run at half the rate.
     """
-    if not one.multiprocessors or one.cache_mib != other.cache_mib:
+    if not one.chip.multiprocessors or one.chip.cache_mib != other.chip.cache_mib:
         return False
-    few, many = sorted((one.multiprocessors, other.multiprocessors))
+    few, many = sorted((one.chip.multiprocessors, other.chip.multiprocessors))
     slow, fast = sorted((_of_each(one, "float32"), _of_each(other, "float32")))
     low, high = sorted((_of_each(one, "float16"), _of_each(other, "float16")))
     is_alike = few >= _SAME_CHIP * many and slow >= _SAME_CHIP * fast
@@ -307,7 +307,7 @@ def is_same_chip(one: ListedType, other: ListedType) -> bool:
 def _of_each(listed: ListedType, dtype: str) -> float:
     """Peak of one multiprocessor."""
     peaks = listed.type.peak_flops_per_s
-    return peaks.get(dtype, peaks["float32"]) / listed.multiprocessors
+    return peaks.get(dtype, peaks["float32"]) / listed.chip.multiprocessors
 
 
 @lru_cache(maxsize=1)

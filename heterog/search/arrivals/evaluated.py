@@ -18,9 +18,7 @@ from heterog.grouped import grouped
 from heterog.memo import kept
 from heterog.methods.planner import Budget
 from heterog.search.arrivals.queueing import JobFeatures, Place
-from heterog.search.arrivals.ramp import (
-    devices_of,
-)
+from heterog.search.arrivals.ramp import devices_of
 from heterog.search.portfolio import run_methods
 from heterog.search.request import Request
 from heterog.simulator.evaluator import Evaluator
@@ -76,7 +74,6 @@ class EvaluatedCluster:
         self.methods = tuple(methods)
         self.num_devices = cluster.num_devices
         self.degrees = tuple(_degrees(cluster.num_devices))
-        self.most_degree = cluster.num_devices
         self.num_planned = 0
         self._steps: dict[tuple[object, ...], tuple[float, str] | None] = {}
 
@@ -109,12 +106,11 @@ class EvaluatedCluster:
     def place(self, kind: str, degree: int, occupied: int) -> Place | None:
         """The better of two sets of free devices: the fastest, and those of the fewest hosts."""
         job = named("job", kind, self.jobs)
-        found: list[tuple[float, tuple[int, ...], str]] = []
-        for devices in self._choices(degree, occupied):
-            step = self._step(kind, job.graph, devices)
-            if step is not None:
-                seconds, method = step
-                found.append((job.num_steps * seconds, devices, method))
+        found = [
+            (job.num_steps * step[0], devices, step[1])
+            for devices in self._choices(degree, occupied)
+            if (step := self._step(kind, job.graph, devices)) is not None
+        ]
         if not found:
             return None
         seconds, devices, method = min(found)
@@ -194,8 +190,6 @@ class EvaluatedCluster:
 
 def _degrees(num_devices: int) -> list[int]:
     """Numbers of devices to choose from: 1, 2, 3, 4, 6, 8, 12, 16, ... and all of them."""
-    found, power = {num_devices}, 1
-    while power <= num_devices:
-        found |= {power, *([3 * power // 2] if power > 1 else [])}
-        power *= 2
+    powers = [1 << exponent for exponent in range(num_devices.bit_length())]
+    found = {num_devices, *powers, *(3 * power // 2 for power in powers[1:])}
     return sorted(degree for degree in found if degree <= num_devices)

@@ -8,8 +8,9 @@ import csv
 import io
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from importlib import resources
+from operator import or_
 from typing import Literal, get_args
 
 import numpy as np
@@ -18,8 +19,9 @@ from scipy.stats import skewnorm
 
 from heterog.errors import HeterogError, UnknownNameError, named
 from heterog.grouped import grouped
+from heterog.memo import kept
 from heterog.search.arrivals.queueing import JobCluster, JobFeatures, JobRequest, Place
-from heterog.search.arrivals.ramp import MOST_PARTS, RampNetwork
+from heterog.search.arrivals.ramp import RampNetwork
 
 NUM_STEPS = 50  # training steps of each job
 _QUANTUM = 0.01
@@ -152,8 +154,6 @@ class RampCluster:
         self.network = RampNetwork()
         self.num_devices = self.network.num_workers
         self.degrees = self.network.legal_degrees
-        self.most_degree = MOST_PARTS
-        self._seconds: dict[tuple[str, int, tuple[int, ...]], float] = {}
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -170,18 +170,17 @@ class RampCluster:
 
     def place(self, kind: str, degree: int, occupied: int) -> Place | None:
         """First-fit blocks, one for each distinct number of parts; a worker has one job."""
-        job = named("job", kind, self.jobs)
-        blocks: dict[int, int] = {}
-        devices = 0
-        for parts in job.widths(degree):
-            blocks[parts] = self.network.first_fit(parts, occupied)
-            if not blocks[parts]:
-                return None
-            devices |= blocks[parts]
-        key = kind, degree, tuple(blocks.values())
-        if key not in self._seconds:
-            self._seconds[key] = NUM_STEPS * job.step_s(degree, self.network, blocks)
-        return Place(devices=devices, seconds=self._seconds[key])
+        widths = named("job", kind, self.jobs).widths(degree)
+        blocks = tuple(self.network.first_fit(parts, occupied) for parts in widths)
+        if not all(blocks):
+            return None
+        return Place(devices=reduce(or_, blocks), seconds=self._seconds(kind, degree, blocks))
+
+    @kept
+    def _seconds(self, kind: str, degree: int, blocks: tuple[int, ...]) -> float:
+        job = self.jobs[kind]
+        block_of = dict(zip(job.widths(degree), blocks, strict=True))
+        return NUM_STEPS * job.step_s(degree, self.network, block_of)
 
 
 DeadlineName = Literal["A", "B", "C", "D"]

@@ -19,9 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from heterog.errors import HeterogError, UnknownNameError
-from heterog.search.arrivals.ramp import (
-    devices_of,
-)
+from heterog.search.arrivals.ramp import devices_of
 
 _ROUNDING = 1e-12
 """Relative error by rounding: a job on one device meets a deadline of exactly its time alone."""
@@ -100,10 +98,6 @@ class JobCluster(Protocol):
     @property
     def degrees(self) -> tuple[int, ...]:
         """Numbers of parts, or of devices, that a job may get, ascending."""
-
-    @property
-    def most_degree(self) -> int:
-        """The largest degree that may be chosen."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -241,7 +235,7 @@ class JobQueueing:
         request = self.request
         if request is None:
             return []
-        most = min(self.num_free, request.most_devices, self.cluster.most_degree)
+        most = min(self.num_free, request.most_devices)
         return [degree for degree in self.cluster.degrees if degree <= most]
 
     def place(self, degree: int) -> Place | None:
@@ -268,32 +262,28 @@ class JobQueueing:
             raise HeterogError("all jobs are decided; begin another simulation.")
         legal = self.legal()
         place = self.place(degree) if degree in legal else None
-        outcome, ends_s = Outcome.ACCEPTED, self.now_s
-        if degree in legal and place is None:
-            outcome = Outcome.NO_ROOM
-        elif place is None:
-            outcome = Outcome.REJECTED if legal else Outcome.NO_ROOM
+        ends_s = self.now_s + (place.seconds if place else 0.0)
+        if place is None:
+            outcome = Outcome.REJECTED if legal and degree not in legal else Outcome.NO_ROOM
         else:
-            ends_s = self.now_s + place.seconds
-            if not self.in_time(place):
-                outcome = Outcome.TOO_LATE
+            outcome = Outcome.ACCEPTED if self.in_time(place) else Outcome.TOO_LATE
         if outcome in (Outcome.NO_ROOM, Outcome.TOO_LATE) and self._may_wait():
             self.now_s = max(self.now_s, self._running[0][0])
             self._release()
             return None
-        accepted = place is not None and outcome == Outcome.ACCEPTED
+        granted = place if outcome == Outcome.ACCEPTED else None
         verdict = Verdict(
             request=request,
             outcome=outcome,
             degree=degree,
-            devices=devices_of(place.devices) if accepted and place else (),
+            devices=devices_of(granted.devices) if granted else (),
             starts_s=self.now_s,
             ends_s=ends_s,
-            detail=place.detail if accepted and place else "",
+            detail=granted.detail if granted else "",
         )
-        if accepted and place:
-            heapq.heappush(self._running, (ends_s, len(self.verdicts), place.devices))
-            self.occupied |= place.devices
+        if granted:
+            heapq.heappush(self._running, (ends_s, len(self.verdicts), granted.devices))
+            self.occupied |= granted.devices
         self.verdicts.append(verdict)
         self._arrive()
         return verdict

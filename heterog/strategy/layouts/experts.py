@@ -19,7 +19,13 @@ from heterog.graph.placement import OpRule, S
 from heterog.strategy.layer_shardings import exchanged
 from heterog.strategy.layouts.layout import Dispatch, LayoutError
 from heterog.strategy.layouts.tensor import TeamRules
-from heterog.strategy.sequence_split import SequenceSplit, lengths, sequence_split, unit_counts
+from heterog.strategy.sequence_split import (
+    MOST_UNITS,
+    SequenceSplit,
+    lengths,
+    sequence_split,
+    unit_counts,
+)
 from heterog.strategy.tensor_parallel import Region, follow_split, ops_of_groups
 
 _PRODUCTS = ("bmm.default", "baddbmm.default", "_grouped_mm.default")
@@ -203,9 +209,6 @@ def context_rules(graph: OpGraph, members: int) -> TeamRules:
 
 def _split(graph: OpGraph, members: int) -> SequenceSplit | None:
     """The split with the most units that ``members`` divides, else the split with most units."""
-    counts = [units for units in unit_counts(graph, max(128, members)) if units >= members]
-    for units in sorted(counts, key=lambda units: (units % members > 0, counts.index(units))):
-        found = sequence_split(graph, units)
-        if found is not None:
-            return found
-    return None
+    counts = [units for units in unit_counts(graph, max(MOST_UNITS, members)) if units >= members]
+    by_evenness = sorted(counts, key=lambda units: units % members > 0)
+    return next(filter(None, (sequence_split(graph, units) for units in by_evenness)), None)

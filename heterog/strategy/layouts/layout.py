@@ -5,7 +5,7 @@ DeepSpeed and FSDP. All replicas are equal, and all stages have the same number 
 strategy can express more; layouts serve as its baselines.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from types import MappingProxyType
@@ -206,6 +206,21 @@ class Layout:
         """Number of stages of the model."""
         return self.pp * self.num_chunks
 
+    @property
+    def members(self) -> int:
+        """Devices of a replica on each rank of the pipeline: its team."""
+        return self.tp * self.cp
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that have work; 0 if the number of replicas is not given."""
+        return self.members * self.pp * self.dp
+
+    def team(self, rank: int, number: int) -> tuple[int, ...]:
+        """Devices of a replica, as Megatron numbers them: tp or cp inside dp inside pp."""
+        first = (rank * self.dp + number) * self.members
+        return tuple(range(first, first + self.members))
+
     def __str__(self) -> str:
         """The text that parses to this layout, without fields that have their default."""
         said = []
@@ -258,24 +273,9 @@ def layout_of_words(said: Mapping[str, str]) -> Layout:
     Raises:
         LayoutError: a text is not a valid value of its key.
     """
-    found: dict[str, object] = {}
     said = dict(said)
     _take_shards(said)
-    for name, value in said.items():
-        if name == "recompute":
-            found[name] = Recompute(_one_of(name, value, tuple(Recompute), _RECOMPUTE_WORDS))
-        elif name == "dispatch":
-            found[name] = Dispatch(_one_of(name, value, tuple(Dispatch), _DISPATCH_WORDS))
-        elif name == "schedule":
-            found[name] = _SCHEDULE_WORDS.get(_plain(value), _plain(value))
-        elif name == "layers":
-            found[name] = tuple(_number(name, each) for each in value.split("-"))
-        elif name == "split":
-            found[name] = tuple(each.strip() for each in value.split("+") if each.strip())
-        elif name in ("vocabulary_parallel", "sequence_parallel"):
-            found[name] = _yes_or_no(name, value)
-        else:
-            found[name] = _number(name, value)
+    found = {name: _READERS.get(name, _number)(name, value) for name, value in said.items()}
     return Layout(**found)  # type: ignore[arg-type]
 
 
@@ -416,6 +416,22 @@ def _yes_or_no(name: str, value: str) -> bool:
     if plain not in (*_YES, *_NO):
         raise LayoutError(f"{name} is {shown(value)}; write true or false.")
     return plain in _YES
+
+
+_READERS: Mapping[str, Callable[[str, str], object]] = {
+    "recompute": lambda name, value: Recompute(
+        _one_of(name, value, tuple(Recompute), _RECOMPUTE_WORDS)
+    ),
+    "dispatch": lambda name, value: Dispatch(
+        _one_of(name, value, tuple(Dispatch), _DISPATCH_WORDS)
+    ),
+    "schedule": lambda _, value: _SCHEDULE_WORDS.get(_plain(value), _plain(value)),
+    "layers": lambda name, value: tuple(_number(name, each) for each in value.split("-")),
+    "split": lambda _, value: tuple(each.strip() for each in value.split("+") if each.strip()),
+    "vocabulary_parallel": _yes_or_no,
+    "sequence_parallel": _yes_or_no,
+}
+"""Readers of the values that are no whole numbers, by key."""
 
 
 def _plain(word: str) -> str:

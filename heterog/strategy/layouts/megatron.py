@@ -254,11 +254,8 @@ def _num_devices(fields: Fields) -> int:
 
 def _sharding(fields: Fields) -> dict[str, str]:
     """State in slices over replicas: ZeRO-1 with the distributed optimizer, more with FSDP."""
-    stage = 0
-    if fields.flag("", "use_distributed_optimizer"):
-        stage = 1
-    if fields.word("", "optimizer_name").lower() in _DISTRIBUTED_OPTIMIZERS:
-        stage = 1
+    is_named = fields.word("", "optimizer_name").lower() in _DISTRIBUTED_OPTIMIZERS
+    stage = int(fields.flag("", "use_distributed_optimizer") or is_named)
     if any([fields.flag("", name) for name in ("use_megatron_fsdp", "use_custom_fsdp")]):
         kind = fields.word("", "data_parallel_sharding_strategy", "no_shard")
         if kind not in _FSDP_STAGES:

@@ -112,8 +112,9 @@ def strategy_of_pipelines(
     if len(used) > len(set(used)):
         twice = next(device for device in used if used.count(device) > 1)
         raise StrategyError(f"device {twice} is in two teams; each device has one place.")
-    decisions, rules = _decisions(graph, cluster, pipelines, manner)
     samples = _samples_of_devices(pipelines, cluster.num_devices)
+    decisions = _decisions(graph, cluster, pipelines, manner, samples)
+    rules = rules_of_teams(graph, pipelines, manner)
     num_micro = max(len(pipeline.micro_batches) for pipeline in pipelines)
     makes_again = any(decision.recompute for decision in decisions)
     return Strategy(
@@ -241,16 +242,15 @@ def _decisions(
     cluster: Cluster,
     pipelines: Sequence[Pipeline],
     manner: Manner,
-) -> tuple[tuple[Decision, ...], TeamRules | None]:
-    """Teams and recomputation of each group as decisions, and the rules of teams."""
+    samples: Sequence[tuple[int, ...]],
+) -> tuple[Decision, ...]:
+    """Teams and recomputation of each group as decisions."""
     in_layer = layers_of(graph).of_group
-    samples = _samples_of_devices(pipelines, cluster.num_devices)
     is_selective = manner.recompute == Recompute.SELECTIVE
     recomputes = bool(attention_scores(graph)) if is_selective else manner.recompute in KEEPS
     made: dict[tuple[int, bool], Decision] = {}  # groups of a stage have the same object as teams
     found = []
-    of_groups = teams_of_groups(graph, pipelines, manner)
-    for group, teams in enumerate(of_groups):
+    for group, teams in enumerate(teams_of_groups(graph, pipelines, manner)):
         recompute = (
             recomputes
             and in_layer[group] != NO_LAYER
@@ -262,7 +262,7 @@ def _decisions(
                 decision = replace(decision, recompute=True, keeps=KEEPS[manner.recompute])
             made[id(teams), recompute] = _in_copies(decision, teams, pipelines)
         found.append(made[id(teams), recompute])
-    return tuple(found), rules_of_teams(graph, pipelines, manner)
+    return tuple(found)
 
 
 def _decision(
@@ -293,12 +293,7 @@ def _in_copies(
     copies = pipelines[0].num_copies
     if len(pipelines) > 1 or copies == 1:
         return decision
-    run = len(teams) // copies
-    groups = [teams[first : first + run] for first in range(0, len(teams), run)]
-    return replace(
-        decision,
-        slice_groups=tuple(tuple(device for team in each for device in team) for each in groups),
-    )
+    return replace(decision, slice_groups=tuple(_joined(teams, len(teams) // copies)))
 
 
 def _rank_of_stage(num_ranks: int, manner: Manner) -> tuple[int, ...]:

@@ -21,69 +21,29 @@ from heterog.strategy.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """The numbers of a layout on one cluster and batch, all resolved.
-
-    Attributes:
-        tp: devices of a team that splits layers.
-        cp: devices of a team that splits sequences.
-        ep: replicas whose devices share experts.
-        pp: ranks of a pipeline.
-        dp: replicas.
-        micro_batch: samples of a replica that go through the model at a time.
-        num_micro: micro-batches of a step.
-        dp_replicate: copies of what replicas keep in slices.
-    """
-
-    tp: int
-    pp: int
-    dp: int
-    micro_batch: int
-    num_micro: int
-    cp: int = 1
-    ep: int = 1
-    dp_replicate: int = 1
-
-    @property
-    def members(self) -> int:
-        """Devices of a replica on each rank of the pipeline: its team."""
-        return self.tp * self.cp
-
-    @property
-    def num_devices(self) -> int:
-        """Devices that have work."""
-        return self.tp * self.cp * self.pp * self.dp
-
-    def team(self, rank: int, number: int) -> tuple[int, ...]:
-        """Devices of a replica, as Megatron numbers them: tp or cp inside dp inside pp."""
-        first = (rank * self.dp + number) * self.members
-        return tuple(range(first, first + self.members))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
     """A layout converted to a strategy.
 
     Attributes:
         layout: The given layout.
-        sizes: Its numbers on the cluster and batch.
+        sizes: The same with all numbers that follow from the cluster and the batch.
         strategy: The strategy.
         remarks: Sentences about parts of the layout that could not be expressed as meant.
     """
 
     layout: Layout
-    sizes: Sizes
+    sizes: Layout
     strategy: Strategy
     remarks: tuple[str, ...] = ()
 
 
-def sizes_of(layout: Layout, *, batch_size: int, num_devices: int) -> Sizes:
-    """Resolve the numbers of a layout for a batch and a number of devices.
+def sizes_of(layout: Layout, *, batch_size: int, num_devices: int) -> Layout:
+    """Resolve the numbers of a layout for a batch and a number of devices, but for copies.
 
     Raises:
         LayoutError: the numbers do not divide.
     """
-    tp, pp = layout.tp * layout.cp, layout.pp
+    tp, pp = layout.members, layout.pp
     team = "cp" if layout.cp > 1 else "tp"
     if tp * pp > num_devices or (layout.dp and tp * pp * layout.dp > num_devices):
         product = f"{team} {tp} x pp {pp}" + (f" x dp {layout.dp}" if layout.dp else "")
@@ -122,23 +82,14 @@ def sizes_of(layout: Layout, *, batch_size: int, num_devices: int) -> Sizes:
             f"micro_batch {micro} and {layout.num_micro} micro-batches contradict each other: "
             f"{own} would be {layout.num_micro} micro-batches of {counted}."
         )
-    num_micro = share // micro
-    return Sizes(
-        tp=layout.tp,
-        cp=layout.cp,
-        ep=layout.ep,
-        pp=pp,
-        dp=dp,
-        micro_batch=micro,
-        num_micro=num_micro,
-    )
+    return replace(layout, dp=dp, micro_batch=micro, num_micro=share // micro, dp_replicate=1)
 
 
-def _check(layout: Layout, sizes: Sizes, graph: OpGraph) -> None:
+def _check(sizes: Layout, graph: OpGraph) -> None:
     """Refuse slices and micro-batches that the model does not allow."""
-    if layout.zero and sizes.dp > 1 and not graph.updates_elementwise:
+    if sizes.zero and sizes.dp > 1 and not graph.updates_elementwise:
         raise LayoutError(
-            f"zero={layout.zero} updates slices of parameters, but {graph.optimizer} "
+            f"zero={sizes.zero} updates slices of parameters, but {graph.optimizer} "
             f"{graph.scope.words}; take zero=0."
         )
     if refused := micro_batches_refused(graph, sizes.num_micro):
@@ -168,7 +119,7 @@ def place_layout(
     """
     ranks = tuple(devices) or tuple(range(cluster.num_devices))
     sizes = sizes_of(layout, batch_size=graph.batch_size, num_devices=len(ranks))
-    _check(layout, sizes, graph)
+    _check(sizes, graph)
     sizes = _with_copies(layout, sizes, [cluster.host_of[device] for device in ranks])
     asked = layout
     if layout.zero and sizes.dp_replicate == sizes.dp > 1:  # every replica keeps a whole copy
@@ -204,7 +155,7 @@ def place_layout(
     )
 
 
-def _with_copies(layout: Layout, sizes: Sizes, hosts: Sequence[int]) -> Sizes:
+def _with_copies(layout: Layout, sizes: Layout, hosts: Sequence[int]) -> Layout:
     """Resolve the number of copies of the state that replicas keep in slices.
 
     Args:
@@ -266,7 +217,7 @@ def _manner(layout: Layout, *, has_shared: bool, step_barrier: bool) -> Manner:
 
 
 def _remarks(
-    layout: Layout, sizes: Sizes, graph: OpGraph, cluster: Cluster, shared: Sequence[str]
+    layout: Layout, sizes: Layout, graph: OpGraph, cluster: Cluster, shared: Sequence[str]
 ) -> list[str]:
     """Sentences about parts of the layout that could not be expressed as meant."""
     remarks = []

@@ -17,6 +17,7 @@ all activations in between.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import alike_groups, group_ops
@@ -190,14 +191,8 @@ class _Run:
 def _runs(graph: OpGraph, groups: Sequence[int]) -> Iterable[_Run]:
     """Each repeated layer, and the runs of groups before, between and after layers."""
     in_layer = layers_of(graph).of_group
-    found: list[list[int]] = []
-    for group in groups:
-        last = found[-1][-1] if found else None
-        if last is not None and in_layer[last] == in_layer[group] and last == group - 1:
-            found[-1].append(group)
-        else:
-            found.append([group])
-    return [_Run(tuple(run), in_layer[run[0]] != NO_LAYER) for run in found]
+    runs = groupby(enumerate(groups), key=lambda pair: (in_layer[pair[1]], pair[1] - pair[0]))
+    return [_Run(tuple(group for _, group in run), key[0] != NO_LAYER) for key, run in runs]
 
 
 def _nothing_to_split(graph: OpGraph, runs: Sequence[_Run]) -> str:
