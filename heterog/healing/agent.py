@@ -1,0 +1,83 @@
+"""Torchrun's agent on a host of a job that heals, as ``python -m heterog.heal`` starts it.
+
+It is the command torchrun with settings by which lost hosts are missed soon, and it has loaded
+what ranks need, which are forked off it.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch._dynamo  # which every optimizer imports
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
+from torch.distributed.run import main as torchrun
+
+import heterog.healing.loop  # noqa: F401  (which a script may need)
+from heterog.errors import HeterogError
+from heterog.healing.choices import Choice, Question
+from heterog.healing.elastic import path_of_host
+from heterog.healing.on_torchrun import read_healing
+from heterog.healing.planning import Planning
+
+_SETTINGS = (
+    *("--rdzv-backend", "c10d", "--max-restarts", "100", "--start-method", "fork", "--run-path"),
+    *("--rdzv-conf", "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"),
+)
+
+
+def run_agent(arguments: Sequence[str], rank: str) -> None:
+    """Run the agent until the job is over.
+
+    Args:
+        arguments: Those of torchrun, of which some have other defaults, and at the end a script,
+            or a plan or run file.
+        rank: Path of the script that runs a rank of a plan.
+
+    Raises:
+        SystemExit: the job is over, or this host leaves it; says why in a line.
+    """
+    # Agents that share a store would find there what ranks said before a host was lost.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    given = [*_SETTINGS, *arguments]
+    if given[-1].endswith(".json"):
+        given[-1:] = rank, str(Path(given[-1]).resolve())
+        warm(Path(given[-1]))
+    try:
+        torchrun(given)
+    except RendezvousClosedError:
+        # This host came too late for the ranks that have ended it, or for the whole job.
+        print("heterog: the job is over; a new one needs another --rdzv-id.", file=sys.stderr)
+        sys.exit(0 if path_of_host().exists() else 2)
+    except RendezvousError as error:
+        sys.exit(f"heterog: torchrun's hosts do not meet any more: {str(error) or repr(error)}")
+    except SignalException as error:
+        sys.exit(f"heterog: {error.sigval.name} ended this host's part of the job.")
+
+
+def warm(path: Path) -> None:
+    """Plan once in this process: what that loads takes each process two seconds.
+
+    Args:
+        path: The file that the ranks will be given; if it is wrong, they say so.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # those of OpenMP would be missing in who is forked
+    with suppress(HeterogError), tempfile.TemporaryDirectory(prefix="heterog-") as folder:
+        request, options = read_healing(path)
+        every = tuple(range(request.load().cluster.num_devices))
+        running = Choice(path=str(request.plan), method="", devices=every)
+        asked = Question(
+            devices=every[:-1],
+            budget=options.first_budget,
+            steps_left=1,
+            restart_s=0.0,
+            running=running,
+            path=str(Path(folder, "left.json")),
+        )
+        Planning(request.plan).answer(asked)
+    torch.set_num_threads(num_threads)
