@@ -14,7 +14,7 @@ that: from node to node Ray carries parts, or under torchrun the ranks themselve
   makes plans, by the questions of ``choices``, where also is how a change is measured. ``costs``
   has what steps cost where devices are slow, and what a change costs; ``busy`` how long devices
   compute. ``checkpoints`` are written beside training, by a process of their own.
-- ``on_torchrun`` is a plan whose ranks torchrun starts again and again (``heterog.heal``); they
-  bring parts to other hosts by ``carrying``. ``loop`` is for loops with a ``Balancer``, and
-  ``elastic`` what both need.
+- ``on_torchrun`` is a plan whose ranks torchrun starts again and again; they bring parts to other
+  hosts by ``carrying``. ``loop`` is for loops with a ``Balancer``, and ``elastic`` what both need.
+  ``agent`` starts them on a host (``heterog.heal``).
 """

@@ -453,9 +453,6 @@ def test_a_plan_that_heals_says_what_torchrun_has_to_be_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_file = tmp_path / "run.json"
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    with pytest.raises(HeterogError, match="is started by torchrun"):
-        heal(run_file)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(HeterogError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
@@ -467,6 +464,40 @@ def test_a_plan_that_heals_says_what_torchrun_has_to_be_told(
         write_json(run_file, {"plan": "plan.json", "heal": wrong})
         with pytest.raises(HeterogError, match=words):
             read_healing(run_file)
+
+
+def test_an_agent_says_how_it_ends(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Torchrun alone tells the end of a job to an agent that waits by an error."""
+    from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+
+    from heterog.healing import agent
+
+    given: list[list[str]] = []
+
+    def ends(error: Exception) -> Any:
+        monkeypatch.setattr(agent, "torchrun", mock.Mock(side_effect=error))
+        with pytest.raises(SystemExit) as ended:
+            agent.run_agent(["--rdzv-id", "job", "loop.py"], "rank.py")
+        return ended.value.code
+
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert ends(agent.RendezvousClosedError()) == 2, "it has never had ranks"
+    agent.path_of_host().mkdir()
+    assert ends(agent.RendezvousClosedError()) == 0
+    assert capsys.readouterr().err.count("the job is over; a new one needs another") == 2
+    assert "do not meet any more: RendezvousTimeoutError()" in ends(RendezvousTimeoutError())
+    stopped = agent.SignalException("", signal.SIGTERM)
+    assert ends(stopped) == "heterog: SIGTERM ended this host's part of the job."
+    monkeypatch.setattr(agent, "torchrun", given.append)
+    agent.run_agent(["--max-restarts", "7", str(folder / "plan.json")], "rank.py")
+    assert given[0][-3:] == ["7", "rank.py", str(folder / "plan.json")]
 
 
 def journals(folder: Path) -> list[dict[str, Any]]:
