@@ -14,7 +14,7 @@ from heterog.healing.choices import Choice
 from heterog.healing.exchange import Assignment, Event
 from heterog.healing.host import HealingHost
 from heterog.healing.options import Trained
-from heterog.healing.shelf import Moment, Part
+from heterog.healing.shelf import Part
 from heterog.runtime.launch import PORT_FILE, free_port
 from heterog.runtime.ranks.on_ray import END_S, SILENT_S, HostRank, NodeHost
 from heterog.runtime.ranks.place import HERE, Place
@@ -76,7 +76,7 @@ class Crew:
 
     def __init__(self, cluster: Cluster, request: RunRequest, place: Place = HERE) -> None:
         self._cluster, self._request, self._place = cluster, request, place
-        self._redundancy = 0
+        self._redundancy: int | None = None
         self._host_of: Sequence[int] = [0] * cluster.num_devices
         self._ray: Any = _Here(None)
         self._hosts: list[NodeHost] = []
@@ -144,9 +144,9 @@ class Crew:
         """Parts of snapshots that each host holds."""
         return self._ask_all("parts")
 
-    def lend(self) -> tuple[Path, Moment | None]:
-        """A folder where the newest snapshot can be read until the next call; and which."""
-        return self.host.shelf.lend()
+    def lend(self) -> Path | None:
+        """The folder of a shelf with the newest snapshot, when it is there."""
+        return self.host.shelf.folder
 
     def lost_with(self, device: int) -> Sequence[int]:
         """The devices that are likely to be lost together with one, which is one of them."""
@@ -204,17 +204,14 @@ class Crew:
         of_ranks = [self._host_of[device] for device in state.running.devices]
         self._generation, self._first = state.generation, of_ranks[0]
         self._events, self._untold, self._last_step = [], {}, 0
-        actors = {number: host.actor for number, host in enumerate(self._hosts) if host.is_here}
         writers = {host: rank for rank, host in reversed([*enumerate(of_ranks)])}
-        is_copied = self._redundancy > 0 and len(actors) > 1
-        assignment = replace(assignment, is_copied=is_copied, writers=tuple(writers.values()))
+        own = tuple(writers.values())
+        assignment = replace(assignment, redundancy=self._redundancy, writers=own)
         plan = Path(assignment.plan).read_bytes()
         for number in writers:
             self._hosts[number].position = state.generation, 0
         for number, variables in self._variables(state.running.devices).items():
-            self._hosts[number].actor.begin.remote(
-                assignment, plan, self._request, variables, actors, self._redundancy
-            )
+            self._hosts[number].actor.begin.remote(assignment, plan, self._request, variables)
 
     def _ask_all(self, what: str, *about: Any) -> list[Any]:
         """The answers of the hosts that answer."""

@@ -26,10 +26,10 @@ from heterog.errors import HeterogError
 from heterog.files import write_atomically
 from heterog.healing.crew import Crew, JobState
 from heterog.healing.exchange import Assignment
-from heterog.healing.host import Carrier, HealingHost
+from heterog.healing.host import HealingHost
 from heterog.healing.job import HealingJob, check_can_heal
 from heterog.healing.options import HealOptions
-from heterog.healing.shelf import Moment, Shelf, newest_complete
+from heterog.healing.shelf import Shelf, newest_complete, parts_of
 from heterog.runtime.launch import temporary_folder
 from heterog.runtime.ranks.on_ray import (
     QUICK_NEWS,
@@ -49,6 +49,7 @@ from heterog.workers import connect_to_ray
 
 _STARTED_S = 300.0
 """Seconds for nodes to start actors that have imported all that ranks need."""
+_BROUGHT_S = 60.0
 _WATCH_S = 0.1
 _ON_HEAD = {"node:__internal_head__": 0.001}
 """Where the leader is: a job does not survive Ray's head, so no further node can stop it."""
@@ -77,6 +78,7 @@ class RayCrew(Crew):
         super().__init__(cluster, request)
         self._ray, self._name, self._redundancy = ray, name, redundancy
         self._host_of = cluster.host_of
+        self._bringing: threading.Thread | None = None
 
     def open(self, folder: Path) -> JobState | None:
         """See ``Crew``; waits until all nodes are there, or those that a lost leader has left."""
@@ -99,15 +101,17 @@ class RayCrew(Crew):
         """See ``Crew``: those of its host."""
         return self._cluster.host_devices(self._host_of[device])
 
-    def lend(self) -> tuple[Path, Moment | None]:
-        """See ``Crew``; hosts keep it, and what is asked for is carried here."""
-        self._stack.close()
-        moment = newest_complete(self.parts())
-        folder = self._stack.enter_context(temporary_folder())
-        self._ask_all("lend", moment)
-        actors = [host.actor for host in self._hosts if host.is_here]
-        self._stack.callback(Carrier(Shelf(folder), actors, redundancy=0).close)
-        return folder, moment
+    def lend(self) -> Path | None:
+        """See ``Crew``; a thread brings it, which hosts keep until then."""
+        if self._bringing is None:
+            self._stack.close()
+            self._lent = self._stack.enter_context(temporary_folder())
+            self._bringing = threading.Thread(target=self._bring, daemon=True)
+            self._bringing.start()
+        if self._bringing.is_alive():
+            return None
+        self._bringing = None
+        return self._lent
 
     def close(self) -> None:
         """See ``Crew``."""
@@ -116,6 +120,25 @@ class RayCrew(Crew):
         end_job(self._ray, self._name, self._cluster.num_hosts, lost)
 
     # --- parts -----------------------------------------------------------------------------------
+
+    def _bring(self) -> None:
+        """Bring the newest snapshot here, as far as hosts have it."""
+        moment, shelf = newest_complete(self.parts()), Shelf(self._lent)
+        self._ask_all("lend", moment)
+        with suppress(OSError, HeterogError):  # there is no room, or the job has ended
+            for part in parts_of(moment) if moment is not None else ():
+                for name in part.files:
+                    if (content := self._given(name)) is not None:
+                        shelf.bring(name, content)
+
+    def _given(self, name: str) -> Any:
+        """A file of the snapshot that is lent, from the first host that has it."""
+        for host in self._hosts:
+            asked = [host.actor.give.remote(name)] if host.is_here else []
+            for _, content in self._answers(asked, _BROUGHT_S):
+                if content is not None:
+                    return content
+        return None
 
     def _begin(self, state: JobState, assignment: Assignment) -> None:
         """See ``Crew``; first, Ray keeps the job as it is, for another leader."""

@@ -160,6 +160,7 @@ class Generation:
             shelf=str(self.folder),
             journal=str(self.journal),
             stop=str(self.folder / f"stop{self.number}"),
+            redundancy=self.options.redundancy,
             writers=tuple(map(self.devices.index, self._firsts)),
         )
 
@@ -224,7 +225,6 @@ class TorchrunRank(HealingRank):
             generation.request,
             assignment,
             store=generation.store,
-            redundancy=generation.options.redundancy,
             silent_s=max(_SILENT_S, _SILENT_STEPS * (generation.whole.step_time_s or 0.0)),
         )
         self._unasked = generation.questions()
@@ -261,8 +261,8 @@ class TorchrunRank(HealingRank):
             self._give(Path(question.path))
 
     def _give(self, plan: Path) -> None:
-        assert self._carrier is not None
-        self._carrier.further.append(plan.name)
+        if self._carrier is not None:
+            self._carrier.further.append(plan.name)
 
 
 def measured(generation: Generation) -> dict[str, Any]:

@@ -473,9 +473,14 @@ def test_an_agent_says_how_it_ends(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Torchrun alone tells the end of a job to an agent that waits by an error."""
-    from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.rendezvous.api import (
+        RendezvousClosedError,
+        RendezvousTimeoutError,
+    )
 
     from heterog.healing import agent
+    from heterog.healing.elastic import path_of_host
 
     given: list[list[str]] = []
 
@@ -488,12 +493,12 @@ def test_an_agent_says_how_it_ends(
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert ends(agent.RendezvousClosedError()) == 2, "it has never had ranks"
-    agent.path_of_host().mkdir()
-    assert ends(agent.RendezvousClosedError()) == 0
+    assert ends(RendezvousClosedError()) == 2, "it has never had ranks"
+    path_of_host().mkdir()
+    assert ends(RendezvousClosedError()) == 0
     assert capsys.readouterr().err.count("the job is over; a new one needs another") == 2
     assert "do not meet any more: RendezvousTimeoutError()" in ends(RendezvousTimeoutError())
-    stopped = agent.SignalException("", signal.SIGTERM)
+    stopped = SignalException("", signal.SIGTERM)
     assert ends(stopped) == "heterog: SIGTERM ended this host's part of the job."
     monkeypatch.setattr(agent, "torchrun", given.append)
     agent.run_agent(["--max-restarts", "7", str(folder / "plan.json")], "rank.py")
