@@ -4,6 +4,7 @@ It is the command torchrun with settings by which lost hosts are missed soon, an
 what ranks need, which are forked off it.
 """
 
+import logging
 import os
 import sys
 import tempfile
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import torch
 import torch._dynamo  # which every optimizer imports
+from torch.distributed import DistError, DistStoreError
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.run import main as torchrun
@@ -26,8 +29,11 @@ from heterog.healing.planning import Planning
 
 _SETTINGS = (
     *("--rdzv-backend", "c10d", "--max-restarts", "100", "--start-method", "fork", "--run-path"),
-    *("--rdzv-conf", "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"),
+    "--rdzv-conf",
+    "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=30",
 )
+_LOG = logging.getLogger(__name__)
+_join = SimpleElasticAgent._rendezvous
 
 
 def run_agent(arguments: Sequence[str], rank: str) -> None:
@@ -47,16 +53,31 @@ def run_agent(arguments: Sequence[str], rank: str) -> None:
     if given[-1].endswith(".json"):
         given[-1:] = rank, str(Path(given[-1]).resolve())
         warm(Path(given[-1]))
+    SimpleElasticAgent._rendezvous = _join_again  # type: ignore[method-assign]
     try:
         torchrun(given)
     except RendezvousClosedError:
         # This host came too late for the ranks that have ended it, or for the whole job.
         print("heterog: the job is over; a new one needs another --rdzv-id.", file=sys.stderr)
         sys.exit(0 if path_of_host().exists() else 2)
-    except RendezvousError as error:
-        sys.exit(f"heterog: torchrun's hosts do not meet any more: {str(error) or repr(error)}")
+    except (RendezvousError, DistError) as error:
+        said = str(error).partition("\n")[0] or repr(error)
+        sys.exit(f"heterog: torchrun's hosts do not meet any more: {said}")
     except SignalException as error:
         sys.exit(f"heterog: {error.sigval.name} ended this host's part of the job.")
+
+
+def _join_again(agent: SimpleElasticAgent, group: WorkerGroup) -> None:
+    """Meet the other hosts, and again if one is lost before it has said where ranks meet.
+
+    Torchrun alone gives up there, and ends the job on all hosts.
+    """
+    while True:
+        try:
+            _join(agent, group)
+            return
+        except DistStoreError as error:
+            _LOG.warning("a host was lost while hosts met (%s); they meet again", error)
 
 
 def warm(path: Path) -> None:

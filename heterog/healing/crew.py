@@ -15,10 +15,15 @@ from heterog.healing.exchange import Assignment, Event
 from heterog.healing.host import HealingHost
 from heterog.healing.options import Trained
 from heterog.healing.shelf import Part
-from heterog.runtime.launch import PORT_FILE, free_port
-from heterog.runtime.ranks.on_ray import END_S, SILENT_S, HostRank, NodeHost
+from heterog.runtime.ranks.on_ray import (
+    END_S,
+    SILENT_S,
+    HostRank,
+    NodeHost,
+    variables_of_ranks,
+)
 from heterog.runtime.ranks.place import HERE, Place
-from heterog.runtime.ranks.watching import SILENCE_S, wait_for_ranks
+from heterog.runtime.ranks.watching import POLL_S, SILENCE_S, wait_for_ranks
 from heterog.runtime.request import RunRequest
 
 
@@ -95,8 +100,7 @@ class Crew:
         Returns:
             The job as it is if it has begun before; here it ends with this process.
         """
-        self._folder = folder
-        self.host = HealingHost(place=self._place)
+        self.host = HealingHost(self._place)
         self._stack.callback(self.host.close)
         self._hosts = [NodeHost(self._ray, _Here(self.host), partial(self.hear, 0))]
         return None
@@ -187,17 +191,13 @@ class Crew:
 
     def _variables(self, devices: Sequence[int]) -> Mapping[int, Mapping[int, dict[str, str]]]:
         """Environment variables of each host's ranks; none if the host of rank 0 is lost."""
-        common = {
-            "WORLD_SIZE": str(len(devices)),
-            "LOCAL_WORLD_SIZE": str(self._cluster.num_devices),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),  # rank 0 chooses another one itself
-            PORT_FILE: str(self._folder / f"port{self._generation}"),
-        }
-        # A device keeps its number, and so its accelerator, when others are lost.
-        own = [{"RANK": str(n), "LOCAL_RANK": str(each)} for n, each in enumerate(devices)]
-        there = [self._place.environment(device) for device in devices]
-        return {0: {rank: {**common, **own[rank], **there[rank]} for rank in range(len(devices))}}
+        host = self._hosts[self._first]
+        asked = host.actor.meeting_place.remote()
+        while host.is_here and not self._ray.wait([asked], timeout=POLL_S)[0]:
+            host.look()
+        for _, (address, port) in self._answers([asked], 0):
+            return variables_of_ranks(self._host_of, devices, address, port)
+        return {}  # who waits for the ranks sees that the host is lost
 
     def _begin(self, state: JobState, assignment: Assignment) -> None:
         """Start the ranks of a generation."""

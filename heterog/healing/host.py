@@ -18,6 +18,7 @@ from heterog.files import write_atomically, write_json
 from heterog.healing.exchange import Assignment, read_events
 from heterog.healing.shelf import LostError, Moment, Part, Shelf
 from heterog.runtime.accelerators import has_accelerator
+from heterog.runtime.launch import PORT_FILE
 from heterog.runtime.ranks.forks import open_forks
 from heterog.runtime.ranks.on_ray import Host, HostStatus
 from heterog.runtime.ranks.place import HERE, Place
@@ -35,7 +36,6 @@ class HealingHost(Host):
     """A host of a job.
 
     Args:
-        number: Its number among the plan's hosts.
         place: Where the rank of each device runs, if this is the only host, in this process;
             ``None`` if it is an actor.
 
@@ -43,9 +43,9 @@ class HealingHost(Host):
         shelf: Its snapshots.
     """
 
-    def __init__(self, number: int = 0, place: Place | None = None) -> None:
+    def __init__(self, place: Place | None = None) -> None:
         super().__init__("" if place is None else "127.0.0.1", place or HERE)
-        self._number, self.shelf = number, Shelf(self._folder / "shelf")
+        self.shelf = Shelf(self._folder / "shelf")
         self.shelf.folder.mkdir()
         self._run_file = self._folder / "run.json"
         self._lent: dict[str, Any] = {}
@@ -91,6 +91,9 @@ class HealingHost(Host):
         request.write(self._run_file)
         write_json(told, asdict(own))
         self._journal = number, journal
+        if not self._is_node:  # rank 0 chooses another port itself
+            publish = {PORT_FILE: str(self._path(number, "port"))}
+            variables = {rank: {**each, **publish} for rank, each in variables.items()}
         self._start(number, ["-m", _RANK, str(self._run_file), str(told)], variables)
         if (forks := open_forks()) is not None:  # later ranks with such a plan begin quicker
             forks.warm(_RANK, str(path), "" if has_accelerator() else str(self._run_file))

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -40,10 +40,8 @@ from heterog.runtime.ranks.on_ray import (
     end_hosts,
     for_nodes,
     placed,
-    variables_of_ranks,
 )
 from heterog.runtime.ranks.ray_nodes import asked_of_nodes, offers
-from heterog.runtime.ranks.watching import POLL_S
 from heterog.runtime.request import RunRequest
 from heterog.workers import connect_to_ray
 
@@ -161,7 +159,7 @@ class RayCrew(Crew):
             return self._ray.get_actor(name)
         asked = asked_of_nodes(self._cluster, offers(self._ray))[number]
         options = {"name": name, "lifetime": "detached", "max_restarts": -1}
-        return actor_of(self._ray, group, HealingHost, number, asked, (number,), **options)
+        return actor_of(self._ray, group, HealingHost, number, asked, **options)
 
     def _look_at_all(self, limit_s: float, generation: int) -> None:
         """See which hosts are there, and take in what has happened in a generation."""
@@ -192,15 +190,6 @@ class RayCrew(Crew):
             for host in used
         )
         return state
-
-    def _variables(self, devices: Sequence[int]) -> Mapping[int, Mapping[int, dict[str, str]]]:
-        host = self._hosts[self._first]
-        asked = host.actor.meeting_place.remote()
-        while host.is_here and not self._ray.wait([asked], timeout=POLL_S)[0]:
-            host.look()
-        for _, (address, port) in self._answers([asked], 0):
-            return variables_of_ranks(self._cluster, devices, address, port)
-        return {}  # who waits for the ranks sees that the host is lost
 
 
 def end_job(ray: Any, job: str, num_hosts: int, lost: Sequence[int] = ()) -> None:

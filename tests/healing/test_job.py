@@ -473,6 +473,8 @@ def test_an_agent_says_how_it_ends(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Torchrun alone tells the end of a job to an agent that waits by an error."""
+    from torch.distributed import DistStoreError
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.rendezvous.api import (
         RendezvousClosedError,
@@ -493,6 +495,7 @@ def test_an_agent_says_how_it_ends(
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(SimpleElasticAgent, "_rendezvous", agent._join)
     assert ends(RendezvousClosedError()) == 2, "it has never had ranks"
     path_of_host().mkdir()
     assert ends(RendezvousClosedError()) == 0
@@ -503,6 +506,11 @@ def test_an_agent_says_how_it_ends(
     monkeypatch.setattr(agent, "torchrun", given.append)
     agent.run_agent(["--max-restarts", "7", str(folder / "plan.json")], "rank.py")
     assert given[0][-3:] == ["7", "rank.py", str(folder / "plan.json")]
+
+    join = mock.Mock(side_effect=[DistStoreError("wait timeout after 30000ms"), None])
+    monkeypatch.setattr(agent, "_join", join)
+    SimpleElasticAgent._rendezvous(mock.Mock(), mock.Mock())
+    assert join.call_count == 2, "who was to say where ranks meet was lost"
 
 
 def journals(folder: Path) -> list[dict[str, Any]]:
