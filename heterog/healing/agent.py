@@ -17,6 +17,7 @@ import torch._dynamo  # which every optimizer imports
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as c10d
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.run import main as torchrun
 
@@ -26,6 +27,7 @@ from heterog.healing.choices import Choice, Question
 from heterog.healing.elastic import path_of_host
 from heterog.healing.on_torchrun import read_healing
 from heterog.healing.planning import Planning
+from heterog.runtime.launch import interface_of
 
 _SETTINGS = (
     *("--rdzv-backend", "c10d", "--max-restarts", "100", "--start-method", "fork", "--run-path"),
@@ -34,6 +36,7 @@ _SETTINGS = (
 )
 _LOG = logging.getLogger(__name__)
 _join = SimpleElasticAgent._rendezvous
+_is_own_name = c10d._matches_machine_hostname  # type: ignore[attr-defined]
 
 
 def run_agent(arguments: Sequence[str], rank: str) -> None:
@@ -52,8 +55,13 @@ def run_agent(arguments: Sequence[str], rank: str) -> None:
     given = [*_SETTINGS, *arguments]
     if given[-1].endswith(".json"):
         given[-1:] = rank, str(Path(given[-1]).resolve())
-        warm(Path(given[-1]))
+        try:
+            warm(Path(given[-1]))
+        except HeterogError as error:
+            print(f"heterog: {error}", file=sys.stderr)
+            sys.exit(2)
     SimpleElasticAgent._rendezvous = _join_again  # type: ignore[method-assign]
+    c10d._matches_machine_hostname = _is_own  # type: ignore[attr-defined]
     try:
         torchrun(given)
     except RendezvousClosedError:
@@ -61,10 +69,15 @@ def run_agent(arguments: Sequence[str], rank: str) -> None:
         print("heterog: the job is over; a new one needs another --rdzv-id.", file=sys.stderr)
         sys.exit(0 if path_of_host().exists() else 2)
     except (RendezvousError, DistError) as error:
-        said = str(error).partition("\n")[0] or repr(error)
-        sys.exit(f"heterog: torchrun's hosts do not meet any more: {said}")
+        said = str(error.__cause__ or error).partition("\n")[0] or repr(error)
+        sys.exit(f"heterog: this host does not meet others at --rdzv-endpoint: {said}")
     except SignalException as error:
         sys.exit(f"heterog: {error.sigval.name} ended this host's part of the job.")
+
+
+def _is_own(host: str) -> bool:
+    """Whether a name or address is this machine's: by torchrun only if its name leads to it."""
+    return bool(interface_of(host)) or _is_own_name(host)
 
 
 def _join_again(agent: SimpleElasticAgent, group: WorkerGroup) -> None:
@@ -76,7 +89,7 @@ def _join_again(agent: SimpleElasticAgent, group: WorkerGroup) -> None:
         try:
             _join(agent, group)
             return
-        except DistStoreError as error:
+        except (DistStoreError, LookupError) as error:  # the latter by etcd
             _LOG.warning("a host was lost while hosts met (%s); they meet again", error)
 
 
@@ -84,13 +97,16 @@ def warm(path: Path) -> None:
     """Plan once in this process: what that loads takes each process two seconds.
 
     Args:
-        path: The file that the ranks will be given; if it is wrong, they say so.
+        path: The file that the ranks will be given.
+
+    Raises:
+        HeterogError: it cannot be read, or asks for what is not done under torchrun.
     """
+    request, options = read_healing(path)
+    every = tuple(range(request.load().cluster.num_devices))
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # those of OpenMP would be missing in who is forked
     with suppress(HeterogError), tempfile.TemporaryDirectory(prefix="heterog-") as folder:
-        request, options = read_healing(path)
-        every = tuple(range(request.load().cluster.num_devices))
         running = Choice(path=str(request.plan), method="", devices=every)
         asked = Question(
             devices=every[:-1],

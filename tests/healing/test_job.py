@@ -500,7 +500,7 @@ def test_an_agent_says_how_it_ends(
     path_of_host().mkdir()
     assert ends(RendezvousClosedError()) == 0
     assert capsys.readouterr().err.count("the job is over; a new one needs another") == 2
-    assert "do not meet any more: RendezvousTimeoutError()" in ends(RendezvousTimeoutError())
+    assert "--rdzv-endpoint: RendezvousTimeoutError()" in ends(RendezvousTimeoutError())
     stopped = SignalException("", signal.SIGTERM)
     assert ends(stopped) == "heterog: SIGTERM ended this host's part of the job."
     monkeypatch.setattr(agent, "torchrun", given.append)
