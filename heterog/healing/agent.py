@@ -19,7 +19,9 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worke
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as c10d
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.run import main as torchrun
+from torch.distributed.run import parse_args
 
 import heterog.healing.loop  # noqa: F401  (which a script may need)
 from heterog.errors import HeterogError
@@ -36,6 +38,7 @@ _SETTINGS = (
 )
 _LOG = logging.getLogger(__name__)
 _join = SimpleElasticAgent._rendezvous
+_num_waiting = DynamicRendezvousHandler.num_nodes_waiting
 _is_own_name = c10d._matches_machine_hostname  # type: ignore[attr-defined]
 
 
@@ -53,6 +56,9 @@ def run_agent(arguments: Sequence[str], rank: str) -> None:
     # Agents that share a store would find there what ranks said before a host was lost.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     given = [*_SETTINGS, *arguments]
+    own: str | None = parse_args(given).local_addr  # type: ignore[no-untyped-call]
+    if own and (interface := interface_of(own)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if given[-1].endswith(".json"):
         given[-1:] = rank, str(Path(given[-1]).resolve())
         try:
@@ -61,6 +67,7 @@ def run_agent(arguments: Sequence[str], rank: str) -> None:
             print(f"heterog: {error}", file=sys.stderr)
             sys.exit(2)
     SimpleElasticAgent._rendezvous = _join_again  # type: ignore[method-assign]
+    DynamicRendezvousHandler.num_nodes_waiting = _num_outside  # type: ignore[assignment]
     c10d._matches_machine_hostname = _is_own  # type: ignore[attr-defined]
     try:
         torchrun(given)
@@ -73,6 +80,16 @@ def run_agent(arguments: Sequence[str], rank: str) -> None:
         sys.exit(f"heterog: this host does not meet others at --rdzv-endpoint: {said}")
     except SignalException as error:
         sys.exit(f"heterog: {error.sigval.name} ended this host's part of the job.")
+
+
+def _num_outside(handler: DynamicRendezvousHandler) -> int:
+    """Number of hosts that wait to take part; this one, too, if the others took it for lost.
+
+    Torchrun alone does not tell it, and it trains on by itself: there are two jobs then.
+    """
+    waiting: int = _num_waiting(handler)
+    taken = handler._state_holder.state.participants
+    return waiting + (handler._this_node not in taken)
 
 
 def _is_own(host: str) -> bool:

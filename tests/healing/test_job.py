@@ -496,6 +496,10 @@ def test_an_agent_says_how_it_ends(
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(SimpleElasticAgent, "_rendezvous", agent._join)
+    dynamic: Any = agent.__dict__["DynamicRendezvousHandler"]  # which this changes, too
+    monkeypatch.setattr(dynamic, "num_nodes_waiting", agent._num_waiting)
+    c10d: Any = agent.__dict__["c10d"]
+    monkeypatch.setattr(c10d, "_matches_machine_hostname", agent._is_own_name)
     assert ends(RendezvousClosedError()) == 2, "it has never had ranks"
     path_of_host().mkdir()
     assert ends(RendezvousClosedError()) == 0
@@ -511,6 +515,12 @@ def test_an_agent_says_how_it_ends(
     monkeypatch.setattr(agent, "_join", join)
     SimpleElasticAgent._rendezvous(mock.Mock(), mock.Mock())
     assert join.call_count == 2, "who was to say where ranks meet was lost"
+
+    monkeypatch.setattr(agent, "_num_waiting", lambda handler: 0)
+    handler = mock.Mock(_this_node="here")
+    for others, number in (({"here": 0, "there": 1}, 0), ({"there": 0}, 1)):
+        handler._state_holder.state.participants = others
+        assert agent._num_outside(handler) == number, "or it would train on alone"
 
 
 def journals(folder: Path) -> list[dict[str, Any]]:
