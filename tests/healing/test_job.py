@@ -508,8 +508,14 @@ def test_an_agent_says_how_it_ends(
     stopped = SignalException("", signal.SIGTERM)
     assert ends(stopped) == "heterog: SIGTERM ended this host's part of the job."
     monkeypatch.setattr(agent, "torchrun", given.append)
-    agent.run_agent(["--max-restarts", "7", str(folder / "plan.json")], "rank.py")
-    assert given[0][-3:] == ["7", "rank.py", str(folder / "plan.json")]
+    run_file = str(tmp_path / "run.json")
+    model = f"{folder}/model.py:workload"
+    write_json(Path(run_file), {"plan": str(folder / "plan.json"), "model": model})
+    agent.run_agent(["--max-restarts", "7", run_file], "rank.py")
+    assert given[0][-3:] == ["7", "rank.py", run_file]
+    with pytest.raises(SystemExit, match="2"):
+        agent.run_agent([str(tmp_path / "none.json")], "rank.py")
+    assert "none.json" in capsys.readouterr().err
 
     join = mock.Mock(side_effect=[DistStoreError("wait timeout after 30000ms"), None])
     monkeypatch.setattr(agent, "_join", join)
