@@ -10,7 +10,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo  # which every optimizer imports
@@ -33,9 +35,10 @@ from heterog.runtime.launch import interface_of
 
 _SETTINGS = (
     *("--rdzv-backend", "c10d", "--max-restarts", "100", "--start-method", "fork", "--run-path"),
-    "--rdzv-conf",
-    "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=30",
+    *("--rdzv-conf", "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"),
 )
+_MEET = timedelta(seconds=15)
+"""Longest wait for what hosts say at once when they have met; torchrun waits for a minute."""
 _LOG = logging.getLogger(__name__)
 _join = SimpleElasticAgent._rendezvous
 _num_waiting = DynamicRendezvousHandler.num_nodes_waiting
@@ -102,6 +105,8 @@ def _join_again(agent: SimpleElasticAgent, group: WorkerGroup) -> None:
 
     Torchrun alone gives up there, and ends the job on all hosts.
     """
+    store: Any = vars(group.spec.rdzv_handler)["_store"]
+    store.set_timeout(_MEET)
     while True:
         try:
             _join(agent, group)

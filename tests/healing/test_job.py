@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -519,7 +520,9 @@ def test_an_agent_says_how_it_ends(
 
     join = mock.Mock(side_effect=[DistStoreError("wait timeout after 30000ms"), None])
     monkeypatch.setattr(agent, "_join", join)
-    SimpleElasticAgent._rendezvous(mock.Mock(), mock.Mock())
+    group = mock.Mock()
+    group.spec.rdzv_handler = SimpleNamespace(_store=mock.Mock())
+    SimpleElasticAgent._rendezvous(mock.Mock(), group)
     assert join.call_count == 2, "who was to say where ranks meet was lost"
 
     monkeypatch.setattr(agent, "_num_waiting", lambda handler: 0)
