@@ -85,14 +85,14 @@ def run_agent(arguments: Sequence[str], rank: str) -> None:
         sys.exit(f"heterog: {error.sigval.name} ended this host's part of the job.")
 
 
-def _num_outside(handler: DynamicRendezvousHandler) -> int:
-    """Number of hosts that wait to take part; this one, too, if the others took it for lost.
+def _num_outside(handler: Any) -> int:
+    """Number of hosts that wait to take part; this one, too, if others have met without it.
 
-    Torchrun alone does not tell it, and it trains on by itself: there are two jobs then.
+    They took it for lost. Torchrun alone does not tell it, and there are two jobs then.
     """
     waiting: int = _num_waiting(handler)
-    taken = handler._state_holder.state.participants
-    return waiting + (handler._this_node not in taken)
+    is_outside: bool = handler._state_holder.state.round != handler.own_round
+    return waiting + is_outside
 
 
 def _is_own(host: str) -> bool:
@@ -105,11 +105,12 @@ def _join_again(agent: SimpleElasticAgent, group: WorkerGroup) -> None:
 
     Torchrun alone gives up there, and ends the job on all hosts.
     """
-    store: Any = vars(group.spec.rdzv_handler)["_store"]
-    store.set_timeout(_MEET)
+    handler: Any = group.spec.rdzv_handler
+    handler._store.set_timeout(_MEET)
     while True:
         try:
             _join(agent, group)
+            handler.own_round = handler._state_holder.state.round
             return
         except (DistStoreError, LookupError) as error:  # the latter by etcd
             _LOG.warning("a host was lost while hosts met (%s); they meet again", error)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -521,15 +520,14 @@ def test_an_agent_says_how_it_ends(
     join = mock.Mock(side_effect=[DistStoreError("wait timeout after 30000ms"), None])
     monkeypatch.setattr(agent, "_join", join)
     group = mock.Mock()
-    group.spec.rdzv_handler = SimpleNamespace(_store=mock.Mock())
     SimpleElasticAgent._rendezvous(mock.Mock(), group)
     assert join.call_count == 2, "who was to say where ranks meet was lost"
 
     monkeypatch.setattr(agent, "_num_waiting", lambda handler: 0)
-    handler = mock.Mock(_this_node="here")
-    for others, number in (({"here": 0, "there": 1}, 0), ({"there": 0}, 1)):
-        handler._state_holder.state.participants = others
-        assert agent._num_outside(handler) == number, "or it would train on alone"
+    handler = group.spec.rdzv_handler
+    assert agent._num_outside(handler) == 0
+    handler._state_holder.state.round = "that of others"
+    assert agent._num_outside(handler) == 1, "or it would train on alone"
 
 
 def journals(folder: Path) -> list[dict[str, Any]]:
