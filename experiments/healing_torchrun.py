@@ -51,7 +51,6 @@ from heterog import heal
 from heterog.files import read_json, write_json
 from heterog.graph.capture import capture
 from heterog.healing.exchange import Event, read_events
-from heterog.healing.on_torchrun import warm
 from heterog.runtime.launch import free_port, signals_as_exit
 from heterog.runtime.rank import draw_alike
 from heterog.runtime.ranks.host_places import HOST
@@ -65,9 +64,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         "torch._dynamo",
-        "heterog.healing.loop",
-        "heterog.healing.on_torchrun",
-        "heterog.healing.planning",
+        "heterog.healing.agent",
         "namespaces",
     ]
 )
@@ -80,8 +77,8 @@ _AFTER_OF_PLAN = 800
 
 
 def run_agent(place: tuple[str, str], host: int, arguments: list[str], said: Path) -> None:
-    """Run an agent on a host, as the command torchrun does."""
-    from torch.distributed.run import main
+    """Run an agent on a host, as ``python -m heterog.heal`` does."""
+    from heterog.healing import agent
 
     os.setsid()
     enter(place[0])
@@ -92,11 +89,9 @@ def run_agent(place: tuple[str, str], host: int, arguments: list[str], said: Pat
         HOST: f"h{host}",
         "TMPDIR": str(said.parent),
         "GLOO_SOCKET_IFNAME": "eth0",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     tempfile.tempdir = None  # which was read from the environment before
-    warm(arguments[-1])
-    main(["--local-addr", place[1], *arguments])
+    agent.run_agent(["--local-addr", place[1], *arguments], heal.__file__)
 
 
 class Hosts:
@@ -119,13 +114,8 @@ class Hosts:
         self._folder = folder
         self._places, self._events = places, list[Event]()
         self._read: dict[Path, int] = {}
-        # As the documentation has it; ranks are looked after ten times a second, as is default.
-        settings = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
-        arguments = [
-            *("--nnodes", f"2:{HOSTS}", "--nproc-per-node", "1", "--max-restarts", "100"),
-            *("--rdzv-id", folder.name, "--rdzv-conf", settings, *given),
-            *script,
-        ]
+        arguments = ["--nnodes", f"2:{HOSTS}", "--nproc-per-node", "1", *given, *script]
+        arguments = ["--rdzv-id", folder.name, *arguments]
         self.agents: list[BaseProcess] = []
         for host in range(HOSTS):
             of_agent = places[1 + host], host, arguments, folder / "said.txt"
@@ -197,7 +187,7 @@ def run_trial(
     kind = "plain" if fault == "plain" else "memory"
     script = [str(LOOP), str(folder / "log.jsonl"), str(step + _AFTER), kind]
     if plan is not None:
-        script = [heal.__file__, str(write_run(plan, folder, step + _AFTER_OF_PLAN))]
+        script = [str(write_run(plan, folder, step + _AFTER_OF_PLAN))]
     hosts = Hosts(places, folder, given, script)
     try:
         last = hosts.wait_for("step", lambda told: told["step"] >= step)
@@ -393,7 +383,7 @@ def main() -> None:
             )
             backend, endpoint = "c10d", f"{places[0][1]}:{port}"
         given = ["--rdzv-backend", backend, "--rdzv-endpoint", endpoint]
-        given += ["--start-method", "fork", "--run-path"] if start == "fork" else []
+        given += ["--start-method", start]
 
         def run(chance: random.Random) -> Trial:
             with tempfile.TemporaryDirectory(prefix="healing-") as name:

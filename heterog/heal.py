@@ -1,12 +1,20 @@
-"""Runs a rank of a plan that heals, under torchrun.
+"""Trains on a host of a job that goes on when hosts are lost; the same on every host.
 
-    torchrun --nnodes 2:3 --nproc-per-node 4 --max-restarts 100 ... -m heterog.heal plan.json
+    python -m heterog.heal --nnodes 2:3 --nproc-per-node 4 --rdzv-endpoint HOST:29400 plan.json
 
-Like ``heterog.run``, but when hosts are lost, the remaining ones continue with another plan. It
-takes a run file, too, in which ``heal`` has fields of ``healing.options.HealOptions``.
+It is torchrun's agent, and under torchrun a rank. Instead of a plan it takes a run file, in which
+``heal`` has fields of ``healing.options.HealOptions``, or a script with a ``HealingLoop``.
 """
 
-from heterog.healing.on_torchrun import main
+import os
+import sys
 
 if __name__ == "__main__":
-    main()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from heterog.healing.on_torchrun import main
+
+        main()
+    else:
+        from heterog.healing.agent import run_agent
+
+        run_agent(sys.argv[1:], __file__)

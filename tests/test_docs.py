@@ -220,16 +220,17 @@ def check_script(words: list[str]) -> None:
         path, rest = ROOT / words[0], words[1:]
     assert path.is_file(), f"there is no {path.name}"
     source = path.read_text()
-    modules = re.findall(r"^from ([\w.]+) import", source, re.M)
-    if torch.distributed.run.__name__ in modules:
-        torch.distributed.run.parse_args(rest)  # type: ignore[no-untyped-call]
-        return
+    modules = re.findall(r"^ *from ([\w.]+) import", source, re.M)
     source += "".join(
         file.read_text()
         for folder in (ROOT, path.parent)
         for file in (folder / f"{module.replace('.', '/')}.py" for module in modules)
         if file.is_file()
     )
+    if f"from {torch.distributed.run.__name__} import" in source:
+        if rest:
+            torch.distributed.run.parse_args(rest)  # type: ignore[no-untyped-call]
+        return
     for option in (word for word in rest if word.startswith("-")):
         assert f'"{option}"' in source, f"{path.name} has no option {option}"
 

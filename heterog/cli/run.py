@@ -285,7 +285,7 @@ def run(
         if on == TORCHRUN:
             raise HeterogError(
                 "torchrun starts ranks on each host by itself, and again when one is lost; run "
-                "there: torchrun --nnodes LEAST:MOST --max-restarts 100 ... -m heterog.heal "
+                "there: python -m heterog.heal --nnodes LEAST:MOST --rdzv-endpoint HOST:PORT ... "
                 "plan.json (docs/healing.md)."
             )
         if on != LOCAL:

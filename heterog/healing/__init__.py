@@ -3,18 +3,18 @@
 Ranks die with the state that they hold, so the newest snapshots of it lie in their hosts' memory,
 as files. When a rank is lost, what is left gets a new plan, every new rank takes what it needs of
 the newest complete snapshot, and training goes on at the step after it. No socket is opened for
-that: from node to node Ray carries parts, or under torchrun the ranks themselves.
+that: ranks themselves carry parts from host to host.
 
 - ``job`` runs a plan and heals it (``heterog run`` if asked to), with the settings of ``options``.
   Its ``crew`` runs ranks on a ``host``, which also keeps snapshots: one in its own process, or
   ``on_ray`` an actor on each node of a Ray cluster, where another actor leads the job.
 - ``rank`` is what each rank does. It gets its assignment and writes its journal by the files of
-  ``exchange``. ``snapshots`` are written and read by ranks; ``shelf`` has their parts as files.
+  ``exchange``. ``snapshots`` are written and read by ranks; ``shelf`` has their parts as files,
+  and ``carrying`` brings them to other hosts.
 - ``steering`` decides about changes of plan. It asks ``planning``, a process (``service``) that
   makes plans, by the questions of ``choices``, where also is how a change is measured. ``costs``
   has what steps cost where devices are slow, and what a change costs; ``busy`` how long devices
   compute. ``checkpoints`` are written beside training, by a process of their own.
-- ``on_torchrun`` is a plan whose ranks torchrun starts again and again (``heterog.heal``); they
-  bring parts to other hosts by ``carrying``. ``loop`` is for loops with a ``Balancer``, and
-  ``elastic`` what both need.
+- ``on_torchrun`` is a plan whose ranks torchrun starts again and again. ``loop`` is for loops with
+  a ``Balancer``, and ``elastic`` what both need. ``agent`` starts both (``heterog.heal``).
 """

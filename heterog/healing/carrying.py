@@ -1,10 +1,10 @@
-"""Ranks copy parts of snapshots from host to host by themselves, where torchrun starts them.
+"""Ranks copy parts of snapshots from host to host by themselves, beside training.
 
-Its agents know nothing of snapshots, and another process would have to listen on a port. Training
-waits for these copies, as for the one on the rank's own host.
+So nobody else has to know of snapshots, and nobody has to listen on a port.
 """
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from heterog.errors import InputFileError
 from heterog.healing.elastic import set_silence
-from heterog.healing.shelf import Part, Shelf
+from heterog.healing.shelf import LostError, Part, Shelf
 from heterog.runtime.accelerators import CPU_BACKEND
 from heterog.runtime.step.collectives import gather_texts, open_group
 
@@ -44,6 +44,7 @@ class RankCarrier:
 
     Attributes:
         further: Names of files of this rank that go with its next part.
+        failed: Why the last part is not on this host, which should hold it; empty if it is.
     """
 
     def __init__(
@@ -61,24 +62,50 @@ class RankCarrier:
         # Files are copied from and to memory of the host, whatever the ranks compute on.
         self._group = open_group(backend=CPU_BACKEND)
         self._silent_s = silent_s
+        self._copying: threading.Thread | None = None
+        self._lost: RuntimeError | None = None
         self.further: list[str] = []
+        self.failed = ""
 
     def copy(self, part: Part) -> None:
-        """Copy the part that each rank has just written to the hosts after its own.
+        """Begin to copy the part that each rank has just written to the hosts after its own."""
+        names, self.further = [*part.files, *self.further], []
+        self.wait()
+        self._copying = threading.Thread(target=self._copy, args=(names,), daemon=True)
+        self._copying.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether parts are on their way.
 
         Raises:
-            InputFileError: there is no room left on this host.
+            RuntimeError: the connection to another host is lost.
         """
-        names, self.further = [*part.files, *self.further], []
-        self._carry(
-            names,
-            lambda said: [
-                _Way(name, source, target)
-                for source, host in enumerate(self._host_of)
-                for target in self._after[host]
-                for name in said[source]
-            ],
-        )
+        if self._lost is not None:
+            raise self._lost
+        return self._copying is not None and self._copying.is_alive()
+
+    def wait(self) -> None:
+        """Wait until they have arrived, or another host is lost."""
+        if self._copying is not None:
+            self._copying.join()
+
+    def _copy(self, names: Sequence[str]) -> None:
+        try:
+            self._carry(
+                names,
+                lambda said: [
+                    _Way(name, source, target)
+                    for source, host in enumerate(self._host_of)
+                    for target in self._after[host]
+                    for name in said[source]
+                ],
+            )
+            self.failed = ""
+        except InputFileError as error:
+            self.failed = str(error)
+        except RuntimeError as error:
+            self._lost = error
 
     def bring(self, names: Iterable[str]) -> None:
         """Bring files that ranks want to their hosts.
@@ -90,7 +117,7 @@ class RankCarrier:
             InputFileError: there is no room left on this host.
         """
         here = [path.name for path in self._shelf.folder.iterdir()], sorted(names)
-        told = [json.loads(each) for each in gather_texts(json.dumps(here))]
+        told = [json.loads(each) for each in gather_texts(json.dumps(here), self._group)]
         sources: dict[str, int] = {}
         wanted: dict[int, set[str]] = {host: set() for host in self._first}
         for rank, (held, wants) in reversed(list(enumerate(told))):
@@ -114,11 +141,11 @@ class RankCarrier:
         """
         own: dict[str, Tensor] = {}
         for name in names:
-            with suppress(FileNotFoundError):  # it could not be written
+            with suppress(LostError):  # it could not be written
                 content = self._shelf.content(name)
                 own[name] = torch.frombuffer(content, dtype=torch.uint8) if content else _NOTHING
         told = {name: len(value) for name, value in own.items()}
-        said = [json.loads(text) for text in gather_texts(json.dumps(told))]
+        said = [json.loads(text) for text in gather_texts(json.dumps(told), self._group)]
         going = [(way, said[way.source].get(way.name)) for way in ways(said)]
         num_bytes = sum(size or 0 for _, size in going)
         set_silence(self._silent_s + num_bytes / _SLOW_BYTES_PER_S, [self._group])

@@ -17,7 +17,7 @@ from torch import Tensor
 from heterog.errors import HeterogError
 from heterog.files import CHECKPOINT_INDEX, check_save_folder
 from heterog.healing.service import Service, answer_questions
-from heterog.healing.shelf import Moment, Shelf
+from heterog.healing.shelf import LostError, Shelf, newest_complete
 from heterog.healing.snapshots import Snapshot, part_of
 from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
 from heterog.runtime.checkpoint.contents import SavedTensor
@@ -42,11 +42,11 @@ class Writing:
         self._is_asked = False
         self._service = Service("heterog.healing.checkpoints")
 
-    def look(self, lend: Callable[[], tuple[Path, Moment | None]]) -> str:
+    def look(self, lend: Callable[[], Path | None]) -> str:
         """Ask for a checkpoint if one is due.
 
         Args:
-            lend: Says in which folder the newest snapshot can be read until the next call.
+            lend: Says in which folder the newest snapshot is; ``None`` while it comes there.
 
         Returns:
             The folder of a checkpoint that was just written, or ``""``.
@@ -59,10 +59,11 @@ class Writing:
             if self._failed not in ("", before):
                 self._say(f"no checkpoint was written: {self._failed}")
             return "" if self._failed else str(self._folder)
-        if not self._is_asked and time.monotonic() - self._since_s > self._every_s:
+        is_due = not self._is_asked and time.monotonic() - self._since_s > self._every_s
+        if is_due and (shelf := lend()) is not None:
             self._since_s, self._is_asked = time.monotonic(), True
             with suppress(HeterogError):  # it has ended, which the next look says
-                self._service.ask((self._folder, *lend()), niceness=10)
+                self._service.ask((self._folder, shelf), niceness=10)
         return ""
 
     def close(self) -> None:
@@ -103,16 +104,22 @@ def _entry(name: str, saved: SavedTensor, value: Tensor) -> Entry:
     return Entry(whole=saved.whole or name, shape=shape, box=box, value=value)
 
 
-def answer(question: tuple[Path, Path, Moment | None]) -> None:
-    """Write into a folder, from those of a shelf, the snapshot of a moment.
+def answer(question: tuple[Path, Path]) -> None:
+    """Write into a folder the newest snapshot of a shelf.
 
     Raises:
         HeterogError: there is none, or it cannot be written.
     """
-    folder, shelf, moment = question
-    if moment is None:
-        raise HeterogError("no snapshot is complete yet")
-    write_snapshot(Snapshot(Shelf(shelf), moment), folder)
+    folder, shelf = question[0], Shelf(question[1])
+    lost = None
+    while (moment := newest_complete([shelf.parts()])) not in (None, lost):
+        assert moment is not None
+        try:
+            write_snapshot(Snapshot(shelf, moment), folder)
+            return
+        except LostError:
+            lost = moment  # it was deleted meanwhile, for a newer one
+    raise HeterogError("no snapshot is complete yet")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,16 @@ from heterog.healing.choices import Choice
 from heterog.healing.exchange import Assignment, Event
 from heterog.healing.host import HealingHost
 from heterog.healing.options import Trained
-from heterog.healing.shelf import Moment, Part
-from heterog.runtime.launch import PORT_FILE, free_port
-from heterog.runtime.ranks.on_ray import END_S, SILENT_S, HostRank, NodeHost
+from heterog.healing.shelf import Part
+from heterog.runtime.ranks.on_ray import (
+    END_S,
+    SILENT_S,
+    HostRank,
+    NodeHost,
+    variables_of_ranks,
+)
 from heterog.runtime.ranks.place import HERE, Place
-from heterog.runtime.ranks.watching import SILENCE_S, wait_for_ranks
+from heterog.runtime.ranks.watching import POLL_S, SILENCE_S, wait_for_ranks
 from heterog.runtime.request import RunRequest
 
 
@@ -76,7 +81,7 @@ class Crew:
 
     def __init__(self, cluster: Cluster, request: RunRequest, place: Place = HERE) -> None:
         self._cluster, self._request, self._place = cluster, request, place
-        self._redundancy = 0
+        self._redundancy: int | None = None
         self._host_of: Sequence[int] = [0] * cluster.num_devices
         self._ray: Any = _Here(None)
         self._hosts: list[NodeHost] = []
@@ -95,8 +100,7 @@ class Crew:
         Returns:
             The job as it is if it has begun before; here it ends with this process.
         """
-        self._folder = folder
-        self.host = HealingHost(place=self._place)
+        self.host = HealingHost(self._place)
         self._stack.callback(self.host.close)
         self._hosts = [NodeHost(self._ray, _Here(self.host), partial(self.hear, 0))]
         return None
@@ -144,9 +148,9 @@ class Crew:
         """Parts of snapshots that each host holds."""
         return self._ask_all("parts")
 
-    def lend(self) -> tuple[Path, Moment | None]:
-        """A folder where the newest snapshot can be read until the next call; and which."""
-        return self.host.shelf.lend()
+    def lend(self) -> Path | None:
+        """The folder of a shelf with the newest snapshot, when it is there."""
+        return self.host.shelf.folder
 
     def lost_with(self, device: int) -> Sequence[int]:
         """The devices that are likely to be lost together with one, which is one of them."""
@@ -187,34 +191,27 @@ class Crew:
 
     def _variables(self, devices: Sequence[int]) -> Mapping[int, Mapping[int, dict[str, str]]]:
         """Environment variables of each host's ranks; none if the host of rank 0 is lost."""
-        common = {
-            "WORLD_SIZE": str(len(devices)),
-            "LOCAL_WORLD_SIZE": str(self._cluster.num_devices),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),  # rank 0 chooses another one itself
-            PORT_FILE: str(self._folder / f"port{self._generation}"),
-        }
-        # A device keeps its number, and so its accelerator, when others are lost.
-        own = [{"RANK": str(n), "LOCAL_RANK": str(each)} for n, each in enumerate(devices)]
-        there = [self._place.environment(device) for device in devices]
-        return {0: {rank: {**common, **own[rank], **there[rank]} for rank in range(len(devices))}}
+        host = self._hosts[self._first]
+        asked = host.actor.meeting_place.remote()
+        while host.is_here and not self._ray.wait([asked], timeout=POLL_S)[0]:
+            host.look()
+        for _, (address, port) in self._answers([asked], 0):
+            return variables_of_ranks(self._host_of, devices, address, port)
+        return {}  # who waits for the ranks sees that the host is lost
 
     def _begin(self, state: JobState, assignment: Assignment) -> None:
         """Start the ranks of a generation."""
         of_ranks = [self._host_of[device] for device in state.running.devices]
         self._generation, self._first = state.generation, of_ranks[0]
         self._events, self._untold, self._last_step = [], {}, 0
-        actors = {number: host.actor for number, host in enumerate(self._hosts) if host.is_here}
         writers = {host: rank for rank, host in reversed([*enumerate(of_ranks)])}
-        is_copied = self._redundancy > 0 and len(actors) > 1
-        assignment = replace(assignment, is_copied=is_copied, writers=tuple(writers.values()))
+        own = tuple(writers.values())
+        assignment = replace(assignment, redundancy=self._redundancy, writers=own)
         plan = Path(assignment.plan).read_bytes()
         for number in writers:
             self._hosts[number].position = state.generation, 0
         for number, variables in self._variables(state.running.devices).items():
-            self._hosts[number].actor.begin.remote(
-                assignment, plan, self._request, variables, actors, self._redundancy
-            )
+            self._hosts[number].actor.begin.remote(assignment, plan, self._request, variables)
 
     def _ask_all(self, what: str, *about: Any) -> list[Any]:
         """The answers of the hosts that answer."""

@@ -106,14 +106,19 @@ def exit_now() -> None:
     os._exit(1)
 
 
+def path_of_host() -> Path:
+    """Path of the folder of this host's snapshots, for its ranks and their agent."""
+    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    return Path(tempfile.gettempdir()) / f"heterog-loop-{os.getuid()}-{pid}"
+
+
 def folder_of_host() -> Path:
     """The folder of this host's snapshots, which outlives its ranks and ends with their agent.
 
     Raises:
         HeterogError: somebody else made it.
     """
-    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    folder = Path(tempfile.gettempdir()) / f"heterog-loop-{os.getuid()}-{pid}"
+    folder = path_of_host()
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
@@ -121,7 +126,7 @@ def folder_of_host() -> Path:
     else:
         script = 'while kill -0 "$1"; do sleep 1; done; rm -rf -- "$2"'
         subprocess.Popen(
-            ["/bin/sh", "-c", script, "heterog-cleaner", str(pid), str(folder)],
+            ["/bin/sh", "-c", script, "heterog-cleaner", folder.name.split("-")[-1], str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -30,7 +30,8 @@ class Assignment:
         shelf: Folder of the snapshots that are read and written.
         journal: Path of the file for events.
         stop: Path of a file whose existence asks the ranks to stop after a step.
-        is_copied: Whether somebody copies them to other hosts.
+        redundancy: Number of other hosts that hold each part, too; ``None`` where all ranks have
+            one shelf.
         writers: Ranks that write a journal: rank 0, and one on each other host, whose journal has
             the last steps if the host of rank 0 is lost.
     """
@@ -43,7 +44,7 @@ class Assignment:
     shelf: str = ""
     journal: str = ""
     stop: str = ""
-    is_copied: bool = False
+    redundancy: int | None = None
     writers: tuple[int, ...] = (0,)
 
 

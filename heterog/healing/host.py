@@ -1,13 +1,12 @@
 """A host of a job that heals: its ranks and its snapshots.
 
-On Ray it is an actor, and parts of snapshots go from node to node by calls of actors, in Ray's
-object store.
+On Ray it is an actor.
 """
 
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,8 +16,9 @@ import numpy as np
 
 from heterog.files import write_atomically, write_json
 from heterog.healing.exchange import Assignment, read_events
-from heterog.healing.shelf import INDEX, NEW, WANTED, Moment, Part, Shelf
+from heterog.healing.shelf import LostError, Moment, Part, Shelf
 from heterog.runtime.accelerators import has_accelerator
+from heterog.runtime.launch import PORT_FILE
 from heterog.runtime.ranks.forks import open_forks
 from heterog.runtime.ranks.on_ray import Host, HostStatus
 from heterog.runtime.ranks.place import HERE, Place
@@ -27,8 +27,6 @@ from heterog.runtime.request import RunRequest
 from heterog.workers import connect_to_ray
 
 _RANK = "heterog.healing.rank"
-_CARRY_S = 0.01
-_REPLY_S = 60.0
 _LOOK_S = 1.0
 _ALONE_S = 300.0
 """Seconds without a question after which nobody leads the job any more, and the host ends."""
@@ -38,7 +36,6 @@ class HealingHost(Host):
     """A host of a job.
 
     Args:
-        number: Its number among the plan's hosts.
         place: Where the rank of each device runs, if this is the only host, in this process;
             ``None`` if it is an actor.
 
@@ -46,12 +43,12 @@ class HealingHost(Host):
         shelf: Its snapshots.
     """
 
-    def __init__(self, number: int = 0, place: Place | None = None) -> None:
+    def __init__(self, place: Place | None = None) -> None:
         super().__init__("" if place is None else "127.0.0.1", place or HERE)
-        self._number, self.shelf = number, Shelf(self._folder / "shelf")
+        self.shelf = Shelf(self._folder / "shelf")
         self.shelf.folder.mkdir()
         self._run_file = self._folder / "run.json"
-        self._carrier: Carrier | None = None
+        self._lent: dict[str, Any] = {}
         self._journal: tuple[int, Path] | None = None
         self._asked_s = time.monotonic()
         self._is_leaving = False
@@ -71,8 +68,6 @@ class HealingHost(Host):
         plan: bytes,
         request: RunRequest,
         variables: Mapping[int, Mapping[str, str]],
-        hosts: Mapping[int, Any],
-        redundancy: int,
     ) -> None:
         """Start the ranks of a generation.
 
@@ -81,8 +76,6 @@ class HealingHost(Host):
             plan: Content of the plan's file.
             request: How they train.
             variables: Environment variables of each.
-            hosts: Actors of all hosts with snapshots, by number.
-            redundancy: Number of further hosts that hold each part of a snapshot.
         """
         self.end()
         number, told = assignment.generation, self._path(assignment.generation, "assignment")
@@ -97,13 +90,10 @@ class HealingHost(Host):
         write_atomically(path, plan)
         request.write(self._run_file)
         write_json(told, asdict(own))
-        if self._carrier is not None:
-            self._carrier.close()
-        # To the following ones, so that each holds about as much.
-        others = sorted(set(hosts) - {self._number}, key=lambda each: (each < self._number, each))
-        if others:
-            self._carrier = Carrier(self.shelf, [hosts[each] for each in others], redundancy)
         self._journal = number, journal
+        if not self._is_node:  # rank 0 chooses another port itself
+            publish = {PORT_FILE: str(self._path(number, "port"))}
+            variables = {rank: {**each, **publish} for rank, each in variables.items()}
         self._start(number, ["-m", _RANK, str(self._run_file), str(told)], variables)
         if (forks := open_forks()) is not None:  # later ranks with such a plan begin quicker
             forks.warm(_RANK, str(path), "" if has_accelerator() else str(self._run_file))
@@ -135,20 +125,17 @@ class HealingHost(Host):
         return self.shelf.parts()
 
     def lend(self, moment: Moment | None) -> None:
-        """See ``Shelf``."""
-        self.shelf.lend(moment)
+        """Keep what is here of a snapshot readable until the next call."""
+        self._lent = {}
+        for part in self.parts():
+            with suppress(LostError):  # it was deleted meanwhile, for a newer one
+                if part.moment == moment:
+                    self._lent |= {name: self.shelf.content(name) for name in part.files}
 
     def give(self, name: str) -> Any:
-        """A file of a part that is here, as what Ray moves without pickling."""
-        try:
-            return np.frombuffer(self.shelf.content(name), np.uint8)
-        except FileNotFoundError:
-            return None
-
-    def take(self, name: str, content: Any) -> bool:
-        """Hold a file of another host, too."""
-        self.shelf.bring(name, content)
-        return True
+        """A file of the part that is lent, as what Ray moves without pickling, if it is here."""
+        found = self._lent.get(name)
+        return None if found is None else np.frombuffer(found, np.uint8)
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -169,62 +156,3 @@ class HealingHost(Host):
         self.close()
         ray.util.remove_placement_group(ray.util.get_current_placement_group())
         ray.kill(ray.get_runtime_context().current_actor)
-
-
-class Carrier:
-    """Copies parts between hosts on Ray: new ones to others, and those that ranks here wait for.
-
-    Args:
-        shelf: The shelf.
-        others: Actors of the other hosts, in the order in which they are asked.
-        redundancy: Number of them that get each new part.
-    """
-
-    def __init__(self, shelf: Shelf, others: Sequence[Any], redundancy: int) -> None:
-        self._shelf, self._others, self._redundancy = shelf, others, redundancy
-        self._ray = connect_to_ray()[0]
-        self._is_open = True
-        threading.Thread(target=self._carry, daemon=True).start()
-
-    def close(self) -> None:
-        """Copy no more."""
-        self._is_open = False
-
-    def _carry(self) -> None:
-        while self._is_open:
-            time.sleep(_CARRY_S)
-            with suppress(OSError):  # the folder is gone, or a part was deleted
-                for path in self._shelf.folder.iterdir():
-                    if path.suffix == NEW:
-                        self._send(path)
-                    elif path.suffix == WANTED:
-                        self._fetch(path)
-
-    def _send(self, path: Path) -> None:
-        files = f"{path.stem}{INDEX}", path.stem
-        if not path.with_suffix("").exists():
-            return  # its rank is about to name it so, or has ended before that
-        held = 0
-        for actor in self._others:
-            if held == self._redundancy:
-                break
-            held += all(
-                self._asked(actor.take, name, np.frombuffer(self._shelf.content(name), np.uint8))
-                for name in files
-            )
-        path.unlink()
-
-    def _fetch(self, path: Path) -> None:
-        name = path.stem
-        for actor in self._others:
-            found = self._asked(actor.give, name)
-            if found is not None:
-                self._shelf.bring(name, found)
-                break
-        path.unlink()  # who waits sees whether it was found
-
-    def _asked(self, method: Any, *about: Any) -> Any:
-        try:
-            return self._ray.get(method.remote(*about), timeout=_REPLY_S)
-        except self._ray.exceptions.RayError:
-            return None

@@ -167,7 +167,7 @@ class HealingLoop:
                 from heterog.healing.checkpoints import Writing  # half a second on every rank
 
                 self._writing = Writing(Path(self._checkpoint), self._checkpoint_s)
-            self._writing.look(self._shelf.lend)
+            self._writing.look(lambda: self._shelf.folder)
 
     def close(self) -> None:
         """End the writing of checkpoints; the snapshots go when torchrun ends."""

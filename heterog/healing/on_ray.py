@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -26,10 +26,10 @@ from heterog.errors import HeterogError
 from heterog.files import write_atomically
 from heterog.healing.crew import Crew, JobState
 from heterog.healing.exchange import Assignment
-from heterog.healing.host import Carrier, HealingHost
+from heterog.healing.host import HealingHost
 from heterog.healing.job import HealingJob, check_can_heal
 from heterog.healing.options import HealOptions
-from heterog.healing.shelf import Moment, Shelf, newest_complete
+from heterog.healing.shelf import Shelf, newest_complete, parts_of
 from heterog.runtime.launch import temporary_folder
 from heterog.runtime.ranks.on_ray import (
     QUICK_NEWS,
@@ -40,15 +40,14 @@ from heterog.runtime.ranks.on_ray import (
     end_hosts,
     for_nodes,
     placed,
-    variables_of_ranks,
 )
 from heterog.runtime.ranks.ray_nodes import asked_of_nodes, offers
-from heterog.runtime.ranks.watching import POLL_S
 from heterog.runtime.request import RunRequest
 from heterog.workers import connect_to_ray
 
 _STARTED_S = 300.0
 """Seconds for nodes to start actors that have imported all that ranks need."""
+_BROUGHT_S = 60.0
 _WATCH_S = 0.1
 _ON_HEAD = {"node:__internal_head__": 0.001}
 """Where the leader is: a job does not survive Ray's head, so no further node can stop it."""
@@ -77,6 +76,7 @@ class RayCrew(Crew):
         super().__init__(cluster, request)
         self._ray, self._name, self._redundancy = ray, name, redundancy
         self._host_of = cluster.host_of
+        self._bringing: threading.Thread | None = None
 
     def open(self, folder: Path) -> JobState | None:
         """See ``Crew``; waits until all nodes are there, or those that a lost leader has left."""
@@ -99,15 +99,17 @@ class RayCrew(Crew):
         """See ``Crew``: those of its host."""
         return self._cluster.host_devices(self._host_of[device])
 
-    def lend(self) -> tuple[Path, Moment | None]:
-        """See ``Crew``; hosts keep it, and what is asked for is carried here."""
-        self._stack.close()
-        moment = newest_complete(self.parts())
-        folder = self._stack.enter_context(temporary_folder())
-        self._ask_all("lend", moment)
-        actors = [host.actor for host in self._hosts if host.is_here]
-        self._stack.callback(Carrier(Shelf(folder), actors, redundancy=0).close)
-        return folder, moment
+    def lend(self) -> Path | None:
+        """See ``Crew``; a thread brings it, which hosts keep until then."""
+        if self._bringing is None:
+            self._stack.close()
+            self._lent = self._stack.enter_context(temporary_folder())
+            self._bringing = threading.Thread(target=self._bring, daemon=True)
+            self._bringing.start()
+        if self._bringing.is_alive():
+            return None
+        self._bringing = None
+        return self._lent
 
     def close(self) -> None:
         """See ``Crew``."""
@@ -116,6 +118,25 @@ class RayCrew(Crew):
         end_job(self._ray, self._name, self._cluster.num_hosts, lost)
 
     # --- parts -----------------------------------------------------------------------------------
+
+    def _bring(self) -> None:
+        """Bring the newest snapshot here, as far as hosts have it."""
+        moment, shelf = newest_complete(self.parts()), Shelf(self._lent)
+        self._ask_all("lend", moment)
+        with suppress(OSError, HeterogError):  # there is no room, or the job has ended
+            for part in parts_of(moment) if moment is not None else ():
+                for name in part.files:
+                    if (content := self._given(name)) is not None:
+                        shelf.bring(name, content)
+
+    def _given(self, name: str) -> Any:
+        """A file of the snapshot that is lent, from the first host that has it."""
+        for host in self._hosts:
+            asked = [host.actor.give.remote(name)] if host.is_here else []
+            for _, content in self._answers(asked, _BROUGHT_S):
+                if content is not None:
+                    return content
+        return None
 
     def _begin(self, state: JobState, assignment: Assignment) -> None:
         """See ``Crew``; first, Ray keeps the job as it is, for another leader."""
@@ -138,7 +159,7 @@ class RayCrew(Crew):
             return self._ray.get_actor(name)
         asked = asked_of_nodes(self._cluster, offers(self._ray))[number]
         options = {"name": name, "lifetime": "detached", "max_restarts": -1}
-        return actor_of(self._ray, group, HealingHost, number, asked, (number,), **options)
+        return actor_of(self._ray, group, HealingHost, number, asked, **options)
 
     def _look_at_all(self, limit_s: float, generation: int) -> None:
         """See which hosts are there, and take in what has happened in a generation."""
@@ -169,15 +190,6 @@ class RayCrew(Crew):
             for host in used
         )
         return state
-
-    def _variables(self, devices: Sequence[int]) -> Mapping[int, Mapping[int, dict[str, str]]]:
-        host = self._hosts[self._first]
-        asked = host.actor.meeting_place.remote()
-        while host.is_here and not self._ray.wait([asked], timeout=POLL_S)[0]:
-            host.look()
-        for _, (address, port) in self._answers([asked], 0):
-            return variables_of_ranks(self._cluster, devices, address, port)
-        return {}  # who waits for the ranks sees that the host is lost
 
 
 def end_job(ray: Any, job: str, num_hosts: int, lost: Sequence[int] = ()) -> None:

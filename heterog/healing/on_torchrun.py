@@ -17,10 +17,8 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -162,6 +160,7 @@ class Generation:
             shelf=str(self.folder),
             journal=str(self.journal),
             stop=str(self.folder / f"stop{self.number}"),
+            redundancy=self.options.redundancy,
             writers=tuple(map(self.devices.index, self._firsts)),
         )
 
@@ -215,32 +214,6 @@ class Generation:
         )
 
 
-def warm(path: str) -> None:
-    """Plan once in a process that ranks are forked off: what that loads takes each two seconds.
-
-    Args:
-        path: The file that the ranks will be given; nothing is done if it is no plan's.
-    """
-    from heterog.healing.planning import Planning
-
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # those of OpenMP would be missing in who is forked
-    with suppress(HeterogError), tempfile.TemporaryDirectory(prefix="heterog-") as folder:
-        request, options = read_healing(Path(path))
-        every = tuple(range(request.load().cluster.num_devices))
-        running = Choice(path=str(request.plan), method="", devices=every)
-        asked = Question(
-            devices=every[:-1],
-            budget=options.first_budget,
-            steps_left=request.num_steps,
-            restart_s=_RESTART_S,
-            running=running,
-            path=str(Path(folder, "left.json")),
-        )
-        Planning(request.plan).answer(asked)
-    torch.set_num_threads(num_threads)
-
-
 class TorchrunRank(HealingRank):
     """A rank that has plans prepared if it is the first; hosts get them with parts."""
 
@@ -252,7 +225,6 @@ class TorchrunRank(HealingRank):
             generation.request,
             assignment,
             store=generation.store,
-            redundancy=generation.options.redundancy,
             silent_s=max(_SILENT_S, _SILENT_STEPS * (generation.whole.step_time_s or 0.0)),
         )
         self._unasked = generation.questions()
@@ -289,8 +261,8 @@ class TorchrunRank(HealingRank):
             self._give(Path(question.path))
 
     def _give(self, plan: Path) -> None:
-        assert self._carrier is not None
-        self._carrier.further.append(plan.name)
+        if self._carrier is not None:
+            self._carrier.further.append(plan.name)
 
 
 def measured(generation: Generation) -> dict[str, Any]:
@@ -324,11 +296,6 @@ def measured(generation: Generation) -> dict[str, Any]:
 
 def heal(path: Path) -> None:
     """Be a rank of the generation that torchrun has started."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        raise HeterogError(
-            "heterog.heal is started by torchrun, which starts ranks again; on one machine or on "
-            "Ray, heterog run heals plans."
-        )
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise HeterogError(
             "torchrun's agents share one store, in which ranks would read what others wrote "

@@ -53,8 +53,6 @@ class HealingRank:
         request: How it trains.
         assignment: What the generation runs.
         store: The store of ``meet``, if the ranks have met.
-        redundancy: Number of other hosts to which ranks themselves copy their parts; ``None``
-            where ranks need not do that.
         silent_s: Seconds without an answer after which a rank gives up waiting for another one,
             from the second step on; 0 leaves the timeout of the process group.
     """
@@ -65,7 +63,6 @@ class HealingRank:
         assignment: Assignment,
         *,
         store: Any = None,
-        redundancy: int | None = None,
         silent_s: float = 0.0,
     ) -> None:
         self._request, self._assignment, self._silent_s = request, assignment, silent_s
@@ -79,19 +76,18 @@ class HealingRank:
         tell("taking the state up")
         self._shelf = Shelf(Path(assignment.shelf))
         self._groups = all_groups()  # but for that of the carrier, who may take long
-        self._carrier = None
-        if redundancy is not None:
-            self._carrier = RankCarrier(
-                self._shelf, plan.cluster.host_of, redundancy, silent_s or request.limits.timeout_s
-            )
+        self._carrier, redundancy = None, assignment.redundancy
+        if redundancy is not None and plan.cluster.num_hosts > 1:
+            limit_s = silent_s or request.limits.timeout_s
+            hosts = plan.cluster.host_of
+            self._carrier = RankCarrier(self._shelf, hosts, redundancy, limit_s)
         self._take_up()
         self._writer = SnapshotWriter(
             self._shelf,
             self._rank,
             dist.get_world_size(),
             assignment.generation,
-            is_copied=assignment.is_copied,
-            carry=self._carrier.copy if self._carrier else None,
+            self._carrier,
         )
         self._writer.settled = assignment.moment
         self._clock = None if is_accelerated(self._step.device) else BusyClock(self._program)
@@ -156,6 +152,7 @@ class HealingRank:
             save_checkpoint(self._step, self._request.save)
         self._step.flush()
         tell("leaving")
+        self._writer.wait()
         dist.barrier()
         self._write("done" if is_done else "stopped", step=self._step.num_steps)
 
@@ -216,9 +213,9 @@ class HealingRank:
             "optimizer": graph.optimizer,
             "num_steps": step.num_steps,
         }
-        self._writer.take(number, *own_entries(step, step.model), about)
         if self._writer.failed:
             self._write("no snapshot", why=self._writer.failed)
+        self._writer.take(number, *own_entries(step, step.model), about)
         writer = self._writer
         told = {"num_bytes": writer.num_bytes, "copy_s": writer.copy_s}
         self._write("snapshot", step=number, is_settled=writer.settled is not None, **told)

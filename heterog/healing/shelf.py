@@ -7,20 +7,15 @@ into memory first, so that it may be deleted meanwhile.
 
     3.120.1-4           part 1 of 4 of step 120 of generation 3
     3.120.1-4.index     where its tensors are
-    3.120.1-4.new       empty: it is to be copied to other hosts, which was not done yet
-    3.120.1-4.wanted    empty: a rank here waits for it, and another host has it; so for an index
-    lent/3.120.1-4      it, for who reads it for longer than others need it
 
-``host`` copies parts from node to node on Ray, ``carrying`` does so under torchrun.
+Ranks themselves copy parts from host to host (``carrying``).
 """
 
 import json
 import mmap
 import os
 import re
-import shutil
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +27,9 @@ from heterog.files import write_atomically
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import SavedOptimizer, SavedTensor, dtype_name, to_json
 
-NEW, WANTED, INDEX = ".new", ".wanted", ".index"
+INDEX = ".index"
 _ALIGNMENT = 16
 """Bytes to which tensors are aligned in a part: a multiple of every element's size."""
-_POLL_S = 0.005
-_FETCHED_S = 120.0
 _NAME = re.compile(r"(\d+)\.(\d+)\.(\d+)-(\d+)")
 
 
@@ -108,8 +101,6 @@ class Shelf:
         entries: Sequence[Entry],
         states: Mapping[str, SavedOptimizer],
         about: Mapping[str, Any],
-        *,
-        is_new: bool = False,
     ) -> int:
         """Copy boxes of tensors into a part; returns its size in bytes.
 
@@ -118,7 +109,6 @@ class Shelf:
             entries: The boxes.
             states: State of the optimizer, by parameter.
             about: Further entries of the index.
-            is_new: Whether other hosts should hold it, too.
 
         Raises:
             OSError: for example, there is no room left.
@@ -142,79 +132,37 @@ class Shelf:
             }
             index = {"tensors": to_json(saved), "states": to_json(dict(states)), **about}
             write_atomically(self.folder / f"{part.name}{INDEX}", json.dumps(index).encode())
-            if is_new:
-                (self.folder / f"{part.name}{NEW}").touch()
             begun.rename(self.folder / part.name)
         except OSError:
             begun.unlink(missing_ok=True)
             raise
         return size
 
-    def lend(self, moment: Moment | None = None) -> tuple[Path, Moment | None]:
-        """Keep what is here of a snapshot, by default the newest whole one, until the next call.
-
-        Returns:
-            The folder that has it; and which it is.
-        """
-        lent = self.folder / "lent"
-        while True:
-            shutil.rmtree(lent, ignore_errors=True)
-            lent.mkdir()
-            parts = self.parts()
-            found = moment or newest_complete([parts])
-            try:
-                for part in parts:
-                    for name in part.files if part.moment == found else ():
-                        os.link(self._path(name), lent / name)
-            except FileNotFoundError:  # it was deleted meanwhile, for a newer one
-                continue
-            return lent, found
-
     def bring(self, name: str, content: Any) -> None:
         """Store the tensors or the index of a part that another host holds."""
         write_atomically(self.folder / name, content)
-
-    def is_new(self, part: Part) -> bool:
-        """Whether a part is still to be copied to other hosts."""
-        return (self.folder / f"{part.name}{NEW}").exists()
 
     def forget_before(self, moment: Moment) -> None:
         """Delete older parts."""
         for part in self.parts():
             if part.moment < moment:
-                for suffix in ("", NEW, INDEX):
-                    (self.folder / f"{part.name}{suffix}").unlink(missing_ok=True)
-
-    def index(self, name: str) -> str:
-        """The index of a part that is here."""
-        return self._path(f"{name}{INDEX}").read_text()
+                for name in part.files:
+                    (self.folder / name).unlink(missing_ok=True)
 
     def content(self, name: str) -> mmap.mmap | bytearray:
-        """A file of a part that is here, mapped into memory."""
-        with self._path(name).open("rb") as file:
-            empty = not os.fstat(file.fileno()).st_size
-            return bytearray() if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-
-    def wait_for(self, name: str) -> None:
-        """Wait until a file is here; if it is not, others are asked to copy it.
+        """A file that is here, mapped into memory: it stays readable when it is deleted.
 
         Raises:
-            LostError: no host has it.
+            LostError: it is not here any more.
         """
-        if self._path(name).exists():
-            return
-        wanted, deadline_s = self.folder / f"{name}{WANTED}", time.monotonic() + _FETCHED_S
-        wanted.touch()
-        is_over = False  # read before the file is looked for, which is brought before
-        while not self._path(name).exists():
-            if is_over:
-                raise LostError(f"{name} of a snapshot was lost before it was read.")
-            time.sleep(_POLL_S)
-            is_over = not wanted.exists() or time.monotonic() > deadline_s
-
-    def _path(self, name: str) -> Path:
-        own = self.folder / name
-        return own if own.exists() else self.folder / "lent" / name
+        try:
+            with (self.folder / name).open("rb") as file:
+                empty = not os.fstat(file.fileno()).st_size
+                return (
+                    bytearray() if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                )
+        except FileNotFoundError as error:
+            raise LostError(f"{name} of a snapshot was lost before it was read.") from error
 
 
 def _copy(entry: Entry, room: mmap.mmap | None, begin: int, number: int) -> SavedTensor:

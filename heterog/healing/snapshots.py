@@ -7,15 +7,15 @@ state, not of its replicas, and ranks of any plan can read it.
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from heterog import __version__
-from heterog.errors import InputFileError
-from heterog.healing.shelf import INDEX, Moment, Part, Shelf, parts_of
+from heterog.healing.carrying import RankCarrier
+from heterog.healing.shelf import Moment, Part, Shelf, parts_of
 from heterog.runtime.checkpoint.boxes import Entry, check_tiling
 from heterog.runtime.checkpoint.contents import (
     Contents,
@@ -27,8 +27,6 @@ from heterog.runtime.checkpoint.contents import (
 
 _REST = 10.0
 """Seconds of training between snapshots for each second that one takes, for which ranks wait."""
-_COPIED_S = 120.0
-_POLL_S = 0.005
 
 
 class SnapshotWriter:
@@ -39,13 +37,11 @@ class SnapshotWriter:
         number: Number of this rank's part.
         num_parts: Number of parts of a snapshot.
         generation: Number of times the job's ranks were started before.
-        is_copied: Whether somebody copies parts to other hosts.
-        carry: Copies the part of each rank to other hosts, where nobody else does.
+        carrier: Copies the part of each rank to other hosts, if there are some.
 
     Attributes:
         newest: The last snapshot begun.
         settled: The last one that is known to be complete; older parts are deleted.
-        failed: Why the last part could not be written; empty if it was.
         num_bytes: Its size.
         copy_s: Seconds that it took.
     """
@@ -56,27 +52,30 @@ class SnapshotWriter:
         number: int,
         num_parts: int,
         generation: int,
-        *,
-        is_copied: bool = False,
-        carry: Callable[[Part], None] | None = None,
+        carrier: RankCarrier | None = None,
     ) -> None:
         self.newest: Moment | None = None
         self.settled: Moment | None = None
-        self.failed = ""
         self.num_bytes = 0
         self.copy_s = 0.0
         self._shelf, self._number, self._num_parts = shelf, number, num_parts
-        self._generation, self._is_copied, self._carry = generation, is_copied, carry
-        self._rested_s = 0.0
+        self._generation, self._carrier = generation, carrier
+        self._failed, self._rested_s = "", 0.0
 
     @property
     def is_busy(self) -> bool:
-        """Whether it is too early for the next one."""
-        return time.monotonic() < self._rested_s or self._is_on_its_way
+        """Whether it is too early for the next one.
+
+        Raises:
+            RuntimeError: the connection to another host is lost.
+        """
+        is_carried = self._carrier is not None and self._carrier.is_busy
+        return is_carried or time.monotonic() < self._rested_s
 
     @property
-    def _is_on_its_way(self) -> bool:
-        return self.newest is not None and self._shelf.is_new(Part(self.newest, self._number))
+    def failed(self) -> str:
+        """Why the last part could not be written here or elsewhere; empty if it was."""
+        return self._failed or (self._carrier.failed if self._carrier is not None else "")
 
     def take(
         self,
@@ -92,15 +91,12 @@ class SnapshotWriter:
         try:
             if self.settled is not None:
                 self._shelf.forget_before(self.settled)
-            self.num_bytes = self._shelf.put(part, entries, states, about, is_new=self._is_copied)
-            self.failed = ""
+            self.num_bytes = self._shelf.put(part, entries, states, about)
+            self._failed = ""
         except OSError as error:
-            self.failed = f"{error.strerror or error} in {self._shelf.folder}"
-        if self._carry is not None:
-            try:
-                self._carry(part)
-            except InputFileError as error:
-                self.failed = str(error)
+            self._failed = f"{error.strerror or error} in {self._shelf.folder}"
+        if self._carrier is not None:
+            self._carrier.copy(part)
         now_s = time.monotonic()
         self.copy_s = now_s - begin_s
         self._rested_s = now_s + _REST * self.copy_s
@@ -111,16 +107,15 @@ class SnapshotWriter:
 
     def wait(self) -> None:
         """Wait until other hosts hold the last part, if they should."""
-        deadline_s = time.monotonic() + _COPIED_S
-        while self._is_on_its_way and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
+        if self._carrier is not None:
+            self._carrier.wait()
 
 
 class Snapshot:
     """A complete snapshot to read; what is on this host stays readable although it is deleted.
 
     Args:
-        shelf: Where its parts are, or will be copied to.
+        shelf: Where its parts are; those that are read may come later than their indices.
         moment: Which.
 
     Attributes:
@@ -130,7 +125,7 @@ class Snapshot:
         far_bytes: Bytes of those in parts that came from other hosts.
 
     Raises:
-        LostError: a part is nowhere.
+        LostError: a part is not there.
         ValueError: the parts of a tensor do not cover all of it.
     """
 
@@ -142,10 +137,8 @@ class Snapshot:
         for number in self._near:
             self._open(number)
         self.num_bytes = self.far_bytes = 0
-        names = [part.name for part in parts_of(moment)]
-        for name in names:
-            shelf.wait_for(f"{name}{INDEX}")
-        self.contents = _contents([json.loads(shelf.index(name)) for name in names])
+        indices = [bytes(shelf.content(part.files[0])) for part in parts_of(moment)]
+        self.contents = _contents(list(map(json.loads, indices)))
 
     def read(self, names: Sequence[str]) -> Mapping[str, Tensor]:
         """Read tensors, or boxes of tensors, by the name under which they were written."""
@@ -165,7 +158,6 @@ class Snapshot:
     def _open(self, number: int) -> Any:
         if number not in self._content:
             name = parts_of(self.moment)[number].name
-            self._shelf.wait_for(name)
             self._content[number] = self._shelf.content(name)
         return self._content[number]
 

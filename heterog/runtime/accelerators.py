@@ -172,10 +172,15 @@ def wire_device() -> torch.device:
     return own_device()
 
 
-def from_every_rank(own: Tensor) -> list[Tensor]:
-    """A tensor of every rank, by rank; all of them have one shape. All ranks call it."""
+def from_every_rank(own: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """A tensor of every rank, by rank; all of them have one shape. All ranks call it.
+
+    Args:
+        own: This rank's tensor.
+        group: A group of all ranks; by default their first.
+    """
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, own)
+    dist.all_gather(every, own, group)
     return every
 
 

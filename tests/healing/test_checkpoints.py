@@ -6,12 +6,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from heterog.errors import HeterogError
+from heterog.healing import checkpoints
 from heterog.healing.checkpoints import answer
 from heterog.healing.shelf import Moment, Part, Shelf
 from heterog.runtime.checkpoint.boxes import Entry, whole_box
@@ -53,22 +55,47 @@ def test_a_full_disk_leaves_the_checkpoint_that_was_there(
     place, folder = Shelf(tmp_path / "shelf"), small_disk / "saved"
     place.folder.mkdir()
 
-    def write(step: int) -> None:
-        answer((folder, place.folder, Moment(0, step, 1) if step else None))
+    def write() -> None:
+        answer((folder, place.folder))
 
     with pytest.raises(HeterogError, match="no snapshot is complete yet"):
-        write(0)
+        write()
     small = torch.arange(6.0)
     put(place, 3, {"weight": small})
-    write(3)
+    write()
     put(place, 4, {"weight": torch.zeros(1 << 20)})
     with pytest.raises(Exception, match="No space left on device"):
-        write(4)
+        write()
     contents = read_contents(folder)
     assert contents.num_steps == 3
     assert torch.equal(read_tensors(contents, folder, ["weight"])["weight"], small)
     left = [path.name for path in folder.iterdir() if path.name.startswith("data-")]
     assert left == [contents.data], "what was begun is gone"
     put(place, 5, {"weight": small + 1})
-    write(5)  # there is room again
+    write()  # there is room again
     assert json.loads((folder / "checkpoint.json").read_text())["num_steps"] == 5
+
+
+def test_a_snapshot_that_is_deleted_while_it_is_opened_gives_way_to_a_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks delete it as soon as the next is complete, and wait for nobody."""
+    shelf, opened = Shelf(tmp_path), list[Any]()
+
+    def opens(where: Shelf, moment: Moment) -> int:
+        if not opened:
+            put(where, 2, {"weight": torch.zeros(1)})
+            where.forget_before(Moment(0, 2, 1))
+        opened.append(where.content(f"0.{moment.step}.0-1"))
+        return moment.step
+
+    put(shelf, 1, {"weight": torch.zeros(1)})
+    written: list[int] = []
+    monkeypatch.setattr(checkpoints, "Snapshot", opens)
+    monkeypatch.setattr(checkpoints, "write_snapshot", lambda step, folder: written.append(step))
+    answer((tmp_path, tmp_path))
+    assert written == [2]
+    (tmp_path / "0.2.0-1").unlink()
+    monkeypatch.setattr(checkpoints, "newest_complete", lambda parts: Moment(0, 2, 1))
+    with pytest.raises(HeterogError, match="no snapshot is complete yet"):
+        answer((tmp_path, tmp_path))

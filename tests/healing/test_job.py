@@ -453,9 +453,6 @@ def test_a_plan_that_heals_says_what_torchrun_has_to_be_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_file = tmp_path / "run.json"
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    with pytest.raises(HeterogError, match="is started by torchrun"):
-        heal(run_file)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(HeterogError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
@@ -467,6 +464,70 @@ def test_a_plan_that_heals_says_what_torchrun_has_to_be_told(
         write_json(run_file, {"plan": "plan.json", "heal": wrong})
         with pytest.raises(HeterogError, match=words):
             read_healing(run_file)
+
+
+def test_an_agent_says_how_it_ends(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Torchrun alone tells the end of a job to an agent that waits by an error."""
+    from torch.distributed import DistStoreError
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.rendezvous.api import (
+        RendezvousClosedError,
+        RendezvousTimeoutError,
+    )
+
+    from heterog.healing import agent
+    from heterog.healing.elastic import path_of_host
+
+    given: list[list[str]] = []
+
+    def ends(error: Exception) -> Any:
+        monkeypatch.setattr(agent, "torchrun", mock.Mock(side_effect=error))
+        with pytest.raises(SystemExit) as ended:
+            agent.run_agent(["--rdzv-id", "job", "loop.py"], "rank.py")
+        return ended.value.code
+
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(SimpleElasticAgent, "_rendezvous", agent._join)
+    dynamic: Any = agent.__dict__["DynamicRendezvousHandler"]  # which this changes, too
+    monkeypatch.setattr(dynamic, "num_nodes_waiting", agent._num_waiting)
+    c10d: Any = agent.__dict__["c10d"]
+    monkeypatch.setattr(c10d, "_matches_machine_hostname", agent._is_own_name)
+    assert ends(RendezvousClosedError()) == 2, "it has never had ranks"
+    path_of_host().mkdir()
+    assert ends(RendezvousClosedError()) == 0
+    assert capsys.readouterr().err.count("the job is over; a new one needs another") == 2
+    assert "--rdzv-endpoint: RendezvousTimeoutError()" in ends(RendezvousTimeoutError())
+    stopped = SignalException("", signal.SIGTERM)
+    assert ends(stopped) == "heterog: SIGTERM ended this host's part of the job."
+    monkeypatch.setattr(agent, "torchrun", given.append)
+    run_file = str(tmp_path / "run.json")
+    model = f"{folder}/model.py:workload"
+    write_json(Path(run_file), {"plan": str(folder / "plan.json"), "model": model})
+    agent.run_agent(["--max-restarts", "7", run_file], "rank.py")
+    assert given[0][-3:] == ["7", "rank.py", run_file]
+    with pytest.raises(SystemExit, match="2"):
+        agent.run_agent([str(tmp_path / "none.json")], "rank.py")
+    assert "none.json" in capsys.readouterr().err
+
+    join = mock.Mock(side_effect=[DistStoreError("wait timeout after 30000ms"), None])
+    monkeypatch.setattr(agent, "_join", join)
+    group = mock.Mock()
+    SimpleElasticAgent._rendezvous(mock.Mock(), group)
+    assert join.call_count == 2, "who was to say where ranks meet was lost"
+
+    monkeypatch.setattr(agent, "_num_waiting", lambda handler: 0)
+    handler = group.spec.rdzv_handler
+    assert agent._num_outside(handler) == 0
+    handler._state_holder.state.round = "that of others"
+    assert agent._num_outside(handler) == 1, "or it would train on alone"
 
 
 def journals(folder: Path) -> list[dict[str, Any]]:

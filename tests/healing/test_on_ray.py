@@ -29,7 +29,7 @@ from tests.thorough import THOROUGH
 
 def test_devices_keep_their_number_on_a_host_when_others_are_lost() -> None:
     hosts = cluster_of((1.0, ["T4"]), (1.0, ["T4", "T4"]))
-    found = variables_of_ranks(hosts, [0, 2], "10.0.0.1", 77)
+    found = variables_of_ranks(hosts.host_of, [0, 2], "10.0.0.1", 77)
     assert {host: list(ranks) for host, ranks in found.items()} == {0: [0], 1: [1]}
     assert found[1][1] == {
         "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -85,7 +85,7 @@ def test_a_node_announces_its_end_by_a_signal_or_is_drained(
     hosts = []
     try:
         for drained in (False, True):
-            hosts.append(HealingHost(0))
+            hosts.append(HealingHost())
             assert not hosts[-1].look(0, 0).is_leaving
             if drained:
                 ray._private.state.state.get_draining_nodes.return_value["mine"] = 0

@@ -3,24 +3,27 @@
 import os
 import tempfile
 import threading
-import time
-from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from heterog.errors import HeterogError
+from heterog.errors import HeterogError, InputFileError
 from heterog.healing import elastic
-from heterog.healing import host as host_module
-from heterog.healing.host import Carrier
+from heterog.healing.carrying import RankCarrier
+from heterog.healing.host import HealingHost
+from heterog.healing.on_ray import RayCrew
 from heterog.healing.shelf import LostError, Moment, Part, Shelf, newest_complete, parts_of
 from heterog.healing.snapshots import Snapshot, SnapshotWriter
 from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
+from heterog.runtime.request import RunRequest
+from tests.healing.test_job import three
+from tests.runtime.ranks import Ranks
 
 ABOUT = {"model": "m", "graph": "g", "optimizer": "Adam", "num_steps": 7}
 
@@ -30,21 +33,14 @@ def entry(name: str, value: Tensor) -> Entry:
     return Entry(whole=name, shape=shape, box=whole_box(shape), value=value)
 
 
-def put(where: Shelf, step: int, value: float = 0.0, *, is_new: bool = False) -> Part:
+def put(where: Shelf, step: int, value: float = 0.0) -> Part:
     part = Part(Moment(0, step, 1), 0)
-    where.put(part, [entry("w", torch.full((3,), value))], {}, ABOUT, is_new=is_new)
+    where.put(part, [entry("w", torch.full((3,), value))], {}, ABOUT)
     return part
 
 
 def steps(where: Shelf) -> set[int]:
     return {part.moment.step for part in where.parts()}
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 def test_boxes_of_all_parts_are_read_whatever_their_type(tmp_path: Path) -> None:
@@ -114,90 +110,94 @@ def test_only_complete_snapshots_count_and_later_generations_come_first() -> Non
     assert newest_complete([parts_of(Moment(0, 9, 1)), parts_of(Moment(1, 3, 1))])[:2] == (1, 3)  # type: ignore[index]
 
 
+def test_a_part_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LostError, match=r"0\.4\.0-1\.index of a snapshot was lost"):
+        Snapshot(Shelf(tmp_path), Moment(0, 4, 1))
+
+
 class Far:
-    """The actor of another host, as far as parts are concerned."""
+    """The actor of a host on Ray, as far as snapshots are concerned."""
 
-    def __init__(self, folder: Path, ray: Any) -> None:
+    def __init__(self, folder: Path) -> None:
         folder.mkdir()
-        self.host = mock.Mock(shelf=Shelf(folder))
-        self.is_lost = False
-        for name in ("give", "take"):
-            method = getattr(host_module.HealingHost, name)
-            setattr(self, name, mock.Mock(remote=self._asked(method, ray)))
+        self.host = mock.Mock(shelf=Shelf(folder), _lent={}, parts=Shelf(folder).parts)
 
-    def _asked(self, method: Any, ray: Any) -> Callable[..., Any]:
-        def asked(*about: Any) -> Any:
-            if self.is_lost:
-                raise ray.exceptions.RayError
-            return method(self.host, *about)
-
-        return asked
-
-    @property
-    def shelf(self) -> Shelf:
-        found: Shelf = self.host.shelf
-        return found
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(HealingHost, name)
+        return mock.Mock(remote=lambda *about: method(self.host, *about))
 
 
-@pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of Ray only that it answers."""
-    found = mock.Mock(get=lambda answer, timeout: answer)
-    found.exceptions.RayError = type("RayError", (Exception,), {})
-    monkeypatch.setattr(host_module, "connect_to_ray", lambda: (found, False))
-    return found
-
-
-def test_new_parts_go_to_as_many_other_hosts_as_asked(tmp_path: Path, ray: Any) -> None:
-    (tmp_path / "own").mkdir()
-    own = Shelf(tmp_path / "own")
-    lost, near, far = (Far(tmp_path / name, ray) for name in ("lost", "near", "far"))
-    lost.is_lost = True
-    with closing(Carrier(own, [lost, near, far], redundancy=1)):
-        part = put(own, 3, 4.0, is_new=True)
-        wait_until(lambda: not own.is_new(part))
-    assert [steps(each) for each in (own, near.shelf, far.shelf)] == [{3}, {3}, set()]
-    assert Snapshot(near.shelf, part.moment).read(["w"])["w"].tolist() == [4.0] * 3
-
-
-def test_parts_are_fetched_when_they_are_read(tmp_path: Path, ray: Any) -> None:
-    (tmp_path / "own").mkdir()
-    own, far = Shelf(tmp_path / "own"), Far(tmp_path / "far", ray)
-    moment = Moment(0, 3, 2)
-    for number in range(2):
+def test_a_snapshot_for_a_checkpoint_is_brought_from_the_hosts_that_have_it(
+    tmp_path: Path,
+) -> None:
+    moment, hosts = Moment(0, 3, 2), [Far(tmp_path / name) for name in ("a", "b")]
+    for number, far in enumerate(hosts):
         value = entry(f"w{number}", torch.full((3,), float(number)))
-        far.shelf.put(Part(moment, number), [value], {}, ABOUT)
-    host_module.HealingHost.lend(far.host, moment)
-    far.shelf.forget_before(Moment(0, 4, 2))  # it is lent, so it can still be read
-    with closing(Carrier(own, [far], redundancy=0)):
-        snapshot = Snapshot(own, moment)
-        assert snapshot.read(["w1"])["w1"].tolist() == [1.0] * 3
-        assert [part.number for part in own.parts()] == [1]
-        assert snapshot.far_bytes == 12
-        with pytest.raises(LostError, match=r"0\.4\.0-1\.index of a snapshot was lost"):
-            Snapshot(own, Moment(0, 4, 1))
+        far.host.shelf.put(Part(moment, number), [value], {}, ABOUT)
+    crew = RayCrew(None, "job", three(), RunRequest(plan=tmp_path), 1)
+    crew._ray = SimpleNamespace(
+        wait=lambda *_, **__: None,
+        get=lambda answer, timeout: answer,
+        exceptions=SimpleNamespace(RayError=()),
+    )
+    crew._hosts = [mock.Mock(is_here=True, actor=each) for each in hosts]
+    try:
+        crew.lend()
+        assert crew._bringing is not None
+        crew._bringing.join()
+        hosts[0].host.shelf.forget_before(Moment(0, 4, 2))
+        hosts[1].host.shelf.forget_before(Moment(0, 4, 2))
+        folder = crew.lend()
+        assert folder is not None
+        read = Snapshot(Shelf(folder), moment).read(["w0", "w1"])
+        assert {name: value.tolist() for name, value in read.items()} == {
+            "w0": [0.0] * 3, "w1": [1.0] * 3
+        }  # fmt: skip
+        kept = np.frombuffer(bytes(HealingHost.give(hosts[1].host, "0.3.1-2")), np.float32)
+        assert kept[:3].tolist() == [1.0] * 3, "it is kept until the next is lent"
+    finally:
+        crew._stack.close()
+    assert not folder.exists()
 
 
-def test_what_is_lent_stays(tmp_path: Path) -> None:
-    where = Shelf(tmp_path)
-    assert where.lend()[1] is None
-    put(where, 1, 1.0)
-    part = put(where, 2, 2.0)
-    lent, moment = where.lend()
-    put(where, 3, 3.0)
-    where.forget_before(Moment(0, 3, 1))
-    assert moment == part.moment
-    assert Snapshot(Shelf(lent), part.moment).read(["w"])["w"].tolist() == [2.0] * 3
-    assert where.lend()[1] == Moment(0, 3, 1)
-    assert steps(Shelf(lent)) == {3}
+def carry(rank: int, folder: Path) -> tuple[list[int], list[str], str, list[float]]:
+    """Be a host of two that hold each other's parts; the first has no room for those of others."""
+    shelf, moment = Shelf(folder / str(rank)), Moment(0, 3, 2)
+    shelf.folder.mkdir()
+    carrier = RankCarrier(shelf, [0, 1], 1, 60.0)
+    begun = threading.Event()
+    bring = shelf.bring
+
+    def bring_late(name: str, content: Any) -> None:
+        begun.wait()
+        if rank == 0:
+            raise InputFileError("no room")
+        bring(name, content)
+
+    shelf.bring = bring_late  # type: ignore[method-assign]
+    shelf.put(Part(moment, rank), [entry("w", torch.full((3,), float(rank)))], {}, ABOUT)
+    (shelf.folder / "plan.json").write_text("further")
+    carrier.further.append("plan.json")
+    carrier.copy(Part(moment, rank))
+    was_busy = carrier.is_busy
+    begun.set()
+    carrier.wait()
+    assert was_busy > carrier.is_busy, "training went on meanwhile"
+    there = sorted(part.number for part in shelf.parts())
+    failed, shelf.bring = carrier.failed, bring  # type: ignore[method-assign]
+    carrier.bring(each for part in parts_of(moment) for each in part.files)
+    read = Snapshot(shelf, moment).read(["w"])["w"]
+    return there, carrier.further, failed, read.tolist()
 
 
-def test_who_waits_for_a_part_reads_it_when_it_comes(tmp_path: Path) -> None:
-    where = Shelf(tmp_path)
-    later = threading.Timer(0.05, put, (where, 3, 2.0))
-    later.start()
-    assert Snapshot(where, Moment(0, 3, 1)).read(["w"])["w"].tolist() == [2.0] * 3
-    later.join()
+def test_ranks_copy_parts_to_other_hosts_beside_training(tmp_path: Path) -> None:
+    ranks = Ranks(2)
+    try:
+        first, second = ranks.run(carry, tmp_path)
+    finally:
+        ranks.close()
+    assert first == ([0], [], "no room", [1.0] * 3), "the later of both parts named w is read"
+    assert second == ([0, 1], [], "", [1.0] * 3)
 
 
 def test_a_folder_that_others_may_read_is_refused(

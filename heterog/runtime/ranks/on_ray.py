@@ -84,7 +84,7 @@ def run_on_ray(
             ]
             address, port = ray.get(hosts[0].actor.meeting_place.remote())
             variables = variables_of_ranks(
-                cluster, range(cluster.num_devices), address, request.port or port
+                cluster.host_of, range(cluster.num_devices), address, request.port or port
             )
             for number, host in enumerate(hosts):
                 host.actor.run.remote(content, asked_for, variables[number])
@@ -132,20 +132,20 @@ def for_nodes(request: RunRequest) -> RunRequest:
 
 
 def variables_of_ranks(
-    cluster: Cluster, devices: Sequence[int], address: str, port: int
+    host_of: Sequence[int], devices: Sequence[int], address: str, port: int
 ) -> dict[int, dict[int, dict[str, str]]]:
     """The variables that torchrun would set, for each host and rank.
 
     Args:
-        cluster: The plan's cluster.
+        host_of: Host of each device of the whole cluster.
         devices: Device of each rank; a host's devices keep their numbers when others are lost.
         address: Address of the node of rank 0.
         port: Port that is free there.
     """
     found: dict[int, dict[int, dict[str, str]]] = {}
     for rank, device in enumerate(devices):
-        members = list(cluster.host_devices(cluster.host_of[device]))
-        found.setdefault(cluster.host_of[device], {})[rank] = {
+        members = [each for each, host in enumerate(host_of) if host == host_of[device]]
+        found.setdefault(host_of[device], {})[rank] = {
             "RANK": str(rank),
             "WORLD_SIZE": str(len(devices)),
             "LOCAL_RANK": str(members.index(device)),
@@ -273,11 +273,11 @@ class Host:
                 words = self._folder / f"rank{rank}.err"
                 # Another thread may still look at the ranks before: no file of theirs goes.
                 stage = self._folder / f"rank{rank}.{generation}.stage"
+                local = int(own.get("LOCAL_RANK", 0))
+                there = self._place.environment(local)
                 process = start_rank(
-                    self._place.command(
-                        int(own.get("LOCAL_RANK", 0)), [sys.executable, *arguments]
-                    ),
-                    {**os.environ, **common, **own, HEARTBEAT: str(stage)},
+                    self._place.command(local, [sys.executable, *arguments]),
+                    {**os.environ, **common, **own, **there, HEARTBEAT: str(stage)},
                     words,
                 )
                 ranks[rank] = LocalRank(process, words, stage)
@@ -445,13 +445,7 @@ def connected() -> Iterator[Any]:
 
 
 def actor_of(
-    ray: Any,
-    group: Any,
-    kind: type,
-    number: int,
-    asked: AskedOfNode,
-    arguments: Sequence[Any] = (),
-    **options: Any,
+    ray: Any, group: Any, kind: type, number: int, asked: AskedOfNode, **options: Any
 ) -> Any:
     """The actor of a host in its bundle of the placement group."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -466,7 +460,7 @@ def actor_of(
         ),
         **{"max_restarts": 0, "max_concurrency": _THREADS, "runtime_env": QUICK_NEWS, **options},
     )
-    return made.remote(*arguments)
+    return made.remote()
 
 
 def placed(ray: Any, cluster: Cluster, **options: Any) -> Any:

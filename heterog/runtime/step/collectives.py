@@ -478,15 +478,20 @@ def open_group(
     return group
 
 
-def gather_texts(text: str) -> list[str]:
-    """Gather a text from every rank, as UTF-8 bytes; objects would have to be pickled."""
+def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Gather a text from every rank, as UTF-8 bytes; objects would have to be pickled.
+
+    Args:
+        text: This rank's text.
+        group: A group of all ranks; by default their first.
+    """
     mine = text.encode()
-    sizes = from_every_rank(torch.tensor([len(mine)]))
+    sizes = from_every_rank(torch.tensor([len(mine)]), group)
     longest = max(int(size) for size in sizes)
     if longest == 0:
         return [""] * len(sizes)
     padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
-    received = from_every_rank(padded)
+    received = from_every_rank(padded, group)
     return [
         each[: int(size)].numpy().tobytes().decode()
         for each, size in zip(received, sizes, strict=True)

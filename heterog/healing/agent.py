@@ -1,0 +1,143 @@
+"""Torchrun's agent on a host of a job that heals, as ``python -m heterog.heal`` starts it.
+
+It is the command torchrun with settings by which lost hosts are missed soon, and it has loaded
+what ranks need, which are forked off it.
+"""
+
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # which every optimizer imports
+from torch.distributed import DistError, DistStoreError
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as c10d
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.run import main as torchrun
+from torch.distributed.run import parse_args
+
+import heterog.healing.loop  # noqa: F401  (which a script may need)
+from heterog.errors import HeterogError
+from heterog.healing.choices import Choice, Question
+from heterog.healing.elastic import path_of_host
+from heterog.healing.on_torchrun import read_healing
+from heterog.healing.planning import Planning
+from heterog.runtime.launch import interface_of
+
+_SETTINGS = (
+    *("--rdzv-backend", "c10d", "--max-restarts", "100", "--start-method", "fork", "--run-path"),
+    *("--rdzv-conf", "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"),
+)
+_MEET = timedelta(seconds=15)
+"""Longest wait for what hosts say at once when they have met; torchrun waits for a minute."""
+_LOG = logging.getLogger(__name__)
+_join = SimpleElasticAgent._rendezvous
+_num_waiting = DynamicRendezvousHandler.num_nodes_waiting
+_is_own_name = c10d._matches_machine_hostname  # type: ignore[attr-defined]
+
+
+def run_agent(arguments: Sequence[str], rank: str) -> None:
+    """Run the agent until the job is over.
+
+    Args:
+        arguments: Those of torchrun, of which some have other defaults, and at the end a script,
+            or a plan or run file.
+        rank: Path of the script that runs a rank of a plan.
+
+    Raises:
+        SystemExit: the job is over, or this host leaves it; says why in a line.
+    """
+    # Agents that share a store would find there what ranks said before a host was lost.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    given = [*_SETTINGS, *arguments]
+    own: str | None = parse_args(given).local_addr  # type: ignore[no-untyped-call]
+    if own and (interface := interface_of(own)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if given[-1].endswith(".json"):
+        given[-1:] = rank, str(Path(given[-1]).resolve())
+        try:
+            warm(Path(given[-1]))
+        except HeterogError as error:
+            print(f"heterog: {error}", file=sys.stderr)
+            sys.exit(2)
+    SimpleElasticAgent._rendezvous = _join_again  # type: ignore[method-assign]
+    DynamicRendezvousHandler.num_nodes_waiting = _num_outside  # type: ignore[assignment]
+    c10d._matches_machine_hostname = _is_own  # type: ignore[attr-defined]
+    try:
+        torchrun(given)
+    except RendezvousClosedError:
+        # This host came too late for the ranks that have ended it, or for the whole job.
+        print("heterog: the job is over; a new one needs another --rdzv-id.", file=sys.stderr)
+        sys.exit(0 if path_of_host().exists() else 2)
+    except (RendezvousError, DistError) as error:
+        said = str(error.__cause__ or error).partition("\n")[0] or repr(error)
+        sys.exit(f"heterog: this host does not meet others at --rdzv-endpoint: {said}")
+    except SignalException as error:
+        sys.exit(f"heterog: {error.sigval.name} ended this host's part of the job.")
+
+
+def _num_outside(handler: Any) -> int:
+    """Number of hosts that wait to take part; this one, too, if others have met without it.
+
+    They took it for lost. Torchrun alone does not tell it, and there are two jobs then.
+    """
+    waiting: int = _num_waiting(handler)
+    is_outside: bool = handler._state_holder.state.round != handler.own_round
+    return waiting + is_outside
+
+
+def _is_own(host: str) -> bool:
+    """Whether a name or address is this machine's: by torchrun only if its name leads to it."""
+    return bool(interface_of(host)) or _is_own_name(host)
+
+
+def _join_again(agent: SimpleElasticAgent, group: WorkerGroup) -> None:
+    """Meet the other hosts, and again if one is lost before it has said where ranks meet.
+
+    Torchrun alone gives up there, and ends the job on all hosts.
+    """
+    handler: Any = group.spec.rdzv_handler
+    handler._store.set_timeout(_MEET)
+    while True:
+        try:
+            _join(agent, group)
+            handler.own_round = handler._state_holder.state.round
+            return
+        except (DistStoreError, LookupError) as error:  # the latter by etcd
+            _LOG.warning("a host was lost while hosts met (%s); they meet again", error)
+
+
+def warm(path: Path) -> None:
+    """Plan once in this process: what that loads takes each process two seconds.
+
+    Args:
+        path: The file that the ranks will be given.
+
+    Raises:
+        HeterogError: it cannot be read, or asks for what is not done under torchrun.
+    """
+    request, options = read_healing(path)
+    every = tuple(range(request.load().cluster.num_devices))
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # those of OpenMP would be missing in who is forked
+    with suppress(HeterogError), tempfile.TemporaryDirectory(prefix="heterog-") as folder:
+        running = Choice(path=str(request.plan), method="", devices=every)
+        asked = Question(
+            devices=every[:-1],
+            budget=options.first_budget,
+            steps_left=1,
+            restart_s=0.0,
+            running=running,
+            path=str(Path(folder, "left.json")),
+        )
+        Planning(request.plan).answer(asked)
+    torch.set_num_threads(num_threads)
