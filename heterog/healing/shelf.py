@@ -7,6 +7,7 @@ into memory first, so that it may be deleted meanwhile.
 
     3.120.1-4           part 1 of 4 of step 120 of generation 3
     3.120.1-4.index     where its tensors are
+    3.120.1-4.begun     as much of it as is written
     3.120.1-4.new       empty: it is to be copied to other hosts, which was not done yet
     3.120.1-4.wanted    empty: a rank here waits for it, and another host has it; so for an index
     lent/3.120.1-4      it, for who reads it for longer than others need it
@@ -21,7 +22,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from heterog.files import write_atomically
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import SavedOptimizer, SavedTensor, dtype_name, to_json
 
-NEW, WANTED, INDEX = ".new", ".wanted", ".index"
+NEW, WANTED, INDEX, _BEGUN = ".new", ".wanted", ".index", ".begun"
 _ALIGNMENT = 16
 """Bytes to which tensors are aligned in a part: a multiple of every element's size."""
 _POLL_S = 0.005
@@ -95,12 +96,14 @@ class Shelf:
 
     def parts(self) -> list[Part]:
         """All parts that are here."""
-        found = []
+        return [part for part, suffix in self._files() if not suffix]
+
+    def _files(self) -> Iterator[tuple[Part, str]]:
+        """Files that are here: their part, and what their name has beyond the part's."""
         for name in os.listdir(self.folder):
-            if match := _NAME.fullmatch(name):
+            if match := _NAME.match(name):
                 generation, step, number, num_parts = map(int, match.groups())
-                found.append(Part(Moment(generation, step, num_parts), number))
-        return found
+                yield Part(Moment(generation, step, num_parts), number), name[match.end() :]
 
     def put(
         self,
@@ -127,7 +130,7 @@ class Shelf:
         for entry in entries:
             begins.append(size)
             size += -(-entry.value.nbytes // _ALIGNMENT) * _ALIGNMENT
-        begun = self.folder / f"{part.name}.begun"
+        begun = self.folder / f"{part.name}{_BEGUN}"
         try:
             room = None
             with begun.open("wb+") as file:
@@ -179,11 +182,10 @@ class Shelf:
         return (self.folder / f"{part.name}{NEW}").exists()
 
     def forget_before(self, moment: Moment) -> None:
-        """Delete older parts."""
-        for part in self.parts():
-            if part.moment < moment:
-                for suffix in ("", NEW, INDEX):
-                    (self.folder / f"{part.name}{suffix}").unlink(missing_ok=True)
+        """Delete older parts, and what is left of those whose rank died while it wrote them."""
+        for part, suffix in self._files():
+            if part.moment < moment and suffix in ("", NEW, INDEX, _BEGUN):
+                (self.folder / f"{part.name}{suffix}").unlink(missing_ok=True)
 
     def index(self, name: str) -> str:
         """The index of a part that is here."""
