@@ -128,8 +128,7 @@ class ElasticAveraging:
         self._speeds = tuple(speeds or (1.0,) * num_ranks)
         self._boost, self._scales_rate = boost, scales_rate
         self._writer, self._tell = writer, tell
-        device = next((each.device for each in model.parameters()), CPU)
-        self._clock = clock or StepClock(device)
+        self._clock = clock or StepClock(next((each.device for each in model.parameters()), CPU))
         self._estimates = [SpeedEstimate() for _ in range(num_ranks)]
         self.batches: tuple[int, ...] = (batch_size,) * num_ranks
         self.last: MegaBatch | None = None
@@ -205,8 +204,7 @@ class ElasticAveraging:
             yield batch
             self._clock.end_step()
         self._rates.factor = 1.0
-        is_cut = self._position + self._window > num_samples
-        self._end(parts, is_cut=is_cut)
+        self._end(parts, is_cut=self._position + self._window > num_samples)
         self._position = parts[-1].end
         if self._position == num_samples:
             self._epoch, self._position = self._epoch + 1, 0
@@ -246,8 +244,7 @@ class ElasticAveraging:
             for values in by_type(each for each in self._model.parameters() if each.requires_grad):
                 flat = torch.cat([value.detach().reshape(-1) for value in values])
                 # Not multiplied by 0, because inf and nan would stay.
-                total = self.group.add_up(flat.mul_(weight) if weight else flat.zero_())
-                take_over(values, total)
+                take_over(values, self.group.add_up(flat.mul_(weight) if weight else flat.zero_()))
 
     def _share(self, values: Iterable[Tensor], rank: int) -> None:
         """Give all ranks the values of one of them, of whatever dtype."""

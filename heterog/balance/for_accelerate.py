@@ -13,6 +13,7 @@ Accelerate with ``split_batches=True``.
 
 from collections.abc import Iterator
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,11 +124,7 @@ class AcceleratedBalancer(Balancer):
         )
         if step is None or use_gather_object or self.group.num_ranks == 1:
             return self._gather(input_data, use_gather_object=use_gather_object)
-        samples = step.deal.samples
-
-        def gather(own: Tensor) -> Tensor:
-            return self._gather_parts(own, samples)
-
+        gather = partial(self._gather_parts, samples=step.deal.samples)
         return recursively_apply(gather, input_data, error_on_other_type=True)
 
     def _gather_parts(self, own: Tensor, samples: tuple[int, ...]) -> Tensor:
@@ -135,6 +132,5 @@ class AcceleratedBalancer(Balancer):
         padded = own.new_zeros((max(samples), *own.shape[1:]))
         count = samples[self.group.rank]
         padded[:count] = own[:count]
-        every: Any = self._accelerator.gather(padded)
-        parts = every.split(max(samples))
+        parts = self._accelerator.gather(padded).split(max(samples))
         return torch.cat([part[:n] for part, n in zip(parts, samples, strict=True)])

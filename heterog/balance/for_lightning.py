@@ -159,8 +159,7 @@ class LightningBalancer(Callback):
             if isinstance(result, Tensor):
                 return self.balancer.weigh(result)
             if isinstance(result, Mapping) and "loss" in result:
-                loss = self.balancer.weigh(result["loss"], result.get("count"))
-                return {**result, "loss": loss}
+                return {**result, "loss": self.balancer.weigh(result["loss"], result.get("count"))}
             return result
 
         pl_module.training_step = weighed_step  # type: ignore[method-assign]
@@ -204,8 +203,7 @@ class LightningBalancer(Callback):
             for length in lengths
             if length is not None
         ]
-        shortest_ends = combined._mode == "min_size"
-        length = min(combined.limits) if shortest_ends else max(combined.limits)
+        length = (min if combined._mode == "min_size" else max)(combined.limits)
         fit.max_batches = length
         if fit._data_fetcher is not None:
             fit._data_fetcher.length = int(length)

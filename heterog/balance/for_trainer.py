@@ -365,8 +365,8 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def _finalize_training(self, *arguments: Any, **options: Any) -> Any:
         """End a run; make the losses since the last log those of the global batch, too."""
         group = self.balancer.group
-        own = float(self._tr_loss)
-        self._tr_loss.fill_(sum(loss for (loss,) in group.gather([own])) / group.num_ranks)
+        every = group.gather([float(self._tr_loss)])
+        self._tr_loss.fill_(sum(loss for (loss,) in every) / group.num_ranks)
         return super()._finalize_training(*arguments, **options)
 
     def _weighed_loss(self, *arguments: Any, **options: Any) -> Any:
@@ -444,13 +444,9 @@ def _checked_loader(loader: Mapping[str, Any], balance: Mapping[str, Any]) -> di
 
 def _unwrapped(model: Any) -> Any:
     """The model without DistributedDataParallel and compiler, as a rank can run it alone."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        else:
-            return model
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
+    return model
 
 
 def _uncounted(batch: Any) -> Any:

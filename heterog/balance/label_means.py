@@ -86,7 +86,10 @@ def check_mean_over_samples(loss: Tensor, samples: float) -> None:
     for node, _ in _last_nodes(loss):
         if node.name() in _CROSS_ENTROPIES and node._saved_reduction == _MEAN:
             _check(node._saved_total_weight, node._saved_target.numel())
-    if _hides_its_mean(loss):
+    if any(  # a term is the result of a custom autograd function
+        node.name() != "_DDPSinkBackward" and isinstance(node, BackwardCFunction)
+        for node, _ in _nodes(loss, None, _below_divided)
+    ):
         warnings.warn(
             "the loss comes out of a compiled function or a kernel, whose record does not say "
             "what it is a mean over: it is weighed by samples. If it is a mean over labels of "
@@ -94,14 +97,6 @@ def check_mean_over_samples(loss: Tensor, samples: float) -> None:
             HeterogWarning,
             stacklevel=4,
         )
-
-
-def _hides_its_mean(loss: Tensor) -> bool:
-    """Whether a term of a loss is the result of a custom autograd function."""
-    return any(
-        node.name() != "_DDPSinkBackward" and isinstance(node, BackwardCFunction)
-        for node, _ in _nodes(loss, None, _below_divided)
-    )
 
 
 def counts_of(loss: Tensor, samples: float) -> list[Count]:
@@ -160,8 +155,7 @@ def _below_divided(node: Any, divisor: float | None) -> list[tuple[Any, float | 
         return []
     if len(below) != 2 or (below[0] is None) == (below[1] is None):
         return []
-    given = node._saved_self if below[0] is None else node._saved_other
-    number = _number(given)
+    number = _number(node._saved_self if below[0] is None else node._saved_other)
     if not number or (is_divided and below[0] is None):
         return []
     by = number if is_divided else 1 / number

@@ -206,8 +206,7 @@ def measure(
         if has_items:
             found = replace(found, doubled=loss_of(chosen, 2.0))
         told = {name: (count(parts[0]), count(parts[1])) for name, count in counts.items()}
-        losses = (loss_of(parts[0], 1.0), loss_of(parts[1], 1.0))
-        return replace(found, parts=losses, counts=told)
+        return replace(found, parts=(loss_of(parts[0], 1.0), loss_of(parts[1], 1.0)), counts=told)
     except Exception as error:  # a model may raise anything for inputs that it does not know
         return replace(found, failure=f"{type(error).__name__}: {error}".splitlines()[0][:200])
 
@@ -315,19 +314,12 @@ class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket in _MEANS:
             return _MEANS[func.overloadpacket](func, args, kwargs)
         for index, argument in enumerate(func._schema.arguments):
-            if argument.name in (
-                "dropout_p",
-                "dropout",
-            ):  # of fused attention and recurrent layers
+            if argument.name in ("dropout_p", "dropout"):  # of fused attention, recurrent layers
                 if index < len(args):
                     args = (*args[:index], 0.0, *args[index + 1 :])
                 elif argument.name in kwargs:
                     kwargs[argument.name] = 0.0
         return func(*args, **kwargs)
-
-
-def _keep_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
 
 
 def _probability(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -348,28 +340,13 @@ def _of_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
     return target.fill_((low + high) / 2)
 
 
-def _of_rate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    target: Tensor = args[0]
-    return target.fill_(1.0 / (args[1] if len(args) > 1 else kwargs.get("lambd", 1.0)))
-
-
-def _of_mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    drawn = func(*args, **kwargs)
-    return drawn.copy_(args[0]) if isinstance(args[0], Tensor) else drawn.fill_(args[0])
-
-
-def _of_normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    target: Tensor = args[0]
-    return target.fill_(args[1] if len(args) > 1 else kwargs.get("mean", 0.0))
+def _second(args: tuple[Any, ...], kwargs: dict[str, Any], name: str, default: float) -> Any:
+    return args[1] if len(args) > 1 else kwargs.get(name, default)
 
 
 def _filled(value: float) -> Callable[..., Any]:
     """A function's result with one value everywhere."""
-
-    def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs).fill_(value)
-
-    return call
+    return lambda func, args, kwargs: func(*args, **kwargs).fill_(value)
 
 
 def _middle_integer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -379,13 +356,18 @@ def _middle_integer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 _MEANS: dict[Any, Callable[..., Any]] = {
-    _aten.native_dropout: _keep_all,
+    _aten.native_dropout: lambda _, args, __: (
+        args[0].clone(),
+        torch.ones_like(args[0], dtype=torch.bool),
+    ),
     _aten.bernoulli: _probability,
     _aten.bernoulli_: _probability,
     _aten.uniform_: _of_range,
-    _aten.normal_: _of_normal,
-    _aten.normal: _of_mean,
-    _aten.exponential_: _of_rate,
+    _aten.normal_: lambda _, args, kwargs: args[0].fill_(_second(args, kwargs, "mean", 0.0)),
+    _aten.normal: lambda func, args, kwargs: func(*args, **kwargs).copy_(torch.as_tensor(args[0])),
+    _aten.exponential_: lambda _, args, kwargs: args[0].fill_(
+        1.0 / _second(args, kwargs, "lambd", 1.0)
+    ),
     _aten.rand: _filled(0.5),
     _aten.rand_like: _filled(0.5),
     _aten.randn: _filled(0.0),

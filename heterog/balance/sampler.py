@@ -96,10 +96,6 @@ class ShareSampler(Sampler[list[int]]):
         """The shares set last."""
         return self._in_force[-1][1]
 
-    def shares_at(self, step: int) -> tuple[int, ...]:
-        """The shares in force at a step of the current epoch."""
-        return next(shares for begin, shares in reversed(self._in_force) if begin <= step)
-
     def set_epoch(self, epoch: int) -> None:
         """Deal this epoch next, from the position of a loaded state if that is in its middle."""
         if epoch != self.epoch or self._begun is not None:
@@ -159,7 +155,8 @@ class ShareSampler(Sampler[list[int]]):
         )
 
     def _cut(self, indices: IndexArray, step: int) -> list[IndexArray]:
-        parts = self._batches.cut(indices, self.shares_at(step))
+        shares = next(shares for begin, shares in reversed(self._in_force) if begin <= step)
+        parts = self._batches.cut(indices, shares)
         if self._least > 1 and any(len(part) == 1 for part in parts):
             counts = without_singles([len(part) for part in parts])
             parts = np.split(np.concatenate(parts), np.cumsum(counts)[:-1])
@@ -208,8 +205,7 @@ class ShareSampler(Sampler[list[int]]):
             "units_per_batch": self._batches.units_per_batch,
             "shares": list(self.shares),
             "next": self.first_samples(epoch, done),
-            **({} if stream is None else {"stream": stream.state_after(epoch, done)}),
-            **({} if stream is None else {"stream_next": stream.mark_after(epoch, done)}),
+            **({} if stream is None else stream.after(epoch, done)),
         }
 
     def first_samples(self, epoch: int, step: int) -> list[int]:

@@ -152,13 +152,13 @@ class StreamBatches(SampleBatches):
         kept = {key: state for key, state in self._states.items() if key[1] >= done - 2}
         self._states = {**kept, (epoch, done): deepcopy(self._dataset.state_dict())}
 
-    def state_after(self, epoch: int, done: int) -> dict[str, Any] | None:
-        """The stream's own state after so many steps, if it has one."""
-        return self._states.get((epoch, done))
+    def after(self, epoch: int, done: int) -> dict[str, Any]:
+        """The stream's own state after so many steps, if it has one; the hash of what comes next.
 
-    def mark_after(self, epoch: int, done: int) -> int | None:
-        """Hash of the sample that comes next, if it was read."""
-        return self._marks.get((epoch, done))
+        The hash is ``None`` if that sample was not read.
+        """
+        at = epoch, done
+        return {"stream": self._states.get(at), "stream_next": self._marks.get(at)}
 
     def load(self, state: dict[str, Any] | None, epoch: int, done: int, mark: int | None) -> None:
         """Take a stream's state after so many steps, and the mark of the next sample.

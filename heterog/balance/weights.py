@@ -179,7 +179,9 @@ def average_gradients(model: nn.Module, group: RankGroup) -> None:
         return
     parameters = list(model.parameters())
     gradients = [each.grad if each.requires_grad else None for each in parameters]
-    has_sparse = [each is not None and _has_rows(each) for each in gradients]
+    has_sparse = [  # gradients of some rows of a parameter, as for a sparse embedding
+        each is not None and each.is_sparse and each.sparse_dim() == 1 for each in gradients
+    ]
     has_dense = [
         each is not None and not rows for each, rows in zip(gradients, has_sparse, strict=True)
     ]
@@ -207,11 +209,6 @@ def take_over(values: Sequence[Tensor], flat: Tensor) -> None:
     parts = torch.split(flat, [value.numel() for value in values])
     for value, part in zip(values, parts, strict=True):
         value.copy_(part.view_as(value))
-
-
-def _has_rows(gradient: Tensor) -> bool:
-    """Whether a gradient holds only some rows of its parameter, as for a sparse embedding."""
-    return gradient.is_sparse and gradient.sparse_dim() == 1
 
 
 def _mean_of_sparse(parameter: Tensor, gradient: Tensor | None, group: RankGroup) -> Tensor:

@@ -239,7 +239,12 @@ class _Propagation:
         # Axes are told apart by their units alone: rules over 12 heads anywhere in the model share
         # one axis, so that a value split by heads by one op suits the next one as it is.
         # An axis with as many units as the batch has samples is still another axis.
-        units = {op: _axis_units(rule) for op, (rule, _) in self.rules.items()}
+        units = {  # of the axis that a rule runs along
+            op: rule.units
+            if any(place.is_split for place in (*rule.inputs, *rule.outputs))
+            else EVERYWHERE
+            for op, (rule, _) in self.rules.items()
+        }
         self.own_axis = {
             op: (size, size == graph.batch_size and self._is_along_batch(op))
             for op, size in units.items()
@@ -429,10 +434,9 @@ class _Propagation:
     def _is_read_by_sample(self, op: int) -> bool:
         """Whether all readers of a rule's result take only the part of their own samples."""
         rule, size = self.rules[op][0], self.graph.batch_size
-        outputs = self.graph.outputs[op]
         readers = [
             (reader, tensor, wanted, {output: place})
-            for output, place in zip(outputs, rule.outputs, strict=True)
+            for output, place in zip(self.graph.outputs[op], rule.outputs, strict=True)
             if place.kind == "S"
             for reader, tensor, wanted in self._readers(output)
         ]
@@ -469,8 +473,7 @@ class _Propagation:
     def _add_view(self, op: int, given: tuple[Placement, ...]) -> None:
         """Give a view a placement that follows from its source's."""
         inputs = self.graph.ops[op].inputs
-        source = inputs[0]
-        axis = self.tensor_axis[source]
+        axis = self.tensor_axis[inputs[0]]
         if axis == BATCH_AXIS and all(
             place == self.batch.placements[tensor]
             for place, tensor in zip(given, inputs, strict=True)
@@ -485,8 +488,7 @@ class _Propagation:
     ) -> tuple[tuple[Placement, ...], tuple[Placement, ...], str | None]:
         result = propagate(self.graph.call(op), given, units)
         if result is None:
-            whole = tuple(R for _ in self.graph.outputs[op])
-            return tuple(R for _ in given), whole, None
+            return tuple(R for _ in given), tuple(R for _ in self.graph.outputs[op]), None
         return result.inputs, result.outputs, result.special
 
     def _check_local_statistics(self, op: int, given: tuple[Placement, ...]) -> None:
@@ -522,9 +524,12 @@ class _Propagation:
                 if size * outer and shape[dim] % (size * outer) == 0
             ]
             for place in options:
-                # A slice whose gradient came out whole or as a sum could not be updated alone.
-                if self._all_need(parameter, place, size) and (
-                    self._gradient(gradient, size) == place
+                # Through all views it must be what the readers need, and a slice whose gradient
+                # came out whole or as a sum could not be updated alone.
+                through = {parameter: place}
+                if self._gradient(gradient, size) == place and all(
+                    self._placed(tensor, through, size) == wanted
+                    for _, tensor, wanted in self._readers(parameter)
                 ):
                     found[parameter] = place, self.axis_of[size, False]
                     break
@@ -544,14 +549,6 @@ class _Propagation:
             for read, place in zip(op.inputs, needed or self.batch.needed[reader], strict=True):
                 if read == tensor:
                     yield reader, tensor, place
-
-    def _all_need(self, parameter: int, place: Placement, units: int) -> bool:
-        """Whether a placement of a parameter is, through all views, what its readers need."""
-        through = {parameter: place}
-        return all(
-            self._placed(tensor, through, units) == wanted
-            for _, tensor, wanted in self._readers(parameter)
-        )
 
     def _placed(self, tensor: int, known: dict[int, Placement], units: int) -> Placement | None:
         """Placement of a tensor, through views, from that of a viewed tensor in ``known``.
@@ -578,9 +575,3 @@ class _Propagation:
             return None
         made = self.rules[maker][0].outputs[storage - self.graph.outputs[maker][0]]
         return self._placed(gradient, {storage: made}, units)
-
-
-def _axis_units(rule: OpRule) -> int:
-    """Number of units of the axis that a rule runs along."""
-    splits = any(place.is_split for place in (*rule.inputs, *rule.outputs))
-    return rule.units if splits else EVERYWHERE

@@ -302,11 +302,11 @@ def ops_of_the_whole_batch(graph: OpGraph) -> list[int]:
         steps_buffer = op.is_write and not graph.is_constant[index]
         if steps_buffer and L not in plan.needed[index]:
             found.append(index)
-    found += [
-        index
-        for index, tensor in reads_across_samples(graph)
-        if not _counts_labels(graph, plan, tensor)
-    ]
+    for index, tensor in reads_across_samples(graph):
+        maker = int(graph.producer[tensor])
+        counts_labels = maker >= 0 and plan.specials[maker] == Special.NLL_GLOBAL_WEIGHT
+        if not (counts_labels and tensor == graph.outputs[maker][1]):
+            found.append(index)
     return sorted(set(found))
 
 
@@ -324,16 +324,6 @@ def reads_across_samples(graph: OpGraph) -> Iterator[tuple[int, int]]:
             given = plan.placements[tensor]
             if given.kind in "SP" and given != needed:
                 yield index, tensor
-
-
-def _counts_labels(graph: OpGraph, plan: BatchPlan, tensor: int) -> bool:
-    """Whether a tensor is the total weight of the labels, known before the first op runs."""
-    maker = int(graph.producer[tensor])
-    return (
-        maker >= 0
-        and plan.specials[maker] == Special.NLL_GLOBAL_WEIGHT
-        and tensor == graph.outputs[maker][1]
-    )
 
 
 def counts_known_labels(graph: OpGraph, op: int, follows_batch: Sequence[bool]) -> bool:

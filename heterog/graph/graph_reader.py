@@ -450,8 +450,7 @@ def check_batch_plan(graph: OpGraph) -> None:
                 f"it as {given}."
             )
     for _, parameter, gradient in graph.updates:
-        storage = int(graph.storage[gradient])
-        maker = int(graph.producer[storage])
+        maker = int(graph.producer[int(graph.storage[gradient])])
         if maker < 0 or graph.ops[maker].phase == Phase.UPDATE:
             raise GraphError(
                 f"the gradient of '{graph.tensors[parameter].name}' is only a view of an input of "

@@ -149,7 +149,8 @@ def arg_from_json(
         return tuple(arg_from_json(item, num_inputs, op, depth - 1) for item in value)
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str) and _is_unicode(value):
+    # JSON can spell half a character, which cannot be written to a file.
+    if isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value):
         return value
     if isinstance(value, int) and value.bit_length() <= 64:
         return value
@@ -167,8 +168,3 @@ def arg_from_json(
         f'{num_inputs} inputs, or {{"f": "inf"}}, "-inf" or "nan", and lists nest at most '
         f"{_MOST_ARG_DEPTH} deep."
     )
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether a text can be written to a file: JSON can spell half a character."""
-    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)

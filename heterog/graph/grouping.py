@@ -71,8 +71,7 @@ def group_ops(graph: OpGraph) -> Grouping:
     group = np.full(graph.num_ops, CONSTANT_GROUP, np.int32)
     for index in range(graph.num_ops):
         if not graph.is_constant[index]:
-            root = _find(parent, labels[index])
-            group[index] = first.setdefault(root, len(first))
+            group[index] = first.setdefault(_find(parent, labels[index]), len(first))
     return Grouping(group=group, names=tuple(first))
 
 
@@ -112,8 +111,7 @@ def cut_blocks(work: FloatArray, state: FloatArray, most: int = MAX_BLOCKS) -> I
     sizes = [1] * len(weights)
     while len(weights) > most:
         # A block is decided as a whole, so neither compute nor parameters may accumulate in one.
-        pairs = [float((a + b).max()) for a, b in pairwise(weights)]
-        lightest = int(np.argmin(pairs))
+        lightest = int(np.argmin([float((a + b).max()) for a, b in pairwise(weights)]))
         weights[lightest] = weights[lightest] + weights.pop(lightest + 1)
         sizes[lightest] += sizes.pop(lightest + 1)
     return np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
@@ -179,8 +177,7 @@ def _cut_module_tree(graph: OpGraph) -> list[str]:
         opened.add(path)
         num_leaves += len(inside) - 1
         frontier.extend(inside)
-    leaf_of = {path: _leaf(path, opened) for path in weight}
-    return _labels_of_ops(graph, leaf_of, opened)
+    return _labels_of_ops(graph, {path: _leaf(path, opened) for path in weight}, opened)
 
 
 def _leaf(path: str, opened: set[str]) -> str:

@@ -135,8 +135,7 @@ def sparse_flops(call: OpCall) -> float | None:
 def _row_reads(call: OpCall) -> float:
     """Elements that a sparse product reads: for each entry, one row of features per sample."""
     dense = call.input("dense").shape
-    samples = prod(dense[:-2])
-    return float(samples * call.input("columns").num_elements * dense[-1])
+    return float(prod(dense[:-2]) * call.input("columns").num_elements * dense[-1])
 
 
 def _table_of(call: OpCall) -> TensorMeta:

@@ -95,13 +95,6 @@ def group_numbers(groups: tuple[ParameterGroup, ...]) -> dict[str, int]:
     return {name: number for number, group in enumerate(groups) for name in group.names}
 
 
-class _Groups(torch.optim.Optimizer):
-    """An optimizer that only holds groups: checks them as torch does, without any state."""
-
-    def __init__(self, groups: list[Any]) -> None:
-        super().__init__(groups, {})
-
-
 def _checked_by_torch(workload: Workload, model: nn.Module) -> list[dict[str, Any]]:
     """The groups that the user's function returns, in the form of torch's ``param_groups``."""
     assert workload.parameter_groups is not None
@@ -111,7 +104,7 @@ def _checked_by_torch(workload: Workload, model: nn.Module) -> list[dict[str, An
         with warnings.catch_warnings():
             # Torch only warns of a parameter that is twice in a group, and steps it twice.
             warnings.filterwarnings("error", "optimizer contains a parameter group with dupl")
-            return _Groups(copies).param_groups
+            return torch.optim.Optimizer(copies, {}).param_groups
     except Exception as error:
         said = (str(error).strip().splitlines() or ["no message"])[0].partition(";")[0]
         raise CaptureError(
@@ -224,7 +217,8 @@ def update_scope(
     >>> str(update_scope(torch.optim.Adafactor, {"lr": 1e-3}, matrices))
     'parameter'
     """
-    if is_torchs_own(optimizer) and scope_by_name(optimizer.__name__) == UpdateScope.ELEMENT:
+    is_torchs_own = optimizer.__module__.partition(".")[0] == "torch"  # not a user's of that name
+    if is_torchs_own and scope_by_name(optimizer.__name__) == UpdateScope.ELEMENT:
         return UpdateScope.ELEMENT
     distinct = {(repr(sorted(each.options.items())), each.kinds): each for each in groups}
     key = (optimizer, repr(sorted(options.items())), *distinct)
@@ -234,11 +228,6 @@ def update_scope(
         chosen = [each for each in distinct.values() if each.kinds][:_MOST_GROUPS]
         _known[key] = probed_scope(optimizer, options, chosen)
     return _known[key]
-
-
-def is_torchs_own(optimizer: type[torch.optim.Optimizer]) -> bool:
-    """Whether a class is PyTorch's, and not one of the user's with the same name."""
-    return optimizer.__module__.partition(".")[0] == "torch"
 
 
 def probed_scope(

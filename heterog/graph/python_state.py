@@ -230,32 +230,37 @@ class PythonState:
     def _look_at_items(self, things: Iterable[Any], text: str) -> None:
         self._todo += [(each, text) for each in things]
 
-    def _look_at_partial(self, thing: "partial[Any]", text: str) -> None:
-        self._look_at_items((thing.func, thing.args, thing.keywords), text)
-
-    def _look_at_method(self, thing: types.MethodType, text: str) -> None:
-        self._look_at_items((thing.__self__, thing.__func__), text)
-
     def _look_at_object(self, thing: Any, text: str) -> None:
         held, slots = getattr(thing, "__dict__", None), _slots_of(type(thing))
         if isinstance(held, dict):
             self._known.add(id(held))
             self._hold(_dict_holder(held, lambda key: f"'{key}' of {text}"))
         if slots:
-            self._hold(_slot_holder(thing, slots, lambda key: f"'{key}' of {text}"))
+            self._hold(
+                _attribute_holder(
+                    lambda: {name: getattr(thing, name) for name in slots if hasattr(thing, name)},
+                    partial(object.__setattr__, thing),
+                    lambda key: f"'{key}' of {text}",
+                )
+            )
         self._todo.append((type(thing), text))
 
     def _look_at_class(self, kind: type, _: str) -> None:
         if _is_class_of_library(kind):
             return
-        functions = [_unwrapped(value) for value in vars(kind).values()]
-        self._look_at_items(functions, kind.__name__)
+        self._look_at_items([_unwrapped(value) for value in vars(kind).values()], kind.__name__)
         names = [
             name
             for name, value in vars(kind).items()
             if not name.startswith("__") and not hasattr(type(value), "__get__")
         ]
-        self._hold(_class_holder(kind, names))
+        self._hold(
+            _attribute_holder(
+                lambda: {name: vars(kind)[name] for name in names if name in vars(kind)},
+                partial(setattr, kind),
+                lambda key: f"'{key}' of class {kind.__name__}",
+            )
+        )
         self._look_at_items(kind.__bases__, "")
 
     def _look_at_function(self, function: types.FunctionType, text: str) -> None:
@@ -298,7 +303,13 @@ class PythonState:
     def _look_at_variable(self, variables: dict[str, Any], name: str, text: str) -> None:
         if (id(variables), name) not in self._known:
             self._known.add((id(variables), name))
-            self._hold(_variable_holder(variables, name, text))
+            self._hold(
+                _attribute_holder(
+                    lambda: {name: variables[name]} if name in variables else {},
+                    variables.__setitem__,
+                    lambda _: text,
+                )
+            )
 
     _KINDS: tuple[tuple[Any, Callable[["PythonState", Any, str], None]], ...] = (
         (nn.Module, _look_at_module),
@@ -306,13 +317,15 @@ class PythonState:
             _dict_holder(thing, lambda key: f"{text}[{key!r}]"))),
         (list | deque, lambda self, thing, text: self._hold(
             _list_holder(thing, lambda key: f"{text}[{key}]"))),
-        (set, lambda self, thing, text: self._hold(_set_holder(thing, text))),
+        (set, lambda self, thing, text: self._hold(_dict_holder(thing, lambda _: text))),
         (tuple | frozenset, _look_at_items),
         (random.Random | np.random.RandomState | np.random.Generator,
          lambda self, thing, text: self._hold(_random_holder(thing, text))),
         (np.ndarray, lambda self, thing, text: self._hold(_array_holder(thing, text))),
-        (partial, _look_at_partial),
-        (types.MethodType, _look_at_method),
+        (partial, lambda self, thing, text: self._look_at_items(
+            (thing.func, thing.args, thing.keywords), text)),
+        (types.MethodType, lambda self, thing, text: self._look_at_items(
+            (thing.__self__, thing.__func__), text)),
         (types.FunctionType, _look_at_function),
         (type, _look_at_class),
     )  # fmt: skip
@@ -332,8 +345,7 @@ def is_of_library(path: str) -> bool:
 def _is_class_of_library(kind: type) -> bool:
     if kind.__module__ == "__main__":
         return False
-    module = sys.modules.get(kind.__module__)
-    return is_of_library(getattr(module, "__file__", None) or "")
+    return is_of_library(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
 def _unwrapped(value: Any) -> Any:
@@ -377,18 +389,22 @@ def _module_holder(module: nn.Module, text: Callable[[Any], str]) -> Holder:
             elif held.pop(name, MISSING) is MISSING:
                 del buffers[name]
         for name, value in values.items():
-            is_buffer = name not in held and isinstance(value, Tensor)
-            (buffers if is_buffer else held)[name] = value
+            (buffers if name not in held and isinstance(value, Tensor) else held)[name] = value
 
     return Holder(read, write, text, held=held)
 
 
-def _dict_holder(held: dict[Any, Any], text: Callable[[Any], str]) -> Holder:
+def _dict_holder(held: dict[Any, Any] | set[Any], text: Callable[[Any], str]) -> Holder:
+    """Holder of a dict, or of a set: of its keys."""
+
+    def read() -> dict[Any, Any]:
+        return dict.fromkeys(held) if isinstance(held, set) else dict(held)
+
     def write(values: Mapping[Any, Any]) -> None:
         held.clear()
         held.update(values)
 
-    return Holder(lambda: dict(held), write, text, held=held)
+    return Holder(read, write, text, held=held)
 
 
 def _list_holder(held: "list[Any] | deque[Any]", text: Callable[[Any], str]) -> Holder:
@@ -400,59 +416,26 @@ def _list_holder(held: "list[Any] | deque[Any]", text: Callable[[Any], str]) -> 
     return Holder(lambda: dict(enumerate(held)), write, text, held=held)
 
 
-def _set_holder(held: set[Any], text: str) -> Holder:
-    def write(values: Mapping[Any, Any]) -> None:
-        held.clear()
-        held.update(values)
-
-    return Holder(lambda: dict.fromkeys(held), write, lambda key: text, held=held)
-
-
 def _cell_holder(cell: types.CellType, text: str) -> Holder:
     def read() -> dict[Any, Any]:
         try:
-            return {"": cell.cell_contents}
+            return {"cell_contents": cell.cell_contents}
         except ValueError:  # nothing was assigned yet
             return {}
 
-    def write(values: Mapping[Any, Any]) -> None:
-        for value in values.values():
-            cell.cell_contents = value
-
-    return Holder(read, write, lambda key: text)
+    return _attribute_holder(read, partial(setattr, cell), lambda _: text)
 
 
-def _slot_holder(thing: Any, slots: list[str], text: Callable[[Any], str]) -> Holder:
-    def read() -> dict[Any, Any]:
-        return {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
+def _attribute_holder(
+    read: Callable[[], dict[Any, Any]], put: Callable[[Any, Any], None], text: Callable[[Any], str]
+) -> Holder:
+    """Holder of what is written one by one."""
 
     def write(values: Mapping[Any, Any]) -> None:
         for name, value in values.items():
-            object.__setattr__(thing, name, value)
+            put(name, value)
 
     return Holder(read, write, text)
-
-
-def _class_holder(kind: type, names: list[str]) -> Holder:
-    def write(values: Mapping[Any, Any]) -> None:
-        for name, value in values.items():
-            setattr(kind, name, value)
-
-    return Holder(
-        lambda: {name: vars(kind)[name] for name in names if name in vars(kind)},
-        write,
-        lambda key: f"'{key}' of class {kind.__name__}",
-    )
-
-
-def _variable_holder(variables: dict[str, Any], name: str, text: str) -> Holder:
-    def read() -> dict[Any, Any]:
-        return {"": variables[name]} if name in variables else {}
-
-    def write(values: Mapping[Any, Any]) -> None:
-        variables[name] = values[""]
-
-    return Holder(read, write, lambda key: text)
 
 
 def _array_holder(array: NDArray[Any], text: str) -> Holder:
@@ -480,8 +463,7 @@ def _random_holder(source: Any, text: str) -> Holder:
             return pickle.dumps(random.Random(_SEEDS["python"][choice]).getstate())
         if isinstance(source, np.random.RandomState):
             return pickle.dumps(np.random.RandomState(_SEEDS["numpy"][choice]).get_state())
-        made = type(bits)(_SEEDS["generator"][choice])
-        return pickle.dumps(made.state)
+        return pickle.dumps(type(bits)(_SEEDS["generator"][choice]).state)
 
     return Holder(
         lambda: {"": pickle.dumps(read())},

@@ -178,8 +178,7 @@ class _Check:
         """
         control = self._call_as_first(())
         if control is not None:
-            again = self._call_as_first(())
-            if again != control:
+            if self._call_as_first(()) != control:
                 self._raise(self._written(), where)
             return
         tried = changed[:_MAX_TRIED]

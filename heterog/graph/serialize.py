@@ -102,7 +102,7 @@ from heterog.errors import GraphError, HeterogWarning, InputFileError
 from heterog.files import read_json, write_json
 from heterog.graph.graph_reader import GraphReader, check_batch_plan
 from heterog.graph.graph_records import GraphRecord, arg_to_json
-from heterog.graph.op_graph import GraphOp, OpGraph
+from heterog.graph.op_graph import OpGraph
 from heterog.records import parse_record
 
 SCHEMA_VERSION = 1
@@ -171,8 +171,19 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
             "flops": [float(op.flops) for op in ops],
             "bytes_read": [float(op.bytes_read) for op in ops],
             "bytes_written": [float(op.bytes_written) for op in ops],
-            "rule": [_rule_to_json(op) for op in ops],
-            "measured_s": [_measured_to_json(op) for op in ops],
+            "rule": [
+                op.rule
+                and {"inputs": list(map(str, op.rule[0])), "outputs": list(map(str, op.rule[1]))}
+                for op in ops
+            ],
+            "measured_s": [
+                {
+                    name: [*map(list, found)] if isinstance(found, tuple) else found
+                    for name, found in op.measured_s
+                }
+                or None
+                for op in ops
+            ],
             "name": [op.name or None for op in ops],
         },
     } | _rare_fields(graph)
@@ -208,8 +219,7 @@ def graph_from_dict(record: object, where: str) -> OpGraph:
         InputFileError: the record is not a graph; says what is wrong and where.
     """
     try:
-        spec = parse_record(record, GraphRecord, where, versions=(SCHEMA_VERSION,))
-        reader = GraphReader(spec)
+        reader = GraphReader(parse_record(record, GraphRecord, where, versions=(SCHEMA_VERSION,)))
         graph = reader.graph()
         check_batch_plan(graph)
     except GraphError as error:
@@ -219,17 +229,3 @@ def graph_from_dict(record: object, where: str) -> OpGraph:
         rest = f" So do {more} more ops." if more else ""
         warnings.warn(f"{where}: {reader.doubts[0]}{rest}", HeterogWarning, stacklevel=2)
     return graph
-
-
-def _measured_to_json(op: GraphOp) -> dict[str, Any] | None:
-    return {
-        name: [list(point) for point in found] if isinstance(found, tuple) else found
-        for name, found in op.measured_s
-    } or None
-
-
-def _rule_to_json(op: GraphOp) -> dict[str, list[str]] | None:
-    if op.rule is None:
-        return None
-    inputs, outputs = op.rule
-    return {"inputs": list(map(str, inputs)), "outputs": list(map(str, outputs))}

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from types import EllipsisType
+from types import EllipsisType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -64,8 +64,7 @@ def _write(self: Tensor, index: Any, value: Any) -> None:
     """Write by unknown masks without reading values."""
     rest = self.dim() - index.dim() if _is_unknown_mask(index) else -1
     if isinstance(value, Tensor) and value.dim() <= rest:
-        mask = index.reshape(*index.shape, *[1] * rest)
-        self.copy_(torch.where(mask, value, self))
+        self.copy_(torch.where(index.reshape(*index.shape, *[1] * rest), value, self))
     else:
         _setitem(self, index, value)
 
@@ -208,22 +207,16 @@ def _apply_if_needed(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Modul
     torch would try to replace fake tensors even by themselves, and fails.
     """
     with torch.no_grad():
-        own = [*self.parameters(recurse), *self.buffers(recurse)]
-        if all(fn(each) is each for each in own):
+        if all(fn(each) is each for each in [*self.parameters(recurse), *self.buffers(recurse)]):
             return self
     return _apply(self, fn, recurse)
 
 
-class _CallOnly:
-    """Makes ``torch.utils.checkpoint`` only call its function: plans decide what is recomputed.
+_CALL_ONLY = SimpleNamespace(apply=lambda function, preserve_rng_state, *args: function(*args))
+"""Makes ``torch.utils.checkpoint`` only call its function: plans decide what is recomputed.
 
-    Traced unchanged, the second forward pass would be separate ops: dropout would draw other
-    numbers in it, and BatchNorm would move its statistics twice.
-    """
-
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        return function(*args)
+Traced unchanged, the second forward pass would be separate ops: dropout would draw other numbers
+in it, and BatchNorm would move its statistics twice."""
 
 
 def _grouped_product(
@@ -320,7 +313,7 @@ _INSTEAD: tuple[tuple[Any, str, Any], ...] = (
     (transformer, "_detect_is_causal_mask", _is_causal_mask),
     (eager_transforms, "jacfwd", _jacobian_by_reverse),
     (torch.utils.checkpoint, "_checkpoint_hook", lambda frame: nullcontext()),
-    (torch.utils.checkpoint, "CheckpointFunction", _CallOnly),
+    (torch.utils.checkpoint, "CheckpointFunction", _CALL_ONLY),
     (Distribution, "_validate_args", False),  # its checks read values
 )
 """Attributes of torch, by owner and name, and what they are while a step is captured."""
@@ -349,28 +342,23 @@ def with_static_shapes(model: nn.Module) -> Iterator[None]:
         yield
 
 
-_PLACES = {
-    "cond": "torch._higher_order_ops.cond",
-    "scan": "torch._higher_order_ops.scan",
-    "associative_scan": "torch._higher_order_ops.associative_scan",
-    "map": "torch._higher_order_ops.map",
-    "while_loop": "torch._higher_order_ops.while_loop",
-}
-"""Python module of each function."""
-
-
 @contextmanager
 def plain_control_flow() -> Iterator[None]:
     """Context in which control flow computes with plain ops; compiled functions run eagerly."""
-    instead: dict[str, Callable[..., Any]]
-    instead = {"cond": _cond, "scan": _scan, "associative_scan": _associative_scan, "map": _map}
+    instead: dict[str, Callable[..., Any]] = {
+        "cond": _cond,
+        "scan": _scan,
+        "associative_scan": _associative_scan,
+        "map": lambda f, xs, *args: _stacked([f(each, *args) for each in _slices(xs, 0)], 0),
+        "while_loop": _while_loop,
+    }
     with ExitStack() as stack:
         stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
         functions: dict[Callable[..., Any], Callable[..., Any]] = {}
-        for name, place in _PLACES.items():
-            function = getattr(sys.modules.get(place), name, None)
-            if function is not None:
-                functions[function] = instead.get(name, _while_loop)
+        for name, plain in instead.items():
+            place = sys.modules.get(f"torch._higher_order_ops.{name}")
+            if (function := getattr(place, name, None)) is not None:
+                functions[function] = plain
         stack.enter_context(everywhere(functions))
         stack.enter_context(mock.patch.multiple(flex_attention, **_IN_FLEX_ATTENTION))
         yield
@@ -412,10 +400,6 @@ def _associative_scan(
     return _stacked(made[::-1] if reverse else made, dim)
 
 
-def _map(f: Callable[..., Any], xs: Any, *args: Any) -> Any:
-    return _stacked([f(each, *args) for each in _slices(xs, 0, reverse=False)], 0)
-
-
 def _while_loop(*_: Any, **__: Any) -> Any:
     raise CaptureError(
         "torch.while_loop runs as often as values say, and a plan needs to know how often. Run a "
@@ -448,8 +432,7 @@ def _all_scores(
         for dim, size in enumerate(scores.shape)
     ]
     with _OneScore():  # type: ignore[no-untyped-call]
-        kept = block_mask[-1](*indices)
-        scores = torch.where(kept, score_mod(scores, *indices), -torch.inf)
+        scores = torch.where(block_mask[-1](*indices), score_mod(scores, *indices), -torch.inf)
     weights = torch._safe_softmax(scores, -1).to(query.dtype)
     in_bits = 1 / math.log(2)
     return weights @ value, scores.logsumexp(-1) * in_bits, scores.amax(-1) * in_bits
@@ -485,15 +468,12 @@ _IN_FLEX_ATTENTION: dict[str, Any] = {
 """Replacements in torch's module, which then still checks its arguments but calls ours."""
 
 
-def _slices(xs: Any, dim: int, *, reverse: bool) -> Iterator[Any]:
+def _slices(xs: Any, dim: int, *, reverse: bool = False) -> Iterator[Any]:
     (length,) = {each.shape[dim] for each in pytree.tree_leaves(xs) if isinstance(each, Tensor)}
     places = range(length)
     for place in reversed(places) if reverse else places:
-        yield pytree.tree_map_only(Tensor, partial(_slice, dim, place), xs)
-
-
-def _slice(dim: int, place: int, each: Tensor) -> Tensor:
-    return each.select(dim, place)
+        cut = partial(Tensor.select, dim=dim, index=place)
+        yield pytree.tree_map_only(Tensor, cut, xs)
 
 
 def _stacked(made: list[Any], dim: int) -> Any:

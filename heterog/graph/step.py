@@ -312,14 +312,15 @@ class Step:
                     "parameter.data.copy_(value) for a frozen parameter; choose among modules "
                     "with torch.where on their results."
                 )
-            is_of_another = storage_of(new) in memory
-            found[name] = new.detach().clone() if is_of_another else new.detach()
+            found[name] = new.detach().clone() if storage_of(new) in memory else new.detach()
         return found
 
     def _gradients(self, loss: Tensor, parameters: dict[str, Tensor]) -> list[Tensor | None]:
         """Gradients of the loss, by parameter."""
         every = list(parameters.values())
-        begin = _gradient_of(self._model, loss)
+        # Blocks with losses of their own start before the sum of all losses is known.
+        has_own = isinstance(self._model, LocalBlocks)
+        begin = torch.ones((), dtype=loss.dtype, device=loss.device) if has_own else None
         found = torch.autograd.grad(loss, every, begin, allow_unused=True)
         return [_with_accumulated(*each) for each in zip(every, found, strict=True)]
 
@@ -369,16 +370,6 @@ def _as_added_up(workload: Workload, gradient: Tensor | None) -> Tensor | None:
     if gradient is None or dtype is None or not gradient.is_floating_point():
         return gradient
     return gradient.to(dtype)
-
-
-def _gradient_of(model: nn.Module, loss: Tensor) -> Tensor | None:
-    """Initial gradient of the backward pass; ``None`` to make it from the loss.
-
-    Blocks with losses of their own start before the sum of all losses is known.
-    """
-    if isinstance(model, LocalBlocks):
-        return torch.ones((), dtype=loss.dtype, device=loss.device)
-    return None
 
 
 def _root_of(workload: Workload, loss: object) -> torch.autograd.graph.Node:

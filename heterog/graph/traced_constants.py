@@ -212,8 +212,7 @@ class _Samples:
                 maker = self._node_of_op[int(graph.producer[source])]
                 instead[maker] = self._one[source, place.dim]
         call = graph.call(op)
-        local = local_args(call, rule, 1, graph.batch_size)
-        args, keywords = _resized(node, call, local)
+        args, keywords = _resized(node, call, local_args(call, rule, 1, graph.batch_size))
         args, keywords = fx.map_arg((args, keywords), lambda given: instead.get(given, given))
         self._one[tensor, dim] = insert_before(self._module, node, node.target, args, keywords)
 
@@ -346,9 +345,8 @@ def _added(graph: fx.Graph, op: GraphOp, source: fx.Node, before: fx.Node) -> fx
         dims = op.args["dim"]
         if not isinstance(dims, tuple) or not op.args["keepdim"] or op.args["dtype"] is not None:
             return None
-        if any(dim not in range(-value.dim(), value.dim()) for dim in dims):
-            return None
-        if any(value.shape[int(dim)] != 1 for dim in dims if isinstance(dim, int)):
+        ranks = range(-value.dim(), value.dim())
+        if not all(isinstance(d, int) and d in ranks and value.shape[d] == 1 for d in dims):
             return None
         target, args, options = torch.ops.aten.sum.dim_IntList, (source, list(dims), True), {}
     elif op.kind == _EXPAND:

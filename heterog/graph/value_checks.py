@@ -69,8 +69,7 @@ def answered_guards() -> Iterator[None]:
     _device_constructors()
     with ExitStack() as stack:
         for (owner, name), (wrap, how) in functions.items():
-            instead = wrap(getattr(owner, name), how)
-            stack.enter_context(mock.patch.object(owner, name, instead))
+            stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name), how)))
         yield
 
 
@@ -119,10 +118,6 @@ def _are_equal(input: Tensor, other: Tensor) -> Tensor:
 
 def _are_close(*args: Any, **keywords: Any) -> Tensor:
     return torch.isclose(*args, **keywords).all()
-
-
-def _contains(values: Tensor, value: Tensor | float) -> Tensor:
-    return torch.eq(values, value).any()
 
 
 _UNIT, _ANSWER = "_heterog_is_drawn_from_unit", "_heterog_answer"
@@ -202,7 +197,7 @@ _CHECKED: Mapping[tuple[Any, str], tuple[Callable[..., Any], Any]] = {
 _ASKED: Mapping[tuple[Any, str], _Truth | None] = {
     (Tensor, "item"): None,
     (Tensor, "__bool__"): _itself,
-    (Tensor, "__contains__"): _contains,
+    (Tensor, "__contains__"): lambda values, value: torch.eq(values, value).any(),
     (Tensor, "equal"): _are_equal,
     (Tensor, "allclose"): _are_close,
     (torch, "equal"): _are_equal,

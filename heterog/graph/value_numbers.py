@@ -98,8 +98,7 @@ class ValueNumbers:
 
     def results(self, *outputs: Tensor | None) -> Results:
         """Values of some results of the last run, and of its inputs."""
-        every = (*outputs, *self._inputs)
-        return tuple(None if each is None else self.of(each) for each in every)
+        return tuple(None if each is None else self.of(each) for each in (*outputs, *self._inputs))
 
     def of(self, tensor: Tensor) -> Value:
         """The value of a tensor as it is now."""

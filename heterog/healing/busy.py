@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, Program
+from heterog.runtime.step.recorder import Recorder
 
 
 def device_seconds(program: Program, start_s: FloatArray, finish_s: FloatArray) -> list[float]:
@@ -24,10 +25,10 @@ def device_seconds(program: Program, start_s: FloatArray, finish_s: FloatArray) 
     ]
 
 
-class BusyClock:
+class BusyClock(Recorder):
     """Sums the seconds that this rank spends in compute tasks, over many steps.
 
-    A ``Recorder`` for ranks on CPUs. A process whose share of a core was cut runs on at full speed
+    It is for ranks on CPUs. A process whose share of a core was cut runs on at full speed
     until its share of a period is used up and then stands still, so that single steps say little.
 
     Args:

@@ -62,11 +62,6 @@ def set_silence(seconds: float, groups: Iterable[dist.ProcessGroup | None] = (No
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def all_groups() -> list[dist.ProcessGroup]:
-    """All process groups that this rank has a part in."""
-    return list(dist.distributed_c10d._world.pg_map)
-
-
 def end_cut_links() -> None:
     """End connections with machines of ranks that are cut off, from now on; all ranks call it.
 

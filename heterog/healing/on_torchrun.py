@@ -218,7 +218,7 @@ class TorchrunRank(HealingRank):
     """A rank that has plans prepared if it is the first; hosts get them with parts."""
 
     def __init__(self, generation: Generation, assignment: Assignment) -> None:
-        self._generation, self._planning = generation, generation.planning
+        self._planning = generation.planning
         stop = Path(assignment.stop)
         stop.unlink(missing_ok=True)  # of one that did not get as far as to train
         super().__init__(

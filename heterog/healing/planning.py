@@ -6,6 +6,7 @@ lost. A new question ends the search for the one before, whose answer is then th
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +109,13 @@ class Planning:
     def _plan(self, question: Question, evaluator: Evaluator) -> Plan:
         """The plan with which the job ends first."""
         running = self._running(question)
+        moving_s = cache(partial(self._moving_s, question))  # a row is ranked several times
 
         def until_done_s(row: MethodRow) -> float:
             assert row.candidate is not None
-            moving_s = self._moving_s(question, row.candidate.strategy)
-            return moving_s + question.steps_left * (row.step_time_s or 0.0)
+            return moving_s(row.candidate.strategy) + question.steps_left * (
+                row.step_time_s or 0.0
+            )
 
         request = Request(
             graph=running.graph,

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.healing.busy import BusyClock, device_seconds
 from heterog.healing.carrying import RankCarrier
-from heterog.healing.elastic import all_groups, any_rank, set_silence
+from heterog.healing.elastic import any_rank, set_silence
 from heterog.healing.exchange import Assignment, read_assignment, write_event
 from heterog.healing.shelf import INDEX, Shelf, parts_of
 from heterog.healing.snapshots import Snapshot, SnapshotWriter, part_of
@@ -75,7 +75,8 @@ class HealingRank:
         self._batch = workload.make_batch()
         tell("taking the state up")
         self._shelf = Shelf(Path(assignment.shelf))
-        self._groups = all_groups()  # but for that of the carrier, who may take long
+        # All of this rank, but for that of the carrier, who may take long.
+        self._groups = list(dist.distributed_c10d._world.pg_map)
         self._carrier, redundancy = None, assignment.redundancy
         if redundancy is not None and plan.cluster.num_hosts > 1:
             limit_s = silent_s or request.limits.timeout_s

@@ -7,6 +7,7 @@ into memory first, so that it may be deleted meanwhile.
 
     3.120.1-4           part 1 of 4 of step 120 of generation 3
     3.120.1-4.index     where its tensors are
+    3.120.1-4.begun     as much of it as is written
 
 Ranks themselves copy parts from host to host (``carrying``).
 """
@@ -16,7 +17,7 @@ import mmap
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,12 +89,14 @@ class Shelf:
 
     def parts(self) -> list[Part]:
         """All parts that are here."""
-        found = []
+        return [part for part, suffix in self._files() if not suffix]
+
+    def _files(self) -> Iterator[tuple[Part, str]]:
+        """Files that are here: their part, and what their name has beyond the part's."""
         for name in os.listdir(self.folder):
-            if match := _NAME.fullmatch(name):
+            if match := _NAME.match(name):
                 generation, step, number, num_parts = map(int, match.groups())
-                found.append(Part(Moment(generation, step, num_parts), number))
-        return found
+                yield Part(Moment(generation, step, num_parts), number), name[match.end() :]
 
     def put(
         self,
@@ -143,11 +146,10 @@ class Shelf:
         write_atomically(self.folder / name, content)
 
     def forget_before(self, moment: Moment) -> None:
-        """Delete older parts."""
-        for part in self.parts():
+        """Delete older parts, and what is left of those whose rank died while it wrote them."""
+        for part, suffix in self._files():
             if part.moment < moment:
-                for name in part.files:
-                    (self.folder / name).unlink(missing_ok=True)
+                (self.folder / f"{part.name}{suffix}").unlink(missing_ok=True)
 
     def content(self, name: str) -> mmap.mmap | bytearray:
         """A file that is here, mapped into memory: it stays readable when it is deleted.

@@ -142,7 +142,6 @@ class Steering:
         # long each device computes beside what was planned.
         self._seconds: list[float] = []
         self._quiet_s: list[float] = []
-        self._num_quiet = 0
         self._ratios: dict[int, float] = {}
 
     @property
@@ -211,7 +210,6 @@ class Steering:
             self._trial = None  # something else has happened
         self._seconds.clear()
         self._quiet_s.clear()
-        self._num_quiet = 0
         self._ratios.clear()
         losses = [self.without(self._crew.lost_with(each)) for each in self.running.devices]
         left = [each for each in dict.fromkeys(losses) if each and each not in self._prepared]
@@ -245,9 +243,7 @@ class Steering:
         """Take in the seconds of a step, except those of the first one of a generation."""
         self._seconds.append(seconds)
         if self._is_quiet:  # who plans takes cores from the ranks
-            self._num_quiet += 1
-            if self._num_quiet > WARM_STEPS:
-                self._quiet_s.append(seconds)
+            self._quiet_s.append(seconds)
 
     def hear_busy(self, busy_s: Sequence[float]) -> None:
         """Check the measured compute seconds of each rank in a step for slow devices."""
@@ -278,7 +274,7 @@ class Steering:
     @property
     def _measured_s(self) -> float:
         """Measured step time of the plan that runs, while nothing was planned."""
-        return recent_step_s(self._quiet_s, *_MEASURED)
+        return recent_step_s(self._quiet_s[WARM_STEPS:], *_MEASURED)
 
     def _look_at(self, device: int, factor: float) -> None:
         """Take in one report: time over planned time of a device, relative to the others."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from heterog.graph.placement import OpRules
 from heterog.lowering.channels import Channel
-from heterog.modes.mode import MessageCodec, MessageRule
+from heterog.modes.mode import OF_VALUES, MessageCodec, MessageRule
 
 if TYPE_CHECKING:
     from heterog.lowering.tables import GraphTables
@@ -191,8 +191,9 @@ class Program:
 
     def encodes_value(self, task: int) -> bool:
         """Whether a task encodes a value, not a gradient or parameter."""
-        is_encoded = self.kind[task] == TaskKind.ENCODE
-        return bool(is_encoded and self.codecs[int(self.codec[task]) - 1].is_of_values)
+        if self.kind[task] != TaskKind.ENCODE:
+            return False
+        return self.codecs[int(self.codec[task]) - 1].traffic in OF_VALUES
 
     @cached_property
     def buffer_maker(self) -> IntArray:
@@ -245,3 +246,10 @@ class Program:
         if self.codecs:
             digest.update(repr(self.codecs).encode())
         return digest.hexdigest()[:16]
+
+
+def early_reductions(program: Program, tables: "GraphTables") -> frozenset[int]:
+    """Tasks that reduce a value that follows from the batch alone."""
+    tasks = np.flatnonzero(program.kind == TaskKind.REDUCE_VALUE)
+    values = tables.slot_value[program.subject[tasks]]
+    return frozenset(tasks[tables.value_is_early[values] == 1].tolist())

@@ -1,5 +1,6 @@
 """Islands: teams that train alone, between averagings or beside an asynchronous server."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from heterog.errors import StrategyError
@@ -94,15 +95,24 @@ def islands(strategy: "Strategy") -> tuple[tuple[int, ...], ...]:
 
 def island_of(strategy: "Strategy", device: int) -> int | None:
     """Number of a device's island; ``None`` for a device without a part in training."""
-    found = (number for number, own in enumerate(islands(strategy)) if device in own)
-    return next(found, None)
+    return next((number for number, own in enumerate(islands(strategy)) if device in own), None)
 
 
 def _samples(decision: "Decision", batch_size: int) -> tuple[int, ...]:
     """Samples of each team of a decision."""
-    shares = batch_shares(decision.shares, batch_size)
-    of_device = dict(zip(decision.devices, shares, strict=True))
+    of_device = dict(zip(decision.devices, batch_shares(decision.shares, batch_size), strict=True))
     return tuple(sum(of_device[device] for device in team) for team in decision.teams)
+
+
+def crossing_tasks(
+    program: Program, strategy: "Strategy"
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Tasks in which devices of several islands communicate, with the devices."""
+    island_of = {device: n for n, own in enumerate(islands(strategy)) for device in own}
+    for task in (program.kind >= FIRST_LINK_KIND).nonzero()[0].tolist():
+        devices = program.channels[int(program.channel[task])].devices
+        if len({island_of.get(device, -1) for device in devices}) > 1:
+            yield task, devices
 
 
 def crossing_fault(program: Program, strategy: "Strategy") -> str:
@@ -111,11 +121,8 @@ def crossing_fault(program: Program, strategy: "Strategy") -> str:
     An island may receive the number of unmasked labels in the whole batch, per micro-batch, but
     no value that depends on another island's weights.
     """
-    island_of = {device: n for n, own in enumerate(islands(strategy)) for device in own}
-    for task in (program.kind >= FIRST_LINK_KIND).nonzero()[0].tolist():
-        devices = program.channels[int(program.channel[task])].devices
-        crosses = len({island_of.get(device, -1) for device in devices}) > 1
-        if crosses and program.num_bytes[task] > _COUNT_BYTES:
+    for task, devices in crossing_tasks(program, strategy):
+        if program.num_bytes[task] > _COUNT_BYTES:
             return (
                 f"devices {devices} of several islands exchange {program.num_bytes[task]:.0f} "
                 "bytes in every step, so that islands do not train alone; cut the groups' "

@@ -17,6 +17,7 @@ The rooms of ``heterog.modes`` import packages of higher layers in functions onl
 import json
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from heterog.records import VALUE
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from heterog.modes.on_ranks import RankMode, Rehearsal
     from heterog.runtime.deploy import DeployedStep
     from heterog.runtime.measure.rehearsal import Stage
-    from heterog.runtime.step.rank_program import RankProgram
     from heterog.simulator.evaluator import Evaluator
     from heterog.strategy.schedules import PipelineSchedule
     from heterog.strategy.strategy import Strategy
@@ -55,6 +55,30 @@ class MessageCodec(Protocol):
         """Add a decoded message to a flat tensor."""
 
 
+class Traffic(IntEnum):
+    """The content of a message."""
+
+    ACTIVATIONS = 0
+    """Values of the forward pass, sent between groups on different devices."""
+    ACTIVATION_GRADIENTS = 1
+    """Values of the backward pass, sent between stages."""
+    GRADIENTS = 2
+    """Gradients of parameters: in all-reduces, and pushed to parameter servers."""
+    PARAMETERS = 3
+    """New parameters, pulled from parameter servers."""
+    PARAMETER_CHANGES = 4
+    """Changes of an island's parameters since the last averaging."""
+
+    @property
+    def words(self) -> str:
+        """Name of the traffic in a sentence."""
+        return self.name.lower().replace("_", " ")
+
+
+OF_VALUES = (Traffic.ACTIVATIONS, Traffic.ACTIVATION_GRADIENTS)
+"""Traffic of values, which belong to other samples in each step, so a codec's error is lost."""
+
+
 class MessageRule(Protocol):
     """A codec for one kind of messages; a program lists its rules."""
 
@@ -63,16 +87,8 @@ class MessageRule(Protocol):
         """Encoding of the messages."""
 
     @property
-    def is_of_values(self) -> bool:
-        """Whether the messages are values, which have other samples in each step."""
-
-    @property
-    def is_of_gradients(self) -> bool:
-        """Whether the messages are gradients of parameters."""
-
-    @property
-    def is_of_parameters(self) -> bool:
-        """Whether the messages are new parameters."""
+    def traffic(self) -> Traffic:
+        """Content of the messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -247,10 +263,6 @@ class Mode(ABC):
     def owners(self, graph: "OpGraph", strategy: "Strategy") -> tuple[int, ...]:
         """Device whose copy of each parameter counts, by row; empty if all copies are equal."""
         return ()
-
-    def seen_fault(self, seen: "RankProgram") -> str:
-        """Why a rank's view of a program cannot be run in this mode; empty if it can."""
-        return ""
 
     def on_rank(self, step: "DeployedStep") -> "RankMode":
         """The mode's work on this rank around each step."""

@@ -136,7 +136,12 @@ class DeployedStep:
         self._model = one_model(workload, self.device)
         self._names = {tensor: graph.tensors[tensor].name for tensor in range(graph.num_inputs)}
         self.groups = parameter_groups(workload, self._model)
-        self._compare_workload(workload, max_grad_norm, loss_scale, seed)
+        asked = {
+            "max_grad_norm": str(max_grad_norm),
+            "loss_scale": "none" if loss_scale is None else str(loss_scale.scale),
+            "seed": str(seed),
+        }
+        compare(of_workload(workload, self.groups, asked), "when the plan is deployed")
         self.part = self._make_part(program)
         if not self.part.is_whole:
             self._model.register_forward_pre_hook(refuse_call)
@@ -166,21 +171,6 @@ class DeployedStep:
         # When this step is no longer referenced, or at exit: gloo may abort a process that has not
         # waited for its communication.
         weakref.finalize(self, _abandon, self._by_shape)
-
-    def _compare_workload(
-        self,
-        workload: Workload,
-        max_grad_norm: float | None,
-        loss_scale: LossScale | None,
-        seed: int,
-    ) -> None:
-        """Refuse ranks that would not train alike; see ``alike``."""
-        asked = {
-            "max_grad_norm": str(max_grad_norm),
-            "loss_scale": "none" if loss_scale is None else str(loss_scale.scale),
-            "seed": str(seed),
-        }
-        compare(of_workload(workload, self.groups, asked), "when the plan is deployed")
 
     def _compare_step(self, batch: Any) -> None:
         """Compare optimizer and batch with other ranks, before some of the steps."""
@@ -251,9 +241,6 @@ class DeployedStep:
         share_constants(captured, self.device)
         seen = RankProgram(captured.graph, strategy, program, self.rank)
         self.communicator.open(device_sets(program, strategy))
-        for mode in strategy.modes:
-            if fault := mode.seen_fault(seen):
-                raise StrategyError(fault)
         order = step_order(seen, task_order, clips=self._clips)
         return self.executor_of(captured, seen, order, sent_before)
 
@@ -374,8 +361,7 @@ class DeployedStep:
         if self.is_free_running:
             self.settle()  # otherwise this rank could wait for one that waits for its gradients
         program = self._executor.program
-        mine = (program.kind == TaskKind.UPDATE) & (program.device == self.rank)
-        tasks = np.flatnonzero(mine)
+        tasks = np.flatnonzero((program.kind == TaskKind.UPDATE) & (program.device == self.rank))
         dist.barrier()
         times = TaskTimes(dict(zip(program.subject[tasks].tolist(), tasks.tolist(), strict=True)))
         self._record_in(times)

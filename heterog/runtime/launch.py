@@ -407,12 +407,21 @@ def _signal_group(process: RankProcess, number: signal.Signals) -> None:
 
 @contextmanager
 def signals_as_exit() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the body like Ctrl-C, so that it can clean up."""
+    """Let SIGTERM and SIGHUP end the body like Ctrl-C, so that it can clean up.
+
+    Only the main thread can do this.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    owner = os.getpid()
+
     def leave(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a forked child ends as if there were no handler
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         raise SystemExit(128 + number)
 
     # Existing handlers (a testbed's, for instance) have the same purpose.

@@ -151,8 +151,7 @@ def workload_of(plan: Plan, request: RunRequest) -> Workload:
     if not source:
         raise HeterogError("the plan does not name its model; give it as `model`.")
     draw_alike()
-    batch_size = None if request.model else plan.graph.batch_size
-    return load_workload(source, batch_size, must_take=False)
+    return load_workload(source, None if request.model else plan.graph.batch_size, must_take=False)
 
 
 def set_up(
@@ -238,14 +237,14 @@ class Training:
         for number in range(self._first, last + 1):
             tell(f"step {number} of {last}")
             if number == self._first + WARM_UP_STEPS:
-                measured_from = _all_at_once(step)
-                self._losses += _late_losses(step)
-                self._since = 0
+                self._catch_up()
+                dist.barrier()
+                measured_from = time.perf_counter()
             elif not step.is_free_running:
                 dist.barrier()
             self._do_step(number, is_recorded=request.record and number == last)
         step.settle()  # teams that train apart end with one model after any number of steps
-        self._losses += _late_losses(step)
+        self._catch_up()
         together_s = (time.perf_counter() - measured_from) / request.num_steps
         if request.save is not None:
             tell("saving the checkpoint")
@@ -256,14 +255,20 @@ class Training:
         tell("leaving")
         return self._measured(together_s)
 
+    def _catch_up(self) -> None:
+        """Let all ranks make as many steps, and take the losses that no call has returned."""
+        if self._step.is_free_running:
+            self._step.settle()
+        self._losses += self._step.take_late_losses()
+        self._since = 0
+
     def _do_step(self, number: int, *, is_recorded: bool) -> None:
         """Do and measure one step."""
         step, is_measured = self._step, number >= self._first + WARM_UP_STEPS
         begin = time.perf_counter()
         with stream_of_priority(own_device(), high=True) if self._beside else nullcontext():
             if is_recorded:
-                self._losses += _late_losses(step)
-                self._since = 0
+                self._catch_up()
                 loss_tensor, start, finish = step.record(self._batch)
                 self._tasks = {"start_s": _jsonable(start), "finish_s": _jsonable(finish)}
                 loss = float(loss_tensor)
@@ -335,21 +340,6 @@ def _compiling(compiler: Compiler | None) -> dict[str, Any]:
     return {"compile_s": max(map(float, seconds)), "not_compiled": next(filter(None, why), "")}
 
 
-def _all_at_once(step: DeployedStep) -> float:
-    """Wait until all ranks have made as many steps; returns the time."""
-    if step.is_free_running:
-        step.settle()
-    dist.barrier()
-    return time.perf_counter()
-
-
-def _late_losses(step: DeployedStep) -> list[float]:
-    """Losses that no call has returned yet, if stages of a pipeline do not wait."""
-    if step.is_free_running:
-        step.settle()
-    return step.take_late_losses()
-
-
 def _beside(plan: Plan, sources: Sequence[str]) -> LowPriorityThread | None:
     """The plan's background job, not started, if it has to share this process."""
     background = plan.background
@@ -369,8 +359,7 @@ def _beside(plan: Plan, sources: Sequence[str]) -> LowPriorityThread | None:
 def main() -> None:
     """Run as one rank; errors are one line on stderr and exit code 2."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    rank = int(os.environ.get("RANK", "0"))
-    with as_rank(rank):
+    with as_rank(int(os.environ.get("RANK", "0"))):
         if len(sys.argv) != 2:
             raise HeterogError(
                 f"a rank takes one file and was given {len(sys.argv) - 1}: a plan, or a run file "
@@ -473,8 +462,7 @@ def _listen(address: str, port: int) -> socket.socket:
 
 def _published_port(path: Path, timeout_s: float) -> int:
     """The port that rank 0 chose."""
-    late = f"rank 0 did not say where to meet within {timeout_s:g} s."
-    wait_for_file(path, timeout_s, late)
+    wait_for_file(path, timeout_s, f"rank 0 did not say where to meet within {timeout_s:g} s.")
     return int(path.read_text())
 
 

@@ -74,6 +74,17 @@ def test_what_is_older_than_settled_is_let_go_but_not_for_who_reads(tmp_path: Pa
     assert reader.read(["w"])["w"].tolist() == [1.0] * 3
 
 
+def test_what_a_rank_left_that_died_while_it_wrote_is_let_go(tmp_path: Path) -> None:
+    where = Shelf(tmp_path)
+    for suffix in (".begun", ".index"):
+        (tmp_path / f"0.1.0-2{suffix}").touch()
+    (tmp_path / "0.2.1-2.begun").touch()
+    put(where, 2, 2.0)
+    where.forget_before(Moment(0, 2, 1))
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["0.2.0-1", "0.2.0-1.index", "0.2.1-2.begun"]
+
+
 def test_a_part_that_cannot_be_written_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

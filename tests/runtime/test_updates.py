@@ -16,6 +16,7 @@ from heterog.graph.grouping import group_ops
 from heterog.lowering.program import TaskKind
 from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.runtime.step import optimizer
+from heterog.runtime.step.recorder import Recorder
 from heterog.search.plan import load_plan
 from heterog.strategy.strategy import Decision, Strategy
 from tests.runtime.cases import (
@@ -191,7 +192,7 @@ def test_every_rank_can_have_a_scheduler(ranks: Ranks, tmp_path: Path, step_barr
     assert all(rates == pytest.approx([0.05, 0.025, 0.0125]) for _, rates in results)
 
 
-class Heard:
+class Heard(Recorder):
     """Tasks in the order in which they ran."""
 
     def __init__(self) -> None:
@@ -206,12 +207,6 @@ class Heard:
 
     def begin_update(self, parameters: object) -> None:
         self.updates += 1
-
-    def end_update(self, parameters: object) -> None:
-        pass
-
-    def waiting(self) -> None:
-        return None
 
 
 def listen(rank: int, path: str) -> tuple[int, int, int, bool]:

@@ -244,8 +244,7 @@ def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: boo
 
 def _check_constants(workload: Workload, traced: fx.GraphModule, *, in_memory: bool) -> None:
     """Refuse constants without values, or raise ``_UnknownConstant`` to try a model in memory."""
-    constants = {node.target for node in traced.graph.nodes if node.op == "get_attr"}
-    for name in constants:
+    for name in {node.target for node in traced.graph.nodes if node.op == "get_attr"}:
         value = getattr(traced, str(name))
         if isinstance(value, torch.Generator):
             raise CaptureError(

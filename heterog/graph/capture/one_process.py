@@ -9,7 +9,7 @@ that reads running statistics which it updates.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -85,11 +85,9 @@ def _of_whole_batch(
     return normalised.to(input.dtype)
 
 
-@contextmanager
-def statistics_of_whole_batch() -> Iterator[None]:
+def statistics_of_whole_batch() -> AbstractContextManager[object]:
     """Make every BatchNorm normalise by the statistics of the whole batch, and keep them."""
-    with mock.patch.object(torch, "batch_norm", _of_whole_batch):
-        yield
+    return mock.patch.object(torch, "batch_norm", _of_whole_batch)
 
 
 def reads_statistics(graph: fx.Graph) -> bool:

@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -139,8 +140,7 @@ def _users_lines() -> str:
 
 def users_line() -> str:
     """Place and text of the innermost line of the user's code that runs now."""
-    place = _users_lines().split(" ")[0]
-    path, _, line = place.rpartition(":")
+    path, _, line = _users_lines().split(" ")[0].rpartition(":")
     return f"{path}:{line} (`{linecache.getline(path, int(line)).strip()}`)" if path else ""
 
 
@@ -224,7 +224,8 @@ def clear_errors(workload: Workload, modules: "OpenModules | None") -> Iterator[
     except CaptureError:
         raise
     except Exception as error:
-        frame = _users_frame(error)
+        frames = reversed(traceback.extract_tb(error.__traceback__))
+        frame = next((each for each in frames if is_users(each.filename)), None)
         where = f"{frame.filename}:{frame.lineno} (`{frame.line}`)" if frame else _place(error)
         module = modules.innermost if modules else "making the model or its batch"
         if isinstance(error, DATA_DEPENDENT):
@@ -428,12 +429,6 @@ def _place(error: BaseException) -> str:
     return "its backward pass" if _frames_in(error, "/torch/autograd/") else "unknown line"
 
 
-def _users_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame of the user's code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return next((each for each in reversed(frames) if is_users(each.filename)), None)
-
-
 def trace(
     workload: Workload,
     mode: FakeTensorMode,
@@ -478,7 +473,8 @@ def trace(
             # drop it. The trace already has all gradients, so autograd is off: some ops of a trace
             # cannot be differentiated (complex slices).
             with torch.no_grad():
-                traced = make_fx(functionalize(_interpret(raw), remove="mutations"))(*flat)
+                run = partial(fx.Interpreter(raw).run, enable_io_processing=False)
+                traced = make_fx(functionalize(run, remove="mutations"))(*flat)
         else:
             traced = raw
             raw.graph.set_codegen(CodeGen())  # takes flat inputs, as a second trace does
@@ -532,10 +528,3 @@ def _conjugate_numbers(graph: fx.Graph) -> None:
         reader.args = fx.map_arg(reader.args, lambda each: numbers.get(each, each))
     for node in numbers:
         graph.erase_node(node)
-
-
-def _interpret(module: fx.GraphModule) -> Callable[..., Any]:
-    def run(*values: Tensor) -> Any:
-        return fx.Interpreter(module).run(*values, enable_io_processing=False)
-
-    return run

@@ -313,8 +313,7 @@ def _indexed_dims(call: OpCall) -> list[tuple[int, Entry, tuple[Entry, ...]]]:
         (d if d < at else d + len(broadcast), source, whole) for d, source in enumerate(kept)
     ]
     for dim in range(len(broadcast)):
-        carriers = tuple(aligned(shape, broadcast, dim) for shape in shapes)
-        found.append((at + dim, R, carriers))
+        found.append((at + dim, R, tuple(aligned(shape, broadcast, dim) for shape in shapes)))
     return found
 
 

@@ -86,8 +86,7 @@ def readers_window(stencil: Stencil, rows: int) -> Window | None:
     if rows % stencil.stride:
         return None
     before = (stencil.reach - 1 - stencil.padding) // stencil.stride
-    after = (stencil.padding - 1) // stencil.stride + 1
-    return Window(rows // stencil.stride, before, after)
+    return Window(rows // stencil.stride, before, (stencil.padding - 1) // stencil.stride + 1)
 
 
 def widened(window: Window, rows: int, units: int) -> Window:
@@ -227,8 +226,7 @@ def _batch_norm_backward(call: OpCall, dim: int, units: int) -> RuleResult | Non
         return None
     own = H(dim, Window(_rows(call, "input", dim, units), 0, 0))
     inputs = _named(call, grad_out=own, input=own, save_mean=L, save_invstd=L)
-    outputs = (S(dim), P, P)[: len(call.outputs)]
-    return RuleResult(inputs, outputs, Special.LOCAL_STATISTICS)
+    return RuleResult(inputs, (S(dim), P, P)[: len(call.outputs)], Special.LOCAL_STATISTICS)
 
 
 _RULES: dict[str, _HaloRule] = {

@@ -76,14 +76,9 @@ LINEAR_IN_FIRST = (
 """Linear in the first input (the output's gradient), whatever the others are."""
 
 
-@splits(*NONLINEAR)
-def _nonlinear(call: OpCall) -> list[Axis]:
-    return broadcast_axes(call)
-
-
-@splits(*IDENTITIES, *LINEAR_IN_FIRST, linear=[(0,)])
-def _linear_in_first(call: OpCall) -> list[Axis]:
-    return broadcast_axes(call)
+splits(*NONLINEAR)(broadcast_axes)
+splits(*IDENTITIES, *LINEAR_IN_FIRST, linear=[(0,)])(broadcast_axes)
+splits("copy.default", linear=[(1,), (0, 1)])(broadcast_axes)  # the first lends only its shape
 
 
 @rule("_to_copy.default", "_conj.default")
@@ -131,12 +126,6 @@ def _in_whole(call: OpCall) -> list[Axis]:
 def _masked_fill(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
     linear = [(0,)] if call.args["value"] == 0 else []
     return choose(call, placements, axis_size, broadcast_axes(call), linear)
-
-
-@splits("copy.default", linear=[(1,), (0, 1)])
-def _copy(call: OpCall) -> list[Axis]:
-    # The first argument lends only its shape.
-    return broadcast_axes(call)
 
 
 @rule("copy_.default")

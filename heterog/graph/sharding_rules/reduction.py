@@ -10,6 +10,8 @@ The divisors that autograd puts into backward nodes are global already, so only 
 their own elements need a ``Special``.
 """
 
+from functools import partial
+
 from heterog.graph.op_costs import CHECK
 from heterog.graph.placement import L, OpCall, P, R
 from heterog.graph.sharding_rules.table import (
@@ -45,27 +47,19 @@ def _reduction_axes(
     return axes
 
 
-@splits("sum.default", "sum.dim_IntList", linear=[(0,)])
-@splits("nansum.default", "count_nonzero.default", "count_nonzero.dim_IntList")
-def _sum(call: OpCall) -> list[Axis]:
-    return _reduction_axes(call, summed=True)
-
-
-@splits("mean.default", "mean.dim", linear=[(0,)])
-def _mean(call: OpCall) -> list[Axis]:
-    return _reduction_axes(call, summed=True, special=Special.MEAN_TO_SUM)
-
-
-@splits(
+_SUM = partial(_reduction_axes, summed=True)
+_MEAN = partial(_SUM, special=Special.MEAN_TO_SUM)
+splits("sum.default", "sum.dim_IntList", linear=[(0,)])(_SUM)
+splits("nansum.default", "count_nonzero.default", "count_nonzero.dim_IntList")(_SUM)
+splits("mean.default", "mean.dim", linear=[(0,)])(_MEAN)
+splits(
     *("amax.default", "amin.default", "max.default", "min.default", "max.dim", "min.dim"),
     *("argmax.default", "argmin.default", "median.dim", "kthvalue.default", "mode.default"),
     *("any.default", "any.dim", "any.dims", "all.default", "all.dim", "all.dims"),
     *("prod.default", "prod.dim_int", "logsumexp.default", "linalg_vector_norm.default"),
     *("var.correction", "std.correction", "var_mean.correction", "std_mean.correction"),
     *("norm.ScalarOpt_dim", "nanmedian.dim", "median.default", "aminmax.default"),
-)
-def _reduce(call: OpCall) -> list[Axis]:
-    return _reduction_axes(call)
+)(_reduction_axes)
 
 
 _ALONG = (

@@ -124,7 +124,12 @@ def splits(
     def enter(function: _Axes) -> _Axes:
         def chosen(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
             groups = [
-                [place for each in group for place in _places_of(call, each)] for group in linear
+                [
+                    place
+                    for each in group
+                    for place in (positions(call, each) if isinstance(each, str) else (each,))
+                ]
+                for group in linear
             ]
             base = positions(call, summand)
             return choose(call, placements, axis_size, function(call), groups, summand=base)
@@ -133,10 +138,6 @@ def splits(
         return function
 
     return enter
-
-
-def _places_of(call: OpCall, given: int | str) -> tuple[int, ...]:
-    return (given,) if isinstance(given, int) else positions(call, given)
 
 
 Entry = int | Placement
@@ -220,12 +221,11 @@ def choose(
     def moved(candidate: RuleResult) -> float:
         return _moved_elements(call.inputs, placements, candidate.inputs)
 
-    splits = [*extra, *_splits(call, placements, axis_size, axes)]
-    best = min(splits, key=moved, default=None)
+    best = min([*extra, *_splits(call, placements, axis_size, axes)], key=moved, default=None)
     if best is not None and moved(best) < inf:
         return best
-    whole = _whole(call, placements)
-    return min([*_partials(call, placements, linear, summand), whole], key=moved)
+    partials = _partials(call, placements, linear, summand)
+    return min([*partials, _whole(call, placements)], key=moved)
 
 
 def with_shared_stream(rule: RuleResult) -> RuleResult:

@@ -298,8 +298,7 @@ def exchange_tape(
         is_push: Whether gradients are pushed, or weights pulled.
     """
     num_devices = channels.cluster.num_devices
-    num_tasks = sum(3 + len(each.rows) for each in traffic)
-    writer = TapeWriter(num_tasks, len(sizes), num_devices)
+    writer = TapeWriter(sum(3 + len(each.rows) for each in traffic), len(sizes), num_devices)
     kind = TaskKind.PUSH if is_push else TaskKind.PULL
     for number, each in enumerate(traffic):
         sender, receiver = each.ends(is_push=is_push)
@@ -349,8 +348,7 @@ def team_paces(evaluator: Evaluator, strategy: Strategy, choice: Choice) -> tupl
     paces = []
     for team, members in enumerate(islands(strategy)):
         own = np.isin(tasks["device"], members)
-        compute_s = float(finish[own].max(initial=0.0))
-        paces.append(_pace(evaluator, strategy, choice, team, compute_s))
+        paces.append(_pace(evaluator, strategy, choice, team, float(finish[own].max(initial=0.0))))
     evaluator.num_evaluations = counted
     return tuple(paces)
 

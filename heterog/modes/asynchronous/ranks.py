@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from heterog.errors import HeterogError
-from heterog.lowering.program import FIRST_LINK_KIND
 from heterog.modes.asynchronous.value import AsynchronousServer, exchanged
 from heterog.modes.asynchronous.weight_server import (
     Ask,
@@ -26,10 +25,9 @@ from heterog.modes.asynchronous.weight_server import (
     flat_of,
     numeric_options,
 )
-from heterog.modes.islands import island_of, islands
+from heterog.modes.islands import island_of
 from heterog.modes.on_ranks import RankMode, Reading, parts_of
 from heterog.runtime.step.collectives import group_limit
-from heterog.runtime.step.rank_program import RankProgram
 
 if TYPE_CHECKING:
     from heterog.runtime.checkpoint.contents import Contents
@@ -194,22 +192,3 @@ class AsynchronousTraining(RankMode):
             raise HeterogError(
                 f"the server on rank {self._rank} has ended: {self.weights.error}"
             ) from self.weights.error
-
-
-def meeting_fault(seen: RankProgram) -> str:
-    """Why teams of a program would wait for each other in a step; empty if they do not.
-
-    The number of unmasked labels is not exchanged, because every rank has the whole batch and
-    counts them itself.
-    """
-    team_of = {device: n for n, own in enumerate(islands(seen.strategy)) for device in own}
-    program = seen.program
-    for task in (program.kind >= FIRST_LINK_KIND).nonzero()[0].tolist():
-        devices = program.channels[int(program.channel[task])].devices
-        if len({team_of.get(each, -1) for each in devices}) > 1 and not seen.is_early(task):
-            return (
-                f"devices {devices} of several teams exchange a value in every step, so that they "
-                "would wait for each other; an asynchronous server needs a loss that is a mean "
-                "over samples or labels."
-            )
-    return ""

@@ -34,6 +34,7 @@ from heterog.modes.islands import (
     MOST_STEPS,
     check_islands,
     crossing_fault,
+    crossing_tasks,
     island_of,
     island_samples,
     islands,
@@ -50,9 +51,8 @@ if TYPE_CHECKING:
     from heterog.methods.planner import Planner
     from heterog.modes.on_ranks import RankMode
     from heterog.runtime.deploy import DeployedStep
-    from heterog.runtime.step.rank_program import RankProgram
     from heterog.simulator.evaluator import Evaluator
-    from heterog.strategy.strategy import Decision, Strategy
+    from heterog.strategy.strategy import Strategy
 
 MOST_TICKS = 1_000_000
 """Most ticks of one step; the order of pushes needs no finer clock."""
@@ -221,8 +221,22 @@ class AsynchronousServer(Mode):
             )
 
     def fault(self, program: "Program", strategy: "Strategy", tables: "GraphTables") -> str:
-        """Why a program's teams cannot train alone; empty if they can."""
-        return crossing_fault(program, strategy)
+        """Why a program's teams cannot train alone, and in their own time; empty if they can.
+
+        The number of unmasked labels is not exchanged, because every rank has the whole batch and
+        counts them itself.
+        """
+        from heterog.lowering.program import early_reductions
+
+        early = early_reductions(program, tables)
+        meeting = (
+            f"devices {devices} of several teams exchange a value in every step, so that they "
+            "would wait for each other; an asynchronous server needs a loss that is a mean over "
+            "samples or labels"
+            for task, devices in crossing_tasks(program, strategy)
+            if task not in early
+        )
+        return crossing_fault(program, strategy) or next(meeting, "")
 
     def encode(
         self, strategy: "Strategy", tables: "GraphTables", channels: "ChannelTable"
@@ -262,12 +276,6 @@ class AsynchronousServer(Mode):
     def owners(self, graph: OpGraph, strategy: "Strategy") -> tuple[int, ...]:
         """The server's devices, which keep the optimizer state with their copies."""
         return server_of_rows(graph, strategy)
-
-    def seen_fault(self, seen: "RankProgram") -> str:
-        """Why teams would wait for each other in a step; empty if they do not."""
-        from heterog.modes.asynchronous.ranks import meeting_fault
-
-        return meeting_fault(seen)
 
     def on_rank(self, step: "DeployedStep") -> "RankMode":
         """Pulls and pushes of a rank."""
@@ -341,8 +349,7 @@ def exchanged(
     group = group_ops(graph).group
     rows: dict[tuple[int, int], list[int]] = {}
     for row, server in enumerate(server_of_rows(graph, strategy)):
-        decision: Decision = strategy.decisions[int(group[graph.updates[row][0]])]
-        holders = sorted(decision.teams[team])
+        holders = sorted(strategy.decisions[int(group[graph.updates[row][0]])].teams[team])
         for device in holders[:1] if is_push else holders:
             rows.setdefault((device, server), []).append(row)
     return tuple(Traffic(*key, tuple(found)) for key, found in sorted(rows.items()))
@@ -372,11 +379,9 @@ def kept_bytes(
     Returns:
         # [num_devices]
     """
-    server = strategy.own_mode(AsynchronousServer)
-    messages = 2 * len(server.ticks)
+    messages = 2 * len(strategy.own_mode(AsynchronousServer).ticks)
     kept = [0.0] * num_devices
-    dealt = _dealt(strategy, sizes, groups)
-    for size, group, home in zip(sizes, groups, dealt, strict=True):
+    for size, group, home in zip(sizes, groups, _dealt(strategy, sizes, groups), strict=True):
         for device in strategy.decisions[group].devices:
             kept[device] += size * (2.0 - state_ratio)
         kept[home] += size * (1.0 + messages + state_ratio)

@@ -35,7 +35,6 @@ from heterog.graph.op_graph import OpGraph
 from heterog.modes.asynchronous.value import (
     AsynchronousServer,
     PushOrder,
-    Traffic,
     exchanged,
     server_of_rows,
 )
@@ -160,8 +159,7 @@ class WeightServer:
         make_optimizer: Callable[[dict[int, nn.Parameter]], torch.optim.Optimizer],
         messages: Messages,
     ) -> None:
-        server = strategy.own_mode(AsynchronousServer)
-        self._server = server
+        self._server = strategy.own_mode(AsynchronousServer)
         rows = [row for row, home in enumerate(server_of_rows(graph, strategy)) if home == rank]
         self.values = {row: nn.Parameter(parameters[row].detach().clone()) for row in rows}
         self.optimizer = make_optimizer(self.values)
@@ -174,8 +172,12 @@ class WeightServer:
         self._named = numeric_options(self.optimizer)
         teams = range(len(self._server.ticks))
         self._pushes, self._pulls = (
-            [
-                _with_server(exchanged(graph, strategy, team, is_push=is_push), rank)
+            [  # (device of the team, rows) of each exchange with this server
+                [
+                    (device, rows)
+                    for device, server, rows in exchanged(graph, strategy, team, is_push=is_push)
+                    if server == rank
+                ]
                 for team in teams
             ]
             for is_push in (True, False)
@@ -253,9 +255,15 @@ class WeightServer:
                 self._expect(team)
                 gradients = self._receive(team)
                 with stretch.changed:
-                    stretch.wait_for_begins(team, self._server.staleness)
+                    # For every team to begin the step that is tau steps before this push.
+                    stretch.wait_for(
+                        lambda: (
+                            stretch.done[team] + 1 - min(stretch.begun) <= self._server.staleness
+                        )
+                    )
                     self._step(team, gradients)
-                    stretch.has_pushed(team)
+                    stretch.done[team] += 1
+                    stretch.changed.notify_all()
         except Exception as error:  # raised by the thread that waits for all
             self._fail(error)
             with stretch.changed:
@@ -352,32 +360,16 @@ class _Stretch:
 
         The caller holds ``changed`` until the team's weights are copied.
         """
-        self._wait_for(lambda: self.done[team] - min(self.done) <= staleness)
+        self.wait_for(lambda: self.done[team] - min(self.done) <= staleness)
         self.most_ahead = max(self.most_ahead, self.done[team] - min(self.done))
         self.begun[team] += 1
         self.changed.notify_all()
 
-    def wait_for_begins(self, team: int, staleness: int) -> None:
-        """Wait until every team has begun the step that is tau steps before this team's push.
-
-        The caller holds ``changed``.
-        """
-        self._wait_for(lambda: self.done[team] + 1 - min(self.begun) <= staleness)
-
-    def _wait_for(self, is_so: Callable[[], bool]) -> None:
+    def wait_for(self, is_so: Callable[[], bool]) -> None:
+        """Wait until something is so; the caller holds ``changed``."""
         self.changed.wait_for(lambda: self.error is not None or is_so())
         if self.error is not None:
             raise self.error
-
-    def has_pushed(self, team: int) -> None:
-        """Count a push; the caller holds ``changed``."""
-        self.done[team] += 1
-        self.changed.notify_all()
-
-
-def _with_server(traffic: Sequence[Traffic], rank: int) -> list[tuple[int, tuple[int, ...]]]:
-    """(device of the team, rows) of each exchange with this server."""
-    return [(device, rows) for device, server, rows in traffic if server == rank]
 
 
 def flat_of(values: Sequence[Tensor]) -> Tensor:

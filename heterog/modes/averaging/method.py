@@ -113,8 +113,7 @@ class AveragedReplicas(Planner):
                 tried.append(self._tried(evaluator, decision))
             if tried:
                 speeds, best = evaluator.speeds, min(tried, key=by_preference)
-                attempt = partial(self._tried, evaluator)
-                tried += refined(best, lambda _: speeds, attempt)
+                tried += refined(best, lambda _: speeds, partial(self._tried, evaluator))
                 tried += self._without_slow(evaluator, min(tried, key=by_preference))
         why_none = "there are no two devices or hosts with samples to average between"
         return best_of(tried, problem, spending, why_none)
@@ -152,8 +151,7 @@ class AveragedReplicas(Planner):
         kept = [each for each in whole[1].decisions[0].teams if each != team]
         devices = {device for each in kept for device in each}
         weights = [speed if device in devices else 0.0 for device, speed in enumerate(speeds)]
-        shares = split_in_proportion(evaluator.graph.batch_size, weights)
-        decision = island_decision(kept, shares)
+        decision = island_decision(kept, split_in_proportion(evaluator.graph.batch_size, weights))
         if decision is None:
             return None
         rest = self._tried(evaluator, decision)

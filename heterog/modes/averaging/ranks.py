@@ -91,8 +91,7 @@ class Averager(RankMode):
         masters: Masters,
         communicator: Communicator,
     ) -> None:
-        averaging = strategy.own_mode(Averaging)
-        self.averaging: Averaging = averaging
+        self.averaging: Averaging = strategy.own_mode(Averaging)
         self.every_bucket = averaged_buckets(graph, strategy)
         communicator.open({bucket.devices for bucket in self.every_bucket})
         self._rank = rank
@@ -227,8 +226,7 @@ class Averager(RankMode):
                 new = outer_step(self.outer[row], new, self.averaging)
             elif self.averaging.has_outer:
                 state = self.outer[row]
-                difference = torch.sub(state.anchor, new, out=new)
-                new = outer_step(state, difference, self.averaging)
+                new = outer_step(state, torch.sub(state.anchor, new, out=new), self.averaging)
             if before is None:
                 value.copy_(new)
             else:  # plus the island's changes since it was sent
@@ -306,8 +304,7 @@ def _island_state(step: DeployedStep) -> list[tuple[str, Tensor]]:
     """Tensors of the optimizer's state that this rank saves for its island."""
     island, found = _island_of(step), []
     for row, stepped in _stepped_rows(step).items():
-        team = step.part.decision(row).teams[island]
-        if step.rank != min(team):
+        if step.rank != min(step.part.decision(row).teams[island]):
             continue
         name, _ = name_and_shape(step, row)
         for key, value in step.optimizer.state.get(stepped, {}).items():
@@ -347,8 +344,7 @@ def saved_averaging(step: DeployedStep, averager: Averager, contents: Contents) 
                 f"the checkpoint's {name} has shape {contents.shape(name)}, not {shape}; it is "
                 "damaged."
             )
-        dtype = dtype_of(contents.dtype(name))
-        wanted[name] = like.detach().new_empty(shape, dtype=dtype)
+        wanted[name] = like.detach().new_empty(shape, dtype=dtype_of(contents.dtype(name)))
 
     rows = _stepped_rows(step)
     names = set(contents.names)

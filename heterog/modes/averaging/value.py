@@ -49,7 +49,7 @@ from heterog.modes.islands import (
     island_of,
     island_samples,
 )
-from heterog.modes.mode import EncodedMode, Mode
+from heterog.modes.mode import EncodedMode, Mode, Traffic
 from heterog.records import Count, Int32, Number
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy
 
@@ -199,7 +199,10 @@ class Averaging(Mode):
         group = group_ops(graph).group
         owners = {strategy.decisions[int(group[op])].devices for op, _, _ in graph.updates}
         for rule in codec_rules(strategy):
-            if rule.of_changes and tuple(sorted(rule.devices)) not in owners:
+            if (
+                rule.traffic == Traffic.PARAMETER_CHANGES
+                and tuple(sorted(rule.devices)) not in owners
+            ):
                 raise StrategyError(
                     f"the strategy has a codec, {rule}, but averaging brings together parameters "
                     f"of devices {', '.join(map(str, sorted(owners)))}; name one of these sets."
@@ -445,8 +448,7 @@ def passes_after(averaging: Averaging, *, has_codec: bool) -> tuple[Pass, ...]:
     """
     found: tuple[Pass, ...] = ()
     if has_codec or averaging.has_outer:
-        momentum = MOMENTUM if averaging.has_outer else ()
-        found = (CLEAR if has_codec else DIFFER, *momentum, MOVE)
+        found = (CLEAR if has_codec else DIFFER, *(MOMENTUM if averaging.has_outer else ()), MOVE)
     return (*found, *LEARNED_SINCE) if averaging.delay else (*found, TAKE_OVER)
 
 
@@ -537,8 +539,7 @@ def _write_end(
 ) -> None:
     """Write the work of all replicas after that: decode messages, and take over the result."""
     size = bucket.num_bytes
-    passes = passes_after(averaging, has_codec=bucket.rule is not None)
-    cost = size * times_moved(passes)
+    cost = size * times_moved(passes_after(averaging, has_codec=bucket.rule is not None))
     if bucket.rounded_bytes:
         cost += size + bucket.rounded_bytes  # masters are read, the model's values written
     for device in bucket.devices:
@@ -557,9 +558,8 @@ def averaging_seconds(evaluator: "Evaluator", strategy: Strategy, choice: "Choic
         strategy: Strategy with an averaging.
         choice: The same strategy, encoded.
     """
-    averaging = strategy.own_mode(Averaging)
     tape = averaging_tape(
-        averaging,
+        strategy.own_mode(Averaging),
         averaged_buckets(evaluator.graph, strategy),
         evaluator.channels,
         num_parameters=len(evaluator.tables.parameter_bytes),

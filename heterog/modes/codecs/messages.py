@@ -244,8 +244,7 @@ class _Splice:
         self._new_reads += [(encode, buffer) for buffer in read]
         self._new_reads.append((task, self._buffer(message, encode, src)))
         dst = int(record["device"])
-        is_value = record["kind"] == TaskKind.SEND
-        kind = TaskKind.DECODE if is_value else TaskKind.DECODE_SUM
+        kind = TaskKind.DECODE if record["kind"] == TaskKind.SEND else TaskKind.DECODE_SUM
         decode = self._add(task, _AFTER, kind, dst, size * DECODE_BYTES[each.rule.codec.kind])
         self._new_reads.append((decode, self._buffer(message, task, dst)))
         self._maker[made] = decode

@@ -80,8 +80,7 @@ def _halves(flat: Tensor) -> Tensor:
     least, most = torch.aminmax(flat)
     if -_MOST_HALF <= least and most <= _MOST_HALF:
         return half
-    beyond = half.isinf() & flat.isfinite()
-    return torch.where(beyond, half.sign() * _MOST_HALF, half)
+    return torch.where(half.isinf() & flat.isfinite(), half.sign() * _MOST_HALF, half)
 
 
 def _steps(flat: Tensor) -> Tensor:
@@ -101,8 +100,7 @@ def _steps(flat: Tensor) -> Tensor:
 
 def _largest(flat: Tensor, codec: Codec) -> Tensor:
     """The kept values, followed by their positions."""
-    num_elements = flat.numel()
-    kept, has_bitmap = codec.kept(num_elements, flat.element_size())
+    kept, has_bitmap = codec.kept(flat.numel(), flat.element_size())
     is_kept = _is_among_largest(flat, kept)
     where = is_kept.nonzero().view(-1)
     values = _as_bytes(flat[where])

@@ -18,11 +18,12 @@ sent unchanged, because a message of half of them would be as long.
 """
 
 from dataclasses import dataclass, replace
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from heterog.errors import StrategyError
 from heterog.modes.mode import EncodedMode, Mode
+from heterog.modes.mode import Traffic as Traffic
 from heterog.names import shown
 from heterog.records import Int32, Many, Record
 
@@ -50,28 +51,6 @@ class CodecKind(StrEnum):
     TOP_K = "top_k"
 
 
-class Traffic(IntEnum):
-    """The content of a message."""
-
-    ACTIVATIONS = 0
-    """Values of the forward pass, sent between groups on different devices."""
-    ACTIVATION_GRADIENTS = 1
-    """Values of the backward pass, sent between stages."""
-    GRADIENTS = 2
-    """Gradients of parameters: in all-reduces, and pushed to parameter servers."""
-    PARAMETERS = 3
-    """New parameters, pulled from parameter servers."""
-    PARAMETER_CHANGES = 4
-    """Changes of an island's parameters since the last averaging."""
-
-    @property
-    def words(self) -> str:
-        """Name of the traffic in a sentence."""
-        return self.name.lower().replace("_", " ")
-
-
-OF_VALUES = (Traffic.ACTIVATIONS, Traffic.ACTIVATION_GRADIENTS)
-"""Traffic of values, which belong to other samples in each step, so a codec's error is lost."""
 WITH_FEEDBACK = (Traffic.GRADIENTS, Traffic.PARAMETER_CHANGES)
 """Traffic that adds up over steps, and over any number of devices, so that a codec's error is
 added to the next message."""
@@ -190,26 +169,6 @@ class CodecRule:
                 "top_k on parameters would set most of them to 0; choose fp16 or int8."
             )
 
-    @property
-    def is_of_values(self) -> bool:
-        """Whether the messages are values."""
-        return self.traffic in OF_VALUES
-
-    @property
-    def is_of_gradients(self) -> bool:
-        """Whether the messages are gradients."""
-        return self.traffic == Traffic.GRADIENTS
-
-    @property
-    def is_of_parameters(self) -> bool:
-        """Whether the messages are new parameters."""
-        return self.traffic == Traffic.PARAMETERS
-
-    @property
-    def of_changes(self) -> bool:
-        """Whether the messages are changes of islands since the last averaging."""
-        return self.traffic == Traffic.PARAMETER_CHANGES
-
     def __str__(self) -> str:
         """A description for users and error messages."""
         between = ", ".join(map(str, self.devices))
@@ -284,7 +243,7 @@ class Codecs(Mode):
                     f"{', '.join(map(str, rule.devices))}; keep one of them."
                 )
             seen.add((rule.traffic, rule.devices))
-            if rule.of_changes != sends_changes:
+            if (rule.traffic == Traffic.PARAMETER_CHANGES) != sends_changes:
                 others = [mode.words for mode in strategy.modes if mode.sends_changes]
                 raise StrategyError(
                     f"the strategy has a codec, {rule}, and "

@@ -66,8 +66,7 @@ def parse_stash(text: str) -> "StashedPipelines":
             "PipeDream's, stash=2 leaves messages more time. Their number in a batch may follow: "
             "stash=1,micro_batches=8."
         )
-    stash = WeightStash(boundary_steps=int(value))
-    return StashedPipelines(stash, int(count) if others else None)
+    return StashedPipelines(WeightStash(boundary_steps=int(value)), int(count) if others else None)
 
 
 class StashedPipelines(Planner):

@@ -225,8 +225,7 @@ def held_s(tape: Tape, prices: Prices) -> float:
     sent = np.bincount(tasks["channel"], tasks["num_bytes"], len(start) - 1)
     channel = np.repeat(np.arange(len(sent)), np.diff(start))
     held_s = sent[channel] * channels.resource_s_per_byte
-    held = np.bincount(channels.resource, held_s, prices.num_resources)
-    return float(held.max(initial=0.0))
+    return float(np.bincount(channels.resource, held_s, prices.num_resources).max(initial=0.0))
 
 
 class StagedStep:
@@ -315,8 +314,7 @@ class StagedStep:
         of_device = np.bincount(key, seconds[computes], passes * len(stage_of))
         takes_part = stage_of >= 0
         found = np.zeros((num_stages, passes))
-        by_device = of_device.reshape(passes, -1).T[takes_part]
-        np.maximum.at(found, stage_of[takes_part], by_device)
+        np.maximum.at(found, stage_of[takes_part], of_device.reshape(passes, -1).T[takes_part])
         return found.T
 
     def _lags(
@@ -355,5 +353,4 @@ def stage_pace(evaluator: Evaluator, choice: Choice) -> tuple[StagePace, float, 
     number = int(lowered.tape.counts[NUM_TASKS])
     stage = next(mode for mode in choice.modes if isinstance(mode, EncodedStash)).stage
     staged = StagedStep(lowered.tape, evaluator.tables_of(choice), stage, choice.num_micro)
-    pace = staged.pace(timings.seconds[:number], replayed.finish[:number])
-    return pace, local_s, lowered
+    return staged.pace(timings.seconds[:number], replayed.finish[:number]), local_s, lowered

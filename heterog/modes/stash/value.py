@@ -387,8 +387,7 @@ class WeightStash(Mode):
         It has the times of single passes, from which ``paces`` computes the pace of stages with
         several batches under way, and the memory of stages without older weights.
         """
-        groups = [decision.devices for decision in strategy.decisions]
-        chunks = device_chunks(groups, num_devices)
+        chunks = device_chunks([decision.devices for decision in strategy.decisions], num_devices)
         return PipelineSchedule(in_flight=tuple((1,) * len(own) for own in chunks))
 
     def encode(

@@ -280,15 +280,12 @@ def publish(contents: Contents, index: Path, data: Path) -> None:
     except (TypeError, ValueError) as error:
         raise StrategyError(f"'extra' cannot be saved as JSON: {error}.") from error
     for path in index.parent.iterdir():
-        if DATA_FOLDER.fullmatch(path.name) and path.name != data.name and _is_data(path):
+        is_older = DATA_FOLDER.fullmatch(path.name) and path.name != data.name and path.is_dir()
+        # Only with nothing but the data of a checkpoint.
+        if is_older and all(
+            each.suffix == ".distcp" or each.name == ".metadata" for each in path.iterdir()
+        ):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_data(folder: Path) -> bool:
-    """Whether a folder holds only the data of a checkpoint."""
-    return folder.is_dir() and all(
-        path.suffix == ".distcp" or path.name == ".metadata" for path in folder.iterdir()
-    )
 
 
 def _metadata(contents: Contents) -> Metadata:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from heterog.lowering.program import TaskKind
+from heterog.modes.mode import Traffic
 from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
 from heterog.runtime.checkpoint.contents import Contents, dtype_of
 from heterog.runtime.checkpoint.held import name_and_shape
@@ -47,8 +48,7 @@ def left_out_entries(step: DeployedStep) -> Iterator[Entry]:
     for kept in _every_kind(step):
         for key, flat in kept.feedback.left_out.items():
             for row, value in _by_row(step, kept.rows[key], flat):
-                name = f"{_prefix(step, kept, row)}{step.rank}"
-                yield Entry.of_whole(name, value)
+                yield Entry.of_whole(f"{_prefix(step, kept, row)}{step.rank}", value)
 
 
 class NewLeftOut:
@@ -93,8 +93,7 @@ class NewLeftOut:
                 for rank in ranks
             }
             for name in self._names(contents, _prefix(self._step, kept, row), now):
-                dtype = dtype_of(contents.dtype(name))
-                target = torch.empty(contents.shape(name), dtype=dtype)
+                target = torch.empty(contents.shape(name), dtype=dtype_of(contents.dtype(name)))
                 wanted.setdefault(name, []).append((whole_box(tuple(target.shape)), target))
                 self._reads.append((value, target))
         return flat
@@ -130,7 +129,7 @@ def _every_kind(step: DeployedStep) -> Iterator[Kept]:
     program = part.program
     senders: dict[Key, set[int]] = {}
     for task in np.flatnonzero(program.kind == TaskKind.ENCODE).tolist():
-        if part.rule(task).is_of_gradients:
+        if part.rule(task).traffic == Traffic.GRADIENTS:
             key = int(program.subject[task]), part.channel(part.message_of[task]).devices
             senders.setdefault(key, set()).add(int(program.device[task]))
     yield Kept(

@@ -322,8 +322,7 @@ class NewState:
             if is_elementwise(key, self._contents.shape(name), first.shape):
                 named = [(f"optimizer.{each.name}.{key}", each.pieces) for each in stepped.members]
                 self._check_elementwise(key, stepped.members)
-                dtype = dtype_of(self._contents.dtype(name))
-                state[key] = self._read(stepped.value, dtype, named)
+                state[key] = self._read(stepped.value, dtype_of(self._contents.dtype(name)), named)
                 continue
             state[key] = self._read_whole(name)
             check_is_once(stepped, first.name, key, state[key].numel())

@@ -220,8 +220,7 @@ def in_slurm(variables: Mapping[str, str]) -> list[FoundMachine]:
             raise HeterogError(
                 "SLURM_JOB_NODELIST is not set: run this within a Slurm job (salloc, sbatch)."
             )
-        asked = variables.get(f"SLURM_GPUS_PER_NODE{end}", "")
-        name, _, count = asked.rpartition(":")
+        name, _, count = variables.get(f"SLURM_GPUS_PER_NODE{end}", "").rpartition(":")
         if matching_types(name):
             devices = [listed(name)] * int(count)
         else:

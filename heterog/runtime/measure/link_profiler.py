@@ -110,8 +110,7 @@ def _repeat(act: Callable[[], None], *, takes_part: bool) -> tuple[float, float]
 
 def gathered(values: Sequence[float]) -> list[list[float]]:
     """Gather the values of all ranks."""
-    mine = torch.tensor(values, dtype=torch.float64)
-    return [part.tolist() for part in from_every_rank(mine)]
+    return [part.tolist() for part in from_every_rank(torch.tensor(values, dtype=torch.float64))]
 
 
 def _point_to_point(

@@ -58,6 +58,7 @@ from heterog.runtime.step.executor import StepExecutor
 from heterog.runtime.step.local_op import local_ops
 from heterog.runtime.step.optimizer import Masters, make_optimizer
 from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.recorder import Recorder
 from heterog.runtime.step.step_order import step_order
 from heterog.runtime.step.whole_model import other_inputs
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
@@ -199,8 +200,8 @@ class LoopbackCommunicator(Communicator):
         return Pending(None, lambda: tensor)
 
 
-class _Clock:
-    """Records the seconds of every task of a step.
+class _Clock(Recorder):
+    """Records the seconds of every task of a step, and ignores the optimizer.
 
     On a CPU with one thread, it divides the thread's CPU time by the share of a core that it may
     use. A quota stops the process for tens of milliseconds at any place; the division spreads the
@@ -228,15 +229,6 @@ class _Clock:
         """Note the end of a task."""
         end = self._now()
         self.own.setdefault(task, []).append((self._begin, end))
-
-    def begin_update(self, parameters: Sequence[int]) -> None:
-        """Ignore the optimizer, which is measured on its own."""
-
-    def end_update(self, parameters: Sequence[int]) -> None:
-        """Ignore the optimizer, which is measured on its own."""
-
-    def waiting(self) -> None:
-        """Record no wait: the communicator sends nothing."""
 
     def seconds(self) -> dict[int, list[float]]:
         """Seconds of every call, by task."""

@@ -194,10 +194,12 @@ def profile_local(
     with _alone():
         for position, source in enumerate(distinct):
             workload = load_workload(source, batch_size)
+            code = Path(source.rpartition(":")[0])  # a user's; none for the zoo
+            version = hashlib.sha256(code.read_bytes()).hexdigest()[:8] if code.is_file() else ""
             captured: CapturedStep | None = None
             measured: set[int] = set()
             for number, share in enumerate(SHARES, position * len(SHARES) + 1):
-                key = f"{source} {_version_of(source)} {batch_size} {share}"
+                key = f"{source} {version} {batch_size} {share}"
                 if key not in done:
                     captured = captured or capture_step(workload)
                     samples = max(1, round(share * captured.graph.batch_size))
@@ -231,12 +233,6 @@ def _profiled(
     except torch.OutOfMemoryError:
         tell(f"{workload.name}: {samples} samples do not fit on {device_type}; left out")
         return []
-
-
-def _version_of(source: str) -> str:
-    """A hash that changes with a user's file; empty for the zoo."""
-    path = Path(source.rpartition(":")[0])
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:8] if path.is_file() else ""
 
 
 @contextmanager

@@ -12,6 +12,7 @@ Values, and the memory that is really needed, depend on data and are not checked
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -125,12 +126,6 @@ class Wire:
                 raise RehearsalError(f"ranks {group} reduce unequally often")
 
 
-class _UnderWay(NamedTuple):
-    """A message or an all-reduce that is under way: to wait for it is to check its other side."""
-
-    wait: Callable[[], None]
-
-
 class RehearsedCommunicator(Communicator):
     """A communicator that compares messages instead of sending them."""
 
@@ -145,18 +140,20 @@ class RehearsedCommunicator(Communicator):
     def _start_send(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
         line = self._wire.line(self.rank, dst, group, tag)
         line.sent.append(_Parcel(tensor.numel(), tensor.dtype))
-        return _UnderWay(partial(line.check_taken, len(line.sent) - 1))
+        return SimpleNamespace(wait=partial(line.check_taken, len(line.sent) - 1))
 
     def _start_receive(self, tensor: Tensor, src: int, group: Any = None, tag: int = 0) -> Any:
         line = self._wire.line(src, self.rank, group, tag)
         line.expected.append(_Parcel(tensor.numel(), tensor.dtype))
-        return _UnderWay(partial(line.check_sent, len(line.expected) - 1))
+        return SimpleNamespace(wait=partial(line.check_sent, len(line.expected) - 1))
 
     def _start_all_reduce(self, tensor: Tensor, group: Any = None) -> Any:
         members = group or self._everyone
         parcels = self._wire.reduced.setdefault(members, {}).setdefault(self.rank, [])
         parcels.append(_Parcel(tensor.numel(), tensor.dtype))
-        return _UnderWay(partial(self._wire.check_reduced, members, self.rank, len(parcels) - 1))
+        return SimpleNamespace(
+            wait=partial(self._wire.check_reduced, members, self.rank, len(parcels) - 1)
+        )
 
     def sum_over_all(self, tensor: Tensor) -> Pending:
         """Sum over all ranks.
@@ -230,9 +227,7 @@ def rehearse(
     if wrong:
         return wrong
 
-    def make() -> Stage:
-        return Stage(captured, strategy, program, task_order, sent_before, clips, check)
-
+    make = partial(Stage, captured, strategy, program, task_order, sent_before, clips, check)
     with torch.no_grad(), without_collector():
         return _play(make)
 
@@ -278,9 +273,6 @@ class Stage:
         self.now = 0, BEGIN
         seen = RankProgram(graph, strategy, program, 0)
         self.modes = [mode.rehearsal(self) for mode in strategy.modes]
-        for mode in strategy.modes:
-            if fault := mode.seen_fault(seen):
-                raise StrategyError(fault)
         self.order = step_order(seen, task_order, clips=clips)
         self.tables = seen.tables
         ops = _rehearsed_ops(captured, axis_plan(graph, strategy.op_rules))
@@ -453,33 +445,23 @@ class _RehearsedOp(LocalOp):
         return list(made)
 
     def _make(self, inputs: Sequence[Tensor], share: Share) -> list[Tensor]:
-        if self.call.kind in BAGS or self._is_as_captured(inputs, share):
+        given = [(tuple(value.shape), value.dtype) for value in inputs]
+        whole = [(meta.shape, getattr(torch, meta.dtype)) for meta in self.call.inputs]
+        outputs = self.call.outputs
+        shapes = [self.local_shape_of_output(index, share) for index in range(len(outputs))]
+        is_as_captured = given == whole and shapes == [meta.shape for meta in outputs]
+        if self.call.kind in BAGS or is_as_captured:
             # Its outputs are known. Some kernels of the meta device refuse inputs, or give other
             # shapes than those of devices (_grouped_mm, BAGS).
             return [
-                torch.empty(
-                    self.local_shape_of_output(index, share),
-                    dtype=getattr(torch, meta.dtype),
-                    device=META,
-                )
-                for index, meta in enumerate(self.call.outputs)
+                torch.empty(shape, dtype=getattr(torch, meta.dtype), device=META)
+                for shape, meta in zip(shapes, outputs, strict=True)
             ]
         made = self._kernel(inputs, share)
-        for index, value in enumerate(made):
-            wanted = self.local_shape_of_output(index, share)
+        for value, wanted in zip(made, shapes, strict=False):
             if tuple(value.shape) != wanted and not self.is_incomplete(share):
                 raise RehearsalError(f"it makes {tuple(value.shape)} instead of {wanted}")
         return made
-
-    def _is_as_captured(self, inputs: Sequence[Tensor], share: Share) -> bool:
-        """Whether an op's inputs and outputs are whole tensors, as in the capture."""
-        given = [(tuple(value.shape), value.dtype) for value in inputs]
-        return given == [
-            (meta.shape, getattr(torch, meta.dtype)) for meta in self.call.inputs
-        ] and all(
-            self.local_shape_of_output(index, share) == meta.shape
-            for index, meta in enumerate(self.call.outputs)
-        )
 
 
 class _RehearsedOptimizer(torch.optim.Optimizer):

@@ -217,13 +217,11 @@ def train_beside(
     trainer = Trainer(workload, torch.device("cpu"))
     governor = Governor(limit)
     watch = StepWatch(heartbeat)
-    seen = threading.Lock()
 
     def look() -> None:
         while True:
-            with seen:
-                for seconds in watch.steps():
-                    governor.observe(seconds)
+            for seconds in watch.steps():
+                governor.observe(seconds)
             time.sleep(_POLL_S)
 
     threading.Thread(target=look, daemon=True).start()

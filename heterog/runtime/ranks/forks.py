@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 PRELOADED = ("torch._dynamo", "torch.distributed", "numpy")
 """Modules that ranks import later than their own module: capture, mostly."""
@@ -41,24 +41,6 @@ _ROOM = 4000 * " "
 _END_S = 3.0
 _IMPORTED_S = 120.0
 """Seconds for imports; if they take longer, ranks are started by themselves."""
-
-
-class RankProcess(Protocol):
-    """The interface of a rank's process: a part of ``subprocess.Popen``."""
-
-    @property
-    def pid(self) -> int:
-        """Id of the process, which leads a process group of the same id."""
-
-    def poll(self) -> int | None:
-        """Exit code, or minus the signal that ended it; ``None`` while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end of the process.
-
-        Raises:
-            subprocess.TimeoutExpired: it still runs after ``timeout`` seconds.
-        """
 
 
 def end_with_parent(parent: int) -> None:
@@ -142,7 +124,7 @@ class Forks:
         arguments: Sequence[str],
         variables: Mapping[str, str],
         words: Path,
-    ) -> RankProcess | None:
+    ) -> "_Forked | None":
         """Fork a rank in a process group of its own.
 
         Args:
@@ -287,15 +269,11 @@ class Forks:
 
 
 class _Forked:
-    """A rank that was forked; see ``RankProcess``."""
+    """A rank that was forked, with the part of the interface of ``Popen`` that is in use."""
 
     def __init__(self, forks: Forks, pid: int) -> None:
-        self._forks, self._pid = forks, pid
+        self._forks, self.pid = forks, pid
         self.code: int | None = None
-
-    @property
-    def pid(self) -> int:
-        return self._pid
 
     def poll(self) -> int | None:
         if self.code is None:
@@ -306,8 +284,12 @@ class _Forked:
         if self.code is None:
             self._forks.hear_end(self, timeout)
         if self.code is None:
-            raise subprocess.TimeoutExpired(str(self._pid), timeout or 0.0)
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         return self.code
+
+
+RankProcess: TypeAlias = subprocess.Popen[bytes] | _Forked
+"""A rank's process, which leads a process group of its id."""
 
 
 class _Server:

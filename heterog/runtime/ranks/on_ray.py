@@ -207,6 +207,7 @@ class Host:
         self._id = uuid.uuid4().hex
         self._open = ExitStack()
         self._folder = Path(self._open.enter_context(temporary_folder()))
+        self._output = self._folder / "measured.json"
         self._open.enter_context(rank_forks(RANKS_OWN))
         self._running: tuple[int, dict[int, LocalRank]] = -1, {}
         self._lock = threading.Lock()
@@ -248,10 +249,6 @@ class Host:
         """End the ranks and remove their files."""
         self.end()
         self._open.close()
-
-    @property
-    def _output(self) -> Path:
-        return self._folder / "measured.json"
 
     def _start(
         self,
@@ -335,31 +332,28 @@ class NodeHost:
     def look(self) -> None:
         """Read a new answer, if there is one, and ask again; from any thread."""
         with self._lock:
-            self._look()
-
-    def _look(self) -> None:
-        now_s = time.monotonic()
-        if self._asked is None:
-            if now_s - self._asked_s < (_OFTEN_S if self._is_known else _AGAIN_S):
+            now_s = time.monotonic()
+            if self._asked is None:
+                if now_s - self._asked_s < (_OFTEN_S if self._is_known else _AGAIN_S):
+                    return
+                self._asked, self._asked_s = self.actor.look.remote(*self.position), now_s
+            self.silent_s = now_s - self._asked_s
+            if not self._ray.wait([self._asked], timeout=0)[0]:
+                if self.silent_s >= len(self._again) * _AGAIN_S:  # tests the link with data
+                    self._again.append(self.actor.look.remote(*self.position))
+                self.is_here = self.is_here and not self._is_lost
                 return
-            self._asked, self._asked_s = self.actor.look.remote(*self.position), now_s
-        self.silent_s = now_s - self._asked_s
-        if not self._ray.wait([self._asked], timeout=0)[0]:
-            if self.silent_s >= len(self._again) * _AGAIN_S:  # tests the link with data
-                self._again.append(self.actor.look.remote(*self.position))
-            self.is_here = self.is_here and not self._is_lost
-            return
-        answer, self._asked, self._again = self._asked, None, []
-        try:
-            told = self._ray.get(answer)
-        except self._ray.exceptions.RayTaskError:
-            raise  # a bug of heterog, not a lost node
-        except self._ray.exceptions.RayError:
-            self.is_here = self._is_known = False
-            return
-        self.is_here = self._is_known = True
-        self.silent_s = 0.0
-        self.hear(told)
+            answer, self._asked, self._again = self._asked, None, []
+            try:
+                told = self._ray.get(answer)
+            except self._ray.exceptions.RayTaskError:
+                raise  # a bug of heterog, not a lost node
+            except self._ray.exceptions.RayError:
+                self.is_here = self._is_known = False
+                return
+            self.is_here = self._is_known = True
+            self.silent_s = 0.0
+            self.hear(told)
 
     @property
     def _is_lost(self) -> bool:

@@ -22,25 +22,24 @@ import re
 import secrets
 import signal
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Literal
 
 from heterog.cluster.spec import load_cluster, yaml_names
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogWarning
+from heterog.runtime.launch import signals_as_exit
 from heterog.runtime.ranks.emulated_network import (
     INTERFACE,
     MTU,
     SUBNET,
-    Handler,
     TestbedError,
     connect,
     deferred_signals,
@@ -146,7 +145,7 @@ class Testbed(Place):
         self.name = ""
         self._owner_pid = 0
         self._is_open = False
-        self._previous_handlers: dict[signal.Signals, Handler] = {}
+        self._signals = ExitStack()
         _check_hosts(cluster)
         # Systems other than Linux get here, and fail with a clear error when it is opened.
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
@@ -170,7 +169,7 @@ class Testbed(Place):
         self.name = _new_name()
         atexit.register(self._close)
         try:
-            self._install_handlers()
+            self._signals.enter_context(signals_as_exit())
             _remove_leftovers()
             self._build()
         except BaseException as error:
@@ -294,30 +293,7 @@ class Testbed(Place):
                 # Only now: after a signal before the removal, the end of the process removes it.
                 atexit.unregister(self._close)
         finally:
-            self._restore_handlers()
-
-    def _install_handlers(self) -> None:
-        """Turns the signals that would end the process at once into an exit with clean-up.
-
-        SIGINT raises KeyboardInterrupt already. Only the main thread can do this; elsewhere the
-        next testbed removes what a signal left.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                self._previous_handlers[number] = signal.signal(number, self._on_signal)
-
-    def _restore_handlers(self) -> None:
-        while self._previous_handlers:
-            signal.signal(*self._previous_handlers.popitem())
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._owner_pid:  # a forked child ends as if there were no handler
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
-        raise SystemExit(128 + number)
+            self._signals.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -507,8 +483,7 @@ def _remove_cgroups(folder: Path) -> None:
     if not folder.exists():
         return
     deadline_s = time.monotonic() + _KILL_TIMEOUT_S
-    groups = [*(path for path in folder.iterdir() if path.is_dir()), folder]
-    for group in groups:
+    for group in [*(path for path in folder.iterdir() if path.is_dir()), folder]:
         while group.exists():
             # Repeatedly, because a process may fork while its siblings are killed.
             _kill_all(group)

@@ -97,8 +97,7 @@ class Replicas:
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         self._tensors = list(tensors)
-        random = torch.Generator().manual_seed(0)
-        drawn = torch.randint(0, 2, (MOST_ELEMENTS,), generator=random)
+        drawn = torch.randint(0, 2, (MOST_ELEMENTS,), generator=torch.Generator().manual_seed(0))
         self._signs = drawn.to(torch.float32).mul_(2).sub_(1)
         self._begin = [signed for signed, _ in self._sums()]
 
@@ -215,7 +214,9 @@ def resize(
         StrategyError: the model runs other ops on this batch, or the plan's decisions cannot be
             executed on it; says why.
     """
-    shapes = pytree.tree_map(_without_memory, batch)
+    shapes = pytree.tree_map_only(
+        torch.Tensor, lambda leaf: torch.empty_like(leaf, device="cpu"), batch
+    )
     size = ", ".join(str(tuple(value.shape)) for _, _, value in named_leaves(batch))
     try:
         captured = capture_step(replace(workload, example_batch=lambda: shapes), planned)
@@ -241,10 +242,6 @@ def resize(
             "batches of the planned shapes, or plan for this one, too."
         )
     return ResizedStep(captured=captured, strategy=strategy, program=resized)
-
-
-def _without_memory(leaf: Any) -> Any:
-    return torch.empty_like(leaf, device="cpu") if isinstance(leaf, torch.Tensor) else leaf
 
 
 def by_name(graph: OpGraph, values: Mapping[int, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class Conversions:
         self._losses = losses
         self._communicator = communicator
         self._halos = Halos(part, values, communicator)
-        self._incomplete: dict[int, Sequence[Tensor]] = {}  # inputs of ops, by buffer
+        self.incomplete: dict[int, Sequence[Tensor]] = {}
         self._goes_back: list[bool] = []  # by task; empty if none does
         for mode in part.strategy.modes:
             self._goes_back = mode.goes_back(part.program, part.tables) or self._goes_back
@@ -139,8 +139,7 @@ class Conversions:
         samples, units = self._sent(part.message_of[task], slot, micro)
         held = self._values.held[part.reads(task)[0]]
         (made,) = part.made(task)
-        message = codec.encode(self._piece(slot, held, samples, units))
-        self._values.held[made] = Held(message)
+        self._values.held[made] = Held(codec.encode(self._piece(slot, held, samples, units)))
 
     def _decode(self, task: int, slot: int, micro: int) -> None:
         """Decode a received message."""
@@ -224,8 +223,7 @@ class Conversions:
             for buffer in part.reads(task):
                 if buffer in self._values.held:
                     local = self._values.held[buffer].tensor().clone()
-        devices = part.channel(task).devices
-        pending = self._communicator.all_reduce(local.contiguous(), devices)
+        pending = self._communicator.all_reduce(local.contiguous(), part.channel(task).devices)
         if is_early:
             self._losses.keep_label_weight(part.value_of[tensor], pending)
         self._hold(task, Held(pending, samples))
@@ -272,8 +270,7 @@ class Conversions:
             # In the backward pass the task also reads a gradient, to wait for it.
             is_value = part.value_in(buffer)[0] == int(part.tables.slot_value[slot])
             if is_value and not is_empty and buffer in self._values.held:
-                held = self._values.held[buffer]
-                local = self._piece(slot, held, samples, units).reshape(-1)
+                local = self._piece(slot, self._values.held[buffer], samples, units).reshape(-1)
         by_units = int(part.program.units[task] > 0)
 
         def whole(parts: list[Tensor]) -> Tensor:
@@ -284,8 +281,7 @@ class Conversions:
             full = [each for each in shaped if each[1].numel()]
             return join_in_order(full or shaped, place)  # a layer may have no features
 
-        pending = self._communicator.all_gather(local, devices, counts, whole)
-        self._hold(task, Held(pending, *made))
+        self._hold(task, Held(self._communicator.all_gather(local, devices, counts, whole), *made))
 
     def _scatter(self, task: int, value: int, micro: int) -> None:
         """Sum the parts of a value over the team that made them; each keeps its own slice."""
@@ -315,10 +311,6 @@ class Conversions:
         summed = Pending(None, lambda: pending.wait().view(own))
         self._hold(task, Held(summed, samples, along.units_of(part.rank)))
 
-    def keep_inputs(self, buffer: int, inputs: Sequence[Tensor]) -> None:
-        """Keep the inputs of an op that has made one number per row; ``_complete`` reads them."""
-        self._incomplete[buffer] = inputs
-
     def _complete(self, task: int, value: int, micro: int) -> None:
         """Gather the numbers per row of a team's members; each then makes its columns."""
         part = self._part
@@ -337,12 +329,11 @@ class Conversions:
         for buffer in part.reads(task):
             if buffer in self._values.held:
                 own = self._values.held[buffer].tensor().reshape(-1)
-                inputs = self._incomplete.pop(buffer)
+                inputs = self.incomplete.pop(buffer)
         counts = [prod(rows) if along.units_of(device)[1] else 0 for device in devices]
 
         def whole(parts: list[Tensor]) -> Tensor:
-            numbers = [part.view(rows) for part in parts if part.numel()]
-            return completed(call, inputs, numbers)
+            return completed(call, inputs, [part.view(rows) for part in parts if part.numel()])
 
         pending = self._communicator.all_gather(own, devices, counts, whole)
         self._hold(task, Held(pending, samples, along.units_of(part.rank)))

@@ -18,6 +18,7 @@ from heterog.errors import StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.grouped import grouped
 from heterog.lowering.program import OP_KINDS, Program, TaskKind
+from heterog.modes.mode import Traffic
 from heterog.runtime.step.collectives import Communicator, Pending
 from heterog.runtime.step.compiled import Compiler
 from heterog.runtime.step.conversions import Conversions
@@ -248,8 +249,7 @@ class StepExecutor:
             return
         recorder, step, values = self._updates.recorder, self._step, self._values
         assert step is not None
-        pieces = self._pieces_of(turns)
-        for turn, segment in pieces or [Piece(turn, None) for turn in turns]:
+        for turn, segment in self._pieces_of(turns) or [Piece(turn, None) for turn in turns]:
             if segment is None:
                 self.take(turn)
                 continue
@@ -281,7 +281,9 @@ class StepExecutor:
         elif step is not None:  # the first step has none before it
             self._play(task, step)
             if task >= 0 and not of_step_before:
-                self._values.drop_read_by(task)
+                for buffer in self.seen.reads(task):
+                    if self._values.is_last_reader(task, buffer):
+                        self._values.held.pop(buffer, None)
 
     def _sum_loss(self) -> Pending | None:
         """Sum the parts of the loss of all ranks, or of the ranks that a mode names."""
@@ -390,13 +392,13 @@ class StepExecutor:
     def _encode(self, task: int, subject: int, micro: int, step: StepUpdates) -> None:
         if self.program.encodes_value(task):
             self._conversions.run(task, subject, micro)
-        elif self.seen.rule(task).is_of_parameters:
+        elif self.seen.rule(task).traffic == Traffic.PARAMETERS:
             self._updates.encode(task, subject)
         else:
             step.gradients.encode(task, subject)
 
     def _decode_sum(self, task: int, subject: int, _: int, step: StepUpdates) -> None:
-        if self.seen.rule(task).is_of_parameters:
+        if self.seen.rule(task).traffic == Traffic.PARAMETERS:
             self._updates.decode(subject)
         else:
             step.gradients.decode(task)

@@ -121,8 +121,7 @@ class Gradients:
             value, whole = part.value_in(buffer)
             for row in part.parameters_of_value.get(value, ()):
                 if not part.gradient_is_converted(row) and part.gives(row, micro):
-                    recipe = self._keep(row, {(value, whole): buffer}, spans, micro)
-                    found.append((row, recipe))
+                    found.append((row, self._keep(row, {(value, whole): buffer}, spans, micro)))
         return found
 
     def keep_gathered(self, task: int, slot: int, micro: int) -> None:
@@ -485,8 +484,7 @@ def decoded(
     received = communicator.receive(message, src, task)
 
     def finish() -> Tensor:
-        flat = codec.decode(received.wait(), like.numel(), like.dtype)
-        into.copy_(flat.view(like.shape))
+        into.copy_(codec.decode(received.wait(), like.numel(), like.dtype).view(like.shape))
         return into
 
     return Pending(None, finish)

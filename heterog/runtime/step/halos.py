@@ -93,8 +93,7 @@ class Halos:
         samples, rows = overlap(owned_samples, samples), common(owned, wanted)
         if part.rank == src:
             held = self._values.held[part.reads(task)[0]]
-            piece = self._piece(said, held, samples, rows)
-            self._communicator.send(piece, dst, task)
+            self._communicator.send(self._piece(said, held, samples, rows), dst, task)
             return
         place, batch = part.plan.batch_placement(said.tensor), part.graph.batch_size
         shape = list(local_shape(part.graph.tensors[said.tensor].shape, place, samples[1], batch))
@@ -109,8 +108,7 @@ class Halos:
         place, value = self._part.plan.batch_placement(said.tensor), held.tensor()
         value = cut_span(value, place, held.samples, samples)
         units = self._part.plan.axes[int(self._part.plan.tensor_axis[said.tensor])]
-        have = rows_held(held, said.size, units)
-        return take(value, said.dim, have, rows)
+        return take(value, said.dim, rows_held(held, said.size, units), rows)
 
     def join(self, task: int, slot: int, micro: int) -> None:
         """Join the rows that this rank has received with its own."""

@@ -140,7 +140,7 @@ class Interpreter:
                 outputs[1] = weight
         made = self._part.made(task)[: len(outputs)]  # without a token, which only orders tasks
         if noted.is_incomplete:
-            self._conversions.keep_inputs(made[0], inputs)
+            self._conversions.incomplete[made[0]] = inputs
         for buffer, output in zip(made, outputs, strict=True):
             values.held[buffer] = Held(output, reader.samples, noted.units)
         if not noted.is_again:
@@ -182,16 +182,22 @@ class Interpreter:
         spans, local_op = part.spans_of_task(task, op), self._ops[op]
         reader = self._values.reader(spans, micro)
         is_again = part.kinds[task] is not TaskKind.COMPUTE
-        share = reader.share or local_op.whole
+        share, units = reader.share or local_op.whole, reader.units
+        if part.is_recut[row]:  # its team cuts the outputs anew: all of the axis
+            units = 0, part.spans_of_value(int(part.tables.value_start[row])).units
         is_incomplete = local_op.is_incomplete(share)
-        # With copies of its buffers, because BatchNorm would update its statistics again.
-        own_buffers = self._buffers_read(op) if is_again else ()
+        graph = part.graph
+        own_buffers = tuple(  # copied, because BatchNorm would update its statistics again
+            position
+            for position, tensor in enumerate(graph.ops[op].inputs)
+            if is_again and graph.tensors[graph.storage[tensor]].kind == TensorKind.BUFFER
+        )
         return NotedOp(
             local_op=local_op,
             share=share,
             reader=reader,
             micro=micro,
-            units=self._units_made(row) if part.is_recut[row] else reader.units,
+            units=units,
             draws_for=self._draws_for(local_op, spans, micro) if local_op.is_random else None,
             is_again=is_again,
             is_incomplete=is_incomplete,
@@ -207,11 +213,6 @@ class Interpreter:
             ),
         )
 
-    def _units_made(self, row: int) -> Span:
-        """Units that an op outputs if its team cuts them anew: all of the axis."""
-        along = self._part.spans_of_value(int(self._part.tables.value_start[row]))
-        return 0, along.units
-
     def _draws_for(self, local_op: LocalOp, spans: Spans | None, micro: int) -> int | None:
         """The rank whose random numbers an op draws; ``None`` if every rank draws the same."""
         along_batch, along_axis = local_op.draws_own
@@ -222,12 +223,3 @@ class Interpreter:
         if spans.num_teams == 1 and self._part.num_micro == 1:
             return None  # every device draws for the whole output
         return spans.speaker(micro, self._part.rank)
-
-    def _buffers_read(self, op: int) -> tuple[int, ...]:
-        """Inputs of an op, by position, that are buffers of the model, which it may change."""
-        graph = self._part.graph
-        return tuple(
-            position
-            for position, tensor in enumerate(graph.ops[op].inputs)
-            if graph.tensors[graph.storage[tensor]].kind == TensorKind.BUFFER
-        )

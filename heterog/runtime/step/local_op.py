@@ -233,11 +233,10 @@ class LocalOp:
     def _steps_buffers(self, graph: OpGraph) -> tuple[int, ...]:
         if Special.LOCAL_STATISTICS not in self.specials:
             return ()
-        inputs = graph.ops[self.index].inputs
         return tuple(
             position
             for position, (tensor, place) in enumerate(
-                zip(inputs, self.along_axis.inputs, strict=True)
+                zip(graph.ops[self.index].inputs, self.along_axis.inputs, strict=True)
             )
             if place.kind == "S"
             and place.outer > 1  # a run of units is a view
@@ -387,8 +386,7 @@ class LocalOp:
         per_unit = self.call.inputs[where].shape[place.dim] // self.whole.units
         first = share.first_unit
         words = range(first * per_unit, (first + share.units) * per_unit)
-        is_mean = not self.weighs_labels
-        return on_own_words(self.call, run, inputs, words, is_mean=is_mean)
+        return on_own_words(self.call, run, inputs, words, is_mean=not self.weighs_labels)
 
     def is_incomplete(self, share: Share) -> bool:
         """Whether the op makes one number per row, from which its team then makes the columns."""

@@ -57,13 +57,10 @@ def keep_state_in(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -
         return
     setattr(optimizer, _DTYPE, dtype)
 
-    def widen(stepper: torch.optim.Optimizer, *_: object) -> None:
-        _convert(stepper, None)
-
     def narrow(stepper: torch.optim.Optimizer, *_: object) -> None:
         _convert(stepper, dtype)
 
-    optimizer.register_step_pre_hook(widen)
+    optimizer.register_step_pre_hook(lambda stepper, *_: _convert(stepper, None))
     optimizer.register_step_post_hook(narrow)
     optimizer.register_load_state_dict_post_hook(narrow)
 
@@ -326,9 +323,8 @@ class Updates:
     def gather(self, bucket: int) -> None:
         """Send a bucket's new slices to all devices that keep its parameters whole."""
         sliced = self._part.sliced[bucket]
-        whole = self._slices.whole[bucket]
         self._gathering[bucket] = self._communicator.all_gather_slices(
-            whole, sliced.devices, sliced.counts
+            self._slices.whole[bucket], sliced.devices, sliced.counts
         )
 
     def update(self, row: int, step: StepUpdates) -> None:

@@ -22,10 +22,11 @@ from heterog.lowering.program import (
     SLOT_KINDS,
     Program,
     TaskKind,
+    early_reductions,
 )
 from heterog.lowering.tables import Domain, GraphTables, graph_tables
 from heterog.lowering.value_reads import Recut
-from heterog.modes.mode import MessageRule
+from heterog.modes.mode import MessageRule, Traffic
 from heterog.runtime.step.op_inputs import needs, sources
 from heterog.runtime.step.slices import SlicedBucket, parameter_rings, sliced_buckets
 from heterog.runtime.step.spans import Spans, cut_span, join, spans_of_groups
@@ -112,13 +113,6 @@ def _groups_of_readers(program: Program, tables: GraphTables) -> dict[int, int]:
         assert program.kind[by] <= LAST_OP_KIND
         found[task] = group
     return found
-
-
-def _early_reductions(program: Program, tables: GraphTables) -> frozenset[int]:
-    """Tasks that reduce a value that follows from the batch alone."""
-    tasks = np.flatnonzero(program.kind == TaskKind.REDUCE_VALUE)
-    values = tables.slot_value[program.subject[tasks]]
-    return frozenset(tasks[tables.value_is_early[values] == 1].tolist())
 
 
 def _values_in_buffers(program: Program, tables: GraphTables) -> tuple[list[int], list[int]]:
@@ -226,7 +220,7 @@ class RankProgram:
         self._read_buffer: list[int] = program.read_buffer.tolist()
         self._buffer_start: list[int] = program.buffer_start.tolist()
         self.message_of = _messages(program)
-        self._early = _early_reductions(program, tables)
+        self._early = early_reductions(program, tables)
         self._reads_of: dict[int, list[int]] = {}
         self._near_of: dict[int, Near] = {}
         self._ring_devices: dict[int, tuple[int, ...]] = {}
@@ -322,8 +316,7 @@ class RankProgram:
         home = self.strategy.homes[row]
         if home >= 0:
             return [home]
-        group = int(self._group[self.graph.updates[row][0]])
-        return [self.strategy.decisions[group].devices[0]]
+        return [self.strategy.decisions[int(self._group[self.graph.updates[row][0]])].devices[0]]
 
     def gradient_dtype(self, row: int) -> torch.dtype:
         """Dtype of a parameter's gradient, which may differ from the parameter's."""
@@ -359,18 +352,15 @@ class RankProgram:
             and (sliced is None or sliced.stage == 1)
         )
 
-    def ring_size(self, row: int, ring: Ring) -> int:
-        """Elements of a parameter that a ring adds up."""
-        size = self.graph.tensors[self.graph.updates[row][1]].meta.num_elements
-        return size if row not in self.sharded else round(size * ring.part)
-
     def place_in_ring(self, row: int, ring: Ring) -> tuple[int, int]:
         """First element, and number of elements, of a parameter in its bucket of a ring."""
         place = self._place_in_ring.get((row, ring.devices))
         if place is None:
             begin = 0
             for each in self.bucket_members[self.bucket[row]]:
-                size = self.ring_size(each, ring)
+                size = self.graph.tensors[self.graph.updates[each][1]].meta.num_elements
+                if each in self.sharded:
+                    size = round(size * ring.part)
                 self._place_in_ring[each, ring.devices] = begin, size
                 begin += size
             place = self._place_in_ring[row, ring.devices]
@@ -381,8 +371,7 @@ class RankProgram:
         if not self._ring_devices:
             self._find_rings_of_copies()
         devices = self._ring_devices[task]
-        row = int(self.program.subject[task])
-        return self.ring_over(row, devices)
+        return self.ring_over(int(self.program.subject[task]), devices)
 
     def ring_over(self, row: int, devices: tuple[int, ...]) -> Ring:
         """The ring of a parameter's gradients over some devices."""
@@ -438,8 +427,7 @@ class RankProgram:
         """
         if self.strategy.homes[row] != device:
             return False
-        group = int(self._group[self.graph.updates[row][0]])
-        decision = self.strategy.decisions[group]
+        decision = self.strategy.decisions[int(self._group[self.graph.updates[row][0]])]
         domain = int(self.tables.gradient_domain[row])
         has_one_team = len(decision.division.all_teams) == 1
         is_whole = domain == Domain.NOBODY or (domain == Domain.PEERS and has_one_team)
@@ -453,8 +441,7 @@ class RankProgram:
         """
         if not any(ring.is_once for ring in self.rings[row]):
             return True
-        value = int(self.tables.parameter_gradient[row])
-        spans = self.spans_of_op[self.maker(value)]
+        spans = self.spans_of_op[self.maker(int(self.tables.parameter_gradient[row]))]
         assert spans is not None
         team = spans.team_of(self.rank)
         if self.tables.gradient_slot[row] >= 0:  # gathered, so that every member has it
@@ -467,7 +454,7 @@ class RankProgram:
         if kind is _GATHER_PARAMETERS:
             return self.zero_stage(int(self.program.subject[task])) < 3
         if kind in _CODES:
-            return self.rule(task).is_of_parameters
+            return self.rule(task).traffic == Traffic.PARAMETERS
         return kind in _ENDS_UPDATE
 
     def rule(self, task: int) -> MessageRule:

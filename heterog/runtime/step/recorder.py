@@ -5,7 +5,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from heterog.lowering.program import FloatArray
 
 
-class Recorder(Protocol):
-    """An object that is notified when a rank begins and ends its tasks."""
+class Recorder:
+    """Is notified when a rank begins and ends its tasks; this one ignores it."""
 
     def begin_task(self, task: int) -> None:
         """Called before a task of the program runs."""
@@ -34,9 +34,10 @@ class Recorder(Protocol):
 
     def waiting(self) -> Callable[[float, float], None] | None:
         """A function to call with start and end of a wait for the communication issued now."""
+        return None
 
 
-class TaskTimes:
+class TaskTimes(Recorder):
     """Records when this rank ran each task of one step.
 
     Times are seconds of ``time.perf_counter`` since ``origin``. A wait at the start of a task
@@ -120,11 +121,7 @@ def _seconds_behind(origin: float) -> float:
 
     The clock of ``time.perf_counter`` counts from the machine's start for all of its processes.
     """
-    own = torch.tensor([float(zlib.crc32(_machine().encode())), origin], dtype=torch.float64)
+    boot = Path("/proc/sys/kernel/random/boot_id")  # on Linux, drawn at each start of the machine
+    machine = boot.read_text("ascii") if boot.exists() else platform.node()
+    own = torch.tensor([float(zlib.crc32(machine.encode())), origin], dtype=torch.float64)
     return origin - min(float(each[1]) for each in from_every_rank(own) if each[0] == own[0])
-
-
-def _machine() -> str:
-    """A name of this machine; on Linux one that is drawn at each start."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text("ascii") if boot.exists() else platform.node()

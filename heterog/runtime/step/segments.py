@@ -172,8 +172,7 @@ class Segments:
         if self.compiler is None or task in self.sent_before:
             return _Way.IN_SEGMENT
         if noted is None:
-            is_update = self.part.kinds[task] is TaskKind.UPDATE
-            return _Way.COMPILED if is_update else _Way.IN_SEGMENT
+            return _Way.COMPILED if self.part.kinds[task] is TaskKind.UPDATE else _Way.IN_SEGMENT
         stays = noted.local_op.is_random or noted.local_op.steps_statistics
         return _Way.IN_SEGMENT if stays else _Way.COMPILED
 

@@ -190,7 +190,7 @@ class Slices:
         for number, bucket in self.buckets.items():
             members = [parameters[row] for row in bucket.rows]
             flat = torch.cat([each.detach().reshape(-1) for each in members])
-            own = flat.narrow(0, *_begin_and_length(bucket.range(rank)))
+            own = flat[slice(*bucket.range(rank))]
             if bucket.stage == 3:
                 own = own.clone()
                 for each in members:
@@ -241,10 +241,6 @@ def _runs(
 def release(parameter: nn.Parameter) -> None:
     """Free a parameter's memory but keep its shape; what is computed with it is NaN."""
     parameter.data = parameter.data.new_full((), math.nan).expand(parameter.shape)
-
-
-def _begin_and_length(span: tuple[int, int]) -> tuple[int, int]:
-    return span[0], span[1] - span[0]
 
 
 class SplitBuffer(NamedTuple):

@@ -128,7 +128,8 @@ def numbers_of_rows(call: OpCall, inputs: Sequence[Tensor]) -> Tensor:
         call: The op.
         inputs: Its tensor inputs, of this member.
     """
-    along, columns = _along(call), _wide(inputs[0])
+    along = dimension(call, "dim", len(call.inputs[0].shape), default=-1)
+    columns = _wide(inputs[0])
     if len(inputs) > 1:
         return columns.sum(along, keepdim=True)
     return torch.logsumexp(columns, along, keepdim=True)
@@ -149,10 +150,6 @@ def completed(call: OpCall, inputs: Sequence[Tensor], numbers: Sequence[Tensor])
         made = columns - torch.logsumexp(of_all, 0)
     dtype: torch.dtype = getattr(torch, call.outputs[0].dtype)
     return made.to(dtype).contiguous()  # like the kernel's own output, for any strides of inputs
-
-
-def _along(call: OpCall) -> int:
-    return dimension(call, "dim", len(call.inputs[0].shape), default=-1)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -267,8 +264,7 @@ def on_masked_rows(
 
 def _forward(call: OpCall, kernel: Kernel, inputs: list[Tensor], first: int) -> list[Tensor]:
     (query,) = positions(call, "query")
-    num = inputs[query].shape[_ROWS]
-    own = kernel(_with_keys(call, inputs, first, num), True)
+    own = kernel(_with_keys(call, inputs, first, inputs[query].shape[_ROWS]), True)
     if first == 0:
         return own
     before = kernel(_with_keys(call, inputs, 0, first), False)

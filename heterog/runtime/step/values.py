@@ -210,12 +210,6 @@ class Values:
         """Whether no task on this rank reads a buffer after a task that does."""
         return self._last_reader[buffer] == task
 
-    def drop_read_by(self, task: int) -> None:
-        """Drop the buffers whose last reader is this task, which has run."""
-        for buffer in self._part.reads(task):
-            if self.is_last_reader(task, buffer):
-                self.held.pop(buffer, None)
-
     def zeros(self, tensor: int, shape: tuple[int, ...]) -> Tensor:
         """Zeros of a tensor's dtype on this rank's device."""
         dtype = getattr(torch, self._part.graph.tensors[tensor].dtype)
@@ -316,8 +310,7 @@ class Values:
         held = self.held[buffer]
         result = held.tensor()
         if samples != held.samples:
-            place_of_samples = plan.batch_placement(storage)
-            result = cut_span(result, place_of_samples, held.samples, samples)
+            result = cut_span(result, plan.batch_placement(storage), held.samples, samples)
         have = rows_held(held, size, reader.all_units)
         return select(result, plan.placements[storage].dim, have, wanted).reshape(shape)
 
@@ -467,6 +460,8 @@ class Values:
             begin, count = reader.units
             result = self._then(cut, result, on_axis, owned, begin - low, count)
         is_converted = part.is_converted[buffer]
+        spans = part.spans_of_op[source.maker]
+        has_one_team = spans is not None and spans.num_teams == 1  # which has all samples
         is_part_in_team = on_axis.kind == "P" and (
             whole == AS_MADE or part.value_in(buffer)[1] == AS_MADE
         )
@@ -474,18 +469,13 @@ class Values:
             result,
             has_samples=has_samples,
             has_units=has_units,
-            is_part_of_sum=in_batch.kind == "P" and not (is_ruled and self._has_one_team(source)),
+            is_part_of_sum=in_batch.kind == "P" and not (is_ruled and has_one_team),
             is_alike_in_team=is_ruled and not is_part_in_team,
             # Without a rule each device has a part of its own.
             is_part_in_team=is_part_in_team,
             is_converted=is_converted and on_axis.kind == "P",
             made=None if is_converted else source,
         )
-
-    def _has_one_team(self, source: Source) -> bool:
-        """Whether the devices that make a tensor are one team, which has all samples."""
-        spans = self._part.spans_of_op[source.maker]
-        return spans is not None and spans.num_teams == 1
 
     def _nothing(self, tensor: int, reader: Reader) -> "Seen":
         """Zeros in place of a part of a sum that is on another device."""

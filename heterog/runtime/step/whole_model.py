@@ -76,7 +76,11 @@ class ModelPart:
             value.data = cut(value.data, place, spans.units, begin, count).clone(
                 memory_format=torch.contiguous_format
             )
-        held = self._held()
+        held = {  # parameters that this rank reads or updates, in order
+            parameter: None
+            for row, (_, parameter, _) in enumerate(graph.updates)
+            if self.holds_replica(row) or strategy.homes[row] == rank
+        }
         for _, tensor, _ in graph.updates:
             if tensor not in held:
                 release(parameters[tensor])
@@ -88,7 +92,14 @@ class ModelPart:
             self.group_of,
         )
         self.parameters = {tensor: parameters[tensor] for tensor in held}
-        whole, runs = self._updated(), self.slices.stepped()
+        runs = self.slices.stepped()
+        sliced = {row for bucket in self.buckets for row in bucket.rows}
+        whole = [  # rows of the parameters that this rank's optimizer updates whole
+            row
+            for row, home in enumerate(strategy.homes)
+            if row not in sliced
+            and (home == rank or (home == REPLICATED and self.holds_replica(row)))
+        ]
         self.updated = [parameters[graph.updates[row][1]] for row in whole]
         self.updated += [run.value for run in runs]
         self.updated_groups = [self.group_of[row] for row in whole] + [run.group for run in runs]
@@ -116,27 +127,6 @@ class ModelPart:
         if row in self.sharded:
             return self.sharded[row][1].units_of(self._rank)[1] > 0
         return self._rank in self.decision(row).devices
-
-    def _held(self) -> dict[int, None]:
-        """Parameters that this rank reads or updates, in order."""
-        return {
-            parameter: None
-            for row, (_, parameter, _) in enumerate(self._graph.updates)
-            if self.holds_replica(row) or self._strategy.homes[row] == self._rank
-        }
-
-    def _updated(self) -> list[int]:
-        """Rows of the parameters that this rank's optimizer updates whole."""
-        sliced = {row for bucket in self.buckets for row in bucket.rows}
-        return [
-            row
-            for row in range(len(self._graph.updates))
-            if row not in sliced and self._is_updated_here(row)
-        ]
-
-    def _is_updated_here(self, row: int) -> bool:
-        home = self._strategy.homes[row]
-        return home == self._rank or (home == REPLICATED and self.holds_replica(row))
 
 
 @dataclass(frozen=True, slots=True)

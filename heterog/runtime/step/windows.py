@@ -53,8 +53,7 @@ def fit(tensor: Tensor, dim: int, have: Rows, want: Rows, value: float = 0.0) ->
     """
     inside = have.overlap(want)
     if inside.num == 0:
-        shape = (*tensor.shape[:dim], want.num, *tensor.shape[dim + 1 :])
-        return tensor.new_full(shape, value)
+        return tensor.new_full((*tensor.shape[:dim], want.num, *tensor.shape[dim + 1 :]), value)
     if inside != have:
         tensor = tensor.narrow(dim, inside.begin - have.begin, inside.num)
     before, after = inside.begin - want.begin, want.end - inside.end
@@ -243,8 +242,7 @@ def _pool_args(local: _Local) -> tuple[list[int], list[int], list[int]]:
     """(kernel, stride, padding) of a pooling, without padding along the cut dimension."""
     rank = _rank(local)
     kernel = local.list_of("kernel_size", rank)
-    stride = local.list_of("stride", rank) or kernel
-    return kernel, stride, local.list_of("padding", rank, 0)
+    return kernel, local.list_of("stride", rank) or kernel, local.list_of("padding", rank, 0)
 
 
 def _nothing(local: _Local) -> list[Tensor]:
@@ -300,8 +298,7 @@ def _average_pool_backward(local: _Local) -> list[Tensor]:
     shape = list(local.given("self").shape)
     shape[local.dim] = span.num
     rest = (False, args["count_include_pad"], args["divisor_override"])
-    seen = gradient.new_empty(shape)
-    found = _op(local)(gradient, seen, *_pool_args(local), *rest)
+    found = _op(local)(gradient, gradient.new_empty(shape), *_pool_args(local), *rest)
     return [fit(found, local.dim, span, made)]
 
 
