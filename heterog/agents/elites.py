@@ -179,16 +179,15 @@ class _Search:
     def _simpler(self, row: IntArray) -> IntArray:
         """The row without the segments that gain nothing, the shortest ones first."""
         limit = self._cost(row) * (1.0 + GAINS_NOTHING)
-        is_simplest = False
-        while not is_simplest:
-            is_simplest = True
+        while True:
             for simpler in _with_a_segment_less(row):
                 if self.spent >= self.budget and simpler.tobytes() not in self.cost:
                     return row
                 if self._cost(simpler) <= limit:
-                    row, is_simplest = simpler, False
+                    row = simpler
                     break
-        return row
+            else:
+                return row
 
     def _neighbour(self, row: IntArray, favourites: IntArray) -> IntArray:
         """Change the candidate of a segment of blocks; in a pipeline, perhaps of a whole stage."""

@@ -9,7 +9,7 @@ sizes, so weights trained on some models and clusters can be used for any others
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,12 @@ class Observation:
     def __post_init__(self) -> None:
         for field in fields(self):
             getattr(self, field.name).flags.writeable = False
+
+
+@cache
+def _family(kind: str) -> int:
+    """Place of an op's kind in ``_KINDS``; kinds that are not there come last."""
+    return next((n for n, names in enumerate(_KINDS) if kind.startswith(names)), len(_KINDS))
 
 
 def _log(ratio: npt.ArrayLike) -> npt.NDArray[np.float64]:
@@ -250,15 +256,7 @@ class Observer:
         graph, evaluator = self.evaluator.graph, self.evaluator
         fine, block = evaluator.fine_op, evaluator.fine_block
         work = graph.flops[fine] + 17.0 * graph.bytes_moved[fine]
-        known: dict[str, int] = {}
-        for op in fine:
-            kind = graph.ops[op].kind
-            if kind not in known:
-                base = kind.partition(".")[0]
-                known[kind] = next(
-                    (n for n, names in enumerate(_KINDS) if base.startswith(names)), len(_KINDS)
-                )
-        family = np.array([known[graph.ops[op].kind] for op in fine])
+        family = np.array([_family(graph.ops[op].kind) for op in fine])
         real = block >= 0
         width = len(_KINDS) + 1
         mixed = sums(

@@ -194,9 +194,8 @@ class Board:
         self, found: Mapping[tuple[str, str, int], Line], best: Mapping[str, float]
     ) -> tuple[list[str], int]:
         """(pairs, number of seeds) that every arm has run: most runs, then most pairs."""
-        whole = {}
-        for count in range(1, len(self.seeds) + 1):
-            whole[count] = [
+        whole = {
+            count: [
                 pair.pair
                 for pair in self.pairs
                 if pair.pair in best
@@ -206,6 +205,8 @@ class Board:
                     for seed in self.seeds[:count]
                 )
             ]
+            for count in range(1, len(self.seeds) + 1)
+        }
         count = max(whole, key=lambda each: (each * len(whole[each]), len(whole[each])))
         return whole[count], count
 
