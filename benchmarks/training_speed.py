@@ -49,8 +49,7 @@ def measure(seed: int, model: str, cluster: str, steps: int) -> dict[str, float]
         algorithm=Algorithm.REINFORCE, num_pairs=8, num_steps=steps, num_validation=1,
         search_evaluations=50, check_every=steps, seed=seed,
     )  # fmt: skip
-    trainer = Trainer(source, config)
-    learner = trainer.learner
+    learner = Trainer(source, config).learner
     assert isinstance(learner, GradientLearner)
     for index in range(config.num_pairs):
         assert learner.pair(index).baseline_s > 0.0  # made before the clock starts

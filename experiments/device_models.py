@@ -113,21 +113,19 @@ def layout_of(row: Row) -> Layout | None:
 
 def predicted_bytes(row: Row, layout: Layout) -> float:
     """Peak of the last device, by the plan's memory model."""
-    vocabulary = -(-_WORDS // (_PADDED * layout.tp)) * _PADDED * layout.tp
     model = Model(
         family="gpt",
         hidden=_number(row, "hidden-size"),
         heads=_number(row, "num-attention-heads"),
         layers=_number(row, "num-layers"),
         sequence=_number(row, "seq-length"),
-        vocabulary=vocabulary,
+        vocabulary=-(-_WORDS // (_PADDED * layout.tp)) * _PADDED * layout.tp,
         dtype="float16" if row.get("fp16") == "true" else "bfloat16",
         is_tied=layout.pp == 1,
         is_fused=True,
         works_in_place=True,
     )
-    batch = layout.dp * layout.micro_batch * max(2 * layout.pp, 2)
-    graph = graph_of(model, batch)
+    graph = graph_of(model, layout.dp * layout.micro_batch * max(2 * layout.pp, 2))
     cluster = replace(a100_nodes(_DEVICES), execution=Execution.MEGATRON)
     strategy = place_layout(layout, graph, cluster).strategy
     found = Evaluator(graph, cluster).evaluate(strategy, Order.FIFO)

@@ -220,10 +220,9 @@ def run_trial(
 
     def found() -> list[str]:
         every = processes().items()
-        folders = Path(tempfile.gettempdir()).glob("heterog-loop-*")
         return [
             *(f"{pid} {words[:80]}" for pid, (_, words) in every if pid not in servers),
-            *map(str, folders),
+            *map(str, Path(tempfile.gettempdir()).glob("heterog-loop-*")),
         ]
 
     left = left_behind(found)
@@ -235,12 +234,11 @@ def run_trial(
 def write_run(plan: Plan, folder: Path, num_steps: int) -> Path:
     """A run file for a plan, which keeps each part on three hosts, so that two may be lost."""
     plan.save(folder / "plan.json")
-    source = f"{MODEL}:workload"
     write_json(
         folder / "run.json",
         {
             "plan": str(folder / "plan.json"),
-            "model": source,
+            "model": f"{MODEL}:workload",
             "num_steps": num_steps,
             "output": str(folder / "out.json"),
             "heal": {"redundancy": 2},

@@ -447,11 +447,10 @@ def main() -> None:
         found += nanotron.swept_errors(members)
     of_vtrain = [run for run in every if run.family.startswith("vTrain")]
     formula = ordered_pairs(of_vtrain, by_formula)
-    told = [nanotron.told(members) for members in of_nanotron.values()]
     document = {
         "families": [asdict(each) for each in found],
         "pairs_of_vtrain_by_formula": asdict(formula),
-        "told": told,
+        "told": [nanotron.told(members) for members in of_nanotron.values()],
         "runs": [asdict(run) for run in every]
         + [
             asdict(each.compared) | {"is_host_bound": each.row.is_host_bound}

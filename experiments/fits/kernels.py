@@ -85,8 +85,7 @@ class MeasuredStreams:
 
     def log_errors(self, model: StreamModel) -> FloatArray:
         """log(predicted / measured) of each row.  # [num_rows]"""
-        predicted = model.seconds(self.chip, self.num_bytes, self.row)
-        return np.log(predicted / self.seconds)
+        return np.log(model.seconds(self.chip, self.num_bytes, self.row) / self.seconds)
 
 
 class Measured(Protocol):

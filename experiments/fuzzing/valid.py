@@ -130,18 +130,15 @@ def check_plan(plan: Plan) -> str:
         return "its outcome is no word"
     if len(plan.peak_memory_bytes) != plan.cluster.num_devices:
         return "its peaks are not those of its devices"
-    seconds = plan.timeline().seconds
-    if not _good([seconds, plan.lower_bound_s, plan.search_seconds]):
+    if not _good([plan.timeline().seconds, plan.lower_bound_s, plan.search_seconds]):
         return "its replayed seconds are impossible"
     json.dumps(plan.summary(), allow_nan=False)
     if random.random() < 0.05:
-        page = report_html(plan)
-        if "</script><script>alert" in page:
+        if "</script><script>alert" in report_html(plan):
             return "its page runs a script"
     for target in TARGETS:
         with contextlib.suppress(HeterogError, ExportError):
-            made = make_export(plan, target)
-            for name, content in made.files.items():
+            for name, content in make_export(plan, target).files.items():
                 if name.endswith(".py"):
                     compile(content, name, "exec")
                 if b"root:" in content:

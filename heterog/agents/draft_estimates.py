@@ -96,8 +96,7 @@ class DraftEstimates:
             passes *= 0.5 + num_micro
         elif stage.sync.sharded == Sharded.GRADIENTS:
             passes *= 0.5 + 0.5 * num_micro
-        rate = nic if hosts > 1 else inner
-        seconds = passes * num_bytes / rate
+        seconds = passes * num_bytes / (nic if hosts > 1 else inner)
         if hosts > 1 and on_host > 1 and stage.sync == Sync.HIERARCHICAL:
             return 2.0 * (1.0 - 1.0 / hosts) * num_bytes / nic + passes * num_bytes / inner
         return seconds
@@ -169,8 +168,7 @@ class DraftEstimates:
         """Seconds of a step by the closed form."""
         compute, gradients, messages, fills = self._costs(draft)
         if draft.is_disjoint and (draft.num_micro > 1 or draft.splits_backward):
-            micro = draft.num_micro
-            fill = (compute.sum() - compute.max() + messages.sum()) / micro
+            fill = (compute.sum() - compute.max() + messages.sum()) / draft.num_micro
             late = np.maximum(gradients - compute / 3.0, 0.0).max()
             seconds = max(compute.max(), messages.max()) + fill + late
         else:

@@ -179,8 +179,7 @@ def _average(decay: float, kept: list[Tensor], weights: list[Tensor], count: Ten
 
     With a fixed decay of 0.995, what is kept after 13 steps is 94 % the first policy.
     """
-    part = max(1.0 - decay, 9.0 / (10.0 + float(count)))
-    torch._foreach_lerp_(kept, weights, part)
+    torch._foreach_lerp_(kept, weights, max(1.0 - decay, 9.0 / (10.0 + float(count))))
 
 
 class GradientLearner(Learner):

@@ -216,8 +216,7 @@ class Scorer:
     def _preference(self, found: Evaluation, whole: StepSettings) -> Preference:
         """An evaluation's preference; a recomputing strategy above ``FILLED`` does not fit."""
         if whole.recompute > 0.0 and found.outcome == Outcome.OK:
-            filled = found.peak_memory_bytes / self.pair.memory.usable_bytes
-            if filled.max() > FILLED:
+            if (found.peak_memory_bytes / self.pair.memory.usable_bytes).max() > FILLED:
                 return 1.0, found.step_time_s
         return found.preference
 

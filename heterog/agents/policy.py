@@ -133,8 +133,7 @@ class Policy(nn.Module):
         """Score every block and candidate of a batch of pairs."""
         blocks, candidates = self.encoder(batch.graphs)
         blocks, candidates = self.block_norm(blocks), self.candidate_norm(candidates)
-        width = self.config.width
-        unary = self.query(blocks) @ self.key(candidates).mT / width**0.5
+        unary = self.query(blocks) @ self.key(candidates).mT / self.config.width**0.5
         hidden = (
             self.from_pair(batch.pairs)
             + self.from_block(blocks)[:, :, None]

@@ -356,8 +356,7 @@ def _options(
 ) -> dict[str, Any]:
     """Settings for an algorithm, for episodes of ``num_blocks`` steps with one reward each."""
     config = learner.task.config
-    num_envs = config.pairs_per_step * config.samples_per_pair
-    rollout = num_blocks * num_envs
+    rollout = num_blocks * (config.pairs_per_step * config.samples_per_pair)
     wanted = {
         "learning_rate": learner.rate,
         "seed": config.seed,

@@ -478,10 +478,9 @@ def evaluate(
             if not as_json:
                 title = f"{graph.name}, batch {graph.batch_size}, on {target.name}, by {policy}"
                 out.print(methods_table(found.rows, target, title=title))
-                ratios = summary(found.rows)
                 shown = ", ".join(
                     f"{name} {'does not fit' if value is None else f'{value:.3f}'}"
-                    for name, value in ratios.items()
+                    for name, value in summary(found.rows).items()
                 )
                 out.print(f"over the best search: {shown}", soft_wrap=True, markup=False)
     if as_json:

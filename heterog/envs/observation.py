@@ -93,8 +93,7 @@ def _family(kind: str) -> int:
 
 def _log(ratio: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """Half the logarithm of a ratio, clipped at 1/20,000 and 20,000."""
-    clipped = np.clip(np.asarray(ratio, np.float64), 5e-5, 2e4)
-    return np.asarray(0.5 * np.log(clipped))
+    return np.asarray(0.5 * np.log(np.clip(np.asarray(ratio, np.float64), 5e-5, 2e4)))
 
 
 class Observer:
@@ -126,8 +125,7 @@ class Observer:
             self.counts[number, list(decision.devices)] = decision.shares
             self.member[number, list(decision.devices)] = True
             # Served state counts on every device, because policies were trained with that.
-            served = decision.sync.is_served
-            part = 1.0 if served else memory.state_part(decision)
+            part = 1.0 if decision.sync.is_served else memory.state_part(decision)
             self.state_of[number, list(decision.devices)] = part
         # Devices with equal columns are equal under every candidate; one of each is enough.
         kinds = [self.type_of, memory.usable_bytes]

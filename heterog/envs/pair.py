@@ -159,8 +159,7 @@ class Pair:
 
     def divided(self) -> "Pair | None":
         """The pair with divided state; ``None`` unless the state alone fills most devices."""
-        overfills = self.memory.overfills(self.table)
-        if not overfills or not self.graph.updates_elementwise:
+        if not self.memory.overfills(self.table) or not self.graph.updates_elementwise:
             return None
         return Pair(self.graph, self.cluster, self.evaluator.cost_model, divide=True)
 

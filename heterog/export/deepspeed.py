@@ -66,8 +66,7 @@ def check_even(ranks: Sequence[RankEntry], target: str) -> None:
     Raises:
         ExportError: names them.
     """
-    sizes = {entry.batch_size for entry in ranks}
-    if len(sizes) > 1:
+    if len({entry.batch_size for entry in ranks}) > 1:
         raise ExportError(
             f"{target} gives every rank the same batch size, but the plan's shares are "
             f"{_listed({entry.device: entry.batch_size for entry in ranks})}. Export to "
@@ -92,8 +91,7 @@ def _check_hosts(ranks: Sequence[RankEntry]) -> None:
 
 
 def _listed(values: Mapping[str, object]) -> str:
-    words = [f"{device}: {value}" for device, value in values.items()]
-    return first_of(words)
+    return first_of([f"{device}: {value}" for device, value in values.items()])
 
 
 def stage_of(plan: Plan) -> Sync | None:

@@ -48,10 +48,9 @@ def uniform_micro_batches(plan: Plan, target: str) -> dict[int, tuple[int, ...]]
     _refuse_whole_batch_ops(plan, target)
     decision = strategy.decisions[0]
     shares = micro_shares(decision.division, strategy.micro_batches, strategy.micro_sizes)
-    by_device = zip(decision.devices, shares.T.tolist(), strict=True)
     return {
         device: tuple(count for count in counts if count)
-        for device, counts in by_device
+        for device, counts in zip(decision.devices, shares.T.tolist(), strict=True)
         if sum(counts)
     }
 

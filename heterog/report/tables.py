@@ -107,12 +107,11 @@ def clusters_table(clusters: Iterable[Cluster], *, title: str = "") -> Table:
     table = _table(title, {"cluster": _TEXT, "hosts": _NUMBER, "devices": _TEXT} | wide)
     for cluster in clusters:
         counts = Counter(device.type.name for device in cluster.devices)
-        usable = sum(device.usable_memory_bytes for device in cluster.devices)
         table.add_row(
             escape(cluster.name),
             str(cluster.num_hosts),
             ", ".join(f"{count} x {name}" for name, count in counts.items()),
-            format_bytes(usable),
+            format_bytes(sum(device.usable_memory_bytes for device in cluster.devices)),
             _network(cluster),
         )
     return table
