@@ -20,6 +20,7 @@ from heterog.explain.what_if import (
     value_of_changes,
     with_idle_devices,
 )
+from heterog.grouped import grouped
 from heterog.methods.planner import ENDLESS, Budget, MethodRow, Problem, Progress, Spending, Stop
 from heterog.methods.registry import built_in_methods
 from heterog.search.judging import run_method
@@ -307,11 +308,11 @@ def _given(plan: Plan) -> GivenFacts | None:
 def _queued(timeline: Timeline) -> tuple[Queued, ...]:
     """Collectives of the critical path that waited for their communicator, per step."""
     program = timeline.program
-    found: dict[tuple[int, ...], list[float]] = {}
-    for step in timeline.critical_path:
-        if step.cause == Cause.COMMUNICATOR:
-            channel = program.channels[int(program.channel[step.task])]
-            found.setdefault(channel.devices, []).append(step.seconds)
+    found = grouped(
+        (program.channels[int(program.channel[step.task])].devices, step.seconds)
+        for step in timeline.critical_path
+        if step.cause == Cause.COMMUNICATOR
+    )
     queued = [
         Queued(
             devices=devices,

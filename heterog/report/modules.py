@@ -134,7 +134,7 @@ class DeviceColumn:
 
     head: str
     kind: str
-    devices: tuple[int, ...]
+    devices: Sequence[int]
 
 
 def columns_by_host(cluster: Cluster) -> tuple[DeviceColumn, ...]:
@@ -162,9 +162,8 @@ def columns_by_type(cluster: Cluster) -> tuple[DeviceColumn, ...]:
     )
 
 
-def _by_type(cluster: Cluster, devices: Iterable[int]) -> dict[str, tuple[int, ...]]:
-    found = grouped((cluster.devices[device].type.name, device) for device in devices)
-    return {name: tuple(own) for name, own in found.items()}
+def _by_type(cluster: Cluster, devices: Iterable[int]) -> dict[str, list[int]]:
+    return grouped((cluster.devices[device].type.name, device) for device in devices)
 
 
 def legend(columns: Sequence[DeviceColumn]) -> str:
@@ -190,9 +189,9 @@ def range_name(each: Range) -> str:
     merged = merge_blocks([first, last])
     if len(merged) == 1:
         return merged[0]
-    stem, number = first.rstrip("0123456789"), first
+    stem = first.rstrip("0123456789")
     if stem != first and last.startswith(stem) and last.removeprefix(stem).isdigit():
-        return f"{number}-{last.removeprefix(stem)}"
+        return f"{first}-{last.removeprefix(stem)}"
     return f"{first} to {_without_common(first, last)}"
 
 

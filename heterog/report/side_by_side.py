@@ -9,7 +9,7 @@ from heterog.errors import HeterogError
 from heterog.explain.explanation import Explanation, explain
 from heterog.explain.wording import chance_to_fit, percent, size_with_interval
 from heterog.files import write_atomically
-from heterog.report.facts import element, limits_bar, meter, ranges_table, section
+from heterog.report.facts import limits_bar, meter, ranges_table, section
 from heterog.report.html import fill_page, outdated
 from heterog.report.lanes import CATEGORIES
 from heterog.report.pictures import cluster_picture, small_timeline, stages_picture
@@ -138,7 +138,7 @@ def _fullest(found: Explanation) -> str:
     words = f"{size} on {device.device} ({part})"
     if (chance := found.plan.fit_probability) is not None:
         words += f", {chance_to_fit(chance)}"
-    return element("b", escape(words)) if device.lacking_bytes else escape(words)
+    return f"<b>{escape(words)}</b>" if device.lacking_bytes else escape(words)
 
 
 def _search(plan: Plan) -> str:

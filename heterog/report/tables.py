@@ -7,7 +7,7 @@ limits it. Its numbers are those of the explanation; ``Explanation.paragraphs`` 
 """
 
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -535,10 +535,9 @@ _ON = {Limit.COMPUTE: "on", Limit.LINK: "for the", Limit.LATENCY: "of the", Limi
 def _limits(explanation: Explanation, most_places: int) -> str:
     """The largest parts of the critical path, some with the place that has most of them."""
     whole = explanation.step_time_s
-    by_limit: dict[Limit, dict[str, float]] = {}
+    by_limit: dict[Limit, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for piece in explanation.pieces:
-        places = by_limit.setdefault(piece.limit, {})
-        places[piece.place] = places.get(piece.place, 0.0) + piece.seconds
+        by_limit[piece.limit][piece.place] += piece.seconds
     parts = sorted(by_limit.items(), key=lambda entry: -sum(entry[1].values()))
     said = []
     for number, (limit, places) in enumerate(parts[:3]):
@@ -547,12 +546,9 @@ def _limits(explanation: Explanation, most_places: int) -> str:
             continue
         place, most = max(places.items(), key=lambda entry: entry[1])
         words = f"{percent(seconds / whole)} {_LIMITS[limit]}"
-        if number >= most_places:
-            pass
-        elif place and len(places) > 1:
-            words += f" ({percent(most / whole)} {_ON[limit]} {place})"
-        elif place:
-            words += f" {_ON[limit]} {place}"
+        if place and number < most_places:
+            where = f"{_ON[limit]} {place}"
+            words += f" ({percent(most / whole)} {where})" if len(places) > 1 else f" {where}"
         said.append(words)
     text = ", ".join(said)
     if explanation.fit.is_ok:
