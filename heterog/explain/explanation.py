@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from heterog.explain import sentences
 from heterog.explain.decided import Decided, what_was_decided
 from heterog.explain.differences import Difference, differences
@@ -244,7 +246,11 @@ def explain(
             order,
             peaks_bytes=[
                 evaluation.peak_memory_bytes,
-                *(row.peak_memory_bytes for row in rows if _uses_several(row)),
+                *(  # a model too large for one device is no news
+                    row.peak_memory_bytes
+                    for row in rows
+                    if np.count_nonzero(row.peak_memory_bytes) > 1
+                ),
             ],
             evaluations=max(int(evaluations * min(_MANY_TASKS / program.num_tasks, 1.0)), 10),
             progress=progress,
@@ -328,25 +334,18 @@ def _with_baselines(
     plan: Plan, evaluator: Evaluator, stop: Stop | None, seconds: float | None
 ) -> list[MethodRow]:
     """The plan's rows and those of baselines that it lacks, as far as time allows."""
-    rows = list(plan.rows)
-    known = {row.method for row in rows}
+    known = {row.method for row in plan.rows}
     problem = Problem(
         evaluator=evaluator,
         budget=Budget(evaluations=EVALUATIONS),
         seed=plan.seed,
         step_barrier=plan.strategy.step_barrier,
+        stop=stop or Stop(),
     )
     missing = [name for name in (*DATA_PARALLEL, *REFERENCES) if name not in known]
     if seconds is not None and missing:
         problem = replace(problem, budget=Budget(seconds=_BASELINES_PART * seconds / len(missing)))
-    if stop is not None:
-        problem = replace(problem, stop=stop)
-    return rows + [run_method(built_in_methods()[name], problem) for name in missing]
-
-
-def _uses_several(row: MethodRow) -> bool:
-    """Whether several devices work: a model too large for one device is no news."""
-    return sum(peak > 0 for peak in row.peak_memory_bytes) > 1
+    return [*plan.rows, *(run_method(built_in_methods()[name], problem) for name in missing)]
 
 
 def _left_out(

@@ -37,10 +37,8 @@ def export_deepspeed(plan: Plan, sources: Sequence[str] = ()) -> Export:
         remarks.append(
             "Slice groups: deepspeed keeps slices over all ranks (its MiCS has groups)."
         )
-    if plan.strategy.bucket_bytes == 0:
-        what = "Synchronisation tensor by tensor"
-    else:
-        what = f"Buckets of {plan.strategy.bucket_bytes} bytes"
+    num_bytes = plan.strategy.bucket_bytes
+    what = f"Buckets of {num_bytes} bytes" if num_bytes else "Synchronisation tensor by tensor"
     remarks.append(f"{what}: deepspeed has bucket sizes of its own.")
     return stock_folder(
         plan,

@@ -116,7 +116,7 @@ def launch_script(ranks: Sequence[RankEntry], train: str = "train.py") -> bytes:
             {
                 "name": shlex.quote(host),
                 "ranks": [entry.rank for entry in entries],
-                "devices": _one_line(", ".join(f"{e.rank} on {e.device}" for e in entries)),
+                "devices": " ".join(", ".join(f"{e.rank} on {e.device}" for e in entries).split()),
             }
             for host, entries in hosts.items()
         ],
@@ -126,10 +126,6 @@ def launch_script(ranks: Sequence[RankEntry], train: str = "train.py") -> bytes:
         train=train,
         script=script,
     )
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 _WIDTH = 100

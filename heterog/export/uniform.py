@@ -139,7 +139,7 @@ def _global_values(plan: Plan) -> list[str]:
     """Remarks about sums over the whole batch: in a stock framework each rank has only its own."""
     graph = plan.graph
     batch = batch_plan(graph)
-    remarks: dict[str, None] = {}
+    remarks = []
     reads = [
         (index, tensor)
         for index, tensor in reads_across_samples(graph)
@@ -155,15 +155,12 @@ def _global_values(plan: Plan) -> list[str]:
     for index, _ in sorted(reads):
         op = graph.ops[index]
         where = f"in module '{op.module or '(root)'}'"
-        if op.kind.startswith("nll_loss"):
-            remarks[
-                f"The mean over counted labels {where}: let loss_weight() in user.py return "
-                "their number if some are ignored (-100)."
-            ] = None
-        else:
-            remarks[
-                f"A sum over the whole batch that {op.kind} {where} reads: each rank has only "
-                "its own. The numbers stay exact only if it is the denominator of the loss, "
-                "returned by loss_weight() in user.py."
-            ] = None
-    return list(remarks)
+        remarks.append(
+            f"The mean over counted labels {where}: let loss_weight() in user.py return their "
+            "number if some are ignored (-100)."
+            if op.kind.startswith("nll_loss")
+            else f"A sum over the whole batch that {op.kind} {where} reads: each rank has only "
+            "its own. The numbers stay exact only if it is the denominator of the loss, "
+            "returned by loss_weight() in user.py."
+        )
+    return list(dict.fromkeys(remarks))
