@@ -273,8 +273,7 @@ class _Model(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = x + torch.relu(layer(x))
-        result: torch.Tensor = self.head(self.norm(x).mean(1))
-        return result
+        return self.head(self.norm(x).mean(1))
 
 
 def small_graph(batch_size: int = 24) -> OpGraph:
@@ -292,8 +291,7 @@ def documented() -> dict[str, Any]:
     """The graph that the format's documentation shows."""
     lines = (serialize.__doc__ or "").splitlines()
     begin = lines.index("    {")
-    record: dict[str, Any] = json.loads("\n".join(lines[begin : lines.index("    }", begin) + 1]))
-    return record
+    return json.loads("\n".join(lines[begin : lines.index("    }", begin) + 1]))
 
 
 TEXT_FILES = {

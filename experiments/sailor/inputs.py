@@ -184,8 +184,7 @@ def _section(folder: Path, name: str, key: str) -> dict[str, Any]:
     content = read_json(path, "Sailor's file")
     if not isinstance(content, dict) or key not in content:
         raise InputFileError(f"{path} has nothing about {key}; is it Sailor's file of that name?")
-    section: dict[str, Any] = content[key]
-    return section
+    return content[key]
 
 
 def _in_order(layers: Mapping[str, Any]) -> list[Any]:

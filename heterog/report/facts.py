@@ -46,7 +46,7 @@ def beside_each_other(*sections: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int]) -> str:
-    """A table that scrolls sideways if it has to.
+    """A table that scrolls sideways if it has to; empty without rows.
 
     Args:
         heads: Texts of the first row.
@@ -59,7 +59,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Seque
         for row in rows
     )
     many = ' class="many"' if len(heads) > _FEW_COLUMNS else ""
-    return (
+    return body and (
         f'<div class="wide"><table{many}><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody>'
         "</table></div>"
     )
@@ -208,8 +208,6 @@ def left_out_table(explanation: Explanation) -> str:
             more = left.step_time_s / explanation.step_time_s - 1.0
             cost = f"{format_seconds(left.step_time_s)} ({100 * more:+.1f} %)"
         rows.append([escape(_names(names)), escape(", ".join(kinds)), escape(cost)])
-    if not rows:
-        return ""
     return table(["left out", "type", "step with work there"], rows, numbers=(2,))
 
 
@@ -342,18 +340,13 @@ def _memory_row(
     return [
         escape(f"{_names(names)} ({first.device_type})"),
         format_bytes(first.peak_bytes),
-        _interval(errors, first.peak_bytes),
+        "-"
+        if errors is None
+        else format_bytes_range(*errors.interval(first.peak_bytes), around=first.peak_bytes),
         format_bytes(first.usable_bytes),
         lacks,
         f'<div class="tank">{stacked(parts, label)}{limit}</div>',
     ]
-
-
-def _interval(errors: PeakErrors | None, peak_bytes: int) -> str:
-    """Ends of a peak's interval in the peak's unit; a dash where none is known."""
-    if errors is None:
-        return "-"
-    return format_bytes_range(*errors.interval(peak_bytes), around=peak_bytes)
 
 
 _REMEDIES = {
@@ -373,7 +366,7 @@ def remedies_table(explanation: Explanation) -> str:
             words = _REMEDIES[remedy.kind].format(amount=remedy.amount, again=remedy.keeps.words)
         seconds = "-" if remedy.step_time_s is None else format_seconds(remedy.step_time_s)
         rows.append([escape(words), seconds])
-    return table(["what would make it fit", "step time"], rows, numbers=(1,)) if rows else ""
+    return table(["what would make it fit", "step time"], rows, numbers=(1,))
 
 
 def changes_section(explanation: Explanation) -> str:
@@ -392,12 +385,9 @@ def changes_section(explanation: Explanation) -> str:
                 meter(change.saving, colour="c3"),
             ]
         )
-    if not rows:
-        return ""
-    heads = ["bought", "where", "now", "with it", "saves", ""]
     return section(
         "changes",
         "What would help",
-        table(heads, rows, numbers=(2, 3, 4)),
+        table(["bought", "where", "now", "with it", "saves", ""], rows, numbers=(2, 3, 4)),
         note="Each change was planned anew by a quick search, and so was the cluster as it is.",
     )

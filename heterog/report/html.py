@@ -195,12 +195,11 @@ def _gain(found: Gain | None) -> tuple[str, str]:
 
 
 def _memory_label(plan: Plan) -> str:
-    parts = (
+    return "memory over time: " + "; ".join(
         f"{device.name}: at most {format_bytes(peak)} of "
         f"{format_bytes(device.usable_memory_bytes)}"
         for device, peak in zip(plan.cluster.devices, plan.peak_memory_bytes, strict=False)
     )
-    return "memory over time: " + "; ".join(parts)
 
 
 def _levels(root: ModuleNode, most: int) -> Iterator[list[ModuleNode]]:

@@ -71,7 +71,8 @@ def module_tree(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> ModuleN
     for (op_index, tensor, _), home, way in zip(graph.updates, strategy.homes, ways, strict=True):
         words = _sync(strategy.decisions[group[op_index]], home, cluster)
         words = way if way in (IN_SLICES, MADE_WHOLE) else words
-        for node in _path(root, _owner(graph, tensor, graph.ops[op_index].module)):
+        owner = graph.tensors[tensor].name.rpartition(".")[0]  # the module that has it
+        for node in _path(root, owner or graph.ops[op_index].module):
             node.parameter_bytes += int(graph.tensor_bytes[tensor])
             node.syncs[words] = None
     _join_chains(root)
@@ -85,11 +86,6 @@ def _path(root: ModuleNode, module: str) -> Iterator[ModuleNode]:
     for part in filter(None, module.split(".")):
         node = node.children.setdefault(part, ModuleNode(part))
         yield node
-
-
-def _owner(graph: OpGraph, tensor: int, module: str) -> str:
-    """The module that has a parameter as attribute; the op's if the name has no dot."""
-    return graph.tensors[tensor].name.rpartition(".")[0] or module
 
 
 def _sync(decision: Decision, home: int, cluster: Cluster) -> str:
