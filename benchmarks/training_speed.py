@@ -121,8 +121,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     arguments = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(arguments.processes) as pool:
+    with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
         asked = (arguments.model, arguments.cluster, arguments.steps)
         found = pool.starmap(measure, [(seed, *asked) for seed in range(arguments.processes)])
     cpu_s = sum(row["cpu_s"] for row in found)

@@ -128,8 +128,7 @@ def predicted_bytes(row: Row, layout: Layout) -> float:
     graph = graph_of(model, layout.dp * layout.micro_batch * max(2 * layout.pp, 2))
     cluster = replace(a100_nodes(_DEVICES), execution=Execution.MEGATRON)
     strategy = place_layout(layout, graph, cluster).strategy
-    found = Evaluator(graph, cluster).evaluate(strategy, Order.FIFO)
-    return float(found.peak_memory_bytes[-1])
+    return float(Evaluator(graph, cluster).evaluate(strategy, Order.FIFO).peak_memory_bytes[-1])
 
 
 def peak_errors(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
@@ -328,8 +327,7 @@ def fit_all(data: Path) -> list[dict[str, Any]]:
         {"P100-16GB": [layers[dtype]["P100-16GB"][0] for dtype in layers]} if layers else {},
     )  # fmt: skip
     for name, held in HELD.items():
-        fit_one = partial(fit_products, **held)
-        found += fit_family(name, kernels[name], *of_several(name), fit_one)
+        found += fit_family(name, kernels[name], *of_several(name), partial(fit_products, **held))
     for name in parameters.STREAMS:
         found += fit_family(name, kernels[name], *of_several(name))
     return found + fit_layers(layers, found)
@@ -421,8 +419,7 @@ def families_document(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What the package's file says of families."""
     families: dict[str, dict[str, Any]] = defaultdict(dict)
     for row in rows:
-        known = {**row["model"], "errors": row["errors"]}
-        families[row["family"]][row["type"]] = rounded(known)
+        families[row["family"]][row["type"]] = rounded({**row["model"], "errors": row["errors"]})
     return dict(families)
 
 

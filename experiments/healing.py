@@ -173,8 +173,7 @@ def nodes_for(fault: str) -> Iterator[Nodes | None]:
         if fault == "rank":
             yield None
             return
-        places = stack.enter_context(namespaces(len(KINDS))) if fault == "cut" else None
-        nodes = Nodes(places)
+        nodes = Nodes(stack.enter_context(namespaces(len(KINDS))) if fault == "cut" else None)
         stack.callback(nodes.close)
         yield nodes
 

@@ -326,8 +326,7 @@ def measured(
         split = dict(zip(PARTS, seconds, strict=True))
     counted = {each["step"]: each for each in steps}
     ordered = [counted[number] for number in sorted(counted)]
-    expected = losses_over([each["samples"] for each in ordered])
-    pairs = zip(ordered, expected, strict=True)
+    pairs = zip(ordered, losses_over([each["samples"] for each in ordered]), strict=True)
     dealt = grouped((each["epoch"], number) for each in ordered for number in each["samples"])
     whole = [sorted(dealt[epoch]) == list(range(NUM_SAMPLES)) for epoch in sorted(dealt)[:-1]]
     last = dealt[max(dealt)]

@@ -259,8 +259,7 @@ def losses(arguments: argparse.Namespace, rows: Sequence[str]) -> Iterator[dict[
         evaluator = Evaluator(capture(small(model)), load_testbed("skew_network"))
         with tempfile.TemporaryDirectory() as name:
             for number, row in enumerate(rows):
-                plan = plan_of(evaluator, strategy_of(evaluator, row))
-                plan.save(Path(name) / f"{number}.json")
+                plan_of(evaluator, strategy_of(evaluator, row)).save(Path(name) / f"{number}.json")
             found = result_of_ranks(
                 train, len(SHARES), model, Path(name), arguments.steps, len(rows)
             )

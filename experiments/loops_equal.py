@@ -96,8 +96,7 @@ def main() -> int:
         progress(f"{rows[-1]} ({time.monotonic() - begin:.0f} s)")
     equal = sum(row.equal for row in rows)
     refused = sum(row.refused is not None for row in rows)
-    record = {"rows": [row._asdict() for row in rows], "equal": equal, "refused": refused}
-    finish(options, record)
+    finish(options, {"rows": [row._asdict() for row in rows], "equal": equal, "refused": refused})
     return 0 if equal + refused == len(rows) else 1
 
 

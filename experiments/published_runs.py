@@ -446,10 +446,9 @@ def main() -> None:
     for _, members in sorted(of_nanotron.items()):
         found += nanotron.swept_errors(members)
     of_vtrain = [run for run in every if run.family.startswith("vTrain")]
-    formula = ordered_pairs(of_vtrain, by_formula)
     document = {
         "families": [asdict(each) for each in found],
-        "pairs_of_vtrain_by_formula": asdict(formula),
+        "pairs_of_vtrain_by_formula": asdict(ordered_pairs(of_vtrain, by_formula)),
         "told": [nanotron.told(members) for members in of_nanotron.values()],
         "runs": [asdict(run) for run in every]
         + [

@@ -92,7 +92,7 @@ def check_graph(graph: OpGraph, cluster: Cluster) -> None:
         outputs = set(graph.outputs[index])
         is_in_order = set(op.inputs) <= made and not made & outputs
         need(
-            is_in_order and (isinstance(op.module, str) and op.module.isprintable()),
+            is_in_order and isinstance(op.module, str) and op.module.isprintable(),
             f"op {index} reads what is not made",
         )
         made |= outputs
@@ -126,7 +126,7 @@ def check_plan(plan: Plan) -> None:
     program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
     order = list(plan.task_order)
     need(
-        (sorted(order) == list(range(program.num_tasks))) and program.hash == plan.program_hash,
+        sorted(order) == list(range(program.num_tasks)) and program.hash == plan.program_hash,
         "its order is no permutation of its tasks",
     )
     place = {task: number for number, task in enumerate(order)}
@@ -167,7 +167,7 @@ def check_cluster(cluster: Cluster, graph: OpGraph) -> None:
     names = [device.name for device in cluster.devices]
     words = [cluster.name, *names, *(host.name for host in cluster.hosts)]
     need(
-        (len(set(names)) == len(names) <= MAX_DEVICES) and all(map(_is_name, words)),
+        len(set(names)) == len(names) <= MAX_DEVICES and all(map(_is_name, words)),
         "its names are no names",
     )
     need(
@@ -503,8 +503,7 @@ def _run_models(path: Path) -> DeviceModels:
 
 
 def _calibrated(found: Measurements) -> Calibration:
-    cluster = None if found.cluster is None else Cluster.from_dict(found.cluster)
-    return calibrate(found, cluster)
+    return calibrate(found, None if found.cluster is None else Cluster.from_dict(found.cluster))
 
 
 def read_checkpoint(folder: Path) -> Any:

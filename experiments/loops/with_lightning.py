@@ -93,11 +93,10 @@ def _fit(
 ) -> Module:
     balancer = LightningBalancer(global_batch_size=BATCH, shares=SHARES, interval=0)
     module = Module(case, record, balancer)
-    strategy = "ddp" if case.optimizers == 1 and not case.freeze_after else _FINDS_UNUSED
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=strategy,
+        strategy="ddp" if case.optimizers == 1 and not case.freeze_after else _FINDS_UNUSED,
         callbacks=[balancer, *callbacks],
         max_steps=num_updates,
         max_epochs=NUM_BATCHES,

@@ -232,8 +232,7 @@ class _Search:
 def _with_a_segment_less(row: IntArray) -> Iterator[IntArray]:
     """The rows with one segment joined to the one before or after it, shortest first."""
     edges = [0, *np.flatnonzero(np.diff(row)) + 1, len(row)]
-    segments = sorted(pairwise(edges), key=lambda segment: segment[1] - segment[0])
-    for first, last in segments:
+    for first, last in sorted(pairwise(edges), key=lambda segment: segment[1] - segment[0]):
         for near in (first - 1, last):
             if 0 <= near < len(row):
                 simpler = row.copy()

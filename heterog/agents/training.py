@@ -359,8 +359,7 @@ class Trainer:
 
     def _best_row(self) -> dict[str, float]:
         """The row of validation of the best policy; empty if there is none yet."""
-        rows = [row for row in self.history if "best_of_16" in row]
-        return min(rows, key=_worth, default={})
+        return min([row for row in self.history if "best_of_16" in row], key=_worth, default={})
 
     def _validate(self, validation: Validation) -> None:
         row = validation.run(self.learner.kept)

@@ -42,10 +42,9 @@ class Found:
 
     def document(self) -> dict[str, Any]:
         """All of it as JSON."""
-        explained = None if self.explanation is None else self.explanation.to_dict()
         extra: dict[str, Any] = {
             "extrapolated": _extrapolated(self.plan),
-            "explanation": explained,
+            "explanation": None if self.explanation is None else self.explanation.to_dict(),
         }
         told = {"lossy": self.about_codec} if self.about_codec else {}
         return self.plan.summary() | extra | told

@@ -298,8 +298,7 @@ def run(
     if as_json:
         print_json(measured)
         return
-    where = f"ranks of testbed {testbed}" if testbed else f"{on} ranks"
-    _print_measured(measured, loaded, where)
+    _print_measured(measured, loaded, f"ranks of testbed {testbed}" if testbed else f"{on} ranks")
     print_checkpoint(save)
 
 

@@ -72,8 +72,7 @@ def schedule(
             where.alone_s(kind)  # a job that fits nowhere is reported before scheduling
         state = JobQueueing(where, requests_of(records, where), waits=wait)
         while state.request is not None:
-            part = len(state.verdicts) / len(state.requests)
-            progress("schedule", part, float("inf"))
+            progress("schedule", len(state.verdicts) / len(state.requests), float("inf"))
             state.decide(chosen(state))
     _tell(state.final(), where, as_json)
 

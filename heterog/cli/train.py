@@ -356,8 +356,7 @@ def _made(suite: str, common: dict[str, Any]) -> "Scored":
     from heterog.agents.benchmark.board import Board
     from heterog.agents.benchmark.suites import pairs_of
 
-    graphs = common["results"].with_suffix(".graphs")
-    board = Board(pairs=pairs_of(suite), graphs=graphs, **common)
+    board = Board(pairs=pairs_of(suite), graphs=common["results"].with_suffix(".graphs"), **common)
     board.run(_tell)
     return board.scored()
 

@@ -263,10 +263,9 @@ class Lowered:
 
     def ways_of(self, groups: range) -> tuple[str, ...]:
         """The aggregations of some groups' gradients, each once, in their order."""
-        groups_of = self.tables.parameter_group.tolist()
         pairs = sorted(
             (group, way)
-            for group, way in zip(groups_of, self.ways, strict=True)
+            for group, way in zip(self.tables.parameter_group.tolist(), self.ways, strict=True)
             if group in groups and way in SYNC_NAMES
         )
         return tuple(dict.fromkeys(way for _, way in pairs))

@@ -392,7 +392,6 @@ def _bisect(
 
 def _memory(fit: Fit) -> Iterator[Remedy]:
     """Memory needed by each type that lacks some; the need does not depend on sizes."""
-    short = dict.fromkeys(d.device_type for d in fit.devices if d.lacking_bytes > 0)
-    for name in short:
+    for name in dict.fromkeys(d.device_type for d in fit.devices if d.lacking_bytes > 0):
         needs = max(d.peak_bytes for d in fit.devices if d.device_type == name)
         yield Remedy(kind=RemedyKind.MEMORY, amount=needs, device_type=name)

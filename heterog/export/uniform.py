@@ -117,8 +117,7 @@ def _samples(decision: Decision) -> dict[int, int]:
 def _in_words(plan: Plan, samples: Mapping[int, int]) -> str:
     """Shares as ``A:0 (5 samples), B:0 (3)``."""
     devices = plan.cluster.devices
-    words = [f"{devices[device].name} ({share})" for device, share in samples.items()]
-    return first_of(words)
+    return first_of([f"{devices[device].name} ({share})" for device, share in samples.items()])
 
 
 def _refuse_whole_batch_ops(plan: Plan, target: str) -> None:

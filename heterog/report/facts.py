@@ -336,7 +336,6 @@ def _memory_row(
     ]
     label = f"{first.device}: " + ", ".join(what for _, _, what in parts)
     limit = f'<span class="limit" style="left:{100.0 * first.usable_bytes / most:.2f}%"></span>'
-    lacks = f"<b>{format_bytes(first.lacking_bytes)}</b>" if first.lacking_bytes else "-"
     return [
         escape(f"{_names(names)} ({first.device_type})"),
         format_bytes(first.peak_bytes),
@@ -344,7 +343,7 @@ def _memory_row(
         if errors is None
         else format_bytes_range(*errors.interval(first.peak_bytes), around=first.peak_bytes),
         format_bytes(first.usable_bytes),
-        lacks,
+        f"<b>{format_bytes(first.lacking_bytes)}</b>" if first.lacking_bytes else "-",
         f'<div class="tank">{stacked(parts, label)}{limit}</div>',
     ]
 

@@ -151,10 +151,9 @@ def columns_by_host(cluster: Cluster) -> tuple[DeviceColumn, ...]:
 
 def columns_by_type(cluster: Cluster) -> tuple[DeviceColumn, ...]:
     """A column per type, for clusters with too many hosts."""
-    found = _by_type(cluster, range(cluster.num_devices))
     return tuple(
         DeviceColumn(head=f"{len(devices)} {kind}", kind=f"{len(devices)} {kind}", devices=devices)
-        for kind, devices in found.items()
+        for kind, devices in _by_type(cluster, range(cluster.num_devices)).items()
     )
 
 
@@ -292,7 +291,6 @@ def _cells(
     has_units = any(each.units for each in ranges)
     words = f"{heading}, or units" if has_units else heading
     heads = [words, *(column.head for column in columns), *(["of"] * has_units), "gradients"]
-    names = range_names(ranges)
     return [
         heads,
         *(
@@ -302,7 +300,7 @@ def _cells(
                 *([split_name(each)] * has_units),
                 sync_name(each),
             ]
-            for name, each in zip(names, ranges, strict=True)
+            for name, each in zip(range_names(ranges), ranges, strict=True)
         ),
     ]
 

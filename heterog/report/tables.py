@@ -65,11 +65,10 @@ def methods_table(rows: Sequence[MethodRow], cluster: Cluster, *, title: str = "
     table.caption, table.caption_justify = _reasons(rows), "left"
     for row in rows:
         seconds = row.step_time_s
-        ratio = f"{baseline / seconds:.2f}x" if baseline is not None and seconds else "-"
         table.add_row(
             escape(row.method),
             "-" if seconds is None else format_seconds(seconds),
-            ratio,
+            f"{baseline / seconds:.2f}x" if baseline is not None and seconds else "-",
             *_cost_cells(row, cluster),
             *_memory_cells(row, members),
             f"{row.num_evaluations:,}",
@@ -328,8 +327,7 @@ _WIDTH = 100
 def explanation_text(explanation: Explanation) -> Group:
     """The paragraphs of an explanation, with the advice first."""
     first = Text.assemble(("In short: ", "bold"), explanation.recommendation)
-    parts = [first, *map(Text, explanation.paragraphs)]
-    return Group(*(_wrapped(part) for part in parts))
+    return Group(*(_wrapped(part) for part in [first, *map(Text, explanation.paragraphs)]))
 
 
 def _wrapped(text: Text) -> Padding:

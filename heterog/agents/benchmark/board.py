@@ -97,8 +97,7 @@ def _timed(run: Callable[[], Line]) -> Line:
     """The line of a run, with measured seconds where the run states none."""
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     made = run()
-    spent = {"cpu_s": time.process_time() - cpu_s, "wall_s": time.perf_counter() - wall_s}
-    return spent | made
+    return {"cpu_s": time.process_time() - cpu_s, "wall_s": time.perf_counter() - wall_s} | made
 
 
 def code_of(path: Path) -> str:
@@ -277,8 +276,7 @@ class Scored:
             return {}
         pairs = is_said.any(axis=1)
         means = np.mean(logs[pairs], axis=1, where=is_said[pairs])
-        over = asdict(over_pairs(np.exp(means)))
-        return {"over_other": over, "said": float(is_said.mean())}
+        return {"over_other": asdict(over_pairs(np.exp(means))), "said": float(is_said.mean())}
 
 
 def _compared(scores: Array, first: Array) -> Line:
