@@ -122,7 +122,7 @@ def launch_script(ranks: Sequence[RankEntry], train: str = "train.py") -> bytes:
         first_host=shlex.quote(ranks[0].host),
         world_size=len(ranks),
         train=train,
-        # After "--" torchrun cannot mistake an option of the script for an abbreviation of its own.
+        # After "--" torchrun takes no option of the script for an abbreviation of its own.
         script=train if train.startswith("-") else f"-- {train}",
     )
 
