@@ -363,8 +363,13 @@ def main() -> None:
     of = {"etcd": bool(arguments.etcd), "start": start}
     if arguments.of == "plan":
         of["of"] = "plan"
-        graph = capture(load_workload(f"{MODEL}:workload", None))
-        plan = make_plan(Request(graph=graph, cluster=cluster(), methods=("cp_ar",)))
+        plan = make_plan(
+            Request(
+                graph=capture(load_workload(f"{MODEL}:workload", None)),
+                cluster=cluster(),
+                methods=("cp_ar",),
+            )
+        )
     with ExitStack() as stack:
         stack.enter_context(signals_as_exit())
         places = stack.enter_context(namespaces(HOSTS, "tr", "10.77.0"))

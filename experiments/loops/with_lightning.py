@@ -66,8 +66,10 @@ class Module(LightningModule):
         schedule = make_schedule(self.case, optimizer)
         if schedule is None:
             return optimizer
-        how = {"scheduler": schedule, "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": how}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
 
 
 def on_ranks(case: Case, record: Record, folder: str) -> list[Tensor]:
