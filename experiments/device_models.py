@@ -173,11 +173,8 @@ with this value rows of both are within 12 %."""
 
 def read_any(data: Path, *patterns: str) -> list[Row]:
     """Rows of all files that match a pattern, packed or not."""
-    found: list[Row] = []
     paths = {path for each in patterns for end in ("", ".gz") for path in data.glob(each + end)}
-    for path in sorted(paths):
-        found += csv_rows(path)
-    return found
+    return [row for path in sorted(paths) for row in csv_rows(path)]
 
 
 LAYERS = ("zorse_layers.csv", "layers_*.csv")
@@ -453,14 +450,13 @@ def main() -> None:
     )
     if arguments.left_out:
         print_left_out(arguments)
-        return
-    if arguments.shipped:
+    elif arguments.shipped:
         print_shipped(arguments)
-        return
-    rows = fit_all(arguments.data)
-    if arguments.write:
-        write_section("families", families_document(rows))
-    finish(arguments, {"rows": rows})
+    else:
+        rows = fit_all(arguments.data)
+        if arguments.write:
+            write_section("families", families_document(rows))
+        finish(arguments, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -195,11 +195,11 @@ def vtrain(
 
 def by_capture(row: dict[str, str]) -> tuple[int, ...]:
     """Sizes that all rows with one capture have in common."""
-    named = (
-        "hidden size", "tensor parallelism", "pipeline parallelism", "global batch",
-        "micro batch", "# layers",
+    return tuple(
+        int(row[name])
+        for name in ("hidden size", "tensor parallelism", "pipeline parallelism", "global batch",
+                     "micro batch", "# layers")
     )  # fmt: skip
-    return tuple(int(row[name]) for name in named)
 
 
 Terms = list[tuple[float, Run]]
@@ -390,8 +390,7 @@ def sources(
         yield (f"Sailor, {path.stem.removeprefix('sailor_')}",), sailor(path)
     for name in ("vtrain_one_node", "vtrain_many_nodes"):
         if (path := data / f"{name}.csv").is_file():
-            words = name.removeprefix("vtrain_").replace("_", " ")
-            family = f"vTrain, {words}"
+            family = f"vTrain, {name.removeprefix('vtrain_').replace('_', ' ')}"
             yield (family,), vtrain(path, split, every, family, few_layers=few_layers)
 
 
