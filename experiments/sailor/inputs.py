@@ -184,7 +184,8 @@ def _section(folder: Path, name: str, key: str) -> dict[str, Any]:
     content = read_json(path, "Sailor's file")
     if not isinstance(content, dict) or key not in content:
         raise InputFileError(f"{path} has nothing about {key}; is it Sailor's file of that name?")
-    return content[key]
+    section: dict[str, Any] = content[key]
+    return section
 
 
 def _in_order(layers: Mapping[str, Any]) -> list[Any]:
