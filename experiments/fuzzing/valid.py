@@ -273,7 +273,8 @@ class _Model(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = x + torch.relu(layer(x))
-        return self.head(self.norm(x).mean(1))
+        result: torch.Tensor = self.head(self.norm(x).mean(1))
+        return result
 
 
 def small_graph(batch_size: int = 24) -> OpGraph:
@@ -291,7 +292,8 @@ def documented() -> dict[str, Any]:
     """The graph that the format's documentation shows."""
     lines = (serialize.__doc__ or "").splitlines()
     begin = lines.index("    {")
-    return json.loads("\n".join(lines[begin : lines.index("    }", begin) + 1]))
+    record: dict[str, Any] = json.loads("\n".join(lines[begin : lines.index("    }", begin) + 1]))
+    return record
 
 
 TEXT_FILES = {

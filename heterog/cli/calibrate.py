@@ -273,9 +273,7 @@ def profile(
     journal = check_folder_writable(output.with_name(f"{output.name}.partial"))
     timeout_s = parse_seconds(timeout)
     sources = split_names(models)
-    for name, value in (("--cluster", cluster), ("--device-type", device_type)):
-        if testbed and value:
-            raise HeterogError(f"{name} {value} and --testbed {testbed}: a testbed has its own.")
+    _check_profile_options(testbed, cluster, device_type)
     as_rank = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not testbed
     rank = int(os.environ.get("RANK", "0")) if as_rank else 0
     named = load_cluster(cluster) if cluster else None
@@ -338,6 +336,12 @@ def profile(
         from heterog.runtime.rank import end_together
 
         end_together()
+
+
+def _check_profile_options(testbed: str, cluster: str, device_type: str) -> None:
+    for name, value in (("--cluster", cluster), ("--device-type", device_type)):
+        if testbed and value:
+            raise HeterogError(f"{name} {value} and --testbed {testbed}: a testbed has its own.")
 
 
 def _check_workload(source: str, batch_size: int | None) -> None:
