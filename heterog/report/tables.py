@@ -57,8 +57,7 @@ def methods_table(rows: Sequence[MethodRow], cluster: Cluster, *, title: str = "
     if cluster.prices is not None:
         columns[f"{cluster.prices.currency} a step"] = {"justify": "right"}
     headers, members = _memory_columns(cluster)
-    for header in headers:
-        # Spaces, so that long type names break between words.
+    for header in headers:  # with spaces, so that long type names break between words
         columns[f"{header.replace('-', ' ')} (GiB)"] = {"justify": "right", "min_width": 5}
     columns |= {"evals": _NUMBER, "search": _NUMBER, "outcome": _NAME}
     table = _table(title, columns)
@@ -105,20 +104,17 @@ def models_table(entries: Iterable[ZooEntry]) -> Table:
 def clusters_table(clusters: Iterable[Cluster], *, title: str = "") -> Table:
     """Clusters with their devices and their network."""
     wide = {"usable memory": {"justify": "right"}, "NIC": {"justify": "right"} | _TEXT}
-    rows = (
-        (
+    table = _table(title, {"cluster": _TEXT, "hosts": _NUMBER, "devices": _TEXT} | wide)
+    for cluster in clusters:
+        counts = Counter(device.type.name for device in cluster.devices)
+        table.add_row(
             escape(cluster.name),
             str(cluster.num_hosts),
-            ", ".join(
-                f"{count} x {name}"
-                for name, count in Counter(each.type.name for each in cluster.devices).items()
-            ),
+            ", ".join(f"{count} x {name}" for name, count in counts.items()),
             format_bytes(sum(device.usable_memory_bytes for device in cluster.devices)),
             _network(cluster),
         )
-        for cluster in clusters
-    )
-    return _table(title, {"cluster": _TEXT, "hosts": _NUMBER, "devices": _TEXT} | wide, rows)
+    return table
 
 
 def devices_table(listed: Sequence[ListedType]) -> Table:
@@ -175,54 +171,39 @@ def links_table(kinds: Sequence[LinkKind]) -> Table:
 
 def networks_table(kinds: Iterable[NetworkKind]) -> Table:
     """Networks between hosts with their line rates."""
+    rows = (
+        (each.name, f"{each.line_rate_bytes_per_s * 8e-9:g}", ", ".join(each.aliases), each.sheet)
+        for each in kinds
+    )
     return _table(
         "nic: between hosts, Gbit/s per direction, of which 'efficiency' is used",
         {"name": _NAME, "line rate": _NUMBER, "also": _TEXT, "source": _TEXT},
-        (
-            (
-                each.name,
-                f"{each.line_rate_bytes_per_s * 8e-9:g}",
-                ", ".join(each.aliases),
-                each.sheet,
-            )
-            for each in kinds
-        ),
+        rows,
     )
 
 
 def fit_tables(types: Mapping[str, Any], links: Mapping[str, Any]) -> Iterator[Table]:
     """What a calibration fitted to ops and links, and the errors without the fit."""
     numbers = ("ops", "kinds", "error, new ops", "error, new models")
-    yield _table(
-        "ops",
-        {"device type": _NAME} | dict.fromkeys(numbers, _NUMBER),
+    errors = ("error_ops", "error_models")
+    rows = (
         (
-            (
-                escape(name),
-                f"{row['ops']:,}",
-                str(len(row["kinds"])),
-                _error(row["error_ops"]),
-                _error(row["error_models"]),
-            )
-            for name, row in types.items()
-        ),
+            escape(name),
+            f"{row['ops']:,}",
+            str(len(row["kinds"])),
+            *(_error(row[e]) for e in errors),
+        )
+        for name, row in types.items()
     )
+    yield _table("ops", {"device type": _NAME} | dict.fromkeys(numbers, _NUMBER), rows)
     if links:
         numbers = ("measured", "latency", "time per byte", "error, new sizes")
-        yield _table(
-            "links",
-            {"kind": _NAME} | dict.fromkeys(numbers, _NUMBER),
-            (
-                (
-                    name.replace("_", " "),
-                    f"{row['measurements']:,}",
-                    f"{row['latency_factor']:.2f}x",
-                    f"{row['bytes_factor']:.2f}x",
-                    _error(row["error"]),
-                )
-                for name, row in links.items()
-            ),
-        )
+        table = _table("links", {"kind": _NAME} | dict.fromkeys(numbers, _NUMBER))
+        for name, row in links.items():
+            factors = (f"{row['latency_factor']:.2f}x", f"{row['bytes_factor']:.2f}x")
+            count = f"{row['measurements']:,}"
+            table.add_row(name.replace("_", " "), count, *factors, _error(row["error"]))
+        yield table
 
 
 def _error(part: float | None) -> str:
@@ -365,9 +346,9 @@ def memory_table(fit: Fit) -> Table:
         for device in fit.devices
     )
     for cells, names in rows.items():
-        who = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
-        who = ", ".join(names) if len(names) <= 2 else who
-        style = "" if cells[-1] == "-" else "bold red"
+        ends = f"{names[0]} to {names[-1]} ({len(names)})"
+        who = ", ".join(names) if len(names) <= 2 else ends
+        style = "bold red" * (cells[-1] != "-")
         table.add_row(escape(who), *map(escape, cells), style=style)
     return table
 
