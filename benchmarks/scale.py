@@ -70,13 +70,12 @@ def planned(graph: Path, folder: Path, model: str, devices: int, budget: str) ->
     command += ["--cluster", str(path), "--budget", budget, "--json"]
     begin = time.perf_counter()
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    seconds = time.perf_counter() - begin
     row: dict[str, Any] = {
         "model": model,
         "devices": devices,
         "hosts": cluster.num_hosts,
         "classes": len(set(cluster.host_kind)),
-        "seconds": seconds,
+        "seconds": time.perf_counter() - begin,
         "rc": ran.returncode,
     }
     if ran.returncode:
@@ -106,8 +105,7 @@ def evaluated(graph: Path, devices: int, types: int, times: int = 5) -> dict[str
     cluster = parse_cluster(cluster_of(devices, types), Path("scale.yaml"))
     evaluator = Evaluator(load_graph(graph), cluster)
     layout = Layout(tp=8, pp=4, dp=devices // 32, num_micro=256 // max(devices // 32, 1))
-    given = place_layout(layout, evaluator.graph, cluster)
-    choice = evaluator.encode(given.strategy)
+    choice = evaluator.encode(place_layout(layout, evaluator.graph, cluster).strategy)
     evaluator.evaluate(choice, Order.FIFO)
     took = []
     for _ in range(times):

@@ -49,8 +49,7 @@ def measure(seed: int, model: str, cluster: str, steps: int) -> dict[str, float]
         algorithm=Algorithm.REINFORCE, num_pairs=8, num_steps=steps, num_validation=1,
         search_evaluations=50, check_every=steps, seed=seed,
     )  # fmt: skip
-    trainer = Trainer(source, config)
-    learner = trainer.learner
+    learner = Trainer(source, config).learner
     assert isinstance(learner, GradientLearner)
     for index in range(config.num_pairs):
         assert learner.pair(index).baseline_s > 0.0  # made before the clock starts
@@ -122,8 +121,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     arguments = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(arguments.processes) as pool:
+    with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
         asked = (arguments.model, arguments.cluster, arguments.steps)
         found = pool.starmap(measure, [(seed, *asked) for seed in range(arguments.processes)])
     cpu_s = sum(row["cpu_s"] for row in found)

@@ -18,7 +18,7 @@ device models.
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -141,10 +141,9 @@ def compare(graph: OpGraph, named: str, cluster: Cluster, section: Section, file
     progress(f"{graph.name} on {named}: {shown(best)} s")
 
 
-def best_seconds(rows: Iterable[Row], methods: Iterable[str]) -> float | None:
+def best_seconds(rows: Iterable[Row], methods: Collection[str]) -> float | None:
     """The shortest step of some methods; ``None`` if none fits."""
-    wanted = set(methods)
-    times = [r["step_time_s"] for r in rows if r["method"] in wanted and r["step_time_s"]]
+    times = [r["step_time_s"] for r in rows if r["method"] in methods and r["step_time_s"]]
     return min(times, default=None)
 
 
@@ -153,14 +152,15 @@ def columns(rows: list[Row]) -> dict[str, float | None]:
     every = {row["method"] for row in rows}
     auto = best_seconds(rows, every)
     four, reference = best_seconds(rows, FOUR), best_seconds(rows, REFERENCES)
-    found = {"best of four": four}
-    found |= {name: best_seconds(rows, (name,)) for name in SHOWN if name in every}
-    found["auto"] = auto
-    found["over the four"] = four / auto if four and auto else None
-    found["over reference"] = reference / auto if reference and auto else None
-    found |= draws(rows)
-    found["bound"] = min(row["lower_bound_s"] for row in rows)
-    return found
+    return {
+        "best of four": four,
+        **{name: best_seconds(rows, (name,)) for name in SHOWN if name in every},
+        "auto": auto,
+        "over the four": four / auto if four and auto else None,
+        "over reference": reference / auto if reference and auto else None,
+        **draws(rows),
+        "bound": min(row["lower_bound_s"] for row in rows),
+    }
 
 
 def draws(rows: list[Row]) -> dict[str, float | None]:

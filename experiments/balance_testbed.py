@@ -166,10 +166,9 @@ def main() -> None:
         parser.error(f"--epochs {arguments.epochs}: the first {SETTLING} are left out")
     allocator = {} if arguments.default_allocator else KEEPS_MEMORY
     how = (arguments.epochs, arguments.rounds, arguments.pixels, allocator)
-    asked = product(arguments.testbeds.split(","), arguments.scripts.split(","))
     rows = told(
         measure(ALIKE.get(testbed) or load_testbed(testbed), script, *how)
-        for testbed, script in asked
+        for testbed, script in product(arguments.testbeds.split(","), arguments.scripts.split(","))
     )
     finish(arguments, {"rows": rows})
 

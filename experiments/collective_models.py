@@ -43,8 +43,7 @@ def columns(rows: list[dict[str, str]]) -> tuple[FloatArray, FloatArray, FloatAr
     """(payload bytes, members, seconds) of rows."""
     payload = [float(row["num_bytes_field"]) * BYTES[row["dtype"]] for row in rows]
     members = [float(row["num_gpus"]) for row in rows]
-    seconds = [float(row["ms"]) / 1e3 for row in rows]
-    return np.array(payload), np.array(members), np.array(seconds)
+    return np.array(payload), np.array(members), np.array([float(row["ms"]) / 1e3 for row in rows])
 
 
 def fit(rows: list[dict[str, str]], bandwidth: float, rounds: float) -> CollectiveModel:

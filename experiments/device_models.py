@@ -113,25 +113,22 @@ def layout_of(row: Row) -> Layout | None:
 
 def predicted_bytes(row: Row, layout: Layout) -> float:
     """Peak of the last device, by the plan's memory model."""
-    vocabulary = -(-_WORDS // (_PADDED * layout.tp)) * _PADDED * layout.tp
     model = Model(
         family="gpt",
         hidden=_number(row, "hidden-size"),
         heads=_number(row, "num-attention-heads"),
         layers=_number(row, "num-layers"),
         sequence=_number(row, "seq-length"),
-        vocabulary=vocabulary,
+        vocabulary=-(-_WORDS // (_PADDED * layout.tp)) * _PADDED * layout.tp,
         dtype="float16" if row.get("fp16") == "true" else "bfloat16",
         is_tied=layout.pp == 1,
         is_fused=True,
         works_in_place=True,
     )
-    batch = layout.dp * layout.micro_batch * max(2 * layout.pp, 2)
-    graph = graph_of(model, batch)
+    graph = graph_of(model, layout.dp * layout.micro_batch * max(2 * layout.pp, 2))
     cluster = replace(a100_nodes(_DEVICES), execution=Execution.MEGATRON)
     strategy = place_layout(layout, graph, cluster).strategy
-    found = Evaluator(graph, cluster).evaluate(strategy, Order.FIFO)
-    return float(found.peak_memory_bytes[-1])
+    return float(Evaluator(graph, cluster).evaluate(strategy, Order.FIFO).peak_memory_bytes[-1])
 
 
 def peak_errors(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
@@ -176,11 +173,8 @@ with this value rows of both are within 12 %."""
 
 def read_any(data: Path, *patterns: str) -> list[Row]:
     """Rows of all files that match a pattern, packed or not."""
-    found: list[Row] = []
     paths = {path for each in patterns for end in ("", ".gz") for path in data.glob(each + end)}
-    for path in sorted(paths):
-        found += csv_rows(path)
-    return found
+    return [row for path in sorted(paths) for row in csv_rows(path)]
 
 
 LAYERS = ("zorse_layers.csv", "layers_*.csv")
@@ -330,8 +324,7 @@ def fit_all(data: Path) -> list[dict[str, Any]]:
         {"P100-16GB": [layers[dtype]["P100-16GB"][0] for dtype in layers]} if layers else {},
     )  # fmt: skip
     for name, held in HELD.items():
-        fit_one = partial(fit_products, **held)
-        found += fit_family(name, kernels[name], *of_several(name), fit_one)
+        found += fit_family(name, kernels[name], *of_several(name), partial(fit_products, **held))
     for name in parameters.STREAMS:
         found += fit_family(name, kernels[name], *of_several(name))
     return found + fit_layers(layers, found)
@@ -423,8 +416,7 @@ def families_document(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What the package's file says of families."""
     families: dict[str, dict[str, Any]] = defaultdict(dict)
     for row in rows:
-        known = {**row["model"], "errors": row["errors"]}
-        families[row["family"]][row["type"]] = rounded(known)
+        families[row["family"]][row["type"]] = rounded({**row["model"], "errors": row["errors"]})
     return dict(families)
 
 
@@ -458,14 +450,13 @@ def main() -> None:
     )
     if arguments.left_out:
         print_left_out(arguments)
-        return
-    if arguments.shipped:
+    elif arguments.shipped:
         print_shipped(arguments)
-        return
-    rows = fit_all(arguments.data)
-    if arguments.write:
-        write_section("families", families_document(rows))
-    finish(arguments, {"rows": rows})
+    else:
+        rows = fit_all(arguments.data)
+        if arguments.write:
+            write_section("families", families_document(rows))
+        finish(arguments, {"rows": rows})
 
 
 if __name__ == "__main__":

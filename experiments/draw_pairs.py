@@ -67,14 +67,12 @@ def main() -> None:
     for number in range(asked.pairs):
         name = f"{asked.split}_{number:02}"
         is_large = number < asked.large
-        place = number if is_large else number - asked.large
         bounds = size_within(
-            place,
+            number if is_large else number - asked.large,
             asked.large if is_large else asked.pairs - asked.large,
             *(LARGE if is_large else SMALL),
         )
-        seed = int(rng.integers(2**31))
-        document = drawn_cluster(name, seed, *bounds)
+        document = drawn_cluster(name, int(rng.integers(2**31)), *bounds)
         path = FOLDER / "clusters" / f"{name}.yaml"
         text = yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=95)
         path.write_text(text)

@@ -10,6 +10,7 @@ trained on a family of the other two.
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import drawing.architectures
 import drawing.modules  # noqa: F401  (enters its families)
@@ -53,7 +54,4 @@ def __getattr__(name: str) -> Callable[..., Workload]:
     if kind not in FAMILIES or not number.isdigit():
         raise AttributeError(name)
 
-    def make(batch_size: int | None = None) -> Workload:
-        return workload(name, batch_size)
-
-    return make
+    return partial(workload, name)

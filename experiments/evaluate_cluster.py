@@ -43,10 +43,9 @@ def main() -> None:
         AgentSearch(asked.policy),
         *(known[name] for name in ("ev_ps", "ev_ar", "cp_ps", "cp_ar")),
     ]
-    arms = {planner.name: partial(judged, planner) for planner in planners}
     run_board(
         asked,
-        arms
+        {planner.name: partial(judged, planner) for planner in planners}
         | {
             "search": partial(auto, known, LEARNED, 1.0),
             "agent_finetuned": partial(tuned, asked.policy),

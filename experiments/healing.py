@@ -25,7 +25,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from fault_trials import (
     MODEL,
     PARTS,
     PAUSE_S,
+    SIGNALS,
     Trial,
     cluster,
     left_behind,
@@ -96,22 +97,16 @@ class Nodes:
         os.environ["RAY_ADDRESS"] = self._made.address
         self._ray = connect_to_ray()[0]
 
-    def kill(self, number: int) -> None:
-        """End a node with all that runs there, at once."""
-        self.signal(number, signal.SIGKILL)
-
-    def freeze(self, number: int) -> None:
-        """Stop all that runs on a node."""
-        self.signal(number, signal.SIGSTOP)
-
-    def pause(self, number: int) -> None:
-        """Stop all that runs on a node for a while."""
-        self.freeze(number)
-        threading.Timer(PAUSE_S, self.signal, (number, signal.SIGCONT)).start()
-
-    def cut(self, number: int) -> None:
-        """Cut the link of a node."""
-        set_link(self._places[1 + number][0], "down")
+    def hit(self, fault: str, number: int) -> None:
+        """Cause a fault on a node."""
+        if fault == "cut":
+            set_link(self._places[1 + number][0], "down")
+        elif fault == "leaving":
+            self.announce(number)
+        else:
+            self.signal(number, SIGNALS.get(fault, signal.SIGKILL))
+        if fault == "paused":
+            threading.Timer(PAUSE_S, self.signal, (number, signal.SIGCONT)).start()
 
     def announce(self, number: int) -> None:
         """Announce the end of a node: to its actor, or to Ray, which drains every second one."""
@@ -123,9 +118,8 @@ class Nodes:
             client = GcsClient(address=self._made.address)
             client.drain_node(self._nodes[number].node_id, reason, "spot", 0)
             return
-        for each in things_of_jobs():
-            pid = int(each.split()[0]) if "ray::HealingHost" in each else 0
-            if pid and parent_of(pid) == self._raylet(number):
+        for pid, (parent, words) in processes().items():
+            if words.startswith("ray::HealingHost") and parent == self._raylet(number):
                 os.kill(pid, signal.SIGTERM)
 
     def signal(self, number: int, what: signal.Signals) -> None:
@@ -179,8 +173,7 @@ def nodes_for(fault: str) -> Iterator[Nodes | None]:
         if fault == "rank":
             yield None
             return
-        places = stack.enter_context(namespaces(len(KINDS))) if fault == "cut" else None
-        nodes = Nodes(places)
+        nodes = Nodes(stack.enter_context(namespaces(len(KINDS))) if fault == "cut" else None)
         stack.callback(nodes.close)
         yield nodes
 
@@ -229,7 +222,7 @@ class Fault:
                 if told.stat().st_ctime > self._begun_s:
                     shutil.copy(json.loads(told.read_text())["plan"], self._copy_to)
             if self._fault == "leaving" and self._nodes is not None and self._copy_to.exists():
-                self._nodes.kill(self._victims[0])
+                self._nodes.signal(self._victims[0], signal.SIGKILL)
 
     def say(self, line: str) -> None:
         """Called with each message of the job."""
@@ -241,17 +234,11 @@ class Fault:
         for number in self._victims:
             if self._nodes is None:
                 os.kill(ranks_of_this_process()[number], signal.SIGKILL)
-                continue
-            ways: dict[str, Callable[[int], None]] = {
-                "frozen": self._nodes.freeze,
-                "paused": self._nodes.pause,
-                "cut": self._nodes.cut,
-                "leaving": self._nodes.announce,
-            }
-            ways.get(self._fault, self._nodes.kill)(number)
-        for each in things_of_jobs() if self._fault in ("leader", "both") else ():
-            pid = int(each.split()[0]) if "ray::_Leader" in each else 0
-            if pid and parent_of(parent_of(pid)) == os.getpid():  # a raylet of this process
+            else:
+                self._nodes.hit(self._fault, number)
+        for pid, (parent, words) in processes().items():
+            is_leader = words.startswith("ray::_Leader") and self._fault in ("leader", "both")
+            if is_leader and parent_of(parent) == os.getpid():  # a raylet of this process
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -298,7 +285,7 @@ def run_trial(
             killer.killed_s = killer.again_s = time.monotonic()
         measured = heal_on_ray(request, healing, progress=killer, say=killer.say)
         for each in victims:
-            nodes.kill(each)  # what is frozen or cut off ends with its node
+            nodes.signal(each, signal.SIGKILL)  # what is frozen or cut off ends with its node
     left_over = left_behind(lambda: things_of_jobs() - before)
     if nodes is not None:
         nodes.replace(victims)

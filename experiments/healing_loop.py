@@ -11,7 +11,7 @@ BEGUN_S = time.monotonic()  # before imports: when this rank was started
 import json  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
-from collections.abc import Callable  # noqa: E402
+from collections.abc import Callable, Iterable  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -102,12 +102,18 @@ def train(tell: Callable[..., None], num_steps: int, kind: str, saved: Path) -> 
 
 
 def losses_over(batches: list[list[int]]) -> list[float]:
-    """Losses of one process that trains on the same batches."""
+    """Losses of one process that trains on batches of the data."""
     inputs, targets, _ = data()
-    model, optimizer = model_and_optimizer()
+    return losses_alone(*model_and_optimizer(), ((inputs[b], targets[b]) for b in batches))
+
+
+def losses_alone(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[tuple[Any, Any]]
+) -> list[float]:
+    """Losses of one process that trains a model."""
     losses = []
-    for numbers in batches:
-        loss = nn.functional.mse_loss(model(inputs[numbers]), targets[numbers])
+    for inputs, targets in batches:
+        loss = nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

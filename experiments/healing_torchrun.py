@@ -35,6 +35,7 @@ from fault_trials import (
     MODEL,
     PARTS,
     PAUSE_S,
+    SIGNALS,
     Trial,
     cluster,
     left_behind,
@@ -43,13 +44,14 @@ from fault_trials import (
     processes,
     run_trials,
 )
-from healing_loop import NUM_SAMPLES, losses_over
+from healing_loop import NUM_SAMPLES, losses_alone, losses_over
 from namespaces import enter, namespaces, set_link
 from rows import asked_of, option, progress
 
 from heterog import heal
 from heterog.files import read_json, write_json
 from heterog.graph.capture import capture
+from heterog.grouped import grouped
 from heterog.healing.exchange import Event, read_events
 from heterog.runtime.launch import free_port, signals_as_exit
 from heterog.runtime.rank import draw_alike
@@ -153,16 +155,13 @@ class Hosts:
     def hit(self, fault: str, hosts: tuple[int, ...]) -> None:
         """Cause a fault on hosts."""
         for host in hosts:
+            what = SIGNALS.get(fault, signal.SIGKILL)
             if fault in ("leader", "leaving"):
-                is_sudden = fault == "leader"
-                os.kill(
-                    self.agents[host].pid or 0, signal.SIGKILL if is_sudden else signal.SIGTERM
-                )
+                os.kill(self.agents[host].pid or 0, what)
             elif fault == "cut":
                 set_link(self._places[1 + host][0], "down")
             else:
-                is_stopped = fault in ("frozen", "paused")
-                self.signal(host, signal.SIGSTOP if is_stopped else signal.SIGKILL)
+                self.signal(host, what)
             if fault == "paused":
                 threading.Timer(PAUSE_S, self.signal, (host, signal.SIGCONT)).start()
 
@@ -210,10 +209,9 @@ def run_trial(
 
     def found() -> list[str]:
         every = processes().items()
-        folders = Path(tempfile.gettempdir()).glob("heterog-loop-*")
         return [
             *(f"{pid} {words[:80]}" for pid, (_, words) in every if pid not in servers),
-            *map(str, folders),
+            *map(str, Path(tempfile.gettempdir()).glob("heterog-loop-*")),
         ]
 
     left = left_behind(found)
@@ -225,12 +223,11 @@ def run_trial(
 def write_run(plan: Plan, folder: Path, num_steps: int) -> Path:
     """A run file for a plan, which keeps each part on three hosts, so that two may be lost."""
     plan.save(folder / "plan.json")
-    source = f"{MODEL}:workload"
     write_json(
         folder / "run.json",
         {
             "plan": str(folder / "plan.json"),
-            "model": source,
+            "model": f"{MODEL}:workload",
             "num_steps": num_steps,
             "output": str(folder / "out.json"),
             "heal": {"redundancy": 2},
@@ -264,11 +261,13 @@ def measured_plan(
         own = [each for each in steps if each["at_s"] > taken_up[-1]["at_s"]]
         ends = hit_s, min(noticed, default=hit_s), began["at_s"], taken_up[-1]["at_s"]
         seconds = (b - a for a, b in itertools.pairwise((*ends, own[0]["at_s"])))
-        split = dict(zip(PARTS, seconds, strict=True))
-        split |= {"decided_s": began["seconds"], "total_s": own[0]["at_s"] - hit_s}
-        split["steps_done_again"] = most - taken_up[-1]["step"]
-        method = output["moves"][-1]["method"]
-        split["source"] = f"step {taken_up[-1]['step']} in memory, by {method}"
+        split = {
+            **dict(zip(PARTS, seconds, strict=True)),
+            "decided_s": began["seconds"],
+            "total_s": own[0]["at_s"] - hit_s,
+            "steps_done_again": most - taken_up[-1]["step"],
+            "source": f"step {taken_up[-1]['step']} in memory, by {output['moves'][-1]['method']}",
+        }
     expected = losses_of(len(output["losses"]))
     pairs = zip(output["losses"], expected, strict=True)
     return Trial(
@@ -290,15 +289,7 @@ def losses_of(num_steps: int) -> list[float]:
     model = workload.make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     inputs, targets = workload.make_batch()
-    assert isinstance(targets, torch.Tensor)
-    losses = []
-    for _ in range(num_steps):
-        loss = torch.nn.functional.mse_loss(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return losses_alone(model, optimizer, itertools.repeat((inputs, targets), num_steps))
 
 
 def measured(
@@ -309,30 +300,24 @@ def measured(
     old = [each for each in steps if each["at_s"] <= hit_s]
     begun = [each for each in events if each["event"] == "began" and each["at_s"] > hit_s]
     again = [each for each in events if each["event"] == "restored" and each["at_s"] > hit_s]
-    failed = [each["at_s"] for each in events if each["event"] == "failed"]
-    failed = [at_s for at_s in failed if at_s > hit_s]
+    failed = [each for each in events if each["event"] == "failed" and each["at_s"] > hit_s]
     later = [each for each in steps if each["at_s"] > hit_s]
     split: dict[str, Any] = {}
     most = old[-1]["step"]
     if begun:
         # The last generation: those that began after the last step of the one before.
         restored = [each for each in again if each["rank"] == 0][-1]
-        own = [each["at_s"] for each in begun if each["at_s"] < restored["at_s"]]
-        began_s = max(own)
-        before = [each["step"] for each in steps if each["at_s"] < restored["at_s"]]
+        began_s = max(each["at_s"] for each in begun if each["at_s"] < restored["at_s"])
+        most = max(each["step"] for each in steps if each["at_s"] < restored["at_s"])
         later = [each for each in steps if each["at_s"] > restored["at_s"]]
-        noticed_s = min(failed, default=began_s)
+        noticed_s = min((each["at_s"] for each in failed), default=began_s)
         ends = (hit_s, noticed_s, began_s, restored["at_s"], later[0]["at_s"])
         seconds = (b - a for a, b in itertools.pairwise(ends))
         split = dict(zip(PARTS, seconds, strict=True))
-        most = max(before)
     counted = {each["step"]: each for each in steps}
     ordered = [counted[number] for number in sorted(counted)]
-    expected = losses_over([each["samples"] for each in ordered])
-    pairs = zip(ordered, expected, strict=True)
-    dealt: dict[int, list[int]] = {}
-    for each in ordered:
-        dealt.setdefault(each["epoch"], []).extend(each["samples"])
+    pairs = zip(ordered, losses_over([each["samples"] for each in ordered]), strict=True)
+    dealt = grouped((each["epoch"], number) for each in ordered for number in each["samples"])
     whole = [sorted(dealt[epoch]) == list(range(NUM_SAMPLES)) for epoch in sorted(dealt)[:-1]]
     last = dealt[max(dealt)]
     return Trial(
@@ -368,8 +353,13 @@ def main() -> None:
     of = {"etcd": bool(arguments.etcd), "start": start}
     if arguments.of == "plan":
         of["of"] = "plan"
-        graph = capture(load_workload(f"{MODEL}:workload", None))
-        plan = make_plan(Request(graph=graph, cluster=cluster(), methods=("cp_ar",)))
+        plan = make_plan(
+            Request(
+                graph=capture(load_workload(f"{MODEL}:workload", None)),
+                cluster=cluster(),
+                methods=("cp_ar",),
+            )
+        )
     with ExitStack() as stack:
         stack.enter_context(signals_as_exit())
         places = stack.enter_context(namespaces(HOSTS, "tr", "10.77.0"))

@@ -23,6 +23,7 @@ import argparse
 import statistics
 import tempfile
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -259,8 +260,7 @@ def losses(arguments: argparse.Namespace, rows: Sequence[str]) -> Iterator[dict[
         evaluator = Evaluator(capture(small(model)), load_testbed("skew_network"))
         with tempfile.TemporaryDirectory() as name:
             for number, row in enumerate(rows):
-                plan = plan_of(evaluator, strategy_of(evaluator, row))
-                plan.save(Path(name) / f"{number}.json")
+                plan_of(evaluator, strategy_of(evaluator, row)).save(Path(name) / f"{number}.json")
             found = result_of_ranks(
                 train, len(SHARES), model, Path(name), arguments.steps, len(rows)
             )
@@ -272,14 +272,9 @@ def losses(arguments: argparse.Namespace, rows: Sequence[str]) -> Iterator[dict[
 # --- what codecs cost ----------------------------------------------------------------------------
 
 
-def cpu_seconds(call: Callable[[], Any], repeats: int = 7) -> float:
-    """The least CPU time of a call, which other processes hardly affect."""
-    found = []
-    for _ in range(repeats):
-        begin = time.process_time()
-        call()
-        found.append(time.process_time() - begin)
-    return min(found)
+def cpu_seconds(call: Callable[[], Any]) -> float:
+    """The least CPU time of some calls, which other processes hardly affect."""
+    return min(timeit.repeat(call, timer=time.process_time, number=1, repeat=7))
 
 
 def cost(_: argparse.Namespace, rows: Sequence[str]) -> Iterator[dict[str, Any]]:

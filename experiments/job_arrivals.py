@@ -21,6 +21,7 @@ from heterog.agents.job_ppo import play, train_jobs
 from heterog.cluster import Cluster
 from heterog.envs.job_partition import JobPartitionEnv
 from heterog.graph.capture import capture
+from heterog.grouped import grouped
 from heterog.search.arrivals.evaluated import EvaluatedCluster, TrainingJob
 from heterog.search.arrivals.profiled import (
     DEADLINES,
@@ -100,12 +101,12 @@ def unequal(cluster: str, models: str) -> Setting:
 
 def baseline_rows(setting: Setting, deadlines: str, num_seeds: int) -> list[dict[str, object]]:
     """Blocking of each rule over the same episodes."""
-    rates: dict[str, list[float]] = {}
-    for seed in range(num_seeds):
-        requests = setting.requests(deadlines, seed)
-        for name, rule in rules(seed).items():
-            verdicts = run_rule(setting.cluster, requests, rule, end_s=setting.episode_s)
-            rates.setdefault(name, []).append(blocking_rate(verdicts))
+    episodes = [(seed, setting.requests(deadlines, seed)) for seed in range(num_seeds)]
+    rates = grouped(
+        (name, blocking_rate(run_rule(setting.cluster, requests, rule, end_s=setting.episode_s)))
+        for seed, requests in episodes
+        for name, rule in rules(seed).items()
+    )
     return [_row(name, deadlines, found) for name, found in rates.items()]
 
 

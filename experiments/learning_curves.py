@@ -23,11 +23,12 @@ from rows import finish, keep_row, option, progress, read_rows, script_parser
 from heterog.agents.benchmark.statistics import over_pairs
 from heterog.agents.config import Algorithm, PolicyConfig, TrainingConfig
 from heterog.agents.learner import Task, learner_of
-from heterog.agents.policy import Policy, draw, on_one_thread, score_pairs
+from heterog.agents.policy import Policy, draw, score_pairs
 from heterog.agents.sources import PairSource, captured
 from heterog.agents.training import FIRST_PAIR, NO_FIT
 from heterog.envs.clusters import ClusterRange
 from heterog.envs.pair import Pair
+from heterog.runtime.accelerators import num_threads
 
 ALGORITHMS = (
     *(Algorithm.IMITATION, Algorithm.REINFORCE, Algorithm.MIXED),
@@ -145,7 +146,7 @@ def main() -> None:
     )
     rows = read_rows(asked.output)
     done = {(row["algorithm"], row["seed"]) for row in rows}
-    with on_one_thread():
+    with num_threads(1):
         others = PairSource(graphs=unseen, wanted=CLUSTERS, judged=True)
         pairs = [others.pair(FIRST_PAIR + number) for number in range(FIRST.num_validation)]
         for seed in range(asked.seeds):

@@ -54,6 +54,7 @@ from scipy.optimize import least_squares
 
 from heterog.cluster.topology import Execution
 from heterog.fidelity.run_fit import Case
+from heterog.grouped import grouped
 from heterog.pricing.device_models.model import DeviceModels
 from heterog.pricing.device_models.parameters import host_of, in_training_of
 from heterog.strategy.layouts.layout import parse_layout
@@ -210,12 +211,8 @@ def one_of_each(rows: Sequence[Row]) -> list[Row]:
     def size(row: Row) -> tuple[int, ...]:
         return tuple(int(row[name]) for name in ("# GPUs", "global batch", "# layers", *_COLUMNS))
 
-    found: dict[tuple[str, ...], Row] = {}
-    for row in rows:
-        key = _kind(row)
-        if key not in found or size(row) < size(found[key]):
-            found[key] = row
-    return sorted(found.values(), key=by_capture)
+    kinds = grouped((_kind(row), row) for row in rows)
+    return sorted((min(own, key=size) for own in kinds.values()), key=by_capture)
 
 
 def fit(

@@ -21,7 +21,9 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +37,8 @@ from heterog.runtime.launch import free_port
 
 MOST_DIFFERENCE = 1e-5
 LIMIT_S = 120
+FAILED = "failed"
+"""File for the error of the rank that fails first."""
 
 LOOPS: dict[str, tuple[Run, Run]] = {
     "DDP": (plain.alone, plain.on_ranks("ddp")),
@@ -92,8 +96,7 @@ def main() -> int:
         progress(f"{rows[-1]} ({time.monotonic() - begin:.0f} s)")
     equal = sum(row.equal for row in rows)
     refused = sum(row.refused is not None for row in rows)
-    record = {"rows": [row._asdict() for row in rows], "equal": equal, "refused": refused}
-    finish(options, record)
+    finish(options, {"rows": [row._asdict() for row in rows], "equal": equal, "refused": refused})
     return 0 if equal + refused == len(rows) else 1
 
 
@@ -116,7 +119,10 @@ def run_row(loop: str, case: str) -> Row:
             ((weights, updates),) = _run(alone, CASES[case], 1, Path(folder) / "one")
             ranks = _run(on_ranks, CASES[case], len(SHARES), Path(folder) / "ranks")
         except ProcessException as error:
-            said, reason = str(error).splitlines()[-1], MUST_REFUSE.get((loop, case))
+            # Ranks that lose another one fail, too: what the first one said is the reason.
+            first = next(Path(folder).rglob(FAILED), None)
+            told = str(error) if first is None else first.read_text()
+            said, reason = told.splitlines()[-1], MUST_REFUSE.get((loop, case))
             if reason is not None and reason in said:
                 return Row(loop, case, False, None, None, said, None)
             return Row(loop, case, False, None, None, None, said)
@@ -164,7 +170,12 @@ def _be_rank(rank: int, run: Run, case: Case, num_ranks: int, port: str, folder:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK="0")
     record = Record()
-    weights = run(case, record, str(folder))
+    try:
+        weights = run(case, record, str(folder))
+    except Exception:
+        with suppress(FileExistsError), (folder / FAILED).open("x") as file:
+            file.write(traceback.format_exc())
+        raise
     torch.save((weights, record.updates), folder / f"{rank}.out")
     if torch.distributed.is_initialized():
         torch.distributed.barrier()

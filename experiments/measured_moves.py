@@ -78,10 +78,9 @@ def row_of(testbed: str, model: str, seed: int, asked: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="moves-") as name:
         folder = Path(name)
         shutil.copy(WORKLOADS, folder)
-        graph = capture(load_workload(f"{folder / WORKLOADS.name}:{model}", None))
         first = make_plan(
             Request(
-                graph=graph,
+                graph=capture(load_workload(f"{folder / WORKLOADS.name}:{model}", None)),
                 cluster=cluster,
                 known=default_methods(),
                 budget=Budget.parse(asked.budget),

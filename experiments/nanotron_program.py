@@ -288,8 +288,7 @@ def kept_bytes(row: Row) -> float:
         in_flight = min(layout.pp, row.num_micro)
         waits = row.is_host_bound and layout.pp > 1
         number = in_flight + min(in_flight, 2) * (-1 if waits else 1)
-        gathered = number * num_layers + is_last
-        found += gathered * tokens * sizes.hidden * 2.0
+        found += (number * num_layers + is_last) * tokens * sizes.hidden * 2.0
     if row.num_micro == 1:
         found += 4.0 * parameters
         found -= is_last * tokens * sizes.vocabulary / layout.tp * 4.0

@@ -34,8 +34,7 @@ CASES = (("vgg", 768), ("gpt", 192), ("encoder", 144), ("mlp", 8192))
 
 def make_plans(cluster: Cluster, model: str, batch_size: int, budget: Budget) -> dict[str, Plan]:
     """Plans for every stage: ``poplar0``, ``even0``, maybe ``even_steps0`` and so on."""
-    graph = capture(workload_of(model, batch_size))
-    evaluator = Evaluator(graph, cluster)
+    evaluator = Evaluator(capture(workload_of(model, batch_size)), cluster)
     problem = Problem(evaluator=evaluator, budget=budget)
 
     def made(planner: Planner) -> Plan:

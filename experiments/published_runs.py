@@ -195,11 +195,11 @@ def vtrain(
 
 def by_capture(row: dict[str, str]) -> tuple[int, ...]:
     """Sizes that all rows with one capture have in common."""
-    named = (
-        "hidden size", "tensor parallelism", "pipeline parallelism", "global batch",
-        "micro batch", "# layers",
+    return tuple(
+        int(row[name])
+        for name in ("hidden size", "tensor parallelism", "pipeline parallelism", "global batch",
+                     "micro batch", "# layers")
     )  # fmt: skip
-    return tuple(int(row[name]) for name in named)
 
 
 Terms = list[tuple[float, Run]]
@@ -390,8 +390,7 @@ def sources(
         yield (f"Sailor, {path.stem.removeprefix('sailor_')}",), sailor(path)
     for name in ("vtrain_one_node", "vtrain_many_nodes"):
         if (path := data / f"{name}.csv").is_file():
-            words = name.removeprefix("vtrain_").replace("_", " ")
-            family = f"vTrain, {words}"
+            family = f"vTrain, {name.removeprefix('vtrain_').replace('_', ' ')}"
             yield (family,), vtrain(path, split, every, family, few_layers=few_layers)
 
 
@@ -446,12 +445,10 @@ def main() -> None:
     for _, members in sorted(of_nanotron.items()):
         found += nanotron.swept_errors(members)
     of_vtrain = [run for run in every if run.family.startswith("vTrain")]
-    formula = ordered_pairs(of_vtrain, by_formula)
-    told = [nanotron.told(members) for members in of_nanotron.values()]
     document = {
         "families": [asdict(each) for each in found],
-        "pairs_of_vtrain_by_formula": asdict(formula),
-        "told": told,
+        "pairs_of_vtrain_by_formula": asdict(ordered_pairs(of_vtrain, by_formula)),
+        "told": [nanotron.told(members) for members in of_nanotron.values()],
         "runs": [asdict(run) for run in every]
         + [
             asdict(each.compared) | {"is_host_bound": each.row.is_host_bound}

@@ -204,8 +204,7 @@ def parse_record(
     try:
         if is_dataclass(kind) and versions:
             value = {key: each for key, each in value.items() if key != "schema_version"}
-        found: _V = _adapter(cast(type, kind)).validate_python(value)
-        return found
+        return cast(_V, _adapter(cast(type, kind)).validate_python(value))
     except ValidationError as error:
         raise InputFileError(f"{where}: {first_fault(error)}") from error
     except HeterogError as error:  # of a class that checks its own fields
@@ -232,8 +231,7 @@ def parse_dataclass(value: object, kind: type[_V], where: str) -> _V:
         InputFileError: a field is missing, unknown or wrong.
     """
     try:
-        found: _V = _adapter(cast(type, kind)).validate_json(json.dumps(value))
-        return found
+        return cast(_V, _adapter(cast(type, kind)).validate_json(json.dumps(value)))
     except ValidationError as error:
         raise InputFileError(f"{where}: {first_fault(error)}") from error
 

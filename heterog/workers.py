@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from heterog.errors import HeterogError
 
@@ -127,8 +127,8 @@ class _Remote(Workers):
     ) -> Iterator[Result]:
         """Hand jobs out as others end."""
         limit = self._open(shared)
-        ordered: deque[Future[Any]] = deque()
-        running: set[Future[Any]] = set()
+        ordered: deque[Future[_Outcome]] = deque()
+        running: set[Future[_Outcome]] = set()
         try:
             for job in jobs:
                 if len(running) >= limit:
@@ -150,12 +150,12 @@ class _Remote(Workers):
         """Send ``shared``; return how many jobs may be under way."""
 
     @abstractmethod
-    def _submit(self, work: Callable[[Any, Any], Any], job: Any) -> "Future[Any]": ...
+    def _submit(self, work: Callable[[Any, Any], Any], job: Any) -> "Future[_Outcome]": ...
 
-    def _cancel(self, future: "Future[Any]") -> None:
+    def _cancel(self, future: "Future[_Outcome]") -> None:
         future.cancel()
 
-    def _results(self, future: "Future[Any]") -> Iterator[Any]:
+    def _results(self, future: "Future[_Outcome]") -> Iterator[Any]:
         """The result of a job; nothing if it did not begin."""
         outcome = self._outcome(future)
         if outcome.error:
@@ -163,9 +163,8 @@ class _Remote(Workers):
         if not outcome.is_left_out:
             yield outcome.value
 
-    def _outcome(self, future: "Future[Any]") -> "_Outcome":
-        outcome: _Outcome = future.result()
-        return outcome
+    def _outcome(self, future: "Future[_Outcome]") -> "_Outcome":
+        return future.result()
 
     def begin(
         self, work: Callable[[Any, Any], Any], shared: Any, job: Any
@@ -235,7 +234,7 @@ class Processes(_Remote):
         self._count = count
         self._pool: ProcessPoolExecutor | None = None
         self._ends: tuple[Connection, Connection] | None = None  # closed by ``stop``
-        self._handed: list[Future[Any]] = []
+        self._handed: list[Future[_Outcome]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._file = ""
         self._shared: Any = None
@@ -263,7 +262,7 @@ class Processes(_Remote):
             self._shared = shared
         return 2 * self._count  # the next job waits in the pool
 
-    def _submit(self, work: Callable[[Any, Any], Any], job: Any) -> "Future[Any]":
+    def _submit(self, work: Callable[[Any, Any], Any], job: Any) -> "Future[_Outcome]":
         assert self._pool is not None
         self._handed = [each for each in self._handed if not each.done()]
         # A new process inherits the blocked signals, from its first instruction on.
@@ -280,7 +279,7 @@ class Processes(_Remote):
         if self._ends is not None:
             self._ends[1].close()
 
-    def _outcome(self, future: "Future[Any]") -> "_Outcome":
+    def _outcome(self, future: "Future[_Outcome]") -> "_Outcome":
         try:
             return super()._outcome(future)
         except BrokenProcessPool as error:
@@ -383,16 +382,15 @@ class RayWorkers(_Remote):
             self._box, self._shared = [self._ray.put(shared)], shared
         return self.count
 
-    def _submit(self, work: Callable[[Any, Any], Any], job: Any) -> "Future[Any]":
-        future: Future[Any] = self._run.remote(work, self._box, job).future()
-        return future
+    def _submit(self, work: Callable[[Any, Any], Any], job: Any) -> "Future[_Outcome]":
+        return cast("Future[_Outcome]", self._run.remote(work, self._box, job).future())
 
-    def _cancel(self, future: "Future[Any]") -> None:
+    def _cancel(self, future: "Future[_Outcome]") -> None:
         reference = getattr(future, "object_ref", None)
         if reference is not None:
             self._ray.cancel(reference)
 
-    def _outcome(self, future: "Future[Any]") -> "_Outcome":
+    def _outcome(self, future: "Future[_Outcome]") -> "_Outcome":
         try:
             return super()._outcome(future)
         except self._ray.exceptions.RayError as error:
@@ -417,9 +415,8 @@ class _RaySeat(RayWorkers):
         # Two calls at a time: ``run``, and ``stop`` while it runs.
         self._actor = self._ray.remote(max_concurrency=2)(_Remembering).remote()
 
-    def _submit(self, work: Callable[[Any, Any], Any], job: Any) -> "Future[Any]":
-        future: Future[Any] = self._actor.run.remote(work, self._box, job).future()
-        return future
+    def _submit(self, work: Callable[[Any, Any], Any], job: Any) -> "Future[_Outcome]":
+        return cast("Future[_Outcome]", self._actor.run.remote(work, self._box, job).future())
 
     def stop(self) -> None:
         """See ``Workers``: the running job is asked, later ones do not begin."""

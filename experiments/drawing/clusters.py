@@ -64,8 +64,7 @@ def _hosts(
     rng: np.random.Generator, name: str, listed: ListedType, count: int, total: int
 ) -> list[dict[str, Any]]:
     """Hosts of one kind: as many of one size as there can be, and one with the rest."""
-    sizes = [1, 2, 4, 8] if total < 64 else [4, 8]
-    size = min(int(rng.choice(sizes)), count)
+    size = min(int(rng.choice([1, 2, 4, 8] if total < 64 else [4, 8])), count)
     rates = [rate for rate in _LINE_RATES if total < 64 or rate >= 25]
     line_rate = f"{int(rng.choice(rates))} Gbit/s"
     link = _link(rng, listed)

@@ -341,8 +341,7 @@ class Tables(nn.Module):
         first = self.bottom(numbers)
         rows = [table(words[:, index]) for index, table in enumerate(self.tables)]
         every = torch.stack([first, *rows], 1)
-        products = (every @ every.transpose(1, 2)).flatten(1)
-        return self.top(torch.cat([first, products], 1))
+        return self.top(torch.cat([first, (every @ every.transpose(1, 2)).flatten(1)], 1))
 
 
 @family(TEST)

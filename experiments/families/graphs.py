@@ -47,8 +47,7 @@ class GraphClassifier(nn.Module):
         x = torch.relu(self.first(x, edges))
         x = torch.tanh(self.second(x, edges))
         graph = torch.arange(BATCH, device=x.device).repeat_interleave(NODES)
-        pooled = pyg.global_mean_pool(x, graph, BATCH)
-        return functional.cross_entropy(self.head(pooled), classes)
+        return functional.cross_entropy(self.head(pyg.global_mean_pool(x, graph, BATCH)), classes)
 
 
 def of_layers(layer: Any, **options: Any) -> Workload:

@@ -70,8 +70,7 @@ def gine(net: Any, x: Tensor, edges: Tensor, features: Tensor, wanted: Tensor) -
     """Edges with features, attention with edge features, and a readout by attention."""
     x = torch.relu(net.first(x, edges, features))
     x = net.norm(net.second(x, edges, features)).view(BATCH, NODES, 8)
-    pooled = (net.gate(x).softmax(1) * x).sum(1)
-    return functional.mse_loss(net.head(pooled).squeeze(-1), wanted)
+    return functional.mse_loss(net.head((net.gate(x).softmax(1) * x).sum(1)).squeeze(-1), wanted)
 
 
 @trained(
@@ -86,8 +85,7 @@ def gine(net: Any, x: Tensor, edges: Tensor, features: Tensor, wanted: Tensor) -
 def vq_vae(net: Any, x: Tensor) -> Tensor:
     """VQ-VAE: the nearest code by ``argmin``, the gradient straight through."""
     z = net.encoder(x)
-    nearest = torch.cdist(z, net.codes.weight).argmin(-1)
-    code = net.codes(nearest)
+    code = net.codes(torch.cdist(z, net.codes.weight).argmin(-1))
     found = net.decoder(z + (code - z).detach())
     commit = functional.mse_loss(z, code.detach()) + functional.mse_loss(code, z.detach())
     return functional.mse_loss(found, x) + commit

@@ -61,8 +61,7 @@ class Prodigy(DAdaptation):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all parameters."""
         for _, each, slope in self.members():
-            state = self.start(each)
-            square = state.setdefault("square", torch.zeros_like(each))
+            square = self.start(each).setdefault("square", torch.zeros_like(each))
             square.mul_(0.9).addcmul_(slope, slope, value=0.1)
             slope.div_(square.sqrt() + 1e-8)
         super().step()

@@ -83,8 +83,7 @@ def _clicks() -> Batch:
 )
 def wide_and_deep(net: Any, words: Tensor, numbers: Tensor) -> Tensor:
     """Wide & deep: bags with offsets-free rows, crossed features, Adagrad."""
-    deep = net.body(torch.cat([net.deep(words), numbers], 1))
-    return torch.sigmoid(net.wide(words) + deep)
+    return torch.sigmoid(net.wide(words) + net.body(torch.cat([net.deep(words), numbers], 1)))
 
 
 @trained(
@@ -174,8 +173,7 @@ def perceiver(net: Any, elements: Tensor, is_missing: Tensor) -> Tensor:
 def set_transformer(net: Any, cloud: Tensor, wanted: Tensor) -> Tensor:
     """Induced attention over a set, and a set distance (chamfer) as loss."""
     x = net.first(cloud)
-    points = net.points.expand(len(x), -1, -1)
-    inner = net.attention[0](points, x, x, need_weights=False)[0]
+    inner = net.attention[0](net.points.expand(len(x), -1, -1), x, x, need_weights=False)[0]
     x = x + net.attention[1](x, inner, inner, need_weights=False)[0]
     distance = torch.cdist(net.last(x), wanted).square()
     return distance.amin(1).mean() + distance.amin(2).mean()

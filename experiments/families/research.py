@@ -186,8 +186,7 @@ def mixture_density(net: Any, x: Tensor, y: Tensor) -> Tensor:
     logits, mean, size = net.body(x).chunk(3, 1)
     parts = torch.distributions.Normal(mean, functional.softplus(size) + 1e-3)
     which = torch.distributions.Categorical(logits=logits)
-    made = torch.distributions.MixtureSameFamily(which, parts)
-    return -made.log_prob(y).mean()
+    return -torch.distributions.MixtureSameFamily(which, parts).log_prob(y).mean()
 
 
 def _graph_transformer_batch() -> Batch:
@@ -217,8 +216,7 @@ def graph_transformer(net: Any, nodes: Tensor, distances: Tensor, sizes: Tensor)
     )
     found = functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
     states = states + found.transpose(1, 2).flatten(2)
-    mean = (states * there[..., None]).sum(1) / sizes[:, None]
-    return net.head(mean)
+    return net.head((states * there[..., None]).sum(1) / sizes[:, None])
 
 
 @trained(

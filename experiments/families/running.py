@@ -7,6 +7,7 @@ The reference is plain PyTorch on one device: every plan must equal it.
 """
 
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -95,8 +96,7 @@ def train_on_one_device(
     for step in range(STEPS):
         batch = family.batch(step)
         optimizer.zero_grad()
-        draws = Draws(captured, part, step) if family.is_random else nullcontext()
-        with draws:
+        with Draws(captured, part, step) if family.is_random else nullcontext():
             if not groups:
                 loss = workload.step_loss(model, batch)
                 torch.autograd.backward(loss)
@@ -193,8 +193,7 @@ class Draws(TorchDispatchMode):
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if not draws or "attention" in func._schema.name:  # which has no dropout here
             return func(*args, **(kwargs or {}))
-        op = self._left.pop(0)
-        drawn = self._draw(op, args[0])
+        drawn = self._draw(self._left.pop(0), args[0])
         if func._schema.name.endswith("_"):
             return args[0].copy_(drawn[0])
         return drawn if len(drawn) > 1 else drawn[0]
@@ -279,8 +278,7 @@ def run_family(family: Family, limit_s: float, *, searches: bool = True) -> Row:
     _end(process)
     worst = max(told["strategies"].values(), default=0.0)
     # One device in bf16 has rounded as well.
-    noise = max(told["noise"].values(), default=0.0)
-    tolerance = max(family.tolerance, 3 * noise)
+    tolerance = max(family.tolerance, 3 * max(told["noise"].values(), default=0.0))
     num_asked = len(told["strategies"]) + len(told["refused"])
     equal = num_asked >= 3 and bool(told["strategies"]) and worst <= tolerance
     equal = equal and not told["failed"]
@@ -360,20 +358,21 @@ def error_of(family: Family, results: list[Trained], wanted: Trained) -> float:
     }
     farthest = max(moved.values())
     assert farthest > 0, "nothing was trained"
-    worst = 0.0
-    for result in results:
-        for loss, target in zip(result.losses, wanted.losses, strict=True):
-            worst = max(worst, _not_nan(abs(loss - target) / max(abs(target), 1e-3)))
+    errors = [
+        abs(loss - target) / max(abs(target), 1e-3)
+        for result in results
+        for loss, target in zip(result.losses, wanted.losses, strict=True)
+    ]
     for name, weight in wanted.weights.items():
         if name not in moved:
             # BatchNorm counts steps; on one device every local group was a step of its own.
             same = name.endswith("num_batches_tracked") or torch.equal(weights[name], weight)
             assert same, f"{name} differs"
             continue
-        error = size(weights[name] - weight)
         rounding = torch.finfo(weight.dtype).eps * size(weight)
-        worst = max(worst, _not_nan(error / max(moved[name], 1e-3 * farthest, rounding)))
-    return worst
+        scale = max(moved[name], 1e-3 * farthest, rounding)
+        errors.append(size(weights[name] - weight) / scale)
+    return math.inf if any(map(math.isnan, errors)) else max(errors)
 
 
 def _largest(value: Tensor) -> float:
@@ -382,10 +381,6 @@ def _largest(value: Tensor) -> float:
 
 def _length(value: Tensor) -> float:
     return float(torch.linalg.vector_norm(value.double()))
-
-
-def _not_nan(error: float) -> float:
-    return float("inf") if error != error else error
 
 
 def train_on_ranks(family: Family, captured: CapturedStep, plan: Plan) -> list[Trained]:
@@ -411,9 +406,8 @@ def train_on_ranks(family: Family, captured: CapturedStep, plan: Plan) -> list[T
         raise refusals[0]
     # The first that failed by itself says more than those that lost it.
     failures = [answer for answer in answers if isinstance(answer, str)]
-    failures.sort(key=lambda text: "gloo" in text or "Connection" in text)
     if failures:
-        raise RuntimeError(failures[0])
+        raise RuntimeError(min(failures, key=lambda text: "gloo" in text or "Connection" in text))
     return answers
 
 

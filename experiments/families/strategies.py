@@ -127,8 +127,7 @@ def _pipeline(graph: OpGraph) -> Strategy:
     in_one_go = _strategy(graph, [stages[stage] for stage in placed])
     if ops_of_the_whole_batch(graph):
         return in_one_go  # these would see a micro-batch only
-    micro = (split_evenly(graph.batch_size, 2), (0, 0), (0, 0))
-    return replace(in_one_go, micro_batches=micro)
+    return replace(in_one_go, micro_batches=(split_evenly(graph.batch_size, 2), (0, 0), (0, 0)))
 
 
 def _zero(graph: OpGraph) -> Strategy:
@@ -136,8 +135,7 @@ def _zero(graph: OpGraph) -> Strategy:
     decision = Decision(
         devices=ALL, shares=shares_of(graph, 5, 2, 1), sync=Sync.ZERO3, slices=(1, 5, 2)
     )
-    made = _strategy(graph, [decision] * group_ops(graph).num_groups)
-    return replace(made, bucket_bytes=4096)
+    return replace(_strategy(graph, [decision] * group_ops(graph).num_groups), bucket_bytes=4096)
 
 
 def _rules(graph: OpGraph) -> Strategy | None:

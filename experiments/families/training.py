@@ -83,8 +83,7 @@ def frozen_backbone() -> Workload:
 )
 def gan_generator(net: Any, noise: Tensor) -> Tensor:
     """The generator's step through a frozen discriminator."""
-    score = net.discriminator(net.generator(noise))
-    return functional.softplus(-score).mean()
+    return functional.softplus(-net.discriminator(net.generator(noise))).mean()
 
 
 @trained(
@@ -152,8 +151,7 @@ def simclr(net: Any, one: Tensor, two: Tensor) -> Tensor:
     count = one.shape[0]
     itself = torch.eye(2 * count, dtype=torch.bool, device=z.device)
     scores = (z @ z.T / 0.5).masked_fill(itself, float("-inf"))
-    target = torch.arange(2 * count, device=z.device).roll(count)
-    return functional.cross_entropy(scores, target)
+    return functional.cross_entropy(scores, torch.arange(2 * count, device=z.device).roll(count))
 
 
 class _Round(torch.autograd.Function):

@@ -187,8 +187,7 @@ class _Causal(nn.Module):
         self.convolution = nn.utils.parametrizations.weight_norm(convolution)
 
     def forward(self, x: Tensor) -> Tensor:
-        changed = self.convolution(functional.pad(x, (self.padding, 0)))
-        return x + functional.leaky_relu(changed)
+        return x + functional.leaky_relu(self.convolution(functional.pad(x, (self.padding, 0))))
 
 
 @trained(

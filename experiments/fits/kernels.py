@@ -6,7 +6,7 @@ Least squares of log(predicted / measured), so that a kernel of 5 us counts as m
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -85,8 +85,7 @@ class MeasuredStreams:
 
     def log_errors(self, model: StreamModel) -> FloatArray:
         """log(predicted / measured) of each row.  # [num_rows]"""
-        predicted = model.seconds(self.chip, self.num_bytes, self.row)
-        return np.log(predicted / self.seconds)
+        return np.log(model.seconds(self.chip, self.num_bytes, self.row) / self.seconds)
 
 
 class Measured(Protocol):
@@ -136,8 +135,8 @@ def _fit_products(
         model = model_of(np.exp(logarithms).tolist())
         return np.concatenate([each.log_errors(model) for each in measured])
 
-    found = _fit(log_errors, start, (least, most))
-    return model_of(found.parameters), found.cost
+    parameters, cost = _fit(log_errors, start, (least, most))
+    return model_of(parameters), cost
 
 
 def fit_streams(measured: Sequence[MeasuredStreams]) -> StreamModel:
@@ -150,7 +149,7 @@ def fit_streams(measured: Sequence[MeasuredStreams]) -> StreamModel:
     bounds = (astuple(_STREAM_LEAST), astuple(_STREAM_MOST))
     starts = [astuple(replace(_STREAM_START, cached_share=share)) for share in _CACHED_SHARES]
     found = [_fit(log_errors, start, bounds) for start in starts]
-    return StreamModel(*min(found, key=lambda fit: fit.cost).parameters)
+    return StreamModel(*min(found, key=lambda fit: fit[1])[0])
 
 
 def errors_of(log_errors: FloatArray) -> Errors:
@@ -159,19 +158,12 @@ def errors_of(log_errors: FloatArray) -> Errors:
     return Errors(rows=len(off), median=float(np.median(off)), p90=float(np.quantile(off, 0.9)))
 
 
-class _Fit(NamedTuple):
-    """Parameters, and the sum of losses that they leave."""
-
-    parameters: list[float]
-    cost: float
-
-
 def _fit(
     log_errors: Callable[[FloatArray], FloatArray],
     start: tuple[float, ...],
     bounds: tuple[tuple[float, ...], tuple[float, ...]],
-) -> _Fit:
-    """Fit positive parameters, in their logarithms."""
+) -> tuple[list[float], float]:
+    """Positive parameters, fitted in their logarithms, and the sum of losses that they leave."""
     found = least_squares(
         log_errors,
         np.log(start),
@@ -180,4 +172,4 @@ def _fit(
         f_scale=_OUTLIER,
         diff_step=np.full(len(start), _STEP),
     )
-    return _Fit([float(value) for value in np.exp(found.x)], float(found.cost))
+    return np.exp(found.x).tolist(), float(found.cost)

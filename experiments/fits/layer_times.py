@@ -323,9 +323,13 @@ def measured_layers(rows: Sequence[Row], dtype: str) -> dict[str, tuple[Measured
     for row in rows:
         kind = card_of(row["gpu"])
         name = row["model"].removeprefix("deepspeed")
-        if kind is None or row["dtype"] != dtype or int(row["microbatch"]) > _LARGEST:
-            continue
-        if layer_of(name, 1, dtype, is_eager=False) is None:
+        is_known = layer_of(name, 1, dtype, is_eager=False) is not None
+        if (
+            kind is None
+            or row["dtype"] != dtype
+            or int(row["microbatch"]) > _LARGEST
+            or not is_known
+        ):
             continue
         is_tested = row.get("split", "test" if name in _TESTED else "fit") == "test"
         by_type[kind.name][is_tested].append(row)

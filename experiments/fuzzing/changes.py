@@ -90,8 +90,7 @@ def change_value(rng: random.Random, document: Any) -> Any:
         case 3 if isinstance(old, list) and old:
             _change_list(rng, old)
         case 4:
-            other = rng.choice(everywhere)
-            parent[key] = json.loads(json.dumps(at(document, other)))
+            parent[key] = json.loads(json.dumps(at(document, rng.choice(everywhere))))
         case 5:
             nested: Any = old
             for _ in range(rng.choice([1, 2, 20, 60])):
@@ -129,8 +128,7 @@ def change_op(rng: random.Random, document: Any) -> Any:
             case 4 if inputs:
                 _change_list(rng, inputs)
             case _:
-                shape = rng.choice(graph["tensors"]["shape"])
-                _change_list(rng, shape)
+                _change_list(rng, rng.choice(graph["tensors"]["shape"]))
     return document
 
 
@@ -274,8 +272,7 @@ def change_folder(rng: random.Random, source: Path, target: Path) -> str:
     match rng.randrange(6):
         case 0 | 1:
             content = bytearray(data.read_bytes())
-            position = rng.randrange(len(content))
-            content[position] ^= 1 << rng.randrange(8)
+            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
             data.write_bytes(bytes(content))
             return "flipped bit"
         case 2:

@@ -52,6 +52,16 @@ CALLS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 Snapshot = dict[str, tuple[int, bytes]]
 
 
+class Wrong(Exception):
+    """Something was accepted that is not valid."""
+
+
+def need(is_so: bool, otherwise: str) -> None:
+    """Raise ``Wrong`` with a text unless something is so."""
+    if not is_so:
+        raise Wrong(otherwise)
+
+
 def make_case(rng: random.Random, inputs: Path, target: Path) -> str:
     """Make the folder of a case; says which command it calls."""
     target.mkdir()
@@ -101,30 +111,28 @@ def make_call(folder: Path) -> tuple[Path, Snapshot, list[str]]:
     raise error
 
 
-def check_call(done: tuple[Path, Snapshot, list[str]]) -> str:
-    """What is wrong with the outputs of a call; empty if nothing."""
+def check_call(done: tuple[Path, Snapshot, list[str]]) -> None:
+    """The outputs of a call were written, and nothing else."""
     folder, before, outputs = done
     after = seen(folder)
     real = {os.path.realpath(folder / name) for name in outputs}
-    if len(real) < len(outputs):
-        return f"{outputs} are fewer files"
+    need(len(real) == len(outputs), f"{outputs} are fewer files")
     for name in {*before, *after}:
         path = folder / name
         inside = any(str(path).startswith(f"{each}/") for each in real)
-        if os.path.realpath(path) in real or inside:
-            continue
-        if before.get(name) != after.get(name):
-            return f"{outputs} were written, and {name} has changed"
+        if os.path.realpath(path) not in real and not inside:
+            need(
+                before.get(name) == after.get(name),
+                f"{outputs} were written, and {name} has changed",
+            )
     for name in outputs:
         path = folder / name
         if path.is_dir():
             continue
         content = path.read_bytes()
-        if not path.is_file() or not content or content == b"old":
-            return f"{name} was not written"
+        need(path.is_file() and content not in (b"", b"old"), f"{name} was not written")
         if ".json" in name and content[:1] not in (b"<", b"m"):
             json.loads(gzip.decompress(content) if name.endswith(".gz") else content)
-    return ""
 
 
 def seen(folder: Path) -> Snapshot:

@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fuzzing.outputs import check_call, make_call
+from fuzzing.outputs import check_call, make_call, need
 from heterog.agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from heterog.agents.config import PolicyConfig
 from heterog.agents.policy import Policy
@@ -80,152 +81,184 @@ def _seconds(plan: Plan) -> list[float]:
     return [row.step_time_s for row in plan.rows if row.step_time_s is not None]
 
 
-def check_graph(graph: OpGraph, cluster: Cluster) -> str:
+def check_graph(graph: OpGraph, cluster: Cluster) -> None:
     """A graph whose ops read what was made before, and that can be simulated."""
-    if not _is_name(graph.name) or not graph.optimizer.replace(".", "").isidentifier():
-        return "its name or optimizer is no name"
+    need(
+        _is_name(graph.name) and graph.optimizer.replace(".", "").isidentifier(),
+        "its name or optimizer is no name",
+    )
     made, updated = set(range(graph.num_inputs)), set()
     for index, op in enumerate(graph.ops):
-        outputs = list(graph.outputs[index])
-        if (
-            not set(op.inputs) <= made
-            or made & set(outputs)
-            or not (isinstance(op.module, str) and op.module.isprintable())
-        ):
-            return f"op {index} reads what is not made"
-        made |= set(outputs)
+        outputs = set(graph.outputs[index])
+        is_in_order = set(op.inputs) <= made and not made & outputs
+        need(
+            is_in_order and isinstance(op.module, str) and op.module.isprintable(),
+            f"op {index} reads what is not made",
+        )
+        made |= outputs
         if op.phase == Phase.UPDATE:
-            if op.inputs[0] in updated:
-                return "a parameter is updated twice"
+            need(op.inputs[0] not in updated, "a parameter is updated twice")
             updated.add(op.inputs[0])
-        if not _good([op.flops, op.bytes_read, op.bytes_written]):
-            return f"op {index} has impossible costs"
-    if made != set(range(len(graph.tensors))) or graph.loss not in made:
-        return "its tensors are not those of its ops"
+        costs = [op.flops, op.bytes_read, op.bytes_written]
+        need(_good(costs), f"op {index} has impossible costs")
+    need(
+        made == set(range(len(graph.tensors))) and graph.loss in made,
+        "its tensors are not those of its ops",
+    )
     if graph.batch_size < cluster.num_devices or graph.batch_size > 4096:
-        return ""
+        return
     plan = _planned(graph, cluster, "ev_ar", "cp_ps")
-    if not _good(_seconds(plan)) or not _good(plan.peak_memory_bytes):
-        return "its simulated seconds or bytes are impossible"
-    again = graph_from_dict(json.loads(json.dumps(serialize.graph_to_dict(graph))), "again")
-    return "" if again.fingerprint == graph.fingerprint else "it is another one when saved"
+    need(
+        _good([*_seconds(plan), *plan.peak_memory_bytes]),
+        "its simulated seconds or bytes are impossible",
+    )
+    need(
+        graph_from_dict(
+            json.loads(json.dumps(serialize.graph_to_dict(graph))), "again"
+        ).fingerprint
+        == graph.fingerprint,
+        "it is another one when saved",
+    )
 
 
-def check_plan(plan: Plan) -> str:
+def check_plan(plan: Plan) -> None:
     """A plan that can be lowered, shown and exported, with an order that can be run."""
     program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
     order = list(plan.task_order)
-    if sorted(order) != list(range(program.num_tasks)) or program.hash != plan.program_hash:
-        return "its order is no permutation of its tasks"
+    need(
+        sorted(order) == list(range(program.num_tasks)) and program.hash == plan.program_hash,
+        "its order is no permutation of its tasks",
+    )
     place = {task: number for number, task in enumerate(order)}
     for task in order:
-        if any(place[each] >= place[task] for each in program.dependencies(task)):
-            return f"task {task} is listed before what it needs"
+        need(
+            all(place[each] < place[task] for each in program.dependencies(task)),
+            f"task {task} is listed before what it needs",
+        )
     for decision in plan.strategy.decisions:
-        if sum(decision.shares) != plan.graph.batch_size:
-            return "its shares are not the batch"
-    if plan.outcome == "ok" and not _good([plan.step_time_s], positive=True):
-        return "it takes impossible seconds"
-    if plan.outcome not in ("ok", "out_of_memory", "cannot_run", "not_applicable"):
-        return "its outcome is no word"
-    if len(plan.peak_memory_bytes) != plan.cluster.num_devices:
-        return "its peaks are not those of its devices"
-    seconds = plan.timeline().seconds
-    if not _good([seconds, plan.lower_bound_s, plan.search_seconds]):
-        return "its replayed seconds are impossible"
+        need(sum(decision.shares) == plan.graph.batch_size, "its shares are not the batch")
+    if plan.outcome == "ok":
+        need(_good([plan.step_time_s], positive=True), "it takes impossible seconds")
+    need(
+        plan.outcome in ("ok", "out_of_memory", "cannot_run", "not_applicable"),
+        "its outcome is no word",
+    )
+    need(
+        len(plan.peak_memory_bytes) == plan.cluster.num_devices,
+        "its peaks are not those of its devices",
+    )
+    need(
+        _good([plan.timeline().seconds, plan.lower_bound_s, plan.search_seconds]),
+        "its replayed seconds are impossible",
+    )
     json.dumps(plan.summary(), allow_nan=False)
     if random.random() < 0.05:
-        page = report_html(plan)
-        if "</script><script>alert" in page:
-            return "its page runs a script"
+        need("</script><script>alert" not in report_html(plan), "its page runs a script")
     for target in TARGETS:
         with contextlib.suppress(HeterogError, ExportError):
-            made = make_export(plan, target)
-            for name, content in made.files.items():
+            for name, content in make_export(plan, target).files.items():
                 if name.endswith(".py"):
                     compile(content, name, "exec")
-                if b"root:" in content:
-                    return "its export copied another file"
-    return ""
+                need(b"root:" not in content, "its export copied another file")
 
 
-def check_cluster(cluster: Cluster, graph: OpGraph) -> str:
+def check_cluster(cluster: Cluster, graph: OpGraph) -> None:
     """Devices on hosts, names that are names, rates that are rates."""
     names = [device.name for device in cluster.devices]
     words = [cluster.name, *names, *(host.name for host in cluster.hosts)]
-    if len(set(names)) < len(names) or not all(map(_is_name, words)) or len(names) > MAX_DEVICES:
-        return "its names are no names"
-    if not _good([link.bandwidth_bytes_per_s for link in cluster.resources], positive=True):
-        return "a link has an impossible rate"
+    need(
+        len(set(names)) == len(names) <= MAX_DEVICES and all(map(_is_name, words)),
+        "its names are no names",
+    )
+    need(
+        _good([link.bandwidth_bytes_per_s for link in cluster.resources], positive=True),
+        "a link has an impossible rate",
+    )
     for device in cluster.devices:
-        if not 0 < device.usable_memory_bytes <= device.type.memory_bytes:
-            return "a device has an impossible memory"
-    if Cluster.from_dict(json.loads(json.dumps(cluster.to_dict()))) != cluster:
-        return "it is another one when saved"
+        need(
+            0 < device.usable_memory_bytes <= device.type.memory_bytes,
+            "a device has an impossible memory",
+        )
+    need(
+        Cluster.from_dict(json.loads(json.dumps(cluster.to_dict()))) == cluster,
+        "it is another one when saved",
+    )
     if len(names) <= 8:
-        if not _good(_seconds(_planned(graph, replace(cluster, calibration=None), "ev_ar"))):
-            return "its simulated seconds are impossible"
-    return ""
+        need(
+            _good(_seconds(_planned(graph, replace(cluster, calibration=None), "ev_ar"))),
+            "its simulated seconds are impossible",
+        )
 
 
-def check_runs(runs: list[RecordedRun]) -> str:
+def check_runs(runs: list[RecordedRun]) -> None:
     """Positive seconds, and nothing that would be run."""
-    if not _good([run.seconds for run in runs], positive=True):
-        return "a run has impossible seconds"
-    if any(run.model.endswith(".py") or ":" in run.model for run in runs):
-        return "a run names code"
-    return "" if all(run.family and run.cluster for run in runs) else "a run lacks a name"
+    need(_good([run.seconds for run in runs], positive=True), "a run has impossible seconds")
+    for run in runs:
+        need(not run.model.endswith(".py") and ":" not in run.model, "a run names code")
+        need(bool(run.family and run.cluster), "a run lacks a name")
 
 
-def check_calibration(model: Calibration | DeviceModels, graph: OpGraph, cluster: Cluster) -> str:
+def check_calibration(model: Calibration | DeviceModels, graph: OpGraph, cluster: Cluster) -> None:
     """Seconds that are finite and not negative, for every op, share and channel."""
     for device_type in cluster.device_types:
         for samples in (1, 12, 24):
-            if not _good(model.op_seconds(graph, device_type, samples)):
-                return "it prices an op at impossible seconds"
-        if not _good(model.copy_seconds(device_type)):
-            return "it prices copies at impossible seconds"
+            need(
+                _good(model.op_seconds(graph, device_type, samples)),
+                "it prices an op at impossible seconds",
+            )
+        need(_good(model.copy_seconds(device_type)), "it prices copies at impossible seconds")
     table = ChannelTable(cluster)
     for number in range(len(table)):
         cost = model.channel_seconds(cluster, table[number])
         lost = (*cost.drag.values(), *cost.overhead_s.values())
-        if not _good([cost.latency_s, cost.seconds_per_byte, cost.loaded_latency_s, *lost]):
-            return "it prices a transfer at impossible seconds"
-    times = _seconds(_planned(graph, cluster, "ev_ar", cost_model=model))
-    return "" if _good(times) else "its simulated seconds are impossible"
+        need(
+            _good([cost.latency_s, cost.seconds_per_byte, cost.loaded_latency_s, *lost]),
+            "it prices a transfer at impossible seconds",
+        )
+    need(
+        _good(_seconds(_planned(graph, cluster, "ev_ar", cost_model=model))),
+        "its simulated seconds are impossible",
+    )
 
 
-def check_measurements(read: Any, graph: OpGraph, cluster: Cluster) -> str:
+def check_measurements(read: Any, graph: OpGraph, cluster: Cluster) -> None:
     """Rows of positive seconds, from which a calibration can be fitted."""
     found, model = read
-    if not _good([row.seconds for row in (*found.ops, *found.links)], positive=True):
-        return "a row has impossible seconds"
-    if any(row.samples < 1 or row.count < 1 for row in found.ops):
-        return "a row has no samples or calls"
-    return check_calibration(model, graph, cluster)
+    need(
+        _good([row.seconds for row in (*found.ops, *found.links)], positive=True),
+        "a row has impossible seconds",
+    )
+    need(
+        all(row.samples >= 1 and row.count >= 1 for row in found.ops),
+        "a row has no samples or calls",
+    )
+    check_calibration(model, graph, cluster)
 
 
-def check_journal(journal: Journal) -> str:
+def check_journal(journal: Journal) -> None:
     """Rows that are measurements."""
-    seconds = [row.seconds for rows in journal._rows.values() for row in rows]
-    return "" if _good(seconds, positive=True) else "a row has impossible seconds"
+    need(
+        _good([row.seconds for rows in journal._rows.values() for row in rows], positive=True),
+        "a row has impossible seconds",
+    )
 
 
-def check_policy(checkpoint: Checkpoint) -> str:
+def check_policy(checkpoint: Checkpoint) -> None:
     """Finite weights."""
-    values = checkpoint.policy.state_dict().values()
-    finite = all(bool(torch.isfinite(value).all()) for value in values)
-    return "" if finite else "its weights are not finite"
+    for value in checkpoint.policy.state_dict().values():
+        need(bool(torch.isfinite(value).all()), "its weights are not finite")
 
 
-def check_checkpoint(read: Any) -> str:
+def check_checkpoint(read: Any) -> None:
     """The very tensors that were saved."""
     contents, tensors = read
     wanted = {"model.w": torch.arange(12.0).reshape(3, 4), "optimizer.w.exp_avg": torch.ones(3, 4)}
     for name, value in tensors.items():
-        if name not in wanted or not torch.equal(value, wanted[name]):
-            return f"tensor {name} is not what was saved"
-    return "" if contents.num_steps >= 0 else "it has trained a negative number of steps"
+        need(
+            name in wanted and torch.equal(value, wanted[name]),
+            f"tensor {name} is not what was saved",
+        )
+    need(contents.num_steps >= 0, "it has trained a negative number of steps")
 
 
 class _Model(nn.Module):
@@ -380,7 +413,7 @@ class Kind:
         name: of the kind.
         files: valid ones.
         read: reads a path; what comes back is checked.
-        check: says what is wrong with what was accepted; empty if nothing.
+        check: raises ``Wrong`` if what was accepted is not valid.
         form: ``json``, ``yaml``, ``lines``, ``torch`` or ``folder``; ``call`` of the command line.
         weight: how often it is drawn.
     """
@@ -388,7 +421,7 @@ class Kind:
     name: str
     files: tuple[Path, ...]
     read: Callable[[Path], Any]
-    check: Callable[[Any], str]
+    check: Callable[[Any], None]
     form: str
     weight: int = 1
 
@@ -409,18 +442,15 @@ def make_kinds(folder: Path) -> tuple[Kind, ...]:
         save_graph(graph, folder / name)
     plans = write_plans(folder, graph, cluster)
 
-    def of_cluster(read: Cluster) -> str:
-        return check_cluster(read, graph)
-
-    def of_prices(read: Any) -> str:
-        return check_calibration(read, graph, cluster)
+    of_cluster = partial(check_cluster, graph=graph)
+    of_prices = partial(check_calibration, graph=graph, cluster=cluster)
 
     def named(*names: str) -> tuple[Path, ...]:
         return tuple(folder / name for name in names)
 
     return (
         Kind("graph", named(*graphs), load_graph,
-             lambda read: check_graph(read, cluster), "json", 3),
+             partial(check_graph, cluster=cluster), "json", 3),
         Kind("plan", plans, load_plan, check_plan, "json", 3),
         Kind("cluster", named("lab.yaml"), Cluster.load, of_cluster, "yaml", 2),
         Kind("testbed", named("bed.yaml"), lambda path: load_testbed(str(path)), of_cluster,
@@ -430,7 +460,7 @@ def make_kinds(folder: Path) -> tuple[Kind, ...]:
         Kind("recorded runs", named("runs.csv"), read_runs, check_runs, "csv"),
         Kind("measurements", named("measurements.json"),
              lambda path: (found := Measurements.load(path), _calibrated(found)),
-             lambda read: check_measurements(read, graph, cluster), "json", 2),
+             partial(check_measurements, graph=graph, cluster=cluster), "json", 2),
         Kind("journal", named("rank0.jsonl"), lambda path: Journal(path, "a V100"),
              check_journal, "lines"),
         Kind("policy", named("policy.pt"), load_checkpoint, check_policy, "torch"),
@@ -461,8 +491,9 @@ def write_measured(folder: Path, graph: OpGraph, cluster: Cluster) -> None:
     found = measurements(graph, cluster)
     found.save(folder / "measurements.json")
     calibrate(found, cluster, name="calibrated").save(folder / "calibration.json")
-    factors = {"V100-16GB": InTraining(products=1.2, float32=1.1)}
-    models = DeviceModels(host_s=2e-5, in_training=factors)
+    models = DeviceModels(
+        host_s=2e-5, in_training={"V100-16GB": InTraining(products=1.2, float32=1.1)}
+    )
     save_run_models(folder / "runs.json", models, "mine", 5)
     journal = Journal(folder / "rank0.jsonl", "a V100")
     journal.add("one", list(found.ops[:4]))
@@ -474,8 +505,7 @@ def _run_models(path: Path) -> DeviceModels:
 
 
 def _calibrated(found: Measurements) -> Calibration:
-    cluster = None if found.cluster is None else Cluster.from_dict(found.cluster)
-    return calibrate(found, cluster)
+    return calibrate(found, None if found.cluster is None else Cluster.from_dict(found.cluster))
 
 
 def read_checkpoint(folder: Path) -> Any:

@@ -259,8 +259,7 @@ def global_batches(case: Case, dataset: Samples) -> Iterator[tuple[int, dict[str
     """Batches of one process, each with its step in the pass; passes are epochs."""
     for epoch in range(NUM_BATCHES):
         places = epoch_order(case.num_samples, SEED, epoch, shuffle=not case.stream)
-        order = torch.from_numpy(places)
-        for step, chosen in enumerate(torch.split(order, BATCH)[: case.steps]):
+        for step, chosen in enumerate(torch.split(torch.from_numpy(places), BATCH)[: case.steps]):
             yield step, default_collate([dataset[int(index)] for index in chosen])
 
 

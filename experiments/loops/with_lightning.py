@@ -66,8 +66,10 @@ class Module(LightningModule):
         schedule = make_schedule(self.case, optimizer)
         if schedule is None:
             return optimizer
-        how = {"scheduler": schedule, "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": how}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
 
 
 def on_ranks(case: Case, record: Record, folder: str) -> list[Tensor]:
@@ -93,11 +95,10 @@ def _fit(
 ) -> Module:
     balancer = LightningBalancer(global_batch_size=BATCH, shares=SHARES, interval=0)
     module = Module(case, record, balancer)
-    strategy = "ddp" if case.optimizers == 1 and not case.freeze_after else _FINDS_UNUSED
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=strategy,
+        strategy="ddp" if case.optimizers == 1 and not case.freeze_after else _FINDS_UNUSED,
         callbacks=[balancer, *callbacks],
         max_steps=num_updates,
         max_epochs=NUM_BATCHES,

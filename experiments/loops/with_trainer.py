@@ -46,10 +46,9 @@ class _StockTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     """A Trainer on one process; only the order of samples is not its own."""
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        order = _Order(len(self.train_dataset))
         return DataLoader(
             self.train_dataset,
-            batch_sampler=order,
+            batch_sampler=_Order(len(self.train_dataset)),
             collate_fn=self.data_collator,
         )
 

@@ -51,8 +51,7 @@ def sweeps(folder: Path) -> Iterator[Path]:
 def rows_of(path: Path, split: str) -> Iterator[Row]:
     """The rows of a split (all rows without splits), except those in which a send slept."""
     rows = csv_rows(path)
-    is_bound = _host_bound(rows)
-    for row, bound in zip(rows, is_bound, strict=True):
+    for row, bound in zip(rows, _host_bound(rows), strict=True):
         if row.get("split", split) in (split, "") and row["polled"] in ("", "0", "False"):
             yield row_of(row, is_bound=bound)
 

@@ -103,9 +103,8 @@ class Moves:
         order = list(range(len(shrunk.kinds)))
         self._random.shuffle(order)
         for index in order:
-            needs = dict.fromkeys(tables.cards, 0)
-            for team in shrunk.kinds[index].teams:
-                needs[tables.teams[team].replica.card] += tables.teams[team].replica.tensor
+            one = replace(shrunk.kinds[index], count=1)
+            needs = gpus_of(replace(shrunk, kinds=(one,)), tables)
             more = min(
                 (tables.num_gpus[card] - used[card]) // count
                 for card, count in needs.items()

@@ -58,8 +58,7 @@ def cluster_of(inputs: Inputs, num_gpus: Mapping[str, int]) -> Cluster:
             f"nic: {{line_rate: {rate * 8e-9:.1f} Gbit/s, latency: 20 us}}}}\n"
         )
     head = "schema_version: 1\nname: sailor\nefficiency: 1.0\nexecution: megatron\nhosts:\n"
-    text = head + "".join(hosts)
-    cluster = parse_cluster(text, Path("sailor.yaml"))
+    cluster = parse_cluster(head + "".join(hosts), Path("sailor.yaml"))
     return replace(cluster, devices=tuple(map(_with_tf32, cluster.devices)))
 
 

@@ -289,5 +289,4 @@ def _judged(candidate: Candidate, problem: Problem) -> Candidate:
     """A candidate in all orders, with the referee's result for its own, which comes first."""
     order = candidate.orders[0]
     judged = problem.evaluator.referee(candidate.strategy, order)
-    orders = tuple(dict.fromkeys((order, *problem.orders)))
-    return replace(candidate, orders=orders, judged=judged)
+    return replace(candidate, orders=tuple(dict.fromkeys((order, *problem.orders))), judged=judged)

@@ -57,9 +57,7 @@ def shipped_policies() -> tuple[str, ...]:
 
 def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
     """Write a policy, whole or not at all."""
-    buffer = io.BytesIO()
-    torch.save(record_of(checkpoint), buffer)
-    write_atomically(Path(path), buffer.getvalue())
+    write_atomically(Path(path), packed(record_of(checkpoint)))
 
 
 def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -93,6 +91,13 @@ def load_checkpoint(source: str | Path) -> Checkpoint:
             raise UnknownNameError("policy", str(source), shipped_policies())
         data = read_bytes(path, "policy", MAX_FILE_BYTES)
     return checkpoint_of(unpacked(data, f"policy {source}"), f"policy {source}")
+
+
+def packed(values: object) -> bytes:
+    """A file of ``torch.save``; ``unpacked`` reads it."""
+    buffer = io.BytesIO()
+    torch.save(values, buffer)
+    return buffer.getvalue()
 
 
 def unpacked(data: bytes, where: str) -> Any:

@@ -12,7 +12,6 @@ lacks a part x of its memory, T is multiplied by 1 + 10 x.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,16 +31,6 @@ _HELD = {Keeps.NOTHING: 0.15, Keeps.PRODUCTS: 0.4, Keeps.ALL_BUT_SCORES: 0.6}
 activations that is held."""
 MISSING = 10.0
 """Factor on the missing part of a device's memory, which lengthens a step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Costs:
-    """Seconds and parts of memory of a draft's stages."""
-
-    compute: FloatArray
-    gradients: FloatArray
-    messages: FloatArray
-    fills: FloatArray
 
 
 class DraftEstimates:
@@ -107,13 +96,17 @@ class DraftEstimates:
             passes *= 0.5 + num_micro
         elif stage.sync.sharded == Sharded.GRADIENTS:
             passes *= 0.5 + 0.5 * num_micro
-        rate = nic if hosts > 1 else inner
-        seconds = passes * num_bytes / rate
+        seconds = passes * num_bytes / (nic if hosts > 1 else inner)
         if hosts > 1 and on_host > 1 and stage.sync == Sync.HIERARCHICAL:
             return 2.0 * (1.0 - 1.0 / hosts) * num_bytes / nic + passes * num_bytes / inner
         return seconds
 
-    def _costs(self, draft: Draft) -> _Costs:
+    def _costs(self, draft: Draft) -> FloatArray:
+        """Seconds of compute, gradients and messages of each stage, and the part it fills.
+
+        Returns:
+            # [4, num_stages]
+        """
         ends, summed = (*draft.starts[1:], self._num), self._summed(draft.shards)
         rows = []
         for place, stage in enumerate(draft.stages):
@@ -128,11 +121,7 @@ class DraftEstimates:
             if place + 1 < len(draft.stages):
                 message = self._message_seconds(stage, draft.stages[place + 1], last)
             rows.append((compute, gradients, message, self._fill(draft, place, first, last)))
-        return _Costs(
-            **dict(
-                zip(("compute", "gradients", "messages", "fills"), np.array(rows).T, strict=True)
-            )
-        )
+        return np.array(rows).T
 
     def _team_seconds(self, stage: Stage, first: int, last: int) -> float:
         """Seconds in which teams sum activations: a sixth of those saved, in both passes."""
@@ -175,11 +164,11 @@ class DraftEstimates:
         saved = float(self._saved[last] - self._saved[first]) * part * held
         return (state + saved * under_way / draft.num_micro) / room
 
-    def _seconds(self, draft: Draft, costs: _Costs) -> float:
-        compute, gradients, messages = costs.compute, costs.gradients, costs.messages
+    def estimate_s(self, draft: Draft) -> float:
+        """Seconds of a step by the closed form."""
+        compute, gradients, messages, fills = self._costs(draft)
         if draft.is_disjoint and (draft.num_micro > 1 or draft.splits_backward):
-            micro = draft.num_micro
-            fill = (compute.sum() - compute.max() + messages.sum()) / micro
+            fill = (compute.sum() - compute.max() + messages.sum()) / draft.num_micro
             late = np.maximum(gradients - compute / 3.0, 0.0).max()
             seconds = max(compute.max(), messages.max()) + fill + late
         else:
@@ -191,15 +180,8 @@ class DraftEstimates:
                 done = max(max(done, begin) + summed, end)
                 begin = end
             seconds = max(passed, done)
-        return float(seconds * (1.0 + MISSING * max(self.fullest(draft, costs) - 1.0, 0.0)))
-
-    def fullest(self, draft: Draft, costs: _Costs) -> float:
-        """Part of its memory that the fullest device needs."""
-        return float(costs.fills.max() if draft.is_disjoint else costs.fills.sum())
-
-    def estimate_s(self, draft: Draft) -> float:
-        """Seconds of a step by the closed form."""
-        return self._seconds(draft, self._costs(draft))
+        fullest = fills.max() if draft.is_disjoint else fills.sum()
+        return float(seconds * (1.0 + MISSING * max(fullest - 1.0, 0.0)))
 
     def logarithms(self, drafts: Sequence[Draft]) -> FloatArray:
         """Logarithm of the closed form over the bound of compute.  # [num_drafts]"""

@@ -324,8 +324,11 @@ class Drafter:
         if len(stages) > min(self.num_groups, MOST_STAGES):
             return draft
         made = replace(draft, stages=tuple(stages))
-        made = replace(made, caps=made.caps if made.is_disjoint and len(stages) > 1 else 0)
-        made = replace(made, splits_backward=made.splits_backward and len(stages) > 1)
+        made = replace(
+            made,
+            caps=made.caps if made.is_disjoint and len(stages) > 1 else 0,
+            splits_backward=made.splits_backward and len(stages) > 1,
+        )
         return replace(made, starts=self.starts_of(made))
 
     def _with_moved_cut(self, draft: Draft) -> Draft:

@@ -179,16 +179,15 @@ class _Search:
     def _simpler(self, row: IntArray) -> IntArray:
         """The row without the segments that gain nothing, the shortest ones first."""
         limit = self._cost(row) * (1.0 + GAINS_NOTHING)
-        is_simplest = False
-        while not is_simplest:
-            is_simplest = True
+        while True:
             for simpler in _with_a_segment_less(row):
                 if self.spent >= self.budget and simpler.tobytes() not in self.cost:
                     return row
                 if self._cost(simpler) <= limit:
-                    row, is_simplest = simpler, False
+                    row = simpler
                     break
-        return row
+            else:
+                return row
 
     def _neighbour(self, row: IntArray, favourites: IntArray) -> IntArray:
         """Change the candidate of a segment of blocks; in a pipeline, perhaps of a whole stage."""
@@ -233,8 +232,7 @@ class _Search:
 def _with_a_segment_less(row: IntArray) -> Iterator[IntArray]:
     """The rows with one segment joined to the one before or after it, shortest first."""
     edges = [0, *np.flatnonzero(np.diff(row)) + 1, len(row)]
-    segments = sorted(pairwise(edges), key=lambda segment: segment[1] - segment[0])
-    for first, last in segments:
+    for first, last in sorted(pairwise(edges), key=lambda segment: segment[1] - segment[0]):
         for near in (first - 1, last):
             if 0 <= near < len(row):
                 simpler = row.copy()

@@ -16,12 +16,13 @@ import torch
 from heterog.agents.elites import find_elites
 from heterog.agents.graph_data import PairBatch
 from heterog.agents.imitation import Example, Imitation
-from heterog.agents.policy import Policy, on_one_thread
+from heterog.agents.policy import Policy
 from heterog.agents.proposals import Proposals, rescore
 from heterog.agents.reinforce import Reinforce
 from heterog.envs.pair import Pair, Score
 from heterog.lowering.program import IntArray
 from heterog.methods.planner import Budget, Planner, PlanResult, Problem, Spending
+from heterog.runtime.accelerators import num_threads
 
 _NUM_SAMPLES = 24  # draws of each training step
 _SEARCH_EVERY = 8  # training steps between two searches
@@ -59,7 +60,7 @@ class FineTuned(Planner):
         best: dict[bytes, tuple[IntArray, Score]] = {}
         batch = PairBatch([pair.observation])
         num_steps = 0
-        with on_one_thread():
+        with num_threads(1):  # see ``score_pairs``
             while not best or not spending.is_over:
                 scores = policy(batch)
                 made = reinforce.step(scores, [pair], [0], min(spending.fraction, 1.0), rng)

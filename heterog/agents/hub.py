@@ -6,7 +6,6 @@ training and results. ``README.md`` is the card. Reading a folder runs no code f
 """
 
 import hashlib
-import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from heterog.agents.checkpoint import (
     MAX_FILE_BYTES,
     Checkpoint,
     checkpoint_of,
+    packed,
     record_of,
     unpacked,
 )
@@ -65,9 +65,7 @@ def pack(checkpoint: Checkpoint, folder: Path) -> None:
 
         name, data = SAFE, save(weights)
     except ImportError:
-        buffer = io.BytesIO()
-        torch.save(weights, buffer)
-        name, data = PLAIN, buffer.getvalue()
+        name, data = PLAIN, packed(weights)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / name, data)
     digest = hashlib.sha256(data).hexdigest()

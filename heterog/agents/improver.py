@@ -6,7 +6,6 @@ the embeddings of the groups that it changes. The output is the logit that the m
 ``LedMoves`` draws many of the search's own random moves at each point and tries the best scored.
 """
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -19,8 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import SAGEConv
+from torch_geometric.utils import scatter
 
-from heterog.agents.checkpoint import unpacked
+from heterog.agents.checkpoint import packed, unpacked
 from heterog.agents.encoder import mlp
 from heterog.errors import InputFileError
 from heterog.files import read_bytes, write_atomically
@@ -115,12 +115,6 @@ class _Round(nn.Module):
         return x + nn.functional.gelu(told)
 
 
-def _means(values: Tensor, index: Tensor, count: int) -> Tensor:
-    total = values.new_zeros(count, values.shape[1]).index_add_(0, index, values)
-    number = torch.bincount(index, minlength=count).clamp(min=1).unsqueeze(1)
-    return total / number
-
-
 class Improver(nn.Module):
     """Scores moves; see the module docstring."""
 
@@ -165,10 +159,10 @@ class Improver(nn.Module):
         x = self.groups(points.groups * self.groups_seen)
         for each in self.rounds:
             x = each(x, points.edges)
-        means = _means(x, points.point, len(points.whole))
+        means = scatter(x, points.point, 0, len(points.whole), "mean")
         whole = self.whole(torch.cat([points.whole * self.whole_seen, means], dim=1))
         move, group = points.changed
-        places = _means(x[group], move, len(points.moves))
+        places = scatter(x[group], move, 0, len(points.moves), "mean")
         seen = points.moves * self.moves_seen
         out: Tensor = self.moves(torch.cat([seen, places, whole[points.of]], dim=1))
         return out.squeeze(1)
@@ -386,10 +380,8 @@ def led_by(policy: Improver) -> Lead:
 
 def save_improver(path: Path, policy: Improver, card: Mapping[str, Any]) -> None:
     """Write a policy and its card, whole or not at all."""
-    buffer = io.BytesIO()
     record = {"config": asdict(policy.config), "weights": policy.state_dict(), "card": dict(card)}
-    torch.save(record, buffer)
-    write_atomically(path, buffer.getvalue())
+    write_atomically(path, packed(record))
 
 
 def of_today(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

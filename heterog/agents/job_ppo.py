@@ -7,14 +7,14 @@ them, with rejection as an action, was tried and learned worse on all four distr
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.distributions import CategoricalDistribution, Distribution
+from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.policies import MultiInputActorCriticPolicy
+from stable_baselines3.common.torch_layers import CombinedExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv
 from torch import Tensor
 
@@ -27,35 +27,29 @@ STEPS_PER_ROLLOUT = 256
 _REFUSED = -1e9  # score of an action without room: its probability is 0
 
 
+class _Features(CombinedExtractor):
+    """An observation as one row; keeps which actions it refuses."""
+
+    refused: Tensor
+
+    def forward(self, observations: dict[str, Tensor]) -> Tensor:
+        """Features.  # [N, num_features]"""
+        has_room = observations["has_room"][:, 1:] > 0.5
+        self.refused = torch.cat((has_room.any(dim=1, keepdim=True), ~has_room), dim=1)
+        return super().forward(observations)
+
+
 class MaskedPolicy(MultiInputActorCriticPolicy):
     """Actor and critic whose actor rejects a job only if no degree has room."""
 
-    def forward(self, obs: Any, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw actions; return them with values and log-probabilities."""
-        drawn = self._masked(obs)
-        actions = drawn.get_actions(deterministic=deterministic)
-        return actions, self.predict_values(obs), drawn.log_prob(actions)
+    features_extractor: _Features
 
-    def evaluate_actions(self, obs: Any, actions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Values, log-probabilities and entropies of actions drawn before."""
-        drawn = self._masked(obs)
-        return self.predict_values(obs), drawn.log_prob(actions), drawn.entropy()
-
-    def get_distribution(self, obs: Any) -> Distribution:
-        """Distribution of the actions, from which stable-baselines3 predicts."""
-        return self._masked(obs)
-
-    def _predict(self, observation: Any, deterministic: bool = False) -> Tensor:
-        return self._masked(observation).get_actions(deterministic=deterministic)
-
-    def _masked(self, obs: Any) -> CategoricalDistribution:
-        features = self.extract_features(obs, self.pi_features_extractor)
-        assert isinstance(features, Tensor)
-        scores = self.action_net(self.mlp_extractor.forward_actor(features))
-        has_room = obs["has_room"][:, 1:] > 0.5
-        allowed = torch.cat((~has_room.any(dim=1, keepdim=True), has_room), dim=1)
-        assert isinstance(self.action_dist, CategoricalDistribution)
-        return self.action_dist.proba_distribution(scores.masked_fill(~allowed, _REFUSED))
+    def _get_action_dist_from_latent(self, latent_pi: Tensor) -> Distribution:
+        """Chances of the actions for the observation whose features were made last."""
+        scores = self.action_net(latent_pi)
+        return self.action_dist.proba_distribution(
+            scores.masked_fill(self.features_extractor.refused, _REFUSED)
+        )
 
 
 def train_jobs(
@@ -75,7 +69,6 @@ def train_jobs(
     """
     envs = DummyVecEnv([make_env] * NUM_ENVS)
     envs.seed(seed)
-    total = float(max(num_decisions, 1))
     model = PPO(
         MaskedPolicy,
         envs,
@@ -86,11 +79,11 @@ def train_jobs(
         gamma=0.99,  # jobs overlap few arrivals; the paper's is 0.997 to 0.999
         gae_lambda=0.95,
         ent_coef=3e-3,
-        policy_kwargs={"net_arch": [64, 64]},
+        policy_kwargs={"net_arch": [64, 64], "features_extractor_class": _Features},
         seed=seed,
         device="cpu",
     )
-    model.learn(int(total), callback=_Report(report))
+    model.learn(max(num_decisions, 1), callback=_Report(report))
     envs.close()
     return model
 

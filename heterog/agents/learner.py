@@ -137,59 +137,40 @@ _MOST_KEPT = 256
 """Number of pairs that a worker keeps ready."""
 
 
-class PairScorer:
-    """Scores rows of a source's pairs on workers, and stores the scores in the pairs.
+def score_on(
+    workers: Workers,
+    source: PairSource,
+    indices: Sequence[int],
+    pairs: Sequence[Pair],
+    rows: Sequence[IntArray],
+) -> None:
+    """Score rows of a source's pairs on workers, and store the scores in the pairs.
 
     Args:
         workers: Workers that score; without any, rows are scored when their scores are needed.
         source: Source of the pairs.
+        indices: Number of each pair in the source.
+        pairs: The pairs.
+        rows: Rows of each pair.  # each [num_rows, G]
     """
-
-    def __init__(self, workers: Workers, source: PairSource) -> None:
-        self._workers, self._source = workers, source
-
-    def __call__(
-        self, indices: Sequence[int], pairs: Sequence[Pair], rows: Sequence[IntArray]
-    ) -> None:
-        """Score rows.
-
-        Args:
-            indices: Number of each pair in the source.
-            pairs: The pairs.
-            rows: Rows of each pair.  # each [num_rows, G]
-        """
-        if isinstance(self._workers, Here):
-            return
-        jobs = list(zip(indices, rows, strict=True))
-        found = self._workers.map(_score, self._source, jobs)
-        for pair, own, scores in zip(pairs, rows, found, strict=True):
-            pair.remember(own, scores)
+    if isinstance(workers, Here):
+        return
+    found = workers.map(_score, source, list(zip(indices, rows, strict=True)))
+    for pair, own, scores in zip(pairs, rows, found, strict=True):
+        pair.remember(own, scores)
 
 
 def _score(source: PairSource, job: tuple[int, IntArray]) -> list[Score]:
     index, rows = job
-    pair = _pair(_Same(source), index)
+    pair = _pair(source, index)
     scores = [pair.score(row) for row in rows]
     pair.forget()
     return scores
 
 
-class _Same:
-    """A source by identity, because comparing graphs would take longer than scoring."""
-
-    def __init__(self, source: PairSource) -> None:
-        self.source = source
-
-    def __hash__(self) -> int:
-        return id(self.source)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.source is other.source
-
-
 @lru_cache(_MOST_KEPT)
-def _pair(source: _Same, index: int) -> Pair:
-    return source.source.pair(index)
+def _pair(source: PairSource, index: int) -> Pair:
+    return source.pair(index)
 
 
 @torch.no_grad()
@@ -198,8 +179,7 @@ def _average(decay: float, kept: list[Tensor], weights: list[Tensor], count: Ten
 
     With a fixed decay of 0.995, what is kept after 13 steps is 94 % the first policy.
     """
-    part = max(1.0 - decay, 9.0 / (10.0 + float(count)))
-    torch._foreach_lerp_(kept, weights, part)
+    torch._foreach_lerp_(kept, weights, max(1.0 - decay, 9.0 / (10.0 + float(count))))
 
 
 class GradientLearner(Learner):
@@ -221,7 +201,7 @@ class GradientLearner(Learner):
             config.samples_per_pair,
             config.entropy_nats,
             reward=task.reward,
-            score_ahead=PairScorer(task.workers, self._judged),
+            score_ahead=partial(score_on, task.workers, self._judged),
         )
         self._pairs: dict[int, Pair] = {}
         self._known: list[Example] | None = None

@@ -10,6 +10,7 @@ simulated tasks, so that an answer takes as long for 256 devices as for 16.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -216,8 +217,7 @@ class Scorer:
     def _preference(self, found: Evaluation, whole: StepSettings) -> Preference:
         """An evaluation's preference; a recomputing strategy above ``FILLED`` does not fit."""
         if whole.recompute > 0.0 and found.outcome == Outcome.OK:
-            filled = found.peak_memory_bytes / self.pair.memory.usable_bytes
-            if filled.max() > FILLED:
+            if (found.peak_memory_bytes / self.pair.memory.usable_bytes).max() > FILLED:
                 return 1.0, found.step_time_s
         return found.preference
 
@@ -412,11 +412,10 @@ class Scorer:
 
     def _in_teams(self, row: IntArray, whole: StepSettings) -> Iterator[StepSettings]:
         """Teams of every size, also with twice as many micro-batches."""
-        for size in self._finisher.sizes:
-            for num_micro in (whole.num_micro, 2 * whole.num_micro):
-                if num_micro <= self.pair.graph.batch_size:
-                    finish = replace(whole.finish, team_size=size)
-                    yield replace(whole, num_micro=num_micro, finish=finish)
+        for size, factor in product(self._finisher.sizes, (1, 2)):
+            if factor * whole.num_micro <= self.pair.graph.batch_size:
+                finish = replace(whole.finish, team_size=size)
+                yield replace(whole, num_micro=factor * whole.num_micro, finish=finish)
 
     def _scheduled(self, row: IntArray, whole: StepSettings) -> Iterator[StepSettings]:
         """Schedules of a row with its micro-batches, and delayed weight gradients without any.
@@ -425,8 +424,7 @@ class Scorer:
         """
         for schedule in SCHEDULES_TRIED if whole.num_micro > 1 else ():
             yield replace(whole, finish=replace(whole.finish, schedule=schedule))
-        in_one_go = replace(whole.finish, schedule=Scheduled.SPLIT)
-        yield replace(whole, num_micro=1, finish=in_one_go)
+        yield replace(whole, num_micro=1, finish=replace(whole.finish, schedule=Scheduled.SPLIT))
 
     def candidates(self) -> list[tuple[Scored, bool]]:
         """The best strategies with their scores, and whether they are pipelines, best first."""

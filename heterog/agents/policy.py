@@ -10,8 +10,7 @@ costs a table look-up per block. Candidates that cannot hold a block are masked;
 are candidates whose devices have no memory left.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +24,7 @@ from heterog.agents.graph_data import PairBatch
 from heterog.envs.observation import NUM_PAIR_FEATURES, PAIR_SLOWER
 from heterog.envs.pair import CUT_WEIGHTS, Pair, RunningMemory, RunningStages
 from heterog.lowering.program import IntArray
+from heterog.runtime.accelerators import num_threads
 
 FloatArray32 = npt.NDArray[np.float32]
 STAGE_LIMITS = 1.0, 8.0
@@ -133,8 +133,7 @@ class Policy(nn.Module):
         """Score every block and candidate of a batch of pairs."""
         blocks, candidates = self.encoder(batch.graphs)
         blocks, candidates = self.block_norm(blocks), self.candidate_norm(candidates)
-        width = self.config.width
-        unary = self.query(blocks) @ self.key(candidates).mT / width**0.5
+        unary = self.query(blocks) @ self.key(candidates).mT / self.config.width**0.5
         hidden = (
             self.from_pair(batch.pairs)
             + self.from_block(blocks)[:, :, None]
@@ -390,24 +389,11 @@ def rule_of_thumb(pair: Pair) -> PairScores:
     )
 
 
-@contextmanager
-def on_one_thread() -> Iterator[None]:
-    """Compute on one thread inside the block.
-
-    The matrices are small: threads that share cores with other work would wait for each other
-    longer than they compute.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @torch.no_grad()
 def score_pairs(policy: Policy, pairs: Sequence[Pair]) -> list[PairScores]:
     """Scores of some pairs by one pass of the network, without gradients."""
-    with on_one_thread():
+    # The matrices are small: threads that share cores with other work would wait for each other
+    # longer than they compute.
+    with num_threads(1):
         scores = policy(PairBatch([pair.observation for pair in pairs]))
     return [scores.of(index, pair) for index, pair in enumerate(pairs)]

@@ -244,8 +244,7 @@ def rescore(
     """
     scorer = Scorer(problem, pair, spent)
     scorer.search(rows)
-    found = tuple(candidate for (_, candidate), _ in scorer.candidates())
-    return found, scorer.num_evaluations
+    return tuple(candidate for (_, candidate), _ in scorer.candidates()), scorer.num_evaluations
 
 
 def answer_s(evaluator: Evaluator) -> float:

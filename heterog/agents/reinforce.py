@@ -109,7 +109,7 @@ class Reinforce:
         samples_per_pair: Number of strategies drawn for each pair.
         entropy_nats: Entropy of whole strategies at the start and at the end of training.
         reward: Reward of a scored row.
-        score_ahead: Function that may score a step's rows on workers; see ``learner.PairScorer``.
+        score_ahead: Function that may score a step's rows on workers; see ``learner.score_on``.
     """
 
     def __init__(

@@ -86,8 +86,7 @@ class PolicyEnv(StrategyEnv):
         self.observation_space = gym.spaces.Box(0.0, np.array(most, np.float32))
 
     def _observe(self) -> npt.NDArray[np.float32]:
-        before = self._row[-1] + 1 if self._row else 0
-        place = self._number, len(self._row), before
+        place = self._number, len(self._row), self._row[-1] + 1 if self._row else 0
         return np.concatenate([place, self._fits], dtype=np.float32)
 
 
@@ -356,8 +355,7 @@ def _options(
 ) -> dict[str, Any]:
     """Settings for an algorithm, for episodes of ``num_blocks`` steps with one reward each."""
     config = learner.task.config
-    num_envs = config.pairs_per_step * config.samples_per_pair
-    rollout = num_blocks * num_envs
+    rollout = num_blocks * (config.pairs_per_step * config.samples_per_pair)
     wanted = {
         "learning_rate": learner.rate,
         "seed": config.seed,

@@ -49,7 +49,7 @@ def captured(model: str, folder: Path | None, batch_size: int | None = None) -> 
     return graph
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PairSource:
     """Draws pairs of model and cluster; pair ``i`` of a seed is always the same.
 

@@ -111,7 +111,7 @@ def kind_of(pair: Pair, stages: Iterable[int]) -> tuple[object, ...]:
 
 def _candidates(pair: Pair, stages: list[list[int]]) -> Sequence:
     """The fastest candidate, gradients included, on each stage's devices; () if one has none."""
-    found = [pair.numbers_on.get(tuple(sorted(devices)), ()) for devices in stages]
+    found = [pair.numbers_on.get(tuple(sorted(devices)), []) for devices in stages]
     if not all(found):
         return ()
     seconds = (pair.observer.compute_seconds + pair.observer.sync_seconds).sum(axis=0)

@@ -21,7 +21,7 @@ from heterog.agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoi
 from heterog.agents.config import PolicyConfig, TrainingConfig
 from heterog.agents.imitation import search_pair
 from heterog.agents.learner import Report, Task, learner_of
-from heterog.agents.policy import Policy, draw, on_one_thread
+from heterog.agents.policy import Policy, draw
 from heterog.agents.sources import PairSource
 from heterog.agents.ways import draw_in, make_ways
 from heterog.envs.pair import Pair
@@ -30,6 +30,7 @@ from heterog.errors import HeterogError, HeterogWarning, InputFileError
 from heterog.garbage import settled
 from heterog.methods.planner import Budget
 from heterog.names import own_name
+from heterog.runtime.accelerators import num_threads
 from heterog.workers import HERE, Workers
 
 FIRST_PAIR = 1_000_000
@@ -262,7 +263,7 @@ class Trainer:
         """Train to the end, or until interrupted; return the best policy."""
         begin = time.perf_counter()
         try:
-            with on_one_thread():
+            with num_threads(1):  # see ``score_pairs``
                 finished = self._run(begin)
                 assert self.best is not None
                 policy = self._policy_of(self.best[1])
@@ -312,7 +313,6 @@ class Trainer:
             validation = self._validation(FIRST_PAIR)
             if not self.history:
                 self._validate(validation)
-                self._save()
             while self.step < self.config.num_steps and not self._is_spent(begin):
                 terms = self.learner.advance(self.step)
                 self.step += 1
@@ -320,10 +320,8 @@ class Trainer:
                     self._log(terms, begin)
                 if self.step % self.config.check_every == 0 or self.step == self.config.num_steps:
                     self._validate(validation)
-                    self._save()
             if self.history[-1]["step"] < self.step:  # the budget ended the run
                 self._validate(validation)
-                self._save()
         except KeyboardInterrupt:
             self.report("interrupted", self.step / self.config.num_steps, "the best is kept")
             return False
@@ -361,8 +359,7 @@ class Trainer:
 
     def _best_row(self) -> dict[str, float]:
         """The row of validation of the best policy; empty if there is none yet."""
-        rows = [row for row in self.history if "best_of_16" in row]
-        return min(rows, key=_worth, default={})
+        return min([row for row in self.history if "best_of_16" in row], key=_worth, default={})
 
     def _validate(self, validation: Validation) -> None:
         row = validation.run(self.learner.kept)
@@ -374,6 +371,7 @@ class Trainer:
             self.best = (_worth(row), _copy(self.learner.kept))
         self._write("validation", row)
         self.report("validation", self.step / self.config.num_steps, _words(row))
+        self._save()
 
     def _described(self, seconds: float) -> dict[str, Any]:
         return dict(self._files.provenance) | {

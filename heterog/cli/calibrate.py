@@ -319,11 +319,10 @@ def profile(
                 tell=tell,
             )
         else:
-            kind = device_type or (named.devices[0].type.name if named else local_type_name())
             measured = profiler.profile_here(
                 sources,
                 journal,
-                kind,
+                device_type or (named.devices[0].type.name if named else local_type_name()),
                 batch_size=batch_size,
                 compiles=named is not None and named.execution == "compiled",
                 tell=tell,

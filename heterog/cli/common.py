@@ -211,8 +211,7 @@ def load_cluster(source: str) -> "Cluster":
     try:
         return Cluster.load(source)
     except UnknownNameError:  # raised for testbeds, too
-        names = (*preset_names(), *shipped_testbeds())
-        raise UnknownNameError("cluster", source, names) from None
+        raise UnknownNameError("cluster", source, (*preset_names(), *shipped_testbeds())) from None
 
 
 def load_asynchronous(text: str, no_step_barrier: bool) -> "Planner | None":

@@ -42,13 +42,12 @@ class Found:
 
     def document(self) -> dict[str, Any]:
         """All of it as JSON."""
-        explained = None if self.explanation is None else self.explanation.to_dict()
-        extra: dict[str, Any] = {
+        return {
+            **self.plan.summary(),
             "extrapolated": _extrapolated(self.plan),
-            "explanation": explained,
+            "explanation": None if self.explanation is None else self.explanation.to_dict(),
+            **({"lossy": self.about_codec} if self.about_codec else {}),
         }
-        told = {"lossy": self.about_codec} if self.about_codec else {}
-        return self.plan.summary() | extra | told
 
     def print(self, *, is_explained: bool) -> None:
         """Print the answer, and then, if it is explained, every method and every fact."""

@@ -157,7 +157,6 @@ def graph_summary(graph: "OpGraph") -> dict[str, Any]:
     from heterog.graph.batch_plan import batch_plan
     from heterog.graph.grouping import group_ops
 
-    batch = batch_plan(graph)
     return {
         "name": graph.name,
         "batch_size": graph.batch_size,
@@ -170,7 +169,7 @@ def graph_summary(graph: "OpGraph") -> dict[str, Any]:
         "peak_live_bytes": graph.peak_live_bytes,
         "optimizer": graph.optimizer,
         "optimizer_state_ratio": graph.optimizer_state_ratio,
-        "ops_without_rule": sorted({graph.ops[index].kind for index in batch.unruled}),
+        "ops_without_rule": sorted({graph.ops[index].kind for index in batch_plan(graph).unruled}),
         "fingerprint": graph.fingerprint,
     }
 

@@ -111,12 +111,13 @@ def money_remarks(found: "Plan") -> list[str]:
 
 
 def _cost(cost: "Cost") -> str:
-    amounts = f"{cost.per_step:.3g} {cost.currency} a step, {cost.per_million_samples:.3g} per "
-    amounts += "million samples"
-    if cost.per_million_tokens is not None:
-        amounts += f", {cost.per_million_tokens:.3g} per million tokens"
     hosts = ", ".join(cost.hosts) if len(cost.hosts) <= 6 else f"{len(cost.hosts)} hosts"
-    return f"costs {amounts}; rents {hosts} ({cost.per_hour:.4g} an hour)"
+    each = cost.per_million_tokens
+    tokens = "" if each is None else f", {each:.3g} per million tokens"
+    return (
+        f"costs {cost.per_step:.3g} {cost.currency} a step, {cost.per_million_samples:.3g} per "
+        f"million samples{tokens}; rents {hosts} ({cost.per_hour:.4g} an hour)"
+    )
 
 
 def _run(found: "Plan", num_steps: int, step_time_s: float) -> str:
@@ -156,9 +157,9 @@ def _beside_fastest(found: "Plan", cost: "Cost") -> str:
 def offers_lines(found: "Plan") -> list[str]:
     """A line for every trade of time for money."""
     steps, currency = found.objective.num_steps, found.cost.currency if found.cost else ""
+    times = 1 if steps is None else steps
     lines = []
     for offer in found.offers:
-        times = 1 if steps is None else steps
         hosts = ", ".join(offer.hosts) if len(offer.hosts) <= 6 else f"{len(offer.hosts)} hosts"
         lines.append(
             f"{format_duration(times * offer.step_time_s):>10}  "

@@ -115,7 +115,12 @@ CACHE = Written(is_folder=True, makes_parents=True)
 def outputs_checked(command: Callable[P, None]) -> Callable[P, None]:
     """The command, which checks its outputs before anything else."""
     signature = inspect.signature(command, eval_str=True)
-    marks = {name: _mark(each.annotation) for name, each in signature.parameters.items()}
+    marks = {
+        name: mark
+        for name, each in signature.parameters.items()
+        for mark in get_args(each.annotation)
+        if isinstance(mark, Written)
+    }
     options = options_of(command)
 
     @wraps(command)
@@ -126,7 +131,7 @@ def outputs_checked(command: Callable[P, None]) -> Callable[P, None]:
         outputs = {
             name: (mark, given[name])
             for name, mark in marks.items()
-            if mark is not None and isinstance(given.get(name), Path)
+            if isinstance(given.get(name), Path)
         }
         inputs = {name: value for name, value in given.items() if name not in outputs}
         _check(outputs, inputs, options)
@@ -223,10 +228,6 @@ def _is_same(one: Path, other: Path) -> bool:
         return one.exists() and other.exists() and one.samefile(other)
     except (OSError, ValueError):  # no path at all
         return False
-
-
-def _mark(annotation: object) -> Written | None:
-    return next((each for each in get_args(annotation) if isinstance(each, Written)), None)
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

@@ -48,12 +48,9 @@ def heal_options(heal: bool, given: Mapping[str, Any]) -> "HealOptions | None":
     from heterog.units import parse_seconds
 
     given = {name: value for name, value in given.items() if value not in (None, "")}
-    for name in given:
-        if not heal:
-            option = f"--{name.replace('_', '-')}"
-            raise HeterogError(
-                f"{option} without --heal has no effect; add --heal or leave it out."
-            )
+    if given and not heal:
+        option = f"--{next(iter(given)).replace('_', '-')}"
+        raise HeterogError(f"{option} without --heal has no effect; add --heal or leave it out.")
     if "checkpoint_every" in given and "checkpoint" not in given:
         raise HeterogError("--checkpoint-every without --checkpoint; name a folder for them.")
     if not heal:
@@ -301,8 +298,7 @@ def run(
     if as_json:
         print_json(measured)
         return
-    where = f"ranks of testbed {testbed}" if testbed else f"{on} ranks"
-    _print_measured(measured, loaded, where)
+    _print_measured(measured, loaded, f"ranks of testbed {testbed}" if testbed else f"{on} ranks")
     print_checkpoint(save)
 
 

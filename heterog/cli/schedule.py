@@ -54,6 +54,7 @@ def schedule(
     Each job is planned on the devices that it would get, so its time there is the evaluator's. A
     job holds its devices from start to end; it is blocked if none are free or it would be late.
     """
+    from heterog.methods.registry import built_in_methods
     from heterog.search.arrivals.evaluated import METHODS, EvaluatedCluster
     from heterog.search.arrivals.jobs_file import read_jobs, requests_of
     from heterog.search.arrivals.queueing import JobQueueing, rule_named
@@ -62,7 +63,8 @@ def schedule(
     records = read_jobs(jobs)
     target = load_cluster(cluster)
     names = split_names(methods) if methods else list(METHODS)
-    _check_methods(names)
+    for name in names:
+        built_in_methods()[name]  # a wrong one is reported before captures
     with progress_line(as_json) as progress:
         kinds = _captured(records, lambda model: progress(f"capture {model}", 0.0, float("inf")))
         where = EvaluatedCluster(target, kinds, names)
@@ -70,8 +72,7 @@ def schedule(
             where.alone_s(kind)  # a job that fits nowhere is reported before scheduling
         state = JobQueueing(where, requests_of(records, where), waits=wait)
         while state.request is not None:
-            part = len(state.verdicts) / len(state.requests)
-            progress("schedule", part, float("inf"))
+            progress("schedule", len(state.verdicts) / len(state.requests), float("inf"))
             state.decide(chosen(state))
     _tell(state.final(), where, as_json)
 
@@ -89,13 +90,6 @@ def _captured(records: "list[JobRecord]", begin: "Any") -> "dict[str, TrainingJo
             graphs[key] = load_model_graph(*key)
         found[record.kind] = TrainingJob(graph=graphs[key], num_steps=record.steps)
     return found
-
-
-def _check_methods(names: list[str]) -> None:
-    from heterog.methods.registry import built_in_methods
-
-    for name in names:
-        built_in_methods()[name]
 
 
 def _tell(verdicts: "list[Verdict]", where: "EvaluatedCluster", as_json: bool) -> None:

@@ -357,8 +357,7 @@ def _made(suite: str, common: dict[str, Any]) -> "Scored":
     from heterog.agents.benchmark.board import Board
     from heterog.agents.benchmark.suites import pairs_of
 
-    graphs = common["results"].with_suffix(".graphs")
-    board = Board(pairs=pairs_of(suite), graphs=graphs, **common)
+    board = Board(pairs=pairs_of(suite), graphs=common["results"].with_suffix(".graphs"), **common)
     board.run(_tell)
     return board.scored()
 
@@ -481,10 +480,9 @@ def evaluate(
             if not as_json:
                 title = f"{graph.name}, batch {graph.batch_size}, on {target.name}, by {policy}"
                 out.print(methods_table(found.rows, target, title=title))
-                ratios = summary(found.rows)
                 shown = ", ".join(
                     f"{name} {'does not fit' if value is None else f'{value:.3f}'}"
-                    for name, value in ratios.items()
+                    for name, value in summary(found.rows).items()
                 )
                 out.print(f"over the best search: {shown}", soft_wrap=True, markup=False)
     if as_json:

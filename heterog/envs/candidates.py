@@ -166,8 +166,7 @@ class ModelMemory:
 
     def state_part(self, decision: Decision) -> float:
         """Part of parameters and optimizer state that each device of a decision holds."""
-        divided = decision.sync.is_sharded or decision.sync.is_served
-        if not divided:
+        if not (decision.sync.is_sharded or decision.sync.is_served):
             return 1.0
         return (1.0 + self.state_ratio / len(decision.devices)) / (1.0 + self.state_ratio)
 

@@ -32,8 +32,7 @@ def check_reward(reward: RewardFunction, pairs: Sequence[Pair] = ()) -> None:
     rng = np.random.default_rng(0)
     values: set[float] = set()
     for pair in pairs or [Pair(chain_graph(), toy_cluster())]:
-        rows = rng.integers(pair.num_candidates, size=(_NUM_ROWS, pair.num_blocks))
-        for row in rows:
+        for row in rng.integers(pair.num_candidates, size=(_NUM_ROWS, pair.num_blocks)):
             score = pair.score(row)
             for each in (score, replace(score, overflow=0.5)):
                 values.add(_asked(reward, name, pair, each))

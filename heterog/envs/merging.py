@@ -17,6 +17,7 @@ import numpy.typing as npt
 from heterog.graph.axis_plan import EVERYTHING
 from heterog.graph.grouping import CONSTANT_GROUP, blocks_of
 from heterog.graph.op_graph import OpGraph, Phase
+from heterog.grouped import grouped
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.sparse_tables import starts_of
 from heterog.lowering.tables import KIND_NUMBER, GraphTables, graph_tables
@@ -294,21 +295,13 @@ class _Merger:
         fine = self.fine
         done = self._finished_in()
         made = self.coarse_of[fine.value_op[fine.parameter_gradient]]
-        numbers: dict[tuple[int, int, int, int], int] = {}
-        members: list[list[int]] = []
+        alike = np.stack([fine.parameter_group, made, done, fine.gradient_domain], axis=1)
+        members = [
+            *grouped(zip(map(tuple, alike.tolist()), range(len(done)), strict=True)).values()
+        ]
         parameter_of = np.empty(len(done), np.int32)
-        for row in range(len(done)):
-            key = (
-                int(fine.parameter_group[row]),
-                int(made[row]),
-                int(done[row]),
-                int(fine.gradient_domain[row]),
-            )
-            if key not in numbers:
-                numbers[key] = len(members)
-                members.append([])
-            parameter_of[row] = numbers[key]
-            members[numbers[key]].append(row)
+        for number, rows in enumerate(members):
+            parameter_of[rows] = number
         return parameter_of, members
 
     def _merge_values(self) -> tuple[IntArray, IntArray, IntArray]:
@@ -316,9 +309,8 @@ class _Merger:
         fine = self.fine
         gradient_of = np.full(len(fine.value_op), -1, np.int32)
         gradient_of[fine.parameter_gradient] = self.parameter_of
-        keys: list[_Signature | None] = []
-        for value, op in enumerate(fine.value_op):
-            key: _Signature = (
+        keys: list[_Signature | None] = [
+            (
                 int(self.coarse_of[op]),
                 int(fine.value_kind[value]),
                 int(fine.value_is_outermost[value]),
@@ -326,11 +318,12 @@ class _Merger:
                 frozenset(self.readers[value]),
                 int(gradient_of[value]),
             )
-            keys.append(key if self.readers[value] or gradient_of[value] >= 0 else None)
-        order: dict[_Signature, int] = {}
-        for kept in keys:
-            if kept is not None:
-                order.setdefault(kept, len(order))
+            if self.readers[value] or gradient_of[value] >= 0
+            else None
+            for value, op in enumerate(fine.value_op)
+        ]
+        distinct = dict.fromkeys(key for key in keys if key is not None)
+        order = {key: number for number, key in enumerate(distinct)}
         # Each run's inner value comes after its other values, so values are sorted by run.
         made_by = np.append([found[0] for found in order], np.arange(self.num_ops)).astype(
             np.int32

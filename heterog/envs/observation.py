@@ -9,7 +9,7 @@ sizes, so weights trained on some models and clusters can be used for any others
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -85,10 +85,15 @@ class Observation:
             getattr(self, field.name).flags.writeable = False
 
 
+@cache
+def _family(kind: str) -> int:
+    """Place of an op's kind in ``_KINDS``; kinds that are not there come last."""
+    return next((n for n, names in enumerate(_KINDS) if kind.startswith(names)), len(_KINDS))
+
+
 def _log(ratio: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """Half the logarithm of a ratio, clipped at 1/20,000 and 20,000."""
-    clipped = np.clip(np.asarray(ratio, np.float64), 5e-5, 2e4)
-    return np.asarray(0.5 * np.log(clipped))
+    return np.asarray(0.5 * np.log(np.clip(np.asarray(ratio, np.float64), 5e-5, 2e4)))
 
 
 class Observer:
@@ -120,8 +125,7 @@ class Observer:
             self.counts[number, list(decision.devices)] = decision.shares
             self.member[number, list(decision.devices)] = True
             # Served state counts on every device, because policies were trained with that.
-            served = decision.sync.is_served
-            part = 1.0 if served else memory.state_part(decision)
+            part = 1.0 if decision.sync.is_served else memory.state_part(decision)
             self.state_of[number, list(decision.devices)] = part
         # Devices with equal columns are equal under every candidate; one of each is enough.
         kinds = [self.type_of, memory.usable_bytes]
@@ -250,15 +254,7 @@ class Observer:
         graph, evaluator = self.evaluator.graph, self.evaluator
         fine, block = evaluator.fine_op, evaluator.fine_block
         work = graph.flops[fine] + 17.0 * graph.bytes_moved[fine]
-        known: dict[str, int] = {}
-        for op in fine:
-            kind = graph.ops[op].kind
-            if kind not in known:
-                base = kind.partition(".")[0]
-                known[kind] = next(
-                    (n for n, names in enumerate(_KINDS) if base.startswith(names)), len(_KINDS)
-                )
-        family = np.array([known[graph.ops[op].kind] for op in fine])
+        family = np.array([_family(graph.ops[op].kind) for op in fine])
         real = block >= 0
         width = len(_KINDS) + 1
         mixed = sums(

@@ -16,6 +16,7 @@ from heterog.envs.coarse import CoarseEvaluator
 from heterog.envs.filling import Filled, PartLoads, fill, find_fits, find_stage_fits
 from heterog.envs.observation import Observation, Observer
 from heterog.graph.op_graph import OpGraph
+from heterog.grouped import grouped
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.space import StrategySpace
 from heterog.methods.planner import Budget, Problem
@@ -139,12 +140,9 @@ class Pair:
         return len(self.table)
 
     @cached_property
-    def numbers_on(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+    def numbers_on(self) -> dict[tuple[int, ...], list[int]]:
         """Numbers of the candidates on each set of devices."""
-        found: dict[tuple[int, ...], tuple[int, ...]] = {}
-        for number, decision in enumerate(self.table):
-            found[decision.devices] = (*found.get(decision.devices, ()), number)
-        return found
+        return grouped((decision.devices, number) for number, decision in enumerate(self.table))
 
     @cached_property
     def held_parts(self) -> FloatArray:
@@ -161,8 +159,7 @@ class Pair:
 
     def divided(self) -> "Pair | None":
         """The pair with divided state; ``None`` unless the state alone fills most devices."""
-        overfills = self.memory.overfills(self.table)
-        if not overfills or not self.graph.updates_elementwise:
+        if not self.memory.overfills(self.table) or not self.graph.updates_elementwise:
             return None
         return Pair(self.graph, self.cluster, self.evaluator.cost_model, divide=True)
 

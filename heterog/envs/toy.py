@@ -5,27 +5,25 @@ from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorK
 from heterog.graph.placement import P, Placement, R, S
 
 
-class _Chain:
-    """Tensors and ops of a graph under construction."""
+def chain_graph(num_layers: int = 4, width: int = 2048, batch_size: int = 32) -> OpGraph:
+    """Linear layers of one width, one group each, trained by plain gradient descent.
 
-    def __init__(self, num_layers: int, width: int, batch_size: int) -> None:
-        x = GraphTensor(
-            shape=(batch_size, width), dtype="float32", kind=TensorKind.BATCH, name="x"
+    Args:
+        num_layers: Number of layers.
+        width: Inputs and outputs of each layer.
+        batch_size: Number of samples.
+    """
+    rows, product = (batch_size, width), 2.0 * batch_size * width * width
+    tensors = [GraphTensor(shape=rows, dtype="float32", kind=TensorKind.BATCH, name="x")]
+    tensors += [
+        GraphTensor(
+            shape=(width, width), dtype="float32", kind=TensorKind.PARAMETER, name=f"layers.{n}"
         )
-        weights = [
-            GraphTensor(
-                shape=(width, width),
-                dtype="float32",
-                kind=TensorKind.PARAMETER,
-                name=f"layers.{n}",
-            )
-            for n in range(num_layers)
-        ]
-        self.tensors = [x, *weights]
-        self.ops: list[GraphOp] = []
+        for n in range(num_layers)
+    ]
+    ops: list[GraphOp] = []
 
     def add(
-        self,
         kind: str,
         inputs: tuple[int, ...],
         shapes: tuple[tuple[int, ...], ...],
@@ -35,9 +33,8 @@ class _Chain:
         flops: float,
     ) -> int:
         """Add an op; return the number of its first output."""
-        first = len(self.tensors)
         made = [GraphTensor(shape=shape, dtype="float32") for shape in shapes]
-        self.ops.append(
+        ops.append(
             GraphOp(
                 kind=kind,
                 args={},
@@ -46,26 +43,14 @@ class _Chain:
                 phase=phase,
                 module=f"layers.{layer}",
                 flops=flops,
-                bytes_read=float(sum(self.tensors[i].meta.num_bytes for i in inputs)),
+                bytes_read=float(sum(tensors[i].meta.num_bytes for i in inputs)),
                 bytes_written=float(sum(t.meta.num_bytes for t in made)),
                 rule=rule,
             )
         )
-        self.tensors += made
-        return first
+        tensors.extend(made)
+        return len(tensors) - len(made)
 
-
-def chain_graph(num_layers: int = 4, width: int = 2048, batch_size: int = 32) -> OpGraph:
-    """Linear layers of one width, one group each, trained by plain gradient descent.
-
-    Args:
-        num_layers: Number of layers.
-        width: Inputs and outputs of each layer.
-        batch_size: Number of samples.
-    """
-    chain = _Chain(num_layers, width, batch_size)
-    add = chain.add
-    rows, product = (batch_size, width), 2.0 * batch_size * width * width
     values = [0]
     last = num_layers - 1
     for layer in range(num_layers):
@@ -91,8 +76,8 @@ def chain_graph(num_layers: int = 4, width: int = 2048, batch_size: int = 32) ->
         name="chain",
         source="",
         batch_size=batch_size,
-        tensors=tuple(chain.tensors),
-        ops=tuple(chain.ops),
+        tensors=tuple(tensors),
+        ops=tuple(ops),
         batch_placements=(S(0), *(R for _ in range(num_layers))),
         optimizer="SGD",
         optimizer_state_ratio=0.0,

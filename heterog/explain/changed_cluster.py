@@ -1,11 +1,12 @@
 """Clusters with one purchase: a device, faster links, more memory; and strategies for them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import count
+from typing import Any
 
-from heterog.cluster.hardware import Device, Host, PairLimit
+from heterog.cluster.hardware import Device, PairLimit
 from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.explain.decided import ranges_of
@@ -76,14 +77,12 @@ def possible_changes(
     for link in dict.fromkeys(cluster.hosts[index].intra for index in crowded):
         chosen = [index for index in crowded if cluster.hosts[index].intra == link]
         faster = replace(link, bandwidth_bytes_per_s=2.0 * link.bandwidth_bytes_per_s)
-        hosts = [replace(h, intra=faster) if i in chosen else h
-                 for i, h in enumerate(cluster.hosts)]  # fmt: skip
         yield ChangedCluster(
             kind=ChangeKind.INNER_LINK,
             what=f"{link.kind} links of {link.bandwidth_bytes_per_s * 2e-9:g} instead of "
             f"{link.bandwidth_bytes_per_s * 1e-9:g} GB/s",
             where="inside " + ", ".join(cluster.hosts[index].name for index in chosen),
-            cluster=replace(cluster, hosts=tuple(hosts)),
+            cluster=_with_hosts(cluster, chosen, intra=faster),
         )
     for number in range(len(cluster.device_types)):
         devices = [d for d, each in enumerate(cluster.type_index) if each == number]
@@ -169,24 +168,28 @@ def _faster_lines(cluster: Cluster) -> Iterator[ChangedCluster]:
         )
 
 
+def _with_hosts(cluster: Cluster, chosen: Collection[int], **changes: Any) -> Cluster:
+    """The cluster with some fields of the chosen hosts changed."""
+    hosts = enumerate(cluster.hosts)
+    return replace(
+        cluster, hosts=tuple(replace(h, **changes) if i in chosen else h for i, h in hosts)
+    )
+
+
 def _free_name(stem: str, taken: set[str]) -> str:
-    candidates = (f"{stem}{number}" for number in count())
-    return next(name for name in candidates if name not in taken)
+    return next(name for n in count() if (name := f"{stem}{n}") not in taken)
 
 
 def _faster_nics(cluster: Cluster, rate: float) -> ChangedCluster:
     chosen = [
         index for index, host in enumerate(cluster.hosts) if host.nic_line_rate_bytes_per_s == rate
     ]
-    hosts: list[Host] = list(cluster.hosts)
-    for index in chosen:
-        hosts[index] = replace(hosts[index], nic_line_rate_bytes_per_s=2.0 * rate)
     names = ", ".join(cluster.hosts[index].name for index in chosen)
     return ChangedCluster(
         kind=ChangeKind.NIC,
         what=f"NICs of {rate * 16e-9:g} instead of {rate * 8e-9:g} Gbit/s",
         where=f"on {names}" if len(chosen) < 6 else f"on {len(chosen)} hosts",
-        cluster=replace(cluster, hosts=tuple(hosts)),
+        cluster=_with_hosts(cluster, chosen, nic_line_rate_bytes_per_s=2.0 * rate),
     )
 
 

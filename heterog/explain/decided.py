@@ -247,11 +247,8 @@ class Lowered:
 
     def _aggregation(self, way: str, parameters: list[int]) -> Aggregation:
         sizes = self.tables.gradient_bytes
-        buckets: dict[int, float] = {}
-        for parameter in parameters:
-            bucket = int(self.program.bucket[parameter])
-            if bucket >= 0:
-                buckets[bucket] = buckets.get(bucket, 0.0) + float(sizes[parameter])
+        in_bucket = np.array(parameters)[self.program.bucket[parameters] >= 0]
+        buckets = self.program.bucket[in_bucket]
         is_served = way in (Sync.PARAMETER_SERVER.words, ELSEWHERE)
         servers = {device for p in parameters if is_served for device in self._updated_on[p]}
         return Aggregation(
@@ -259,23 +256,19 @@ class Lowered:
             num_groups=len(set(self.tables.parameter_group[parameters].tolist())),
             num_parameters=len(parameters),
             num_bytes=float(sizes[parameters].sum()),
-            num_buckets=len(buckets),
-            largest_bucket_bytes=max(buckets.values(), default=0.0),
+            num_buckets=len(set(buckets.tolist())),
+            largest_bucket_bytes=float(np.bincount(buckets, sizes[in_bucket]).max(initial=0.0)),
             servers=tuple(sorted(servers)),
         )
 
     def ways_of(self, groups: range) -> tuple[str, ...]:
         """The aggregations of some groups' gradients, each once, in their order."""
-        groups_of = self.tables.parameter_group.tolist()
         pairs = sorted(
             (group, way)
-            for group, way in zip(groups_of, self.ways, strict=True)
+            for group, way in zip(self.tables.parameter_group.tolist(), self.ways, strict=True)
             if group in groups and way in SYNC_NAMES
         )
         return tuple(dict.fromkeys(way for _, way in pairs))
-
-
-__all__ = ["SYNC_NAMES", "Decided", "Range", "ranges_of", "what_was_decided"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,12 +45,8 @@ def differences(
         ("gradients", _syncs),
         ("recomputation", _recomputed),
     )
-    found = []
-    for what, say in subjects:
-        before, after = say(given), say(ours)
-        if before != after:
-            found.append(Difference(what=what, given=before, ours=after))
-    return tuple(found)
+    found = (Difference(what=what, given=say(given), ours=say(ours)) for what, say in subjects)
+    return tuple(each for each in found if each.given != each.ours)
 
 
 def _devices(strategy: Strategy, cluster: Cluster) -> str:
@@ -110,10 +106,10 @@ def _samples(strategy: Strategy, cluster: Cluster) -> str:
     if strategy.op_rules and all(len(samples) == 1 for samples in of_teams):
         return "even"
     (devices, shares), _ = ways.most_common(1)[0]
-    by_kind: dict[tuple[str, int], int] = {}
-    for device, share in zip(devices, shares, strict=True):
-        key = cluster.devices[device].type.name, share
-        by_kind[key] = by_kind.get(key, 0) + 1
+    by_kind = Counter(
+        (cluster.devices[device].type.name, share)
+        for device, share in zip(devices, shares, strict=True)
+    )
     listed = [f"{share} on {count} {kind}" for (kind, share), count in by_kind.items()]
     more = f" (and {len(ways) - 1} other ways)" if len(ways) > 1 else ""
     return ", ".join(listed[:_MOST_NAMED]) + ", ..." * (len(listed) > _MOST_NAMED) + more

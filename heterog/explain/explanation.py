@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from heterog.explain import sentences
 from heterog.explain.decided import Decided, what_was_decided
 from heterog.explain.differences import Difference, differences
@@ -20,6 +22,7 @@ from heterog.explain.what_if import (
     value_of_changes,
     with_idle_devices,
 )
+from heterog.grouped import grouped
 from heterog.methods.planner import ENDLESS, Budget, MethodRow, Problem, Progress, Spending, Stop
 from heterog.methods.registry import built_in_methods
 from heterog.search.judging import run_method
@@ -243,7 +246,11 @@ def explain(
             order,
             peaks_bytes=[
                 evaluation.peak_memory_bytes,
-                *(row.peak_memory_bytes for row in rows if _uses_several(row)),
+                *(  # a model too large for one device is no news
+                    row.peak_memory_bytes
+                    for row in rows
+                    if np.count_nonzero(row.peak_memory_bytes) > 1
+                ),
             ],
             evaluations=max(int(evaluations * min(_MANY_TASKS / program.num_tasks, 1.0)), 10),
             progress=progress,
@@ -307,11 +314,11 @@ def _given(plan: Plan) -> GivenFacts | None:
 def _queued(timeline: Timeline) -> tuple[Queued, ...]:
     """Collectives of the critical path that waited for their communicator, per step."""
     program = timeline.program
-    found: dict[tuple[int, ...], list[float]] = {}
-    for step in timeline.critical_path:
-        if step.cause == Cause.COMMUNICATOR:
-            channel = program.channels[int(program.channel[step.task])]
-            found.setdefault(channel.devices, []).append(step.seconds)
+    found = grouped(
+        (program.channels[int(program.channel[step.task])].devices, step.seconds)
+        for step in timeline.critical_path
+        if step.cause == Cause.COMMUNICATOR
+    )
     queued = [
         Queued(
             devices=devices,
@@ -327,25 +334,18 @@ def _with_baselines(
     plan: Plan, evaluator: Evaluator, stop: Stop | None, seconds: float | None
 ) -> list[MethodRow]:
     """The plan's rows and those of baselines that it lacks, as far as time allows."""
-    rows = list(plan.rows)
-    known = {row.method for row in rows}
+    known = {row.method for row in plan.rows}
     problem = Problem(
         evaluator=evaluator,
         budget=Budget(evaluations=EVALUATIONS),
         seed=plan.seed,
         step_barrier=plan.strategy.step_barrier,
+        stop=stop or Stop(),
     )
     missing = [name for name in (*DATA_PARALLEL, *REFERENCES) if name not in known]
     if seconds is not None and missing:
         problem = replace(problem, budget=Budget(seconds=_BASELINES_PART * seconds / len(missing)))
-    if stop is not None:
-        problem = replace(problem, stop=stop)
-    return rows + [run_method(built_in_methods()[name], problem) for name in missing]
-
-
-def _uses_several(row: MethodRow) -> bool:
-    """Whether several devices work: a model too large for one device is no news."""
-    return sum(peak > 0 for peak in row.peak_memory_bytes) > 1
+    return [*plan.rows, *(run_method(built_in_methods()[name], problem) for name in missing)]
 
 
 def _left_out(

@@ -101,8 +101,9 @@ def recommendation(facts: "Explanation") -> str:
     elif facts.quickly_found_s is not None:
         words = "Plan again with a larger budget before running this plan: a quick search on the "
         words += f"same cluster already found {format_seconds(facts.quickly_found_s)}."
-    else:
-        words = f"Run this plan{_unused(facts)}."
+    else:  # what is idle need not be reserved: exports for Slurm and Kubernetes leave it out
+        unused = types_in_words(facts.plan.cluster, facts.decided.idle)
+        words = f"Run this plan{f'; {unused} not used' if unused else ''}."
     if facts.changes and facts.changes[0].saving >= 0.05:
         change = facts.changes[0]
         words += f" If something is to be bought, {change.what} would save most "
@@ -110,27 +111,23 @@ def recommendation(facts: "Explanation") -> str:
     return words
 
 
-def _unused(facts: "Explanation") -> str:
-    """Devices that a plan has no work for, by type.
-
-    They need not be reserved; exports for Slurm and Kubernetes leave them out.
-    """
-    unused = types_in_words(facts.plan.cluster, facts.decided.idle)
-    return f"; {unused} not used" if unused else ""
-
-
 def _left_out_machines(facts: "Explanation") -> list[str]:
     """One sentence for all machines of a kind that would cost the same."""
     cluster = facts.plan.cluster
-    alike: dict[tuple[str, ...], list[tuple[tuple[int, ...], float | None]]] = {}
-    for left in facts.left_out:
-        kinds = [cluster.devices[device].type.name for device in left.devices]
-        cost = "" if left.step_time_s is None else format_seconds(left.step_time_s)
-        alike.setdefault((*kinds, cost), []).append((left.devices, left.step_time_s))
+    alike = grouped(
+        (
+            (
+                *(cluster.devices[device].type.name for device in left.devices),
+                "" if left.step_time_s is None else format_seconds(left.step_time_s),
+            ),
+            left,
+        )
+        for left in facts.left_out
+    )
     words = []
-    for some in alike.values():
-        said = _left_out(facts, *some[0])
-        names = [cluster.hosts[cluster.host_of[devices[0]]].name for devices, _ in some[1:]]
+    for first, *others in alike.values():
+        said = _left_out(facts, first.devices, first.step_time_s)
+        names = [cluster.hosts[cluster.host_of[left.devices[0]]].name for left in others]
         words.append(f"{said} The same holds for {listed(names)}." if names else said)
     return words
 
@@ -448,10 +445,9 @@ def _bought(change: Change) -> str:
 
 def _saved(change: Change) -> str:
     where = f" {change.where}" if change.where else ""
-    if change.before_s is None:
-        assert change.after_s is not None
-        return f"with {change.what}{where} it fits and takes {format_seconds(change.after_s)}"
     assert change.after_s is not None
+    if change.before_s is None:
+        return f"with {change.what}{where} it fits and takes {format_seconds(change.after_s)}"
     return (
         f"{change.what}{where} would save {percent(change.saving)} "
         f"({format_seconds(change.before_s)} -> {format_seconds(change.after_s)})"

@@ -35,7 +35,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.simulator.memory_breakdown import Fit
 from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Keeps, Strategy
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Keeps, Strategy
 
 EVALUATIONS = 200
 """Approximate number of simulations for each side of a comparison."""
@@ -226,9 +226,8 @@ def _ranked(
     evaluator: Evaluator, strategies: Iterable[Strategy], order: Order
 ) -> list[tuple[Strategy, Order]]:
     """The most promising strategies by the fast engine, to be judged in every order."""
-    tried = [(evaluator.evaluate(each, order).preference, each) for each in strategies]
-    tried.sort(key=lambda pair: pair[0])
-    return [(each, other) for _, each in tried[:_MOST_JUDGED] for other in Order]
+    tried = sorted(strategies, key=lambda each: evaluator.evaluate(each, order).preference)
+    return [(each, other) for each in tried[:_MOST_JUDGED] for other in Order]
 
 
 def _best(evaluator: Evaluator, pairs: Iterable[tuple[Strategy, Order]]) -> Evaluation:
@@ -327,7 +326,10 @@ def _judged(
     sizes = split_evenly(batch_size, num_micro)
     changed = replace(
         strategy,
-        decisions=tuple(_scaled(decision, batch_size) for decision in strategy.decisions),
+        decisions=tuple(
+            replace(each, shares=split_in_proportion(batch_size, tuple(map(float, each.shares))))
+            for each in strategy.decisions
+        ),
         micro_batches=micro_batch_table(sizes, evaluator.cluster.num_devices),
         schedule=strategy.schedule
         if num_micro == strategy.num_micro_batches
@@ -338,11 +340,6 @@ def _judged(
     tables = evaluator.tables_of(given)._replace(batch_size=batch_size)
     choice = encode(changed, tables, evaluator.channels, num_steps=given.num_steps)
     return evaluator.referee(choice._replace(rule_set=given.rule_set), order)
-
-
-def _scaled(decision: Decision, batch_size: int) -> Decision:
-    weights = tuple(float(share) for share in decision.shares)
-    return replace(decision, shares=split_in_proportion(batch_size, weights))
 
 
 def _micro_batches(evaluator: Evaluator, strategy: Strategy, order: Order) -> Remedy | None:
@@ -395,7 +392,6 @@ def _bisect(
 
 def _memory(fit: Fit) -> Iterator[Remedy]:
     """Memory needed by each type that lacks some; the need does not depend on sizes."""
-    short = dict.fromkeys(d.device_type for d in fit.devices if d.lacking_bytes > 0)
-    for name in short:
+    for name in dict.fromkeys(d.device_type for d in fit.devices if d.lacking_bytes > 0):
         needs = max(d.peak_bytes for d in fit.devices if d.device_type == name)
         yield Remedy(kind=RemedyKind.MEMORY, amount=needs, device_type=name)

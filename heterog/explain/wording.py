@@ -21,6 +21,7 @@ from heterog.explain.decided import (
     Range,
     Split,
 )
+from heterog.grouped import grouped
 from heterog.pricing.intervals import PeakErrors
 from heterog.simulator.critical_path import PathPiece
 from heterog.strategy.schedules import PipelineSchedule
@@ -215,15 +216,14 @@ def _placed(each: Range, cluster: Cluster, batch: int) -> str:
 
 def _shared(devices: Sequence[int], shares: Sequence[int], of: str, cluster: Cluster) -> str:
     """Devices by type and share; those that take part in undivided work have no number."""
-    alike: dict[tuple[str, int], list[str]] = {}
-    for index, share in zip(devices, shares, strict=True):
-        device = cluster.devices[index]
-        alike.setdefault((device.type.name, share), []).append(device.name)
-    words = []
-    for position, ((kind, share), names) in enumerate(alike.items()):
-        total = of if position == 0 else ""
-        each_of = " each" if len(names) > 1 else ""
-        amount = f", {share}{total}{each_of}" if of or not share else ""
+    alike = grouped(
+        ((cluster.devices[index].type.name, share), cluster.devices[index].name)
+        for index, share in zip(devices, shares, strict=True)
+    )
+    words: list[str] = []
+    for (kind, share), names in alike.items():
+        total = "" if words else of
+        amount = f", {share}{total}{' each' * (len(names) > 1)}" if of or not share else ""
         words.append(f"{names_of(names)} ({kind}{amount})")
     return listed(words)
 
@@ -278,17 +278,14 @@ def _aggregation(decided: Decided, cluster: Cluster) -> list[str]:
         said.append(f"Gradients are aggregated by {how}.")
     elif set(found) == {ALONE} and len(decided.ranges) > 1:
         said.append("Every parameter is on one device, so no gradients are aggregated.")
-    if IN_SLICES in found:
-        each = found[IN_SLICES]
+    if each := found.get(IN_SLICES):
         said.append(
             f"{_parameters(each)} {_live(each)} in slices, each on one device: their gradients "
             "are not aggregated."
         )
-    if MADE_WHOLE in found:
-        each = found[MADE_WHOLE]
+    if each := found.get(MADE_WHOLE):
         said.append(f"Each replica gets the gradients of {_parameters(each)} whole, from values.")
-    if ELSEWHERE in found:
-        each = found[ELSEWHERE]
+    if each := found.get(ELSEWHERE):
         servers = names_of([cluster.devices[device].name for device in each.servers])
         said.append(
             f"{_parameters(each)} {_live(each, 'is', 'are')} updated on another device than "

@@ -38,8 +38,7 @@ def export_accelerate(plan: Plan, sources: Sequence[str] = ()) -> Export:
         fits=max(max(counts) for counts in micro_batches.values()),
     )
     hosts = by_host(ranks)
-    sizes = {len(entries) for entries in hosts.values()}
-    if len(sizes) > 1:
+    if len({len(entries) for entries in hosts.values()}) > 1:
         return folder
     has_gpus = ranks[0].has_gpu
     config = fill(

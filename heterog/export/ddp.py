@@ -25,13 +25,12 @@ def export_ddp(plan: Plan, sources: Sequence[str] = ()) -> Export:
         ExportError: names the first group that is not as the others.
     """
     ranks = ranks_of(plan.cluster, uniform_micro_batches(plan, TARGET))
-    remarks = uniform_remarks(plan, TARGET) + _bucket_remarks(plan.strategy)
     return stock_folder(
         plan,
         Target(TARGET, _WHAT, launch_command(ranks)),
         sources,
         ranks,
-        remarks=remarks,
+        remarks=uniform_remarks(plan, TARGET) + _bucket_remarks(plan.strategy),
         files={"launch.sh": launch_script(ranks)},
     )
 

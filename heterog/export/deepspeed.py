@@ -37,10 +37,8 @@ def export_deepspeed(plan: Plan, sources: Sequence[str] = ()) -> Export:
         remarks.append(
             "Slice groups: deepspeed keeps slices over all ranks (its MiCS has groups)."
         )
-    if plan.strategy.bucket_bytes == 0:
-        what = "Synchronisation tensor by tensor"
-    else:
-        what = f"Buckets of {plan.strategy.bucket_bytes} bytes"
+    num_bytes = plan.strategy.bucket_bytes
+    what = f"Buckets of {num_bytes} bytes" if num_bytes else "Synchronisation tensor by tensor"
     remarks.append(f"{what}: deepspeed has bucket sizes of its own.")
     return stock_folder(
         plan,
@@ -66,8 +64,7 @@ def check_even(ranks: Sequence[RankEntry], target: str) -> None:
     Raises:
         ExportError: names them.
     """
-    sizes = {entry.batch_size for entry in ranks}
-    if len(sizes) > 1:
+    if len({entry.batch_size for entry in ranks}) > 1:
         raise ExportError(
             f"{target} gives every rank the same batch size, but the plan's shares are "
             f"{_listed({entry.device: entry.batch_size for entry in ranks})}. Export to "
@@ -92,8 +89,7 @@ def _check_hosts(ranks: Sequence[RankEntry]) -> None:
 
 
 def _listed(values: Mapping[str, object]) -> str:
-    words = [f"{device}: {value}" for device, value in values.items()]
-    return first_of(words)
+    return first_of([f"{device}: {value}" for device, value in values.items()])
 
 
 def stage_of(plan: Plan) -> Sync | None:

@@ -202,10 +202,6 @@ def on_used_devices(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
     def peaks(found: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(found[device] for device in left) if found else ()
 
-    rows = [
-        replace(row, peak_memory_bytes=peaks(row.peak_memory_bytes), candidate=None)
-        for row in plan.rows
-    ]
     smaller = replace(
         plan,
         cluster=part,
@@ -214,7 +210,10 @@ def on_used_devices(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
         sent_before=step.sent_before,
         program_hash=step.program.hash,
         peak_memory_bytes=peaks(plan.peak_memory_bytes),
-        rows=tuple(rows),
+        rows=tuple(
+            replace(row, peak_memory_bytes=peaks(row.peak_memory_bytes), candidate=None)
+            for row in plan.rows
+        ),
     )
     unused = types_in_words(cluster, idle)
     return smaller, (f"Devices without work: {unused} not used by the plan, and not reserved.",)

@@ -1,5 +1,6 @@
 """Target ``kubernetes``: the torchrun folder, run as Kubeflow's TrainJob or as a JobSet."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -88,16 +89,17 @@ def export_kubernetes(plan: Plan, sources: Sequence[str] = ()) -> Export:
 
 def kustomization(name: str, files: Sequence[str]) -> dict[str, Any]:
     """A document that makes the ConfigMap from the folder's files, edits included, on apply."""
-    document: dict[str, Any] = {
+    config_map = {
+        "configMapGenerator": [{"name": name, "files": list(files)}],
+        "generatorOptions": {"disableNameSuffixHash": True},
+    }
+    return {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "resources": ["trainjob.yaml"],
         "images": [{"name": "heterog", "newName": "heterog", "newTag": "latest"}],
+        **(config_map if files else {}),
     }
-    if files:
-        document["configMapGenerator"] = [{"name": name, "files": list(files)}]
-        document["generatorOptions"] = {"disableNameSuffixHash": True}
-    return document
 
 
 def train_job(name: str, spec: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -125,11 +127,8 @@ def jobset_spec(
 ) -> dict[str, Any]:
     """A JobSet's fields: a Job per host, whose pods find rank 0 by the JobSet's own service."""
     first = next(iter(hosts))
-    volume: dict[str, Any] = {"name": "job"}
-    if config_map:
-        volume["configMap"] = {"name": name}
-    else:
-        volume["persistentVolumeClaim"] = {"claimName": name}
+    claim = {"persistentVolumeClaim": {"claimName": name}}
+    volume = {"name": "job", **({"configMap": {"name": name}} if config_map else claim)}
     jobs = []
     for host, entries in hosts.items():
         pod = _pod(host, labels[host], entries, f"{name}-{labels[first]}-0-0.{name}", volume)
@@ -175,7 +174,7 @@ def _pod(
         "nodeSelector": {HOST_LABEL: label},
         "containers": [container],
         # NCCL's shared memory does not fit into a container's default of 64 MiB.
-        "volumes": [dict(volume), {"name": "shm", "emptyDir": {"medium": "Memory"}}],
+        "volumes": [volume, {"name": "shm", "emptyDir": {"medium": "Memory"}}],
     }
     num_gpus = sum(entry.has_gpu for entry in entries)
     if num_gpus:
@@ -212,13 +211,6 @@ def dns_label(text: str, limit: int) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower())[:limit].strip("-") or "x"
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes every value out: aliases are valid YAML, but hard to read."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
 def _yaml(documents: Sequence[Mapping[str, Any]]) -> bytes:
-    text = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, explicit_start=True)
-    return text.encode()
+    plain = json.loads(json.dumps(documents))  # no value twice, which YAML would refer to
+    return yaml.safe_dump_all(plain, sort_keys=False, explicit_start=True).encode()

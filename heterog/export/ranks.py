@@ -107,8 +107,6 @@ def launch_script(ranks: Sequence[RankEntry], train: str = "train.py") -> bytes:
     LOCAL_WORLD_SIZE"); otherwise the script starts the processes itself, under the same variables.
     """
     hosts = by_host(ranks)
-    # After "--" torchrun cannot mistake an option of the script for an abbreviation of its own.
-    script = train if train.startswith("-") else f"-- {train}"
     return fill(
         "launch.sh.jinja",
         is_equal=len({len(entries) for entries in hosts.values()}) == 1,
@@ -116,7 +114,7 @@ def launch_script(ranks: Sequence[RankEntry], train: str = "train.py") -> bytes:
             {
                 "name": shlex.quote(host),
                 "ranks": [entry.rank for entry in entries],
-                "devices": _one_line(", ".join(f"{e.rank} on {e.device}" for e in entries)),
+                "devices": " ".join(", ".join(f"{e.rank} on {e.device}" for e in entries).split()),
             }
             for host, entries in hosts.items()
         ],
@@ -124,12 +122,9 @@ def launch_script(ranks: Sequence[RankEntry], train: str = "train.py") -> bytes:
         first_host=shlex.quote(ranks[0].host),
         world_size=len(ranks),
         train=train,
-        script=script,
+        # After "--" torchrun takes no option of the script for an abbreviation of its own.
+        script=train if train.startswith("-") else f"-- {train}",
     )
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 _WIDTH = 100

@@ -1,5 +1,6 @@
 """Target ``slurm``: the torchrun folder and a batch job that starts one process per rank."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -98,15 +99,10 @@ def _component(entries: Sequence[RankEntry], num_nodes: int) -> list[str]:
     lines = [
         f"#SBATCH --nodes={num_nodes} --ntasks-per-node={len(entries)} --exclusive",
     ]
-    gpus = Counter(_gpu_type(entry.type) for entry in entries if entry.has_gpu)
+    gpus = Counter(
+        re.sub("[^a-z0-9]", "_", entry.type.lower()) for entry in entries if entry.has_gpu
+    )
     if gpus:
         wanted = ",".join(f"gpu:{kind}:{count}" for kind, count in gpus.items())
         lines.append(f"#SBATCH --gres={wanted}")
     return lines
-
-
-def _gpu_type(name: str) -> str:
-    """A type in a form that Slurm allows."""
-    return "".join(
-        letter if letter.isascii() and letter.isalnum() else "_" for letter in name.lower()
-    )

@@ -161,8 +161,7 @@ def workload_code(source: str) -> WorkloadCode:
     name, colon, function = source.rpartition(":")
     if not colon:
         if not source:
-            remark = "The workload: the plan does not name its source; fill in user.py."
-            return _to_fill_in(remark)
+            return _to_fill_in("The workload: the plan does not name its source; fill in user.py.")
         return WorkloadCode(body=_FROM_ZOO.format(source=source), to_do="`batches()`: the data")
     path = Path(name)
     if not path.is_file():
@@ -171,17 +170,15 @@ def workload_code(source: str) -> WorkloadCode:
         )
     content = read_bytes(path, "model file", _MOST_MODEL_BYTES)
     beside = _modules_beside(path, content)
-    remarks: tuple[str, ...] = ()
-    if beside:
-        remarks = (
-            f"The modules {', '.join(beside)} that {path.name} imports from its own folder: copy "
-            f"them beside {MODEL_FILE}.",
-        )
+    remark = (
+        f"The modules {', '.join(beside)} that {path.name} imports from its own folder: copy "
+        f"them beside {MODEL_FILE}."
+    )
     return WorkloadCode(
         body=_FROM_FILE.format(file=MODEL_FILE, function=function),
         to_do=f"`batches()`: the data; {MODEL_FILE} is a copy of {in_markdown(path.name)}",
         model_file=content,
-        remarks=remarks,
+        remarks=(remark,) if beside else (),
     )
 
 
@@ -197,15 +194,12 @@ def _modules_beside(path: Path, content: bytes) -> list[str]:
         tree = ast.parse(content)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []  # whoever runs it gets the error
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names.update(alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.partition(".")[0])
-    folder = path.parent
+    every = list(ast.walk(tree))
+    names = [alias.name for node in every if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in every if isinstance(node, ast.ImportFrom)]
     return sorted(
         name
-        for name in names
-        if (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
+        for name in {name.partition(".")[0] for name in names} - {""}
+        if (path.with_name(f"{name}.py")).is_file()
+        or (path.with_name(name) / "__init__.py").is_file()
     )

@@ -213,11 +213,10 @@ def export_torchtitan(plan: Plan, sources: Sequence[str] = ()) -> Export:
     if layout.dp % replicas:
         raise ExportError("torchtitan has one number of replicas, and groups of the plan several.")
     is_every = layout.recompute == Recompute.FULL and layout.recompute_every > 1
-    num_micro = plan.strategy.num_micro_batches if layout.pp > 1 else 1
     config = fill(
         "torchtitan.toml.jinja",
         layout=layout,
-        local=layout.micro_batch * num_micro,
+        local=layout.micro_batch * (plan.strategy.num_micro_batches if layout.pp > 1 else 1),
         whole=plan.graph.batch_size,
         replicas=replicas,
         shards=layout.dp // replicas,

@@ -48,10 +48,9 @@ def uniform_micro_batches(plan: Plan, target: str) -> dict[int, tuple[int, ...]]
     _refuse_whole_batch_ops(plan, target)
     decision = strategy.decisions[0]
     shares = micro_shares(decision.division, strategy.micro_batches, strategy.micro_sizes)
-    by_device = zip(decision.devices, shares.T.tolist(), strict=True)
     return {
         device: tuple(count for count in counts if count)
-        for device, counts in by_device
+        for device, counts in zip(decision.devices, shares.T.tolist(), strict=True)
         if sum(counts)
     }
 
@@ -118,8 +117,7 @@ def _samples(decision: Decision) -> dict[int, int]:
 def _in_words(plan: Plan, samples: Mapping[int, int]) -> str:
     """Shares as ``A:0 (5 samples), B:0 (3)``."""
     devices = plan.cluster.devices
-    words = [f"{devices[device].name} ({share})" for device, share in samples.items()]
-    return first_of(words)
+    return first_of([f"{devices[device].name} ({share})" for device, share in samples.items()])
 
 
 def _refuse_whole_batch_ops(plan: Plan, target: str) -> None:
@@ -140,7 +138,7 @@ def _global_values(plan: Plan) -> list[str]:
     """Remarks about sums over the whole batch: in a stock framework each rank has only its own."""
     graph = plan.graph
     batch = batch_plan(graph)
-    remarks: dict[str, None] = {}
+    remarks = []
     reads = [
         (index, tensor)
         for index, tensor in reads_across_samples(graph)
@@ -156,15 +154,12 @@ def _global_values(plan: Plan) -> list[str]:
     for index, _ in sorted(reads):
         op = graph.ops[index]
         where = f"in module '{op.module or '(root)'}'"
-        if op.kind.startswith("nll_loss"):
-            remarks[
-                f"The mean over counted labels {where}: let loss_weight() in user.py return "
-                "their number if some are ignored (-100)."
-            ] = None
-        else:
-            remarks[
-                f"A sum over the whole batch that {op.kind} {where} reads: each rank has only "
-                "its own. The numbers stay exact only if it is the denominator of the loss, "
-                "returned by loss_weight() in user.py."
-            ] = None
-    return list(remarks)
+        remarks.append(
+            f"The mean over counted labels {where}: let loss_weight() in user.py return their "
+            "number if some are ignored (-100)."
+            if op.kind.startswith("nll_loss")
+            else f"A sum over the whole batch that {op.kind} {where} reads: each rank has only "
+            "its own. The numbers stay exact only if it is the denominator of the loss, "
+            "returned by loss_weight() in user.py."
+        )
+    return list(dict.fromkeys(remarks))

@@ -4,13 +4,16 @@ Every text that is inserted into the report's HTML is escaped here. Pictures str
 so labels stand beside them as HTML, which keeps its size on every screen.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from itertools import groupby
 
 from heterog.explain.decided import Range
 from heterog.explain.explanation import Explanation
 from heterog.explain.what_if import RemedyKind
 from heterog.explain.wording import near_limit, percent, provenance
+from heterog.grouped import grouped
 from heterog.pricing.intervals import PeakErrors
 from heterog.report.modules import amounts, range_names, split_name
 from heterog.simulator.critical_path import Limit, Purpose
@@ -22,29 +25,15 @@ NUM_COLOURS = 8
 """Colours of ranges, ``--r0`` to ``--r7`` in the style sheet; ``--rest`` is for all others."""
 
 
-def element(tag: str, content: str, **attributes: str) -> str:
-    """An element with attributes; the content is HTML, the attributes are text.
-
-    >>> element("b", "x", title="a < b")
-    '<b title="a &lt; b">x</b>'
-    """
-    told = "".join(
-        f' {name.rstrip("_").replace("_", "-")}="{escape(value, quote=True)}"'
-        for name, value in attributes.items()
-    )
-    return f"<{tag}{told}>{content}</{tag}>"
-
-
 def section(identity: str, title: str, *content: str, note: str = "") -> str:
     """A card of the page; empty without content."""
     inner = "\n".join(filter(None, content))
     if not inner:
         return ""
-    hint = element("p", escape(note), class_="hint") if note else ""
-    heading = element("h2", escape(title), id=f"{identity}-title")
+    hint = f'<p class="hint">{escape(note)}</p>' if note else ""
     return (
         f'<section id="{escape(identity)}" aria-labelledby="{escape(identity)}-title">'
-        f"{heading}{hint}\n{inner}\n</section>"
+        f'<h2 id="{escape(identity)}-title">{escape(title)}</h2>{hint}\n{inner}\n</section>'
     )
 
 
@@ -57,7 +46,7 @@ def beside_each_other(*sections: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int]) -> str:
-    """A table that scrolls sideways if it has to.
+    """A table that scrolls sideways if it has to; empty without rows.
 
     Args:
         heads: Texts of the first row.
@@ -70,7 +59,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Seque
         for row in rows
     )
     many = ' class="many"' if len(heads) > _FEW_COLUMNS else ""
-    return (
+    return body and (
         f'<div class="wide"><table{many}><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody>'
         "</table></div>"
     )
@@ -185,11 +174,11 @@ def _range_row(explanation: Explanation, each: Range, name: str, colour: int) ->
 def _devices(explanation: Explanation, each: Range) -> str:
     """Names and types of devices with work; only the ends of long lists."""
     cluster = explanation.plan.cluster
-    working = [d for d, share in zip(each.devices, each.shares, strict=True) if share > 0]
-    by_type: dict[str, list[str]] = {}
-    for device in working:
-        place = cluster.devices[device]
-        by_type.setdefault(place.type.name, []).append(place.name)
+    by_type = grouped(
+        (cluster.devices[device].type.name, cluster.devices[device].name)
+        for device, share in zip(each.devices, each.shares, strict=True)
+        if share > 0
+    )
     return "; ".join(f"{_names(names)} ({kind})" for kind, names in by_type.items())
 
 
@@ -201,15 +190,9 @@ def _names(names: Sequence[str]) -> str:
 
 def _told(found: Sequence[str]) -> str:
     """Amounts of devices with work, equal neighbours together: ``"2 x 13, 2 x 11"``."""
-    words: list[list[object]] = []
-    for amount in found:
-        if amount == "-":
-            continue
-        if words and words[-1][1] == amount:
-            words[-1] = [int(str(words[-1][0])) + 1, amount]
-        else:
-            words.append([1, amount])
-    texts = [f"{count} x {amount}" if count != 1 else f"{amount}" for count, amount in words]
+    runs = groupby(amount for amount in found if amount != "-")
+    counts = [(len(list(alike)), amount) for amount, alike in runs]
+    texts = [f"{count} x {amount}" if count != 1 else amount for count, amount in counts]
     return ", ".join(texts) if len(texts) <= 8 else f"{', '.join(texts[:7])}, ..."
 
 
@@ -220,14 +203,11 @@ def left_out_table(explanation: Explanation) -> str:
     for left in explanation.left_out:
         names = [cluster.devices[device].name for device in left.devices]
         kinds = dict.fromkeys(cluster.devices[device].type.name for device in left.devices)
-        if left.step_time_s is None:
-            cost = "does not fit"
-        else:
+        cost = "does not fit"
+        if left.step_time_s is not None:
             more = left.step_time_s / explanation.step_time_s - 1.0
             cost = f"{format_seconds(left.step_time_s)} ({100 * more:+.1f} %)"
         rows.append([escape(_names(names)), escape(", ".join(kinds)), escape(cost)])
-    if not rows:
-        return ""
     return table(["left out", "type", "step with work there"], rows, numbers=(2,))
 
 
@@ -269,10 +249,9 @@ def limits_section(explanation: Explanation) -> str:
 
 def _limit_rows(explanation: Explanation) -> Iterator[list[str]]:
     whole = explanation.step_time_s
-    summed: dict[tuple[Limit, str, Purpose], float] = {}
+    summed: dict[tuple[Limit, str, Purpose], float] = defaultdict(float)
     for piece in explanation.pieces:
-        key = (piece.limit, piece.place, piece.purpose)
-        summed[key] = summed.get(key, 0.0) + piece.seconds
+        summed[piece.limit, piece.place, piece.purpose] += piece.seconds
     ranked = sorted(summed.items(), key=lambda entry: -entry[1])
     for (limit, place, purpose), seconds in ranked[:_MOST_PIECES]:
         yield [
@@ -323,10 +302,10 @@ def memory_section(explanation: Explanation) -> str:
     """The memory of every device at its fullest moment by use, compared with its limit."""
     devices = explanation.fit.devices
     most = max(max(d.peak_bytes, d.usable_bytes) for d in devices)
-    alike: dict[tuple[object, ...], list[DeviceMemory]] = {}
-    for device in devices:
-        key = (device.device_type, device.usable_bytes, format_bytes(device.peak_bytes))
-        alike.setdefault(key, []).append(device)
+    alike = grouped(
+        ((each.device_type, each.usable_bytes, format_bytes(each.peak_bytes)), each)
+        for each in devices
+    )
     kinds = [kind for kind in MemoryKind if any(d.bytes_of(kind) > 0.005 * most for d in devices)]
     keys = "".join(f"<li>{chip(_MEMORY_COLOURS[kind])}{escape(kind)}</li>" for kind in kinds)
     errors = explanation.plan.peak_errors
@@ -357,22 +336,16 @@ def _memory_row(
     ]
     label = f"{first.device}: " + ", ".join(what for _, _, what in parts)
     limit = f'<span class="limit" style="left:{100.0 * first.usable_bytes / most:.2f}%"></span>'
-    lacks = f"<b>{format_bytes(first.lacking_bytes)}</b>" if first.lacking_bytes else "-"
     return [
         escape(f"{_names(names)} ({first.device_type})"),
         format_bytes(first.peak_bytes),
-        _interval(errors, first.peak_bytes),
+        "-"
+        if errors is None
+        else format_bytes_range(*errors.interval(first.peak_bytes), around=first.peak_bytes),
         format_bytes(first.usable_bytes),
-        lacks,
+        f"<b>{format_bytes(first.lacking_bytes)}</b>" if first.lacking_bytes else "-",
         f'<div class="tank">{stacked(parts, label)}{limit}</div>',
     ]
-
-
-def _interval(errors: PeakErrors | None, peak_bytes: int) -> str:
-    """Ends of a peak's interval in the peak's unit; a dash where none is known."""
-    if errors is None:
-        return "-"
-    return format_bytes_range(*errors.interval(peak_bytes), around=peak_bytes)
 
 
 _REMEDIES = {
@@ -392,7 +365,7 @@ def remedies_table(explanation: Explanation) -> str:
             words = _REMEDIES[remedy.kind].format(amount=remedy.amount, again=remedy.keeps.words)
         seconds = "-" if remedy.step_time_s is None else format_seconds(remedy.step_time_s)
         rows.append([escape(words), seconds])
-    return table(["what would make it fit", "step time"], rows, numbers=(1,)) if rows else ""
+    return table(["what would make it fit", "step time"], rows, numbers=(1,))
 
 
 def changes_section(explanation: Explanation) -> str:
@@ -411,12 +384,9 @@ def changes_section(explanation: Explanation) -> str:
                 meter(change.saving, colour="c3"),
             ]
         )
-    if not rows:
-        return ""
-    heads = ["bought", "where", "now", "with it", "saves", ""]
     return section(
         "changes",
         "What would help",
-        table(heads, rows, numbers=(2, 3, 4)),
+        table(["bought", "where", "now", "with it", "saves", ""], rows, numbers=(2, 3, 4)),
         note="Each change was planned anew by a quick search, and so was the cluster as it is.",
     )

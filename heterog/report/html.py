@@ -195,12 +195,11 @@ def _gain(found: Gain | None) -> tuple[str, str]:
 
 
 def _memory_label(plan: Plan) -> str:
-    parts = (
+    return "memory over time: " + "; ".join(
         f"{device.name}: at most {format_bytes(peak)} of "
         f"{format_bytes(device.usable_memory_bytes)}"
         for device, peak in zip(plan.cluster.devices, plan.peak_memory_bytes, strict=False)
     )
-    return "memory over time: " + "; ".join(parts)
 
 
 def _levels(root: ModuleNode, most: int) -> Iterator[list[ModuleNode]]:
@@ -278,12 +277,11 @@ def _methods(plan: Plan) -> Iterator[tuple[MethodRow, tuple[str, ...]]]:
     best = reference_of(plan.rows)
     baseline = None if best is None else best.step_time_s
     for row in plan.rows:
-        ratio = f"{baseline / row.step_time_s:.2f}x" if baseline and row.step_time_s else _NONE
         yield (
             row,
             (
                 _seconds(row.step_time_s),
-                ratio,
+                f"{baseline / row.step_time_s:.2f}x" if baseline and row.step_time_s else _NONE,
                 _fullest(row, plan),
                 f"{row.num_evaluations:,}",
                 format_seconds(row.search_seconds),

@@ -15,6 +15,7 @@ import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -102,25 +103,25 @@ def view_data(timeline: Timeline) -> dict[str, Any]:
     program = timeline.program
     lanes = view_lanes(timeline)
     labels, label = _labels(timeline)
-    modules, module = _indexed([timeline.module(task) for task in labels.values()])
-    names, name = _indexed([timeline.name(task) for task in labels.values()])
+    modules, module = _indexed([timeline.module(task) for task in labels])
+    names, name = _indexed([timeline.name(task) for task in labels])
     categories = task_categories(timeline)
     path = np.array([step.task for step in timeline.critical_path], np.int64)
     shown = _pieces(timeline, lanes, categories)
     first = shown.first
     named = np.array(name, np.int64)[label[first]]
     merged = np.flatnonzero(shown.counts > 1)
-    words = [
+    words, word = _indexed([
         f"{count} short tasks, {CATEGORIES[kind][0]}"
         for count, kind in zip(shown.counts[merged], categories[first[merged]], strict=True)
-    ]
-    names, named[merged] = _extended(names, words)
+    ])  # fmt: skip
+    named[merged] = len(names) + np.array(word, np.int64)
     return {
         "seconds": timeline.seconds,
         "steps": program.num_steps,
         "merged": int(program.num_tasks - len(first)) if len(merged) else 0,
         "categories": [words for words, _ in CATEGORIES],
-        "names": names,
+        "names": names + words,
         "modules": modules,
         "start": _encoded(shown.start, "<f8"),
         "finish": _encoded(shown.finish, "<f8"),
@@ -194,12 +195,9 @@ def _pieces(
             rows=tuple(lane.rows for lane in lanes),
             of_task=every,
         )
-    span_s = timeline.seconds / MAX_PIECES
-    found = _merged(timeline, lanes, categories, span_s)
-    while len(found.first) > MAX_PIECES:
-        span_s *= 2.0
-        found = _merged(timeline, lanes, categories, span_s)
-    return found
+    spans_s = (timeline.seconds / MAX_PIECES * 2.0**doublings for doublings in count())
+    tried = (_merged(timeline, lanes, categories, span_s) for span_s in spans_s)
+    return next(found for found in tried if len(found.first) <= MAX_PIECES)
 
 
 def _merged(
@@ -210,7 +208,7 @@ def _merged(
 ) -> _Pieces:
     """Pieces in which tasks shorter than a span are joined with others that begin in the span."""
     program = timeline.program
-    firsts, counts, starts, finishes, sizes, tasks, rows = [], [], [], [], [], [], []
+    parts = []
     of_task = np.zeros(program.num_tasks, np.int64)
     num_pieces = 0
     for lane in lanes:
@@ -226,37 +224,34 @@ def _merged(
         np.maximum.at(end, piece, finish)
         order = np.argsort(begin, kind="stable")
         of_task[mine] = num_pieces + np.argsort(order)[piece]
-        firsts.append(mine[first[order]])
-        counts.append(np.bincount(piece, minlength=len(first))[order])
-        starts.append(begin[order])
-        finishes.append(end[order])
-        sizes.append(np.bincount(piece, program.num_bytes[mine], len(first))[order])
-        rows.append(lane.rows[first[order]])
-        tasks.append(np.arange(num_pieces, num_pieces + len(first)))
+        parts.append((
+            np.arange(num_pieces, num_pieces + len(first)),
+            lane.rows[first[order]],
+            mine[first[order]],
+            np.bincount(piece, minlength=len(first))[order],
+            begin[order],
+            end[order],
+            np.bincount(piece, program.num_bytes[mine], len(first))[order],
+        ))  # fmt: skip
         num_pieces += len(first)
+    tasks, rows, *columns = zip(*parts, strict=True)
+    firsts, counts, starts, finishes, sizes = map(np.concatenate, columns)
     return _Pieces(
-        first=np.concatenate(firsts),
-        counts=np.concatenate(counts),
-        start=np.concatenate(starts),
-        finish=np.concatenate(finishes),
-        num_bytes=np.concatenate(sizes),
-        tasks=tuple(tasks),
-        rows=tuple(rows),
+        first=firsts,
+        counts=counts,
+        start=starts,
+        finish=finishes,
+        num_bytes=sizes,
+        tasks=tasks,
+        rows=rows,
         of_task=of_task,
     )
-
-
-def _extended(names: list[str], more: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """Names with others appended, and the places of the others."""
-    distinct, index = _indexed(more)
-    return names + distinct, len(names) + np.array(index, np.int64)
 
 
 def task_categories(timeline: Timeline) -> npt.NDArray[np.int64]:
     """Number of each task's category in ``CATEGORIES``.  # [num_tasks]"""
     labels, label = _labels(timeline)
-    kinds = [_category(timeline.kind(task)) for task in labels.values()]
-    return np.array(kinds, np.int64)[label]
+    return np.array([_category(timeline.kind(task)) for task in labels], np.int64)[label]
 
 
 def thinned(
@@ -314,13 +309,12 @@ def _covered(start: FloatArray, finish: FloatArray) -> float:
     return float(np.maximum(finish - np.maximum(start, until), 0.0).sum())
 
 
-def _labels(timeline: Timeline) -> tuple[dict[tuple[int, ...], int], npt.NDArray[np.int64]]:
+def _labels(timeline: Timeline) -> tuple[list[int], npt.NDArray[np.int64]]:
     """One task for each (kind, subject, channel), and the number of these for every task."""
     program = timeline.program
     keys = np.stack([program.kind, program.subject, program.channel], axis=1)
-    found, first, label = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-    rows = [tuple(row) for row in found.tolist()]
-    return dict(zip(rows, first.tolist(), strict=True)), label.reshape(-1)
+    _, first, label = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    return first.tolist(), label.reshape(-1)
 
 
 def _indexed(texts: Sequence[str]) -> tuple[list[str], list[int]]:
@@ -378,8 +372,7 @@ def trace_document(
             ``None``.
     """
     if memory is None:
-        devices = range(timeline.cluster.num_devices)
-        memory = {device: timeline.memory(device) for device in devices}
+        memory = dict(enumerate(map(timeline.memory, range(timeline.cluster.num_devices))))
     return {
         "displayTimeUnit": "ms",
         "otherData": {

@@ -71,7 +71,8 @@ def module_tree(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> ModuleN
     for (op_index, tensor, _), home, way in zip(graph.updates, strategy.homes, ways, strict=True):
         words = _sync(strategy.decisions[group[op_index]], home, cluster)
         words = way if way in (IN_SLICES, MADE_WHOLE) else words
-        for node in _path(root, _owner(graph, tensor, graph.ops[op_index].module)):
+        owner = graph.tensors[tensor].name.rpartition(".")[0]  # the module that has it
+        for node in _path(root, owner or graph.ops[op_index].module):
             node.parameter_bytes += int(graph.tensor_bytes[tensor])
             node.syncs[words] = None
     _join_chains(root)
@@ -85,11 +86,6 @@ def _path(root: ModuleNode, module: str) -> Iterator[ModuleNode]:
     for part in filter(None, module.split(".")):
         node = node.children.setdefault(part, ModuleNode(part))
         yield node
-
-
-def _owner(graph: OpGraph, tensor: int, module: str) -> str:
-    """The module that has a parameter as attribute; the op's if the name has no dot."""
-    return graph.tensors[tensor].name.rpartition(".")[0] or module
 
 
 def _sync(decision: Decision, home: int, cluster: Cluster) -> str:
@@ -134,7 +130,7 @@ class DeviceColumn:
 
     head: str
     kind: str
-    devices: tuple[int, ...]
+    devices: Sequence[int]
 
 
 def columns_by_host(cluster: Cluster) -> tuple[DeviceColumn, ...]:
@@ -155,16 +151,14 @@ def columns_by_host(cluster: Cluster) -> tuple[DeviceColumn, ...]:
 
 def columns_by_type(cluster: Cluster) -> tuple[DeviceColumn, ...]:
     """A column per type, for clusters with too many hosts."""
-    found = _by_type(cluster, range(cluster.num_devices))
     return tuple(
         DeviceColumn(head=f"{len(devices)} {kind}", kind=f"{len(devices)} {kind}", devices=devices)
-        for kind, devices in found.items()
+        for kind, devices in _by_type(cluster, range(cluster.num_devices)).items()
     )
 
 
-def _by_type(cluster: Cluster, devices: Iterable[int]) -> dict[str, tuple[int, ...]]:
-    found = grouped((cluster.devices[device].type.name, device) for device in devices)
-    return {name: tuple(own) for name, own in found.items()}
+def _by_type(cluster: Cluster, devices: Iterable[int]) -> dict[str, list[int]]:
+    return grouped((cluster.devices[device].type.name, device) for device in devices)
 
 
 def legend(columns: Sequence[DeviceColumn]) -> str:
@@ -190,9 +184,9 @@ def range_name(each: Range) -> str:
     merged = merge_blocks([first, last])
     if len(merged) == 1:
         return merged[0]
-    stem, number = first.rstrip("0123456789"), first
+    stem = first.rstrip("0123456789")
     if stem != first and last.startswith(stem) and last.removeprefix(stem).isdigit():
-        return f"{number}-{last.removeprefix(stem)}"
+        return f"{first}-{last.removeprefix(stem)}"
     return f"{first} to {_without_common(first, last)}"
 
 
@@ -297,7 +291,6 @@ def _cells(
     has_units = any(each.units for each in ranges)
     words = f"{heading}, or units" if has_units else heading
     heads = [words, *(column.head for column in columns), *(["of"] * has_units), "gradients"]
-    names = range_names(ranges)
     return [
         heads,
         *(
@@ -307,7 +300,7 @@ def _cells(
                 *([split_name(each)] * has_units),
                 sync_name(each),
             ]
-            for name, each in zip(names, ranges, strict=True)
+            for name, each in zip(range_names(ranges), ranges, strict=True)
         ),
     ]
 

@@ -7,12 +7,14 @@ timeline a row of at most ``_BINS`` columns per device.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
 from heterog.explain.explanation import Explanation
 from heterog.explain.wording import percent
+from heterog.grouped import grouped
 from heterog.lowering.program import IntArray
 from heterog.report.facts import chip, coloured, range_colour
 from heterog.report.lanes import CATEGORIES, task_categories, view_lanes
@@ -80,14 +82,13 @@ def _card(
 
 def _ranges_of_devices(explanation: Explanation) -> Mapping[int, list[tuple[str, str]]]:
     """(colour, words) of each range in which a device has work, by device."""
-    found: dict[int, list[tuple[str, str]]] = {}
     colours, names = coloured(explanation), range_names(explanation.decided.ranges)
-    for index, each in enumerate(explanation.decided.ranges):
-        colour = range_colour(colours.get(index, -1))
-        for device, amount in zip(each.devices, amounts(each), strict=True):
-            if amount != "-":
-                found.setdefault(device, []).append((colour, f"{names[index]}: {amount}"))
-    return found
+    return grouped(
+        (device, (range_colour(colours.get(index, -1)), f"{names[index]}: {amount}"))
+        for index, each in enumerate(explanation.decided.ranges)
+        for device, amount in zip(each.devices, amounts(each), strict=True)
+        if amount != "-"
+    )
 
 
 def _devices_svg(
@@ -146,8 +147,11 @@ def stages_picture(explanation: Explanation) -> str:
     boxes = []
     for index, each in enumerate(ranges[:_MOST_STAGES]):
         colour = range_colour(colours.get(index, -1))
-        working = [d for d, share in zip(each.devices, each.shares, strict=True) if share > 0]
-        names = [cluster.devices[device].name for device in working]
+        names = [
+            cluster.devices[device].name
+            for device, share in zip(each.devices, each.shares, strict=True)
+            if share > 0
+        ]
         who = ", ".join(names) if len(names) <= 4 else f"{len(names)} devices"
         boxes.append(
             f'<li style="border-color:var(--{colour})"><b>{escape(stage_names[index])}</b>'
@@ -192,6 +196,16 @@ def history_picture(histories: Sequence[MethodHistory], chosen: str) -> str:
     return plot(lines, label, heights, widths, keys)
 
 
+def x_of(part: float) -> str:
+    """Place of a part of the width of a plot; it has a margin."""
+    return f"{4.0 + 992.0 * min(max(part, 0.0), 1.0):.1f}"
+
+
+def y_of(part: float) -> str:
+    """Place of a part of the height of a plot, from its lower edge."""
+    return f"{190.0 - 184.0 * min(max(part, 0.0), 1.0):.1f}"
+
+
 def plot(
     lines: Iterable[str],
     label: str,
@@ -227,11 +241,10 @@ class _Frame:
     top_s: float
 
     def x(self, seconds: float) -> str:
-        return f"{4.0 + 992.0 * min(seconds / self.end_s, 1.0):.1f}"
+        return x_of(seconds / self.end_s)
 
     def y(self, step_s: float) -> str:
-        part = (self.top_s - min(step_s, self.top_s)) / (self.top_s - self.best_s)
-        return f"{6.0 + 184.0 * part:.1f}"
+        return y_of((step_s - self.best_s) / (self.top_s - self.best_s))
 
 
 def _frame(histories: Sequence[MethodHistory]) -> _Frame:
@@ -276,10 +289,13 @@ def small_timeline(timeline: Timeline, end_s: float) -> str:
     """
     lanes = [lane for lane in view_lanes(timeline) if lane.device >= 0][:_MOST_LANES]
     categories = task_categories(timeline)
-    rows: list[str] = []
-    for number, lane in enumerate(lanes):
-        used = _most_used(timeline, lane.tasks, categories[lane.tasks], end_s)
-        rows.extend(_runs(used, _ROW * number))
+    rows = [
+        drawn
+        for number, lane in enumerate(lanes)
+        for drawn in _runs(
+            _most_used(timeline, lane.tasks, categories[lane.tasks], end_s), _ROW * number
+        )
+    ]
     height = max(_ROW * len(lanes) - 2, _ROW)
     names = ", ".join(lane.name for lane in lanes[:8])
     label = f"compute of {names} over {format_seconds(timeline.seconds)}"
@@ -312,11 +328,11 @@ def _most_used(
 def _runs(used: Sequence[int], top: int) -> Iterator[str]:
     """Rectangles, each of neighbouring spans of one category."""
     first = 0
-    for index in range(1, len(used) + 1):
-        if index == len(used) or used[index] != used[first]:
-            if used[first] >= 0:
-                yield (
-                    f'<rect x="{first}" y="{top}" width="{index - first}" height="{_ROW - 2}" '
-                    f'fill="var(--c{used[first]})"/>'
-                )
-            first = index
+    for category, alike in groupby(used):
+        width = len(list(alike))
+        if category >= 0:
+            yield (
+                f'<rect x="{first}" y="{top}" width="{width}" height="{_ROW - 2}" '
+                f'fill="var(--c{category})"/>'
+            )
+        first += width

@@ -9,7 +9,7 @@ from heterog.errors import HeterogError
 from heterog.explain.explanation import Explanation, explain
 from heterog.explain.wording import chance_to_fit, percent, size_with_interval
 from heterog.files import write_atomically
-from heterog.report.facts import element, limits_bar, meter, ranges_table, section
+from heterog.report.facts import limits_bar, meter, ranges_table, section
 from heterog.report.html import fill_page, outdated
 from heterog.report.lanes import CATEGORIES
 from heterog.report.pictures import cluster_picture, small_timeline, stages_picture
@@ -91,14 +91,23 @@ def _numbers(explained: Sequence[tuple[str, Explanation]]) -> str:
         ("batch", [f"{found.plan.graph.batch_size}" for found in founds]),
         ("method", [escape(found.plan.method) for found in founds]),
         ("step time", [_bar(step, longest, "accent", _seconds(step)) for step in steps]),
-        ("samples/s", [_bar(rate, fastest, "c3", _rate(rate)) for rate in rates]),
+        (
+            "samples/s",
+            [_bar(r, fastest, "c3", _NONE if r is None else f"{r:,.1f}") for r in rates],
+        ),
         ("over data parallelism", [_gain(found) for found in founds]),
         ("no plan can take less", [format_seconds(found.bound_s) for found in founds]),
         ("memory of the fullest", [_fullest(found) for found in founds]),
         ("ranges of modules", [f"{len(found.decided.ranges)}" for found in founds]),
         ("micro-batches", [f"{found.decided.num_micro_batches}" for found in founds]),
         ("devices left out", [f"{len(found.decided.idle)}" for found in founds]),
-        ("search", [_search(found.plan) for found in founds]),
+        (
+            "search",
+            [
+                escape(f"{plan.num_evaluations:,} evaluations, {plan.budget}, seed {plan.seed}")
+                for plan in (found.plan for found in founds)
+            ],
+        ),
     ]
     heads = "".join(f'<th scope="col">{escape(name)}</th>' for name, _ in explained)
     body = "\n".join(
@@ -121,10 +130,6 @@ def _seconds(value: float | None) -> str:
     return "does not run" if value is None else f"<b>{format_seconds(value)}</b>"
 
 
-def _rate(value: float | None) -> str:
-    return _NONE if value is None else f"{value:,.1f}"
-
-
 def _gain(found: Explanation) -> str:
     for each in found.plan.gains:
         return f"{each.speedup:.2f}x <span class=soft>({escape(each.over)})</span>"
@@ -138,11 +143,7 @@ def _fullest(found: Explanation) -> str:
     words = f"{size} on {device.device} ({part})"
     if (chance := found.plan.fit_probability) is not None:
         words += f", {chance_to_fit(chance)}"
-    return element("b", escape(words)) if device.lacking_bytes else escape(words)
-
-
-def _search(plan: Plan) -> str:
-    return escape(f"{plan.num_evaluations:,} evaluations, {plan.budget}, seed {plan.seed}")
+    return f"<b>{escape(words)}</b>" if device.lacking_bytes else escape(words)
 
 
 def _column(name: str, found: Explanation, end_s: float) -> str:

@@ -7,7 +7,7 @@ limits it. Its numbers are those of the explanation; ``Explanation.paragraphs`` 
 """
 
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +23,7 @@ from heterog.cluster.topology import Cluster
 from heterog.explain.decided import what_was_decided
 from heterog.explain.explanation import Explanation
 from heterog.explain.wording import near_limit, percent, size_with_interval
+from heterog.grouped import grouped
 from heterog.methods.built_in import MethodNote
 from heterog.methods.planner import MethodRow
 from heterog.report.modules import placement_lines
@@ -56,19 +57,17 @@ def methods_table(rows: Sequence[MethodRow], cluster: Cluster, *, title: str = "
     if cluster.prices is not None:
         columns[f"{cluster.prices.currency} a step"] = {"justify": "right"}
     headers, members = _memory_columns(cluster)
-    for header in headers:
-        # Spaces, so that long type names break between words.
+    for header in headers:  # with spaces, so that long type names break between words
         columns[f"{header.replace('-', ' ')} (GiB)"] = {"justify": "right", "min_width": 5}
     columns |= {"evals": _NUMBER, "search": _NUMBER, "outcome": _NAME}
     table = _table(title, columns)
     table.caption, table.caption_justify = _reasons(rows), "left"
     for row in rows:
         seconds = row.step_time_s
-        ratio = f"{baseline / seconds:.2f}x" if baseline is not None and seconds else "-"
         table.add_row(
             escape(row.method),
             "-" if seconds is None else format_seconds(seconds),
-            ratio,
+            f"{baseline / seconds:.2f}x" if baseline is not None and seconds else "-",
             *_cost_cells(row, cluster),
             *_memory_cells(row, members),
             f"{row.num_evaluations:,}",
@@ -89,16 +88,17 @@ def _cost_cells(row: MethodRow, cluster: Cluster) -> list[str]:
 def models_table(entries: Iterable[ZooEntry]) -> Table:
     """The built-in models."""
     columns = {"model": _NAME, "family": _NAME, "batch": _NUMBER, "parameters": _NUMBER}
-    table = _table("", columns | {"description": _TEXT})
-    for entry in entries:
-        table.add_row(
+    rows = (
+        (
             escape(entry.name),
             entry.family,
             str(entry.default_batch_size),
             f"{entry.num_parameters / 1e6:,.1f} M",
             escape(entry.description),
         )
-    return table
+        for entry in entries
+    )
+    return _table("", columns | {"description": _TEXT}, rows)
 
 
 def clusters_table(clusters: Iterable[Cluster], *, title: str = "") -> Table:
@@ -107,12 +107,11 @@ def clusters_table(clusters: Iterable[Cluster], *, title: str = "") -> Table:
     table = _table(title, {"cluster": _TEXT, "hosts": _NUMBER, "devices": _TEXT} | wide)
     for cluster in clusters:
         counts = Counter(device.type.name for device in cluster.devices)
-        usable = sum(device.usable_memory_bytes for device in cluster.devices)
         table.add_row(
             escape(cluster.name),
             str(cluster.num_hosts),
             ", ".join(f"{count} x {name}" for name, count in counts.items()),
-            format_bytes(usable),
+            format_bytes(sum(device.usable_memory_bytes for device in cluster.devices)),
             _network(cluster),
         )
     return table
@@ -153,41 +152,50 @@ def _numbered(sources: Iterable[str]) -> dict[str, int]:
 
 def links_table(kinds: Sequence[LinkKind]) -> Table:
     """Links inside a host: the simulated rate beside that of the data sheet."""
-    table = _table(
-        "intra: between the devices of a host, GB/s per direction",
-        {"name": _NAME, "used": _NUMBER, "sheet": _NUMBER, "source": _NUMBER, "also": _TEXT},
-    )
-    for number, each in enumerate(kinds, start=1):
-        table.add_row(
+    rows = (
+        (
             each.name,
             f"{each.link.bandwidth_bytes_per_s / 1e9:g}",
             f"{each.sheet_bytes_per_s / 1e9:g}",
             str(number),
             ", ".join(each.aliases),
         )
-    return table
+        for number, each in enumerate(kinds, start=1)
+    )
+    return _table(
+        "intra: between the devices of a host, GB/s per direction",
+        {"name": _NAME, "used": _NUMBER, "sheet": _NUMBER, "source": _NUMBER, "also": _TEXT},
+        rows,
+    )
 
 
 def networks_table(kinds: Iterable[NetworkKind]) -> Table:
     """Networks between hosts with their line rates."""
-    table = _table(
+    rows = (
+        (each.name, f"{each.line_rate_bytes_per_s * 8e-9:g}", ", ".join(each.aliases), each.sheet)
+        for each in kinds
+    )
+    return _table(
         "nic: between hosts, Gbit/s per direction, of which 'efficiency' is used",
         {"name": _NAME, "line rate": _NUMBER, "also": _TEXT, "source": _TEXT},
+        rows,
     )
-    for each in kinds:
-        rate = f"{each.line_rate_bytes_per_s * 8e-9:g}"
-        table.add_row(each.name, rate, ", ".join(each.aliases), each.sheet)
-    return table
 
 
 def fit_tables(types: Mapping[str, Any], links: Mapping[str, Any]) -> Iterator[Table]:
     """What a calibration fitted to ops and links, and the errors without the fit."""
     numbers = ("ops", "kinds", "error, new ops", "error, new models")
-    table = _table("ops", {"device type": _NAME} | dict.fromkeys(numbers, _NUMBER))
-    for name, row in types.items():
-        errors = (_error(row["error_ops"]), _error(row["error_models"]))
-        table.add_row(escape(name), f"{row['ops']:,}", str(len(row["kinds"])), *errors)
-    yield table
+    errors = ("error_ops", "error_models")
+    rows = (
+        (
+            escape(name),
+            f"{row['ops']:,}",
+            str(len(row["kinds"])),
+            *(_error(row[e]) for e in errors),
+        )
+        for name, row in types.items()
+    )
+    yield _table("ops", {"device type": _NAME} | dict.fromkeys(numbers, _NUMBER), rows)
     if links:
         numbers = ("measured", "latency", "time per byte", "error, new sizes")
         table = _table("links", {"kind": _NAME} | dict.fromkeys(numbers, _NUMBER))
@@ -204,18 +212,22 @@ def _error(part: float | None) -> str:
 
 def planners_table(methods: Iterable[MethodNote]) -> Table:
     """Methods, one line each."""
-    columns = {"method": _NAME, "stage": _NAME, "what it does": _TEXT, "needs": _TEXT}
-    table = _table("", columns)
-    for each in methods:
-        table.add_row(each.name, each.stage.replace("_", " "), each.what, each.needs)
-    return table
+    return _table(
+        "",
+        {"method": _NAME, "stage": _NAME, "what it does": _TEXT, "needs": _TEXT},
+        ((each.name, each.stage.replace("_", " "), each.what, each.needs) for each in methods),
+    )
 
 
-def _table(title: str, columns: Mapping[str, dict[str, Any]]) -> Table:
-    """A narrow table without rows, with columns and the rich options of each."""
+def _table(
+    title: str, columns: Mapping[str, dict[str, Any]], rows: Iterable[Sequence[str]] = ()
+) -> Table:
+    """A narrow table with columns, the rich options of each, and rows."""
     table = Table(title=escape(title) or None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for header, how in columns.items():
         table.add_column(header, **how)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -258,17 +270,18 @@ def _reasons(rows: Iterable[MethodRow]) -> Text | None:
 def jobs_table(verdicts: Sequence[Verdict], *, title: str = "") -> Table:
     """Result of each arriving job: devices, start and end, or why it was blocked."""
     times = dict.fromkeys(("arrives", "starts", "ends"), _NUMBER)
-    table = _table(title, {"job": _TEXT} | times | {"outcome": _NAME, "runs": _TEXT})
-    for verdict in verdicts:
-        moments = [verdict.starts_s, verdict.ends_s] if verdict.is_accepted else []
-        table.add_row(
+    rows = (
+        (
             escape(verdict.request.name),
             _clock(verdict.request.arrives_s),
-            *([_clock(time_s) for time_s in moments] or ["-", "-"]),
+            _clock(verdict.starts_s) if verdict.is_accepted else "-",
+            _clock(verdict.ends_s) if verdict.is_accepted else "-",
             str(verdict.outcome),
             escape(verdict.detail) or "-",
         )
-    return table
+        for verdict in verdicts
+    )
+    return _table(title, {"job": _TEXT} | times | {"outcome": _NAME, "runs": _TEXT}, rows)
 
 
 def _clock(time_s: float) -> str:
@@ -295,8 +308,7 @@ _WIDTH = 100
 def explanation_text(explanation: Explanation) -> Group:
     """The paragraphs of an explanation, with the advice first."""
     first = Text.assemble(("In short: ", "bold"), explanation.recommendation)
-    parts = [first, *map(Text, explanation.paragraphs)]
-    return Group(*(_wrapped(part) for part in parts))
+    return Group(*(_wrapped(part) for part in [first, *map(Text, explanation.paragraphs)]))
 
 
 def _wrapped(text: Text) -> Padding:
@@ -320,21 +332,23 @@ def memory_table(fit: Fit) -> Table:
     sums = dict.fromkeys(("needs", "usable", "lacks"), _NUMBER)
     columns = {"device": _TEXT, "type": _TEXT} | uses | sums
     table = _table("Memory of each device at its fullest (GiB)", columns)
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for device in fit.devices:
-        lacks = f"{device.lacking_bytes / GIB:.2f}" if device.lacking_bytes else "-"
-        cells = (
-            device.device_type,
-            *(f"{device.bytes_of(kind) / GIB:.2f}" for kind in kinds),
-            f"{device.peak_bytes / GIB:.2f}",
-            f"{device.usable_bytes / GIB:.2f}",
-            lacks,
+    rows = grouped(
+        (
+            (
+                device.device_type,
+                *(f"{device.bytes_of(kind) / GIB:.2f}" for kind in kinds),
+                f"{device.peak_bytes / GIB:.2f}",
+                f"{device.usable_bytes / GIB:.2f}",
+                f"{device.lacking_bytes / GIB:.2f}" if device.lacking_bytes else "-",
+            ),
+            device.device,
         )
-        rows.setdefault(cells, []).append(device.device)
+        for device in fit.devices
+    )
     for cells, names in rows.items():
-        who = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
-        who = ", ".join(names) if len(names) <= 2 else who
-        style = "" if cells[-1] == "-" else "bold red"
+        ends = f"{names[0]} to {names[-1]} ({len(names)})"
+        who = ", ".join(names) if len(names) <= 2 else ends
+        style = "bold red" * (cells[-1] != "-")
         table.add_row(escape(who), *map(escape, cells), style=style)
     return table
 
@@ -518,10 +532,8 @@ def _memory(explanation: Explanation, *, with_interval: bool = False) -> str:
 
 def _recomputed(explanation: Explanation) -> str:
     decided = explanation.decided
-    if not decided.num_recomputing:
-        return ""
-    groups = f"{decided.num_recomputing} of {decided.num_groups} groups"
-    return f"; {groups} recompute {decided.recomputed}"
+    words = f"{decided.num_recomputing} of {decided.num_groups} groups recompute"
+    return f"; {words} {decided.recomputed}" if decided.num_recomputing else ""
 
 
 _LIMITS = {
@@ -536,10 +548,9 @@ _ON = {Limit.COMPUTE: "on", Limit.LINK: "for the", Limit.LATENCY: "of the", Limi
 def _limits(explanation: Explanation, most_places: int) -> str:
     """The largest parts of the critical path, some with the place that has most of them."""
     whole = explanation.step_time_s
-    by_limit: dict[Limit, dict[str, float]] = {}
+    by_limit: dict[Limit, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for piece in explanation.pieces:
-        places = by_limit.setdefault(piece.limit, {})
-        places[piece.place] = places.get(piece.place, 0.0) + piece.seconds
+        by_limit[piece.limit][piece.place] += piece.seconds
     parts = sorted(by_limit.items(), key=lambda entry: -sum(entry[1].values()))
     said = []
     for number, (limit, places) in enumerate(parts[:3]):
@@ -548,12 +559,9 @@ def _limits(explanation: Explanation, most_places: int) -> str:
             continue
         place, most = max(places.items(), key=lambda entry: entry[1])
         words = f"{percent(seconds / whole)} {_LIMITS[limit]}"
-        if number >= most_places:
-            pass
-        elif place and len(places) > 1:
-            words += f" ({percent(most / whole)} {_ON[limit]} {place})"
-        elif place:
-            words += f" {_ON[limit]} {place}"
+        if place and number < most_places:
+            where = f"{_ON[limit]} {place}"
+            words += f" ({percent(most / whole)} {where})" if len(places) > 1 else f" {where}"
         said.append(words)
     text = ", ".join(said)
     if explanation.fit.is_ok:

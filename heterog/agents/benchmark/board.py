@@ -97,8 +97,7 @@ def _timed(run: Callable[[], Line]) -> Line:
     """The line of a run, with measured seconds where the run states none."""
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     made = run()
-    spent = {"cpu_s": time.process_time() - cpu_s, "wall_s": time.perf_counter() - wall_s}
-    return spent | made
+    return {"cpu_s": time.process_time() - cpu_s, "wall_s": time.perf_counter() - wall_s} | made
 
 
 def code_of(path: Path) -> str:
@@ -194,9 +193,8 @@ class Board:
         self, found: Mapping[tuple[str, str, int], Line], best: Mapping[str, float]
     ) -> tuple[list[str], int]:
         """(pairs, number of seeds) that every arm has run: most runs, then most pairs."""
-        whole = {}
-        for count in range(1, len(self.seeds) + 1):
-            whole[count] = [
+        whole = {
+            count: [
                 pair.pair
                 for pair in self.pairs
                 if pair.pair in best
@@ -206,6 +204,8 @@ class Board:
                     for seed in self.seeds[:count]
                 )
             ]
+            for count in range(1, len(self.seeds) + 1)
+        }
         count = max(whole, key=lambda each: (each * len(whole[each]), len(whole[each])))
         return whole[count], count
 
@@ -276,8 +276,7 @@ class Scored:
             return {}
         pairs = is_said.any(axis=1)
         means = np.mean(logs[pairs], axis=1, where=is_said[pairs])
-        over = asdict(over_pairs(np.exp(means)))
-        return {"over_other": over, "said": float(is_said.mean())}
+        return {"over_other": asdict(over_pairs(np.exp(means))), "said": float(is_said.mean())}
 
 
 def _compared(scores: Array, first: Array) -> Line:

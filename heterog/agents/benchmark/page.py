@@ -14,7 +14,7 @@ from heterog.files import write_atomically
 from heterog.report.facts import chip, section, table
 from heterog.report.html import fill_page
 from heterog.report.lanes import CATEGORIES
-from heterog.report.pictures import plot
+from heterog.report.pictures import plot, x_of, y_of
 
 WORST = 2.0
 """Ratio to the best known step time at the right edge of the profiles."""
@@ -122,7 +122,9 @@ def _curves(scored: Scored, arms: Sequence[str]) -> str:
     for number, arm in enumerate(arms):
         curve = scored.curve(arm, most)
         if curve is not None:
-            points = [f"{_x(at / most)} {_y(value)}" for at, value in enumerate(curve.tolist())]
+            points = [
+                f"{x_of(at / most)} {y_of(value)}" for at, value in enumerate(curve.tolist())
+            ]
             drawn.append(_path(number, "M" + "L".join(points), arm))
     if not drawn:
         return ""
@@ -138,10 +140,10 @@ def _curves(scored: Scored, arms: Sequence[str]) -> str:
 def _staircase(scores: Array) -> str:
     """Part of all runs whose ratio to the best step time is at most each ratio."""
     ratios = np.sort(1.0 / np.maximum(scores.reshape(-1), 1e-9))
-    drawn = [f"M{_x(0.0)} {_y(0.0)}"]
+    drawn = [f"M{x_of(0.0)} {y_of(0.0)}"]
     for count, ratio in enumerate(ratios[ratios <= WORST].tolist(), 1):
-        drawn.append(f"H{_x((ratio - 1.0) / (WORST - 1.0))}V{_y(count / len(ratios))}")
-    return "".join(drawn) + f"H{_x(1.0)}"
+        drawn.append(f"H{x_of((ratio - 1.0) / (WORST - 1.0))}V{y_of(count / len(ratios))}")
+    return "".join(drawn) + f"H{x_of(1.0)}"
 
 
 def _times(rows: Sequence[Line]) -> str:
@@ -150,21 +152,15 @@ def _times(rows: Sequence[Line]) -> str:
     first, last = math.floor(min(logs)), math.ceil(max(logs) + 1e-9)
     lines = []
     for number, (row, at) in enumerate(zip(rows, logs, strict=True)):
-        x, quality = _x((at - first) / (last - first)), row["quality"]
-        drawn = f"M{x} {_y(quality['low'])}V{_y(quality['high'])}M{x} {_y(quality['value'])}h0.1"
+        x, quality = x_of((at - first) / (last - first)), row["quality"]
+        drawn = (
+            f"M{x} {y_of(quality['low'])}V{y_of(quality['high'])}M{x} {y_of(quality['value'])}h0.1"
+        )
         told = f"{row['arm']}: {quality['value']:.3f} in {row['cpu_s']:.2f} s"
         lines.append(_path(number, drawn, told))
     widths = f"{10.0**first:g} s", "CPU seconds of a run", f"{10.0**last:g} s"
     keys = _keys([row["arm"] for row in rows])
     return plot(lines, "quality against seconds", ("1", "0"), widths, keys)
-
-
-def _x(part: float) -> str:
-    return f"{4.0 + 992.0 * min(max(part, 0.0), 1.0):.1f}"
-
-
-def _y(part: float) -> str:
-    return f"{190.0 - 184.0 * min(max(part, 0.0), 1.0):.1f}"
 
 
 def _keys(arms: Sequence[str]) -> Iterator[str]:

@@ -59,8 +59,7 @@ def heterog_actions(pair: Pair) -> list[int]:
     found: dict[tuple[tuple[int, ...], bool], int] = {}
     for number in all_devices(pair):
         decision = pair.table[number]
-        key = decision.shares, decision.sync == Sync.PARAMETER_SERVER
-        found.setdefault(key, number)
+        found.setdefault((decision.shares, decision.sync == Sync.PARAMETER_SERVER), number)
     singles = [n for n, decision in enumerate(pair.table) if len(decision.devices) == 1]
     return [*singles, *list(found.values())[:4]]
 
@@ -278,8 +277,7 @@ class Placeto(Placer):
         """See ``Placer``."""
         count, actions = self.pair.num_blocks, self.pair.num_candidates
         self.returns: list[np.ndarray[tuple[int], np.dtype[np.float64]]] = []
-        num_features = self.features.shape[1] + actions + 2
-        return _Messages(num_features, self.edges, count, actions)
+        return _Messages(self.features.shape[1] + actions + 2, self.edges, count, actions)
 
     def cost(self, row: Row) -> float:
         """The slowdown, plus ``SLOWEST`` where memory runs out."""

@@ -153,16 +153,10 @@ def _sb3(algorithm: str) -> "partial[Sb3Learner]":
     return sb3_learner(*algorithm.split(":"))
 
 
-def _ppo(algorithm: str) -> "Rival":
+def _ppo(algorithm: str, **choices: tuple[float, ...]) -> "Rival":
     return Rival(
         how=partial(learn_by_sb3, algorithm),
-        choices={
-            "episodes": (4, 8, 16),
-            "updates": (0.5, 1.0),
-            "rate": (5e-4, 1.5e-3, 5e-3),
-            "entropy": (3e-3, 3e-2),
-            "stay": (3.0, 7.0),
-        },
+        choices=choices,
         needs=partial(_sb3, algorithm),
         most_repeated=MOST_REPEATED,
     )
@@ -245,8 +239,15 @@ RIVALS = {
         choices={"rate": (1e-3, 3e-3, 1e-2), "entropy": (1e-2, 1e-3, 1e-1)},
         most_repeated=200,
     ),
-    "ppo": _ppo("sb3:PPO"),
-    "maskable_ppo": _ppo("sb3_contrib:MaskablePPO"),
+    "ppo": _ppo(
+        "sb3:PPO",
+        episodes=(4, 8, 16),
+        updates=(0.5, 1.0),
+        rate=(5e-4, 1.5e-3, 5e-3),
+        entropy=(3e-3, 3e-2),
+        stay=(3.0, 7.0),
+    ),
+    "maskable_ppo": _ppo("sb3_contrib:MaskablePPO"),  # has the settings of ``ppo``
 }
 """Methods that try rows."""
 _OF_PPO = {"episodes": 8, "updates": 0.5, "rate": 1.5e-3, "entropy": 0.03, "stay": 7.0}

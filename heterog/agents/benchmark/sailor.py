@@ -129,8 +129,7 @@ def _is_ring(decision: Decision) -> bool:
 
 def _forward_order(graph: OpGraph) -> list[int]:
     """Groups by their first op; groups with forward ops come first."""
-    group_of = group_ops(graph).group
-    return list(dict.fromkeys(group_of.tolist()))
+    return list(dict.fromkeys(group_ops(graph).group.tolist()))
 
 
 def _stage_of_ops(graph: OpGraph, stages: Sequence[Sequence[int]]) -> IntArray:

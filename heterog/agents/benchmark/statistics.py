@@ -62,8 +62,7 @@ def estimate(statistic: Callable[..., Array], *scores: Array) -> Estimate:
         scores: Scores of each method: a row for each pair, a column for each seed.
     """
     rng = np.random.default_rng(0)
-    drawn = statistic(*(_redrawn(each, rng) for each in scores))
-    low, high = np.quantile(drawn, [0.025, 0.975])
+    low, high = np.quantile(statistic(*(_redrawn(each, rng) for each in scores)), [0.025, 0.975])
     return Estimate(float(statistic(*scores)), float(low), float(high))
 
 
