@@ -131,7 +131,7 @@ def balanced_starts(seconds: FloatArray) -> tuple[int, ...]:
         at, found = 0, []
         for own in seconds:
             found.append(at)
-            at = int(np.searchsorted(own, own[at] + limit, "right")) - 1
+            at = int(own.searchsorted(own[at] + limit, "right")) - 1
         if at >= num_groups:
             high, places = limit, np.array(found[1:])
         else:
