@@ -120,8 +120,8 @@ class ChannelTable:
     Channel ``src * num_devices + dst`` is the point-to-point channel from ``src`` to ``dst``. A
     collective gets the next free number when it is first asked for. So numbers of collectives
     depend on the history of calls, and ``Program.hash`` compares the channels themselves. Channels
-    are made at their first use: a thousand devices have a million pairs, and most collectives that
-    candidates may use are never simulated.
+    are made at their first use: a thousand devices have a million pairs, and a quarter of the
+    collectives that candidates may use are never simulated.
     """
 
     def __init__(self, cluster: Cluster) -> None:
