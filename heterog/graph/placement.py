@@ -62,6 +62,9 @@ class Placement(NamedTuple):
     window: Window | None = None
     pattern: str = ""
 
+    def __repr__(self) -> str:  # a part of the hashes of programs
+        return f"Placement(kind={self.kind!r}, dim={self.dim}, outer={self.outer})"
+
     def __str__(self) -> str:
         if self.pattern:
             return f"H({self.dim},@{self.pattern})"
