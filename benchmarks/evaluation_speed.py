@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
-from heterog.methods.data_parallel import balanced_homes, even_shares, uniform_strategy
+from heterog.lowering.space import balanced_homes
+from heterog.methods.data_parallel import even_shares, uniform_strategy
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
@@ -30,6 +31,7 @@ CASES = (
 def strategies(evaluator: Evaluator) -> dict[str, Strategy]:
     """The programs that are timed."""
     devices = tuple(range(evaluator.cluster.num_devices))
+    homes = balanced_homes(evaluator.tables.parameter_bytes, devices).tolist()
     decision = Decision(devices=devices, shares=even_shares(evaluator), sync=Sync.HIERARCHICAL)
     return {
         "all_reduce": uniform_strategy(evaluator, decision),
@@ -37,7 +39,7 @@ def strategies(evaluator: Evaluator) -> dict[str, Strategy]:
         "parameter_server": uniform_strategy(
             evaluator,
             replace(decision, sync=Sync.PARAMETER_SERVER),
-            homes=balanced_homes(evaluator, devices),
+            homes=tuple(homes),
         ),
     }
 

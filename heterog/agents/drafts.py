@@ -8,6 +8,7 @@ are segments of one pass over the model. A single stage is data parallelism. ``d
 drafts.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -125,13 +126,13 @@ def balanced_starts(seconds: FloatArray) -> tuple[int, ...]:
     """
     num_groups = seconds.shape[1] - 1
     low, high = 0.0, float(seconds[:, -1].max())
-    places = np.zeros(len(seconds) - 1, np.int64)
+    places, rows = np.zeros(len(seconds) - 1, np.int64), seconds.tolist()
     for _ in range(_HALVINGS):
         limit = 0.5 * (low + high)
         at, found = 0, []
-        for own in seconds:
+        for own in rows:
             found.append(at)
-            at = int(np.searchsorted(own, own[at] + limit, "right")) - 1
+            at = bisect_right(own, own[at] + limit) - 1
         if at >= num_groups:
             high, places = limit, np.array(found[1:])
         else:

@@ -27,6 +27,7 @@ from heterog.agents.stages import kind_of
 from heterog.errors import StrategyError
 from heterog.lowering import Choice
 from heterog.lowering.program import IntArray
+from heterog.memo import kept
 from heterog.methods.planner import Candidate, Problem
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.teams import without_needless_rules
@@ -124,16 +125,6 @@ class Scorer:
         self._judged: dict[tuple[bytes, StepSettings, Order], Preference] = {}
         self._found: dict[tuple[bytes, StepSettings, Order], Evaluation] = {}  # of those that fit
         self._kinds = kinds_worth_trying(evaluator.graph)
-        self._recomputing = {
-            keeps: np.array(
-                [
-                    self._space.add(replace(decision, recompute=True, keeps=keeps))
-                    for decision in pair.table
-                ],
-                np.int32,
-            )
-            for keeps in self._kinds
-        }
         self._finisher = Finisher(evaluator, self._space)
         self.begin(problem, spent)
 
@@ -465,4 +456,15 @@ class Scorer:
         blocks = self.pair.observer.cheapest_to_recompute
         blocks = blocks[: round(whole.recompute * self.pair.num_blocks)]
         again = np.isin(self.pair.evaluator.block_of, blocks)
-        return np.where(again, self._recomputing[whole.keeps][row], row)
+        if not again.any():
+            return row
+        return np.where(again, self._recomputing(whole.keeps)[row], row)
+
+    @kept
+    def _recomputing(self, keeps: Keeps) -> IntArray:
+        """Number in the space of each candidate that recomputes.  # [num_candidates]"""
+        numbers = [
+            self._space.add(replace(decision, recompute=True, keeps=keeps))
+            for decision in self.pair.table
+        ]
+        return np.array(numbers, np.int32)

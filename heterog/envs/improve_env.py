@@ -118,7 +118,7 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
                 self._evaluators[number] = Evaluator(*self._pairs[number])
             evaluator = self._evaluators[number]
             search = Search(Problem(evaluator=evaluator, budget=_ENDLESS))
-            search.neighbours.may_team = bool(search.neighbours.team_sizes)
+            search.neighbours.may_team = bool(search.rules.team_sizes)
             search.neighbours.may_shard = bool(search.rules.layers)
             features = MoveFeatures(evaluator, search.space)
             known = self._searches[number] = search, features, PlanMoves(search.neighbours)

@@ -15,7 +15,7 @@ from heterog.errors import StrategyError
 from heterog.graph.batch_plan import BatchPlan, batch_plan, op_work
 from heterog.graph.op_costs import RESHAPES
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
-from heterog.graph.placement import OpRule, OpRules, P, Placement, R, S, Scatter, Window, crosses
+from heterog.graph.placement import OpRule, OpRules, P, Placement, R, S, Scatter, crosses
 from heterog.graph.rule_checks import checked_rules, op_name
 from heterog.graph.sharding_rules import Special, propagate
 
@@ -124,11 +124,6 @@ class AxisPlan:
             return along.kind == "S" and (tensor not in self.viewed or tensor in self.reshaped)
         return tensor not in self.viewed and along.kind == "S" and along.dim != needed.dim
 
-    def window_needed(self, op: int, position: int, tensor: int) -> Window | None:
-        """Window of rows that an op needs of an input; ``None`` unless ``is_brought``."""
-        is_brought = self.is_brought(op, position, tensor)
-        return self.needed[op][position].window if is_brought else None
-
     def is_brought(self, op: int, position: int, tensor: int) -> bool:
         """Whether an op is sent only the rows of an input that its device lacks."""
         is_split = self.placements[tensor].kind == "S"
@@ -231,6 +226,17 @@ def axis_plan(graph: OpGraph, op_rules: OpRules = ()) -> AxisPlan:
     return _Propagation(graph, batch, op_rules).run()
 
 
+@lru_cache(maxsize=16)
+def _work_in_batch(graph: OpGraph) -> FloatArray:
+    """``op_work`` of all ops without rules.  # [num_ops, 4]"""
+    batch = batch_plan(graph)
+    rows = []
+    for op, needed in enumerate(batch.needed):
+        outputs = [batch.placements[tensor] for tensor in graph.outputs[op]]
+        rows.append(op_work(graph, op, outputs, needed, max(graph.batch_size, 1)))
+    return np.array(rows, np.float64).reshape(graph.num_ops, 4)
+
+
 class _Propagation:
     def __init__(self, graph: OpGraph, batch: BatchPlan, op_rules: OpRules) -> None:
         self.graph = graph
@@ -291,19 +297,12 @@ class _Propagation:
             P if tensor in self.scattered else self.exchanged.get(tensor, place)
             for tensor, place in enumerate(self.placements)
         ]
-        work = np.array(
-            [
-                op_work(
-                    graph,
-                    index,
-                    [made[tensor] for tensor in graph.outputs[index]],
-                    self.needed[index],
-                    self._units(index),
-                )
-                for index in range(graph.num_ops)
-            ],
-            np.float64,
-        ).reshape(graph.num_ops, 4)
+        work, follows_batch = _work_in_batch(graph).copy(), np.zeros((graph.num_ops, 3))
+        for index, needed in enumerate(self.needed):
+            if needed is not self.batch.needed[index]:  # it does not run as in the batch
+                outputs = [made[tensor] for tensor in graph.outputs[index]]
+                work[index] = op_work(graph, index, outputs, needed, self._units(index))
+                follows_batch[index] = self._follows_batch(index, made)
         return AxisPlan(
             batch=self.batch,
             placements=tuple(self.placements),
@@ -321,7 +320,7 @@ class _Propagation:
             flops_per_unit=work[:, 1],
             bytes_fixed=work[:, 2],
             bytes_per_unit=work[:, 3],
-            follows_batch=np.array([self._follows_batch(op, made) for op in range(graph.num_ops)]),
+            follows_batch=follows_batch,
         )
 
     def _check_writes(self, sharded: Mapping[int, tuple[Placement, int]]) -> None:

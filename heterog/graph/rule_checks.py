@@ -235,7 +235,7 @@ def _places(
                 inner = inner // planned.batch_size * given.batch_size
         if inner < 1 or other[place.dim] % (outer * inner):
             return None
-        found.append(replace(place, outer=outer))
+        found.append(place._replace(outer=outer))
         counts.add(other[place.dim] // (outer * inner))
     if len(counts) > 1:
         return None

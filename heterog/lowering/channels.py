@@ -117,17 +117,18 @@ def communicators(channels: Sequence[Channel]) -> npt.NDArray[np.int32]:
 class ChannelTable:
     """All channels that strategies on one cluster have used, numbered.
 
-    Channel ``src * num_devices + dst`` is the point-to-point channel from ``src`` to ``dst``, made
-    at its first use, because a thousand devices have a million. A collective gets the next free
-    number at its first use. So numbers of collectives depend on the history of calls, and
-    ``Program.hash`` compares the channels themselves.
+    Channel ``src * num_devices + dst`` is the point-to-point channel from ``src`` to ``dst``. A
+    collective gets the next free number when it is first asked for. So numbers of collectives
+    depend on the history of calls, and ``Program.hash`` compares the channels themselves. Channels
+    are made at their first use: a thousand devices have a million pairs, and a quarter of the
+    collectives that candidates may use are never simulated.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.num_transfers = cluster.num_devices**2
-        self._transfers: dict[int, Channel] = {}
-        self._collectives: list[Channel] = []
+        self._made: dict[int, Channel] = {}
+        self._collectives: list[tuple[ChannelKind, tuple[int, ...], tuple[int, ...]]] = []
         self._numbers: dict[tuple[ChannelKind, tuple[int, ...], tuple[int, ...]], int] = {}
 
     def __len__(self) -> int:
@@ -142,12 +143,13 @@ class ChannelTable:
         """
         if not 0 <= number < len(self):
             raise IndexError(f"there is no channel {number} among {len(self)}")
-        if number >= self.num_transfers:
-            return self._collectives[number - self.num_transfers]
-        if number not in self._transfers:
-            src, dst = divmod(int(number), self.cluster.num_devices)
-            self._transfers[number] = self._point_to_point(src, dst)
-        return self._transfers[number]
+        if number not in self._made:
+            if number < self.num_transfers:
+                made = self._point_to_point(*divmod(int(number), self.cluster.num_devices))
+            else:
+                made = self._collective(*self._collectives[number - self.num_transfers])
+            self._made[number] = made
+        return self._made[number]
 
     def over_same_links(
         self, numbers: npt.NDArray[np.int32]
@@ -243,8 +245,8 @@ class ChannelTable:
         """Number of a collective of some kind, with the given relative slices if it has them."""
         key = (kind, devices, slices)
         if key not in self._numbers:
-            self._collectives.append(self._collective(kind, devices, slices))
-            self._numbers[key] = len(self) - 1
+            self._numbers[key] = len(self)
+            self._collectives.append(key)
         return self._numbers[key]
 
     def _point_to_point(self, src: int, dst: int) -> Channel:

@@ -30,6 +30,7 @@ from heterog.lowering.sparse_tables import (
 from heterog.lowering.value_reads import (
     ANY_PASS,
     NO_WINDOW,
+    Recut,
     Slot,
     ValueReads,
     item_bytes,
@@ -191,6 +192,7 @@ class _Builder:
         self.op_group = [int(grouping.group[index]) for index in self.ops]
         self.is_backward = [graph.ops[index].phase == Phase.BACKWARD for index in self.ops]
         self.value_op = [self.row_of[int(graph.producer[tensor])] for tensor in self.values]
+        self.recut = [recut_of(graph, plan, index) for index in self.ops]
         self.parameter_row = {p: row for row, (_, p, _) in enumerate(graph.updates)}
         self.parameter_axis = [
             int(plan.tensor_axis[parameter]) if parameter in plan.sharded else -1
@@ -248,7 +250,7 @@ class _Builder:
             "op_id": self.ops,
             "op_group": self.op_group,
             "op_axis": [int(self.plan.op_axis[index]) for index in self.ops],
-            "op_recut": [recut_of(graph, self.plan, op) for op in self.ops],
+            "op_recut": self.recut,
             "value_start": starts_of([graph.ops[index].num_outputs for index in self.ops]),
             "read_start": starts_of([len(entries) for entries in self.reads]),
             "read_value": [value for entries in self.reads for value, _ in entries],
@@ -278,9 +280,6 @@ class _Builder:
         )
         return not (is_write and (maker < 0 or graph.ops[maker].phase == Phase.FORWARD))
 
-    def _maker(self, value: int) -> int:
-        return self.ops[self.value_op[value]]
-
     def _recomputation_tables(self) -> dict[str, Any]:
         """Recomputation of each block, stored at its reader's group for the kernel."""
         rows = (
@@ -291,7 +290,7 @@ class _Builder:
                     self.value_op[value]
                     for value, slot in entries
                     # A value that a team has added up or exchanged is kept, not made again.
-                    if slot is None and not recut_of(self.graph, self.plan, self._maker(value))
+                    if slot is None and not self.recut[self.value_op[value]]
                 ]
                 for entries in self.reads
             ],
@@ -354,7 +353,12 @@ class _Builder:
             "value_batch_is_outermost": [_is_outermost(place) for place in over_batch],
             "value_is_early": [self._is_early(tensor) for tensor in values],
             "value_item_bytes": [item_bytes(graph, tensor) for tensor in values],
-            "value_row_bytes": np.array([row_bytes(graph, plan, tensor) for tensor in values]),
+            "value_row_bytes": np.array(
+                [
+                    row_bytes(graph, plan, tensor) if self.recut[op] == Recut.COMPLETED else 0.0
+                    for tensor, op in zip(values, self.value_op, strict=True)
+                ]
+            ),
         }
 
     def _slot_tables(self) -> dict[str, Any]:

@@ -59,6 +59,9 @@ class ValueReads:
     ) -> None:
         self.graph, self.plan, self.grouping, self.block = graph, plan, grouping, block
         self.value_of, self.parameter_row = value_of, parameter_row
+        # Lists: looking up a single element is faster than in an array.
+        self._group, self._axis = grouping.group.tolist(), plan.op_axis.tolist()
+        self._storage, self._producer = graph.storage.tolist(), graph.producer.tolist()
         self.gathered = self._gathered_views()
         self.matrices: dict[tuple[str, int], int] = {}
         self.outside: dict[int, set[int]] = {}
@@ -66,17 +69,17 @@ class ValueReads:
     def of(self, index: int) -> tuple[list[tuple[int, Slot | None]], list[int]]:
         """Values and parameters that a compute op reads, each once per way of reading it."""
         graph, plan = self.graph, self.plan
-        group, axis = int(self.grouping.group[index]), int(plan.op_axis[index])
+        group, axis = self._group[index], self._axis[index]
         entries: dict[tuple[int, Slot | None], None] = {}
         parameters: dict[int, None] = {}
         for position, tensor in enumerate(graph.ops[index].inputs):
-            storage = int(graph.storage[tensor])
+            storage = self._storage[tensor]
             if storage in self.parameter_row:
                 parameters.setdefault(self.parameter_row[storage])
             if storage not in self.value_of:
                 continue
             value = self.value_of[storage]
-            maker = int(self.grouping.group[int(graph.producer[storage])])
+            maker = self._group[self._producer[storage]]
             whole = max(self.gathered[tensor], plan.whole_needed(index, position, tensor))
             is_near = maker != CONSTANT_GROUP and self.block[maker] == self.block[group]
             if maker != CONSTANT_GROUP and not is_near:
@@ -105,17 +108,19 @@ class ValueReads:
     def _window(self, index: int, position: int, tensor: int) -> WindowRow:
         """The rows that an op reads, if its device may lack some of them."""
         plan, graph = self.plan, self.graph
-        window = plan.window_needed(index, position, tensor)
-        needed, axis = plan.needed[index][position], int(plan.op_axis[index])
-        shape = graph.tensors[tensor].shape
-        if needed.pattern and plan.is_brought(index, position, tensor):
-            number = self.matrices.setdefault((needed.pattern, axis), len(self.matrices))
-            return -1 - number, 0, 0, shape[needed.dim]
-        if window is None:
+        needed = plan.needed[index][position]
+        if needed.kind != "H" or not plan.is_brought(index, position, tensor):
             return NO_WINDOW
-        own = shape[needed.dim] // plan.axes[axis]
-        is_there = window.step == own and max(window.before, window.after) <= 0
-        return NO_WINDOW if is_there else (*window, shape[needed.dim])
+        if needed.pattern:
+            matrix = needed.pattern, int(plan.op_axis[index])
+            number = self.matrices.setdefault(matrix, len(self.matrices))
+            return -1 - number, 0, 0, graph.tensors[tensor].shape[needed.dim]
+        window = needed.window
+        assert window is not None
+        own = graph.tensors[tensor].shape[needed.dim] // plan.axes[int(plan.op_axis[index])]
+        if window.step == own and max(window.before, window.after) <= 0:
+            return NO_WINDOW
+        return window_row(graph, tensor, needed)
 
     def _pass_of_readers(self, reader: int, storage: int, whole: int) -> int:
         """The passes whose readers share the conversion of a value for one reader."""
@@ -158,9 +163,7 @@ def recut_of(graph: OpGraph, plan: AxisPlan, op: int) -> Recut:
 
 
 def row_bytes(graph: OpGraph, plan: AxisPlan, tensor: int) -> float:
-    """Bytes of one number per row, in float32 at least; 0 if no team gathers such numbers."""
-    if recut_of(graph, plan, int(graph.producer[tensor])) != Recut.COMPLETED:
-        return 0.0
+    """Bytes of one number per row of a value that members complete, in float32 at least."""
     meta = graph.tensors[tensor].meta
     num_rows = meta.num_elements / meta.shape[plan.placements[tensor].dim]
     return num_rows * max(item_bytes(graph, tensor), _LEAST_BYTES)

@@ -196,7 +196,7 @@ class _Follower:
             due.add(self.region.readers.get(tensor, ()))
         for op in due:
             inputs = graph.ops[op].inputs
-            given = tuple(places.get(tensor, R) for tensor in inputs)
+            given = tuple([places.get(tensor, R) for tensor in inputs])
             if graph.is_view[op]:
                 if given[0] == R:
                     continue
@@ -206,12 +206,13 @@ class _Follower:
                 continue
             result = self.pulled.get(op)
             if result is None:
-                written = graph.ops[op].is_write
-                if all(place.kind != "S" for place in given[int(written) :]):
-                    continue  # an op that writes a whole value keeps the parameter whole
-                given = tuple(map(self._with_statistics_summed, inputs, given))
-                result = propagate(graph.call(op), given, self.units)
-            if result is None or not _keeps(given, result):
+                if P in given:
+                    given = tuple(map(self._with_statistics_summed, inputs, given))
+                skipped = int(graph.ops[op].is_write)  # writing a whole value keeps it whole
+                result = _followed(graph.call(op), given, self.units, skipped)
+            elif not _keeps(given, result):
+                continue
+            if result is None:
                 continue
             rules[op] = result
             self._place(op, result, places, due)
@@ -229,9 +230,11 @@ class _Follower:
         if place != P:
             return place
         made = self.graph.ops[int(self.graph.producer[self.graph.storage[tensor]])]
+        if made.kind not in _SUMS:
+            return P
         summed = max(float(self.graph.tensor_bytes[each]) for each in made.inputs)
         is_statistic = self.graph.tensor_bytes[tensor] * min(self.units, _LEAST_SUMMED) <= summed
-        return R if is_statistic and made.kind in _SUMS else P
+        return R if is_statistic else P
 
     def _place(self, op: int, result: RuleResult, places: dict[int, Placement], due: _Due) -> None:
         """Enter the placements of an op's outputs, and the ops that read them."""
@@ -314,6 +317,20 @@ class _Follower:
         """Whether a tensor has one value everywhere, so that every member can make any slice."""
         maker = int(self.graph.producer[self.graph.storage[tensor]])
         return self.graph.ops[maker].kind in FILLS
+
+
+@lru_cache(maxsize=1 << 15)
+def _followed(
+    call: OpCall, given: tuple[Placement, ...], units: int, skipped: int
+) -> RuleResult | None:
+    """The rule by which an op follows a split of an input, but not of the first ``skipped``.
+
+    ``None`` if there is none that converts no input.
+    """
+    if all(place.kind != "S" for place in given[skipped:]):
+        return None
+    result = propagate(call, given, units)
+    return result if result is not None and _keeps(given, result) else None
 
 
 @lru_cache(maxsize=1 << 12)

@@ -18,6 +18,13 @@ def test_rules_that_are_equal_have_equal_hashes_before_and_after_they_are_asked(
     assert hash(first) != hash(rule(units=5))
 
 
+def test_the_text_of_a_rule_stays_because_programs_hash_it() -> None:
+    assert repr(rule()) == (
+        "OpRule(inputs=(Placement(kind='S', dim=1, outer=2),), "
+        "outputs=(Placement(kind='R', dim=0, outer=1),), units=4, scatter=None)"
+    )
+
+
 def test_a_copy_with_another_field_has_a_hash_of_its_own() -> None:
     known = rule()
     hash(known)

@@ -203,7 +203,7 @@ def test_what_a_search_hands_over_is_what_it_scored() -> None:
     search.neighbours.may_team = True
     search._seed()
     start = search.engine.best[0][1]
-    for size in search.neighbours.team_sizes:
+    for size in search.rules.team_sizes:
         half = np.arange(search.num_groups // 2, dtype=np.int32)
         state = search.neighbours.in_teams(start, size, half)
         strategy = search._strategy(state)
@@ -212,6 +212,22 @@ def test_what_a_search_hands_over_is_what_it_scored() -> None:
         assert found.step_time_s == search.referee.cost(state)
         again = search._states(Candidate(strategy=strategy, orders=(state.order,)))[0]
         assert again.rules in ((), search.rules.of_teams)
+
+
+@pytest.mark.parametrize("name", ["gpt", "moe"])
+def test_rules_of_teams_are_told_from_others(name: str) -> None:
+    """By equality, also where the first groups alone tell that they are others."""
+    rules = GroupRules(Evaluator(graph_of(name), cluster()))
+    places = [place for way in rules.layers for place in way]
+    sharded = [rules.added((), place) for place in places]
+    all_of_them = sharded[0]
+    for place in places[1:]:
+        all_of_them = rules.added(all_of_them, place)
+    first = [group for group, number in enumerate(rules.of_teams) if number][:1]
+    parts = [rules.without(rules.of_teams, first), rules.without(all_of_them, first)]
+    for each in (*sharded, all_of_them, *parts, ()):
+        assert rules.are_of_teams(each) == (bool(each) and each == rules.of_teams)
+    assert rules.are_of_teams(rules.of_teams)
 
 
 def test_where_nothing_is_divided_devices_change_at_the_edges_of_blocks() -> None:

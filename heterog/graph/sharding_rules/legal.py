@@ -249,7 +249,10 @@ RUNS_ON_WINDOWS = frozenset(kind for kind in _RULES if "batch_norm" not in kind)
 
 def halo_dim(placements: tuple[Placement, ...]) -> int | None:
     """The dimension along which some inputs have halos; ``None`` if no input has."""
-    return next((place.dim for place in placements if place.kind == "H"), None)
+    for place in placements:
+        if place.kind == "H":
+            return place.dim
+    return None
 
 
 def propagate(

@@ -10,6 +10,7 @@ summed, so splitting it leaves a partial sum. The given placements decide which 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from math import inf, prod
 
 from heterog.graph.placement import L, OpCall, P, Placement, R, S, TensorMeta, TensorRef
@@ -122,7 +123,8 @@ def splits(
     """
 
     def enter(function: _Axes) -> _Axes:
-        def chosen(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+        @lru_cache(maxsize=1 << 13)
+        def of(call: OpCall) -> tuple[list[Axis], list[list[int]], tuple[int, ...]]:
             groups = [
                 [
                     place
@@ -131,8 +133,11 @@ def splits(
                 ]
                 for group in linear
             ]
-            base = positions(call, summand)
-            return choose(call, placements, axis_size, function(call), groups, summand=base)
+            return function(call), groups, positions(call, summand)
+
+        def chosen(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+            axes, groups, base = of(call)
+            return choose(call, placements, axis_size, axes, groups, summand=base)
 
         rule(*kinds)(chosen)
         return function
@@ -353,6 +358,7 @@ def aligned(shape: tuple[int, ...], to: tuple[int, ...], dim: int) -> Entry:
     return own if own >= 0 and shape[own] == to[dim] else R
 
 
+@lru_cache(maxsize=1 << 13)
 def broadcast_axes(call: OpCall, special: Special | None = None) -> list[Axis]:
     """The axes of an elementwise op: one per dimension of its first output."""
     whole = call.outputs[0].shape

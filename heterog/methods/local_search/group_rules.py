@@ -16,9 +16,10 @@ from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.placement import OpRules
 from heterog.grouped import grouped
 from heterog.memo import kept
-from heterog.methods.teams import rules_of_model
+from heterog.methods.teams import rules_of_model, team_sizes
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layer_shardings import layer_shardings
+from heterog.strategy.layouts.tensor import first_divided
 
 RuleRow = tuple[int, ...]
 """Number of each group's rules, 0 for none; empty if no group has any."""
@@ -54,6 +55,26 @@ class GroupRules:
         """The rules by which teams divide every layer; empty if there are none."""
         rules = rules_of_model(self._evaluator.graph)
         return () if rules is None else self.row_of(rules.op_rules)
+
+    @cached_property
+    def team_sizes(self) -> list[int]:
+        """Sizes of teams worth trying."""
+        return team_sizes(self._evaluator.cluster, rules_of_model(self._evaluator.graph))
+
+    def are_of_teams(self, rules: RuleRow) -> bool:
+        """Whether rules are those of teams.
+
+        Finding these takes a second on large convolutional models, so the first groups that teams
+        can divide are looked at before: rules of a few other layers have none there.
+        """
+        return (
+            bool(rules) and all(rules[n] for n in self._first_divided) and rules == self.of_teams
+        )
+
+    @cached_property
+    def _first_divided(self) -> set[int]:
+        groups = tuple(range(self._num_groups))
+        return {int(self._group[op]) for op in first_divided(self._evaluator.graph, groups)}
 
     def row_of(self, op_rules: OpRules) -> RuleRow:
         """Numbers of a strategy's rules, without rules of constants, which have no effect."""

@@ -34,8 +34,6 @@ from heterog.methods.teams import (
     has_teams,
     host_teams,
     in_teams,
-    rules_of_model,
-    team_sizes,
     without_teams,
 )
 from heterog.simulator.engine import Order
@@ -154,12 +152,11 @@ class Neighbours:
         graph = problem.evaluator.graph
         self.alike = alike_groups(graph)
         self.num_groups = len(self.alike)
-        self._block_starts = block_starts(graph)
+        self._block_starts = block_starts(graph) if problem.has_only_places else None
         self._places: list[int] = []  # only if there is nothing to divide
         if problem.has_only_places:
             alone = (n for n, each in enumerate(space.candidates) if len(each.devices) == 1)
             self._places.extend(alone)
-        self.team_sizes = team_sizes(space.cluster, rules_of_model(graph))
         self._kinds = kinds_worth_trying(graph)
         self._layer_blocks = layer_blocks(graph)
         self._last_row: IntArray | None = None
@@ -252,7 +249,7 @@ class Neighbours:
         if not self.rules.may_cut(rules):
             micro_batches = ()
             row = self._said(row, without_teams)
-        elif rules and rules == self.rules.of_teams:
+        elif self.rules.are_of_teams(rules):
             row = self._said(row, apart)
             if not any(has_teams(self.space.candidates[n]) for n in used(row)):
                 rules = ()
@@ -271,8 +268,8 @@ class Neighbours:
 
     def completed(self, state: State) -> State:
         """A state whose rules of teams are in some groups only, completed to all groups."""
-        whole = self.rules.of_teams
-        pairs = zip(state.rules, whole, strict=True) if state.rules and whole else ()
+        whole = self.rules.of_teams if state.rules else ()
+        pairs = zip(state.rules, whole, strict=True) if whole else ()
         rest = [own == 0 for own, every in pairs if own in (0, every)]
         if len(rest) < self.num_groups or all(rest):
             return state
@@ -328,7 +325,7 @@ class Neighbours:
 
     def _teamed(self, state: State) -> State:
         """Cut the devices of a run of groups, or of some, into other teams, or into none."""
-        sizes = (1, *self.team_sizes)
+        sizes = (1, *self.rules.team_sizes)
         size = sizes[self.rng.integers(len(sizes))]
         groups = None if self.rng.random() < 0.3 else self._some_groups(state.row)
         return self._cut_into_teams(state, size, groups)

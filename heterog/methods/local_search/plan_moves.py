@@ -347,7 +347,7 @@ class PlanMoves:
     def _sharded(self, state: State) -> State | None:
         """Layers of a kind, or one of them, sharded on devices of their own, or no longer."""
         ways, rules = self._near.rules.layers, self._near.rules
-        if not ways or (state.rules and state.rules == rules.of_teams):
+        if not ways or rules.are_of_teams(state.rules):
             return None
         places = ways[int(self.rng.integers(len(ways)))]
         if self.rng.random() < 0.5:

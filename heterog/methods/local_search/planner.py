@@ -376,7 +376,7 @@ class Search:
 
         If no result comes near the best start, moves do not form teams.
         """
-        sizes = self.neighbours.team_sizes
+        sizes = self.rules.team_sizes
         if self.spending.is_over or not sizes or not self.rules.may_cut(self.rules.of_teams):
             return
         best = self.engine.best[0][0]

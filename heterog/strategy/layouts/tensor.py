@@ -180,6 +180,12 @@ def team_rules(
     )
 
 
+def first_divided(graph: OpGraph, groups: tuple[int, ...]) -> frozenset[int]:
+    """Ops of the first groups that can be divided; all of them are in ``team_rules``."""
+    found = (_splits(graph, run, 2, 2.0) for run in _runs(graph, groups))
+    return frozenset(next(filter(None, found), ()))
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     """Groups through which a split is followed."""
