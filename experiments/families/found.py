@@ -261,3 +261,32 @@ def weights_by_columns(net: Any, x: Tensor) -> Tensor:
     made = torch.cat([kept, changed * scale.exp() + shift], 1)
     likely = (0.5 * made.pow(2).sum(1) - scale.sum(1)).mean() - net.scale.sum()
     return likely - torch.linalg.slogdet(net.mix)[1]
+
+
+@trained(
+    "mixed_hidden",
+    lambda: {"first": network(8, 8), "second": network(8, CLASSES)},
+    features_and_classes,
+    is_random=True,
+)
+def mixed_hidden(net: Any, x: Tensor, classes: Tensor) -> Tensor:
+    """Manifold mixup: hidden states of pairs, mixed by drawn weights, and so are their losses."""
+    weight = torch.rand(len(x), 1, dtype=x.dtype)
+    hidden = torch.tanh(net.first(x))
+    found = net.second(weight * hidden + (1 - weight) * hidden.flip(0))
+    one, other = (
+        functional.cross_entropy(found, each, reduction="none")
+        for each in (classes, classes.flip(0))
+    )
+    weight = weight.squeeze(1)
+    return (weight * one + (1 - weight) * other).mean()
+
+
+@trained("continuous_flow", lambda: {"body": network(3, 8, 3)}, lambda: (numbers(3), numbers(3)))
+def continuous_flow(net: Any, x: Tensor, probe: Tensor) -> Tensor:
+    """FFJORD: three steps of a flow, and its divergence by forward derivatives."""
+    shrunk = torch.zeros(len(x), dtype=x.dtype)
+    for _ in range(3):
+        slope, along = torch.func.jvp(net.body, (x,), (probe,))
+        x, shrunk = x + 0.3 * slope, shrunk + 0.3 * (along * probe).sum(1)
+    return (0.5 * x.square().sum(1) - shrunk).mean()

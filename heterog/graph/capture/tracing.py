@@ -471,6 +471,7 @@ def trace(
         flat = [value for value in flat if isinstance(value, Tensor)]
         _drop_unused_placeholders(raw)
         _drop_ranges_of_profilers(raw.graph)
+        _give_zeros_memory(raw.graph)
         annotate_backward(raw.graph)
         if _mutates(raw.graph):
             # fx.Interpreter keeps the node metadata in the second trace; calling the module would
@@ -518,6 +519,13 @@ def _drop_ranges_of_profilers(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):  # the end of a range reads its beginning
         if getattr(node.target, "namespace", "") == "profiler":
             graph.erase_node(node)
+
+
+def _give_zeros_memory(graph: fx.Graph) -> None:
+    """Replace the zeros without memory with which forward derivatives (``jvp``) begin."""
+    for node in graph.nodes:
+        if node.target is torch.ops.aten._efficientzerotensor.default:
+            node.target = torch.ops.aten.zeros.default
 
 
 def _interpret(module: fx.GraphModule) -> Callable[..., Any]:
