@@ -290,3 +290,37 @@ def continuous_flow(net: Any, x: Tensor, probe: Tensor) -> Tensor:
         slope, along = torch.func.jvp(net.body, (x,), (probe,))
         x, shrunk = x + 0.3 * slope, shrunk + 0.3 * (along * probe).sum(1)
     return (0.5 * x.square().sum(1) - shrunk).mean()
+
+
+class Coupling(nn.Module):
+    """A layer of a flow that keeps the features of a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network(3, 8, 6)
+        self.register_buffer("mask", torch.tensor([1, 0, 1, 0, 0, 1], dtype=torch.bool))
+        self.register_buffer("begun", torch.tensor(False))
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.begun:  # scaled by its first batch, as Glow's actnorm
+            self.scale.copy_(1 / x.std(0))
+            self.begun.fill_(True)
+        x = x * self.scale
+        kept, changed = x[:, self.mask], x[:, ~self.mask]
+        scale, shift = self.body(kept).chunk(2, 1)
+        scale = torch.tanh(scale)
+        made = torch.cat([kept, changed * scale.exp() + shift], 1)
+        return (0.5 * made.square().sum(1) - scale.sum(1)).mean()
+
+
+@family("initialised_flow")
+def initialised_flow() -> Workload:
+    """RealNVP whose first batch was seen where it is made; its mask and flag are buffers."""
+
+    def model() -> nn.Module:
+        made = Coupling().double()
+        made(numbers(6))
+        return made
+
+    return sgd(model, lambda: (numbers(6),))

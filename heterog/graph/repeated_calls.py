@@ -376,10 +376,18 @@ class WatchedState:
         workload: The workload.
         model: Its deployed model.
         graph: Its captured step.
+        known: See ``CapturedStep``.
     """
 
-    def __init__(self, workload: Workload, model: nn.Module, graph: OpGraph) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        model: nn.Module,
+        graph: OpGraph,
+        known: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self._workload, self._model, self._graph = workload, model, graph
+        self._known = known or {}
         self._state = PythonState({"the model": model, "the loss": workload.loss})
         self._allowed: set[tuple[Any, Any]] = set()
         self._hooks = {
@@ -493,7 +501,8 @@ class WatchedState:
             )
             trained = {name: each for name, each in fakes.items() if each.requires_grad}
             rest = {name: each for name, each in fakes.items() if not each.requires_grad}
-            yield Step(self._workload, self._model, trained, rest, batch, where=lambda: "")
+            step_of = self._workload, self._model, trained, rest, batch
+            yield Step(*step_of, where=lambda: "", known=self._known)
 
 
 def _has_hook(parameter: Tensor) -> bool:

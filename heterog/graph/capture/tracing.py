@@ -221,7 +221,7 @@ def clear_errors(workload: Workload, modules: "OpenModules | None") -> Iterator[
     """Convert errors of tracing to one line that names module, line and the way out."""
     try:
         yield
-    except CaptureError:
+    except (CaptureError, UnknownBuffers):
         raise
     except Exception as error:
         frame = _users_frame(error)
@@ -434,6 +434,30 @@ def _users_frame(error: BaseException) -> traceback.FrameSummary | None:
     return next((each for each in reversed(frames) if is_users(each.filename)), None)
 
 
+class UnknownBuffers(Exception):
+    """A step asks for values of buffers.
+
+    Attributes:
+        names: Their names.
+    """
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = names
+
+
+@contextmanager
+def _asked_buffers(step: Step, model: nn.Module, known: Mapping[str, Tensor]) -> Iterator[None]:
+    """Raise ``UnknownBuffers`` if the body asks for values of buffers alone."""
+    buffers = {name for name, _ in model.named_buffers()}
+    try:
+        yield
+    except DATA_DEPENDENT as error:
+        if step.asked <= buffers and not step.asked <= known.keys():
+            raise UnknownBuffers(step.asked) from error
+        raise
+
+
 def trace(
     workload: Workload,
     mode: FakeTensorMode,
@@ -441,11 +465,16 @@ def trace(
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     batch: Any,
+    known: Mapping[str, Tensor],
     *,
     checks_calls: bool,
 ) -> fx.GraphModule:
-    """Trace the step as it runs; if it mutates tensors, trace it again without mutations."""
-    step = Step(workload, model, parameters, buffers, batch, where=users_line)
+    """Trace the step as it runs; if it mutates tensors, trace it again without mutations.
+
+    Raises:
+        UnknownBuffers: it asks for values of buffers, which are not among those known.
+    """
+    step = Step(workload, model, parameters, buffers, batch, users_line, known)
     # oneDNN's fused RNN kernel cannot be replayed from a graph; the plain one can.
     with (
         warnings.catch_warnings(action="ignore"),
@@ -459,6 +488,7 @@ def trace(
         LinesOfConstants(),
         answered_guards(),
         clear_errors(workload, modules),
+        _asked_buffers(step, model, known),
     ):
         kept = PythonState({"the model": model, "the loss": workload.loss})
         with plain_tensors(kept):
@@ -484,7 +514,7 @@ def trace(
             raw.graph.set_codegen(CodeGen())  # takes flat inputs, as a second trace does
             raw.recompile()
     if reads_statistics(traced.graph):
-        step_of = workload, mode, model, parameters, buffers, batch
+        step_of = workload, mode, model, parameters, buffers, batch, known
         with statistics_of_whole_batch():
             return trace(*step_of, checks_calls=False)
     spread_checks(traced)
