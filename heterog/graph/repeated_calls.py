@@ -501,8 +501,8 @@ class WatchedState:
             )
             trained = {name: each for name, each in fakes.items() if each.requires_grad}
             rest = {name: each for name, each in fakes.items() if not each.requires_grad}
-            step_of = self._workload, self._model, trained, rest, batch
-            yield Step(*step_of, where=lambda: "", known=self._known)
+            inputs = trained, rest, batch
+            yield Step(self._workload, self._model, inputs, lambda: "", self._known)
 
 
 def _has_hook(parameter: Tensor) -> bool:

@@ -137,6 +137,10 @@ OFTEN = 720_720_000
 that a change at every n-th call happens at it; all warm-ups have ended before."""
 
 
+Inputs = tuple[Mapping[str, Tensor], Mapping[str, Tensor], Any]
+"""Parameters and buffers of a step by name, and its batch."""
+
+
 class Step:
     """A forward and a backward pass of a workload, with the values that they compute.
 
@@ -149,14 +153,12 @@ class Step:
         self,
         workload: Workload,
         model: nn.Module,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        batch: Any,
+        inputs: Inputs,
         where: Callable[[], str],
         known: Mapping[str, Tensor],
     ) -> None:
         self._workload, self._model = workload, model
-        self._inputs = parameters, buffers, batch
+        self._inputs = inputs
         self.results: Results | None = None
         self.refusal: CaptureError | None = None
         self._known = known

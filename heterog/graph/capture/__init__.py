@@ -231,9 +231,8 @@ def _capture_step(
             raise CaptureError(f"workload '{workload.name}': no {some} requires a gradient.")
     checks_calls = planned is None  # or it was checked when it was planned
     try:
-        traced = trace(
-            workload, mode, model, parameters, buffers, batch, known, checks_calls=checks_calls
-        )
+        state = parameters, buffers, batch
+        traced = trace(workload, mode, model, state, known, checks_calls=checks_calls)
     except CaptureError as error:
         if isinstance(error.__cause__, FakeTensorDeviceMismatchError) and not in_memory:
             raise _UnknownConstant from error  # on the meta device

@@ -40,7 +40,7 @@ from heterog.graph.op_graph import Phase
 from heterog.graph.python_state import PythonState
 from heterog.graph.repeated_calls import check_repeats
 from heterog.graph.static_shapes import plain_control_flow, with_static_shapes
-from heterog.graph.step import Step
+from heterog.graph.step import Inputs, Step
 from heterog.graph.traced_constants import MADE_AT, merge_equal_constants
 from heterog.graph.value_checks import answered_guards, spread_checks
 from heterog.graph.value_numbers import DATA_DEPENDENT, storage_of
@@ -462,9 +462,7 @@ def trace(
     workload: Workload,
     mode: FakeTensorMode,
     model: nn.Module,
-    parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    batch: Any,
+    inputs: Inputs,
     known: Mapping[str, Tensor],
     *,
     checks_calls: bool,
@@ -474,7 +472,8 @@ def trace(
     Raises:
         UnknownBuffers: it asks for values of buffers, which are not among those known.
     """
-    step = Step(workload, model, parameters, buffers, batch, users_line, known)
+    step = Step(workload, model, inputs, users_line, known)
+    parameters, buffers, batch = inputs
     # oneDNN's fused RNN kernel cannot be replayed from a graph; the plain one can.
     with (
         warnings.catch_warnings(action="ignore"),
@@ -514,7 +513,7 @@ def trace(
             raw.graph.set_codegen(CodeGen())  # takes flat inputs, as a second trace does
             raw.recompile()
     if reads_statistics(traced.graph):
-        step_of = workload, mode, model, parameters, buffers, batch, known
+        step_of = workload, mode, model, inputs, known
         with statistics_of_whole_batch():
             return trace(*step_of, checks_calls=False)
     spread_checks(traced)
