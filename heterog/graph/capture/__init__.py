@@ -217,12 +217,7 @@ def _capture_step(
             buffers = frozen | {
                 name: _fake(mode, value, by_rows=True) for name, value in model.named_buffers()
             }
-            with unset_fake_temporarily():
-                known = {
-                    name: each.detach().cpu().clone()
-                    for name, each in model.named_buffers()
-                    if name in asked
-                }
+            known = _values_of_buffers(model, asked)
             given = workload.make_batch()
             _check_batch(workload, given)
             batch = pytree.tree_map_only(Tensor, lambda value: _fake(mode, value), given)
@@ -253,6 +248,13 @@ def _capture_step(
     _check_observers(workload, step.graph, in_memory=in_memory)
     graph = replace(step.graph, patterns=_patterns(model, step.graph))
     return replace(step, graph=graph, known=known)
+
+
+def _values_of_buffers(model: nn.Module, names: frozenset[str]) -> dict[str, Tensor]:
+    """Copies of some buffers, in the order of the model."""
+    with unset_fake_temporarily():
+        chosen = {name: each for name, each in model.named_buffers() if name in names}
+        return {name: each.detach().cpu().clone() for name, each in chosen.items()}
 
 
 def _check_constants(workload: Workload, traced: fx.GraphModule, *, in_memory: bool) -> None:
