@@ -472,8 +472,7 @@ def trace(
     Raises:
         UnknownBuffers: it asks for values of buffers, which are not among those known.
     """
-    step = Step(workload, model, inputs, users_line, known)
-    parameters, buffers, batch = inputs
+    step, (parameters, buffers, batch) = Step(workload, model, inputs, users_line, known), inputs
     # oneDNN's fused RNN kernel cannot be replayed from a graph; the plain one can.
     with (
         warnings.catch_warnings(action="ignore"),
@@ -513,9 +512,8 @@ def trace(
             raw.graph.set_codegen(CodeGen())  # takes flat inputs, as a second trace does
             raw.recompile()
     if reads_statistics(traced.graph):
-        step_of = workload, mode, model, inputs, known
         with statistics_of_whole_batch():
-            return trace(*step_of, checks_calls=False)
+            return trace(workload, mode, model, inputs, known, checks_calls=False)
     spread_checks(traced)
     merge_equal_constants(traced.graph)
     traced.graph.eliminate_dead_code()
