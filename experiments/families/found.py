@@ -261,3 +261,66 @@ def weights_by_columns(net: Any, x: Tensor) -> Tensor:
     made = torch.cat([kept, changed * scale.exp() + shift], 1)
     likely = (0.5 * made.pow(2).sum(1) - scale.sum(1)).mean() - net.scale.sum()
     return likely - torch.linalg.slogdet(net.mix)[1]
+
+
+@trained(
+    "mixed_hidden",
+    lambda: {"first": network(8, 8), "second": network(8, CLASSES)},
+    features_and_classes,
+    is_random=True,
+)
+def mixed_hidden(net: Any, x: Tensor, classes: Tensor) -> Tensor:
+    """Manifold mixup: hidden states of pairs, mixed by drawn weights, and so are their losses."""
+    weight = torch.rand(len(x), 1, dtype=x.dtype)
+    hidden = torch.tanh(net.first(x))
+    found = net.second(weight * hidden + (1 - weight) * hidden.flip(0))
+    one, other = (
+        functional.cross_entropy(found, each, reduction="none")
+        for each in (classes, classes.flip(0))
+    )
+    weight = weight.squeeze(1)
+    return (weight * one + (1 - weight) * other).mean()
+
+
+@trained("continuous_flow", lambda: {"body": network(3, 8, 3)}, lambda: (numbers(3), numbers(3)))
+def continuous_flow(net: Any, x: Tensor, probe: Tensor) -> Tensor:
+    """FFJORD: three steps of a flow, and its divergence by forward derivatives."""
+    shrunk = torch.zeros(len(x), dtype=x.dtype)
+    for _ in range(3):
+        slope, along = torch.func.jvp(net.body, (x,), (probe,))
+        x, shrunk = x + 0.3 * slope, shrunk + 0.3 * (along * probe).sum(1)
+    return (0.5 * x.square().sum(1) - shrunk).mean()
+
+
+class Coupling(nn.Module):
+    """A layer of a flow that keeps the features of a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network(3, 8, 6)
+        self.register_buffer("mask", torch.tensor([1, 0, 1, 0, 0, 1], dtype=torch.bool))
+        self.register_buffer("begun", torch.tensor(False))
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.begun:  # scaled by its first batch, as Glow's actnorm
+            self.scale.copy_(1 / x.std(0))
+            self.begun.fill_(True)
+        x = x * self.scale
+        kept, changed = x[:, self.mask], x[:, ~self.mask]
+        scale, shift = self.body(kept).chunk(2, 1)
+        scale = torch.tanh(scale)
+        made = torch.cat([kept, changed * scale.exp() + shift], 1)
+        return (0.5 * made.square().sum(1) - scale.sum(1)).mean()
+
+
+@family("initialised_flow")
+def initialised_flow() -> Workload:
+    """RealNVP whose first batch was seen where it is made; its mask and flag are buffers."""
+
+    def model() -> nn.Module:
+        made = Coupling().double()
+        made(numbers(6))
+        return made
+
+    return sgd(model, lambda: (numbers(6),))

@@ -9,7 +9,8 @@
 - ``weights`` make the update that of one process. ``updates`` finds where updates and steps end,
   ``replicas`` finds ranks with other weights or other samples; ``batch_norms`` is for ranks with
   few samples.
-- ``loss_means``, ``loss_probe`` and ``label_means`` find what a loss is a mean of.
+- ``loss_means``, ``loss_probe`` and ``label_means`` find what a loss is a mean of,
+  ``across_samples`` losses that take statistics over samples.
 - ``speeds`` measures the compute time of a rank between its waits, and fits it; ``rebalancing``
   decides when shares change, and changes them. ``group`` has the ranks of the job.
 """

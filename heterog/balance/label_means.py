@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from heterog.balance.across_samples import rows_together
 from heterog.balance.group import RankGroup
 from heterog.balance.shares import BalanceError
 from heterog.errors import HeterogWarning
@@ -56,6 +57,12 @@ class Of(IntEnum):
     CLASSES = 3
     STATED = 4
     """A mean of a loss whose count is stated."""
+    TOGETHER = 5
+    """Rows of samples that a loss does not take apart; see ``across_samples``."""
+
+
+_OF_SAMPLES = (Of.CLASSES, Of.TOGETHER)
+"""Numbers that are alike on all ranks, unless they count samples."""
 
 
 class Count(NamedTuple):
@@ -305,6 +312,9 @@ class MeanCounts:
         samples = float(samples)
         counts = labels_of(loss) if is_stated else counts_of(loss, samples)
         own = counts[:_MOST_COUNTS] if samples else []
+        if compares and samples and not is_stated:
+            rows = rows_together(loss, samples)
+            own[_MOST_COUNTS - 1 :] = [] if rows is None else [Count(rows, Of.TOGETHER)]
         if compares:
             padded = [*own, *((math.nan, Of.MEAN) for _ in range(_MOST_COUNTS - len(own)))]
             told = self._group.gather([samples, *(float(n) for each in padded for n in each)])
@@ -335,7 +345,7 @@ class MeanCounts:
         seen.counts = counts
 
     def _left(self, known: _Alike, count: float, samples: float) -> _Alike:
-        if known.of == Of.CLASSES:
+        if known.of in _OF_SAMPLES:
             return known  # only a comparison of ranks can tell
         before = known.per_sample, known.number
         per_sample, number = (
@@ -352,7 +362,7 @@ class MeanCounts:
 
 def _right_if(of: Of, per_sample: float | None, number: float | None) -> _Alike:
     """The alike values that make weights by samples right; the others become ``None``."""
-    if of == Of.CLASSES:  # places in a sequence differ, too, but not as samples do
+    if of in _OF_SAMPLES:  # places in a sequence differ, too, but not as samples do
         is_of_samples = number is None and per_sample is not None and per_sample.is_integer()
         return _Alike(of, None, None if is_of_samples else math.inf)
     return _Alike(of, None if of == Of.CURVED else per_sample, None if of == Of.SUM else number)
@@ -383,6 +393,9 @@ _UNLIKE = {
     Of.CLASSES: "a cross entropy has more classes where a rank has more samples ({}): it compares "
     "samples of a batch with each other, and a rank sees its own part only. Compare with all "
     "samples of a queue or a bank that ranks share; {own}.",
+    Of.TOGETHER: "the loss or the model takes statistics over the samples of a batch, or compares "
+    "them with each other ({}), and a rank sees its own part only. A plan runs such a step as one "
+    "device does (heterog.deploy); {own}.",
 }
 _OWN = (
     "where each rank shall have its own, say so: weigh(loss, count=len(batch)), or a Trainer's "

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, Subset, TensorDataset
 
@@ -38,10 +40,13 @@ class ReplicaCheck:
         self._model, self._group = model, group
         self._replicas = Replicas(list(_replicated(model)))
         self._frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
+        self._looks_at_buffers = True
         self._num_steps = 0
 
     def end_step(self) -> None:
         """Compare after some of the steps; all ranks call it after each step.
+
+        Warns once of buffers that ranks compute from their own samples.
 
         Raises:
             BalanceError: parameters of ranks differ.
@@ -52,6 +57,25 @@ class ReplicaCheck:
             found = drift(told, self._num_steps)
             if found is not None:
                 raise BalanceError(self._described(found))
+            if self._looks_at_buffers:
+                self._compare_buffers()
+
+    def _compare_buffers(self) -> None:
+        buffers = dict(_kept_buffers(self._model))
+        told = self._group.gather([float(each.double().norm()) for each in buffers.values()])
+        for name, lengths in zip(buffers, zip(*told, strict=True), strict=True):
+            if all(math.isclose(each, lengths[0], rel_tol=_ROUNDING) for each in lengths):
+                continue
+            self._looks_at_buffers = False
+            warnings.warn(
+                f"buffer '{name}' differs between ranks after step {self._num_steps}: each "
+                "computes it from its own samples (a codebook, centers, a moving average), where "
+                "one process has all. Average over ranks what the model writes there, or train "
+                "by a plan, which writes what one device does (heterog.deploy).",
+                HeterogWarning,
+                stacklevel=2,
+            )
+            return
 
     def _described(self, found: Drift) -> str:
         is_known = math.isfinite(found.apart) and found.way
@@ -129,6 +153,19 @@ def _replicated(model: nn.Module) -> Iterator[Tensor]:
                 yield parameter
 
 
+def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers by name, but for the statistics of batch norms, which are each rank's own."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            continue
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            is_plain = not isinstance(buffer, DTensor) and buffer.layout == torch.strided
+            if is_plain and buffer.is_floating_point() and not buffer.is_meta:
+                yield name, buffer
+
+
+_ROUNDING = 1e-3
+"""Unlike kinds of devices round unlike, in 16 bits as well."""
 _MOST_INDICES = 4096  # of a ``Subset``, at equal distances
 _FACTS = ("the data sets", "the orders of the samples", "the shares")
 

@@ -27,6 +27,7 @@ from heterog.graph.sharding_rules.indexing import (
 from heterog.graph.sharding_rules.pointwise import FILLS
 from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES, MEAN, NO_REDUCTION
 from heterog.graph.sharding_rules.table import INSIDE_TEAMS
+from heterog.grouped import grouped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -375,10 +376,11 @@ def _split_at_birth(
     graph: OpGraph, placements: list[Placement], needed: list[tuple[Placement, ...]]
 ) -> dict[int, RuleResult]:
     """Rules by which ops make only the local samples of a value that all readers want split."""
-    wanted: dict[int, set[Placement]] = {}
-    for op, places in zip(graph.ops, needed, strict=True):
-        for tensor, place in zip(op.inputs, places, strict=True):
-            wanted.setdefault(tensor, set()).add(place)
+    wanted = grouped(
+        (tensor, (reader, position, place))
+        for reader, (op, places) in enumerate(zip(graph.ops, needed, strict=True))
+        for position, (tensor, place) in enumerate(zip(op.inputs, places, strict=True))
+    )
     # The ops are visited backwards. A replicated tensor is wanted split if each reader slices it,
     # or can make from a slice what its own readers want; those readers are in ``rules``.
     rules: dict[int, RuleResult] = {}
@@ -393,13 +395,10 @@ def _split_at_birth(
         tensor = graph.outputs[index][0]
         if placements[tensor].kind != "R":
             continue
-        wishes = set(wanted.get(tensor, ()))
-        for reader in graph.consumers[tensor]:
-            if reader in rules:
-                position = graph.ops[reader].inputs.index(tensor)
-                if rules[reader].inputs[position].kind == "S":
-                    wishes.discard(R)
-                    wishes.add(rules[reader].inputs[position])
+        wishes = {
+            rules[reader].inputs[position] if reader in rules else place
+            for reader, position, place in wanted.get(tensor, ())
+        }
         if len(wishes) != 1:
             continue
         (place,) = wishes

@@ -3,6 +3,9 @@
 A mask of sizes alone (``~torch.eye(n, dtype=torch.bool)``) is the same in all steps, so that what
 it chooses has one shape. Fake tensors have no values: ops that read no input and draw nothing are
 noted, and run again on real tensors if code asks for what comes of them.
+
+Buffers that no step writes (a flag, a mask of channels) may be given with their values, and count
+as no input then. Ranks hold on to them: see ``CapturedStep.known``.
 """
 
 from collections.abc import Iterator
@@ -33,6 +36,12 @@ class KnownValues:
     def __init__(self) -> None:
         self._noted: list[_Noted] = []
         self._made: set[int] = set()
+        self._given: dict[int, Tensor] = {}
+
+    def give(self, tensor: Tensor, value: Tensor) -> None:
+        """State the value of an input, which has to live as long as this object."""
+        self._given[id(tensor)] = value
+        self._made.add(id(tensor))
 
     def note(self, op: Any, args: Any, keywords: Any, result: Any) -> None:
         """Note an op that depends on no input of the step, nor on random draws."""
@@ -60,8 +69,8 @@ class KnownValues:
 
     def _computed(self, wanted: list[Tensor]) -> dict[int, Tensor] | None:
         """Real tensors by the ids of fake ones; ``None`` if one of those wanted is not known."""
-        real: dict[int, Tensor] = {}
         with _disable_current_modes():
+            real = {key: value.clone() for key, value in self._given.items()}
             for each in self._ways_to(wanted):
                 inputs = [*_tensors((each.args, each.keywords))]
                 is_large = any(made.numel() > _MOST_ELEMENTS for made in _tensors(each.result))
@@ -83,6 +92,13 @@ class KnownValues:
                 memory |= {_memory(one) for one in inputs}
                 found.append(each)
         return found[::-1]
+
+
+def asked_of(op: Any, args: Any, keywords: Any) -> list[Tensor]:
+    """The tensors whose values an op asks for."""
+    if op is _aten.index.Tensor:
+        return [each for each in args[1] if each is not None and each.dtype in _MASKS]
+    return [*_tensors((args, keywords))]
 
 
 _ASKS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}

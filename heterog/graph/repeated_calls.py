@@ -375,10 +375,18 @@ class WatchedState:
         workload: The workload.
         model: Its deployed model.
         graph: Its captured step.
+        known: See ``CapturedStep``.
     """
 
-    def __init__(self, workload: Workload, model: nn.Module, graph: OpGraph) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        model: nn.Module,
+        graph: OpGraph,
+        known: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self._workload, self._model, self._graph = workload, model, graph
+        self._known = known or {}
         self._state = PythonState({"the model": model, "the loss": workload.loss})
         self._allowed: set[tuple[Any, Any]] = set()
         self._hooks = {
@@ -492,7 +500,8 @@ class WatchedState:
             )
             trained = {name: each for name, each in fakes.items() if each.requires_grad}
             rest = {name: each for name, each in fakes.items() if not each.requires_grad}
-            yield Step(self._workload, self._model, trained, rest, batch, where=lambda: "")
+            inputs = trained, rest, batch
+            yield Step(self._workload, self._model, inputs, lambda: "", self._known)
 
 
 def _has_hook(parameter: Tensor) -> bool:

@@ -137,6 +137,10 @@ OFTEN = 720_720_000
 that a change at every n-th call happens at it; all warm-ups have ended before."""
 
 
+Inputs = tuple[Mapping[str, Tensor], Mapping[str, Tensor], Any]
+"""Parameters and buffers of a step by name, and its batch."""
+
+
 class Step:
     """A forward and a backward pass of a workload, with the values that they compute.
 
@@ -149,16 +153,16 @@ class Step:
         self,
         workload: Workload,
         model: nn.Module,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        batch: Any,
+        inputs: Inputs,
         where: Callable[[], str],
+        known: Mapping[str, Tensor],
     ) -> None:
         self._workload, self._model = workload, model
-        self._inputs = parameters, buffers, batch
+        self._inputs = inputs
         self.results: Results | None = None
         self.refusal: CaptureError | None = None
-        self._numbers = ValueNumbers(where)
+        self._known = known
+        self._numbers = ValueNumbers(where, known)
 
     def traced(
         self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
@@ -232,6 +236,7 @@ class Step:
                 loss = self._workload.step_loss(self._model, batch)
             if self._numbers.unanswered is not None:
                 raise self._numbers.unanswered
+            self._check_known(state)
             self._check_seeds("forward")
             check_hooks(self._workload, parameters)
             if not is_traced:  # a hook that the first call registers stays, as in training
@@ -253,6 +258,23 @@ class Step:
                 for name, value in replaced.items():
                     buffers[name].copy_(value)
         return loss, gradients
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """Inputs on whose values the last call depends; empty if they are known."""
+        return self._numbers.asked
+
+    def _check_known(self, state: Mapping[str, Tensor]) -> None:
+        """Refuse a step that writes a buffer whose value decides what it computes."""
+        now = dict(self._model.named_buffers(remove_duplicate=False))
+        for name in self._known:
+            if now.get(name) is not state[name] or self._numbers.is_written(state[name]):
+                raise CaptureError(
+                    f"workload '{self._workload.name}': the step asks for the value of buffer "
+                    f"'{name}', and changes it, so that later steps compute something else. If "
+                    "only the first one does (it initialises by its data), call the model on a "
+                    "batch in the function that makes it."
+                )
 
     def _check_seeds(self, which: str) -> None:
         """Refuse a pass that sets the state of random numbers."""

@@ -6,7 +6,7 @@ has cached keeps its value, so a run that reads a cached mask is equal to one th
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import c_char
 from typing import Any
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from heterog.graph.known_values import KnownValues
+from heterog.graph.known_values import KnownValues, asked_of
 
 _LARGEST_CONSTANT_BYTES = 1 << 26
 """Larger constants are not compared: they are tables, which no step writes."""
@@ -58,10 +58,13 @@ class ValueNumbers:
     Attributes:
         first_new: Line where the last run first computed a new value; empty if nowhere.
         unanswered: Error that the last run got when it read unknown values; ``None`` if none.
+        asked: Names of the inputs on which those values depend.
         known: Values that depend on no input.
     """
 
-    def __init__(self, where: Callable[[], str]) -> None:
+    def __init__(self, where: Callable[[], str], given: Mapping[str, Tensor]) -> None:
+        self._given = given
+        self.asked: frozenset[str] = frozenset()
         self.first_new = ""
         self.unanswered: Exception | None = None
         self._where = where
@@ -84,13 +87,33 @@ class ValueNumbers:
         self._run += 1
         self._num_draws = self._num_met = 0
         self._met = set()
-        self.first_new, self.unanswered = "", None
+        self.first_new, self.unanswered, self.asked = "", None, frozenset()
         self._inputs = tuple(inputs.values())
         for name, tensor in inputs.items():
             self._of_storage.pop(storage_of(tensor), None)
-            self._name(tensor, self._value(("input", name), varies=True))
+            self._name(tensor, self._value(("input", name), varies=name not in self._given))
+            if name in self._given:
+                self.known.give(tensor, self._given[name])
         with self.numbering():
             yield
+
+    def inputs_of(self, tensors: Sequence[Tensor]) -> frozenset[str]:
+        """Names of the inputs from which some tensors were computed."""
+        key_of = {value: key for key, value in self._value_of.items()}
+        waiting: list[Any] = [self.of(each) for each in tensors]
+        found, seen = set[str](), set[Any]()
+        while waiting:
+            each = waiting.pop()
+            if isinstance(each, Value):
+                if each in seen:
+                    continue
+                seen.add(each)
+                each = key_of[each]
+            if isinstance(each, tuple):
+                if len(each) == 2 and each[0] == "input":
+                    found.add(each[1])
+                waiting += each
+        return frozenset(found)
 
     def numbering(self) -> TorchDispatchMode:
         """Context in which ops belong to the last run."""
@@ -272,6 +295,7 @@ class _Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result = func(*args, **keywords)
         except DATA_DEPENDENT as error:
             self._numbers.unanswered = error  # the step's code may catch it and go on
+            self._numbers.asked = self._numbers.inputs_of(asked_of(func, args, keywords))
             raise
         self._numbers.record(func, args, keywords, key, varies=varies, result=result)
         if not varies:

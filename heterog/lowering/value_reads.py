@@ -111,16 +111,15 @@ class ValueReads:
         needed = plan.needed[index][position]
         if needed.kind != "H" or not plan.is_brought(index, position, tensor):
             return NO_WINDOW
+        size = graph.tensors[tensor].shape[needed.dim]
         if needed.pattern:
             matrix = needed.pattern, int(plan.op_axis[index])
             number = self.matrices.setdefault(matrix, len(self.matrices))
-            return -1 - number, 0, 0, graph.tensors[tensor].shape[needed.dim]
-        window = needed.window
+            return -1 - number, 0, 0, size
+        window, own = needed.window, size // plan.axes[int(plan.op_axis[index])]
         assert window is not None
-        own = graph.tensors[tensor].shape[needed.dim] // plan.axes[int(plan.op_axis[index])]
-        if window.step == own and max(window.before, window.after) <= 0:
-            return NO_WINDOW
-        return window_row(graph, tensor, needed)
+        is_there = window.step == own and max(window.before, window.after) <= 0
+        return NO_WINDOW if is_there else (*window, size)
 
     def _pass_of_readers(self, reader: int, storage: int, whole: int) -> int:
         """The passes whose readers share the conversion of a value for one reader."""

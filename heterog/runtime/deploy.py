@@ -150,7 +150,7 @@ class DeployedStep:
             workload, self.groups, self.masters.stepped, self.part.updated_groups
         )
         self.optimizer.register_step_pre_hook(refuse_second_step)
-        self._unchanged = Unchanged(workload, self._model, self.optimizer, graph)
+        self._unchanged = Unchanged(workload, self._model, self.optimizer, self.captured)
         self.buffers = buffers_of(graph, plan.strategy)
         self._whole = WholeModel(self._model, graph, self.part, self.buffers, self.rank)
         self._is_closed = False

@@ -113,6 +113,31 @@ def test_products_of_constants_repeated_for_every_sample_follow_the_share() -> N
     assert conversions(graph) == []
 
 
+def test_what_an_op_of_every_device_reads_is_not_split_for_others() -> None:
+    """Mixing weights of samples: a view of them has readers that need a part, and one all."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor, classes: Tensor) -> Tensor:
+            weights = torch.rand(len(x), 1).detach()
+            found = self.linear(weights * x + (1 - weights) * x.flip(0))
+            losses = functional.cross_entropy(found, classes, reduction="none")
+            return (weights.squeeze(1) * losses).mean()
+
+    batch = torch.zeros(8, 6), torch.zeros(8, dtype=torch.long)
+    graph = capture(Workload(Mixed, batch, None, torch.optim.SGD, {"lr": 0.1}))
+    plan = batch_plan(graph)
+    runs_whole = graph.is_constant & ~graph.is_view
+    assert runs_whole.sum() == 2
+    for op in runs_whole.nonzero()[0].tolist():
+        read = {plan.placements[tensor].kind for tensor in graph.ops[op].inputs}
+        made = {plan.placements[tensor].kind for tensor in graph.outputs[op]}
+        assert read | made == {"R"}, graph.ops[op].kind
+
+
 def test_an_op_over_the_whole_batch_costs_a_gather() -> None:
     class Ranked(nn.Module):
         def __init__(self) -> None:

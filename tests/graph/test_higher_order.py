@@ -126,6 +126,16 @@ def test_control_flow_computes_what_plain_python_does(name: str) -> None:
         torch.testing.assert_close(loss_of(step, model, x, y), wanted)
 
 
+def test_a_forward_derivative_begins_with_zeros_that_have_memory() -> None:
+    """Torch's own have none, and a rank that noted how to read them asked for their address."""
+    model = Flow(lambda m, x: torch.func.jvp(m.one, (x,), (x.cos(),))[1].sum(1))
+    step = captured(model)
+    assert {"zeros.default"} == {each.kind for each in step.graph.ops if "zero" in each.kind}
+    x, y = torch.randn(6, 3, 4), torch.randn(6, 4)
+    wanted = nn.functional.mse_loss((x.cos() @ model.one.weight.T).sum(1), y)
+    torch.testing.assert_close(loss_of(step, model, x, y), wanted.detach())
+
+
 def test_a_compiled_model_is_the_module_inside() -> None:
     model = torch.compile(nn.Sequential(nn.Flatten(), nn.Linear(12, 4)), backend="eager")
     names = [tensor.name for tensor in captured(model).graph.tensors]  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from heterog.errors import CaptureError, HeterogWarning
 from heterog.garbage import without_collector
 from heterog.graph.capture.reading import CapturedStep, Reader
-from heterog.graph.capture.tracing import clear_errors, trace
+from heterog.graph.capture.tracing import UnknownBuffers, clear_errors, trace
 from heterog.graph.op_graph import GraphTensor, OpGraph, TensorKind
 from heterog.graph.optimizer_probe import group_numbers, parameter_groups
 from heterog.graph.python_state import same_draws
@@ -89,11 +89,16 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
     if planned is None:
         _warn_of_loss(workload)
     with caches_without_fakes(), statistics_of_unread_norms(), without_collector():
-        # What draws next, a rank's own model say, draws as if nothing had been captured.
-        with same_draws(), suppress(_UnknownConstant):
-            return _capture_step(workload, planned, in_memory=False)
-        with same_draws():
-            return _capture_step(workload, planned, in_memory=True)
+        in_memory, known = False, frozenset[str]()
+        while True:
+            # What draws next, a rank's own model say, draws as if nothing had been captured.
+            with same_draws():
+                try:
+                    return _capture_step(workload, planned, known, in_memory=in_memory)
+                except _UnknownConstant:
+                    in_memory = True
+                except UnknownBuffers as error:
+                    in_memory, known = True, known | error.names
 
 
 def _check_model(workload: Workload, model: nn.Module) -> None:
@@ -189,7 +194,9 @@ class _UnknownConstant(Exception):
     """A step reads a tensor made with the model that has no values, or no shape, if it is fake."""
 
 
-def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: bool) -> CapturedStep:
+def _capture_step(
+    workload: Workload, planned: OpGraph | None, asked: frozenset[str], *, in_memory: bool
+) -> CapturedStep:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings(action="ignore"), mode:
         with clear_errors(workload, None):
@@ -210,6 +217,7 @@ def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: boo
             buffers = frozen | {
                 name: _fake(mode, value, by_rows=True) for name, value in model.named_buffers()
             }
+            known = _values_of_buffers(model, asked)
             given = workload.make_batch()
             _check_batch(workload, given)
             batch = pytree.tree_map_only(Tensor, lambda value: _fake(mode, value), given)
@@ -218,9 +226,8 @@ def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: boo
             raise CaptureError(f"workload '{workload.name}': no {some} requires a gradient.")
     checks_calls = planned is None  # or it was checked when it was planned
     try:
-        traced = trace(
-            workload, mode, model, parameters, buffers, batch, checks_calls=checks_calls
-        )
+        state = parameters, buffers, batch
+        traced = trace(workload, mode, model, state, known, checks_calls=checks_calls)
     except CaptureError as error:
         if isinstance(error.__cause__, FakeTensorDeviceMismatchError) and not in_memory:
             raise _UnknownConstant from error  # on the meta device
@@ -239,7 +246,15 @@ def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: boo
         step = Reader(workload, traced, *inputs).read()
     _check_memory(workload, model, step)
     _check_observers(workload, step.graph, in_memory=in_memory)
-    return replace(step, graph=replace(step.graph, patterns=_patterns(model, step.graph)))
+    graph = replace(step.graph, patterns=_patterns(model, step.graph))
+    return replace(step, graph=graph, known=known)
+
+
+def _values_of_buffers(model: nn.Module, names: frozenset[str]) -> dict[str, Tensor]:
+    """Copies of some buffers, in the order of the model."""
+    with unset_fake_temporarily():
+        chosen = {name: each for name, each in model.named_buffers() if name in names}
+        return {name: each.detach().cpu().clone() for name, each in chosen.items()}
 
 
 def _check_constants(workload: Workload, traced: fx.GraphModule, *, in_memory: bool) -> None:

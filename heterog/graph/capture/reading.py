@@ -144,12 +144,14 @@ class CapturedStep:
             of the mutated buffers.
         node_of_op: The fx node of each op that is not an update.
         plain_entries: See ``workload.plain_entries``.
+        known: Buffers whose values decide what the step computes, by name, with these values.
     """
 
     graph: OpGraph
     module: fx.GraphModule
     node_of_op: tuple[fx.Node, ...]
     plain_entries: Mapping[str, Any] = field(default_factory=dict)
+    known: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Reader:

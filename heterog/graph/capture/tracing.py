@@ -41,7 +41,7 @@ from heterog.graph.op_graph import Phase
 from heterog.graph.python_state import PythonState
 from heterog.graph.repeated_calls import check_repeats
 from heterog.graph.static_shapes import plain_control_flow, with_static_shapes
-from heterog.graph.step import Step
+from heterog.graph.step import Inputs, Step
 from heterog.graph.traced_constants import MADE_AT, merge_equal_constants
 from heterog.graph.value_checks import answered_guards, spread_checks
 from heterog.graph.value_numbers import DATA_DEPENDENT, storage_of
@@ -221,7 +221,7 @@ def clear_errors(workload: Workload, modules: "OpenModules | None") -> Iterator[
     """Convert errors of tracing to one line that names module, line and the way out."""
     try:
         yield
-    except CaptureError:
+    except (CaptureError, UnknownBuffers):
         raise
     except Exception as error:
         frames = reversed(traceback.extract_tb(error.__traceback__))
@@ -429,18 +429,45 @@ def _place(error: BaseException) -> str:
     return "its backward pass" if _frames_in(error, "/torch/autograd/") else "unknown line"
 
 
+class UnknownBuffers(Exception):
+    """A step asks for values of buffers.
+
+    Attributes:
+        names: Their names.
+    """
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = names
+
+
+@contextmanager
+def _asked_buffers(step: Step, model: nn.Module, known: Mapping[str, Tensor]) -> Iterator[None]:
+    """Raise ``UnknownBuffers`` if the body asks for values of buffers alone."""
+    buffers = {name for name, _ in model.named_buffers()}
+    try:
+        yield
+    except DATA_DEPENDENT as error:
+        if step.asked <= buffers and not step.asked <= known.keys():
+            raise UnknownBuffers(step.asked) from error
+        raise
+
+
 def trace(
     workload: Workload,
     mode: FakeTensorMode,
     model: nn.Module,
-    parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    batch: Any,
+    inputs: Inputs,
+    known: Mapping[str, Tensor],
     *,
     checks_calls: bool,
 ) -> fx.GraphModule:
-    """Trace the step as it runs; if it mutates tensors, trace it again without mutations."""
-    step = Step(workload, model, parameters, buffers, batch, where=users_line)
+    """Trace the step as it runs; if it mutates tensors, trace it again without mutations.
+
+    Raises:
+        UnknownBuffers: it asks for values of buffers, which are not among those known.
+    """
+    step, (parameters, buffers, batch) = Step(workload, model, inputs, users_line, known), inputs
     # oneDNN's fused RNN kernel cannot be replayed from a graph; the plain one can.
     with (
         warnings.catch_warnings(action="ignore"),
@@ -454,6 +481,7 @@ def trace(
         LinesOfConstants(),
         answered_guards(),
         clear_errors(workload, modules),
+        _asked_buffers(step, model, known),
     ):
         kept = PythonState({"the model": model, "the loss": workload.loss})
         with plain_tensors(kept):
@@ -467,6 +495,7 @@ def trace(
         _drop_unused_placeholders(raw)
         _drop_ranges_of_profilers(raw.graph)
         _conjugate_numbers(raw.graph)
+        _give_zeros_memory(raw.graph)
         annotate_backward(raw.graph)
         if _mutates(raw.graph):
             # fx.Interpreter keeps the node metadata in the second trace; calling the module would
@@ -480,9 +509,8 @@ def trace(
             raw.graph.set_codegen(CodeGen())  # takes flat inputs, as a second trace does
             raw.recompile()
     if reads_statistics(traced.graph):
-        step_of = workload, mode, model, parameters, buffers, batch
         with statistics_of_whole_batch():
-            return trace(*step_of, checks_calls=False)
+            return trace(workload, mode, model, inputs, known, checks_calls=False)
     spread_checks(traced)
     merge_equal_constants(traced.graph)
     traced.graph.eliminate_dead_code()
@@ -528,3 +556,10 @@ def _conjugate_numbers(graph: fx.Graph) -> None:
         reader.args = fx.map_arg(reader.args, lambda each: numbers.get(each, each))
     for node in numbers:
         graph.erase_node(node)
+
+
+def _give_zeros_memory(graph: fx.Graph) -> None:
+    """Replace the zeros without memory with which forward derivatives (``jvp``) begin."""
+    for node in graph.nodes:
+        if node.target is torch.ops.aten._efficientzerotensor.default:
+            node.target = torch.ops.aten.zeros.default

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from heterog.errors import HeterogWarning, StrategyError
@@ -147,14 +147,16 @@ class Unchanged:
         workload: The workload.
         model: Its deployed model.
         optimizer: The optimizer.
-        graph: The captured step.
+        captured: The captured step.
     """
 
     def __init__(
-        self, workload: Workload, model: nn.Module, optimizer: Optimizer, graph: OpGraph
+        self, workload: Workload, model: nn.Module, optimizer: Optimizer, captured: CapturedStep
     ) -> None:
-        self._optimizer = optimizer
-        self._state = WatchedState(workload, model, graph)
+        self._model, self._optimizer = model, optimizer
+        self._state = WatchedState(workload, model, captured.graph, captured.known)
+        self._known = captured.known
+        self._versions: dict[str, tuple[Tensor, int]] = {}  # of known buffers that were equal
         self._num_groups = len(optimizer.param_groups)
         self._num_step_hooks = _num_step_hooks(optimizer)
         self._modules = [(name, each, each.training) for name, each in model.named_modules()]
@@ -186,6 +188,7 @@ class Unchanged:
                 f"'{path}' is another parameter now, or gone, which this step does not know. "
                 f"{_WAY_OUT}"
             )
+        self._check_known()
         for name, module, was_training in self._modules:
             if module.training != was_training:
                 mode, before = ("eval", "train") if was_training else ("train", "eval")
@@ -222,3 +225,20 @@ class Unchanged:
                 "to step is a buffer (register_buffer) that is written in place, or a tensor of "
                 "one number in the batch (guide, 'What changes from step to step')."
             )
+
+    def _check_known(self) -> None:
+        """Refuse other values of buffers that decide what the step computes; see ``check``."""
+        for name, value in self._known.items():
+            found = self._model.get_buffer(name)
+            before = self._versions.get(name)
+            if before is not None and before[0] is found and before[1] == found._version:
+                continue
+            if not torch.equal(found.cpu(), value):
+                is_short = value.numel() == 1 and found.numel() == 1
+                values = f" ({value.tolist()}, now {found.tolist()})" if is_short else ""
+                raise StrategyError(
+                    f"buffer '{name}' has another value than when the step was captured{values}, "
+                    "which decides what the step computes. Make the model with this value, and "
+                    "plan again."
+                )
+            self._versions[name] = found, found._version
