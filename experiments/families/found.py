@@ -287,13 +287,17 @@ def continuous_flow(net: Any, x: Tensor, probe: Tensor) -> Tensor:
     """FFJORD: three steps of a flow, and its divergence by forward derivatives."""
     shrunk = torch.zeros(len(x), dtype=x.dtype)
     for _ in range(3):
-        slope, along = torch.func.jvp(net.body, (x,), (probe,))
+        slope, along = torch.func.jvp(net.body, (x,), (probe,))[:2]
         x, shrunk = x + 0.3 * slope, shrunk + 0.3 * (along * probe).sum(1)
     return (0.5 * x.square().sum(1) - shrunk).mean()
 
 
 class Coupling(nn.Module):
     """A layer of a flow that keeps the features of a mask."""
+
+    mask: Tensor
+    begun: Tensor
+    scale: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -48,9 +48,9 @@ def test_prices_of_the_channels_in_use_are_those_of_all(
 
 def test_a_transfer_is_made_when_it_is_asked_for() -> None:
     table = ChannelTable(hosts_of(4))
-    assert not table._transfers
+    assert not table._made
     assert table[1 * 32 + 30].devices == (1, 30)
-    assert len(table._transfers) == 1
+    assert len(table._made) == 1
     number = table.all_reduce(tuple(range(32)), hierarchical=False)
     assert number == 32 * 32 == len(table) - 1
     with pytest.raises(IndexError):
@@ -133,7 +133,7 @@ def test_a_thousand_devices_that_do_alike_are_one_small_program(
     found = evaluator.evaluate(choice, Order.FIFO)
     assert found.outcome != Outcome.TOO_LARGE, "few of them differ"
     assert evaluator.num_tasks < evaluator.tasks_of(choice)
-    assert len(evaluator.channels._transfers) < 1000
+    assert len(evaluator.channels._made) < 1000
 
 
 def test_without_noise_a_folded_step_takes_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,6 +233,7 @@ class Neighbours:
         Blocks begin at the same groups in every move, so no move leaves single groups behind.
         """
         row, starts = state.row.copy(), self._block_starts
+        assert starts is not None
         first = int(self.rng.integers(len(starts) - 1))
         last = min(first + int(self.rng.geometric(1.0 / _BLOCKS_PLACED)), len(starts) - 1)
         begin, end = int(starts[first]), int(starts[last])
