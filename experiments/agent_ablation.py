@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import board_parser, run_board
+from rows import board_parser, run, run_board
 from torch_geometric.utils import to_dense_batch
 
 from heterog.agents.benchmark.board import Line, judged
@@ -105,4 +105,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -20,7 +20,7 @@ import yaml
 from drawing.clusters import drawn_cluster
 from drawing.families import TEST, TRAIN, VALIDATION
 from drawn_models import families, workload
-from rows import option, plain_parser
+from rows import option, plain_parser, run
 
 from heterog.cluster import Cluster
 
@@ -97,4 +97,4 @@ def _member(rng: np.random.Generator, order: list[str], cluster: Cluster, is_lar
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

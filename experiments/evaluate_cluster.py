@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from portfolio_table import auto
-from rows import board_parser, run_board
+from rows import board_parser, run, run_board
 
 from heterog.agents.benchmark.board import Line, judged
 from heterog.agents.checkpoint import load_checkpoint
@@ -54,4 +54,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

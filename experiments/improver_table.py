@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from functools import partial
 
-from rows import board_parser, run_board
+from rows import board_parser, run, run_board
 
 from heterog.agents.benchmark.board import Line
 from heterog.agents.improver import SHIPPED, Improver, led_by, load_improver
@@ -88,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

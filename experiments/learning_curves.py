@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rows import finish, keep_row, option, progress, read_rows, script_parser
+from rows import finish, keep_row, option, progress, read_rows, run, script_parser
 
 from heterog.agents.benchmark.statistics import over_pairs
 from heterog.agents.config import Algorithm, PolicyConfig, TrainingConfig
@@ -168,4 +168,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection
 from functools import partial
 
-from rows import board_parser, run_board
+from rows import board_parser, run, run_board
 
 from heterog.agents.benchmark.board import Line, judged
 from heterog.agents.planners import DEFAULT_POLICY, LEARNED, AgentSearch, default_methods
@@ -63,4 +63,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -14,6 +14,7 @@ from typing import Any
 
 from portfolio_table import auto
 from rows import asked_of, option, progress
+from rows import run as run_script
 
 from heterog.agents.benchmark.pair_lists import PairLine, read_pairs
 from heterog.agents.planners import default_methods
@@ -66,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -157,7 +157,7 @@ def run_board(asked: argparse.Namespace, arms: Mapping[str, Callable[..., Any]])
 
     names = asked.arms.split(",")
     if unknown := [name for name in names if name not in arms]:
-        raise SystemExit(f"unknown arms {', '.join(unknown)}; known: {', '.join(arms)}")
+        raise HeterogError(f"unknown arms {', '.join(unknown)}; known: {', '.join(arms)}")
     known = asked.references or asked.pairs.with_name(f"{asked.pairs.stem}_references.json")
     references = json.loads(known.read_text()) if known.is_file() else {}
     board = Board(

@@ -19,7 +19,7 @@ import numpy as np
 from drawing.families import TRAIN
 from drawing.families import VALIDATION as UNSEEN
 from drawn_models import drawn_names
-from rows import option, plain_parser, progress
+from rows import option, plain_parser, progress, run
 
 from heterog.agents.benchmark.pair_lists import read_pairs
 from heterog.agents.improver import Improver, ImproverConfig, save_improver
@@ -167,4 +167,4 @@ def report(step: int, loss: float) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from drawing.families import TRAIN
 from drawn_models import drawn_names
-from rows import option, plain_parser, progress
+from rows import option, plain_parser, progress, run
 
 from heterog.agents.checkpoint import save_checkpoint
 from heterog.agents.config import Algorithm, TrainingConfig
@@ -108,4 +108,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
