@@ -41,7 +41,6 @@ from heterog.cli.common import (
 )
 from heterog.cli.outputs import CACHE, HTML, LINES, POLICY, TRAINING
 from heterog.errors import HeterogError
-from heterog.methods.registry import AUTO
 from heterog.workers import open_workers
 
 if TYPE_CHECKING:
@@ -373,6 +372,7 @@ def _entries(methods: str) -> "list[Entry]":
     import heterog
     from heterog.agents.benchmark.board import Entry, code_of, judged
     from heterog.agents.benchmark.rivals import known_rows
+    from heterog.methods.registry import AUTO
     from heterog.user_code import is_from_file, split_source
 
     entries = []

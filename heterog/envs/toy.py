@@ -5,25 +5,27 @@ from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorK
 from heterog.graph.placement import P, Placement, R, S
 
 
-def chain_graph(num_layers: int = 4, width: int = 2048, batch_size: int = 32) -> OpGraph:
-    """Linear layers of one width, one group each, trained by plain gradient descent.
+class _Chain:
+    """Tensors and ops of a graph under construction."""
 
-    Args:
-        num_layers: Number of layers.
-        width: Inputs and outputs of each layer.
-        batch_size: Number of samples.
-    """
-    rows, product = (batch_size, width), 2.0 * batch_size * width * width
-    tensors = [GraphTensor(shape=rows, dtype="float32", kind=TensorKind.BATCH, name="x")]
-    tensors += [
-        GraphTensor(
-            shape=(width, width), dtype="float32", kind=TensorKind.PARAMETER, name=f"layers.{n}"
+    def __init__(self, num_layers: int, width: int, batch_size: int) -> None:
+        x = GraphTensor(
+            shape=(batch_size, width), dtype="float32", kind=TensorKind.BATCH, name="x"
         )
-        for n in range(num_layers)
-    ]
-    ops: list[GraphOp] = []
+        weights = [
+            GraphTensor(
+                shape=(width, width),
+                dtype="float32",
+                kind=TensorKind.PARAMETER,
+                name=f"layers.{n}",
+            )
+            for n in range(num_layers)
+        ]
+        self.tensors = [x, *weights]
+        self.ops: list[GraphOp] = []
 
     def add(
+        self,
         kind: str,
         inputs: tuple[int, ...],
         shapes: tuple[tuple[int, ...], ...],
@@ -33,8 +35,9 @@ def chain_graph(num_layers: int = 4, width: int = 2048, batch_size: int = 32) ->
         flops: float,
     ) -> int:
         """Add an op; return the number of its first output."""
+        first = len(self.tensors)
         made = [GraphTensor(shape=shape, dtype="float32") for shape in shapes]
-        ops.append(
+        self.ops.append(
             GraphOp(
                 kind=kind,
                 args={},
@@ -43,14 +46,26 @@ def chain_graph(num_layers: int = 4, width: int = 2048, batch_size: int = 32) ->
                 phase=phase,
                 module=f"layers.{layer}",
                 flops=flops,
-                bytes_read=float(sum(tensors[i].meta.num_bytes for i in inputs)),
+                bytes_read=float(sum(self.tensors[i].meta.num_bytes for i in inputs)),
                 bytes_written=float(sum(t.meta.num_bytes for t in made)),
                 rule=rule,
             )
         )
-        tensors.extend(made)
-        return len(tensors) - len(made)
+        self.tensors += made
+        return first
 
+
+def chain_graph(num_layers: int = 4, width: int = 2048, batch_size: int = 32) -> OpGraph:
+    """Linear layers of one width, one group each, trained by plain gradient descent.
+
+    Args:
+        num_layers: Number of layers.
+        width: Inputs and outputs of each layer.
+        batch_size: Number of samples.
+    """
+    chain = _Chain(num_layers, width, batch_size)
+    add = chain.add
+    rows, product = (batch_size, width), 2.0 * batch_size * width * width
     values = [0]
     last = num_layers - 1
     for layer in range(num_layers):
@@ -76,8 +91,8 @@ def chain_graph(num_layers: int = 4, width: int = 2048, batch_size: int = 32) ->
         name="chain",
         source="",
         batch_size=batch_size,
-        tensors=tuple(tensors),
-        ops=tuple(ops),
+        tensors=tuple(chain.tensors),
+        ops=tuple(chain.ops),
         batch_placements=(S(0), *(R for _ in range(num_layers))),
         optimizer="SGD",
         optimizer_state_ratio=0.0,

@@ -572,7 +572,8 @@ class Searching(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Search with the budget of a problem; see the module of the method."""
-        return problem.resumed(self.search).answer(problem)
+        search = problem.resumed(self.search) if self.resumes else self.search(problem)
+        return search.answer(problem)
 
 
 class StrategySearch(PointSearch[tuple[Strategy, Order]]):

@@ -180,6 +180,7 @@ _REFUSES_EMPTY = (
         "replication_pad",
         "max_unpool",
         "_fft",
+        "_cdist_backward",
         "_weight_norm_interface",
     ),
 )
@@ -581,6 +582,11 @@ def matrix_calls(make: Make) -> Iterator[Call]:
     yield "_cdist_forward.default", one[0], other[0], 1.0, None
     between = aten._cdist_forward(one, other, 2.0, None)
     yield "_cdist_backward.default", make.real(5, 6, 3), one, other, 2.0, between
+    points = make.real(10, 4)  # of all samples
+    far = aten._cdist_forward(one, points, 1.0, None)
+    yield "_cdist_forward.default", one, points, 1.0, None
+    yield "_cdist_backward.default", make.real(5, 6, 10), one, points, 1.0, far
+    yield "_cdist_backward.default", far.mT.contiguous(), points, one, 1.0, far.mT.contiguous()
     yield "linalg_cross.default", make.real(5, 3, 6), make.real(5, 3, 6), {"dim": 1}
     yield "linalg_cross.default", make.real(1, 6, 3), make.real(5, 6, 3)
     left, right, weight = make.real(5, 4), make.real(5, 3), make.real(6, 4, 3)
@@ -606,6 +612,13 @@ def matrix_calls(make: Make) -> Iterator[Call]:
     yield "_linalg_solve_ex.default", matrix, columns[0, 0]
     yield "linalg_solve_triangular.default", matrix, columns, {"upper": True}
     yield "cholesky_solve.default", columns, symmetric
+    cube = make.real(4, 4, 4) + 4 * torch.eye(4)  # as many matrices as rows
+    for kind in ("_linalg_solve_ex", "linalg_solve_triangular"):
+        more = {"upper": True} if "triangular" in kind else {}
+        yield f"{kind}.default", cube, cube[0], more
+    yield "_linalg_solve_ex.default", cube, make.real(4, 6)
+    yield "cholesky_solve.default", cube, cube[0]
+    yield "linalg_qr.default", matrix, "r"
     factors, pivots, codes = aten.linalg_lu_factor_ex(matrix)
     yield "linalg_lu_solve.default", factors, pivots, columns
     yield "_linalg_check_errors.default", codes, "linalg.inv", {"is_matrix": False}

@@ -259,7 +259,7 @@ def test_large_clusters_have_few_sets() -> None:
     [
         ("0.35", "-0.35", "prices.device_hour.T4: -0.35 is not at least 0."),
         ("0.35", ".inf", "is not a finite number."),
-        ("0.35", ".nan", "nan is not at least 0."),
+        ("0.35", ".nan", "nan is not a finite number."),
         ("T4: 0.35", "T5: 0.35", "no device is of type 'T5'; there are T4, V100-16GB."),
         ("C: 1.90", "D: 1.90", "there is no host 'D'; there are A, B0, B1, C, B."),
         ("T4: 0.35", "T4: a lot", "prices.device_hour.T4"),

@@ -444,7 +444,8 @@ class UnknownBuffers(Exception):
 @contextmanager
 def _asked_buffers(step: Step, model: nn.Module, known: Mapping[str, Tensor]) -> Iterator[None]:
     """Raise ``UnknownBuffers`` if the body asks for values of buffers alone."""
-    buffers = {name for name, _ in model.named_buffers()}
+    counts = "num_batches_tracked"  # for these, there is a better way out
+    buffers = {name for name, _ in model.named_buffers() if not name.endswith(counts)}
     try:
         yield
     except DATA_DEPENDENT as error:
@@ -492,10 +493,7 @@ def trace(
                 check_repeats(workload.name, step, kept)
         flat, _ = pytree.tree_flatten((dict(parameters), dict(buffers), batch))
         flat = [value for value in flat if isinstance(value, Tensor)]
-        _drop_unused_placeholders(raw)
-        _drop_ranges_of_profilers(raw.graph)
-        _conjugate_numbers(raw.graph)
-        _give_zeros_memory(raw.graph)
+        _clean(raw)
         annotate_backward(raw.graph)
         if _mutates(raw.graph):
             # fx.Interpreter keeps the node metadata in the second trace; calling the module would
@@ -529,6 +527,14 @@ def _mutates(graph: fx.Graph) -> bool:
         else target is not operator.getitem
         for target in targets
     )
+
+
+def _clean(raw: fx.GraphModule) -> None:
+    """Take out of a trace, or replace, what cannot be run again."""
+    _drop_unused_placeholders(raw)
+    _drop_ranges_of_profilers(raw.graph)
+    _conjugate_numbers(raw.graph)
+    _give_zeros_memory(raw.graph)
 
 
 def _drop_unused_placeholders(module: fx.GraphModule) -> None:

@@ -135,12 +135,16 @@ def _distances(call: OpCall) -> list[Axis]:
 
 @splits("_cdist_backward.default", linear=[("grad",)])
 def _distances_backward(call: OpCall) -> list[Axis]:
-    rows = len(call.outputs[0].shape) - 2
-    each = [axis(call, (d,), grad=d, x1=d, x2=d, cdist=d) for d in range(rows)]
+    one, other, out = shape_of(call, "x1"), shape_of(call, "x2"), call.outputs[0].shape
+    rows, columns = len(out) - 2, len(out) - 1
+    batch = []
+    for d in range(rows):
+        points = aligned(other, (*out[:rows], *other[-2:]), d)  # they may be those of all samples
+        batch.append(axis(call, (d,), grad=d, x1=aligned(one, out, d), x2=points, cdist=d))
     return [
-        *each,
-        axis(call, (rows,), grad=rows, x1=rows, cdist=rows),
-        axis(call, (P,), grad=rows + 1, x2=rows, cdist=rows + 1),
+        *batch,
+        axis(call, (rows,), grad=rows, x1=len(one) - 2, cdist=rows),
+        axis(call, (P,), grad=columns, x2=len(other) - 2, cdist=columns),
     ]
 
 
@@ -153,10 +157,17 @@ def _distances_backward(call: OpCall) -> list[Axis]:
 )
 def _per_matrix(call: OpCall) -> list[Axis]:
     """Ops on each matrix of a batch: only dimensions before the matrix that all inputs have."""
-    batch = call.inputs[0].shape[:-2]
-    if any(meta.shape[: len(batch)] != batch for meta in call.inputs):
-        return []
-    return [Axis((d,) * len(call.inputs), (d,) * len(call.outputs)) for d in range(len(batch))]
+    batch, vectors = call.inputs[0].shape[:-2], call.inputs[0].shape[:-1]
+    for meta in call.inputs:
+        may_be_vectors = call.kind == "_linalg_solve_ex.default" or meta.dtype == "int32"  # pivots
+        is_of_each = len(meta.shape) == len(batch) + 2 and meta.shape[:-2] == batch
+        if not is_of_each and not (may_be_vectors and meta.shape == vectors):
+            return []
+
+    def made(dim: int) -> tuple[Entry, ...]:
+        return tuple(dim if meta.shape[: len(batch)] == batch else R for meta in call.outputs)
+
+    return [Axis((d,) * len(call.inputs), made(d)) for d in range(len(batch))]
 
 
 @splits("_fft_r2c.default", "_fft_c2r.default", "_fft_c2c.default", linear=[("self",)])

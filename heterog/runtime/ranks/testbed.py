@@ -35,7 +35,6 @@ from typing import Literal
 from heterog.cluster.spec import load_cluster, yaml_names
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogWarning
-from heterog.runtime.launch import signals_as_exit
 from heterog.runtime.ranks.emulated_network import (
     INTERFACE,
     MTU,
@@ -165,6 +164,8 @@ class Testbed(Place):
             raise TestbedError(reason)
         if self._is_open:
             raise TestbedError("this testbed is already open; make another one.")
+        from heterog.runtime.launch import signals_as_exit  # late: it imports numba
+
         self._owner_pid = os.getpid()
         self.name = _new_name()
         atexit.register(self._close)

@@ -233,7 +233,9 @@ class Unchanged:
             before = self._versions.get(name)
             if before is not None and before[0] is found and before[1] == found._version:
                 continue
-            if not torch.equal(found.cpu(), value):
+            now = found.cpu()
+            is_same = now.shape == value.shape and now.dtype == value.dtype
+            if not is_same or not torch.allclose(now, value, rtol=0, atol=0, equal_nan=True):
                 is_short = value.numel() == 1 and found.numel() == 1
                 values = f" ({value.tolist()}, now {found.tolist()})" if is_short else ""
                 raise StrategyError(
