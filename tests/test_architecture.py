@@ -79,7 +79,7 @@ ROOMS = {
             "graph/traced_constants.py",
             "graph/value_checks.py",
         ),
-        "graph/sparse_product.py",
+        *("graph/sparse_product.py", "graph/grouped_rows.py"),
         "local_losses.py",
         *(f"modes/{name}" for name in RUN_BY_RANKS),
         *("zoo/", "runtime/", "balance/", "agents/", "healing/"),

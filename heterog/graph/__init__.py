@@ -13,6 +13,7 @@
 - ``placement`` says how a tensor is split along an axis, ``sharding_rules`` which splits each op
   allows. ``batch_plan`` splits the batch by these rules; ``axis_plan`` also splits ops along other
   axes, by rules of a strategy (``rule_checks`` checks them). ``sparse_pattern`` and
-  ``sparse_product`` are for ops that read rows of neighbours.
+  ``sparse_product`` are for ops that read rows of neighbours, ``grouped_rows`` for rows that are
+  multiplied by the matrix of their expert.
 - ``grouping`` divides the ops into groups that share one decision.
 """

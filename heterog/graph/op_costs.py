@@ -86,6 +86,14 @@ def convolution_flops(call: OpCall) -> float | None:
     return product * sum(bool(each) for each in wanted[:2])
 
 
+GROUPED_PRODUCT = "_grouped_mm.default"
+"""Products of rows, which lie together by group, with the matrix of their group."""
+ROWS_PRODUCT = "heterog_rows.product.default"
+ROWS_OUTER = "heterog_rows.outer.default"
+"""The same for rows in any order, and the gradient of the matrices; see ``grouped_rows``."""
+GROUPED_PRODUCTS = (GROUPED_PRODUCT, ROWS_PRODUCT, ROWS_OUTER)
+
+
 def grouped_product_flops(call: OpCall) -> float | None:
     """FLOPs of products of rows with the matrix of their group; ``None`` for other ops.
 
@@ -95,14 +103,14 @@ def grouped_product_flops(call: OpCall) -> float | None:
     >>> rows, matrices = TensorMeta((6, 4), "float32"), TensorMeta((3, 4, 8), "float32")
     >>> args = {"self": TensorRef(0), "mat2": TensorRef(1)}
     >>> grouped_product_flops(
-    ...     OpCall(kind="_grouped_mm.default", args=args, inputs=(rows, matrices),
+    ...     OpCall(kind=GROUPED_PRODUCT, args=args, inputs=(rows, matrices),
     ...            outputs=(TensorMeta((6, 8), "float32"),))
     ... ) == 2 * 6 * 4 * 8
     True
     """
-    if call.kind != "_grouped_mm.default":
+    if call.kind not in GROUPED_PRODUCTS:
         return None
-    left, right = call.input("self").shape, call.input("mat2").shape
+    left, right = (meta.shape for meta in call.inputs[:2])
     made = call.outputs[0].num_elements
     if len(left) == len(right) == 2:
         made //= call.outputs[0].shape[0]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from heterog.graph.op_costs import CHECK, SPARSE_PRODUCT
+from heterog.graph.grouped_rows import outer, product
+from heterog.graph.op_costs import CHECK, ROWS_OUTER, ROWS_PRODUCT, SPARSE_PRODUCT
 from heterog.graph.placement import (
     Arg,
     L,
@@ -425,8 +426,9 @@ def all_samples() -> dict[str, list[Sample]]:
         for kind, *args in source(make):
             keywords = args.pop() if args and isinstance(args[-1], dict) else {}
             found.setdefault(kind, []).append(sample_of(overload(kind), *args, **keywords))
-    for sample in (*fused_samples(make), *sparse_samples(make), *check_samples(make)):
-        found.setdefault(sample.call.kind, []).append(sample)
+    for of_our_own in (fused_samples, sparse_samples, expert_samples, check_samples):
+        for sample in of_our_own(make):
+            found.setdefault(sample.call.kind, []).append(sample)
     return found
 
 
@@ -1068,6 +1070,14 @@ def sparse_samples(make: Make) -> Iterator[Sample]:
         yield _sample(SPARSE_PRODUCT, multiply, {"dense": dense, **matrix})
 
 
+def expert_samples(make: Make) -> Iterator[Sample]:
+    ids = torch.tensor([2, 0, 3, 3, 0, 2])  # no row for expert 1
+    rows, weights = make.real(6, 4), make.real(4, 4, 6)
+    yield _sample(ROWS_PRODUCT, product, {"rows": rows, "matrices": weights, "ids": ids})
+    columns = {"columns": make.real(4, 6), "rows": rows, "ids": ids, "experts": 4}
+    yield _sample(ROWS_OUTER, outer, columns)
+
+
 def check_samples(make: Make) -> Iterator[Sample]:
     for shape in ((5, 3, 6), (4,), ()):
         condition = torch.ones(shape, dtype=torch.bool)
@@ -1356,7 +1366,7 @@ def test_dtensor_knows_our_rules() -> None:
     checked = 0
     for kind, samples in SAMPLES.items():
         name = kind.partition(".")[0]
-        if kind in (SPARSE_PRODUCT, CHECK):
+        if kind in (SPARSE_PRODUCT, ROWS_PRODUCT, ROWS_OUTER, CHECK):
             continue  # an op of our own
         for sample in samples:
             if False in _as_tuple(sample.call.args.get("output_mask")):

@@ -1,4 +1,4 @@
-"""What the step writes and reads, conjugates, float8, bags, spectra: op rules and stages."""
+"""What the step writes and reads, conjugates, float8, bags, spectra, experts: rules and stages."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from heterog.runtime.measure.rehearsal import rehearse
 from heterog.search.plan import load_plan
 from heterog.strategy.layer_shardings import layer_shardings
 from heterog.strategy.strategy import Decision, Strategy, Sync, scope_fault
+from tests.graph.test_grouped_rows import Experts, products_one_by_one
 from tests.runtime.cases import BATCH, captured_once
 from tests.runtime.ranks import PARENT, Ranks
 from tests.runtime.strategies import ALL, SYNCS, plan_of, strategy_of
@@ -221,6 +222,7 @@ MODELS = {
     "narrow": Narrow,
     "bags": Bags,
     "spectra": Spectra,
+    "experts": Experts,
 }
 
 
@@ -282,7 +284,8 @@ def test_they_train_as_on_one_device(ranks: Ranks, tmp_path: Path, name: str) ->
     stepper = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for number in range(STEPS):
         stepper.zero_grad()
-        torch.autograd.backward(workload_of(name).step_loss(model, batch_of(number)))
+        with products_one_by_one():
+            torch.autograd.backward(workload_of(name).step_loss(model, batch_of(number)))
         stepper.step()
     for found in ranks.run(trained, name, paths)[0]:
         for key, value in model.state_dict().items():
@@ -290,7 +293,7 @@ def test_they_train_as_on_one_device(ranks: Ranks, tmp_path: Path, name: str) ->
             torch.testing.assert_close(*both, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["bags", "spectra"])
+@pytest.mark.parametrize("name", ["bags", "spectra", "experts"])
 def test_no_sample_is_gathered_and_plans_rehearse(name: str) -> None:
     captured = capture_step(workload_of(name))
     graph = captured.graph

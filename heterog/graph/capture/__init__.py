@@ -41,6 +41,7 @@ from heterog.errors import CaptureError, HeterogWarning
 from heterog.garbage import without_collector
 from heterog.graph.capture.reading import CapturedStep, Reader
 from heterog.graph.capture.tracing import UnknownBuffers, clear_errors, trace
+from heterog.graph.grouped_rows import has_grouped_products, leave_unsorted
 from heterog.graph.op_graph import GraphTensor, OpGraph, TensorKind
 from heterog.graph.optimizer_probe import group_numbers, parameter_groups
 from heterog.graph.python_state import same_draws
@@ -234,9 +235,12 @@ def _capture_step(
         raise
     _check_constants(workload, traced, in_memory=in_memory)
     _leave_batch(workload, traced, len(parameters) + len(buffers))
+    inputs = parameters, buffers, frozen, batch, groups
+    if has_grouped_products(traced.graph):
+        step = Reader(workload, traced, *inputs).read()
+        leave_unsorted(step.graph, step.module, step.node_of_op)
     if planned is not None:
         add_ops_of_more_samples(traced.graph, planned)
-    inputs = parameters, buffers, frozen, batch, groups
     step = Reader(workload, traced, *inputs).read()
     is_one_of_more = planned is not None and step.graph.batch_size == 1
     if not is_one_of_more and make_repeated_constants_once(

@@ -14,7 +14,7 @@ where nothing is sent, or along rows: a device then reads the rows that its own 
 
 from collections.abc import Iterator, Mapping
 
-from heterog.graph.op_costs import SPARSE_PRODUCT
+from heterog.graph.op_costs import ROWS_OUTER, ROWS_PRODUCT, SPARSE_PRODUCT
 from heterog.graph.placement import Arg, OpCall, P, Placement, R, S, TensorRef, neighbours
 from heterog.graph.sharding_rules.table import (
     Axis,
@@ -243,6 +243,24 @@ def _product(call: OpCall) -> list[Axis]:
     rank = len(call.outputs[0].shape)
     others = (R,) * (len(call.inputs) - 1)
     return [Axis((dim, *others), (dim,)) for dim in range(rank) if dim != rank - 2]
+
+
+@splits(ROWS_PRODUCT, linear=[("rows",), ("matrices",)])
+def _product_of_experts(call: OpCall) -> list[Axis]:
+    return [
+        axis(call, (0,), rows=0, ids=0),
+        axis(call, (1,), matrices=2),
+        axis(call, (P,), rows=1, matrices=1),
+    ]
+
+
+@splits(ROWS_OUTER, linear=[("columns",), ("rows",)])
+def _gradient_of_experts(call: OpCall) -> list[Axis]:
+    return [
+        axis(call, (P,), columns=1, rows=0, ids=0),
+        axis(call, (1,), columns=0),
+        axis(call, (2,), rows=1),
+    ]
 
 
 def product_of_rows(call: OpCall, dim: int, units: int) -> RuleResult | None:

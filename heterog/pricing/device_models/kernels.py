@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterog.graph.batch_plan import batch_plan
+from heterog.graph.op_costs import GROUPED_PRODUCT, GROUPED_PRODUCTS, ROWS_OUTER, ROWS_PRODUCT
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.graph.placement import OpCall, TensorRef
 from heterog.graph.sharding_rules import claims_checked
@@ -29,7 +30,9 @@ _FACTORS = {
     "addmm.default": ("mat1", "mat2"),
     "bmm.default": ("self", "mat2"),
     "baddbmm.default": ("batch1", "batch2"),
-    "_grouped_mm.default": ("self", "mat2"),
+    GROUPED_PRODUCT: ("self", "mat2"),
+    ROWS_PRODUCT: ("rows", "matrices"),
+    ROWS_OUTER: ("columns", "rows"),
 }
 _READS = _FACTORS | {
     "attention": ("query", "key"),
@@ -107,8 +110,8 @@ class Products:
             product and its copies.  # [num_products]
         copied: Bytes that are copied for tensor cores, over ``num_bytes``: cuDNN's kernels need
             channels last.  # [num_products]
-        added: Bytes of kernels that add a bias or sum its gradient, over ``num_bytes``.
-            # [num_products]
+        added: Bytes of kernels that add a bias, sum its gradient, or sort rows by expert, over
+            ``num_bytes``.  # [num_products]
         factors: Number of the factors in ``kinds``.  # [num_products]
         kinds: Kinds of factors.
         kind: Number shared by products that differ only in the op.  # [num_products]
@@ -324,7 +327,7 @@ def _products(graph: OpGraph, op: int) -> Iterator[_Product]:
     if call.kind in _FACTORS:
         left, right = (call.input(name).shape for name in _FACTORS[call.kind])
         result = call.outputs[0].shape
-        if call.kind == "_grouped_mm.default":
+        if call.kind in GROUPED_PRODUCTS:
             sizes = _grouped(left, right, result)
         else:
             batch = result[0] if len(result) == 3 else 1
@@ -334,7 +337,11 @@ def _products(graph: OpGraph, op: int) -> Iterator[_Product]:
         numbers = [number for number in (_ROWS, _COLUMNS, _DEPTH) if number != along_batch]
         item = call.outputs[0].num_bytes / prod(result)
         alignment = gcd(ALIGNED_BYTES, *(round(sizes[each] * item) for each in numbers))
-        yield _Product(sizes, _matrices(sizes), along_batch, alignment)
+        added = 0.0
+        if call.kind in (ROWS_PRODUCT, ROWS_OUTER):  # sorts rows by expert, and puts them back
+            both = (*map(call.input, _FACTORS[call.kind]), call.outputs[0])
+            added = 2.0 * sum(meta.num_bytes for meta in both if len(meta.shape) == 2)
+        yield _Product(sizes, _matrices(sizes), along_batch, alignment, added_bytes=added)
     elif call.kind in ("attention", "attention_backward"):
         queries, keys = call.input("query").shape, call.input("key").shape
         # Scores stay on the chip. All products have this size or that of its transpose.

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
+from heterog.graph.op_costs import GROUPED_PRODUCTS
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import OpRule, S
 from heterog.strategy.layer_shardings import exchanged
@@ -28,7 +29,7 @@ from heterog.strategy.sequence_split import (
 )
 from heterog.strategy.tensor_parallel import Region, follow_split, ops_of_groups
 
-_PRODUCTS = ("bmm.default", "baddbmm.default", "_grouped_mm.default")
+_PRODUCTS = ("bmm.default", "baddbmm.default", *GROUPED_PRODUCTS)
 """Products of many matrices, one for each expert."""
 _PICKS = ("index.Tensor", "index_select.default", "embedding.default", "gather.default")
 """Ops that pick matrices by number."""
@@ -117,7 +118,7 @@ def _nothing_to_share(graph: OpGraph) -> str:
 
 def _why_not(graph: OpGraph, region: Sequence[int]) -> str:
     """Why no op can run for some experts alone."""
-    if any(graph.ops[op].kind == "_grouped_mm.default" for op in region):
+    if any(graph.ops[op].kind in GROUPED_PRODUCTS for op in region):
         return (
             "how many tokens each gets is known only while the model runs (grouped_mm), and a "
             "plan sends tensors of known sizes, such as those of experts with a capacity"
