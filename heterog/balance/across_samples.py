@@ -9,7 +9,7 @@ Only shapes are read here, no saved tensors: those of checkpointed layers would 
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ _STATISTICS = (
     *("MaxBackward", "MinBackward", "Amax", "Amin", "Median", "Topk", "Kthvalue", "Sort", "Prod"),
     *("Softmax", "LogSoftmax", "Logsumexp", "Cumsum", "Logcumsumexp", "Cummax", "Cummin"),
 )
+_EXTREMES = ("MaxBackward", "MinBackward", "Amax", "Amin")
 _TABLES = ("MmBackward", "Cdist")
 _PRODUCTS = ("MulBackward", "DivBackward")
 _LINEAR = (
@@ -40,11 +41,24 @@ _LINEAR = (
 _MOST_NODES = 50_000
 
 
-def rows_together(loss: Tensor, samples: float) -> int | None:
-    """Number of rows of samples over which a loss is no mean of the samples' own losses.
+class Rows(NamedTuple):
+    """Rows that a node of a graph puts together.
 
-    A parameter may have as many rows by chance: only ranks with unlike many samples can tell.
-    Of several such numbers this is the least, which has the fewest rows for each sample.
+    Attributes:
+        number: How many.
+        place: Number of the node, alike on all ranks that compute alike.
+    """
+
+    number: int
+    place: int
+
+
+def rows_together(loss: Tensor, samples: float) -> Rows | None:
+    """Rows of samples over which a loss is no mean of the samples' own losses.
+
+    A parameter may have as many rows by chance: only ranks with unlike many samples can tell. At
+    one place of the graph it has as many on all of them, so rows at unlike places tell nothing.
+    Of several this is the least number, which has the fewest rows for each sample.
 
     Args:
         loss: The loss of a rank's samples.
@@ -53,20 +67,24 @@ def rows_together(loss: Tensor, samples: float) -> int | None:
     >>> import torch
     >>> x = torch.ones(4, 3, requires_grad=True)
     >>> rows_together(x.exp().mean(1).sum(), 4)
-    >>> rows_together(x.std(0).sum(), 4), rows_together(x.mean(0).exp().sum(), 4)
-    (4, 4)
-    >>> rows_together(x.mean() * x.exp().mean(), 4), rows_together((x @ x.T).exp().mean(), 4)
-    (4, 4)
+    >>> rows_together(x.std(0).sum(), 4)
+    Rows(number=4, place=1)
+    >>> rows_together(x.mean() * x.exp().mean(), 4).number
+    4
+    >>> rows_together((x @ x.T).exp().mean(), 4).number
+    4
     """
+    places = {node: place for place, node in enumerate(_nodes(loss.grad_fn))}
     waiting: list[tuple[Any, bool]] = [(loss.grad_fn, False)]
     seen: dict[Any, bool] = {}
-    found: set[int] = set()
-    while waiting and len(seen) < _MOST_NODES:
+    found: set[Rows] = set()
+    while waiting:
         node, is_curved = waiting.pop()
-        if node is None or seen.get(node) in (True, is_curved):
+        if node not in places or seen.get(node) in (True, is_curved):
             continue
         seen[node] = is_curved
-        found |= {rows for rows in _rows_of(node, is_curved=is_curved) if rows % samples == 0}
+        numbers = _rows_of(node, is_curved=is_curved)
+        found |= {Rows(number, places[node]) for number in numbers if number % samples == 0}
         name = node.name()
         below = [each for each, _ in node.next_functions]
         if name.startswith(_PRODUCTS) and not is_curved:
@@ -103,14 +121,19 @@ def _first_rows(node: Any) -> Iterator[int]:
     shape = _shape(below, output)
     dims = getattr(node, "_saved_dim", None)
     dims = dims if isinstance(dims, tuple | list) else () if dims is None else (dims,)
+    if not dims and node.name().startswith(_EXTREMES):
+        return  # of all elements: one number, mostly taken off before exp() and of no effect
     first = (0, -len(shape), 2**64 - len(shape))  # negative numbers are kept without their sign
     if shape and (not dims or any(each in first for each in dims)):
         yield shape[0]
 
 
 def _shape(node: Any, output: int) -> tuple[int, ...]:
-    """Shape of what the forward pass of a node made."""
-    return tuple(node._input_metadata[output].shape)
+    """Shape of what the forward pass of a node made; empty for strided nested tensors."""
+    try:
+        return tuple(node._input_metadata[output].shape)
+    except RuntimeError:  # they have none
+        return ()
 
 
 def _factors(name: str, below: list[Any], samples: float) -> Iterator[tuple[Any, bool]]:
@@ -123,12 +146,18 @@ def _factors(name: str, below: list[Any], samples: float) -> Iterator[tuple[Any,
 
 def _sums_below(node: Any, samples: float) -> Iterator[int]:
     """Numbers of rows over which sums below a node go."""
+    for each in _nodes(node):
+        if _is_sum(each):
+            yield from (rows for rows in _first_rows(each) if rows % samples == 0)
+
+
+def _nodes(node: Any) -> Iterator[Any]:
+    """A node and those below it, each once, in an order that only the graph gives."""
     waiting, seen = [node], set[Any]()
     while waiting and len(seen) < _MOST_NODES:
         each = waiting.pop()
         if each is None or each in seen:
             continue
         seen.add(each)
-        if _is_sum(each):
-            yield from (rows for rows in _first_rows(each) if rows % samples == 0)
+        yield each
         waiting += [below for below, _ in each.next_functions]

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -57,12 +58,6 @@ class Of(IntEnum):
     CLASSES = 3
     STATED = 4
     """A mean of a loss whose count is stated."""
-    TOGETHER = 5
-    """Rows of samples that a loss does not take apart; see ``across_samples``."""
-
-
-_OF_SAMPLES = (Of.CLASSES, Of.TOGETHER)
-"""Numbers that are alike on all ranks, unless they count samples."""
 
 
 class Count(NamedTuple):
@@ -276,6 +271,7 @@ class MeanCounts:
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._seen: dict[int, _Seen] = defaultdict(_Seen)
+        self._has_warned = False
 
     def check(
         self,
@@ -288,6 +284,9 @@ class MeanCounts:
         is_stated: bool = False,
     ) -> None:
         """Check a loss that is about to be weighed; all ranks call it alike.
+
+        A loss that puts samples together is warned of once, not refused: what cancels out, as a
+        shift before a softmax, looks alike.
 
         Args:
             loss: The loss.
@@ -312,13 +311,14 @@ class MeanCounts:
         samples = float(samples)
         counts = labels_of(loss) if is_stated else counts_of(loss, samples)
         own = counts[:_MOST_COUNTS] if samples else []
-        if compares and samples and not is_stated:
-            rows = rows_together(loss, samples)
-            own[_MOST_COUNTS - 1 :] = [] if rows is None else [Count(rows, Of.TOGETHER)]
         if compares:
             padded = [*own, *((math.nan, Of.MEAN) for _ in range(_MOST_COUNTS - len(own)))]
-            told = self._group.gather([samples, *(float(n) for each in padded for n in each)])
-            self._compare(seen, [each for each in told if each[0]])
+            is_open = samples and not is_stated and not self._has_warned
+            rows = (rows_together(loss, samples) if is_open else None) or (math.nan, math.nan)
+            told = self._group.gather([samples, *(float(n) for n in chain(*padded, rows))])
+            told = [each for each in told if each[0]]
+            self._compare(seen, told)
+            self._warn_of_rows(told)
         elif seen.counts is not None:
             for index, (count, known) in enumerate(zip(own, seen.counts, strict=False)):
                 seen.counts[index] = self._left(known, count.number, samples)
@@ -344,8 +344,20 @@ class MeanCounts:
                 raise BalanceError(_unlike(of, [f"{n:g} for {s:g} {unit}" for s, n in pairs]))
         seen.counts = counts
 
+    def _warn_of_rows(self, told: list[list[float]]) -> None:
+        """Warn if all ranks put rows together at one place, as many for each sample."""
+        if len({place for *_, place in told}) != 1:
+            return
+        pairs = [(each[0], each[-2]) for each in told]
+        per_sample = _alike([rows / samples for samples, rows in pairs])
+        if per_sample is None or _alike([rows for _, rows in pairs]) is not None:
+            return  # ranks with equally many samples cannot tell, and a width is alike on all
+        self._has_warned = True
+        rows_told = ", ".join(f"{rows:g} for {samples:g} samples" for samples, rows in pairs)
+        warnings.warn(_TOGETHER.format(rows_told, own=_OWN), HeterogWarning, stacklevel=5)
+
     def _left(self, known: _Alike, count: float, samples: float) -> _Alike:
-        if known.of in _OF_SAMPLES:
+        if known.of == Of.CLASSES:
             return known  # only a comparison of ranks can tell
         before = known.per_sample, known.number
         per_sample, number = (
@@ -362,7 +374,7 @@ class MeanCounts:
 
 def _right_if(of: Of, per_sample: float | None, number: float | None) -> _Alike:
     """The alike values that make weights by samples right; the others become ``None``."""
-    if of in _OF_SAMPLES:  # places in a sequence differ, too, but not as samples do
+    if of == Of.CLASSES:  # places in a sequence differ, too, but not as samples do
         is_of_samples = number is None and per_sample is not None and per_sample.is_integer()
         return _Alike(of, None, None if is_of_samples else math.inf)
     return _Alike(of, None if of == Of.CURVED else per_sample, None if of == Of.SUM else number)
@@ -393,10 +405,12 @@ _UNLIKE = {
     Of.CLASSES: "a cross entropy has more classes where a rank has more samples ({}): it compares "
     "samples of a batch with each other, and a rank sees its own part only. Compare with all "
     "samples of a queue or a bank that ranks share; {own}.",
-    Of.TOGETHER: "the loss or the model takes statistics over the samples of a batch, or compares "
-    "them with each other ({}), and a rank sees its own part only. A plan runs such a step as one "
-    "device does (heterog.deploy); {own}.",
 }
+_TOGETHER = (
+    "the loss or the model takes statistics over the samples of a batch, or compares them with "
+    "each other ({}), and a rank sees its own part only. A plan runs such a step as one device "
+    "does (heterog.deploy); {own}."
+)
 _OWN = (
     "where each rank shall have its own, say so: weigh(loss, count=len(batch)), or a Trainer's "
     "loss_mean_over='samples'"

@@ -1,6 +1,7 @@
 """Losses that put samples together are told from means over samples, by shapes of autograd."""
 
 import math
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -10,11 +11,10 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from heterog.balance.across_samples import rows_together
+from heterog.balance.across_samples import Rows, rows_together
 from heterog.balance.group import RankGroup
-from heterog.balance.label_means import Count, MeanCounts, Of
+from heterog.balance.label_means import MeanCounts
 from heterog.balance.replicas import ReplicaCheck
-from heterog.balance.shares import BalanceError
 from heterog.errors import HeterogWarning
 
 WIDTH = 6
@@ -41,16 +41,21 @@ TOGETHER: dict[str, Loss] = {
     "distances": lambda x: torch.cdist(x, x).exp().mean(),
     "scores of pairs": lambda x: (x @ x.T).exp().mean(),
     "covariance": lambda x: (x.T @ x / len(x) - torch.eye(WIDTH)).square().sum(),
-    "largest": lambda x: (x / x.max()).mean(),
+    "largest": lambda x: (x / x.amax(0)).mean(),
     "root of a sum": lambda x: x.norm(),
 }
 
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_losses_that_put_samples_together_are_found(name: str) -> None:
+    found = []
     for samples in (3, 5):
         x = torch.randn(samples, WIDTH, requires_grad=True)
-        assert rows_together(TOGETHER[name](x), samples) == samples
+        rows = rows_together(TOGETHER[name](x), samples)
+        assert rows is not None
+        assert rows.number == samples
+        found.append(rows.place)
+    assert found[0] == found[1]
 
 
 def of_module(module: nn.Module, *shape: int) -> Loss:
@@ -97,6 +102,7 @@ APART: dict[str, Loss] = {
     "words": lambda x: functional.cross_entropy(
         x[:, None].expand(-1, 4, -1).exp().flatten(0, 1), torch.zeros(4 * len(x), dtype=torch.long)
     ),
+    "shifted": lambda x: (x - x.max()).exp().sum(1).log().mean() - (x - x.amin()).exp().mean(),
     "masked": lambda x: (x.exp()[x > 0].log_softmax(0) * 0).sum() + x.square().mean(),
 }
 
@@ -108,7 +114,7 @@ def test_means_over_samples_are_left_alone(name: str) -> None:
     for samples in (3, 5):
         x = torch.randn(samples, WIDTH, requires_grad=True)
         found = rows_together(APART[name](x), samples)
-        ratios.append(math.nan if found is None else found / samples)
+        ratios.append(math.nan if found is None else found.number / samples)
     assert ratios[0] != ratios[1]
 
 
@@ -128,26 +134,94 @@ def test_checkpointed_layers_are_not_computed_again() -> None:
 class Other(RankGroup):
     """A group of two in which the other rank says something."""
 
+    own: list[float]
+
     def __init__(self, told: list[float]) -> None:
         self.told = told
 
     def gather(self, numbers: object) -> list[list[float]]:
-        own = list(numbers)  # type: ignore[call-overload]
+        own = self.own = list(numbers)  # type: ignore[call-overload]
         return [own, (self.told + [math.nan] * len(own))[: len(own)]]
 
 
-def test_only_ranks_with_unlike_many_samples_tell() -> None:
-    def check(samples: int, rows: int) -> None:
-        told = [float(samples), *map(float, Count(rows, Of.TOGETHER))]
-        x = torch.randn(5, WIDTH, requires_grad=True)
-        MeanCounts(Other(told)).check(torch.logsumexp(x[:, 0], 0), 5, 0, looks=True)
+def check(loss: Loss, samples: int, told: list[float], width: int = WIDTH) -> list[float]:
+    """Compare a loss with what another rank told; returns what this one tells."""
+    group = Other(told)
+    x = torch.randn(samples, width, requires_grad=True)
+    MeanCounts(group).check(loss(x), samples, 0, looks=True)
+    return group.own
 
-    check(5, 5)  # may be a width
-    check(3, 5)  # is one
-    with pytest.raises(
-        BalanceError, match=r"\(5 for 5 samples, 3 for 3 samples\).*heterog.deploy"
+
+def spread(x: Tensor) -> Tensor:
+    return x.square().mean() + torch.logsumexp(x[:, 0], 0)
+
+
+def test_only_ranks_with_unlike_many_samples_tell() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HeterogWarning)
+        five, three = check(spread, 5, []), check(spread, 3, [])
+        check(spread, 5, five)  # may be a width
+        check(spread, 5, [*three[:-2], 5.0, three[-1]])  # is one
+        check(spread, 5, [*three[:-1], three[-1] + 1])  # something else
+    with pytest.warns(
+        HeterogWarning, match=r"\(5 for 5 samples, 3 for 3 samples\).*heterog.deploy"
     ):
-        check(3, 3)
+        check(spread, 5, three)
+
+
+def test_samples_put_together_are_warned_of_once() -> None:
+    group = Other(check(spread, 3, []))
+    counts = MeanCounts(group)
+    x = torch.randn(5, WIDTH, requires_grad=True)
+    with pytest.warns(HeterogWarning, match="takes statistics over the samples"):
+        counts.check(spread(x), 5, 0, looks=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HeterogWarning)
+        counts.check(spread(x), 5, 0, looks=True)
+    assert group.own[0] == 5.0
+    assert math.isnan(group.own[-1])  # a second comparison, which does not look
+
+
+def test_rows_are_told_beside_any_number_of_means() -> None:
+    """Ranks whose losses have unlike many means compare rows with rows alone."""
+
+    def with_means(number: int) -> Loss:
+        return lambda x: sum((x.mean() for _ in range(number)), spread(x))
+
+    for number in (0, 3, 5, 8):
+        own = check(with_means(number), 5, [])
+        assert len(own) == 1 + 2 * 6 + 2
+        assert own[-2] == 5.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HeterogWarning)
+        check(with_means(5), 5, check(with_means(3), 3, []))
+
+
+WIDE = nn.Sequential(nn.Linear(8, 12, bias=False), nn.ReLU(), nn.Linear(12, 3, bias=False))
+LOW_RANK = [nn.Parameter(torch.randn(*shape)) for shape in ((3, 12), (12, 8))]
+
+
+@pytest.mark.parametrize("layer", [WIDE, lambda x: (x @ (LOW_RANK[0] @ LOW_RANK[1]).T).relu()])
+def test_widths_in_proportion_to_samples_are_no_samples(layer: Callable[[Tensor], Tensor]) -> None:
+    """Widths 12 and 8 are 2 for each of 6 and 4 samples, but in unlike layers."""
+
+    def loss(x: Tensor) -> Tensor:
+        return functional.mse_loss(layer(x), x.new_zeros(len(x), 3))
+
+    found = [rows_together(loss(torch.randn(n, 8, requires_grad=True)), n) for n in (6, 4)]
+    if layer is WIDE:
+        assert [each and each.number for each in found] == [12, 8]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HeterogWarning)
+        check(loss, 6, check(loss, 4, [], 8), 8)
+
+
+def test_strided_nested_tensors_have_no_shape() -> None:
+    parts = [torch.randn(n, WIDTH, requires_grad=True) for n in (2, 3)]
+    nested = torch.nested.as_nested_tensor(parts, layout=torch.strided)
+    found = torch.nested.to_padded_tensor(nn.Linear(WIDTH, 4)(nested).softmax(-1), 0.0)
+    assert rows_together(found.mean(), 2) is None
+    assert rows_together(found.mean().exp(), 2) == Rows(2, 1)
 
 
 def test_buffers_of_ranks_own_samples_are_warned_of() -> None:
