@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import heterog.search.sharing as sharing
 from heterog.cluster import Cluster
+from heterog.envs.toy import chain_graph
 from heterog.errors import (
     BudgetError,
     ConformanceError,
@@ -167,6 +168,16 @@ def test_a_planner_needs_a_way_to_plan() -> None:
 
     with pytest.raises(ConformanceError, match=r"idle has no method 'plan\(problem\)'"):
         check_planner(Idle())  # type: ignore[arg-type]
+
+
+def test_methods_of_one_problem_do_not_answer_for_each_other() -> None:
+    graph, cluster = chain_graph(batch_size=32), Cluster.load("paper_8gpu")
+    methods, budget = built_in_methods(), Budget(evaluations=60)
+    shared = Problem(evaluator=Evaluator(graph, cluster), budget=budget)
+    for name in ("best_ddp", "tuned_uniform", "deeppool", "hap"):
+        alone = Problem(evaluator=Evaluator(graph, cluster), budget=budget)
+        found, own = methods[name].plan(shared), methods[name].plan(alone)
+        assert found.candidates == own.candidates, name
 
 
 def test_methods_that_do_not_apply_say_why() -> None:
