@@ -59,10 +59,11 @@ def run_agent(arguments: Sequence[str], rank: str) -> None:
     # Agents that share a store would find there what ranks said before a host was lost.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     given = [*_SETTINGS, *arguments]
-    own: str | None = parse_args(given).local_addr  # type: ignore[no-untyped-call]
-    if own and (interface := interface_of(own)):
+    parsed: Any = parse_args(given)  # type: ignore[no-untyped-call]
+    if parsed.local_addr and (interface := interface_of(parsed.local_addr)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if given[-1].endswith(".json"):
+    # An argument of a script may be such a file, too.
+    if parsed.training_script.endswith(".json") and not parsed.training_script_args:
         given[-1:] = rank, str(Path(given[-1]).resolve())
         try:
             warm(Path(given[-1]))

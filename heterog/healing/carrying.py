@@ -6,7 +6,6 @@ So nobody else has to know of snapshots, and nobody has to listen on a port.
 import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -63,7 +62,7 @@ class RankCarrier:
         self._group = open_group(backend=CPU_BACKEND)
         self._silent_s = silent_s
         self._copying: threading.Thread | None = None
-        self._lost: RuntimeError | None = None
+        self._lost: Exception | None = None
         self.further: list[str] = []
         self.failed = ""
 
@@ -80,6 +79,7 @@ class RankCarrier:
 
         Raises:
             RuntimeError: the connection to another host is lost.
+            Exception: what else has ended the thread that copies.
         """
         if self._lost is not None:
             raise self._lost
@@ -102,19 +102,21 @@ class RankCarrier:
                 ],
             )
             self.failed = ""
-        except InputFileError as error:
+        except (InputFileError, OSError) as error:
             self.failed = str(error)
-        except RuntimeError as error:
+        except Exception as error:  # a thread's would only be printed
             self._lost = error
 
     def bring(self, names: Iterable[str]) -> None:
         """Bring files that ranks want to their hosts.
 
         Args:
-            names: Names of the files that this rank wants, each of which some host has.
+            names: Names of the files that this rank wants.
 
         Raises:
+            LostError: no host has one of them; all ranks raise it.
             InputFileError: there is no room left on this host.
+            OSError: a file of this host cannot be read.
         """
         here = [path.name for path in self._shelf.folder.iterdir()], sorted(names)
         told = [json.loads(each) for each in gather_texts(json.dumps(here), self._group)]
@@ -123,6 +125,8 @@ class RankCarrier:
         for rank, (held, wants) in reversed(list(enumerate(told))):
             sources |= dict.fromkeys(held, rank)
             wanted[self._host_of[rank]] |= set(wants)
+        if missing := sorted(set().union(*wanted.values()).difference(sources)):
+            raise LostError(f"{missing[0]} of a snapshot is on no host that has ranks.")
         ways = [
             _Way(name, sources[name], first)
             for host, first in self._first.items()
@@ -138,18 +142,26 @@ class RankCarrier:
         Args:
             names: Names of the files that this rank offers.
             ways: Where files go, by the sizes of those that each rank really has.
+
+        Raises:
+            InputFileError: a file could not be written here; all others have been carried.
+            OSError: one could not be read here; all others have been carried.
         """
+        failed: InputFileError | OSError | None = None  # others go on, and are heard to the end
         own: dict[str, Tensor] = {}
         for name in names:
-            with suppress(LostError):  # it could not be written
+            try:
                 content = self._shelf.content(name)
                 own[name] = torch.frombuffer(content, dtype=torch.uint8) if content else _NOTHING
+            except LostError:
+                pass  # it could not be written
+            except OSError as error:
+                failed = error
         told = {name: len(value) for name, value in own.items()}
         said = [json.loads(text) for text in gather_texts(json.dumps(told), self._group)]
         going = [(way, said[way.source].get(way.name)) for way in ways(said)]
         num_bytes = sum(size or 0 for _, size in going)
         set_silence(self._silent_s + num_bytes / _SLOW_BYTES_PER_S, [self._group])
-        failed: InputFileError | None = None
         for (name, source, target), size in going:
             if source == self._rank and size:
                 dist.send(own[name], target, group=self._group)
@@ -159,8 +171,8 @@ class RankCarrier:
                     dist.recv(value, source, group=self._group)
                 try:
                     self._shelf.bring(name, value.numpy().data)
-                except InputFileError as error:
-                    failed = error  # the others go on, and have to be heard to the end
+                except (InputFileError, OSError) as error:
+                    failed = error
         dist.barrier(self._group)  # who carries nothing waits here, however long it takes
         if failed is not None:
             raise failed

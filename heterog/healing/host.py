@@ -133,9 +133,16 @@ class HealingHost(Host):
                     self._lent |= {name: self.shelf.content(name) for name in part.files}
 
     def give(self, name: str) -> Any:
-        """A file of the part that is lent, as what Ray moves without pickling, if it is here."""
-        found = self._lent.get(name)
-        return None if found is None else np.frombuffer(found, np.uint8)
+        """A file of a part that is lent or here, as what Ray moves without pickling."""
+        with suppress(LostError):
+            found = self._lent[name] if name in self._lent else self.shelf.content(name)
+            return np.frombuffer(found, np.uint8)
+        return None
+
+    def take(self, name: str, content: Any) -> None:
+        """Hold what another host has given, if it had it."""
+        if content is not None:
+            self.shelf.bring(name, content)
 
     # --- parts -----------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -29,7 +29,7 @@ from heterog.healing.exchange import Assignment
 from heterog.healing.host import HealingHost
 from heterog.healing.job import HealingJob, check_can_heal
 from heterog.healing.options import HealOptions
-from heterog.healing.shelf import Shelf, newest_complete, parts_of
+from heterog.healing.shelf import Moment, Shelf, newest_complete, parts_of
 from heterog.runtime.launch import temporary_folder
 from heterog.runtime.ranks.on_ray import (
     QUICK_NEWS,
@@ -139,10 +139,31 @@ class RayCrew(Crew):
         return None
 
     def _begin(self, state: JobState, assignment: Assignment) -> None:
-        """See ``Crew``; first, Ray keeps the job as it is, for another leader."""
+        """See ``Crew``; first, Ray keeps the job as it is, for another leader.
+
+        What ranks begin with is brought to where they are: they copy files among their own hosts.
+        """
         kept = pickle.dumps((state, Path(assignment.plan).read_bytes()))
         self._ray.experimental.internal_kv._internal_kv_put(self._name, kept)
+        if assignment.moment is not None:
+            used = {self._host_of[device] for device in state.running.devices}
+            self._hand_over(assignment.moment, used)
         super()._begin(state, assignment)
+
+    def _hand_over(self, moment: Moment, used: Collection[int]) -> None:
+        """Bring parts that only hosts without ranks have to one that has some."""
+        numbers = [number for number, host in enumerate(self._hosts) if host.is_here]
+        asked = [self._hosts[number].actor.parts.remote() for number in numbers]
+        held = {numbers[place]: parts for place, parts in self._answers(asked, SILENT_S)}
+        there = {part for number in used for part in held.get(number, ())}
+        taker = self._hosts[min(used)].actor
+        for number in sorted(set(held).difference(used)):
+            for part in held[number]:
+                if part.moment == moment and part not in there:
+                    there.add(part)
+                    for name in part.files:
+                        given = self._hosts[number].actor.give.remote(name)
+                        list(self._answers([taker.take.remote(name, given)], _BROUGHT_S))
 
     def _group(self) -> Any:
         """The job's placement group, which a leader before this one may have made."""

@@ -68,6 +68,7 @@ class SnapshotWriter:
 
         Raises:
             RuntimeError: the connection to another host is lost.
+            Exception: see ``RankCarrier``.
         """
         is_carried = self._carrier is not None and self._carrier.is_busy
         return is_carried or time.monotonic() < self._rested_s

@@ -513,6 +513,9 @@ def test_an_agent_says_how_it_ends(
     write_json(Path(run_file), {"plan": str(folder / "plan.json"), "model": model})
     agent.run_agent(["--max-restarts", "7", run_file], "rank.py")
     assert given[0][-3:] == ["7", "rank.py", run_file]
+    own = ["loop.py", "--config", "config.json"]
+    agent.run_agent(own, "rank.py")
+    assert given[1][-3:] == own, "the file is its script's"
     with pytest.raises(SystemExit, match="2"):
         agent.run_agent([str(tmp_path / "none.json")], "rank.py")
     assert "none.json" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -134,14 +135,56 @@ def kill_node_of_a_rank(nodes: Any) -> None:
     nodes.remove_node(node, allow_graceful=False)
 
 
+def kill_rank() -> None:
+    """End a rank; the actor of its host, which has forked who forks ranks, lives on."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            title = (folder / "cmdline").read_bytes()
+            actor = parent_of(parent_of(int(folder.name)))
+            of_raylet = parent_of(parent_of(actor))
+        except OSError:
+            continue
+        if b"heterog.healing.rank" in title and of_raylet == os.getpid():
+            os.kill(int(folder.name), signal.SIGKILL)
+            return
+
+
+def heal(folder: Path, num_steps: int, options: HealOptions, **how: Any) -> dict[str, Any]:
+    """Train a model on three hosts."""
+    (folder / "model.py").write_text(MODEL)
+    graph = capture(load_workload(f"{folder}/model.py:workload", None))
+    make_plan(graph, three(), methods=["cp_ar"], budget="1e").save(folder / "plan.json")
+    sources = (str(folder / "model.py"),)
+    request = RunRequest(plan=folder / "plan.json", num_steps=num_steps, sources=sources)
+    return heal_on_ray(request, options, **how)
+
+
+OPTIONS = HealOptions(search_budget="", back_after_s=0.0, slow_factor=0.0)  # busy machines
+
+
+@THOROUGH
+@pytest.mark.distributed
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.usefixtures("where_models_are", "nodes")
+def test_a_job_outlives_a_rank_whose_part_no_other_host_holds(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    def watch(stage: str) -> None:
+        words = stage.split()
+        if words[0] == "step" and int(words[1]) >= 20 and not done:
+            done.append("rank")
+            kill_rank()
+
+    measured = heal(tmp_path, 1500, replace(OPTIONS, redundancy=0), progress=watch)
+    assert [(move["kind"], move["num_ranks"]) for move in measured["moves"]] == [("lost", 2)]
+    assert measured["steps"] == list(range(1, 1502)), "none twice, none missing"
+
+
 @THOROUGH
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.usefixtures("where_models_are")
 def test_a_job_outlives_who_leads_it_and_a_node(nodes: Any, tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
-    graph = capture(load_workload(f"{tmp_path}/model.py:workload", None))
-    make_plan(graph, three(), methods=["cp_ar"], budget="1e").save(tmp_path / "plan.json")
     said: list[str] = []
     done: list[str] = []
 
@@ -155,14 +198,7 @@ def test_a_job_outlives_who_leads_it_and_a_node(nodes: Any, tmp_path: Path) -> N
             done.append("node")
             kill_node_of_a_rank(nodes)
 
-    measured = heal_on_ray(
-        RunRequest(
-            plan=tmp_path / "plan.json", num_steps=3000, sources=(str(tmp_path / "model.py"),)
-        ),
-        HealOptions(search_budget="", back_after_s=0.0, slow_factor=0.0),  # busy machines
-        progress=watch,
-        say=said.append,
-    )
+    measured = heal(tmp_path, 3000, OPTIONS, progress=watch, say=said.append)
     assert done == ["leader", "node"], said
     assert [(move["kind"], move["num_ranks"]) for move in measured["moves"]] == [("lost", 2)]
     assert measured["steps"] == list(range(1, 3002)), "none twice, none missing"

@@ -16,8 +16,12 @@ from torch import Tensor
 from heterog.errors import HeterogError, InputFileError
 from heterog.healing import elastic
 from heterog.healing.carrying import RankCarrier
+from heterog.healing.choices import Choice
+from heterog.healing.crew import Crew, JobState
+from heterog.healing.exchange import Assignment
 from heterog.healing.host import HealingHost
 from heterog.healing.on_ray import RayCrew
+from heterog.healing.options import Trained
 from heterog.healing.shelf import LostError, Moment, Part, Shelf, newest_complete, parts_of
 from heterog.healing.snapshots import Snapshot, SnapshotWriter
 from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
@@ -153,13 +157,11 @@ def test_a_snapshot_for_a_checkpoint_is_brought_from_the_hosts_that_have_it(
     )
     crew._hosts = [mock.Mock(is_here=True, actor=each) for each in hosts]
     try:
-        crew.lend()
-        assert crew._bringing is not None
-        crew._bringing.join()
+        while (folder := crew.lend()) is None:
+            assert crew._bringing is not None
+            crew._bringing.join()
         hosts[0].host.shelf.forget_before(Moment(0, 4, 2))
         hosts[1].host.shelf.forget_before(Moment(0, 4, 2))
-        folder = crew.lend()
-        assert folder is not None
         read = Snapshot(Shelf(folder), moment).read(["w0", "w1"])
         assert {name: value.tolist() for name, value in read.items()} == {
             "w0": [0.0] * 3, "w1": [1.0] * 3
@@ -169,6 +171,39 @@ def test_a_snapshot_for_a_checkpoint_is_brought_from_the_hosts_that_have_it(
     finally:
         crew._stack.close()
     assert not folder.exists()
+
+
+def test_what_only_hosts_without_ranks_hold_is_brought_to_one_that_has_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only rank of a host was killed, and no other host holds its part."""
+    moment, hosts = Moment(0, 3, 3), [Far(tmp_path / name) for name in ("a", "b", "c")]
+    for number, far in enumerate(hosts):
+        value = entry(f"w{number}", torch.full((3,), float(number)))
+        far.host.shelf.put(Part(moment, number), [value], {}, ABOUT)
+        far.host.shelf.put(Part(Moment(0, 2, 3), number), [value], {}, ABOUT)
+    hosts[0].host.shelf.put(Part(moment, 1), [entry("w1", torch.ones(3))], {}, ABOUT)
+    crew = RayCrew(None, "job", three(), RunRequest(plan=tmp_path), 0)
+    crew._ray = mock.Mock(
+        get=lambda answer, timeout: answer, exceptions=SimpleNamespace(RayError=())
+    )
+    crew._hosts = [mock.Mock(is_here=True, actor=each) for each in hosts]
+    begun = mock.Mock()
+    monkeypatch.setattr(Crew, "_begin", begun)
+    plan = tmp_path / "plan.json"
+    plan.touch()
+    device = three().host_devices(1)[0]
+    choice = Choice(path=str(plan), method="", devices=(device,))
+    state = JobState(generation=1, running=choice, trained=Trained())
+    crew._begin(
+        state, Assignment(generation=1, plan=str(plan), last=9, moment=moment, checkpoint="")
+    )
+    begun.assert_called_once()
+    there = hosts[1].host.shelf
+    read = Snapshot(there, moment).read(["w0", "w1", "w2"])
+    assert [value.tolist() for value in read.values()] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
+    assert {part for part in there.parts() if part.moment != moment} == {Part(Moment(0, 2, 3), 1)}
+    assert len(hosts[0].host.shelf.parts()) == 3, "who has no ranks gets nothing"
 
 
 def carry(rank: int, folder: Path) -> tuple[list[int], list[str], str, list[float]]:
@@ -209,6 +244,41 @@ def test_ranks_copy_parts_to_other_hosts_beside_training(tmp_path: Path) -> None
         ranks.close()
     assert first == ([0], [], "no room", [1.0] * 3), "the later of both parts named w is read"
     assert second == ([0, 1], [], "", [1.0] * 3)
+
+
+def carry_badly(rank: int, folder: Path) -> tuple[list[str], list[list[int]], list[str]]:
+    """Be a host of two, of which the first cannot read a file; then there is a bug."""
+    shelf, moment = Shelf(folder / str(rank)), Moment(0, 3, 2)
+    shelf.folder.mkdir()
+    carrier = RankCarrier(shelf, [0, 1], 1, 60.0)
+    content, part = shelf.content, Part(moment, rank)
+    shelf.put(part, [entry("w", torch.full((3,), float(rank)))], {}, ABOUT)
+    failed, there = [], []
+    for error in (PermissionError("not for you") if rank == 0 else None, None):
+        shelf.content = mock.Mock(side_effect=error or content)  # type: ignore[method-assign]
+        carrier.copy(part)
+        carrier.wait()
+        failed.append(carrier.failed)
+        there.append(sorted(part.number for part in shelf.parts()))
+    with pytest.raises(LostError) as lost:
+        carrier.bring(["0.9.0-2.index"] if rank == 0 else [])
+    shelf.content = mock.Mock(side_effect=KeyError("a bug"))  # type: ignore[method-assign]
+    carrier.copy(part)
+    carrier.wait()
+    with pytest.raises(KeyError) as bug:
+        _ = carrier.is_busy
+    return failed, there, [str(lost.value), str(bug.value)]
+
+
+def test_what_fails_while_ranks_copy_is_told(tmp_path: Path) -> None:
+    ranks = Ranks(2)
+    try:
+        first, second = ranks.run(carry_badly, tmp_path)
+    finally:
+        ranks.close()
+    raised = ["0.9.0-2.index of a snapshot is on no host that has ranks.", "'a bug'"]
+    assert first == (["not for you", ""], [[0, 1], [0, 1]], raised)
+    assert second == (["", ""], [[1], [0, 1]], raised)
 
 
 def test_a_folder_that_others_may_read_is_refused(
