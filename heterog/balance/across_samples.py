@@ -24,18 +24,9 @@ _TABLES = ("MmBackward", "Cdist")
 _PRODUCTS = ("MulBackward", "DivBackward")
 _LINEAR = (
     *("Add", "Sub", "Neg", "Sum", "Mean", "ToCopy", "Clone", "Alias", "_DDPSink", "Where"),
-    *(
-        "View",
-        "UnsafeView",
-        "Reshape",
-        "Squeeze",
-        "Unsqueeze",
-        "Transpose",
-        "TBackward",
-        "Permute",
-    ),
+    *("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "TBackward"),
     *("Expand", "Repeat", "Select", "Slice", "Split", "Unbind", "Stack", "Cat", "Index", "Gather"),
-    *("MaskedFill", "Diagonal", "Trace", "Clamp"),  # most clamps are only guards
+    *("Permute", "MaskedFill", "Diagonal", "Trace", "Clamp"),  # most clamps are only guards
 )
 """Beginnings of names of nodes."""
 _MOST_NODES = 50_000

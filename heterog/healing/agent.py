@@ -14,8 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch._dynamo  # which every optimizer imports
+import torch._dynamo  # noqa: F401 - every optimizer imports it
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -31,6 +30,7 @@ from heterog.healing.choices import Choice, Question
 from heterog.healing.elastic import path_of_host
 from heterog.healing.on_torchrun import read_healing
 from heterog.healing.planning import Planning
+from heterog.runtime.accelerators import num_threads
 from heterog.runtime.launch import interface_of
 
 _SETTINGS = (
@@ -128,9 +128,11 @@ def warm(path: Path) -> None:
     """
     request, options = read_healing(path)
     every = tuple(range(request.load().cluster.num_devices))
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # those of OpenMP would be missing in who is forked
-    with suppress(HeterogError), tempfile.TemporaryDirectory(prefix="heterog-") as folder:
+    with (
+        num_threads(1),  # those of OpenMP would be missing in who is forked
+        suppress(HeterogError),
+        tempfile.TemporaryDirectory(prefix="heterog-") as folder,
+    ):
         running = Choice(path=str(request.plan), method="", devices=every)
         asked = Question(
             devices=every[:-1],
@@ -141,4 +143,3 @@ def warm(path: Path) -> None:
             path=str(Path(folder, "left.json")),
         )
         Planning(request.plan).answer(asked)
-    torch.set_num_threads(num_threads)
