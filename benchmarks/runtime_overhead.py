@@ -14,7 +14,8 @@ twelve layers that take almost no time, so it measures the host's time for an op
 small kernels on a GPU.
 
 ``--gpu TYPE`` measures ResNet-50, GPT-2 and a Llama of 1 B in bfloat16 on one GPU instead, beside
-the predictions for that type. It ends after ten minutes: no row begins after seven.
+the predictions for that type; with CUDA graphs small batches, beside ``mode="reduce-overhead"``.
+It ends after ten minutes: no row begins after seven.
 """
 
 import argparse
@@ -46,7 +47,7 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.workload import Workload
 from heterog.methods.planner import Budget
-from heterog.runtime.accelerators import rank_device
+from heterog.runtime.accelerators import rank_device, synchronize
 from heterog.runtime.deploy import deploy
 from heterog.runtime.rank import end_together
 from heterog.search.plan import Plan, load_plan, make_plan
@@ -57,11 +58,12 @@ WORKLOADS = Path(__file__).parents[1] / "experiments" / "testbed_workloads.py"
 BATCH_SIZES = {"mlp": 64, "gpt": 16, "tiny": 2, "resnet18": 8, "llama": 8}
 HERE = ("tiny", "resnet18", "llama")
 ON_GPU = {"gpt2": 8, "resnet50": 64, "llama_1b": 4}
+SMALL_ON_GPU = {"gpt2": 1, "resnet50": 4, "llama_1b": 1}
 _LAST_BEGIN_S = 420.0
 
 
 class Row(NamedTuple):
-    """One measurement: a model on some ranks, run eagerly or compiled, on CPUs or a GPU type.
+    """One measurement: a model on some ranks, run as an execution says, on CPUs or a GPU type.
 
     With ``is_sharded`` ranks keep slices of the parameters.
     """
@@ -75,6 +77,8 @@ class Row(NamedTuple):
     @property
     def batch_size(self) -> int:
         """Samples of all ranks."""
+        if self.execution == "graphs":
+            return SMALL_ON_GPU[self.model]
         return (ON_GPU if self.gpu else BATCH_SIZES)[self.model]
 
 
@@ -184,8 +188,9 @@ def plain_step(row: Row, workload: Workload, rank: int, device: torch.device) ->
         shard(module)
     elif row.num_ranks > 1:
         model = DistributedDataParallel(module)
-    if row.execution == "compiled":
-        model = torch.compile(model)
+    if row.execution != "eager":
+        mode = "reduce-overhead" if row.execution == "graphs" else "default"
+        model = torch.compile(model, mode=mode)
     optimizer = workload.optimizer(module.parameters(), **dict(workload.optimizer_options))
 
     def step() -> None:
@@ -227,16 +232,19 @@ def serve(rank: int, folder: str, row: Row, num_steps: int) -> None:
             dist.barrier()
             start = time.perf_counter(), time.process_time()
             run()
-            if row.gpu:
-                torch.cuda.synchronize()
+            synchronize(device)
             busy = time.process_time() - start[1]
             dist.barrier()
             if number >= 3:
                 seconds[key].append((time.perf_counter() - start[0], busy))
     if rank == 0:
-        compile_s = ours.compiler.seconds if ours.compiler else 0.0
-        card = torch.cuda.get_device_name() if row.gpu else ""
-        found = {"seconds": seconds, "compile_s": compile_s, "card": card}
+        compiler = ours.compiler
+        found = {
+            "seconds": seconds,
+            "compile_s": compiler.seconds if compiler else 0.0,
+            "num_graphs": compiler.replays.num_recorded if compiler and compiler.replays else 0,
+            "card": torch.cuda.get_device_name() if row.gpu else "",
+        }
         Path(f"{folder}/seconds.json").write_text(json.dumps(found))
     end_together()
 
@@ -302,7 +310,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--models", nargs="*")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--executions", nargs="*", default=["eager", "compiled"])
+    parser.add_argument("--executions", nargs="*", help="eager, compiled, graphs (on a GPU)")
     parser.add_argument("--sharded", action="store_true", help="two ranks, ZeRO-3 and FSDP2")
     parser.add_argument("--gpu", default="", metavar="TYPE", help="one GPU, starts once")
     arguments = parser.parse_args()
@@ -310,7 +318,8 @@ def main() -> None:
     models = arguments.models or list(ON_GPU if arguments.gpu else BATCH_SIZES)
     ranks = [1] if arguments.gpu else [2] if arguments.sharded else arguments.ranks
     starts = 1 if arguments.gpu else arguments.starts
-    for execution, name, num_ranks in product(arguments.executions, models, ranks):
+    every = ["eager", "compiled", *(["graphs"] if arguments.gpu else [])]
+    for execution, name, num_ranks in product(arguments.executions or every, models, ranks):
         if arguments.gpu and time.monotonic() - begin > _LAST_BEGIN_S:
             return
         row = Row(name, num_ranks, execution, arguments.gpu, arguments.sharded)

@@ -324,7 +324,7 @@ def profile(
                 journal,
                 device_type or (named.devices[0].type.name if named else local_type_name()),
                 batch_size=batch_size,
-                compiles=named is not None and named.execution == "compiled",
+                compiles=named is not None and named.execution.compiles,
                 tell=tell,
             )
     if measured is not None:

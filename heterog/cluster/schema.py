@@ -279,7 +279,7 @@ def pairs_record(cluster: Cluster) -> dict[str, Any]:
 
 
 SendsWord: TypeAlias = Literal["overlapped", "blocking"]
-ExecutionWord: TypeAlias = Literal["eager", "megatron", "compiled"]
+ExecutionWord: TypeAlias = Literal["eager", "megatron", "compiled", "graphs"]
 Tf32Word: TypeAlias = Literal["none", "convolutions", "everything"]
 FilePath: TypeAlias = Annotated[Text, Field(min_length=1)]
 

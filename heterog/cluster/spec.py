@@ -6,7 +6,7 @@
     reserved_memory: 1.0 GiB            # per device: context and communication buffers
     calibration: lab_calibration.json   # optional, relative to this file; or roofline: data sheets
     sends: overlapped                   # or blocking: the program computes only when all is sent
-    execution: eager                    # or megatron, compiled: which program runs steps
+    execution: eager                    # or megatron, compiled, graphs: which program runs steps
     tf32: convolutions                  # or none, everything: float32 products that use TF32
     pairs: {}                           # optional: limits between hosts, see cluster.schema
     prices: {currency: USD, device_hour: {V100-16GB: 2.48, P100-12GB: 1.46}}    # optional

@@ -114,6 +114,13 @@ class Execution(StrEnum):
     """Megatron-LM under DeepSpeed, of 2022; its host code takes longer to issue kernels."""
     COMPILED = "compiled"
     """PyTorch with ``torch.compile``: inductor makes one kernel of several ops."""
+    GRAPHS = "graphs"
+    """The same, and a GPU's kernels are replayed from CUDA graphs: ``mode="reduce-overhead"``."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether inductor makes the kernels."""
+        return self in (Execution.COMPILED, Execution.GRAPHS)
 
 
 class Tf32(StrEnum):

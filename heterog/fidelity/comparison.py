@@ -328,7 +328,7 @@ class RecordedRun(Record):
     layout: Annotated[Text, Field(max_length=10_000)]
     seconds: PositiveSeconds
     peak_bytes: NumBytes | None
-    execution: Literal["", "eager", "megatron", "compiled"] = ""
+    execution: Literal["", "eager", "megatron", "compiled", "graphs"] = ""
     family: Annotated[Text, Field(min_length=1, max_length=1000)]
 
 

@@ -34,6 +34,7 @@ import numpy as np
 from pydantic import Field
 
 from heterog.cluster.hardware import DeviceType
+from heterog.cluster.schema import ExecutionWord
 from heterog.cluster.topology import DEVICE_MODELS, ROOFLINE, Cluster, Execution
 from heterog.errors import InputFileError
 from heterog.files import MAX_JSON_BYTES, read_json, write_json
@@ -83,7 +84,7 @@ class _RunsRecord(Record):
     schema_version: int
     kind: Literal["runs"]
     name: Text
-    execution: Literal["eager", "megatron", "compiled"]
+    execution: ExecutionWord
     host_s: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
     per_member: Annotated[float, Field(ge=0.0, le=1e3, allow_inf_nan=False)] = 0.0
     num_runs: Count
@@ -482,7 +483,7 @@ def extrapolated_by(
     home_of = {op: home for (op, _, _), home in zip(graph.updates, strategy.homes, strict=True)}
     total = 0.0
     by_kind: dict[str, float] = {}
-    runs_otherwise = model.compiled != (cluster.execution == Execution.COMPILED)
+    runs_otherwise = model.compiled != cluster.execution.compiles
     for device, device_type in enumerate(
         cluster.device_types[number] for number in cluster.type_index
     ):

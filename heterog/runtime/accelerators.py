@@ -9,7 +9,7 @@ ROCm's GPUs are CUDA devices, and RCCL is NCCL.
 import ctypes
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +57,8 @@ _KNOWN = (
 )
 _CPU_INSTEAD = frozenset({"mps"})
 """Accelerators without a backend that sends from their memory: ranks use the CPU instead."""
+_WIDEST_HEAD = 128
+"""Elements of a head for which FlashAttention has backward kernels on all GPUs that it runs on."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Numbers of two options in glibc's ``malloc.h``."""
 _LARGEST_MMAP_THRESHOLD = 32 * 2**20
@@ -196,6 +198,57 @@ def queue_mark(device: torch.device) -> Any:
     event = module.Event(enable_timing=True)
     event.record(module.current_stream())
     return event
+
+
+def has_flash_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
+    """Whether torch would choose FlashAttention for these [B, H, S, D], forward and backward."""
+    if query.device.type != "cuda" or query.shape[-1] % 8 or query.shape[-1] > _WIDEST_HEAD:
+        return False
+    is_grouped = query.shape[-3] != key.shape[-3]
+    asked = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, is_causal, is_grouped)
+    return torch.backends.cuda.can_use_flash_attention(asked)
+
+
+def graph_pool() -> Any:
+    """A pool of memory for recorded graphs of kernels."""
+    return _own().module.graph_pool_handle()
+
+
+def recorded_graph(pool: Any, run: Callable[[], Sequence[Tensor]]) -> tuple[Any, Sequence[Tensor]]:
+    """Record the kernels that a function issues, without running them.
+
+    Args:
+        pool: Where tensors are made; from ``graph_pool``.
+        run: The function; its kernels must have been loaded before.
+
+    Returns:
+        The graph, with a method ``replay``, and what the function returned.
+    """
+    module = _own().module
+    graph = module.CUDAGraph()
+    # Threads of NCCL ask for events meanwhile.
+    with module.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        made = run()
+    return graph, made
+
+
+def same_memory(value: Tensor) -> Tensor:
+    """A tensor with the memory of another one, which it does not own."""
+    storage = value.untyped_storage()
+    named = {
+        "nbytes": storage.nbytes(),
+        "data_ptr": storage.data_ptr(),
+        "size": value.shape,
+        "stride": value.stride(),
+        "dtype": value.dtype,
+        "device": value.device,
+        "storage_offset": value.storage_offset(),
+    }
+    borrowed = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), value.device, storage.nbytes()
+    )
+    made: Tensor = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(named, borrowed)
+    return made
 
 
 @contextmanager

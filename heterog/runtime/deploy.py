@@ -1,5 +1,6 @@
 """Deployment: a plan and a workload become a step that trains, on every rank."""
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ from heterog.graph.workload import Workload
 from heterog.lowering import lower
 from heterog.lowering.program import FloatArray, Program, TaskKind
 from heterog.modes.on_ranks import RankMode
-from heterog.runtime.accelerators import keep_freed_memory, rank_device
+from heterog.runtime.accelerators import is_accelerated, keep_freed_memory, rank_device
 from heterog.runtime.step.alike import (
     Replicas,
     Signature,
@@ -56,6 +57,7 @@ from heterog.runtime.step.local_op import local_ops
 from heterog.runtime.step.optimizer import LossScale, Masters, make_optimizer
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.recorder import Recorder, TaskTimes, gather_task_times
+from heterog.runtime.step.replays import Replays
 from heterog.runtime.step.slices import buffers_of
 from heterog.runtime.step.step_order import StepOrder, step_order
 from heterog.runtime.step.whole_model import (
@@ -68,6 +70,8 @@ from heterog.runtime.step.whole_model import (
 )
 from heterog.search.plan import Plan
 from heterog.strategy.strategy import Strategy
+
+_LOG = logging.getLogger(__name__)
 
 MAX_OTHER_SHAPES = 8
 """Number of further batch shapes whose programs are kept: one for the last batch of an epoch, or
@@ -158,8 +162,8 @@ class DeployedStep:
         self._replicas: tuple[Replicas, int] | None = None  # with the step of the first comparison
         self._workload, self._seed, self._program = workload, seed, program
         self.communicator = Communicator(self.rank, ())
-        is_compiled = plan.cluster.execution == Execution.COMPILED
-        self.compiler = Compiler() if is_compiled else None
+        is_compiled = plan.cluster.execution.compiles
+        self.compiler = Compiler(self._replays()) if is_compiled else None
         self._waits_for_compilers = is_compiled
         self.modes: tuple[RankMode, ...] = ()
         self._planned = planned_signature(graph)
@@ -171,6 +175,19 @@ class DeployedStep:
         # When this step is no longer referenced, or at exit: gloo may abort a process that has not
         # waited for its communication.
         weakref.finalize(self, _abandon, self._by_shape)
+
+    def _replays(self) -> Replays | None:
+        """The graphs from which this rank replays compiled parts, if it does."""
+        if self.plan.cluster.execution != Execution.GRAPHS:
+            return None
+        if not is_accelerated(self.device):
+            why = "this rank computes on a CPU"
+        elif not self.plan.strategy.step_barrier or self.plan.strategy.modes:
+            why = "values of one step are read in the next"
+        else:
+            return Replays()
+        _LOG.warning("the step is compiled, but its kernels are not replayed: %s", why)
+        return None
 
     def _compare_step(self, batch: Any) -> None:
         """Compare optimizer and batch with other ranks, before some of the steps."""
@@ -452,7 +469,10 @@ class DeployedStep:
         by_tensor = batch_by_tensor(self._executor.graph, batch)
         for mode in self.modes:
             mode.begin_step()
-        loss = self._run({name: value.to(self.device) for name, value in by_tensor.items()})
+        moved = {
+            name: value.to(self.device, non_blocking=True) for name, value in by_tensor.items()
+        }
+        loss = self._run(moved)
         if self._waits_for_compilers and not self.is_free_running:
             self._waits_for_compilers = False
             self._shapes.wait_for_compilers()

@@ -38,6 +38,9 @@ from tests.runtime.cases import (
 
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
+BACKEND = os.environ.get("HETEROG_RANKS_BACKEND", "gloo")
+"""Of the ranks' process group: with ``cpu:gloo,cuda:gloo`` all of them compute on one GPU."""
+
 # Ranks are forked off one process that has imported these, which takes each of them four seconds.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
@@ -50,9 +53,9 @@ FORKS.set_forkserver_preload(
 
 def _pickled(tensor: Tensor) -> tuple[Any, ...]:
     """Plain bytes, for which torch would pass a file descriptor through a socket of its own."""
-    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
         return tuple(reduce_tensor(tensor))  # type: ignore[no-untyped-call]
-    data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     known = bytearray(data.view(torch.uint8).numpy()) if len(data) else bytearray()
     return _unpickled, (known, tensor.dtype, tensor.shape, tensor.requires_grad)
 
@@ -155,14 +158,17 @@ _started: dict[int, BaseProcess] = {}
 def _fork(
     rank: int, num_ranks: int, store: str, pipe: Connection, of_parent: Connection
 ) -> int | None:
-    process = multiprocessing.get_context("fork").Process(
+    # A process that has looked at its GPU cannot be forked.
+    way = "fork" if BACKEND == "gloo" else "spawn"
+    process = multiprocessing.get_context(way).Process(  # type: ignore[attr-defined]
         target=_serve, args=(rank, num_ranks, store, pipe, of_parent), daemon=True
     )
     process.start()
     pipe.close()
-    assert process.pid is not None
-    _started[process.pid] = process
-    return process.pid
+    number: int | None = process.pid
+    assert number is not None
+    _started[number] = process
+    return number
 
 
 def _end(pids: list[int]) -> list[int | None]:
@@ -181,7 +187,7 @@ def _serve(rank: int, num_ranks: int, store: str, pipe: Connection, of_parent: C
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        BACKEND,
         init_method=f"file://{store}",
         rank=rank,
         world_size=num_ranks,

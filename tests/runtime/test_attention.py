@@ -1,16 +1,27 @@
 """Attention on devices other than the captured one: the same numbers as the captured kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from heterog.graph.axis_plan import axis_plan
+from heterog.graph.capture import capture_step
 from heterog.graph.placement import OpCall, TensorRef
-from heterog.runtime.step.special_ops import attention, attention_backward, on_masked_rows
+from heterog.graph.sharding_rules.table import positions
+from heterog.runtime.step.local_op import local_ops
+from heterog.runtime.step.special_ops import (
+    ATTENTION,
+    attention,
+    attention_backward,
+    on_masked_rows,
+)
+from tests.runtime.cases import workload_of
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+NAMES = ("query", "key", "value")
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
@@ -81,3 +92,33 @@ def test_several_query_heads_for_one_of_keys() -> None:
     found_back = attention_backward(gradient, query, key, value, found, unused, 0.0, True, **rest)
     for mine, theirs in zip(found_back, wanted_back, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["gpt", "language", "llama"])
+def test_a_gpus_ops_are_called_with_the_arguments_of_the_captured_ones(name: str) -> None:
+    captured = capture_step(workload_of(name))
+    plan = axis_plan(captured.graph)
+    on_gpu = local_ops(captured, plan, torch.device("cuda"))
+    torch.manual_seed(0)
+    made: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
+    num_backward = 0
+    for index, op in local_ops(captured, plan, torch.device("cpu")).items():
+        call, share = op.call, op.whole
+        if call.kind not in ATTENTION:
+            continue
+        places = positions(call, "query", "key", "value", "attn_mask")
+        rest = call.args["is_causal"], call.args["scale"]
+        key = *rest, tuple(call.inputs[place].shape for place in places)
+        if call.kind == "attention":
+            inputs = [torch.randn(call.inputs[place].shape) for place in places]
+            made[key] = inputs, op(inputs, share)
+            torch.testing.assert_close(on_gpu[index](inputs, share)[0], made[key][1][0])
+            continue
+        num_backward += 1
+        inputs = [torch.randn(each.shape) for each in call.inputs]
+        known = [*made[key][0], *made[key][1]]
+        whence = positions(call, *NAMES, "attn_mask") + positions(call, "out", "logsumexp")
+        for place, value in zip(whence, known, strict=True):
+            inputs[place] = value
+        torch.testing.assert_close(on_gpu[index](inputs, share), op(inputs, share))
+    assert num_backward

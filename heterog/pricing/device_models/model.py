@@ -189,7 +189,7 @@ class _Program(NamedTuple):
     @property
     def fuses(self) -> bool:
         """Whether a compiler fuses ops."""
-        return self.execution == Execution.COMPILED
+        return self.execution.compiles
 
     @property
     def runs_torch_kernels(self) -> bool:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from heterog.cluster.catalog import device_type_names
-from heterog.cluster.topology import Cluster, Execution
+from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError, InputFileError
 from heterog.files import MAX_JSON_BYTES, parse_json, read_bytes, write_atomically
 from heterog.graph.capture import CapturedStep, capture_step
@@ -374,7 +374,7 @@ def profile_as_rank(
     device = cluster.devices[rank]
     quota = cluster.hosts[cluster.host_of[rank]].cpu_quota if throttled else None
     journal.mkdir(exist_ok=True)
-    compiles = cluster.execution == Execution.COMPILED
+    compiles = cluster.execution.compiles
     of = f"{device.name} of cluster '{cluster.name}' ({cluster.fingerprint()})"
     of += ", compiled" if compiles else ""
     done = Journal(journal / f"rank{rank}.jsonl", of)

@@ -2,10 +2,10 @@
 
 - ``rank_program`` is a rank's part of the program, ``step_order`` the sequence that all ranks
   follow; ``executor`` runs it: a first step op by op (``interpreter``), later steps as functions
-  that ``segments`` makes (``compiled``). ``values`` holds a rank's values (and how ops read them:
-  ``recipes``), ``conversions`` and ``collectives`` exchange values (``under_way``), ``gradients``
-  and ``losses`` sum, ``optimizer`` updates. ``gradients`` also keeps what codecs leave out;
-  ``recorder`` records times.
+  that ``segments`` makes (``compiled``, and replayed from CUDA graphs: ``replays``). ``values``
+  holds a rank's values (and how ops read them: ``recipes``), ``conversions`` and ``collectives``
+  exchange values (``under_way``), ``gradients`` and ``losses`` sum, ``optimizer`` updates.
+  ``gradients`` also keeps what codecs leave out; ``recorder`` records times.
 - ``local_op`` runs one op on a share (``op_inputs``, ``windows``, ``special_ops``). ``spans`` has
   the samples and rows of each device, ``halos`` sends rows to neighbours. ``slices`` has a rank's
   slices of parameters; ``whole_model`` has its part of the model, and gathers the whole.

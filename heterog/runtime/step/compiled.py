@@ -19,11 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from heterog.runtime.step.recipes import Like
+from heterog.runtime.step.replays import Kernels, Replays
 
 _LOG = logging.getLogger(__name__)
-
-Kernels = Callable[[list[Tensor]], Sequence[Tensor]]
-"""Takes its inputs out of a list, so that it may drop them, and returns its outputs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +48,7 @@ class Compiler:
     """Compiles functions of tensors.
 
     Attributes:
+        replays: The graphs from which this rank replays its parts, if it does.
         tell: Called with the progress before each part.
         seconds: Seconds that compiling has taken so far.
         num_compiled: Number of parts that were compiled.
@@ -57,7 +56,8 @@ class Compiler:
         why: The compiler's error for the first of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replays: Replays | None = None) -> None:
+        self.replays = replays
         self.tell: Callable[[str], None] = _LOG.debug
         self.seconds = 0.0
         self.num_compiled = self.num_refused = 0

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from types import CodeType, MethodType
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ from heterog.runtime.step.interpreter import NotedOp
 from heterog.runtime.step.optimizer import StepUpdates, Updates
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.recipes import Begin, Like, Recipe
+from heterog.runtime.step.replays import Replay
 from heterog.runtime.step.special_ops import RandomStream
 from heterog.runtime.step.step_order import DueTask
 from heterog.runtime.step.values import Held, Values
@@ -70,7 +71,7 @@ class Piece(NamedTuple):
     segment: Segment | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Segments:
     """Makes segments of one rank's turns.
 
@@ -99,6 +100,13 @@ class Segments:
     sent_before: Mapping[int, Sequence[int]]
     noted: Mapping[int, NotedOp]
     compiler: Compiler | None = None
+
+    @cached_property
+    def sent(self) -> frozenset[int]:
+        """Buffers that tasks of communication read."""
+        part = self.part
+        tasks = (task for task, kind in enumerate(part.kinds) if kind not in OP_KINDS)
+        return frozenset(b for task in tasks if part.is_mine[task] for b in part.reads(task))
 
     def pieces(self, turns: Sequence[DueTask], *, apart: bool) -> list[Piece]:
         """Cut turns into segments and single turns between them.
@@ -239,8 +247,9 @@ class _Writer:
         self._outer = _Body()
         self._inner = _Body() if compiles else self._outer
         self._after: list[str] = [] if compiles else self._outer.lines
-        self._inputs: dict[str, tuple[str, Like]] = {}  # of ``inner``: how each is read
-        self._outputs: dict[str, None] = {}
+        # Of ``inner``: how each is read, and whether it is a parameter or a buffer of the model.
+        self._inputs: dict[str, tuple[str, Like, bool]] = {}
+        self._outputs: dict[str, bool] = {}  # and whether each is sent
         self._names: dict[int, str] = {}  # of buffers in local variables
         self._num_names = 0
         self._op_reads: Counter[int] = Counter()  # of each buffer in this segment
@@ -282,13 +291,21 @@ class _Writer:
             names = ", ".join(self._inputs)
             inner.lines[:0] = [f"[{names}] = given", "given.clear()"]
             inner.add(f"return [{', '.join(self._outputs)}]")
-            likes = tuple(like for _, like in self._inputs.values())
+            likes = tuple(like for _, like, _ in self._inputs.values())
             num_ops = sum(task in self._given.noted for task in self._tasks)
             part = compiler.part(inner.key("given"), inner.function("given"), likes, num_ops)
             reads, outer.lines[:] = list(outer.lines), []
-            outer.add(f"given = [{', '.join(read for read, _ in self._inputs.values())}]")
+            outer.add(f"given = [{', '.join(read for read, *_ in self._inputs.values())}]")
             outer.lines += reads
-            outer.add(f"[{', '.join(self._outputs)}] = {outer.constant(part)}.run(given)")
+            call = f"{outer.constant(part)}.run(given)"
+            if compiler.replays is not None:
+                stays, is_sent = (
+                    [each[2] for each in self._inputs.values()],
+                    self._outputs.values(),
+                )
+                replay = Replay(lambda given: part.run(given), compiler.replays, stays, [*is_sent])
+                call = f"{outer.constant(replay)}.run(given, number)"
+            outer.add(f"[{', '.join(self._outputs)}] = {call}")
         outer.lines += self._after
 
     def _write_op(self, task: int, noted: NotedOp) -> None:
@@ -334,7 +351,7 @@ class _Writer:
                 name = self._names[buffer]
                 share = f"{constant(noted.reader.samples)}, {constant(noted.units)}"
                 self._after.append(f"held[{constant(buffer)}] = Held({name}, {share})")
-                self._outputs[name] = None
+                self._outputs[name] = buffer in self._given.sent
             else:
                 self._own.add(buffer)
         for row, recipe in noted.gradients:
@@ -343,7 +360,7 @@ class _Writer:
             if self._compiles:
                 name = self._new_name()
                 self._inner.add(f"{name} = {gradient}")
-                self._outputs[name] = None
+                self._outputs[name] = self._given.part.program.num_devices > 1
                 gradient = name
             if self._given.part.is_own(row, noted.micro):
                 self._after.append(f"step.gradients.own[{constant(row)}] = {gradient}")
@@ -386,7 +403,7 @@ class _Writer:
                 text = self._name(key)
                 value = f"held[{constant(key)}].tensor()"
                 if self._compiles:
-                    self._inputs[text] = value, like
+                    self._inputs[text] = value, like, False
                 else:
                     self._outer.add(f"{text} = {value}")
         else:
@@ -401,7 +418,8 @@ class _Writer:
             if self._compiles:
                 known = next((name for name, how in self._inputs.items() if how[0] == text), "")
                 name = known or self._new_name()
-                self._inputs[name] = text, like
+                stays = begin is not Begin.BATCH and self._given.read_parameter is None
+                self._inputs[name] = text, like, stays
                 text = name
         for number, (function, arguments) in enumerate(steps, 1):
             others = "".join(f", {self._inner.constant(each)}" for each in arguments)

@@ -7,9 +7,10 @@ the logits, and all of their rows. Log-softmax and its gradient need one number 
 nothing (Megatron-LM's vocab_parallel_cross_entropy, Shoeybi et al. 2019, section 3).
 
 **Fused attention** on devices other than that of the capture: the graph holds one canonical pair
-of ops, with the arguments of the CPU's kernels. Each kind of device keeps other tensors from the
-forward kernel for the backward kernel, so here the backward op runs the forward pass again under
-autograd. This is right on every device, at the cost of one more forward pass.
+of ops, with the arguments of the CPU's kernels. FlashAttention's kernels on GPUs keep what the
+CPU's keep and are called themselves. Others keep other tensors for the backward pass, so there the
+backward op runs the forward pass again under autograd: right on every device, at the cost of one
+more forward pass.
 
 **Causal rows**: causal attention of the queries in one device's part of a sequence. The queries
 ``[first, first + n)`` see all keys before ``first``; of the next ``n`` keys each query sees those
@@ -40,7 +41,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from heterog.graph.placement import OpCall
 from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES, MEAN, SUM
 from heterog.graph.sharding_rules.table import dimension, integer, positions
-from heterog.runtime.accelerators import default_generator
+from heterog.runtime.accelerators import default_generator, has_flash_attention
 
 _OF_NO_WORD = -100  # for labels among other members' words, which the call then ignores
 
@@ -164,10 +165,18 @@ def attention(
     dropout_p: float,
     is_causal: bool,
     *,
-    attn_mask: Tensor | None,
-    scale: float | None,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output, and a placeholder for a tensor that the backward op gets but does not use."""
+    """The output, and what the backward op gets from the forward op.
+
+    These are the logarithms of sums of exponents [B, H, S], or a placeholder of their shape, so
+    that it can be split alike, where the backward op makes them again.
+    """
+    if attn_mask is None and not dropout_p and has_flash_attention(query, key, value, is_causal):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        output, sums, *_ = flash(query, key, value, 0.0, is_causal, False, scale=scale)
+        return output, sums
     output = scaled_dot_product_attention(
         query,
         key,
@@ -179,7 +188,6 @@ def attention(
         # Must be asked for: the CPU's kernels accept several query heads for one of keys anyway.
         enable_gqa=query.shape[-3] != key.shape[-3],
     )
-    # It has the shape of the logarithms of sums of CPU kernels, so that it can be split alike.
     return output, query.new_zeros(query.shape[:-1], dtype=torch.float32)
 
 
@@ -193,10 +201,19 @@ def attention_backward(
     dropout_p: float,
     is_causal: bool,
     *,
-    attn_mask: Tensor | None,
-    scale: float | None,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key and value."""
+    if attn_mask is None and not dropout_p and has_flash_attention(query, key, value, is_causal):
+        unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # no dropout
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        lengths = None, None, query.shape[-2], key.shape[-2]
+        how = 0.0, is_causal, unused, unused
+        made: tuple[Tensor, ...] = backward(
+            grad_out, query, key, value, out, logsumexp, *lengths, *how, scale=scale
+        )
+        return made
     with torch.enable_grad():
         query, key, value = (each.detach().requires_grad_() for each in (query, key, value))
         output, _ = attention(
