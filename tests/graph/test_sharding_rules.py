@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from heterog.errors import HeterogError
 from heterog.graph.grouped_rows import outer, product
 from heterog.graph.op_costs import CHECK, ROWS_OUTER, ROWS_PRODUCT, SPARSE_PRODUCT
 from heterog.graph.placement import (
@@ -1090,6 +1091,15 @@ def _check_alone(condition: Tensor, message: str) -> None:
 
 SAMPLES = all_samples()
 # --- tests --------------------------------------------------------------------------------------
+
+
+def test_an_argument_that_torch_has_renamed_is_no_reason_to_read_it_whole() -> None:
+    shapes = TensorMeta((4, 3), "float32"), TensorMeta((4, 3), "float32")
+    args = {"gradient": TensorRef(0), "self": TensorRef(1)}
+    call = OpCall(kind="renamed.default", args=args, inputs=shapes, outputs=shapes[:1])
+    assert axis(call, (0,), gradient=0, self=0).inputs == (0, 0)
+    with pytest.raises(HeterogError, match=r"renamed.default has no argument 'grad' in this ver"):
+        axis(call, (0,), grad=0, self=0)
 
 
 def test_every_rule_has_a_sample() -> None:

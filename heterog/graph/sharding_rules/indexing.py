@@ -12,6 +12,7 @@ from heterog.graph.sharding_rules.table import (
     axis,
     choose,
     dimension,
+    of_op,
     positions,
     rule,
     shape_of,
@@ -140,7 +141,7 @@ def _scatter(call: OpCall, placements: tuple[Placement, ...], axis_size: int) ->
     along, adds = dimension(call, "dim", rank), call.kind == "scatter_add.default"
     others = {len(meta.shape) for meta in call.inputs}
     axes = [
-        axis(call, (d,), self=d, index=d, src=d)
+        axis(call, (d,), self=d, index=d, **of_op(call, src=d))
         for d in range(rank)
         if d != along and all(m.shape[d] == target[d] for m in call.inputs if others == {rank})
     ]

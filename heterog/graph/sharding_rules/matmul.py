@@ -133,18 +133,23 @@ def _distances(call: OpCall) -> list[Axis]:
     ]
 
 
-@splits("_cdist_backward.default", linear=[("grad",)])
+@splits("_cdist_backward.default", linear=[(0,)])
 def _distances_backward(call: OpCall) -> list[Axis]:
     one, other, out = shape_of(call, "x1"), shape_of(call, "x2"), call.outputs[0].shape
     rows, columns = len(out) - 2, len(out) - 1
+    gradient = "grad" if "grad" in call.args else "grad_output"  # since torch 2.14
+
+    def along(d: int, x1: Entry, x2: Entry, made: Entry) -> Axis:
+        return axis(call, (made,), x1=x1, x2=x2, cdist=d, **{gradient: d})
+
     batch = []
     for d in range(rows):
         points = aligned(other, (*out[:rows], *other[-2:]), d)  # they may be those of all samples
-        batch.append(axis(call, (d,), grad=d, x1=aligned(one, out, d), x2=points, cdist=d))
+        batch.append(along(d, aligned(one, out, d), points, d))
     return [
         *batch,
-        axis(call, (rows,), grad=rows, x1=len(one) - 2, cdist=rows),
-        axis(call, (P,), grad=columns, x2=len(other) - 2, cdist=columns),
+        along(rows, len(one) - 2, R, rows),
+        along(columns, R, len(other) - 2, P),
     ]
 
 

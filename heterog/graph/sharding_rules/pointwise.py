@@ -13,6 +13,7 @@ from heterog.graph.sharding_rules.table import (
     axis,
     broadcast_axes,
     choose,
+    of_op,
     positions,
     rule,
     splits,
@@ -119,7 +120,8 @@ def _between(call: OpCall) -> list[Axis]:
 @splits("bucketize.Tensor", "isin.Tensor_Tensor")
 def _in_whole(call: OpCall) -> list[Axis]:
     # The boundaries (or the set) are searched as a whole, whatever their number.
-    return [axis(call, (d,), self=d, elements=d) for d in range(len(call.outputs[0].shape))]
+    rank = len(call.outputs[0].shape)
+    return [axis(call, (d,), **of_op(call, self=d, elements=d)) for d in range(rank)]
 
 
 @rule("masked_fill.Scalar")

@@ -25,6 +25,7 @@ from heterog.graph.sharding_rules.table import (
     dimensions,
     integer,
     integers,
+    of_op,
     shape_of,
     splits,
 )
@@ -111,7 +112,8 @@ def _layer_norm_backward(call: OpCall) -> list[Axis]:
     batch = len(shape_of(call, "input")) - len(integers(call, "normalized_shape"))
     parameters = (P, P) if "layer_norm" in call.kind else (P,)
     return [
-        axis(call, (d, *parameters), grad_out=d, input=d, mean=d, rstd=d) for d in range(batch)
+        axis(call, (d, *parameters), grad_out=d, input=d, rstd=d, **of_op(call, mean=d))
+        for d in range(batch)
     ]
 
 
@@ -147,13 +149,13 @@ def _batch_norm(call: OpCall) -> list[Axis]:
     outputs = [0 if meta.shape != (0,) else R for meta in call.outputs[1:]]
     return [
         axis(call, (0, *[L if training else R] * others), special, input=0),
-        axis(call, (1, *outputs), input=1, **dict.fromkeys(_STATISTICS, 0)),
+        axis(call, (1, *outputs), input=1, **of_op(call, **dict.fromkeys(_STATISTICS, 0))),
     ]
 
 
 @splits("native_batch_norm_backward.default", linear=[("grad_out",)])
 def _batch_norm_backward(call: OpCall) -> list[Axis]:
-    channel: dict[str, Entry] = dict.fromkeys(_STATISTICS, 0)
+    channel = of_op(call, **dict.fromkeys(_STATISTICS, 0))
     if call.args["train"] is True:
         statistics = {"save_mean": L, "save_invstd": L}
         batch = axis(call, (0, P, P), Special.LOCAL_STATISTICS, grad_out=0, input=0, **statistics)

@@ -13,6 +13,7 @@ from enum import StrEnum
 from functools import lru_cache
 from math import inf, prod
 
+from heterog.errors import HeterogError
 from heterog.graph.placement import L, OpCall, P, Placement, R, S, TensorMeta, TensorRef
 
 
@@ -177,17 +178,30 @@ def axis(
     /,
     **inputs: Entry,
 ) -> Axis:
-    """Make an ``Axis`` with inputs by argument name; those not named, or absent, are R.
+    """Make an ``Axis`` with inputs by argument name; those not named are R, as are absent ones.
 
     ``outputs`` may list one entry for each output the op can have: those masked out by the
     call's ``output_mask`` are dropped.
+
+    Raises:
+        HeterogError: the op has no argument of that name, because torch has renamed it, say.
     """
     entries: list[Entry] = [R] * len(call.inputs)
     for name, entry in inputs.items():
-        ref = call.args.get(name)
+        if name not in call.args:
+            raise HeterogError(
+                f"the op {call.kind} has no argument '{name}' in this version of PyTorch, for "
+                "which its rule was not written. Use PyTorch 2.13."
+            )
+        ref = call.args[name]
         if isinstance(ref, TensorRef):
             entries[ref.index] = entry
     return Axis(tuple(entries), tuple(_unmasked(call, outputs)), special, units)
+
+
+def of_op(call: OpCall, **inputs: Entry) -> dict[str, Entry]:
+    """Entries of those arguments that the op has, in a rule of several ops."""
+    return {name: entry for name, entry in inputs.items() if name in call.args}
 
 
 def _unmasked(call: OpCall, outputs: Sequence[Entry]) -> Iterable[Entry]:
