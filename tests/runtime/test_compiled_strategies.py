@@ -7,7 +7,7 @@ limits are those of ``test_any_strategy``.
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -53,8 +53,8 @@ def train_compiled(rank: int, name: str, recipe: Recipe, plan_path: str, how: st
     begin = Compiler.__init__
     backends = {"traced": traced, "inductor": _inductor}
 
-    def noted(self: Compiler) -> None:
-        begin(self)
+    def noted(self: Compiler, *given: Any) -> None:
+        begin(self, *given)
         compilers.append(self)
 
     with (
