@@ -1,4 +1,4 @@
-"""The script that prints the table."""
+"""The scripts that print the table and judge its plans, and plans as strategies."""
 
 import json
 import subprocess
@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sailor.inputs import Inputs
+from sailor.strategies import cluster_of
 
+from heterog.errors import StrategyError
 from tests.thorough import THOROUGH
 
 ROOT = Path(__file__).parents[2]
@@ -33,8 +36,8 @@ def rows_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 @THOROUGH
 @needs_data
 @pytest.mark.slow
-def test_a_table_has_the_best_of_each_method() -> None:
-    """Sailor's own plan has Sailor's own seconds."""
+def test_a_table_is_judged_by_the_referee(tmp_path: Path) -> None:
+    """Every plan of a setting is said as a strategy."""
     table = run(
         "sailor_table.py",
         "--data",
@@ -49,6 +52,14 @@ def test_a_table_has_the_best_of_each_method() -> None:
     assert [row["method"] for row in rows] == ["Sailor", "best even plan", "ours"]
     assert all(row["is_valid"] for row in rows)
     assert rows[0]["step_time_s"] == pytest.approx(22.990843, abs=1e-6)
+    (tmp_path / "table.json").write_text(table.stdout)
+    options = ("--data", str(SAILOR), "--table", str(tmp_path / "table.json"), "--budget", "")
+    judged = rows_of(run("sailor_referee.py", *options, "--json"))
+    assert [row["method"] for row in judged] == [row["method"] for row in rows]
+    for row in judged:
+        # The referee knows nothing of Sailor's seconds: near is enough to see no plan misread.
+        assert 0.6 < row["referee_s"] / row["sailors_s"] < 1.4, row
+        assert 0.0 < row["peak_bytes"] < 48e9
 
 
 @needs_data
@@ -59,3 +70,13 @@ def test_scripts_say_what_they_do_not_know(tmp_path: Path) -> None:
     done = run("sailor_table.py", "--data", str(tmp_path))
     assert done.returncode == 2
     assert done.stderr.startswith("cannot read Sailor's file")
+
+
+def test_clusters_have_sailors_rates(inputs: Inputs) -> None:
+    cluster = cluster_of(inputs, {"A100-40": 8, "V100-16": 4})
+    assert [device.type.name for device in cluster.devices] == 8 * ["A100-40GB"] + 4 * [
+        "V100-16GB"
+    ]
+    assert cluster.num_hosts == 3
+    with pytest.raises(StrategyError, match="6 A100-40 do not fill nodes of 4"):
+        cluster_of(inputs, {"A100-40": 6})
