@@ -17,6 +17,7 @@ device models.
 """
 
 import math
+import statistics
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rows import geometric_mean, keep_row, option, plain_parser, progress, read_rows
+from rows import keep_row, option, plain_parser, progress, read_rows
 
 from heterog.agents.planners import default_methods
 from heterog.agents.sources import captured
@@ -201,7 +202,7 @@ def table(pairs: Mapping[Pair, list[Row]], cluster: str) -> Iterable[str]:
         yield f"| {key[0]}, {key[2]} | " + " | ".join(cells) + " |"
     for name in GAINS:
         gains = [gain for found in lines.values() if (gain := found[name])]
-        mean = geometric_mean(gains) if gains else math.nan
+        mean = statistics.geometric_mean(gains) if gains else math.nan
         yield f"\nGeometric mean {name}: **{mean:.3f}x** ({len(gains)} models)."
 
 

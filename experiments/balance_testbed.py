@@ -16,8 +16,7 @@ between runs of one script with the same shares. ``cores`` has no quotas.
 
 Ranks keep memory that they have freed, as the allocator of an accelerator does. By default glibc
 returns large buffers to the system and requests them again in each step, and the same script then
-takes up to a quarter longer in some runs than in others; ``--default-allocator`` keeps this
-default.
+takes up to a quarter longer in some runs than in others.
 """
 
 import re
@@ -69,7 +68,6 @@ def epoch_seconds(
     script: Path,
     epochs: int,
     pixels: int,
-    allocator: dict[str, str],
     *,
     alone: bool = False,
 ) -> list[list[float]]:
@@ -80,7 +78,6 @@ def epoch_seconds(
         script: a file of ``examples/balance``.
         epochs: to run.
         pixels: height and width of the images.
-        allocator: environment that says how memory is allocated.
         alone: every rank is a job of its own.
     """
     with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
@@ -100,7 +97,7 @@ def epoch_seconds(
             def environment(self, rank: int) -> Mapping[str, str]:
                 return {
                     **bed.environment(rank),
-                    **allocator,
+                    **KEEPS_MEMORY,
                     "EPOCHS": str(epochs),
                     "LOCAL_RANK": str(rank),
                     "PYTHONPATH": f"{ROOT}:{':'.join(sys.path)}",
@@ -118,19 +115,19 @@ def epoch_seconds(
 
 
 def measure(
-    cluster: Cluster, script: str, epochs: int, rounds: int, pixels: int, allocator: dict[str, str]
+    cluster: Cluster, script: str, epochs: int, rounds: int, pixels: int
 ) -> dict[str, Any]:
     """Run both scripts in turn, and measure what perfect shares allow."""
     with_balancer = ROOT / "examples" / "balance" / f"{script}.py"
     without = with_balancer.parent / "before" / with_balancer.name
-    alone = epoch_seconds(cluster, without, 3, pixels, allocator, alone=True)
+    alone = epoch_seconds(cluster, without, 3, pixels, alone=True)
     speeds = [1 / statistics.median(seconds[1:]) for seconds in alone]
     perfect = statistics.mean(speeds) / min(speeds)
     before: list[list[float]] = []
     after: list[list[float]] = []
     for number in range(rounds):
         for path in (without, with_balancer)[:: 1 if number % 2 == 0 else -1]:
-            seconds = epoch_seconds(cluster, path, epochs, pixels, allocator)[0]
+            seconds = epoch_seconds(cluster, path, epochs, pixels)[0]
             (before if path is without else after).append(seconds)
     plain = statistics.median(s for each in before for s in each[1:])
     ours = statistics.median(s for each in after for s in each[SETTLING:])
@@ -159,13 +156,11 @@ def main() -> None:
         option("--rounds", type=int, default=2),
         option("--pixels", type=int, default=PIXELS),
         option("--testbeds", default="skew_compute,equal"),
-        option("--default-allocator", action="store_true"),
     )
     arguments = parser.parse_args()
     if arguments.epochs <= SETTLING:
         parser.error(f"--epochs {arguments.epochs}: the first {SETTLING} are left out")
-    allocator = {} if arguments.default_allocator else KEEPS_MEMORY
-    how = (arguments.epochs, arguments.rounds, arguments.pixels, allocator)
+    how = (arguments.epochs, arguments.rounds, arguments.pixels)
     rows = told(
         measure(ALIKE.get(testbed) or load_testbed(testbed), script, *how)
         for testbed, script in product(arguments.testbeds.split(","), arguments.scripts.split(","))

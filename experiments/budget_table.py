@@ -2,15 +2,11 @@
 
     python experiments/budget_table.py --json
     python experiments/budget_table.py --models bert_base --budgets 5 --json
-    python experiments/budget_table.py --cpu --json
 
 Each row has a cache folder of its own: its first call finds no compiled kernels, the second finds
 those of the first. ``capture_s`` is the time until the graph exists,
 including Python's start; ``prepare_s`` the time until kernels are compiled or loaded and the
 policy is read. The rest should take at most the budget and 20 %.
-
-With ``--cpu`` every clock, also that of the budget, counts CPU seconds of the process, as on an
-otherwise idle core.
 """
 
 import json
@@ -32,35 +28,20 @@ PROMISED = 1.2
 """Wall seconds over those of the budget, capture and preparation apart."""
 
 
-IN_CPU_SECONDS = (
-    "import time; time.perf_counter = time.process_time; from heterog.cli import main; main()"
-)
-
-
-def cpu_seconds(process: int) -> float:
-    """CPU seconds that a process has used so far."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def plan_once(
-    folder: Path, model: str, budget_s: float, *, in_cpu: bool = False
-) -> dict[str, Any]:
+def plan_once(folder: Path, model: str, budget_s: float) -> dict[str, Any]:
     """Call ``heterog plan`` once and note the seconds at which it reports its phases.
 
     Args:
         folder: to work in, and of the kernels.
         model: of the zoo.
         budget_s: of the plan.
-        in_cpu: count CPU seconds instead of those of the wall.
 
     Raises:
         RuntimeError: the call failed; holds what it said.
     """
     begin = time.perf_counter()
-    called = ["-c", IN_CPU_SECONDS] if in_cpu else ["-m", "heterog.cli"]
     process = subprocess.Popen(
-        [sys.executable, *called, "plan", model, "--cluster", CLUSTER,
+        [sys.executable, "-m", "heterog.cli", "plan", model, "--cluster", CLUSTER,
          "--budget", f"{budget_s:g}s", "-o", "plan.json"],
         cwd=folder, env=os.environ | {"NUMBA_CACHE_DIR": str(folder)},
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -70,13 +51,10 @@ def plan_once(
     said = []
     for line in process.stderr:
         said.append(line)
-        now_s = cpu_seconds(process.pid) if in_cpu else time.perf_counter() - begin
-        moments.setdefault(line.strip(" .\n"), now_s)
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
+        moments.setdefault(line.strip(" .\n"), time.perf_counter() - begin)
+    if process.wait():
         raise RuntimeError(f"heterog plan {model} failed: {''.join(said[-5:])}")
-    wall_s = used.ru_utime + used.ru_stime if in_cpu else time.perf_counter() - begin
+    wall_s = time.perf_counter() - begin
     captured_s, prepared_s = moments["load kernels"], moments["ev_ps"]
     found = json.loads((folder / "plan.json").read_text())
     searched_s = wall_s - prepared_s
@@ -99,7 +77,7 @@ def plan_once(
     }
 
 
-def table(models: list[str], budgets: list[float], *, in_cpu: bool) -> list[dict[str, Any]]:
+def table(models: list[str], budgets: list[float]) -> list[dict[str, Any]]:
     """A row for every model, budget and call."""
     rows = []
     for model, budget_s in product(models, budgets):
@@ -107,7 +85,7 @@ def table(models: list[str], budgets: list[float], *, in_cpu: bool) -> list[dict
             for call in ("first", "second"):
                 progress(f"{model}, {budget_s:g} s, {call} call")
                 known = {"model": model, "budget_s": budget_s, "call": call}
-                rows.append(known | plan_once(Path(folder), model, budget_s, in_cpu=in_cpu))
+                rows.append(known | plan_once(Path(folder), model, budget_s))
     return rows
 
 
@@ -117,13 +95,9 @@ def main() -> None:
         __doc__,
         option("--models", default=MODELS),
         option("--budgets", default=BUDGETS, help="seconds, with commas"),
-        option("--cpu", action="store_true", help="count CPU seconds of the process"),
     )
-    rows = table(
-        arguments.models.split(","),
-        [float(each) for each in arguments.budgets.split(",")],
-        in_cpu=arguments.cpu,
-    )
+    budgets = [float(each) for each in arguments.budgets.split(",")]
+    rows = table(arguments.models.split(","), budgets)
     finish(arguments, {"rows": rows})
 
 

@@ -7,17 +7,15 @@ the GPU's type. ``rows`` has one entry a case: seconds and peak memory, measured
 device seconds by family of kernels.
 """
 
-import gzip
-import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gpu_steps import Case, workload_of
-from rows import asked_of, finish, option, told
+from rows import asked_of, finish, option, read_rows, told
 
 from heterog.cluster.catalog import device_type
 from heterog.cluster.spec import parse_cluster
@@ -131,23 +129,13 @@ def by_family(
     return dict(found)
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows that were measured."""
-    data = path.read_bytes()
-    text = gzip.decompress(data) if path.suffix == ".gz" else data
-    for line in text.decode().splitlines():
-        row = json.loads(line)
-        if "error" not in row:
-            yield row
-
-
 def main() -> None:
     """Compare all rows."""
     arguments = asked_of(
         __doc__, option("steps", type=Path, nargs="+"), option("--only", default="")
     )
     only = arguments.only.split(",") if arguments.only else None
-    measured = [row for path in arguments.steps for row in read(path)]
+    measured = [r for path in arguments.steps for r in read_rows(path) if "error" not in r]
     rows = told(compared(row) for row in measured if only is None or row["model"] in only)
     errors = [abs(each["off"]) for each in rows]
     peaks = [abs(each["peak"] / each["allocated"] - 1.0) for each in rows]

@@ -45,7 +45,7 @@ from fault_trials import (
     run_trials,
 )
 from namespaces import inside, namespaces, set_link
-from rows import asked_of, option, progress
+from rows import asked_of, progress
 
 from heterog.graph.capture import capture
 from heterog.healing.job import HealingJob
@@ -259,12 +259,10 @@ def lose_command(request: RunRequest, options: HealOptions, step: int) -> None:
     raise RuntimeError("the command ended before the step in which it was to be killed")
 
 
-def run_trial(
-    folder: Path, nodes: Nodes | None, fault: str, chance: random.Random, wait: bool
-) -> Trial:
+def run_trial(folder: Path, nodes: Nodes | None, fault: str, chance: random.Random) -> Trial:
     """Run one trial."""
     before = things_of_jobs()
-    step = chance.randint(3, 300) + 1000 * wait
+    step = chance.randint(3, 300)
     number = {"two": 2}.get(fault, int(fault not in NOBODY))
     victims = (0,) if fault == "first" else tuple(chance.sample(range(len(KINDS)), number))
     plan, left, saved = folder / "plan.json", folder / "left.json", folder / "saved"
@@ -319,12 +317,7 @@ def run_trial(
 
 def main() -> None:
     """Run the trials and print a table, or JSON."""
-    arguments = asked_of(
-        __doc__,
-        *options(FAULTS, "rank"),
-        option("--wait", action="store_true", help="kill after plans were prepared"),
-    )
-    fault, wait = arguments.fault, arguments.wait
+    arguments = asked_of(__doc__, *options(FAULTS, "rank"))
     arguments.results = arguments.results and arguments.results.resolve()
     mark_processes()
     with ExitStack() as stack:
@@ -338,11 +331,11 @@ def main() -> None:
         make_plan(
             Request(graph=graph, cluster=cluster(), methods=("cp_ar",), budget=Budget.parse("1e"))
         ).save(folder / "plan.json")
-        nodes = stack.enter_context(nodes_for(fault))
+        nodes = stack.enter_context(nodes_for(arguments.fault))
         run_trials(
             arguments,
-            {"wait": wait},
-            lambda chance: run_trial(folder, nodes, fault, chance, wait),
+            {},
+            lambda chance: run_trial(folder, nodes, arguments.fault, chance),
             goes_on=False,  # nodes may be in any state
         )
 

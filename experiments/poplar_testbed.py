@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rows import asked_of, finish, geometric_mean, option, run, told
+from rows import asked_of, finish, option, run, told
 from testbeds import FOLDER, Task, calibrated, measured, workload_of
 
 from heterog.cluster import Cluster
@@ -108,7 +108,7 @@ def main() -> None:
         for model, batch_size in cases:
             rows += told(measure(cluster, model, int(batch_size), budget, arguments.pairs))
     gains = [row["gain"] for row in rows]
-    means = {"geometric_mean": geometric_mean(gains), "least": min(gains)}
+    means = {"geometric_mean": statistics.geometric_mean(gains), "least": min(gains)}
     finish(arguments, means | {"rows": rows})
 
 

@@ -3,9 +3,8 @@
 import argparse
 import csv
 import gzip
+import io
 import json
-import math
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -99,9 +98,12 @@ def run(main: Callable[[], object]) -> None:
 
 
 def read_rows(path: Path | None) -> list[dict[str, Any]]:
-    """Rows of a file of JSON lines; none if it is not there, or its last line was cut off."""
+    """Rows of a file of JSON lines, which may be compressed; a line that was cut off is skipped.
+
+    None if the file is not there.
+    """
     rows = []
-    for line in path.read_text().splitlines() if path is not None and path.is_file() else ():
+    for line in text_of(path).splitlines() if path is not None and path.is_file() else ():
         try:
             rows.append(json.loads(line))
         except ValueError:
@@ -111,9 +113,13 @@ def read_rows(path: Path | None) -> list[dict[str, Any]]:
 
 def csv_rows(path: Path) -> list[dict[str, str]]:
     """Rows of a table, which may be compressed."""
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return list(csv.DictReader(io.StringIO(text_of(path), newline="")))
+
+
+def text_of(path: Path) -> str:
+    """The text of a file, which may be compressed."""
+    data = path.read_bytes()
+    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
 
 
 def keep_row(path: Path | None, row: dict[str, Any]) -> None:
@@ -121,11 +127,6 @@ def keep_row(path: Path | None, row: dict[str, Any]) -> None:
     if path is not None:
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    """The geometric mean of numbers above 0."""
-    return math.exp(statistics.fmean(map(math.log, values)))
 
 
 def board_parser(doc: str | None, arms: str, pairs: Path | None = None) -> argparse.ArgumentParser:

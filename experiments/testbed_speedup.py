@@ -16,7 +16,7 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
-from rows import finish, geometric_mean, option, script_parser, told
+from rows import finish, option, script_parser, told
 from testbeds import (
     Task,
     measured,
@@ -129,7 +129,7 @@ def main() -> None:
     means = {}
     for other in ("ddp", TUNED):
         gains = [row[f"speedup_over_{other}"] for row in rows]
-        means[f"geometric_mean_over_{other}"] = geometric_mean(gains)
+        means[f"geometric_mean_over_{other}"] = statistics.geometric_mean(gains)
         means[f"least_over_{other}"] = min(gains)
     finish(arguments, {"rows": rows, **means})
 

@@ -11,7 +11,7 @@ are recorded, but not learned from. A card goes beside the policy.
 """
 
 import argparse
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -115,14 +115,10 @@ def main() -> None:
         option("--iterations", type=int, default=1, help="with led searches"),
         option("--evaluations", type=int, default=1000, help="of each recorded search"),
         option("--steps", type=int, default=2000),
-        option("--rounds", type=int, default=ImproverConfig().num_rounds),
-        option("--no-timeline", action="store_true"),
         option("--seed", type=int, default=0),
     ).parse_args()
     check_writable(asked.output)
-    config = replace(
-        ImproverConfig(), num_rounds=asked.rounds, sees_timeline=not asked.no_timeline
-    )
+    config = ImproverConfig()
     unseen = {*VALIDATION, *drawn_names(UNSEEN, asked.models // 8)}
     policy: Improver | None = None
     history: list[dict[str, float]] = []

@@ -10,7 +10,6 @@ KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
 
-_DURATION_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _BYTES = {
     "B": 1.0,
     "KB": 1e3,
@@ -33,7 +32,17 @@ _BYTES_PER_S = {
     "TB/s": 1e12,
 }
 _FLOPS_PER_S = {"FLOP/s": 1.0, "MFLOP/s": 1e6, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
-_TIME_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_TIME_S = {
+    "s": 1.0,
+    "ms": 1e-3,
+    "us": 1e-6,
+    "ns": 1e-9,
+    "m": 60.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+    "w": 604800.0,
+}
 _QUANTITY = re.compile(r"\s*([-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*([A-Za-z/]*)\s*")
 
 
@@ -86,10 +95,10 @@ def parse_flops_per_s(text: str | float) -> float:
 def parse_seconds(text: str | float) -> float:
     """Time in seconds from a number (already seconds) or a text with its unit.
 
-    >>> parse_seconds("5 ms")
-    0.005
+    >>> parse_seconds("5 ms"), parse_seconds("2d"), parse_seconds("1.5 h")
+    (0.005, 172800.0, 5400.0)
     """
-    return _parse(text, _TIME_S | _DURATION_S, "time")
+    return _parse(text, _TIME_S, "time")
 
 
 def format_seconds(seconds: float) -> str:

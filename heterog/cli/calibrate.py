@@ -15,7 +15,7 @@ from heterog.cli.common import (
     BatchOption,
     JsonOption,
     load_cluster,
-    load_model_graph,
+    load_model,
     out,
     print_result,
     progress_line,
@@ -128,7 +128,8 @@ def _calibrate_on_runs(
     rows = read_runs(runs, model=model, cluster=cluster)
     for path in {name for row in rows for name in (row.model, row.cluster)}:
         not_replaced(path, f"an input of {runs}", output)
-    cases = [case for _, case in cases_of(rows, load_model_graph, lru_cache(load_cluster))]
+    loaded = cases_of(rows, lambda *named: load_model(*named)[0], lru_cache(load_cluster))
+    cases = [case for _, case in loaded]
     starts = {case.cluster.calibration: cost_model_of(case.cluster) for case in cases}
     executions = {case.cluster.execution for case in cases}
     start = next(iter(starts.values()))
@@ -194,7 +195,7 @@ def fidelity(
 
     rows = read_runs(runs, model=model, cluster=cluster)
     found = []
-    cases = cases_of(rows, load_model_graph, lru_cache(load_cluster))
+    cases = cases_of(rows, lambda *named: load_model(*named)[0], lru_cache(load_cluster))
     for number, (row, case) in enumerate(cases, 1):
         found.append(compared(row, case))
         if not as_json:

@@ -175,11 +175,6 @@ def load_model(model: str, batch_size: int | None) -> "tuple[OpGraph, Rehearse |
         return captured.graph, rehearsal_of(captured)
 
 
-def load_model_graph(model: str, batch_size: int | None) -> "OpGraph":
-    """The graph of a zoo name, a user's function, or a saved file."""
-    return load_model(model, batch_size)[0]
-
-
 def loaded_models(models: str, quiet: bool) -> "Iterator[tuple[OpGraph, Rehearse | None]]":
     """Results of ``load_model`` for names with commas, at default batch sizes, one by one."""
     for model in split_names(models):
@@ -187,12 +182,6 @@ def loaded_models(models: str, quiet: bool) -> "Iterator[tuple[OpGraph, Rehearse
             progress(f"capture {model}", 0.0, float("inf"))
             loaded = load_model(model, None)
         yield loaded
-
-
-def model_graphs(models: str, quiet: bool) -> Iterator["OpGraph"]:
-    """The graphs of names with commas, at default batch sizes, one by one."""
-    for graph, _ in loaded_models(models, quiet):
-        yield graph
 
 
 def load_cluster(source: str) -> "Cluster":

@@ -15,7 +15,7 @@ from heterog.cli.common import (
     BatchOption,
     JsonOption,
     ModelArgument,
-    load_model_graph,
+    load_model,
     print_result,
 )
 from heterog.cli.outputs import JSON, YAML
@@ -135,7 +135,7 @@ def capture(
     from heterog.graph.serialize import save_graph
 
     begin = time.perf_counter()
-    graph = load_model_graph(model, batch_size)
+    graph = load_model(model, batch_size)[0]
     seconds = time.perf_counter() - begin
     save_graph(graph, output)
     summary = graph_summary(graph) | {"capture_seconds": seconds, "file": str(output)}

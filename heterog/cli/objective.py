@@ -50,7 +50,8 @@ def check_amounts(
     Raises:
         HeterogError: two amounts, one below 1, or a deadline or cost without any.
     """
-    from heterog.search.objective import Objective, parse_duration
+    from heterog.search.objective import Objective
+    from heterog.units import parse_seconds
 
     amounts = {"--steps": steps, "--samples": samples, "--tokens": tokens}
     given = {name: value for name, value in amounts.items() if value is not None}
@@ -59,7 +60,7 @@ def check_amounts(
     for name, value in given.items():
         if value < 1:
             raise HeterogError(f"{name} is {value}; it must be at least 1.")
-    deadline_s = parse_duration(deadline) if deadline else None
+    deadline_s = parse_seconds(deadline) if deadline else None
     # With one step in place of the real number, to report errors before the capture.
     Objective(aim=aim, num_steps=1 if given else None, deadline_s=deadline_s)
     return deadline_s

@@ -34,7 +34,6 @@ from heterog.cli.common import (
     load_layout,
     load_methods,
     load_model,
-    load_model_graph,
     print_json,
     print_result,
     progress_line,
@@ -238,7 +237,7 @@ def plan(
             )
         if background and not stop.is_requested:
             progress("background", 0.0, float("inf"))
-            best = best.with_background(load_model_graph(background, background_batch), limit)
+            best = best.with_background(load_model(background, background_batch)[0], limit)
         _write(best, output, trace)
         explanation = _explained(best, evaluator, request, session, with_changes=not no_changes)
     if save_config is not None:

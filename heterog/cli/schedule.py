@@ -10,7 +10,7 @@ from heterog.cli.common import (
     JsonOption,
     SeedOption,
     load_cluster,
-    load_model_graph,
+    load_model,
     print_result,
     progress_line,
     split_names,
@@ -87,7 +87,7 @@ def _captured(records: "list[JobRecord]", begin: "Any") -> "dict[str, TrainingJo
         key = record.model, record.batch_size
         if key not in graphs:
             begin(record.model)
-            graphs[key] = load_model_graph(*key)
+            graphs[key] = load_model(*key)[0]
         found[record.kind] = TrainingJob(graph=graphs[key], num_steps=record.steps)
     return found
 

@@ -30,7 +30,7 @@ from heterog.cli.common import (
     load_cluster,
     load_layout,
     load_methods,
-    model_graphs,
+    loaded_models,
     out,
     print_json,
     print_result,
@@ -467,7 +467,7 @@ def evaluate(
         use_encoder(encoder)
     checkpoint = load_checkpoint(policy)
     documents: list[dict[str, Any]] = []
-    for graph in model_graphs(models, as_json):
+    for graph, _ in loaded_models(models, as_json):
         for target in targets:
             with progress_line(as_json) as progress:
                 found = evaluate_policy(
@@ -509,7 +509,7 @@ def dataset(
     parsed = Budget.parse(budget)
     targets = [load_cluster(name) for name in split_names(clusters)]
     documents = []
-    for graph in model_graphs(models, as_json):
+    for graph, _ in loaded_models(models, as_json):
         for target in targets:
             pair = solved_before(SolvedPair(graph=graph, cluster=target), folder)
             request = Request(

@@ -20,9 +20,8 @@ from heterog.explain.decided import Lowered
 from heterog.explain.wording import types_in_words
 from heterog.files import cannot_write, read_json, write_atomically
 from heterog.lowering import lower
-from heterog.methods.planner import Candidate
 from heterog.search.cheapest import on_part
-from heterog.search.issue_order import IssuedSteps
+from heterog.search.issue_order import issued_step
 from heterog.search.plan import Plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -195,9 +194,7 @@ def on_used_devices(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
     left = [device for device in range(cluster.num_devices) if device not in idle]
     part = cluster.part(left)
     strategy = on_part(plan.strategy, cluster, left, part)
-    candidate = Candidate(strategy=strategy, orders=(Order[plan.order.upper()],))
-    step = IssuedSteps(Evaluator(plan.graph, part)).of(candidate)
-    assert step is not None, "it was written on more devices"
+    step = issued_step(Evaluator(plan.graph, part), strategy, Order[plan.order.upper()])
 
     def peaks(found: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(found[device] for device in left) if found else ()

@@ -259,7 +259,6 @@ class PlanResult:
 Progress = Callable[[str, float, float], None]
 """Function called with (method, fraction of its budget spent, best seconds so far)."""
 Search = TypeVar("Search")
-_RESUMED = "resumed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,15 +304,19 @@ class Problem:
         graph = self.evaluator.graph
         return graph.batch_size == 1 and rules_of_model(graph) is None
 
-    def resumed(self, make: Callable[["Problem"], Search]) -> Search:
+    def resumed(self, make: Callable[["Problem"], Search], key: str = "search") -> Search:
         """A method's search, either as the last call left it in ``memory`` or newly made.
 
         A search for another evaluator is dropped, because channels are numbered differently there.
+
+        Args:
+            make: Makes the search of a problem.
+            key: Name in ``memory``; anything else of a method may be kept there in the same way.
         """
-        evaluator, known = self.memory.get(_RESUMED, (None, None))
+        evaluator, known = self.memory.get(key, (None, None))
         if evaluator is not self.evaluator:
             known = make(self)
-            self.memory[_RESUMED] = self.evaluator, known
+            self.memory[key] = self.evaluator, known
         found: Search = known
         return found
 

@@ -122,7 +122,7 @@ class Allotment:
         follows_s = NOISE_PART * self._budget_s
         if self._issued is not None and found:
             best = min(found, key=_preference)
-            self._num_turns = self._issued.num_turns(best)
+            self._num_turns = self._issued.num_turns(best.strategy, best.orders[0])
             follows_s = self._num_turns * NOISE_S + self._last_s
             follows_s += self._kept_for_changes_s - self._late_s
             rehearsal_s = self._num_turns * REHEARSAL_S + self._num_ops * REHEARSAL_OP_S

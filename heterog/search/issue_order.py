@@ -15,7 +15,6 @@ from heterog.lowering.program import (
     TaskKind,
 )
 from heterog.memo import kept
-from heterog.methods.planner import Candidate
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Strategy
@@ -65,7 +64,7 @@ _MADE_AT_ONCE = 100_000
 
 
 class IssuedSteps:
-    """The programs and orders of candidates on one evaluator, each made once.
+    """The programs and orders of strategies on one evaluator, each made once.
 
     A step of more than ``MOST_WRITTEN`` ops gets no order: its plan can be judged and compared,
     but neither rehearsed nor run.
@@ -81,26 +80,20 @@ class IssuedSteps:
         self._evaluator = evaluator
         self.num_ops = evaluator.graph.num_ops
 
-    def of(self, candidate: Candidate) -> IssuedStep | None:
-        """The program and order of a candidate, in the first of its orders."""
-        return self._step(candidate.strategy, candidate.orders[0])
-
     @kept
-    def _step(self, strategy: Strategy, order: Order) -> IssuedStep | None:
+    def of(self, strategy: Strategy, order: Order) -> IssuedStep | None:
+        """The program and order of a strategy; ``None`` if it has too many ops."""
         if self._tasks_of(strategy) > MOST_WRITTEN:
             return None
-        return issued_step(self._evaluator, Candidate(strategy=strategy, orders=(order,)))
-
-    def num_turns(self, candidate: Candidate) -> int:
-        """Turns of all ranks in a step; the number of tasks if that is large; 0 without order."""
-        return self._turns(candidate.strategy, candidate.orders[0])
+        return issued_step(self._evaluator, strategy, order)
 
     @kept
-    def _turns(self, strategy: Strategy, order: Order) -> int:
+    def num_turns(self, strategy: Strategy, order: Order) -> int:
+        """Turns of all ranks in a step; the number of tasks if that is large; 0 without order."""
         num_tasks = self._tasks_of(strategy)
         if num_tasks > MOST_WRITTEN:
             return 0
-        step = self._step(strategy, order) if num_tasks <= _MADE_AT_ONCE else None
+        step = self.of(strategy, order) if num_tasks <= _MADE_AT_ONCE else None
         return num_tasks if step is None else num_turns(step.program)
 
     def _tasks_of(self, strategy: Strategy) -> int:
@@ -118,16 +111,16 @@ def num_turns(program: Program) -> int:
     return program.num_tasks + int((sizes * (sizes - 1) // 2).sum())
 
 
-def issued_step(evaluator: Evaluator, candidate: Candidate) -> IssuedStep:
-    """The program and order of a candidate, in the first of its orders."""
+def issued_step(evaluator: Evaluator, strategy: Strategy, order: Order) -> IssuedStep:
+    """The program of a strategy, and its tasks as ranks take them up in an order."""
     # The order is for one step, as ranks run it, even if eight were simulated.
-    choice = evaluator.encode(candidate.strategy)._replace(num_steps=1)
-    program, start, finish = evaluator.timings(choice, candidate.orders[0])
-    order = issue_order(program, start, finish)
+    choice = evaluator.encode(strategy)._replace(num_steps=1)
+    program, start, finish = evaluator.timings(choice, order)
+    tasks = issue_order(program, start, finish)
     return IssuedStep(
         program=program,
-        task_order=tuple(order.tolist()),
-        sent_before=sends_by_op(program, start, finish, order),
+        task_order=tuple(tasks.tolist()),
+        sent_before=sends_by_op(program, start, finish, tasks),
     )
 
 

@@ -343,23 +343,16 @@ def _judged(
     return judged
 
 
-_KNOWN = "run_method"  # in a problem's memory, beside what the method keeps
-
-
 @dataclass(slots=True)
 class _Known:
     """Evaluations of earlier rounds: a method often returns the same candidates again."""
 
-    evaluator: Evaluator
     evaluations: dict[tuple[Strategy, Order], Evaluation] = field(default_factory=dict)
     noisy_s: dict[tuple[Strategy, Order], float] = field(default_factory=dict)
 
 
 def _known_of(problem: Problem) -> _Known:
-    found = problem.memory.get(_KNOWN)
-    if found is None or found.evaluator is not problem.evaluator:
-        found = problem.memory[_KNOWN] = _Known(problem.evaluator)
-    return found
+    return problem.resumed(lambda _: _Known(), "judged")
 
 
 def _most_robust(

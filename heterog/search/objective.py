@@ -10,7 +10,6 @@ gives the money for a step, a million samples or tokens, and the whole run.
 """
 
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,8 +22,6 @@ from heterog.methods.planner import MethodRow, Rank, by_time
 from heterog.records import VALUE, PositiveSeconds, within
 from heterog.strategy.strategy import Strategy
 
-_DURATION = re.compile(r"(\d+(?:\.\d*)?)\s*(s|m|min|h|d|w)")
-_SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 MAX_STEPS = 10**12
 """Most steps of a training run; seconds and money then stay far within the range of floats."""
 
@@ -169,22 +166,6 @@ def tokens_per_sample(graph: OpGraph) -> int | None:
             is_table = len(tensor.shape) == 2 and tensor.shape[0] == graph.batch_size
             return tensor.shape[1] if is_table and "int" in tensor.dtype else None
     return None
-
-
-def parse_duration(text: str) -> float:
-    """Seconds of ``"2d"``, ``"36h"``, ``"90min"`` or ``"600s"``.
-
-    Raises:
-        HeterogError: the text is something else, or the time is not above 0.
-
-    >>> parse_duration("2d"), parse_duration("1.5 h")
-    (172800.0, 5400.0)
-    """
-    found = _DURATION.fullmatch(text.strip())
-    seconds = 0.0 if found is None else float(found[1]) * _SECONDS[found[2]]
-    if not 0.0 < seconds < math.inf:
-        raise HeterogError(f"cannot read the time '{text}'; write 36h, 2d, 90min or 600s.")
-    return seconds
 
 
 def steps_for(amount: int, per_step: int) -> int:

@@ -498,7 +498,7 @@ def plan_from_rows(
     rows = with_noise(evaluator, rows, noise, rank)
     assert row.candidate is not None
     strategy = row.candidate.strategy
-    step = (issued or IssuedSteps(evaluator)).of(row.candidate)
+    step = (issued or IssuedSteps(evaluator)).of(row.candidate.strategy, row.candidate.orders[0])
     least = lower_bound_s(graph, cluster, evaluator.cost_model, with_op_rules=use_op_rules(rows))
     if strategy.step_barrier:
         assert_not_below(rows, least.seconds)

@@ -14,7 +14,6 @@ from importlib import import_module
 from heterog.errors import StrategyError
 from heterog.lowering.kernels import compilation_told
 from heterog.methods.planner import (
-    Candidate,
     MethodRow,
     Planner,
     Problem,
@@ -25,7 +24,7 @@ from heterog.methods.planner import (
 from heterog.methods.registry import AUTO, Methods
 from heterog.pricing.intervals import Interval
 from heterog.search.allotment import Allotment
-from heterog.search.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
+from heterog.search.issue_order import MOST_WRITTEN, IssuedStep, IssuedSteps, Rehearse
 from heterog.search.judging import can_be_sent, prepare_seat, under_noise
 from heterog.search.request import GIVEN, Request, Session
 from heterog.search.sharing import Shares, SharesTogether
@@ -240,13 +239,12 @@ def rehearsed(
         row = result[number]
         assert row.candidate is not None
         key = row.candidate.strategy, row.candidate.orders[0]
-        if key not in known and issued.of(row.candidate) is None:
-            result[number] = replace(row, note="; ".join(filter(None, (row.note, UNWRITTEN))))
-            break
         if key not in known:
-            said = _said_of(issued, row.candidate, rehearse, spending)
+            step = issued.of(*key)
+            said = None if step is None else _said_of(key[0], step, rehearse, spending)
             if said is None:
-                result[number] = replace(row, note="; ".join(filter(None, (row.note, UNPLAYED))))
+                why = UNWRITTEN if step is None else UNPLAYED
+                result[number] = replace(row, note="; ".join(filter(None, (row.note, why))))
                 break
             known[key] = said
         if not known[key]:
@@ -275,16 +273,14 @@ UNWRITTEN = (
 
 
 def _said_of(
-    issued: IssuedSteps, candidate: Candidate, rehearse: Rehearse, spending: Spending | None
+    strategy: Strategy, step: IssuedStep, rehearse: Rehearse, spending: Spending | None
 ) -> str | None:
     """Result of a rehearsal; ``None`` if time was up before it had ended."""
-    step = issued.of(candidate)
-    assert step is not None
     if spending is None:
-        return rehearse(candidate.strategy, step, lambda: None)
+        return rehearse(strategy, step, lambda: None)
     said: str | None = None
     with spending.limits():
-        said = rehearse(candidate.strategy, step, spending.check)
+        said = rehearse(strategy, step, spending.check)
     return said
 
 

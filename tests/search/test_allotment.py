@@ -28,6 +28,7 @@ from heterog.search.allotment import (
 from heterog.search.issue_order import IssuedStep, IssuedSteps, issued_step
 from heterog.search.portfolio import UNPLAYED
 from heterog.search.sharing import BudgetSplit
+from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Strategy
 from tests.runtime.cases import workload_of
@@ -104,12 +105,13 @@ def test_turns_are_tasks_and_pairs_that_exchange_something() -> None:
     for method, sets in (("ev_ar", 3), ("ev_ps", 0)):
         (row,) = run_methods(evaluator, [method], budget=Budget(evaluations=1))
         assert row.candidate is not None
-        step = issued_step(evaluator, row.candidate)
+        asked = row.candidate.strategy, row.candidate.orders[0]
+        step = issued_step(evaluator, *asked)
         links = step.program.kind >= FIRST_LINK_KIND
         sizes = [len(step.program.channels[c].devices) for c in step.program.channel[links]]
         assert (3 in sizes) == (sets == 3)
         expected = step.program.num_tasks + sum({2: 1, 3: 3}[size] for size in sizes)
-        assert IssuedSteps(evaluator).num_turns(row.candidate) == expected
+        assert IssuedSteps(evaluator).num_turns(*asked) == expected
 
 
 def test_what_is_needed_whichever_strategy_wins_is_done_first_and_counts() -> None:
@@ -200,9 +202,9 @@ def test_a_rehearsal_that_time_does_not_suffice_for_says_so(seconds: float, is_c
 def test_the_order_of_a_strategy_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Strategy] = []
 
-    def counted(evaluator: Evaluator, candidate: Candidate) -> IssuedStep:
-        made.append(candidate.strategy)
-        return issued_step(evaluator, candidate)
+    def counted(evaluator: Evaluator, strategy: Strategy, order: Order) -> IssuedStep:
+        made.append(strategy)
+        return issued_step(evaluator, strategy, order)
 
     monkeypatch.setattr(issue_order, "issued_step", counted)
     slow_plan(1.0)
@@ -217,7 +219,7 @@ def test_a_rehearsal_on_ranks_ends_when_it_is_asked_to() -> None:
     own = Evaluator(captured.graph, evaluator.cluster)
     (row,) = run_methods(own, ["ddp"], budget=Budget(evaluations=1))
     assert row.candidate is not None
-    issued = issued_step(own, row.candidate)
+    issued = issued_step(own, row.candidate.strategy, row.candidate.orders[0])
     assert rehearsal_of(captured)(row.candidate.strategy, issued, spending.check) == ""
     clock.now_s += 2.0
     with pytest.raises(TimeUp):

@@ -109,7 +109,7 @@ def test_a_file_of_jobs(tmp_path: Path) -> None:
         (f"schema_version: 1\njobs: [{JOB[:-1]}, colour: red}}]", "unknown field 'jobs.0.colour'"),
         (f"schema_version: 1\njobs: [{JOB[:-1]}, count: 3}}]", "one of 'every' and 'count'"),
         (f"schema_version: 1\njobs: [{JOB[:-1]}, deadline: soon}}]", "'soon', not a time"),
-        (f"schema_version: 1\njobs: [{JOB[:-1]}, deadline: 0}}]", "is 0.0; it must be above 0"),
+        (f"schema_version: 1\njobs: [{JOB[:-1]}, deadline: 0}}]", "is 0; it must be above 0"),
         (f"schema_version: 1\njobs: [{JOB[:-1]}, arrives: .nan}}]", "it must be 0 or above"),
         (
             f"schema_version: 1\njobs: [{JOB[:-1]}, deadline: 1, deadline_factor: 1}}]",

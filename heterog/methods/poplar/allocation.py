@@ -6,6 +6,7 @@ into a strategy with ZeRO over the whole model (Rajbhandari et al. 2020).
 """
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -113,20 +114,14 @@ def _within_time(curves: Sequence[FloatArray], batch: int) -> list[int] | None:
     """
     times = np.unique(np.concatenate(list(curves)))
     times = times[np.isfinite(times)]
-    low, high = 0, len(times) - 1
 
     def most(time: float) -> list[int]:
         return [int(np.searchsorted(curve, time, side="right")) - 1 for curve in curves]
 
-    if sum(most(times[high])) < batch:
+    if sum(most(times[-1])) < batch:
         return None
-    while low < high:
-        middle = (low + high) // 2
-        if sum(most(times[middle])) >= batch:
-            high = middle
-        else:
-            low = middle + 1
-    shares = most(times[high])
+    enough = bisect_left(times, batch, hi=len(times) - 1, key=lambda time: sum(most(time)))
+    shares = most(times[enough])
     ends = [(-float(curves[i][share]), i) for i, share in enumerate(shares) if share]
     heapq.heapify(ends)
     for _ in range(sum(shares) - batch):

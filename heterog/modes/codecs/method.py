@@ -362,7 +362,7 @@ def with_codec(
     found.sort(key=lambda each: (each[0].misses_target, each[0].evaluation.preference))
     for result, row, orders in found:
         candidate = Candidate(strategy=result.strategy, orders=orders)
-        issued = issued_step(evaluator, candidate)
+        issued = issued_step(evaluator, result.strategy, orders[0])
         fault = "" if rehearse is None else rehearse(result.strategy, issued, lambda: None)
         if fault:
             faults.append(fault)

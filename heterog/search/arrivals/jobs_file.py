@@ -17,12 +17,23 @@ Times are seconds, or texts with a unit. A model is never Python code, which wou
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Annotated, TypeAlias
 
 from heterog.errors import HeterogError, InputFileError
 from heterog.files import read_bytes
 from heterog.names import shown
-from heterog.records import Count, Many, Name, PositiveSeconds, Record, Text, parse_record
+from heterog.records import (
+    Count,
+    MadeBy,
+    Many,
+    Name,
+    PositiveSeconds,
+    Record,
+    Text,
+    parse_record,
+)
 from heterog.search.arrivals.queueing import JobCluster, JobRequest
 from heterog.units import parse_seconds
 from heterog.user_code import is_from_file
@@ -33,6 +44,25 @@ MOST_ARRIVALS = 100_000  # of all jobs of a file
 _MOST_S = 1e9  # for each time in a file, and the last arrival
 
 
+def _seconds(value: object, *, is_positive: bool = True) -> float:
+    """The seconds of a field.
+
+    Raises:
+        ValueError: it is no time in range; ``records`` names the field.
+    """
+    try:
+        found = parse_seconds(value)  # type: ignore[arg-type]  # which refuses what is no time
+    except (HeterogError, OverflowError, TypeError) as error:
+        raise ValueError(f"is {shown(value)}, not a time; write 90, 90 s or 1.5 h") from error
+    if not (0.0 <= found <= _MOST_S) or (is_positive and found == 0.0):
+        least = "above 0" if is_positive else "0 or above"
+        raise ValueError(f"is {shown(value)}; it must be {least}, at most 1e9 s")
+    return found
+
+
+_Time: TypeAlias = Annotated[float, MadeBy(_seconds)]
+
+
 class JobRecord(Record):
     """One entry; see the module docstring.
 
@@ -41,10 +71,10 @@ class JobRecord(Record):
         model: Name of a zoo model, or path of a captured graph.
         batch_size: Samples per step; ``None`` for the model's own.
         steps: Number of training steps.
-        arrives: First arrival; ``None`` at once.
-        every: Time between arrivals.
+        arrives: Seconds until the first arrival.
+        every: Seconds between arrivals; 0 for a single one.
         count: Number of arrivals.
-        deadline: Longest time from arrival to end.
+        deadline: Longest seconds from arrival to end, if there are any.
         deadline_factor: The deadline as a part of the job's time on one device.
         most_devices: Most devices that it may get; ``None`` for as many as there are.
     """
@@ -53,10 +83,10 @@ class JobRecord(Record):
     model: Text
     batch_size: Count | None = None
     steps: Count
-    arrives: float | str | None = None
-    every: float | str | None = None
+    arrives: Annotated[float, MadeBy(partial(_seconds, is_positive=False))] = 0.0
+    every: _Time = 0.0
     count: Count = 1
-    deadline: float | str | None = None
+    deadline: _Time | None = None
     deadline_factor: PositiveSeconds | None = None
     most_devices: Count | None = None
 
@@ -115,34 +145,13 @@ def _check(job: JobRecord, where: str) -> None:
             f"{where}: {shown(job.model)} is Python code, which a file of jobs does not get to "
             "run; capture it with 'heterog capture' and name the graph."
         )
-    if (job.every is None) != (job.count == 1):
+    if (job.every == 0.0) != (job.count == 1):
         raise InputFileError(f"{where} has one of 'every' and 'count'; give both or none.")
     if job.deadline is not None and job.deadline_factor is not None:
         raise InputFileError(f"{where} has 'deadline' and 'deadline_factor'; give one of them.")
-    for name in ("arrives", "every", "deadline"):
-        value = getattr(job, name)
-        if value is not None:
-            _seconds(value, f"{where}: {name}", is_positive=name != "arrives")
-    last_s = _or_zero(job.arrives) + (job.count - 1) * _or_zero(job.every)
+    last_s = job.arrives + (job.count - 1) * job.every
     if last_s > _MOST_S:
         raise InputFileError(f"{where} arrives last after {last_s:.3g} s; at most {_MOST_S:g}.")
-
-
-def _or_zero(value: float | str | None) -> float:
-    return 0.0 if value is None else parse_seconds(value)
-
-
-def _seconds(value: float | str, where: str, *, is_positive: bool) -> float:
-    try:
-        found = parse_seconds(value)
-    except (HeterogError, ValueError) as error:
-        raise InputFileError(
-            f"{where} is {shown(value)}, not a time; write 90, 90 s or 1.5 h."
-        ) from error
-    if not (0.0 <= found <= _MOST_S) or (is_positive and found == 0.0):
-        least = "above 0" if is_positive else "0 or above"
-        raise InputFileError(f"{where} is {shown(value)}; it must be {least}, at most 1e9 s.")
-    return found
 
 
 def requests_of(jobs: list[JobRecord], cluster: JobCluster) -> list[JobRequest]:
@@ -153,14 +162,14 @@ def requests_of(jobs: list[JobRecord], cluster: JobCluster) -> list[JobRequest]:
 def _arrivals(job: JobRecord, cluster: JobCluster) -> Iterator[JobRequest]:
     acceptable_s = float("inf")
     if job.deadline is not None:
-        acceptable_s = parse_seconds(job.deadline)
+        acceptable_s = job.deadline
     elif job.deadline_factor is not None:
         acceptable_s = job.deadline_factor * cluster.alone_s(job.kind)
     for number in range(job.count):
         yield JobRequest(
             name=job.name if job.count == 1 else f"{job.name} {number + 1}",
             kind=job.kind,
-            arrives_s=_or_zero(job.arrives) + number * _or_zero(job.every),
+            arrives_s=job.arrives + number * job.every,
             acceptable_s=acceptable_s,
             most_devices=job.most_devices or cluster.num_devices,
         )
