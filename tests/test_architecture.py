@@ -73,7 +73,6 @@ ROOMS = {
             "graph/python_state.py",
             "graph/repeated_calls.py",
             "graph/step.py",
-            "graph/known_values.py",
             "graph/value_numbers.py",
             "graph/static_shapes.py",
             "graph/traced_constants.py",

@@ -25,7 +25,6 @@ from heterog.balance.replicas import ReplicaCheck, SameDeals, check_data_paralle
 from heterog.balance.sampler import BalancedLoader, Follower, ShareSampler, check_data
 from heterog.balance.shares import (
     BalanceError,
-    Start,
     check_shares,
     cut_batch,
     first_shares,
@@ -120,7 +119,7 @@ class Balancer(Follower):
         self._check_replicas = check_replicas
         self.weights.checks_updates = check_replicas
         self._replicas: ReplicaCheck | None = None
-        self._start = Start(shares=shares, speeds=speeds, plan=plan)
+        self._first_shares = partial(first_shares, shares=shares, speeds=speeds, plan=plan)
         self._fits_given, self._micro_batches = fits, micro_batches
         self._fits: tuple[int | None, ...] | None = None
         self._samplers: list[ref[ShareSampler]] = []  # of loaders that exist, in order
@@ -244,7 +243,7 @@ class Balancer(Follower):
         if self._training is not None:
             shares = scaled_shares(self._training.shares, total)
         else:
-            shares = first_shares(total, num_ranks, self._most(), self._start)
+            shares = self._first_shares(total, num_ranks, self._most())
         sampler = ShareSampler(
             batches,
             rank=self.group.rank,

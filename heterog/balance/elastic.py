@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from heterog.balance.dealing import IndexArray, epoch_order
+from heterog.balance.dealing import epoch_order
 from heterog.balance.group import RankGroup
 from heterog.balance.rebalancing import ScalarWriter
 from heterog.balance.shares import BalanceError
@@ -165,7 +165,8 @@ class ElasticAveraging:
         loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=batches, **options)
         while self._epoch == epoch:
             parts = self._parts(num_samples)
-            batches[:] = _own(parts, order, self.group.rank)
+            own = [part for part in parts if part.rank == self.group.rank]
+            batches[:] = [order[part.begin : part.end].tolist() for part in own]
             self._is_open = True
             yield self._trained(parts, loader, num_samples)
             self._require_closed()
@@ -381,11 +382,6 @@ def _check(
         raise BalanceError(
             f"speeds are {list(speeds)}; give a positive number for each of the {num_ranks} ranks."
         )
-
-
-def _own(parts: Sequence[_Part], order: IndexArray, rank: int) -> list[list[int]]:
-    """Indices of the batches of a rank."""
-    return [order[part.begin : part.end].tolist() for part in parts if part.rank == rank]
 
 
 def _shown(numbers: Sequence[int]) -> str:

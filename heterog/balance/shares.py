@@ -124,8 +124,15 @@ def scaled_shares(shares: Sequence[int], total: int) -> tuple[int, ...]:
     return split_in_proportion(total, shares)
 
 
-def shares_from_speeds(speeds: Sequence[float], total: int) -> tuple[int, ...]:
+def shares_from_speeds(
+    speeds: Sequence[float], total: int, most: Sequence[int | None] | None = None
+) -> tuple[int, ...]:
     """Shares in proportion to speeds, in samples per second or any other unit.
+
+    Args:
+        speeds: Speed of every rank.
+        total: Units of the global batch.
+        most: Units that each rank can take; ``None`` is no limit.
 
     Raises:
         BalanceError: a speed is not positive.
@@ -139,7 +146,7 @@ def shares_from_speeds(speeds: Sequence[float], total: int) -> tuple[int, ...]:
                 f"rank {rank} has a speed of {speed:g}; speeds are positive numbers. A rank that "
                 "shall have no samples gets a share of 0 instead."
             )
-    return best_shares([RankSpeed(unit_s=1 / speed) for speed in speeds], total)
+    return best_shares([RankSpeed(unit_s=1 / speed) for speed in speeds], total, most)
 
 
 def check_shares(shares: Sequence[int], num_ranks: int, total: int) -> tuple[int, ...]:
@@ -242,44 +249,30 @@ def gradients_stay_local(model: object) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Source of the initial shares; at most one field is set.
-
-    Attributes:
-        shares: Units of each rank.
-        speeds: Speeds to which shares are proportional, in any unit.
-        plan: Path of a data-parallel plan.
-    """
-
-    shares: Sequence[int] | None = None
-    speeds: Sequence[float] | None = None
-    plan: str | Path | None = None
-
-
 def first_shares(
     total: int,
     num_ranks: int,
     most: Sequence[int | None] | None,
-    start: Start,
+    *,
+    shares: Sequence[int] | None,
+    speeds: Sequence[float] | None,
+    plan: str | Path | None,
 ) -> tuple[int, ...]:
-    """Units of each rank in a whole batch.
+    """Units of each rank in a whole batch; equal ones if nothing says them.
 
     Args:
         total: Units of the batch.
         num_ranks: Number of ranks of the job.
         most: Units that each rank can hold; ``None`` is no limit.
-        start: Source of the shares.
+        shares: Units of each rank.
+        speeds: Speeds to which shares are proportional, in any unit.
+        plan: Path of a data-parallel plan.
 
     Raises:
         BalanceError: more than one source is given, or the shares do not fit.
     """
-    shares, speeds, plan = start.shares, start.speeds, start.plan
-    given = {
-        name: value
-        for name, value in (("shares", shares), ("speeds", speeds), ("plan", plan))
-        if value is not None
-    }
+    sources = {"shares": shares, "speeds": speeds, "plan": plan}
+    given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1:
         raise BalanceError(f"{' and '.join(given)} are given; one of them says the first shares.")
     if shares is not None:
@@ -294,9 +287,8 @@ def first_shares(
             f"{'the plan has' if plan is not None else 'there are speeds of'} {len(weights)} "
             f"ranks; {num_ranks} are running."
         )
-    for rank, weight in enumerate(weights):
-        if not weight > 0 and plan is None:
-            raise BalanceError(f"rank {rank} has a speed of {weight:g}; speeds are positive.")
+    if plan is None:
+        return shares_from_speeds(weights, total, most)
     limits = [
         0 if weight <= 0 else limit
         for weight, limit in zip(weights, most or [None] * num_ranks, strict=True)

@@ -3,11 +3,10 @@
 - ``workload`` is a model with its data, loss and optimizer, ``op_graph`` its graph, ``serialize``
   a graph's file (``graph_records`` is its schema, ``graph_reader`` makes a graph from records).
 - ``capture`` traces a ``step`` on fake tensors. ``repeated_calls`` runs the step again after
-  ``python_state`` has changed, and compares both by ``value_numbers``. Helpers of a capture:
-  ``known_values`` (values that depend on no input), ``static_shapes`` (changes torch and its
-  control flow meanwhile), ``traced_constants``
-  (constants that all samples share, steps on one sample), ``guards`` and ``value_checks``
-  (conditions on values that only decide whether to raise an error).
+  ``python_state`` has changed, and compares both by ``value_numbers``, which also know the values
+  that depend on no input. Helpers of a capture: ``static_shapes`` (changes torch and its control
+  flow meanwhile), ``traced_constants`` (constants that all samples share, steps on one sample),
+  ``guards`` and ``value_checks`` (conditions that only decide whether to raise an error).
 - ``op_costs`` counts FLOPs and bytes. ``optimizer_probe`` finds the tensors that an optimizer
   reads, and the parameters that it steps with each set of options.
 - ``placement`` says how a tensor is split along an axis, ``sharding_rules`` which splits each op

@@ -92,14 +92,12 @@ class AxisPlan:
     @cached_property
     def _axis_of_op(self) -> list[int]:
         """``op_axis`` as a list: looking up a single element is faster than in an array."""
-        axes: list[int] = self.op_axis.tolist()
-        return axes
+        return list(self.op_axis.tolist())
 
     @cached_property
     def _axis_of_tensor(self) -> list[int]:
         """``tensor_axis`` as a list."""
-        axes: list[int] = self.tensor_axis.tolist()
-        return axes
+        return list(self.tensor_axis.tolist())
 
     def is_whole_needed(self, tensor: int, needed: Placement, axis: int) -> bool:
         """Whether a reader along ``axis`` needs the whole of a tensor that is not whole."""
@@ -226,17 +224,6 @@ def axis_plan(graph: OpGraph, op_rules: OpRules = ()) -> AxisPlan:
     return _Propagation(graph, batch, op_rules).run()
 
 
-@lru_cache(maxsize=16)
-def _work_in_batch(graph: OpGraph) -> FloatArray:
-    """``op_work`` of all ops without rules.  # [num_ops, 4]"""
-    batch = batch_plan(graph)
-    rows = []
-    for op, needed in enumerate(batch.needed):
-        outputs = [batch.placements[tensor] for tensor in graph.outputs[op]]
-        rows.append(op_work(graph, op, outputs, needed, max(graph.batch_size, 1)))
-    return np.array(rows, np.float64).reshape(graph.num_ops, 4)
-
-
 class _Propagation:
     def __init__(self, graph: OpGraph, batch: BatchPlan, op_rules: OpRules) -> None:
         self.graph = graph
@@ -297,14 +284,18 @@ class _Propagation:
             P if tensor in self.scattered else self.exchanged.get(tensor, place)
             for tensor, place in enumerate(self.placements)
         ]
-        work, follows_batch = _work_in_batch(graph).copy(), np.zeros((graph.num_ops, 3))
+        plan, follows_batch = self.batch, np.zeros((graph.num_ops, 3))
+        work = np.column_stack(
+            [plan.flops_fixed, plan.flops_per_sample, plan.bytes_fixed, plan.bytes_per_sample]
+        )
         for index, needed in enumerate(self.needed):
-            if needed is not self.batch.needed[index]:  # it does not run as in the batch
+            if needed is not plan.needed[index]:  # it does not run as in the batch
                 outputs = [made[tensor] for tensor in graph.outputs[index]]
-                work[index] = op_work(graph, index, outputs, needed, self._units(index))
+                units = max(self.axes[self.op_axis[index]], 1)  # 1 for ops that run everywhere
+                work[index] = op_work(graph, index, outputs, needed, units)
                 follows_batch[index] = self._follows_batch(index, made)
         return AxisPlan(
-            batch=self.batch,
+            batch=plan,
             placements=tuple(self.placements),
             needed=tuple(self.needed),
             specials=tuple(self.specials),
@@ -447,10 +438,6 @@ class _Propagation:
             )
             for reader, tensor, wanted, through in readers
         )
-
-    def _units(self, op: int) -> int:
-        """Number of units that divide an op's work; 1 for ops that run everywhere."""
-        return max(self.axes[self.op_axis[op]], 1)
 
     def _add(
         self,

@@ -143,9 +143,11 @@ class SparseProduct(nn.Module):
         ):  # fmt: skip
             if prefix and is_symmetric:
                 continue
+            kind = np.int32 if pattern.num_entries <= np.iinfo(np.int32).max else np.int64
             for name, array in (("row_starts", pattern.row_starts), ("columns", pattern.columns)):
-                whole = torch.from_numpy(array.astype(np.int32 if _is_small(pattern) else "i8"))
-                self.register_buffer(prefix + name, whole, persistent=False)
+                self.register_buffer(
+                    prefix + name, torch.from_numpy(array.astype(kind)), persistent=False
+                )
             self.register_buffer(
                 prefix + "weights", torch.from_numpy(entries).to(dtype), persistent=False
             )
@@ -191,7 +193,7 @@ def gcn_product(sources: npt.ArrayLike, targets: npt.ArrayLike, num_nodes: int) 
     loops = np.arange(num_nodes)
     at = np.concatenate([_known(targets).astype(np.int64), loops])
     to = np.concatenate([_known(sources).astype(np.int64), loops])
-    _check_nodes(at, to, num_nodes)
+    pattern_of(at, to, num_nodes, num_nodes)  # refuses other nodes
     scale = np.bincount(at, minlength=num_nodes) ** -0.5
     return SparseProduct(at, to, scale[at] * scale[to], num_rows=num_nodes)
 
@@ -205,16 +207,8 @@ def mean_product(sources: npt.ArrayLike, targets: npt.ArrayLike, num_nodes: int)
         num_nodes: Number of nodes of the graph.
     """
     at, to = _known(targets).astype(np.int64), _known(sources).astype(np.int64)
-    _check_nodes(at, to, num_nodes)
+    pattern_of(at, to, num_nodes, num_nodes)  # refuses other nodes
     return SparseProduct(at, to, 1.0 / np.bincount(at, minlength=1)[at], num_rows=num_nodes)
-
-
-def _check_nodes(at: npt.NDArray[Any], to: npt.NDArray[Any], num_nodes: int) -> None:
-    pattern_of(at, to, num_nodes, num_nodes)
-
-
-def _is_small(pattern: SparsePattern) -> bool:
-    return pattern.num_entries <= np.iinfo(np.int32).max
 
 
 def _known(values: npt.ArrayLike | Tensor) -> npt.NDArray[Any]:

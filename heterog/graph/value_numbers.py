@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import c_char
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,17 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-
-from heterog.graph.known_values import KnownValues, asked_of
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 _LARGEST_CONSTANT_BYTES = 1 << 26
 """Larger constants are not compared: they are tables, which no step writes."""
+_MOST_ELEMENTS = 1 << 24
+"""Of a tensor that is computed to answer: a mask of 4,096 positions squared."""
 
 
 DATA_DEPENDENT = (
@@ -167,14 +172,11 @@ class ValueNumbers:
         value = self._value(key, varies=varies)
         if is_new and self._run > 1 and not self.first_new:
             self.first_new = self._where()
-        schema = getattr(op, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            for tensor in _written_by(schema, args, keywords):
-                before = self._of_storage.get(storage_of(tensor))
-                is_gone = before is None or _overwrites(op, args)
-                now = None if is_gone or before is None else self._now(*before)
-                wrote = self._value(("writes", value, now), varies=varies)
-                self._of_storage[storage_of(tensor)] = (wrote, self._run)
+        for tensor in _written_by(op, args, keywords):
+            before = self._of_storage.get(storage_of(tensor))
+            now = None if before is None or _overwrites(op, args) else self._now(*before)
+            wrote = self._value(("writes", value, now), varies=varies)
+            self._of_storage[storage_of(tensor)] = (wrote, self._run)
         outputs = result if isinstance(result, tuple | list) else (result,)
         given = {id(each) for each in (*args, *keywords.values())}
         for place, output in enumerate(outputs):
@@ -313,15 +315,14 @@ def is_known(tensor: Tensor) -> bool:
     return any(isinstance(mode, _Numbering) and mode.knows(tensor) for mode in modes)
 
 
-def _written_by(schema: Any, args: Any, keywords: Any) -> Iterator[Tensor]:
+def _written_by(op: Any, args: Any, keywords: Any) -> Iterator[Tensor]:
     """The arguments that an op writes to."""
+    schema = getattr(op, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
     for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[place] if place < len(args) else keywords.get(argument.name)
-        for tensor in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(tensor, Tensor):
-                yield tensor
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors(args[place] if place < len(args) else keywords.get(argument.name))
 
 
 def _overwrites(op: Any, args: Any) -> bool:
@@ -366,3 +367,127 @@ def _elements(tensor: Tensor) -> str | None:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class _Noted(NamedTuple):
+    """An op that ran, with what it read and made."""
+
+    op: Any
+    args: Any
+    keywords: Any
+    result: Any
+
+
+class KnownValues:
+    """Ops of a step that read none of its inputs, in the order in which they ran.
+
+    A mask of sizes alone (``~torch.eye(n, dtype=torch.bool)``) is the same in all steps, so that
+    what it chooses has one shape. Fake tensors have no values: ops that read no input and draw
+    nothing are noted, and run again on real tensors if code asks for what comes of them.
+
+    Buffers that no step writes (a flag, a mask of channels) may be given with their values, and
+    count as no input then. Ranks hold on to them: see ``CapturedStep.known``.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[_Noted] = []
+        self._made: set[int] = set()
+        self._given: dict[int, Tensor] = {}
+
+    def give(self, tensor: Tensor, value: Tensor) -> None:
+        """State the value of an input, which has to live as long as this object."""
+        self._given[id(tensor)] = value
+        self._made.add(id(tensor))
+
+    def note(self, op: Any, args: Any, keywords: Any, result: Any) -> None:
+        """Note an op that depends on no input of the step, nor on random draws."""
+        self._noted.append(_Noted(op, args, keywords, result))
+        self._made.update(map(id, _tensors(result)))
+
+    def made(self, tensor: Tensor) -> bool:
+        """Whether a tensor has come of such an op."""
+        return id(tensor) in self._made
+
+    def answer(self, op: Any, args: Any, keywords: Any) -> Any:
+        """What an op returns whose shape or number depends on values, if these are known.
+
+        Returns:
+            Its result; ``None`` where it is no such op, or its inputs are not known.
+        """
+        if not _asks(op, args, keywords):
+            return None
+        real = self._computed([*_tensors((args, keywords))])
+        if real is None:
+            return None
+        with _disable_current_modes():
+            found = op(*_with(real, args), **_with(real, keywords))
+        return pytree.tree_map_only(Tensor, _aten.lift_fresh_copy.default, found)
+
+    def _computed(self, wanted: list[Tensor]) -> dict[int, Tensor] | None:
+        """Real tensors by the ids of fake ones; ``None`` if one of those wanted is not known."""
+        with _disable_current_modes():
+            real = {key: value.clone() for key, value in self._given.items()}
+            for each in self._ways_to(wanted):
+                inputs = [*_tensors((each.args, each.keywords))]
+                is_large = any(made.numel() > _MOST_ELEMENTS for made in _tensors(each.result))
+                if is_large or not all(_is_real(one) or id(one) in real for one in inputs):
+                    continue
+                found = each.op(*_with(real, each.args), **_with(real, each.keywords))
+                made = zip(_tensors(each.result), _tensors(found), strict=True)
+                real.update((id(fake), value) for fake, value in made)
+        return real if all(_is_real(one) or id(one) in real for one in wanted) else None
+
+    def _ways_to(self, wanted: list[Tensor]) -> list[_Noted]:
+        """The ops that have made or written the memory of tensors, first to last."""
+        memory = {storage_of(each) for each in wanted}
+        found = []
+        for each in reversed(self._noted):
+            inputs = [*_tensors((each.args, each.keywords))]
+            written = _written_by(each.op, each.args, each.keywords)
+            touched = {storage_of(one) for one in (*_tensors(each.result), *written)}
+            if touched & memory:
+                memory |= {storage_of(one) for one in inputs}
+                found.append(each)
+        return found[::-1]
+
+
+def asked_of(op: Any, args: Any, keywords: Any) -> list[Tensor]:
+    """The tensors whose values an op asks for."""
+    if op is _aten.index.Tensor:
+        return [each for each in args[1] if each is not None and each.dtype in _MASKS]
+    return [*_tensors((args, keywords))]
+
+
+_ASKS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+def _asks(op: Any, args: Any, keywords: Any) -> bool:
+    """Whether the shape of what an op returns, or the number that it is, depends on values."""
+    if op is _aten.index.Tensor:
+        return any(each is not None and each.dtype in _MASKS for each in args[1])
+    if op is _aten.repeat_interleave.Tensor and keywords.get("output_size") is not None:
+        return False
+    return bool(_ASKS & set(getattr(op, "tags", ())))
+
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (each for each in pytree.tree_leaves(value) if isinstance(each, Tensor))
+
+
+def _is_real(tensor: Tensor) -> bool:
+    real = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+    return real is not None and not real.is_meta
+
+
+def _with(real: dict[int, Tensor], value: Any) -> Any:
+    """Arguments with real tensors in the place of fake ones."""
+
+    def of(tensor: Tensor) -> Tensor:
+        if (found := real.get(id(tensor))) is not None:
+            return found
+        return tensor.constant if isinstance(tensor, FakeTensor) else tensor  # type: ignore[return-value]
+
+    return pytree.tree_map_only(Tensor, of, value)

@@ -18,16 +18,15 @@ What the kernel does, in program order, for each micro-batch (``walk``):
    parts of one sum. Every replica holds a full-size gradient, for any share (``gradients``),
    except under ZeRO (``slices``).
 
-``choice`` is a strategy in the kernel's flat arrays, ``sparse_rows`` counts the rows that sparse
-products read of neighbours, ``tape`` is the kernel's working memory, its output and the order of
-a device's tasks, ``resident`` counts the bytes that stay on a device for the whole step. Modes
-rewrite the tape at the end. Each file calls only files further down in this list: ``resident``,
-``walk``, ``reduce``, ``slices``, ``gradients``, ``convert``, ``value_collectives``, ``sends``,
-``tape``, ``choice``.
+``choice`` is a strategy in the kernel's flat arrays, ``tape`` is the kernel's working memory, its
+output and the order of a device's tasks, ``resident`` counts the bytes that stay on a device for
+the whole step. Modes rewrite the tape at the end. Each file calls only files further down in this
+list: ``resident``, ``walk``, ``reduce``, ``slices``, ``gradients``, ``convert``,
+``value_collectives``, ``sends``, ``tape``, ``choice``.
 
-A ``program`` is made on the graph's ``tables`` (``value_reads``, ``sparse_tables``)
-and the traffic of ``channels``; ``folding`` finds devices that do the same, ``space`` has
-strategies as rows of integers. ``kernels`` compiles.
+A ``program`` is made on the graph's ``tables`` (``value_reads``; ``sparse_tables`` also counts the
+rows that sparse products read of neighbours) and the traffic of ``channels``; ``folding`` finds
+devices that do the same, ``space`` has strategies as rows of integers. ``kernels`` compiles.
 """
 
 import numpy as np

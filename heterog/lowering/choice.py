@@ -10,7 +10,7 @@ import numpy.typing as npt
 from heterog.lowering.channels import ChannelTable
 from heterog.lowering.kernels import by_reference, helper
 from heterog.lowering.program import FloatArray, IntArray
-from heterog.lowering.sparse_rows import SparseRows
+from heterog.lowering.sparse_tables import SparseRows
 from heterog.lowering.tables import Domain, GraphTables
 from heterog.lowering.tape import NO_SCHEDULE, Turns, encode_turns
 from heterog.lowering.value_reads import Recut
@@ -234,7 +234,7 @@ class Encoder:
         self._divisions: list[Division] = []
         self._division_numbers: dict[Division, int] = {}
         self._cuts: dict[MicroBatches, _Cuts] = {}
-        self._sparse_rows = SparseRows(tables)
+        self._sparse_rows = SparseRows(tables.sparse, tables.axis_units)
         self._forget()
 
     def _forget(self) -> None:

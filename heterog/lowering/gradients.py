@@ -17,12 +17,6 @@ from heterog.lowering.tape import (
     write_task,
 )
 
-# Plain integers, because numba freezes enum members into slow objects.
-_ACCUMULATE = int(TaskKind.ACCUMULATE)
-_PUSH = int(TaskKind.PUSH)
-_NOBODY = int(Domain.NOBODY)
-_PEERS = int(Domain.PEERS)
-
 
 @helper
 def made_gradient(tables: GraphTables, scratch: Scratch, parameter: int, device: int) -> int:
@@ -95,7 +89,7 @@ def is_shared(tables: GraphTables, choice: Choice, parameter: int) -> bool:
     if is_whole_everywhere(tables, choice, parameter):
         return True
     group, domain = tables.parameter_group[parameter], tables.gradient_domain[parameter]
-    if domain != _PEERS or num_rings(tables, choice, parameter) == 0:
+    if domain != Domain.PEERS or num_rings(tables, choice, parameter) == 0:
         return False
     return not choice.rings.is_once[choice.rings.first[group, domain]]
 
@@ -104,8 +98,8 @@ def is_shared(tables: GraphTables, choice: Choice, parameter: int) -> bool:
 def is_whole_everywhere(tables: GraphTables, choice: Choice, parameter: int) -> bool:
     """Whether each device that makes a parameter's gradient makes the whole gradient."""
     domain = tables.gradient_domain[parameter]
-    if domain != _PEERS:
-        return bool(domain == _NOBODY)
+    if domain != Domain.PEERS:
+        return bool(domain == Domain.NOBODY)
     return bool(choice.teams.num_teams[choice.division[tables.parameter_group[parameter]]] == 1)
 
 
@@ -143,7 +137,7 @@ def share_whole_gradient(
         if owner < 0:
             continue  # no member of its team has samples
         channel = owner * num_devices + device
-        write_task(tape, _PUSH, parameter, device, micro, 0, channel, size)
+        write_task(tape, TaskKind.PUSH, parameter, device, micro, 0, channel, size)
         tape.counts[APART] = 1
         write_read(tape, scratch.holder_buffer[owner])
         received = write_buffer(tape, device, size)
@@ -170,7 +164,7 @@ def accumulate(
         if tables.parameter_axis[parameter] >= 0:
             units = own_part(tables, choice, parameter, device)
             part = units / tables.parameter_units[parameter]
-        write_task(tape, _ACCUMULATE, parameter, device, micro, 0, -1, 3.0 * part * size)
+        write_task(tape, TaskKind.ACCUMULATE, parameter, device, micro, 0, -1, 3.0 * part * size)
         write_read(tape, fresh)
         write_read(tape, scratch.gradient_buffer[parameter, device])
         write_read(tape, scratch.gradient_token[parameter, device])

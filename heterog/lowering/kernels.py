@@ -263,7 +263,8 @@ def _take_any_integer(dispatcher: Any) -> None:
 
 def _wide(argument: Any) -> Any:
     plain = nb.types.unliteral(argument)  # type: ignore[no-untyped-call]
-    return nb.types.int64 if isinstance(plain, nb.types.Integer) else plain
+    whole = isinstance(plain, nb.types.Integer | nb.types.IntEnumMember)
+    return nb.types.int64 if whole else plain
 
 
 def _compiled(function: Function, options: dict[str, Any]) -> Function:

@@ -28,13 +28,6 @@ from heterog.lowering.tape import (
 )
 from heterog.strategy.sync import Sharded
 
-# Plain integers, because numba freezes enum members into slow objects.
-_SUM = int(TaskKind.SUM)
-_UPDATE = int(TaskKind.UPDATE)
-_PUSH = int(TaskKind.PUSH)
-_PULL = int(TaskKind.PULL)
-_PEERS, _TEAM = int(Domain.PEERS), int(Domain.TEAM)
-
 
 @helper
 def _gives(
@@ -51,11 +44,14 @@ def _gives(
             continue
         if teams.number[division, other] == teams.number[division, device]:
             if (
-                domain == _PEERS
+                domain == Domain.PEERS
                 and teams.position[division, other] < teams.position[division, device]
             ):
                 return False
-        elif domain == _TEAM and teams.number[division, other] < teams.number[division, device]:
+        elif (
+            domain == Domain.TEAM
+            and teams.number[division, other] < teams.number[division, device]
+        ):
             return False
     return bool(scratch.gradient_buffer[parameter, device] >= 0)
 
@@ -80,7 +76,7 @@ def serve(
             break  # every replica has the same gradient: one is enough
         if partial and not _gives(choice, scratch, parameter, division, domain, device):
             continue
-        write_task(tape, _PUSH, parameter, home, 0, 0, device * num_devices + home, size)
+        write_task(tape, TaskKind.PUSH, parameter, home, 0, 0, device * num_devices + home, size)
         read_gradient(scratch, tape, parameter, device)
         write_buffer(tape, home, size)
         received += 1
@@ -91,7 +87,7 @@ def serve(
     token = -1
     if received + (1 if own else 0) > 1:
         terms = received + (1 if own else 0)
-        write_task(tape, _SUM, parameter, home, 0, 0, -1, (terms + 1.0) * size)
+        write_task(tape, TaskKind.SUM, parameter, home, 0, 0, -1, (terms + 1.0) * size)
         for buffer in range(first_received, last_received):
             write_read(tape, buffer)
         if own:
@@ -99,7 +95,7 @@ def serve(
         token = write_buffer(tape, home, size)
     elif received == 1:
         token = first_received
-    write_task(tape, _UPDATE, parameter, home, 0, 0, -1, 0.0)
+    write_task(tape, TaskKind.UPDATE, parameter, home, 0, 0, -1, 0.0)
     if token >= 0:
         write_read(tape, token)
     else:
@@ -110,22 +106,15 @@ def serve(
     scratch.next_ready_buffer[parameter, home] = done
     for device in range(num_devices):
         if choice.member[division, device] and device != home:
-            write_task(tape, _PULL, parameter, device, 0, 0, home * num_devices + device, size)
+            write_task(
+                tape, TaskKind.PULL, parameter, device, 0, 0, home * num_devices + device, size
+            )
             write_read(tape, done)
             # Its own ops must be done with the old weight.
             write_read(tape, scratch.last_read[parameter, device])
             if not partial:
                 read_gradient(scratch, tape, parameter, device)
             scratch.next_ready_buffer[parameter, device] = write_buffer(tape, device, 0.0)
-
-
-# Plain integers, because numba freezes enum members into slow objects.
-_FLATTEN = int(TaskKind.FLATTEN)
-_ALL_REDUCE = int(TaskKind.ALL_REDUCE)
-_REDUCE_SCATTER = int(TaskKind.REDUCE_SCATTER)
-_ALL_GATHER = int(TaskKind.ALL_GATHER)
-_STATE = int(Sharded.STATE)
-_PARAMETERS = int(Sharded.PARAMETERS)
 
 
 @helper
@@ -136,7 +125,7 @@ def number_buckets(choice: Choice, scratch: Scratch) -> None:
     """
     for group in range(len(choice.sharded)):
         scratch.bucket_key[group] = group
-        if choice.sharded[group] == _PARAMETERS:
+        if choice.sharded[group] == Sharded.PARAMETERS:
             before = max(group - 1, 0)
             if (
                 choice.run[group] == choice.run[before]
@@ -166,7 +155,7 @@ def synchronise(
                 write_read(tape, scratch.last_read[parameter, device])
                 scratch.next_ready_buffer[parameter, device] = write_buffer(tape, device, 0.0)
         return
-    if choice.sharded[group] >= _STATE:
+    if choice.sharded[group] >= Sharded.STATE:
         finish_gradient(tables, choice, scratch, tape, parameter, choice.num_micro - 1)
         return
     key = bucket_key(tables, choice, scratch, parameter)
@@ -192,10 +181,10 @@ def _begin_update(
     if units == 0:
         return False
     if tables.parameter_axis[parameter] < 0:
-        write_task(tape, _UPDATE, parameter, device, 0, 0, -1, 0.0)
+        write_task(tape, TaskKind.UPDATE, parameter, device, 0, 0, -1, 0.0)
     else:
         part = units * tables.parameter_bytes[parameter] / tables.parameter_units[parameter]
-        write_task(tape, _UPDATE, parameter, device, 0, 0, -1, part)
+        write_task(tape, TaskKind.UPDATE, parameter, device, 0, 0, -1, part)
         set_units(tape, units)
     return True
 
@@ -259,7 +248,7 @@ def _add_up(
         if not rings.member[ring, device] or in_place:
             continue
         last = choice.num_micro - 1
-        write_task(tape, _FLATTEN, first, device, last, 0, -1, 2.0 * size)
+        write_task(tape, TaskKind.FLATTEN, first, device, last, 0, -1, 2.0 * size)
         parameter = first
         while parameter >= 0:
             read_gradient(scratch, tape, parameter, device)
@@ -267,7 +256,7 @@ def _add_up(
         follow_gradients(choice.turns, tape)
         scratch.flat_buffer[number, device] = write_buffer(tape, device, size)
     two_phases = rings.second_channel[ring] >= 0
-    kind = _REDUCE_SCATTER if two_phases else _ALL_REDUCE
+    kind = TaskKind.REDUCE_SCATTER if two_phases else TaskKind.ALL_REDUCE
     write_task(tape, kind, first, -1, 0, 0, rings.first_channel[ring], size)
     _read_parts(choice, scratch, tape, first, ring, number)
     for device in range(num_devices):
@@ -277,7 +266,7 @@ def _add_up(
                 scratch.gradient_buffer[first, device] = write_buffer(tape, device, size)
     token = write_buffer(tape, -1, 0.0)
     if two_phases:
-        write_task(tape, _ALL_GATHER, first, -1, 0, 0, rings.second_channel[ring], size)
+        write_task(tape, TaskKind.ALL_GATHER, first, -1, 0, 0, rings.second_channel[ring], size)
         write_read(tape, token)
         _read_parts(choice, scratch, tape, first, ring, number)
         token = write_buffer(tape, -1, 0.0)

@@ -10,9 +10,6 @@ from heterog.lowering.slices import is_sliced, owned_part
 from heterog.lowering.tables import GraphTables
 from heterog.strategy.sync import Sharded
 
-# Plain integers, because numba freezes enum members into slow objects.
-_PARAMETERS = int(Sharded.PARAMETERS)
-
 
 def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
     """Bytes on each device for the whole step: parameters, optimizer state, buffers, batch.
@@ -48,7 +45,7 @@ def _resident_kernel(
             workspace[device] = max(workspace[device], needed)
             if sliced:
                 owned = owned_part(tables, choice, parameter, device)
-                kept = owned if choice.sharded[group] == _PARAMETERS else part
+                kept = owned if choice.sharded[group] == Sharded.PARAMETERS else part
                 resident[device] += size * (kept + owned * tables.state_ratio)
             else:
                 resident[device] += part * size * (1.0 if home >= 0 else 1.0 + tables.state_ratio)

@@ -24,13 +24,6 @@ from heterog.lowering.tape import (
 )
 from heterog.strategy.schedules import Pass
 
-# Plain integers, because numba freezes enum members into slow objects.
-_SPLIT = int(TaskKind.SPLIT)
-_CONCAT = int(TaskKind.CONCAT)
-_SEND = int(TaskKind.SEND)
-_BACKWARD = int(Pass.BACKWARD)
-_WEIGHTS = int(Pass.WEIGHTS)
-
 
 @helper
 def box_of(choice: Choice, row: int, micro: int, device: int) -> tuple[int, int, int, int]:
@@ -86,7 +79,7 @@ def send_piece(
     maker = tables.value_op[tables.slot_value[slot]]
     turns = choice.turns
     if is_cut:
-        write_task(tape, _SPLIT, slot, other, micro, samples, -1, 2.0 * size)
+        write_task(tape, TaskKind.SPLIT, slot, other, micro, samples, -1, 2.0 * size)
         set_units(tape, max(units, 0))
         if turns.rule != BY_MICRO_BATCH:  # the cut has the turn of the op that makes the value
             cut = tape.tasks[tape.counts[NUM_TASKS] - 1]
@@ -95,7 +88,7 @@ def send_piece(
         write_read(tape, mine)
         mine = write_buffer(tape, other, size)
     channel = other * choice.member.shape[1] + device
-    write_task(tape, _SEND, slot, device, micro, samples, channel, size)
+    write_task(tape, TaskKind.SEND, slot, device, micro, samples, channel, size)
     set_units(tape, max(units, 0))
     write_read(tape, mine)
     scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
@@ -125,13 +118,16 @@ def join_pieces(
     value = tables.slot_value[slot]
     turns = choice.turns
     pieces = tape.counts[NUM_BUFFERS]
-    write_task(tape, _CONCAT, slot, device, micro, samples, -1, 2.0 * size)
+    write_task(tape, TaskKind.CONCAT, slot, device, micro, samples, -1, 2.0 * size)
     set_units(tape, max(units, 0))
-    if turns.rule != BY_MICRO_BATCH and work_of(tables, turns, tables.value_op[value]) != _WEIGHTS:
+    if (
+        turns.rule != BY_MICRO_BATCH
+        and work_of(tables, turns, tables.value_op[value]) != Pass.WEIGHTS
+    ):
         # The first reader may make weight gradients, but others need the value in earlier turns.
         joined = tape.tasks[tape.counts[NUM_TASKS] - 1]
         group = tables.slot_group[slot]
-        joined.turn = min(joined.turn, turn_of(turns, tape, group, _BACKWARD, device, micro))
+        joined.turn = min(joined.turn, turn_of(turns, tape, group, Pass.BACKWARD, device, micro))
     write_read(tape, local)
     for piece in range(first_piece, pieces):
         if tape.buffers[piece].device == device:
@@ -366,14 +362,14 @@ def copy_whole(
             scratch.slot_buffer[slot, device] = -1
             continue
         if scratch.slot_buffer[slot, device] < 0:
-            write_task(tape, _SEND, slot, device, micro, 0, sender * num_devices + device, size)
+            write_task(
+                tape, TaskKind.SEND, slot, device, micro, 0, sender * num_devices + device, size
+            )
             tape.counts[APART] = 1
             write_read(tape, sent)  # the sender itself may count as zero
             scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
 
 
-# Plain integers, because numba freezes enum members into slow objects.
-_REMAKE = int(TaskKind.REMAKE)
 _MAKES, _HAS, _READS_NOT = 1, 0, -1
 
 
@@ -420,7 +416,7 @@ def remake(
         _, samples, _, _ = box_of(choice, row, micro, device)
         for entry in range(tables.remake_start[slot], tables.remake_start[slot + 1]):
             op = tables.remake_op[entry]
-            write_task(tape, _REMAKE, op, device, micro, samples, -1, 0.0)
+            write_task(tape, TaskKind.REMAKE, op, device, micro, samples, -1, 0.0)
             if axis > 0:
                 set_units(tape, choice.shares[row, micro, device])
             if entry == tables.remake_start[slot]:

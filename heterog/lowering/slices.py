@@ -52,14 +52,6 @@ from heterog.lowering.tape import (
 from heterog.strategy.schedules import Pass
 from heterog.strategy.sync import Sharded
 
-_FLATTEN = int(TaskKind.FLATTEN)
-_ALL_REDUCE = int(TaskKind.ALL_REDUCE)
-_UPDATE = int(TaskKind.UPDATE)
-_REDUCE_SCATTER = int(TaskKind.REDUCE_SCATTER)
-_GATHER_PARAMETERS = int(TaskKind.GATHER_PARAMETERS)
-_STATE = int(Sharded.STATE)
-_GRADIENTS = int(Sharded.GRADIENTS)
-_PARAMETERS = int(Sharded.PARAMETERS)
 _NUM_PASSES = len(Pass)
 _AS_FORWARD = -2
 """Marks that the backward pass has had no gather yet."""
@@ -69,13 +61,15 @@ _AS_FORWARD = -2
 def is_sliced(tables: GraphTables, choice: Choice, parameter: int) -> bool:
     """Whether each device updates only a slice of its part of a parameter."""
     group = tables.parameter_group[parameter]
-    return bool(choice.sharded[group] >= _STATE and num_rings(tables, choice, parameter) > 0)
+    return bool(
+        choice.sharded[group] >= Sharded.STATE and num_rings(tables, choice, parameter) > 0
+    )
 
 
 @helper
 def scatters_by_micro(choice: Choice, group: int) -> bool:
     """Whether gradients are reduce-scattered after each micro-batch, so only slices are kept."""
-    return bool(choice.sharded[group] >= _GRADIENTS and not choice.turns.once)
+    return bool(choice.sharded[group] >= Sharded.GRADIENTS and not choice.turns.once)
 
 
 @helper
@@ -225,7 +219,7 @@ def gather_parameters(
         parameter = tables.parameter_read[entry]
         group = tables.parameter_group[parameter]
         first = tape.bucket[parameter]
-        if choice.sharded[group] != _PARAMETERS or first < 0:
+        if choice.sharded[group] != Sharded.PARAMETERS or first < 0:
             continue
         if not once and scratch.gathered[first] == turn:
             continue
@@ -256,7 +250,7 @@ def gather_parameters(
             if not any_runs:
                 continue
             channel = choice.rings.second_channel[ring]
-            write_task(tape, _GATHER_PARAMETERS, first, -1, micro, 0, channel, size)
+            write_task(tape, TaskKind.GATHER_PARAMETERS, first, -1, micro, 0, channel, size)
             member = first
             while updated and member >= 0:  # the first gather waits for the last step's updates
                 for device in range(num_devices):
@@ -350,7 +344,7 @@ def _scatter(
             if _has_gradients(tables, choice, scratch, first, device, by_micro):
                 num_senders += rings.member[ring, device]
                 _flatten(tables, choice, scratch, tape, first, device, micro, size)
-    write_task(tape, _REDUCE_SCATTER, first, -1, micro, 0, rings.first_channel[ring], size)
+    write_task(tape, TaskKind.REDUCE_SCATTER, first, -1, micro, 0, rings.first_channel[ring], size)
     write_read(tape, scratch.slice_token[first, _first_member(choice, ring)])
     for device in range(choice.member.shape[1]):
         if rings.member[ring, device]:
@@ -378,7 +372,7 @@ def _add_up_copies(
     rings, micro = choice.rings, choice.num_micro - 1
     size = scratch.bucket_gradient_bytes[first] * rings.part[ring]
     by_micro = scatters_by_micro(choice, tables.parameter_group[first])
-    write_task(tape, _ALL_REDUCE, first, -1, micro, 0, rings.first_channel[ring], size)
+    write_task(tape, TaskKind.ALL_REDUCE, first, -1, micro, 0, rings.first_channel[ring], size)
     for device in range(choice.member.shape[1]):
         if rings.member[ring, device]:
             write_read(tape, scratch.slice_token[first, device])
@@ -421,7 +415,7 @@ def _flatten(
         scratch.flat_buffer[0, device] = own
         if not by_micro:
             return
-    write_task(tape, _FLATTEN, first, device, micro, 0, -1, 0.0 if single else 2.0 * size)
+    write_task(tape, TaskKind.FLATTEN, first, device, micro, 0, -1, 0.0 if single else 2.0 * size)
     in_lanes = by_micro and choice.turns.rule == AS_STATED
     if by_micro and not in_lanes:
         _wait_for_scatters(scratch, tape, device, 0)
@@ -438,7 +432,7 @@ def _flatten(
         _wait_for_scatters(scratch, tape, device, row)
     if not single:
         scratch.flat_buffer[0, device] = write_buffer(tape, device, size)
-    if by_micro and sharded == _GRADIENTS and scratch.is_part[device] == 0 and not in_lanes:
+    if by_micro and sharded == Sharded.GRADIENTS and scratch.is_part[device] == 0 and not in_lanes:
         # The next micro-batch does not begin while this one waits for its scatters, because both
         # would keep activations. In stage 3 the gathers have this effect.
         flattened = write_buffer(tape, device, 0.0)
@@ -550,7 +544,7 @@ def _update(
             if part == 0.0:
                 continue
             num_bytes = part * tables.parameter_bytes[parameter]
-            write_task(tape, _UPDATE, parameter, device, 0, 0, -1, num_bytes)
+            write_task(tape, TaskKind.UPDATE, parameter, device, 0, 0, -1, num_bytes)
             if tables.parameter_axis[parameter] >= 0:
                 set_units(tape, own_part(tables, choice, parameter, device))
             write_read(tape, scratch.slice_token[first, device])
@@ -560,12 +554,12 @@ def _update(
                 write_read(tape, scratch.flat_buffer[0, device])
             scratch.next_ready_buffer[parameter, device] = write_buffer(tape, device, 0.0)
         parameter = scratch.next_in_bucket[parameter]
-    if choice.sharded[group] == _PARAMETERS:
+    if choice.sharded[group] == Sharded.PARAMETERS:
         return
     if not _has_room(tape, 2 * (num_devices + 1) * (scratch.bucket_count[first] + 1)):
         return
     size = scratch.bucket_bytes[first] * rings.part[ring]
-    write_task(tape, _GATHER_PARAMETERS, first, -1, 0, 0, rings.second_channel[ring], size)
+    write_task(tape, TaskKind.GATHER_PARAMETERS, first, -1, 0, 0, rings.second_channel[ring], size)
     parameter = first
     while parameter >= 0:
         for device in range(num_devices):

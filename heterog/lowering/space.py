@@ -75,14 +75,15 @@ def _unions(cluster: Cluster) -> Iterator[tuple[int, ...]]:
         for some in combinations(own, size):
             yield tuple(host for hosts in some for host in hosts)
     parts = own
-    while parts := [half for hosts in parts for half in _halves(hosts) if len(half) > 1]:
+    while parts := [
+        half
+        for hosts in parts
+        for half in (hosts[: len(hosts) // 2], hosts[len(hosts) // 2 :])
+        if len(half) > 1
+    ]:
         yield from map(tuple, parts)
     for size in range(2, cluster.num_hosts):
         yield from sorted(_of_size(own, size))
-
-
-def _halves(hosts: list[int]) -> tuple[list[int], list[int]]:
-    return hosts[: len(hosts) // 2], hosts[len(hosts) // 2 :]
 
 
 def _of_size(kinds: Sequence[list[int]], size: int) -> Iterator[tuple[int, ...]]:

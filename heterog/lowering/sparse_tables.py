@@ -7,11 +7,12 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.errors import StrategyError
-from heterog.graph.op_graph import OpGraph
+from heterog.graph.op_graph import IntArray, OpGraph
 from heterog.graph.sparse_pattern import SparsePattern
 from heterog.lowering.kernels import by_reference
 
-IntArray = npt.NDArray[np.int32]
+_MOST_REMEMBERED = 2**25
+"""Most columns that are kept, 8 bytes each; they are kept because a search repeats ranges."""
 
 
 @by_reference
@@ -61,3 +62,65 @@ def sparse_tables(graph: OpGraph, matrices: dict[tuple[str, int], int]) -> Spars
 def starts_of(counts: Sequence[int] | IntArray) -> IntArray:
     """First index of each segment, and the end of the last one, from the segments' lengths."""
     return np.concatenate([[0], np.cumsum(np.array(counts, np.int64))]).astype(np.int32)
+
+
+class SparseRows:
+    """Counts rows that devices read of each other, and remembers which columns are read.
+
+    The columns that a reader reads are found once from the entries of the matrix, in order. The
+    number of rows that it reads in any range is then the difference of two places among them.
+
+    Args:
+        sparse: The matrices.
+        axis_units: Number of units of each axis.  # [num_axes]
+    """
+
+    def __init__(self, sparse: SparseTables, axis_units: IntArray) -> None:
+        self._sparse, self._axis_units = sparse, axis_units
+        self._matrices = [matrix_of(sparse, each) for each in range(len(sparse.axis))]
+        self._read: dict[tuple[int, int, int], npt.NDArray[np.int64]] = {}
+        self._num_remembered = 0
+
+    def of(self, units: IntArray, unit_begin: IntArray) -> IntArray:
+        """Number of rows of each owner that each reader reads; see ``Choice.sparse_rows``.
+
+        Args:
+            units: Units of each device.  # [num_axes - 1, num_divisions, num_devices]
+            unit_begin: First unit of each device.  # [num_axes - 1, num_divisions, num_devices]
+        """
+        sparse, (num_divisions, num_devices) = self._sparse, units.shape[1:]
+        shape = (len(sparse.axis), num_divisions, num_divisions, num_devices, num_devices)
+        found = np.zeros(shape, np.int32)
+        for matrix, axis in enumerate(sparse.axis.tolist()):
+            begin, count = unit_begin[axis - 1], units[axis - 1]
+            starts, ends = self._row_bounds(matrix, axis, begin, count, is_made=True)
+            own_starts, own_ends = self._row_bounds(matrix, axis, begin, count, is_made=False)
+            for reading, device in np.argwhere(ends > starts).tolist():
+                read = self._columns_read(
+                    matrix, int(starts[reading, device]), int(ends[reading, device])
+                )
+                before_end, before = np.searchsorted(read, [own_ends, own_starts])
+                found[matrix, reading, :, device, :] = before_end - before
+        return found
+
+    def _row_bounds(
+        self, matrix: int, axis: int, unit_begin: IntArray, units: IntArray, *, is_made: bool
+    ) -> tuple[IntArray, IntArray]:
+        """First row and end of each device of each division, in the result or the input."""
+        pattern = self._matrices[matrix]
+        size = pattern.num_rows if is_made else pattern.num_columns
+        inner = size // int(self._axis_units[axis])
+        begin = unit_begin * inner
+        return begin, begin + units * inner
+
+    def _columns_read(self, matrix: int, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """Columns that some rows of a matrix read, each once, ascending."""
+        key = matrix, begin, end
+        if key not in self._read:
+            read = self._matrices[matrix].needed(begin, end)
+            if self._num_remembered + len(read) > _MOST_REMEMBERED:
+                self._read.clear()
+                self._num_remembered = 0
+            self._num_remembered += len(read)
+            self._read[key] = read
+        return self._read[key]

@@ -11,18 +11,16 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING, IN_TEAM, AxisPlan, axis_plan
 from heterog.graph.grouping import CONSTANT_GROUP, Grouping, group_ops
 from heterog.graph.op_costs import REORDERS_WEIGHTS
-from heterog.graph.op_graph import OpGraph, Phase, TensorKind
+from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase, TensorKind
 from heterog.graph.placement import OpRules, Placement, TensorMeta
 from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES
 from heterog.lowering.kernels import by_reference
 from heterog.lowering.sparse_tables import (
-    IntArray,
     SparseTables,
     sparse_tables,
     starts_of,
@@ -47,8 +45,6 @@ from heterog.strategy.keeping import (
     scores_again,
 )
 from heterog.strategy.layouts.stages import layer_runs
-
-FloatArray = npt.NDArray[np.float64]
 
 KIND_NUMBER = {"R": 0, "S": 1, "P": 2, "L": 3}
 

@@ -21,12 +21,6 @@ from heterog.lowering.tape import (
 )
 from heterog.lowering.value_reads import ANY_PASS
 
-# Plain integers, because numba freezes enum members into slow objects.
-_REDUCE_VALUE = int(TaskKind.REDUCE_VALUE)
-_GATHER_VALUE = int(TaskKind.GATHER_VALUE)
-_SCATTER_VALUE = int(TaskKind.SCATTER_VALUE)
-_EXCHANGE_VALUE = int(TaskKind.EXCHANGE_VALUE)
-_GATHER_ROWS = int(TaskKind.GATHER_ROWS)
 _S = KIND_NUMBER["S"]
 
 
@@ -50,7 +44,7 @@ def gather(
         largest = max(largest, count)
         members += choice.stands_for[device] if choice.member[division, device] else 0
     size = members * bytes_of(tables, value, largest, -1)
-    write_task(tape, _GATHER_VALUE, slot, -1, micro, total, channel, size)
+    write_task(tape, TaskKind.GATHER_VALUE, slot, -1, micro, total, channel, size)
     for device in range(num_devices):
         if choice.shares[division, micro, device] > 0:
             write_read(tape, scratch.slot_buffer[slot, device])
@@ -92,7 +86,7 @@ def gather_in_teams(
             whole, size = total * per_unit, teams.size[division, first] * largest * per_unit
         if row != division and tables.value_batch_kind[value] != _S:
             samples = 0
-        write_task(tape, _GATHER_VALUE, slot, -1, micro, samples, channel, size)
+        write_task(tape, TaskKind.GATHER_VALUE, slot, -1, micro, samples, channel, size)
         set_units(tape, max(units, 0))
         if tables.slot_pass[slot] != ANY_PASS:
             for device in range(begin, end):
@@ -152,7 +146,7 @@ def reduce(
     if tables.value_kind[value] == _S:
         size = tables.value_bytes_per_unit[value] * tables.axis_units[tables.value_axis[value]]
     num_devices = choice.member.shape[1]
-    write_task(tape, _REDUCE_VALUE, slot, -1, micro, 0, channel, size)
+    write_task(tape, TaskKind.REDUCE_VALUE, slot, -1, micro, 0, channel, size)
     for device in range(num_devices):
         if (
             choice.shares[row, micro, device] > 0
@@ -184,7 +178,9 @@ def reduce_in_teams(
         in_batch = row != division and tables.value_batch_kind[value] == _S
         if in_batch:
             size *= samples / tables.batch_size
-        write_task(tape, _REDUCE_VALUE, slot, -1, micro, samples if in_batch else 0, channel, size)
+        write_task(
+            tape, TaskKind.REDUCE_VALUE, slot, -1, micro, samples if in_batch else 0, channel, size
+        )
         _meet(choice, scratch, tape, slot, division, row, micro, number, size)
 
 
@@ -217,7 +213,7 @@ def scatter_in_teams(
         largest = _largest_share(choice, scratch, slices, micro, number)
         per_unit = tables.value_bytes_per_unit[value] * samples / tables.batch_size
         size = teams.size[division, first] * largest * per_unit
-        write_task(tape, _SCATTER_VALUE, value, -1, micro, samples, channel, size)
+        write_task(tape, TaskKind.SCATTER_VALUE, value, -1, micro, samples, channel, size)
         set_units(tape, tables.axis_units[axis])
         _read_made(choice, scratch, tape, value, row, micro, number)
         for device in range(begin, end):
@@ -261,7 +257,9 @@ def exchange_in_teams(
         piece *= _largest_part(tables, choice, scratch, after, micro, number)
         if row != division and after != division:
             piece *= samples / tables.batch_size
-        write_task(tape, _EXCHANGE_VALUE, value, -1, micro, samples, channel, size * size * piece)
+        write_task(
+            tape, TaskKind.EXCHANGE_VALUE, value, -1, micro, samples, channel, size * size * piece
+        )
         set_units(tape, tables.axis_units[axis] if axis > 0 else 0)
         _read_made(choice, scratch, tape, value, row, micro, number)
         for device in range(begin, end):
@@ -303,7 +301,7 @@ def complete_in_teams(
             continue
         part = samples / tables.batch_size if tables.value_batch_kind[value] == _S else 1.0
         size = teams.size[division, first] * part * tables.value_row_bytes[value]
-        write_task(tape, _GATHER_ROWS, value, -1, micro, samples, channel, size)
+        write_task(tape, TaskKind.GATHER_ROWS, value, -1, micro, samples, channel, size)
         set_units(tape, units)
         _read_made(choice, scratch, tape, value, row, micro, number)
         for device in range(begin, end):

@@ -63,10 +63,6 @@ from heterog.lowering.value_reads import BACKWARD_PASS, Recut
 from heterog.strategy.schedules import Pass
 from heterog.strategy.sync import Sharded
 
-_COMPUTE = int(TaskKind.COMPUTE)
-_EXCHANGED = int(Recut.EXCHANGED)
-_COMPLETED = int(Recut.COMPLETED)
-_SUMMED = int(Recut.SUMMED)
 _S = KIND_NUMBER["S"]
 
 
@@ -109,7 +105,7 @@ def compute_op(
             if samples != last_samples:
                 last_samples, part = samples, samples / tables.batch_size
         task = tape.tasks[number]
-        task.kind = _COMPUTE
+        task.kind = TaskKind.COMPUTE
         task.turn = tape.turn[device]
         task.subject = op
         task.device = device
@@ -139,11 +135,11 @@ def compute_op(
             buffer.maker = number
             buffer.device = device
             size = tables.value_bytes[value] + tables.value_bytes_per_unit[value] * share
-            if recut == _SUMMED or recut == _EXCHANGED:
+            if recut == Recut.SUMMED or recut == Recut.EXCHANGED:
                 # The value's axis is the one after the recut; this buffer is a part of the whole
                 # sum, or a slice along the op's axis.
                 size = tables.value_bytes_per_unit[value] * units
-                if recut == _EXCHANGED:
+                if recut == Recut.EXCHANGED:
                     size *= share / tables.axis_units[axis]
             if axis > 0 and tables.value_batch_kind[value] == _S:
                 size *= part
@@ -198,12 +194,6 @@ def _gives_permit(
     return bool(entered > 0 and (entered - 1) % scratch.token.shape[2] == micro)
 
 
-# Plain integers, because numba freezes enum members into slow objects.
-_RECOMPUTE = int(TaskKind.RECOMPUTE)
-_BACKWARD = int(Pass.BACKWARD)
-_PARAMETERS = int(Sharded.PARAMETERS)
-
-
 @helper
 def recompute_before(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, reader: int, micro: int
@@ -237,14 +227,14 @@ def _rerun(
     num_devices = choice.member.shape[1]
     turns = choice.turns
     if turns.rule != BY_MICRO_BATCH:  # even if the reader is deferred with the weight gradients
-        take_turns(turns, tape, group, _BACKWARD, micro)
+        take_turns(turns, tape, group, Pass.BACKWARD, micro)
     reading = choice.division[group] + num_divisions * tables.op_axis[reader]
     for position in range(first, end):
         op = ops[position]
         division = choice.division[group] + num_divisions * tables.op_axis[op]
         gather_again(tables, choice, scratch, tape, op, reader, micro)
         gathers = False
-        if choice.sharded[group] == _PARAMETERS:
+        if choice.sharded[group] == Sharded.PARAMETERS:
             gathers = gather_parameters(tables, choice, scratch, tape, op, division, micro, 1)
         for device in range(num_devices):
             share = choice.shares[division, micro, device]
@@ -253,7 +243,7 @@ def _rerun(
             samples = share
             if tables.op_axis[op] > 0:
                 samples = choice.teams.samples[choice.division[group], micro, device]
-            write_task(tape, _RECOMPUTE, op, device, micro, samples, -1, 0.0)
+            write_task(tape, TaskKind.RECOMPUTE, op, device, micro, samples, -1, 0.0)
             if tables.op_axis[op] > 0:
                 set_units(tape, share)
             for entry in range(tables.read_start[op], tables.read_start[op + 1]):
@@ -277,10 +267,6 @@ def _rerun(
         take_turns(turns, tape, group, work_of(tables, turns, reader), micro)
 
 
-# Plain integers, because numba freezes enum members into slow objects.
-_STATE = int(Sharded.STATE)
-
-
 @kernel
 def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape) -> bool:
     """Write the program of a choice to a tape; ``False`` if the tape is too short."""
@@ -295,9 +281,9 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
     number_buckets(choice, scratch)
     has_slices, has_gathers = False, False
     for group in range(tables.num_groups):
-        if choice.sharded[group] >= _STATE:
+        if choice.sharded[group] >= Sharded.STATE:
             has_slices = True
-            has_gathers |= choice.sharded[group] == _PARAMETERS
+            has_gathers |= choice.sharded[group] == Sharded.PARAMETERS
     if has_slices:
         find_pipelines(tables, choice, scratch)
         number_sliced_buckets(tables, choice, scratch, tape)
@@ -369,11 +355,11 @@ def _lower_op(
     if gathers:
         is_backward = tables.op_is_backward[op]
         note_reader(tables, choice, scratch, tape, op, division, micro, is_backward)
-    if tables.op_recut[op] == _SUMMED:
+    if tables.op_recut[op] == Recut.SUMMED:
         scatter_in_teams(tables, choice, scratch, tape, tables.value_start[op], division, micro)
-    elif tables.op_recut[op] == _EXCHANGED:
+    elif tables.op_recut[op] == Recut.EXCHANGED:
         exchange_in_teams(tables, choice, scratch, tape, tables.value_start[op], division, micro)
-    elif tables.op_recut[op] == _COMPLETED:
+    elif tables.op_recut[op] == Recut.COMPLETED:
         complete_in_teams(tables, choice, scratch, tape, tables.value_start[op], division, micro)
     for entry in range(tables.finished_start[op], tables.finished_start[op + 1]):
         parameter = tables.finished_parameter[entry]

@@ -3,6 +3,5 @@
 - ``request`` is a run as a value, ``launch`` starts ``ranks``, ``rank`` is the process of one.
   ``accelerators`` knows kinds of devices.
 - ``deploy`` makes a ``step`` of a plan and a workload. ``checkpoint`` saves it for any plan.
-- ``measure`` times ops and links and describes machines. ``batch_norm`` goes with the next
-  release.
+- ``measure`` times ops and links and describes machines.
 """

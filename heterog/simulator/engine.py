@@ -49,9 +49,6 @@ from heterog.pricing.cost_model import ChannelPrices, Prices
 from heterog.simulator.heaps import before, pop_event, push_event, remove_first, sift_up
 from heterog.simulator.timings import Timings, Workspace, make_workspace
 
-_REMAKE = int(TaskKind.REMAKE)
-_UPDATE = int(TaskKind.UPDATE)
-SEND = int(TaskKind.SEND)
 GIVEN_UP = -1
 """Returned as the number of finished tasks if the end is sure to come after the limit."""
 
@@ -87,13 +84,13 @@ def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
         device_type = prices.type_of_device[task.device]
         if task.kind <= LAST_OP_KIND:
             # A remade op has no entry in the row: its work depends only on the samples.
-            if prices.has_rule[task.subject] and task.kind != _REMAKE:
+            if prices.has_rule[task.subject] and task.kind != TaskKind.REMAKE:
                 row = prices.ruled_row[task.subject]
                 work = prices.ruled_number[row, task.micro, task.device]
                 seconds[number] = prices.ruled_seconds[work, task.subject]
             else:
                 seconds[number] = prices.op_seconds[device_type, task.samples, task.subject]
-        elif task.kind == _UPDATE:
+        elif task.kind == TaskKind.UPDATE:
             whole = prices.update_seconds[device_type, task.subject]
             if task.num_bytes > 0.0:  # the update of a slice
                 whole *= task.num_bytes / prices.parameter_bytes[task.subject]
@@ -320,7 +317,7 @@ def _simulate_kernel(
             if order == 0:
                 timings.priority[task] = now
             if kind >= FIRST_LINK_KIND:
-                if kind == SEND and prices.blocks_sends:
+                if kind == TaskKind.SEND and prices.blocks_sends:
                     sending[sender(channels, tape.tasks[task].channel)] += 1
                 queue = channels.queue[tape.tasks[task].channel]
                 base, size = timings.queue_start[queue], timings.queue_size[queue]
@@ -527,7 +524,7 @@ def _simulate_kernel(
                     num_events += 1
                 if kind >= FIRST_LINK_KIND:
                     released = tape.tasks[task].channel
-                    if kind == SEND and prices.blocks_sends:
+                    if kind == TaskKind.SEND and prices.blocks_sends:
                         device = sender(channels, released)
                         sending[device] -= 1
                         num_touched = touch(device, touched, is_touched, num_touched)

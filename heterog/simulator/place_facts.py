@@ -58,9 +58,6 @@ def _about() -> IntArray:
 
 
 _ABOUT = _about()
-_AGAIN = (int(TaskKind.RECOMPUTE), int(TaskKind.REMAKE))
-_RECOMPUTE, _REMAKE = _AGAIN
-_UPDATE, _SEND = int(TaskKind.UPDATE), int(TaskKind.SEND)
 
 
 class PlaceFacts(NamedTuple):
@@ -245,7 +242,7 @@ def _follow_path(
         else:
             devices[record.device, 1] += seconds
         if what == _OP:
-            again = kind in (_RECOMPUTE, _REMAKE)
+            again = kind in (TaskKind.RECOMPUTE, TaskKind.REMAKE)
             groups[op_group[subject], _PATH_AGAIN if again else _PATH_COMPUTE] += seconds
             groups[op_group[subject], _PATH_WAIT] += wait
         elif what == _BUCKET:
@@ -253,7 +250,7 @@ def _follow_path(
             buckets[subject, _BUCKET_PATH_WAIT] += wait
         elif what == _PARAMETER:
             column = _PATH_GRADIENTS if is_link else _PATH_COPIES
-            if kind == _UPDATE:
+            if kind == TaskKind.UPDATE:
                 column = _PATH_UPDATE
             groups[parameter_group[subject], column] += seconds
             groups[parameter_group[subject], _PATH_WAIT] += wait

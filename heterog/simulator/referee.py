@@ -30,10 +30,16 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.lowering.kernels import by_reference, helper, kernel
-from heterog.lowering.program import FIRST_FREE_KIND, FIRST_LINK_KIND, FloatArray, IntArray
+from heterog.lowering.program import (
+    FIRST_FREE_KIND,
+    FIRST_LINK_KIND,
+    FloatArray,
+    IntArray,
+    TaskKind,
+)
 from heterog.lowering.tape import NUM_TASKS, Tape
 from heterog.pricing.cost_model import Prices
-from heterog.simulator.engine import GIVEN_UP, SEND, latency_of, sender, touch
+from heterog.simulator.engine import GIVEN_UP, latency_of, sender, touch
 from heterog.simulator.heaps import pop_event, push_event
 from heterog.simulator.timings import Timings
 
@@ -401,7 +407,7 @@ def _hold_back(
         kind = tape.tasks[task].kind
         if kind < FIRST_LINK_KIND:
             upcoming[tape.tasks[task].device] = task
-        elif kind == SEND:
+        elif kind == TaskKind.SEND:
             reader = upcoming[sender(prices.channels, tape.tasks[task].channel)]
             if reader >= 0:
                 holds_back[task] = reader

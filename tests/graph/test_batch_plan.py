@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from heterog.graph.axis_plan import axis_plan
 from heterog.graph.batch_plan import batch_plan, ops_of_the_whole_batch
 from heterog.graph.capture import capture
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
+from heterog.graph.placement import OpRule, R
 from heterog.graph.sharding_rules import Special
 from heterog.graph.sharding_rules.table import INSIDE_TEAMS
 from heterog.graph.workload import Workload
@@ -240,6 +242,11 @@ def test_sums_of_the_batch_alone_are_known_before_the_step() -> None:
     assert plan.placements[graph.outputs[known[0]][0]].kind == "R"
     assert conversions(graph) == []
     assert ops_of_the_whole_batch(graph) == []
+    product = next(op for op, node in enumerate(graph.ops) if node.kind == "addmm.default")
+    whole = OpRule(inputs=(R,) * 3, outputs=(R,), units=4)
+    ruled = axis_plan(graph, ((product, whole),))  # they read the whole batch under rules, too
+    assert ruled.bytes_fixed[known] == plan.bytes_fixed[known] >= 4 * 8 * 6
+    assert ruled.bytes_per_unit[known] == plan.bytes_per_sample[known] == 0
 
 
 def test_batch_norm_statistics_stay_local_and_in_one_group() -> None:

@@ -74,10 +74,10 @@ def test_a_machine_that_is_no_host_is_told_why() -> None:
 
 def test_hosts_ask_nodes_in_the_names_that_these_use() -> None:
     named = asked_of_nodes(HOSTS, [{"CPU": 1.0}, {"T4": 2.0}, {"V100": 1.0, "CPU": 8.0}])
-    assert [each.bundle for each in named] == [{"V100": 1.0}, {"T4": 2.0}]
+    assert named == [{"V100": 1.0}, {"T4": 2.0}]
     gpus = {"GPU": 1.0, "accelerator_type:V100": 1.0}, {"GPU": 4.0, "accelerator_type:T4": 1.0}
     by_gpu = asked_of_nodes(HOSTS, gpus)
-    assert by_gpu[1].bundle == {"GPU": 2.0, "accelerator_type:T4": 0.002}
+    assert by_gpu[1] == {"GPU": 2.0, "accelerator_type:T4": 0.002}
 
 
 def test_a_host_leaves_the_node_that_another_needs() -> None:

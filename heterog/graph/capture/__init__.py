@@ -236,7 +236,7 @@ def _capture_step(
         raise
     _check_constants(workload, traced, in_memory=in_memory)
     _leave_batch(workload, traced, len(parameters) + len(buffers))
-    inputs = parameters, buffers, frozen, batch, groups
+    inputs = parameters, buffers, batch, groups
     if has_grouped_products(traced.graph):
         step = Reader(workload, traced, *inputs).read()
         leave_unsorted(step.graph, step.module, step.node_of_op)

@@ -154,30 +154,20 @@ class CapturedStep:
     known: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Reader:
-    """Reads the columns of an ``OpGraph`` from a traced fx graph."""
+    """Reads the columns of an ``OpGraph`` from a traced fx graph, once."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        module: fx.GraphModule,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        frozen: Mapping[str, Tensor],
-        batch: Any,
-        groups: tuple[ParameterGroup, ...],
-    ) -> None:
-        self.workload = workload
-        self.module = module
-        self.parameters = parameters
-        self.buffers = buffers
-        self.frozen = frozen
-        self.batch = batch
-        self.groups = groups
-        self.tensors: list[GraphTensor] = []
-        self.tensor_ids: dict[tuple[fx.Node, int], int] = {}
-        self.ops: list[GraphOp] = []
-        self.nodes: list[fx.Node] = []
+    workload: Workload
+    module: fx.GraphModule
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    batch: Any
+    groups: tuple[ParameterGroup, ...]
+    tensors: list[GraphTensor] = field(default_factory=list)
+    tensor_ids: dict[tuple[fx.Node, int], int] = field(default_factory=dict)
+    ops: list[GraphOp] = field(default_factory=list)
+    nodes: list[fx.Node] = field(default_factory=list)
 
     def read(self) -> CapturedStep:
         """Build the graph."""

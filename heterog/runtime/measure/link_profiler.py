@@ -54,11 +54,21 @@ def profile_links(
     for number, (kind, devices, payload, loaded) in enumerate(cases[num_done:], num_done + 1):
         tell(f"links {number} of {len(cases)}")
         if loaded:
-            yield _while_computing(cluster, communicator, kind, devices, payload, stretch)
+            measured = _while_computing(communicator, kind, devices, payload)
         elif kind == ChannelKind.POINT_TO_POINT:
-            yield _point_to_point(cluster, communicator, devices[0], devices[1], payload, stretch)
+            measured = _point_to_point(communicator, devices, payload)
         else:
-            yield _collective(cluster, communicator, kind, devices, payload, stretch)
+            measured = _collective(communicator, kind, devices, payload)
+        seconds, cpu_s = zip(*gathered(measured), strict=True)
+        yield LinkMeasurement(
+            kind=kind.name.lower(),
+            devices=tuple(cluster.devices[device].name for device in devices),
+            slices=(1,) * len(devices) if kind.has_slices else (),
+            num_bytes=payload,
+            seconds=max(1e-9, *(seconds[device] for device in devices)),
+            device_seconds=tuple(cpu_s[device] * stretch for device in devices),
+            while_computing=loaded,
+        )
 
 
 def _device_sets(num_ranks: int) -> list[tuple[int, ...]]:
@@ -114,15 +124,11 @@ def gathered(values: Sequence[float]) -> list[list[float]]:
 
 
 def _point_to_point(
-    cluster: Cluster,
-    communicator: Communicator,
-    src: int,
-    dst: int,
-    payload: int,
-    stretch: float,
-) -> LinkMeasurement:
+    communicator: Communicator, devices: tuple[int, ...], payload: int
+) -> tuple[float, float]:
     """Time a message one way and an empty answer, less half of an empty round trip."""
     rank, wire = communicator.rank, wire_device()
+    src, dst = devices
     results = []
     for count in (payload // 4, 1):  # the message, and next to nothing
         message, answer = torch.zeros(count, device=wire), torch.zeros(1, device=wire)
@@ -138,25 +144,12 @@ def _point_to_point(
 
         results.append(_repeat(act, takes_part=rank in (src, dst)))
     (whole, cpu), (empty, _) = results
-    all_ranks = gathered([whole - empty / 2, cpu * stretch])
-    return LinkMeasurement(
-        kind=ChannelKind.POINT_TO_POINT.name.lower(),
-        devices=(cluster.devices[src].name, cluster.devices[dst].name),
-        slices=(),
-        num_bytes=payload,
-        seconds=max(all_ranks[src][0], 1e-9),
-        device_seconds=(all_ranks[src][1], all_ranks[dst][1]),
-    )
+    return whole - empty / 2 if rank == src else 0.0, cpu
 
 
 def _collective(
-    cluster: Cluster,
-    communicator: Communicator,
-    kind: ChannelKind,
-    devices: tuple[int, ...],
-    payload: int,
-    stretch: float,
-) -> LinkMeasurement:
+    communicator: Communicator, kind: ChannelKind, devices: tuple[int, ...], payload: int
+) -> tuple[float, float]:
     """Time a collective; small ones are issued several at once, to measure their rate."""
     takes_part = communicator.rank in devices
     issue = _issuer(communicator, kind, devices, payload)
@@ -168,15 +161,7 @@ def _collective(
 
     seconds, cpu = (total / count for total in _repeat(act, takes_part=takes_part))
     communicator.flush()
-    all_ranks = gathered([seconds, cpu * stretch])
-    return LinkMeasurement(
-        kind=kind.name.lower(),
-        devices=tuple(cluster.devices[device].name for device in devices),
-        slices=() if kind == ChannelKind.ALL_REDUCE_RING else (1,) * len(devices),
-        num_bytes=payload,
-        seconds=max(all_ranks[device][0] for device in devices),
-        device_seconds=tuple(all_ranks[device][1] for device in devices),
-    )
+    return seconds, cpu
 
 
 def _issuer(
@@ -213,13 +198,8 @@ def _wait(communicator: Communicator, pending: Sequence[Pending]) -> None:
 
 
 def _while_computing(
-    cluster: Cluster,
-    communicator: Communicator,
-    kind: ChannelKind,
-    devices: tuple[int, ...],
-    payload: int,
-    stretch: float,
-) -> LinkMeasurement:
+    communicator: Communicator, kind: ChannelKind, devices: tuple[int, ...], payload: int
+) -> tuple[float, float]:
     """Time several small operations issued at once while their members compute.
 
     Every step of a collective waits until the next member runs its communication; on a CPU that a
@@ -261,13 +241,4 @@ def _while_computing(
         if not is_accelerated(square):
             used = (time.process_time() - cpu - computed) / (_NUM_BURSTS * _NUM_OPERATIONS)
     dist.barrier()
-    all_ranks = gathered([statistics.median(bursts or [0.0]), max(used, 0.0) * stretch])
-    return LinkMeasurement(
-        kind=kind.name.lower(),
-        devices=tuple(cluster.devices[device].name for device in devices),
-        slices=() if kind == ChannelKind.ALL_REDUCE_RING else (1,) * len(devices),
-        num_bytes=payload,
-        seconds=max(all_ranks[device][0] for device in devices),
-        device_seconds=tuple(all_ranks[device][1] for device in devices),
-        while_computing=True,
-    )
+    return statistics.median(bursts or [0.0]), max(used, 0.0)

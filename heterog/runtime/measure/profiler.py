@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError, InputFileError
 from heterog.files import MAX_JSON_BYTES, parse_json, read_bytes, write_atomically
 from heterog.graph.capture import CapturedStep, capture_step
-from heterog.graph.workload import Workload
 from heterog.pricing.op_fits import (
     LinkMeasurement,
     Measurements,
@@ -79,13 +77,15 @@ class Journal:
     Args:
         path: Path of the file, which is made if it does not exist.
         of: Description of the measurements; a journal with another one is refused.
+        compiles: Whether steps are compiled, which is a part of the description.
 
     Raises:
         InputFileError: the file is no journal, or one of other measurements.
     """
 
-    def __init__(self, path: Path, of: str) -> None:
+    def __init__(self, path: Path, of: str, *, compiles: bool = False) -> None:
         self._path = path
+        of += ", compiled" if compiles else ""
         lines = _whole_lines(path)
         if lines:
             other = parse_record(lines[0], _JournalHead, f"journal {path}, line 1").journal_of
@@ -123,8 +123,7 @@ def own_journal(path: Path, device_type: str, *, compiles: bool = False) -> Jour
     Raises:
         InputFileError: the file is of other measurements.
     """
-    how = ", compiled" if compiles else ""
-    return Journal(path, f"a {device_type}, torch {torch.__version__}{how}")
+    return Journal(path, f"a {device_type}, torch {torch.__version__}", compiles=compiles)
 
 
 class _JournalHead(Record):
@@ -186,11 +185,11 @@ def profile_local(
         tell: Called with progress in words.
 
     Returns:
-        The rows of these models.
+        The rows of these models; without those of a share of the batch that does not fit into a
+        GPU's memory.
     """
     distinct = list(dict.fromkeys(sources))
     rows: list[OpMeasurement] = []
-    measure = partial(_profiled, compiles=compiles, tell=tell)
     with _alone():
         for position, source in enumerate(distinct):
             workload = load_workload(source, batch_size)
@@ -207,32 +206,21 @@ def profile_local(
                         f"ops {number} of {len(SHARES) * len(distinct)}: {workload.name}, "
                         f"{samples} samples"
                     )
-                    is_new = samples not in measured  # shares of a small batch may be equal
+                    found: list[OpMeasurement] = []
+                    if samples not in measured:  # shares of a small batch may be equal
+                        try:
+                            found = profile_ops(
+                                captured, workload, samples, device_type, quota, compiles
+                            )
+                        except torch.OutOfMemoryError:
+                            tell(
+                                f"{workload.name}: {samples} samples do not fit on {device_type}; "
+                                "left out"
+                            )
                     measured.add(samples)
-                    done.add(
-                        key,
-                        measure(captured, workload, samples, device_type, quota) if is_new else [],
-                    )
+                    done.add(key, found)
                 rows += done.rows(key)
     return rows
-
-
-def _profiled(
-    captured: CapturedStep,
-    workload: Workload,
-    samples: int,
-    device_type: str,
-    quota: float | None,
-    *,
-    compiles: bool,
-    tell: Callable[[str], None],
-) -> list[OpMeasurement]:
-    """Rows of one share of the batch; none if it does not fit into a GPU's memory."""
-    try:
-        return profile_ops(captured, workload, samples, device_type, quota, compiles)
-    except torch.OutOfMemoryError:
-        tell(f"{workload.name}: {samples} samples do not fit on {device_type}; left out")
-        return []
 
 
 @contextmanager
@@ -376,8 +364,7 @@ def profile_as_rank(
     journal.mkdir(exist_ok=True)
     compiles = cluster.execution.compiles
     of = f"{device.name} of cluster '{cluster.name}' ({cluster.fingerprint()})"
-    of += ", compiled" if compiles else ""
-    done = Journal(journal / f"rank{rank}.jsonl", of)
+    done = Journal(journal / f"rank{rank}.jsonl", of, compiles=compiles)
     with num_threads(_threads_of_a_rank()):
         ops = profile_local(
             sources,

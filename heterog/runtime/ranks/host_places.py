@@ -92,10 +92,9 @@ def ranks_in_plan(cluster: Cluster, ranks: Sequence[RankHas]) -> list[int]:
     machines = sorted({rank.machine for rank in ranks})
     has = [[rank.device for rank in ranks if rank.machine == machine] for machine in machines]
     hosts = [
-        [device.type.name for device, of in zip(cluster.devices, cluster.host_of, strict=True)
-         if of == number]
+        [cluster.devices[device].type.name for device in cluster.host_devices(number)]
         for number in range(cluster.num_hosts)
-    ]  # fmt: skip
+    ]
     named = [next(rank.host for rank in ranks if rank.machine == each) for each in machines]
     fits = np.array([
         [_fits(own, host) and name in ("", cluster.hosts[number].name)
@@ -116,8 +115,8 @@ def ranks_in_plan(cluster: Cluster, ranks: Sequence[RankHas]) -> list[int]:
                 f"there is, or name its devices in {DEVICE_TYPES}, or its host in {HOST}."
             )
     found = [0] * len(ranks)
-    for machine, host in enumerate(chosen):
-        free = [rank for rank, of in enumerate(cluster.host_of) if of == host]
+    for machine, host in enumerate(chosen.tolist()):
+        free = list(cluster.host_devices(host))
         members = [n for n, rank in enumerate(ranks) if rank.machine == machines[machine]]
         for number in sorted(members, key=lambda each: ranks[each].device == _ANY):
             place = next(

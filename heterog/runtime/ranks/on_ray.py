@@ -34,7 +34,7 @@ from heterog.runtime.launch import (
 from heterog.runtime.ranks.forks import rank_forks
 from heterog.runtime.ranks.links import CUT_S, cut_off
 from heterog.runtime.ranks.place import HERE, Place
-from heterog.runtime.ranks.ray_nodes import CPU, GPU, AskedOfNode, asked_of_nodes, in_words, offers
+from heterog.runtime.ranks.ray_nodes import CPU, GPU, Resources, asked_of_nodes, in_words, offers
 from heterog.runtime.ranks.watching import Watched, wait_for_ranks
 from heterog.runtime.request import RunRequest
 from heterog.user_code import is_from_file
@@ -439,12 +439,12 @@ def connected() -> Iterator[Any]:
 
 
 def actor_of(
-    ray: Any, group: Any, kind: type, number: int, asked: AskedOfNode, **options: Any
+    ray: Any, group: Any, kind: type, number: int, asked: Resources, **options: Any
 ) -> Any:
     """The actor of a host in its bundle of the placement group."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    needs = dict(asked.bundle)
+    needs = dict(asked)
     made = ray.remote(kind).options(
         num_cpus=needs.pop(CPU, 0),
         num_gpus=needs.pop(GPU, 0),
@@ -465,13 +465,16 @@ def placed(ray: Any, cluster: Cluster, **options: Any) -> Any:
     """
     asked = asked_of_nodes(cluster, offers(ray))
     group = ray.util.placement_group(
-        [dict(host.bundle) for host in asked],
+        asked,
         strategy="STRICT_SPREAD" if len(asked) > 1 else "STRICT_PACK",
         **options,
     )
     if not group.wait(PLACED_S):
         ray.util.remove_placement_group(group)
-        wanted = "; ".join(f"{host.host}: {in_words(host.bundle)}" for host in asked)
+        wanted = "; ".join(
+            f"{host.name}: {in_words(bundle)}"
+            for host, bundle in zip(cluster.hosts, asked, strict=True)
+        )
         raise HeterogError(
             f"the Ray cluster has the devices ({wanted}) but did not give them within "
             f"{PLACED_S:g} s: other jobs hold them. See ray status, and run again when they are "

@@ -6,7 +6,6 @@ a resource are its CPUs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,21 +25,8 @@ Resources = Mapping[str, float]
 """Amounts by Ray's name of a resource."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskedOfNode:
-    """The resources that a host of the plan asks of one node.
-
-    Attributes:
-        host: The host's name.
-        bundle: Resources of all its ranks.
-    """
-
-    host: str
-    bundle: Resources
-
-
-def asked_of_nodes(cluster: Cluster, nodes: Sequence[Resources]) -> list[AskedOfNode]:
-    """The resources that each host of a cluster asks of a node, by Ray's names.
+def asked_of_nodes(cluster: Cluster, nodes: Sequence[Resources]) -> list[dict[str, float]]:
+    """The resources that each host of a cluster asks of a node, for all of its ranks.
 
     Args:
         cluster: The plan's cluster.
@@ -51,17 +37,12 @@ def asked_of_nodes(cluster: Cluster, nodes: Sequence[Resources]) -> list[AskedOf
     """
     names = {kind.name: _names_of(kind.name, nodes) for kind in cluster.device_types}
     asked = []
-    for number, host in enumerate(cluster.hosts):
-        types = [
-            device.type.name
-            for device, of in zip(cluster.devices, cluster.host_of, strict=True)
-            if of == number
-        ]
+    for number in range(cluster.num_hosts):
         bundle: dict[str, float] = {}
-        for name in types:
-            for key, amount in names[name].items():
+        for device in cluster.host_devices(number):
+            for key, amount in names[cluster.devices[device].type.name].items():
                 bundle[key] = bundle.get(key, 0.0) + amount
-        asked.append(AskedOfNode(host=host.name, bundle=bundle))
+        asked.append(bundle)
     _check_enough(cluster, asked, nodes)
     return asked
 
@@ -80,7 +61,7 @@ def _names_of(device_type: str, nodes: Sequence[Resources]) -> Resources:
 
 
 def _check_enough(
-    cluster: Cluster, asked: Sequence[AskedOfNode], nodes: Sequence[Resources]
+    cluster: Cluster, asked: Sequence[Resources], nodes: Sequence[Resources]
 ) -> None:
     """Check that each host can have a node of its own.
 
@@ -89,18 +70,18 @@ def _check_enough(
     """
     fits = np.array(
         [
-            [all(node.get(key, 0.0) >= n for key, n in host.bundle.items()) for node in nodes]
-            for host in asked
+            [all(node.get(key, 0.0) >= n for key, n in bundle.items()) for node in nodes]
+            for bundle in asked
         ]
     ).reshape(len(asked), len(nodes))
     rows, columns = linear_sum_assignment(~fits)
     of_host: dict[int, int] = dict(zip(rows.tolist(), columns.tolist(), strict=True))
-    for number, host in enumerate(asked):
+    for number, host in enumerate(cluster.hosts):
         if number not in of_host or not fits[number, of_host[number]]:
             there = "; ".join(in_words(node) for node in nodes) or "none"
             raise HeterogError(
-                f"no node of the Ray cluster is left for host {host.host}, which needs "
-                f"{in_words(host.bundle)}; nodes have {there}. Start one with ray start "
+                f"no node of the Ray cluster is left for host {host.name}, which needs "
+                f"{in_words(asked[number])}; nodes have {there}. Start one with ray start "
                 "--resources and the names of its device types, or plan for what there is "
                 f"({len(cluster.hosts)} hosts are asked for)."
             )
