@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch_geometric.data import Batch
 
 from heterog.agents import checkpoint as checkpoints
 from heterog.agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from heterog.agents.config import PolicyConfig
 from heterog.agents.encoder import all_joined
-from heterog.agents.graph_data import PairBatch, hetero_data
+from heterog.agents.graph_data import PairBatch, graphs_of
 from heterog.agents.policy import (
     Policy,
     Variety,
@@ -157,12 +158,28 @@ def test_a_masked_candidate_has_no_probability_unless_it_was_chosen() -> None:
 
 def test_graph_data_holds_every_relation() -> None:
     pair = language_pair()
-    data = hetero_data(pair.observation)
+    data = graphs_of([pair.observation])
     blocks, devices = pair.num_blocks, pair.cluster.num_devices
     assert data["block", "on", "device"].edge_index.shape == (2, blocks * devices)
     assert data["device", "link", "device"].edge_attr.shape == (devices**2, 3)
     assert data["device", "in", "candidate"].edge_index[1].max() == pair.num_candidates - 1
     assert data.validate()
+
+
+def test_graphs_of_several_pairs_are_those_that_pyg_batches() -> None:
+    observations = [language_pair().observation, toy_pair().observation]
+    alone = [graphs_of([each]) for each in observations]
+    for graph in alone:
+        for nodes in graph.node_stores:
+            del nodes["batch"], nodes["ptr"]
+    expected, found = Batch.from_data_list(alone), graphs_of(observations)
+    assert found.node_types == expected.node_types
+    assert found.edge_types == expected.edge_types
+    for own, batched in zip(found.stores[1:], expected.stores[1:], strict=True):
+        assert list(own.keys()) == list(batched.keys())
+        for key, value in batched.items():
+            assert own[key].dtype == value.dtype
+            assert torch.equal(own[key], value)
 
 
 def test_checkpoints_come_back_equal(tmp_path: Path) -> None:
