@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from heterog.agents.config import Algorithm, TrainingConfig

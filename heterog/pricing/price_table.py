@@ -413,6 +413,7 @@ class PriceTable:
         cost_model: Model of the seconds of tasks.
         channels: Table in which the channels of strategies are registered.
         tables: Tables of the graph without rules.
+        pricer: Prices of single channels.
 
     Attributes:
         types: Device type of each device.  # [num_devices]
@@ -429,11 +430,12 @@ class PriceTable:
         cost_model: CostModel,
         channels: ChannelTable,
         tables: GraphTables,
+        pricer: ChannelPricer,
     ) -> None:
         self._graph, self._cluster, self._cost_model = graph, cluster, cost_model
         self._channels, self._tables = channels, tables
         self.types: IntArray = np.array(cluster.type_index, np.int32)
-        self.pricer = ChannelPricer(cost_model, cluster)
+        self.pricer = pricer
         kinds, updates = cluster.device_types, [op for op, _, _ in graph.updates]
         full = [cost_model.op_seconds(graph, kind, graph.batch_size) for kind in kinds]
         self._update_seconds = np.array([row[updates] for row in full])

@@ -203,6 +203,8 @@ class Runner:
         cluster: Devices and links.
         cost_model: Model of the seconds of tasks; by default the calibration that the cluster
             names, else the roofline prior.
+        beside: Another runner on this cluster with this cost model; what it has found out about
+            collectives is shared.
 
     Attributes:
         tables: The graph's tables without op rules.
@@ -217,14 +219,20 @@ class Runner:
     """
 
     def __init__(
-        self, graph: OpGraph, cluster: Cluster, cost_model: CostModel | None = None
+        self,
+        graph: OpGraph,
+        cluster: Cluster,
+        cost_model: CostModel | None = None,
+        beside: "Runner | None" = None,
     ) -> None:
         self.graph, self.cluster = graph, cluster
         self.cost_model: CostModel = cost_model or cost_model_of(cluster)
         self.tables = graph_tables(graph)
-        self.channels = ChannelTable(cluster)
+        self.channels = ChannelTable(cluster, beside and beside.channels)
         self.rules = RuleSets(graph, self.channels)
-        self.prices = PriceTable(graph, cluster, self.cost_model, self.channels, self.tables)
+        pricer = beside.prices.pricer if beside else ChannelPricer(self.cost_model, cluster)
+        tables = self.tables
+        self.prices = PriceTable(graph, cluster, self.cost_model, self.channels, tables, pricer)
         self.num_evaluations = 0
         self.num_tasks = 0
         self.poll: Callable[[], None] = lambda: None

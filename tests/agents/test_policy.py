@@ -1,6 +1,7 @@
 """The decoder is an exact distribution, masks hold, and files are read with care."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,16 @@ from heterog.agents.graph_data import PairBatch, graphs_of
 from heterog.agents.policy import (
     Policy,
     Variety,
+    _decode,
+    _noise,
     draw,
     log_probabilities,
     rule_of_thumb,
     score_pairs,
 )
+from heterog.envs.pair import Pair, RunningMemory
 from heterog.errors import InputFileError, UnknownNameError
-from tests.envs.cases import language_pair, toy_pair
+from tests.envs.cases import crowded_pair, language_pair, toy_pair
 
 SMALL = PolicyConfig(width=16, num_heads=2, num_rounds=1, rank=4, stay_bias=1.0)
 KINDS = [SMALL, PolicyConfig(encoder="paper", width=16, num_heads=2, rank=0)]
@@ -82,6 +86,28 @@ def test_draws_follow_the_probabilities() -> None:
     )
     expected = log_p.detach().exp().numpy()
     np.testing.assert_allclose(counts / len(rows), expected, atol=0.015)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("make", [toy_pair, language_pair, crowded_pair])
+def test_rows_drawn_at_once_are_those_drawn_block_by_block(
+    make: Callable[[], Pair], greedy: bool, recompute: bool
+) -> None:
+    pair, variety = make(), Variety(num_steady=4, temperature=3.0, recompute=recompute)
+    scores = score_pairs(make_policy(SMALL), [pair])[0]
+    found = draw(
+        scores, pair, 24, np.random.default_rng(7), variety, greedy=greedy, keep_masks=True
+    )
+    drawn = _noise(pair, 24, variety.num_steady, np.random.default_rng(7))
+    memory = RunningMemory(pair, 24, recompute=recompute)
+    noise = None if greedy else variety.temperature * drawn
+    expected = _decode(scores, noise, memory, keep_masks=True)
+    np.testing.assert_array_equal(found.rows, expected.rows)
+    np.testing.assert_array_equal(found.masks, expected.masks)
+    again = draw(scores, pair, 24, np.random.default_rng(7), variety, greedy=greedy)
+    np.testing.assert_array_equal(again.rows, expected.rows)
+    assert again.masks.size == 0
 
 
 def test_steady_draws_do_not_waver() -> None:
