@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from heterog.agents.config import Algorithm, TrainingConfig
@@ -185,8 +186,8 @@ class GradientLearner(Learner):
         # The average over the last few hundred steps varies less, so it is validated and kept.
         self.averaged = AveragedModel(self.policy)
         # Walking through all modules takes longer than averaging their weights.
-        self._weights = list(self.policy.parameters())
-        self._kept_weights = list(self.averaged.module.parameters())
+        self._weights: list[Tensor] = list(self.policy.parameters())
+        self._kept_weights: list[Tensor] = list(self.averaged.module.parameters())
         self._rng = np.random.default_rng([config.seed, 77])
         self._judged = replace(task.source, judged=True)
         self.reinforce = Reinforce(

@@ -58,7 +58,7 @@ class _CoarsePrices(PriceTable):
             evaluator.cost_model,
             evaluator.channels,
             evaluator.tables,
-            evaluator.prices.pricer,
+            evaluator.prices,
         )
         num_parameters = len(self._tables.parameter_bytes)
         self._update_seconds = np.array(

@@ -278,13 +278,18 @@ class MoveFeatures:
 
     # --- moves -----------------------------------------------------------------------------------
 
-    def of(self, view: View, moves: Sequence[Move]) -> Array:
-        """Features of moves from a point.  # [num_moves, NUM_MOVE_FEATURES]"""
+    def of(self, view: View, moves: Sequence[Move]) -> tuple[Array, npt.NDArray[np.bool_]]:
+        """Features of moves from a point, and the groups that each move changes.
+
+        Returns:
+            # [num_moves, NUM_MOVE_FEATURES], [num_moves, num_groups]
+        """
         old = view.state.row
         rows = np.stack([move.state.row for move in moves])
         self._decisions.fill(rows)
         count = len(rows)
-        which, group = np.nonzero(changed_groups(view.state, moves))
+        changed = changed_groups(view.state, moves)
+        which, group = np.nonzero(changed)
         # Groups of a move with the same old and the same new decision are described together.
         before, after = old[group].astype(np.int64), rows[which, group].astype(np.int64)
         most = len(self._space.candidates)
@@ -302,7 +307,7 @@ class MoveFeatures:
             self._changed_settings(view, moves),
             self._changed_rules(view, moves),
         ]
-        return np.concatenate(features, axis=1).astype(np.float32)
+        return np.concatenate(features, axis=1).astype(np.float32), changed
 
     def _changed_facts(self, view: View, which: Numbers, group: Numbers, count: int) -> FloatArray:
         """Facts of the changed groups of each move: their sums, and parts of the whole step's."""
