@@ -203,17 +203,16 @@ class RuleSets:
     Args:
         graph: One training step.
         channels: Table in which the channels of strategies are registered.
-        beside: Rule sets on the same cluster with the same cost model; if they are of the same
-            graph, seconds are shared.
+        beside: Rule sets with which seconds are shared if they are of the same graph.
     """
 
     def __init__(
         self, graph: OpGraph, channels: ChannelTable, beside: "RuleSets | None" = None
     ) -> None:
         self._graph, self._channels = graph, channels
-        self._shared: WeakValueDictionary[tuple[OpRules, tuple[int, ...]], _Seconds]
-        is_shared = beside is not None and beside._graph is graph
-        self._shared = beside._shared if beside and is_shared else WeakValueDictionary()
+        self._shared: WeakValueDictionary[object, _Seconds] = WeakValueDictionary()
+        if beside and beside._graph is graph:
+            self._shared = beside._shared
         self._numbers: dict[tuple[OpRules, tuple[int, ...]], int] = {((), ()): 0}
         self._kept: dict[int, RuleSet] = {0: RuleSet(graph, (), (), channels)}
 
@@ -450,11 +449,11 @@ class PriceTable:
         self._graph, self._cluster, self._cost_model = graph, cluster, cost_model
         self._channels, self._tables = channels, tables
         self.types: IntArray = np.array(cluster.type_index, np.int32)
-        self.pricer: ChannelPricer
-        self.pricer = beside.pricer if beside else ChannelPricer(cost_model, cluster)
+        self.pricer: ChannelPricer = (
+            beside.pricer if beside else ChannelPricer(cost_model, cluster)
+        )
         self._channel_prices: dict[int | bytes, ChannelPrices] = {}
-        is_added = tables.gradient_domain != Domain.NOBODY
-        reduced = np.where(is_added, tables.gradient_bytes, 0.0)
+        reduced = np.where(tables.gradient_domain != Domain.NOBODY, tables.gradient_bytes, 0.0)
         bytes_of_groups = np.bincount(tables.parameter_group, reduced, tables.num_groups)
         self.reduced_bytes: FloatArray = bytes_of_groups.astype(np.float64)
         if beside and beside._tables is tables:
