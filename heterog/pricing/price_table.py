@@ -449,18 +449,15 @@ class PriceTable:
         self._graph, self._cluster, self._cost_model = graph, cluster, cost_model
         self._channels, self._tables = channels, tables
         self.types: IntArray = np.array(cluster.type_index, np.int32)
-        self.pricer: ChannelPricer = (
-            beside.pricer if beside else ChannelPricer(cost_model, cluster)
-        )
+        own = ChannelPricer(cost_model, cluster)
+        self.pricer: ChannelPricer = beside.pricer if beside else own
         self._channel_prices: dict[int | bytes, ChannelPrices] = {}
         reduced = np.where(tables.gradient_domain != Domain.NOBODY, tables.gradient_bytes, 0.0)
         bytes_of_groups = np.bincount(tables.parameter_group, reduced, tables.num_groups)
         self.reduced_bytes: FloatArray = bytes_of_groups.astype(np.float64)
         if beside and beside._tables is tables:
-            for name in (
-                "_update_seconds", "_copy_fixed_s", "_copy_s_per_byte", "_is_priced",
-                "_op_seconds", "group_seconds",
-            ):  # fmt: skip
+            of_ops = "_op_seconds", "_update_seconds", "_copy_fixed_s", "_copy_s_per_byte"
+            for name in (*of_ops, "group_seconds", "_is_priced"):
                 setattr(self, name, getattr(beside, name))
             return
         kinds, updates = cluster.device_types, [op for op, _, _ in graph.updates]
