@@ -80,7 +80,7 @@ class AllJoined(NamedTuple):
     Attributes:
         seconds: Features of each block on each device.  # [B, G, D, NUM_BLOCK_DEVICE_FEATURES]
         links: Features of links from source devices.  # [B, S, D, NUM_LINK_FEATURES]
-        told: Numbers of the source devices in the batch; see ``hetero_data``.  # [B, S]
+        told: Numbers of the source devices in the batch; see ``graphs_of``.  # [B, S]
         is_told: Which source devices are not padding.  # [B, S]
     """
 

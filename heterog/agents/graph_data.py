@@ -1,11 +1,12 @@
 """Observations as PyTorch Geometric graphs."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch_geometric.data import Batch, HeteroData
+from torch_geometric.data import HeteroData
 
 from heterog.envs.observation import WHOLE_SLOWER, WHOLE_SUM, Observation
 
@@ -16,37 +17,56 @@ ON = ("block", "on", "device")
 LINK = ("device", "link", "device")
 IN = ("device", "in", "candidate")
 MOST_LINKED, NUM_TOLD = 512, 64
+EdgeType = tuple[str, str, str]
+IndexArray = npt.NDArray[np.int64]
+Features = npt.NDArray[np.float32]
 
 
-def hetero_data(observation: Observation) -> HeteroData:
-    """One pair as a heterogeneous graph.
+def graphs_of(observations: Sequence[Observation]) -> HeteroData:
+    """Pairs as one heterogeneous graph, with ``batch`` and ``ptr`` of nodes as in PyG's ``Batch``.
 
     Nodes: ``block``, ``device``, ``candidate``. Edges: blocks that feed one another (both ways),
     every block with every device (its seconds there), every device with every other (their link),
     and devices in a candidate (their share of the batch). With more than ``MOST_LINKED`` devices,
     only ``NUM_TOLD`` devices, spread over hosts, have edges to all others: most links are alike.
     """
-    data = HeteroData()
-    num_blocks, num_devices = len(observation.blocks), len(observation.devices)
-    data["block"].x = _tensor(observation.blocks)
-    data["device"].x = _tensor(observation.devices)
-    data["candidate"].x = _tensor(observation.candidates)
-    edges, times = _tensor(observation.edges), _tensor(observation.edge_time)
-    data[FEEDS].edge_index, data[FEEDS].edge_attr = edges, times
-    data[FED_BY].edge_index, data[FED_BY].edge_attr = edges.flip(0), times
-    every = _grid(num_blocks, num_devices)
-    seconds = _tensor(observation.block_devices).flatten(0, 1)
-    data[ON].edge_index, data[ON].edge_attr = every, seconds
-    data[RUNS].edge_index, data[RUNS].edge_attr = every.flip(0), seconds
-    told = np.arange(num_devices)
-    if num_devices > MOST_LINKED:
-        told = np.linspace(0, num_devices - 1, NUM_TOLD).astype(np.int64)
-    first, second = _grid(len(told), num_devices)
-    data[LINK].edge_index = torch.stack([_tensor(told)[first], second])
-    data[LINK].edge_attr = _tensor(observation.links[told]).flatten(0, 1)
-    candidate, device = np.nonzero(observation.shares)
-    data[IN].edge_index = _tensor(np.stack([device, candidate]).astype(np.int64))
-    data[IN].edge_attr = _tensor(observation.shares[candidate, device])[:, None]
+    data, first = HeteroData(), {}
+    for kind in ("block", "device", "candidate"):
+        nodes = [getattr(each, f"{kind}s") for each in observations]
+        counts = np.array([len(own) for own in nodes])
+        ends = np.cumsum(counts)
+        first[kind] = ends - counts
+        data[kind].x = _joined(nodes)
+        data[kind].batch = torch.from_numpy(np.repeat(np.arange(len(nodes)), counts))
+        data[kind].ptr = torch.from_numpy(np.append(0, ends))
+
+    def add(edge: EdgeType, pairs: Sequence[IndexArray], features: Sequence[Features]) -> None:
+        """Add edges, whose (source, target) are numbered in their own observation."""
+        source, _, target = edge
+        begins = np.stack([first[source], first[target]], axis=1)[:, :, None]
+        data[edge].edge_index = _joined(list(map(np.add, pairs, begins)), axis=1)
+        data[edge].edge_attr = _joined(features)
+
+    edges, times = ([getattr(o, name) for o in observations] for name in ("edges", "edge_time"))
+    add(FEEDS, edges, times)
+    add(FED_BY, [each[::-1] for each in edges], times)
+    every = [_grid(np.arange(len(o.blocks)), len(o.devices)) for o in observations]
+    seconds = [o.block_devices.reshape(-1, o.block_devices.shape[2]) for o in observations]
+    add(ON, every, seconds)
+    add(RUNS, [each[::-1] for each in every], seconds)
+    told = [
+        np.linspace(0, count - 1, num_told(count)).astype(np.int64)
+        for count in (len(o.devices) for o in observations)
+    ]
+    links = [o.links[own] for o, own in zip(observations, told, strict=True)]
+    add(
+        LINK,
+        [_grid(own, each.shape[1]) for own, each in zip(told, links, strict=True)],
+        [each.reshape(-1, each.shape[2]) for each in links],
+    )
+    held = [np.nonzero(o.shares) for o in observations]
+    parts = [o.shares[own][:, None] for o, own in zip(observations, held, strict=True)]
+    add(IN, [np.stack(own[::-1]) for own in held], parts)
     return data
 
 
@@ -67,7 +87,7 @@ class PairBatch:
     def __init__(self, observations: Sequence[Observation]) -> None:
         num, blocks = len(observations), max(len(o.blocks) for o in observations)
         candidates = max(len(o.candidates) for o in observations)
-        self.graphs = Batch.from_data_list([hetero_data(o) for o in observations])
+        self.graphs = graphs_of(observations)
         self.pairs = torch.zeros(num, blocks, candidates, observations[0].pairs.shape[2])
         self.promise = torch.zeros(num, candidates, 2)
         self.overlap = torch.zeros(num, candidates, candidates)
@@ -94,6 +114,10 @@ def _tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
     return torch.from_numpy(array.copy())
 
 
-def _grid(rows: int, columns: int) -> torch.Tensor:
-    first = torch.arange(rows).repeat_interleave(columns)
-    return torch.stack([first, torch.arange(columns).repeat(rows)])
+def _joined(arrays: Sequence[npt.NDArray[Any]], axis: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(arrays, axis=axis))
+
+
+def _grid(rows: IndexArray, columns: int) -> IndexArray:
+    """Pairs of every row's number with every column.  # [2, len(rows) * columns]"""
+    return np.stack([np.repeat(rows, columns), np.tile(np.arange(columns), len(rows))])

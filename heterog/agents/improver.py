@@ -32,7 +32,6 @@ from heterog.methods.local_search.move_features import (
     Array,
     MoveFeatures,
     View,
-    changed_groups,
 )
 from heterog.methods.local_search.neighbours import Move, MoveKind, State, StateKey
 from heterog.methods.local_search.plan_moves import PlanMoves, drawn_moves
@@ -342,8 +341,7 @@ class LedMoves:
     def scores(self, view: View, moves: Sequence[Move]) -> npt.NDArray[np.float64]:
         """Scores of moves from the point of the last ``_enter``."""
         assert self._entered is not None
-        features, changed = self._features.of(view, moves), changed_groups(view.state, moves)
-        return self._scores.of(self._entered, features, changed)
+        return self._scores.of(self._entered, *self._features.of(view, moves))
 
 
 class Payoff:

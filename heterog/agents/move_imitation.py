@@ -32,7 +32,7 @@ from heterog.agents.improver import (
 )
 from heterog.files import write_atomically
 from heterog.lowering.program import FloatArray
-from heterog.methods.local_search.move_features import Array, MoveFeatures, changed_groups
+from heterog.methods.local_search.move_features import Array, MoveFeatures
 from heterog.methods.local_search.neighbours import State
 from heterog.methods.local_search.plan_moves import PLAN_PART, PlanMoves, drawn_moves
 from heterog.methods.local_search.planner import Search, cost_of
@@ -128,14 +128,13 @@ class Recorder:
         moves = drawn_moves(search.neighbours, self._plans, view, self._width)
         moves += moves[:1] * (self._width - len(moves))  # moves that change nothing are missing
         search.neighbours.rng, self._busy_s = kept, view.load_s
-        features = self._features.of(view, moves)
+        features, changed = self._features.of(view, moves)
         made = [search.neighbours.after(move) for move in moves]
         gains = [
             0.0 if each.key == state.key
             else math.log(cost / cost_of(search.evaluated(each, LIMIT * cost)))
             for each in made
         ]  # fmt: skip
-        changed = changed_groups(state, moves)
         self._rows.append(
             (view.groups, view.whole, features, changed, np.array(gains, np.float32))
         )

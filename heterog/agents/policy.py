@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from heterog.agents.config import PolicyConfig
 from heterog.agents.encoder import make_encoder, mlp
 from heterog.agents.graph_data import PairBatch
+from heterog.envs.filling import NEVER, Logits
 from heterog.envs.observation import NUM_PAIR_FEATURES, PAIR_SLOWER
 from heterog.envs.pair import CUT_WEIGHTS, Pair, RunningMemory, RunningStages
 from heterog.lowering.program import IntArray
@@ -87,6 +88,12 @@ class PairScores:
     overlap: FloatArray32  # [C, C]
     cut: FloatArray32  # [G]
     stay: FloatArray32  # [G]
+
+    @property
+    def arrays(self) -> Logits:
+        """Copies for kernels, of which each array is contiguous and may be written."""
+        parts = self.unary, self.pair, self.overlap, self.cut, self.stay
+        return Logits(*(np.array(part, np.float32, order="C") for part in parts))
 
     def logits(self, block: int, previous: IntArray | None, num_rows: int) -> FloatArray32:
         """Logits of a block given the candidates of the block before.  # [num_rows, C]"""
@@ -264,9 +271,12 @@ def draw(
         noise = variety.temperature * _noise(pair, num_rows, variety.num_steady, rng)
     if pair.num_micro == 1:
         memory = RunningMemory(pair, num_rows, recompute=variety.recompute)
-        wanted = variety.num_changes
-        changes = None if wanted is None else _Changes(scores, wanted)
-        return _decode(scores, noise, memory, changes, keep_masks=keep_masks)
+        if variety.num_changes is not None:
+            changes = _Changes(scores, variety.num_changes)
+            return _decode(scores, noise, memory, changes, keep_masks=keep_masks)
+        if noise is None:
+            noise = np.zeros((pair.num_blocks, num_rows, pair.num_candidates), np.float32)
+        return Samples(*memory.draw(scores.arrays, noise, keep_masks=keep_masks))
     low, high = (np.full(num_rows, limit) for limit in STAGE_LIMITS)
     cut_weights = np.resize(CUT_WEIGHTS, num_rows)
     # Bisection of each row's limit: rows are decoded repeatedly with the same noise, finally with
@@ -288,10 +298,10 @@ def _noise(pair: Pair, num_rows: int, num_steady: int, rng: np.random.Generator)
         # [G, num_rows, C]
     """
     blocks, candidates = pair.num_blocks, pair.num_candidates
-    kept = rng.gumbel(size=(1, num_steady, candidates))
-    fresh = rng.gumbel(size=(blocks, num_rows - num_steady, candidates))
-    kept = np.broadcast_to(kept, (blocks, num_steady, candidates))
-    return np.concatenate([kept, fresh], axis=1).astype(np.float32)
+    noise = np.empty((blocks, num_rows, candidates), np.float32)
+    noise[:, :num_steady] = rng.gumbel(size=(1, num_steady, candidates))
+    noise[:, num_steady:] = rng.gumbel(size=(blocks, num_rows - num_steady, candidates))
+    return noise
 
 
 def _decode(
@@ -311,9 +321,7 @@ def _decode(
         if changes is not None:
             logits = changes.given(logits)
         fits = running.fits()
-        # Below the network's mask: even if the network masks all candidates that fit, one of these
-        # wins.
-        logits = np.where(fits, logits, np.float32(2.0 * _MASKED))
+        logits = np.where(fits, logits, NEVER)
         if noise is not None:
             logits = logits + noise[block]
         rows[:, block] = logits.argmax(axis=1)

@@ -96,7 +96,8 @@ class Proposals:
         from heterog.envs.pair import Pair
 
         evaluator = problem.evaluator
-        tables = [Pair(evaluator.graph, evaluator.cluster, evaluator.cost_model)]
+        graph, cluster, model = evaluator.graph, evaluator.cluster, evaluator.cost_model
+        tables = [Pair(graph, cluster, model, beside=evaluator)]
         self._network, self._num_samples = network, num_samples
         self._name = name or "in training"
         self._tables: list[Pair] = tables

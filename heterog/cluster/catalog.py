@@ -287,6 +287,7 @@ def device_type(name: str) -> DeviceType:
     raise UnknownNameError("device type", name, device_type_names(), advice=_advice(name))
 
 
+@cache
 def listed_name(type_name: str) -> str:
     """The catalogue's name of a type that a cluster file may have changed.
 

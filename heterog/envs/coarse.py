@@ -24,12 +24,17 @@ class CoarseEvaluator(Evaluator):
         graph: Graph of one training step.
         cluster: Devices and links.
         cost_model: Cost model, as for ``Evaluator``.
+        beside: As for ``Evaluator``.
     """
 
     def __init__(
-        self, graph: OpGraph, cluster: Cluster, cost_model: CostModel | None = None
+        self,
+        graph: OpGraph,
+        cluster: Cluster,
+        cost_model: CostModel | None = None,
+        beside: Evaluator | None = None,
     ) -> None:
-        super().__init__(graph, cluster, cost_model)
+        super().__init__(graph, cluster, cost_model, beside)
         merged = merge_tables(graph)
         self.fine_op = self.tables.op_id
         self.tables = merged.tables
@@ -53,6 +58,7 @@ class _CoarsePrices(PriceTable):
             evaluator.cost_model,
             evaluator.channels,
             evaluator.tables,
+            evaluator.prices,
         )
         num_parameters = len(self._tables.parameter_bytes)
         self._update_seconds = np.array(

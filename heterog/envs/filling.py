@@ -1,5 +1,7 @@
 """Kernels for rows filled block by block: candidates that fit the next block, memory after it.
 
+``draw_rows`` fills and draws whole rows at once; other draws ask block by block.
+
 A candidate loads few of many devices, and it only adds memory. So the peaks of all devices of a
 row are computed once without the block, and again only on the devices of each load.
 """
@@ -16,6 +18,9 @@ Parts = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 _ONE, _NONE = np.float32(1.0), np.float32(0.0)
 _NEARLY = np.float32(1e-6)
+NEVER = np.float32(-2e9)
+"""Logit of a candidate that does not fit: below those that a network masks, so that even if it
+masks all that fit, one of these wins."""
 STATE, SAVED, GRADIENT, PASSING = range(4)
 """Columns of a block's bytes."""
 
@@ -40,6 +45,29 @@ class PartLoads(NamedTuple):
     holds: Parts
     member_start: IntArray  # first entry of each load in ``member``  # [L + 1]
     member: IntArray
+
+
+@by_reference
+class Limits(NamedTuple):
+    """What blocks need and devices have."""
+
+    blocks: Parts  # bytes of each block: ``STATE`` and ``GRADIENT``, others per sample  # [G, 4]
+    is_alone: BoolArray  # whether a block would fit alone under a candidate  # [G, C]
+    rest: FloatArray  # bytes of the blocks after each  # [G]
+    room: Parts  # bytes of all devices of a class  # [T]
+    load_of: IntArray  # load of each candidate  # [C]
+    adds_up: bool  # whether gradients and saved values are in memory at once
+
+
+@by_reference
+class Logits(NamedTuple):
+    """The parts of a policy's logits; see ``policy``."""
+
+    unary: Parts  # [G, C]
+    pair: Parts  # [C, C]
+    overlap: Parts  # [C, C]
+    cut: Parts  # [G]
+    stay: Parts  # [G]
 
 
 @helper
@@ -75,26 +103,14 @@ def _most_with(
     return peak + max(filled.inner[device, row], passing)  # type: ignore[no-any-return]
 
 
-@kernel
-def find_fits(
-    filled: Filled, loads: PartLoads, block: Parts, adds_up: bool, room: Parts, rest: float,
-    is_alone: BoolArray, load_of: IntArray, work: FloatArray, fits: BoolArray,
+@helper
+def _find_fits(
+    filled: Filled, loads: PartLoads, limits: Limits, number: int, work: FloatArray,
+    fits: BoolArray,
 ) -> None:  # fmt: skip
-    """Find the candidates that fit a block, if possible those that leave room for later blocks.
-
-    Args:
-        filled: Memory of the rows so far.
-        loads: Loads of the candidates.
-        block: Bytes of the block: ``STATE`` and ``GRADIENT``, the others per sample.  # [4]
-        adds_up: Whether gradients and saved values are in memory at once.
-        room: Bytes of all devices of a class.  # [T]
-        rest: Bytes of the later blocks.
-        is_alone: Whether the block would fit alone under each candidate.  # [C]
-        load_of: Load of each candidate.  # [C]
-        work: Working memory.  # [3, max(L, T)]
-        fits: Output; the candidates with the least overflow if none fits.  # [num_rows, C]
-    """
     worst, free, slack = work[0], work[1], work[2]
+    block, is_alone, rest = limits.blocks[number], limits.is_alone[number], limits.rest[number]
+    adds_up, room, load_of = limits.adds_up, limits.room, limits.load_of
     num_loads = len(loads.counts)
     for row in range(filled.state.shape[1]):
         fullest, left = _NONE, 0.0
@@ -132,20 +148,28 @@ def find_fits(
 
 
 @kernel
-def fill(
-    filled: Filled, loads: PartLoads, block: Parts, load_of: IntArray, chosen: IntArray
-) -> None:
-    """Add the next block of every row.
+def find_fits(
+    filled: Filled, loads: PartLoads, limits: Limits, number: int, work: FloatArray,
+    fits: BoolArray,
+) -> None:  # fmt: skip
+    """Find the candidates that fit a block, if possible those that leave room for later blocks.
 
     Args:
-        filled: Memory of the rows so far; changed.
+        filled: Memory of the rows so far.
         loads: Loads of the candidates.
-        block: Bytes of the block; see ``find_fits``.
-        load_of: Load of each candidate.  # [C]
-        chosen: Candidate of each row.  # [num_rows]
+        limits: What blocks need and devices have.
+        number: Number of the block.
+        work: Working memory.  # [3, max(L, T)]
+        fits: Output; the candidates with the least overflow if none fits.  # [num_rows, C]
     """
+    _find_fits(filled, loads, limits, number, work, fits)
+
+
+@helper
+def _fill(filled: Filled, loads: PartLoads, limits: Limits, number: int, chosen: IntArray) -> None:
+    block = limits.blocks[number]
     for row in range(len(chosen)):
-        load = load_of[chosen[row]]
+        load = limits.load_of[chosen[row]]
         for entry in range(loads.member_start[load], loads.member_start[load + 1]):
             device = loads.member[entry]
             gradient = block[GRADIENT] * loads.holds[load, device]
@@ -154,6 +178,59 @@ def fill(
             filled.gradient[device, row] += gradient
             passing = block[PASSING] * loads.counts[load, device] + gradient
             filled.inner[device, row] = max(filled.inner[device, row], passing)
+
+
+@kernel
+def fill(filled: Filled, loads: PartLoads, limits: Limits, number: int, chosen: IntArray) -> None:
+    """Add a block to every row.
+
+    Args:
+        filled: Memory of the rows so far; changed.
+        loads: Loads of the candidates.
+        limits: What blocks need and devices have.
+        number: Number of the block.
+        chosen: Candidate of each row.  # [num_rows]
+    """
+    _fill(filled, loads, limits, number, chosen)
+
+
+@kernel
+def draw_rows(
+    logits: Logits, noise: Parts, filled: Filled, loads: PartLoads, limits: Limits,
+    work: FloatArray, rows: IntArray, masks: BoolArray,
+) -> None:  # fmt: skip
+    """Fill rows from the first block on, each with the fitting candidate of the largest logit.
+
+    Args:
+        logits: The policy's logits.
+        noise: Added to them.  # [G, num_rows, C]
+        filled: Memory of empty rows; changed.
+        loads: Loads of the candidates.
+        limits: What blocks need and devices have.
+        work: Working memory.  # [3, max(L, T)]
+        rows: Output: candidates of each block, in the order of blocks.  # [G, num_rows]
+        masks: Output: candidates that fitted.  # [G, num_rows, C], or the last [1, num_rows, C]
+    """
+    for number in range(len(rows)):
+        fits = masks[number % len(masks)]
+        _find_fits(filled, loads, limits, number, work, fits)
+        for row in range(rows.shape[1]):
+            before = rows[number - 1, row] if number > 0 else -1
+            best, most = 0, np.float32(-np.inf)
+            for candidate in range(len(limits.load_of)):
+                logit = logits.unary[number, candidate]
+                if before >= 0:
+                    logit += logits.pair[before, candidate]
+                    logit += logits.cut[number] * logits.overlap[before, candidate]
+                if candidate == before:
+                    logit += logits.stay[number]
+                if not fits[row, candidate]:
+                    logit = NEVER
+                logit += noise[number, row, candidate]
+                if logit > most:
+                    best, most = candidate, logit
+            rows[number, row] = best
+        _fill(filled, loads, limits, number, rows[number])
 
 
 _STAYS, _GOES, _GOES_WITHOUT_MEMORY, _STAYS_TOO_LONG, _ANY = range(5)

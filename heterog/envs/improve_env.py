@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import gymnasium as gym
 import numpy as np
@@ -18,7 +19,6 @@ from heterog.methods.local_search.move_features import (
     NUM_MOVE_FEATURES,
     NUM_STATE_FEATURES,
     MoveFeatures,
-    changed_groups,
 )
 from heterog.methods.local_search.neighbours import Move, MoveKind, State
 from heterog.methods.local_search.plan_moves import PlanMoves, drawn_moves
@@ -26,6 +26,7 @@ from heterog.methods.local_search.planner import Search, cost_of
 from heterog.methods.planner import Budget, Problem
 from heterog.simulator.evaluator import Evaluator
 
+_evaluators: WeakValueDictionary[tuple[int, int], Evaluator] = WeakValueDictionary()
 _ENDLESS = Budget(evaluations=2**62)
 _MOST_CANDIDATES = 20_000
 """Distinct decisions after which a pair's search begins anew, because each takes memory."""
@@ -115,7 +116,7 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
         known = self._searches.get(number)
         if known is None or len(known[0].space.candidates) > _MOST_CANDIDATES:
             if number not in self._evaluators:
-                self._evaluators[number] = Evaluator(*self._pairs[number])
+                self._evaluators[number] = _evaluator_of(*self._pairs[number])
             evaluator = self._evaluators[number]
             search = Search(Problem(evaluator=evaluator, budget=_ENDLESS))
             search.neighbours.may_team = bool(search.rules.team_sizes)
@@ -184,18 +185,32 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
         self._masks = np.array([move.state.key != own for move in moves])
         if not self._masks.any():
             self._masks[0] = True
-        edges = features.edges
+        edges, (described, changed) = features.edges, features.of(view, moves)
         found: dict[str, npt.NDArray[Any]] = {
             "groups": view.groups,
             "group_mask": np.ones(len(view.groups)),
             "edges": edges,
             "edge_mask": np.ones(edges.shape[1]),
             "whole": view.whole,
-            "moves": features.of(view, moves),
-            "changed": changed_groups(view.state, moves),
+            "moves": described,
+            "changed": changed,
             "action_mask": self._masks,
         }
         return {key: _padded(value, self._arrays[key]) for key, value in found.items()}
+
+
+def _evaluator_of(graph: OpGraph, cluster: Cluster) -> Evaluator:
+    """An evaluator that shares prices with the last one for the same objects.
+
+    Environments side by side meet the same shares.
+    """
+    key = id(graph), id(cluster)
+    beside = _evaluators.get(key)
+    if beside is not None and not (beside.graph is graph and beside.cluster is cluster):
+        beside = None
+    model = beside.cost_model if beside else None
+    _evaluators[key] = found = Evaluator(graph, cluster, model, beside)
+    return found
 
 
 def _padded(array: npt.NDArray[Any], space: gym.Space[Any]) -> npt.NDArray[np.generic]:

@@ -13,7 +13,17 @@ import numpy.typing as npt
 from heterog.cluster.topology import Cluster
 from heterog.envs.candidates import ModelMemory, candidate_table
 from heterog.envs.coarse import CoarseEvaluator
-from heterog.envs.filling import Filled, PartLoads, fill, find_fits, find_stage_fits
+from heterog.envs.filling import (
+    Filled,
+    Limits,
+    Logits,
+    PartLoads,
+    Parts,
+    draw_rows,
+    fill,
+    find_fits,
+    find_stage_fits,
+)
 from heterog.envs.observation import Observation, Observer
 from heterog.graph.op_graph import OpGraph
 from heterog.grouped import grouped
@@ -101,6 +111,7 @@ class Pair:
         cluster: Devices and links.
         cost_model: Cost model, as for ``Evaluator``.
         divide: Whether the candidates divide the optimizer's state; see ``candidates``.
+        beside: As for ``Evaluator``.
 
     Attributes:
         num_micro: Number of equal micro-batches of every row. With more than one, rows are drawn
@@ -114,9 +125,10 @@ class Pair:
         cost_model: CostModel | None = None,
         *,
         divide: bool = False,
+        beside: Evaluator | None = None,
     ) -> None:
         self.graph, self.cluster = graph, cluster
-        self.evaluator = CoarseEvaluator(graph, cluster, cost_model)
+        self.evaluator = CoarseEvaluator(graph, cluster, cost_model, beside)
         self.memory = ModelMemory(self.evaluator)
         self.table = candidate_table(self.evaluator, self.memory, divide=divide)
         self.space = self.evaluator.space(self.table)
@@ -161,7 +173,8 @@ class Pair:
         """The pair with divided state; ``None`` unless the state alone fills most devices."""
         if not self.memory.overfills(self.table) or not self.graph.updates_elementwise:
             return None
-        return Pair(self.graph, self.cluster, self.evaluator.cost_model, divide=True)
+        beside = self.evaluator
+        return Pair(self.graph, self.cluster, beside.cost_model, divide=True, beside=beside)
 
     def pipelined(self, num_micro: int = PIPELINED) -> "Pair | None":
         """The pair with micro-batches; ``None`` if there are more of them than samples."""
@@ -188,7 +201,8 @@ class Pair:
     @cached_property
     def _fine(self) -> tuple[Evaluator, StrategySpace]:
         """Evaluator of single ops, with the space of the same candidates."""
-        evaluator = Evaluator(self.graph, self.cluster, self.evaluator.cost_model)
+        coarse = self.evaluator
+        evaluator = Evaluator(self.graph, self.cluster, coarse.cost_model, coarse)
         return evaluator, evaluator.space(self.table)
 
     @cached_property
@@ -317,9 +331,7 @@ class RunningMemory:
         kept = memory.passed_bytes_per_sample if recompute else memory.saved_bytes_per_sample
         passing = memory.inner_bytes_per_sample + memory.saved_bytes_per_sample - kept
         blocks = memory.state_bytes, kept, memory.gradient_bytes, passing / pair.num_micro
-        self._blocks = np.stack(blocks, axis=1).astype(np.float32)  # [G, 4]
         every = np.ones((pair.num_blocks, pair.num_candidates), np.bool_)
-        self._is_alone = every if recompute else pair.observation.fits.copy()
         # Gradients of the first micro-batch coexist with saved values of the others.
         self._adds_up = pair.num_micro > 1
         loads = pair.loads
@@ -329,11 +341,16 @@ class RunningMemory:
         start = (memory.common_bytes / loads.usable_bytes).astype(np.float32)
         self._filled = Filled(start, *held)
         self._loads = pair.part_loads
-        self._load_of = loads.of.astype(np.int32)  # [C]
-        self._room = (MARGIN * loads.usable_bytes * loads.num_twins).astype(np.float32)
-        self._twin = loads.twin
         rest = memory.state_bytes + pair.graph.batch_size * kept
-        self._rest = np.append(np.cumsum(rest[::-1])[::-1][1:], 0.0)  # after each block
+        self._limits = Limits(
+            blocks=np.stack(blocks, axis=1).astype(np.float32),
+            is_alone=every if recompute else pair.observation.fits.copy(),
+            rest=np.append(np.cumsum(rest[::-1])[::-1][1:], 0.0),
+            room=(MARGIN * loads.usable_bytes * loads.num_twins).astype(np.float32),
+            load_of=loads.of.astype(np.int32),
+            adds_up=self._adds_up,
+        )
+        self._twin = loads.twin
         self._work = np.empty((3, max(len(loads.counts), devices)))
         self._block = 0
 
@@ -347,19 +364,32 @@ class RunningMemory:
 
     def fits(self) -> npt.NDArray[np.bool_]:
         """Whether the next block may take each candidate; all if none fits.  # [num_rows, C]"""
-        block = self._block
-        fits = np.empty((self.num_rows, len(self._load_of)), np.bool_)
-        find_fits(
-            self._filled, self._loads, self._blocks[block], self._adds_up, self._room,
-            float(self._rest[block]), self._is_alone[block], self._load_of, self._work, fits,
-        )  # fmt: skip
+        fits = np.empty((self.num_rows, len(self._limits.load_of)), np.bool_)
+        find_fits(self._filled, self._loads, self._limits, self._block, self._work, fits)
         return fits
 
     def add(self, candidates: Sequence[int] | IntArray) -> None:
         """Record the next block of every row."""
         chosen = np.asarray(candidates, np.int32)
-        fill(self._filled, self._loads, self._blocks[self._block], self._load_of, chosen)
+        fill(self._filled, self._loads, self._limits, self._block, chosen)
         self._block += 1
+
+    def draw(
+        self, logits: Logits, noise: Parts, *, keep_masks: bool
+    ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+        """Fill all rows, from the first block on; see ``draw_rows``.
+
+        Returns:
+            Candidate of each block [num_rows, G]; candidates that fitted [num_rows, G, C], empty
+            unless they are kept.
+        """
+        num_blocks, _, num_candidates = noise.shape
+        rows = np.empty((num_blocks, self.num_rows), np.int32)
+        kept = num_blocks if keep_masks else 1
+        masks = np.empty((kept, self.num_rows, num_candidates), np.bool_)
+        draw_rows(logits, noise, self._filled, self._loads, self._limits, self._work, rows, masks)
+        self._block = num_blocks
+        return np.ascontiguousarray(rows.T), masks[: num_blocks * keep_masks].swapaxes(0, 1)
 
 
 class RunningStages:

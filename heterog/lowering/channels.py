@@ -122,10 +122,16 @@ class ChannelTable:
     depend on the history of calls, and ``Program.hash`` compares the channels themselves. Channels
     are made at their first use: a thousand devices have a million pairs, and a quarter of the
     collectives that candidates may use are never simulated.
+
+    Args:
+        cluster: Devices and links.
+        beside: Another table of the cluster, whose collectives are not made again.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, beside: "ChannelTable | None" = None) -> None:
         self.cluster = cluster
+        self._known: dict[tuple[ChannelKind, tuple[int, ...], tuple[float, ...]], Channel]
+        self._known = {} if beside is None else beside._known
         self.num_transfers = cluster.num_devices**2
         self._made: dict[int, Channel] = {}
         self._collectives: list[tuple[ChannelKind, tuple[int, ...], tuple[int, ...]]] = []
@@ -259,6 +265,14 @@ class ChannelTable:
         )
 
     def _collective(
+        self, kind: ChannelKind, devices: tuple[int, ...], slices: tuple[float, ...]
+    ) -> Channel:
+        key = kind, devices, slices
+        if key not in self._known:
+            self._known[key] = self._new_collective(kind, devices, slices)
+        return self._known[key]
+
+    def _new_collective(
         self, kind: ChannelKind, devices: tuple[int, ...], slices: tuple[float, ...]
     ) -> Channel:
         weights = np.array(slices or [1] * len(devices), np.float64)
@@ -400,11 +414,11 @@ class ChannelTable:
                 following = hosts[(index + 1) % count]
                 _add(load, between(here, following), 2.0 * (count - 1) / count)
                 continue
-            for other, there in enumerate(hosts):
-                if there != here:
-                    # Reduce-scatter: the receiver's slice; all-gather: the sender's.
-                    owner = other if kind == ChannelKind.REDUCE_SCATTER else index
-                    _add(load, between(here, there), owned[owner])
+            # Reduce-scatter: the receiver's slice; all-gather: the sender's.
+            for there, part in zip(hosts, owned, strict=True):
+                own = part if kind == ChannelKind.REDUCE_SCATTER else owned[index]
+                for resource in between(here, there):  # none from a host to itself
+                    load[resource] = load.get(resource, 0.0) + own
 
 
 def _add(load: dict[int, float], resources: Iterable[int], multiple: float) -> None:

@@ -160,14 +160,17 @@ class _Stack:
             shape = (*array.shape[:axis], max(2 * self._size, 16), *array.shape[axis + 1 :])
             old, self._room = self._room, np.zeros(shape, array.dtype)
             if old is not None:
-                np.moveaxis(self._room, axis, 0)[:first] = np.moveaxis(old, axis, 0)[:first]
-        np.moveaxis(self._room, axis, 0)[first : self._size] = np.moveaxis(array, axis, 0)
+                self._room[self._at(slice(first))] = old[self._at(slice(first))]
+        self._room[self._at(slice(first, self._size))] = array
         return first
+
+    def _at(self, places: slice) -> tuple[slice, ...]:
+        return (*[slice(None)] * self._axis, places)
 
     def take(self, places: Sequence[int] | IntArray) -> npt.NDArray[Any]:
         """The entries at some places, joined."""
         assert self._room is not None
-        return np.take(self._room, places, axis=self._axis)
+        return self._room.take(places, axis=self._axis)
 
 
 class _Cuts:
@@ -280,7 +283,8 @@ class Encoder:
             if number not in cuts.place:
                 cuts.add(number, self._division(own, micro_batches, sizes))
         rows = cuts.joined(numbers)
-        division = np.append(np.array(of_decision)[of_group], len(numbers)).astype(np.int32)
+        division = np.empty(len(of_group) + 1, np.int32)
+        division[:-1], division[-1] = np.array(of_decision)[of_group], len(numbers)
         shares, _, team_samples, _ = rows.micro
         if self._axes:
             units = (each[:, None] * (team_samples > 0) for each in rows.units[0])

@@ -216,11 +216,12 @@ class StrategySpace:
         # Convert only the few candidates in use, because a search adds thousands.
         numbers = sorted(set(row.tolist()))
         decisions = [self.candidates[number] for number in numbers]
+        decided = Decided(decisions, np.searchsorted(numbers, row).astype(np.int32))
         return self._encoder(tables).encode(
-            Decided(decisions, np.searchsorted(numbers, row).astype(np.int32)),
+            decided,
             micro_batches=micro_batches,
             schedule=schedule,
-            home=self._homes_of(row, numbers, tables),
+            home=self._homes_of(decided, tables),
             bucket_bytes=bucket_bytes,
             num_steps=num_steps,
         )
@@ -235,23 +236,22 @@ class StrategySpace:
             known = self._encoders[id(tables)] = tables, Encoder(tables, self._channels)
         return known[1]
 
-    def _homes_of(self, row: IntArray, numbers: Sequence[int], tables: GraphTables) -> IntArray:
+    def _homes_of(self, decided: Decided, tables: GraphTables) -> IntArray:
         """Homes of the parameters: served ones are balanced over their own group's devices.
 
         Args:
-            row: Candidate of each group.
-            numbers: The distinct candidates.
+            decided: Decisions of all groups.
             tables: Tables with op rules; parameters that these cut into slices have no home.
         """
-        decisions = [self.candidates[number] for number in numbers]
+        decisions, of_group = decided
         if not any(each.sync.is_served for each in decisions):
             return self._no_homes
-        of_decision = np.stack([
+        of_decision = np.array([
             self._balanced(each.devices) if each.sync.is_served and len(each.devices) > 1
             else self._no_homes for each in decisions
         ])  # fmt: skip
-        group = np.searchsorted(numbers, row)[self._tables.parameter_group]
-        homes: IntArray = of_decision[group, np.arange(len(group))]
+        decision = of_group[self._tables.parameter_group]
+        homes: IntArray = of_decision[decision, np.arange(len(decision))]
         homes[tables.parameter_axis >= 0] = REPLICATED
         return homes
 
@@ -272,7 +272,9 @@ class StrategySpace:
     ) -> Strategy:
         """Decode a row to its strategy."""
         tables = graph_tables(self.graph, op_rules)
-        homes = self._homes_of(row, np.unique(row).tolist(), tables)
+        numbers, of_group = np.unique(row, return_inverse=True)
+        decisions = [self.candidates[number] for number in numbers.tolist()]
+        homes = self._homes_of(Decided(decisions, of_group.astype(np.int32)), tables)
         return Strategy(
             graph=self.graph.fingerprint,
             cluster=self.cluster.fingerprint(),

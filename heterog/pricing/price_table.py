@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from math import prod
 from typing import NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -108,6 +109,10 @@ _MOST_DRAG = 0.9
 """Largest fraction of compute speed that drag takes: compute never stops while bytes move."""
 
 
+class _Seconds(dict[tuple[int, ...], FloatArray]):
+    """Seconds of all ops of a rule set by (members, type, units, samples, first unit)."""
+
+
 class RuleSet:
     """Tables of a graph under some op rules, and a cache of the seconds of ops with rules."""
 
@@ -129,7 +134,7 @@ class RuleSet:
         # Whether work depends on which rows a device has, not only on its number of units.
         self.tells_rows_apart = self._sparse.by_rows
         self.minds_position = len(self._plan.causal_ops) > 0 or self.tells_rows_apart
-        self._seconds: dict[tuple[int, ...], FloatArray] = {}
+        self.kept_seconds = _Seconds()
 
     @cached_property
     def scratch(self) -> Scratch:
@@ -182,14 +187,14 @@ class RuleSet:
         return row_of, numbers, seconds
 
     def _at(self, key: tuple[int, ...], cluster: Cluster, cost_model: CostModel) -> FloatArray:
-        """Seconds of all compute ops; a key is (members, type, units, samples, first unit)."""
-        if key not in self._seconds:
+        """Seconds of all compute ops; see ``_Seconds``."""
+        if key not in self.kept_seconds:
             (_, kind, units, samples, begin), batch = key, self._graph.batch_size
             work = self._plan.work(units, samples or batch, batch, begin)
             work = self._sparse.put(work, begin, units, samples or batch)
             row = cost_model.work_seconds(self._graph, cluster.device_types[kind], *work)
-            self._seconds[key] = row[self.tables.op_id]
-        return self._seconds[key]
+            self.kept_seconds[key] = row[self.tables.op_id]
+        return self.kept_seconds[key]
 
 
 class RuleSets:
@@ -198,10 +203,16 @@ class RuleSets:
     Args:
         graph: One training step.
         channels: Table in which the channels of strategies are registered.
+        beside: Rule sets with which seconds are shared if they are of the same graph.
     """
 
-    def __init__(self, graph: OpGraph, channels: ChannelTable) -> None:
+    def __init__(
+        self, graph: OpGraph, channels: ChannelTable, beside: "RuleSets | None" = None
+    ) -> None:
         self._graph, self._channels = graph, channels
+        self._shared: WeakValueDictionary[object, _Seconds] = WeakValueDictionary()
+        if beside and beside._graph is graph:
+            self._shared = beside._shared
         self._numbers: dict[tuple[OpRules, tuple[int, ...]], int] = {((), ()): 0}
         self._kept: dict[int, RuleSet] = {0: RuleSet(graph, (), (), channels)}
 
@@ -221,7 +232,9 @@ class RuleSets:
         """
         found = self._kept.pop(number, None)
         if found is None:
-            found = RuleSet(self._graph, *list(self._numbers)[number], self._channels)
+            key = list(self._numbers)[number]
+            found = RuleSet(self._graph, *key, self._channels)
+            found.kept_seconds = self._shared.setdefault(key, found.kept_seconds)
             if len(self._kept) >= MAX_RULE_SETS:
                 del self._kept[next(other for other in self._kept if other != 0)]
         self._kept[number] = found
@@ -413,6 +426,8 @@ class PriceTable:
         cost_model: Model of the seconds of tasks.
         channels: Table in which the channels of strategies are registered.
         tables: Tables of the graph without rules.
+        beside: Prices on the same cluster by the same cost model: those of channels are shared,
+            and if they are of the same tables, those of ops.
 
     Attributes:
         types: Device type of each device.  # [num_devices]
@@ -429,27 +444,33 @@ class PriceTable:
         cost_model: CostModel,
         channels: ChannelTable,
         tables: GraphTables,
+        beside: "PriceTable | None" = None,
     ) -> None:
         self._graph, self._cluster, self._cost_model = graph, cluster, cost_model
         self._channels, self._tables = channels, tables
         self.types: IntArray = np.array(cluster.type_index, np.int32)
-        self.pricer = ChannelPricer(cost_model, cluster)
+        own = ChannelPricer(cost_model, cluster)
+        self.pricer: ChannelPricer = beside.pricer if beside else own
+        self._channel_prices: dict[int | bytes, ChannelPrices] = {}
+        reduced = np.where(tables.gradient_domain != Domain.NOBODY, tables.gradient_bytes, 0.0)
+        bytes_of_groups = np.bincount(tables.parameter_group, reduced, tables.num_groups)
+        self.reduced_bytes: FloatArray = bytes_of_groups.astype(np.float64)
+        if beside and beside._tables is tables:
+            of_ops = "_op_seconds", "_update_seconds", "_copy_fixed_s", "_copy_s_per_byte"
+            for name in (*of_ops, "group_seconds", "_is_priced"):
+                setattr(self, name, getattr(beside, name))
+            return
         kinds, updates = cluster.device_types, [op for op, _, _ in graph.updates]
         full = [cost_model.op_seconds(graph, kind, graph.batch_size) for kind in kinds]
         self._update_seconds = np.array([row[updates] for row in full])
         copies = [cost_model.copy_seconds(kind) for kind in kinds]
         self._copy_fixed_s = np.array([fixed for fixed, _ in copies])
         self._copy_s_per_byte = np.array([per_byte for _, per_byte in copies])
-        self._channel_prices: dict[int | bytes, ChannelPrices] = {}
         shape = len(kinds), graph.batch_size + 1
         # Rows are filled when a share is first seen: an unfilled row is never read.
         self._is_priced = np.zeros(shape, np.bool_)
         self._op_seconds = np.zeros((*shape, len(tables.op_id)))
         self.group_seconds = np.zeros((2, *shape, tables.num_groups))
-        is_added = tables.gradient_domain != Domain.NOBODY
-        reduced = np.where(is_added, tables.gradient_bytes, 0.0)
-        bytes_of_groups = np.bincount(tables.parameter_group, reduced, tables.num_groups)
-        self.reduced_bytes: FloatArray = bytes_of_groups.astype(np.float64)
 
     def prices(
         self,
@@ -553,13 +574,13 @@ class PriceTable:
         """Store the seconds of all compute ops on a device type at a share."""
         row = self.op_seconds(kind, samples)
         self._op_seconds[kind, samples] = row
-        self._is_priced[kind, samples] = True
         if samples:  # a device without samples runs nothing
             groups = self._tables.op_group + 1  # constants, group -1, come first
             count = self._tables.num_groups + 1
             forward = np.where(self._tables.op_is_backward == 0, row, 0.0)
             self.group_seconds[0, kind, samples] = np.bincount(groups, forward, count)[1:]
             self.group_seconds[1, kind, samples] = np.bincount(groups, row, count)[1:]
+        self._is_priced[kind, samples] = True
 
     def update_s(self, device: int, rows: Sequence[int]) -> float:
         """Seconds of the updates in some rows of ``graph.updates`` on a device."""

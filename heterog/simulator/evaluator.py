@@ -189,9 +189,13 @@ class Evaluator(Runner):
     """
 
     def __init__(
-        self, graph: OpGraph, cluster: Cluster, cost_model: CostModel | None = None
+        self,
+        graph: OpGraph,
+        cluster: Cluster,
+        cost_model: CostModel | None = None,
+        beside: Runner | None = None,
     ) -> None:
-        super().__init__(graph, cluster, cost_model)
+        super().__init__(graph, cluster, cost_model, beside)
         self.most_tasks = math.inf
         self.memo: dict[object, float] = {}
         self.feasibility = Feasibility(graph, cluster, self.rules)

@@ -203,6 +203,8 @@ class Runner:
         cluster: Devices and links.
         cost_model: Model of the seconds of tasks; by default the calibration that the cluster
             names, else the roofline prior.
+        beside: Another runner on this cluster with this cost model; collectives and their prices
+            are shared, and if it is of the same graph, prices of ops.
 
     Attributes:
         tables: The graph's tables without op rules.
@@ -217,14 +219,21 @@ class Runner:
     """
 
     def __init__(
-        self, graph: OpGraph, cluster: Cluster, cost_model: CostModel | None = None
+        self,
+        graph: OpGraph,
+        cluster: Cluster,
+        cost_model: CostModel | None = None,
+        beside: "Runner | None" = None,
     ) -> None:
         self.graph, self.cluster = graph, cluster
         self.cost_model: CostModel = cost_model or cost_model_of(cluster)
         self.tables = graph_tables(graph)
-        self.channels = ChannelTable(cluster)
-        self.rules = RuleSets(graph, self.channels)
-        self.prices = PriceTable(graph, cluster, self.cost_model, self.channels, self.tables)
+        self.channels: ChannelTable = ChannelTable(cluster, beside.channels if beside else None)
+        self.rules: RuleSets = RuleSets(graph, self.channels, beside.rules if beside else None)
+        model, known = self.cost_model, beside.prices if beside else None
+        self.prices: PriceTable = PriceTable(
+            graph, cluster, model, self.channels, self.tables, known
+        )
         self.num_evaluations = 0
         self.num_tasks = 0
         self.poll: Callable[[], None] = lambda: None

@@ -137,7 +137,7 @@ def micro_sizes(
     The table may list samples for each device even if several divisions each have the whole batch.
     Then the sizes are those of the first division whose devices' samples add up to its shares.
     """
-    sizes = tuple(map(sum, zip(*micro_batches, strict=True)))
+    sizes = _sums(micro_batches)
     if not sizes or sum(sizes) == batch_size:
         return sizes
     for division in divisions:
@@ -145,6 +145,12 @@ def micro_sizes(
         if tuple(own.sum(axis=0)) == division.shares:
             return tuple(own.sum(axis=1).tolist())
     return sizes
+
+
+@lru_cache(maxsize=256)
+def _sums(micro_batches: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """Samples of all devices in each micro-batch."""
+    return tuple(map(sum, zip(*micro_batches, strict=True)))
 
 
 @lru_cache(maxsize=256)
@@ -223,9 +229,10 @@ def split_in_proportion(total: int, weights: Sequence[float]) -> tuple[int, ...]
     scale = total / sum(weights)
     exact = [weight * scale for weight in weights]
     counts = [int(value) for value in exact]
-    by_remainder = sorted(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))
-    for index in by_remainder[: total - sum(counts)]:
-        counts[index] += 1
+    if missing := total - sum(counts):
+        by_remainder = sorted(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))
+        for index in by_remainder[:missing]:
+            counts[index] += 1
     return tuple(counts)
 
 

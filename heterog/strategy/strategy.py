@@ -133,11 +133,12 @@ class Decision:
             )
 
     def _check_teams(self) -> None:
-        members = sorted(device for team in self.teams for device in team)
-        if self.teams and (members != list(self.devices) or not all(self.teams)):
-            raise StrategyError(
-                f"teams {self.teams} must hold each of the devices {self.devices} once."
-            )
+        if self.teams:
+            members = sorted(device for team in self.teams for device in team)
+            if members != list(self.devices) or not all(self.teams):
+                raise StrategyError(
+                    f"teams {self.teams} must hold each of the devices {self.devices} once."
+                )
         if not self.parts:
             return
         if len(self.parts) != len(self.devices) or min(self.parts) < 0:

@@ -30,7 +30,7 @@ from heterog.agents.move_imitation import (
 from heterog.cluster import Cluster
 from heterog.envs.toy import chain_graph
 from heterog.errors import InputFileError
-from heterog.methods.local_search.move_features import NUM_MOVE_FEATURES
+from heterog.methods.local_search.move_features import NUM_MOVE_FEATURES, MoveFeatures
 from heterog.methods.local_search.neighbours import MoveKind, State
 from heterog.methods.local_search.plan_moves import PlanMoves, drawn_moves
 from heterog.methods.local_search.planner import LocalSearch, Search
@@ -120,6 +120,24 @@ def test_scores_in_a_search_are_those_of_a_batch() -> None:
     with torch.inference_mode():
         batch = policy(points).numpy()[: len(moves)]
     np.testing.assert_allclose(led.scores(led.view, moves), batch, atol=1e-5)
+
+
+def test_candidates_are_described_when_they_are_used() -> None:
+    """A point and its moves look as if all candidates had been described before."""
+    search = Search(problem())
+    search.neighbours.may_team = True
+    state = search.everywhere(3)
+    looked = search.looked_at(state)
+    assert looked is not None
+    of_used, of_all = (MoveFeatures(search.evaluator, search.space) for _ in range(2))
+    view = of_used.view(state, *looked)
+    moves = drawn_moves(search.neighbours, PlanMoves(search.neighbours), view, 64)
+    of_all._decisions.fill(np.arange(len(search.space.candidates), dtype=np.int32))
+    seen = of_all.view(state, *looked)
+    assert np.array_equal(view.groups, seen.groups)
+    assert np.array_equal(view.whole, seen.whole)
+    assert np.array_equal(of_used.of(view, moves)[0], of_all.of(seen, moves)[0])
+    assert not of_used._decisions._is_filled[: len(search.space.candidates)].all()
 
 
 def test_what_gains_more_for_its_cost_is_drawn_more_often_and_nothing_never() -> None:

@@ -15,12 +15,13 @@ import torch
 from stable_baselines3.common.env_checker import check_env
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parameters_to_vector
+from torch.optim.swa_utils import AveragedModel
 
 from heterog.agents.checkpoint import load_checkpoint, save_checkpoint
 from heterog.agents.config import Algorithm, PolicyConfig, TrainingConfig
 from heterog.agents.elites import find_elites
 from heterog.agents.graph_data import PairBatch
-from heterog.agents.learner import Task, learner_of
+from heterog.agents.learner import GradientLearner, Task, learner_of
 from heterog.agents.policy import Policy, draw, log_probabilities, score_pairs
 from heterog.agents.reinforce import Reinforce, advantage, gains_of_best, steered
 from heterog.agents.sb3 import TEMPERATURE
@@ -102,6 +103,24 @@ def test_every_learner_finds_the_optimum_of_the_toy(algorithm: Algorithm) -> Non
     assert likelihood(trainer.policy) > 0.75
     greedy = draw(score_pairs(trainer.policy, [pair])[0], pair, 1, rng(), greedy=True).rows[0]
     assert pair.score(greedy).step_time_s == pytest.approx(optimum_s())
+
+
+def test_what_is_kept_is_the_average_that_torch_makes() -> None:
+    learner = Trainer(source(), settings_of(Algorithm.IMITATION), NETWORK).learner
+    assert isinstance(learner, GradientLearner)
+    decay = learner.task.config.average_decay
+
+    def mixed(kept: Any, weights: Any, count: torch.Tensor) -> None:
+        torch._foreach_lerp_(kept, weights, max(1.0 - decay, 9.0 / (10.0 + float(count))))
+
+    expected = AveragedModel(learner.policy, multi_avg_fn=torch.no_grad()(mixed))
+    for step in range(3):
+        learner.advance(step)
+        expected.update_parameters(learner.policy)
+        for mine, theirs in zip(
+            learner.averaged.state_dict().values(), expected.state_dict().values(), strict=True
+        ):
+            assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("algorithm", few_of([Algorithm.MIXED, Algorithm.REINFORCE], 1))

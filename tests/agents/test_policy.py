@@ -1,6 +1,7 @@
 """The decoder is an exact distribution, masks hold, and files are read with care."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,22 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch_geometric.data import Batch
 
 from heterog.agents import checkpoint as checkpoints
 from heterog.agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from heterog.agents.config import PolicyConfig
 from heterog.agents.encoder import all_joined
-from heterog.agents.graph_data import PairBatch, hetero_data
+from heterog.agents.graph_data import PairBatch, graphs_of
 from heterog.agents.policy import (
     Policy,
     Variety,
+    _decode,
+    _noise,
     draw,
     log_probabilities,
     rule_of_thumb,
     score_pairs,
 )
+from heterog.envs.pair import Pair, RunningMemory
 from heterog.errors import InputFileError, UnknownNameError
-from tests.envs.cases import language_pair, toy_pair
+from tests.envs.cases import crowded_pair, language_pair, toy_pair
 
 SMALL = PolicyConfig(width=16, num_heads=2, num_rounds=1, rank=4, stay_bias=1.0)
 KINDS = [SMALL, PolicyConfig(encoder="paper", width=16, num_heads=2, rank=0)]
@@ -81,6 +86,28 @@ def test_draws_follow_the_probabilities() -> None:
     )
     expected = log_p.detach().exp().numpy()
     np.testing.assert_allclose(counts / len(rows), expected, atol=0.015)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("make", [toy_pair, language_pair, crowded_pair])
+def test_rows_drawn_at_once_are_those_drawn_block_by_block(
+    make: Callable[[], Pair], greedy: bool, recompute: bool
+) -> None:
+    pair, variety = make(), Variety(num_steady=4, temperature=3.0, recompute=recompute)
+    scores = score_pairs(make_policy(SMALL), [pair])[0]
+    found = draw(
+        scores, pair, 24, np.random.default_rng(7), variety, greedy=greedy, keep_masks=True
+    )
+    drawn = _noise(pair, 24, variety.num_steady, np.random.default_rng(7))
+    memory = RunningMemory(pair, 24, recompute=recompute)
+    noise = None if greedy else variety.temperature * drawn
+    expected = _decode(scores, noise, memory, keep_masks=True)
+    np.testing.assert_array_equal(found.rows, expected.rows)
+    np.testing.assert_array_equal(found.masks, expected.masks)
+    again = draw(scores, pair, 24, np.random.default_rng(7), variety, greedy=greedy)
+    np.testing.assert_array_equal(again.rows, expected.rows)
+    assert again.masks.size == 0
 
 
 def test_steady_draws_do_not_waver() -> None:
@@ -157,12 +184,28 @@ def test_a_masked_candidate_has_no_probability_unless_it_was_chosen() -> None:
 
 def test_graph_data_holds_every_relation() -> None:
     pair = language_pair()
-    data = hetero_data(pair.observation)
+    data = graphs_of([pair.observation])
     blocks, devices = pair.num_blocks, pair.cluster.num_devices
     assert data["block", "on", "device"].edge_index.shape == (2, blocks * devices)
     assert data["device", "link", "device"].edge_attr.shape == (devices**2, 3)
     assert data["device", "in", "candidate"].edge_index[1].max() == pair.num_candidates - 1
     assert data.validate()
+
+
+def test_graphs_of_several_pairs_are_those_that_pyg_batches() -> None:
+    observations = [language_pair().observation, toy_pair().observation]
+    alone = [graphs_of([each]) for each in observations]
+    for graph in alone:
+        for nodes in graph.node_stores:
+            del nodes["batch"], nodes["ptr"]
+    expected, found = Batch.from_data_list(alone), graphs_of(observations)
+    assert found.node_types == expected.node_types
+    assert found.edge_types == expected.edge_types
+    for own, batched in zip(found.stores[1:], expected.stores[1:], strict=True):
+        assert list(own.keys()) == list(batched.keys())
+        for key, value in batched.items():
+            assert own[key].dtype == value.dtype
+            assert torch.equal(own[key], value)
 
 
 def test_checkpoints_come_back_equal(tmp_path: Path) -> None:

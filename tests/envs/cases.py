@@ -102,6 +102,16 @@ def pipelined_pair() -> Pair:
 
 
 @cache
+def crowded_pair() -> Pair:
+    """Parameters and optimizer state fill nine tenths of every device."""
+    memory = language_pair().memory
+    gib = float(memory.state_bytes.sum() + memory.common_bytes) / 0.9 / 2**30
+    divided = Pair(language_graph(), mixed_cluster(memory_gib=gib)).divided()
+    assert divided is not None
+    return divided
+
+
+@cache
 def toy_pair() -> Pair:
     """Four layers on two devices: 4 candidates per block, 256 rows in all."""
     return Pair(chain_graph(4, 512, 1024), toy_cluster(5.0))

@@ -51,6 +51,23 @@ def test_repeats_at_a_seed(env: ImproveEnv) -> None:
     assert walk(env, 3) != walk(env, 4)
 
 
+def test_environments_side_by_side_share_prices_and_see_what_each_sees_alone() -> None:
+    def seen(env: ImproveEnv) -> list[np.ndarray]:
+        found = [env.reset(seed=5)[0]]
+        found += [env.step(np.int64(number))[0] for number in (3, 1, 6, 2)]
+        return [array for each in found for array in each.values()]
+
+    pairs = [(chain_graph(), toy_cluster())]
+    first, second = (ImproveEnv(pairs, num_moves=8) for _ in range(2))
+    walk(first, 0)
+    priced = [env._of(0)[0].evaluator.prices for env in (first, second)]
+    assert priced[0].group_seconds is priced[1].group_seconds
+    assert priced[0].pricer is priced[1].pricer
+    alone = ImproveEnv([(chain_graph(), toy_cluster())], num_moves=8)
+    assert alone._of(0)[0].evaluator.prices.group_seconds is not priced[0].group_seconds
+    assert all(map(np.array_equal, seen(second), seen(alone)))
+
+
 def test_a_masked_move_changes_nothing(env: ImproveEnv) -> None:
     observation, _ = env.reset(seed=1)
     masks = env.action_masks()

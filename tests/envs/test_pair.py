@@ -21,6 +21,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.lower_bound import floor_s
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Sync
 from tests.envs.cases import (
+    crowded_pair,
     language_graph,
     language_pair,
     mixed_cluster,
@@ -99,15 +100,6 @@ def test_observation_is_finite_and_edges_go_forward_and_back() -> None:
     np.testing.assert_allclose(seen.shares.sum(axis=1), 1.0, rtol=1e-5)
     np.testing.assert_allclose(np.diag(seen.overlap), 1.0, rtol=1e-6)
     np.testing.assert_allclose(seen.overlap, seen.overlap.T)
-
-
-def crowded_pair() -> Pair:
-    """Parameters and optimizer state fill nine tenths of every device."""
-    memory = language_pair().memory
-    gib = float(memory.state_bytes.sum() + memory.common_bytes) / 0.9 / 2**30
-    divided = Pair(language_graph(), mixed_cluster(memory_gib=gib)).divided()
-    assert divided is not None
-    return divided
 
 
 def test_devices_divide_the_state_where_it_fills_them() -> None:

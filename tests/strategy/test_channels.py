@@ -50,6 +50,18 @@ def test_point_to_point_channels_come_first() -> None:
     assert table[9].traffic() == {}  # a device and itself
 
 
+def test_tables_side_by_side_make_a_collective_once() -> None:
+    table = ChannelTable(PAPER)
+    beside = ChannelTable(PAPER, table)
+    asked = (ChannelKind.ALL_GATHER, ALL, (3, 1, 1, 1, 1, 1, 1, 1))
+    beside.all_reduce(ALL, hierarchical=False)  # numbers are each table's own
+    made = table[table.collective(*asked)]
+    assert beside[beside.collective(*asked)] is made
+    assert len(beside) == len(table) + 1
+    alone = ChannelTable(PAPER)
+    assert alone[alone.collective(*asked)] == made
+
+
 def test_all_to_all() -> None:
     """Of 8 devices each sends a 64th of the payload to each other."""
     table = ChannelTable(PAPER)

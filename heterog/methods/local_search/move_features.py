@@ -75,7 +75,7 @@ class View:
 
 
 class _Decisions:
-    """Features of each candidate, in arrays that grow with the space."""
+    """Features of the candidates that points and moves use, in arrays as long as the space."""
 
     def __init__(self, evaluator: Evaluator, space: StrategySpace) -> None:
         self._evaluator, self._space = evaluator, space
@@ -86,10 +86,10 @@ class _Decisions:
         self.described = np.zeros((0, 6 + len(_SYNCS)))  # the part that becomes group features
         self._host = np.array(evaluator.cluster.host_of)
         self._priced: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._size = 0
+        self._is_filled = np.zeros(0, np.bool_)
 
-    def up_to_date(self) -> None:
-        """Add candidates that are new in the space."""
+    def fill(self, rows: IntArray) -> None:
+        """Describe the candidates of some rows."""
         count = len(self._space.candidates)
         if count > len(self.shares):
             more = max(2 * count, 256) - len(self.shares)
@@ -97,9 +97,10 @@ class _Decisions:
             self.member = np.pad(self.member, ((0, more), (0, 0)))
             self.scalars = np.pad(self.scalars, ((0, more), (0, 0)))
             self.described = np.pad(self.described, ((0, more), (0, 0)))
-        for number in range(self._size, count):
+            self._is_filled = np.pad(self._is_filled, (0, more))
+        for number in set(rows[~self._is_filled[rows]].tolist()):
             self._fill(number, self._space.candidates[number])
-        self._size = count
+            self._is_filled[number] = True
 
     def _fill(self, number: int, decision: Decision) -> None:
         devices, size = list(decision.devices), len(decision.devices)
@@ -116,7 +117,7 @@ class _Decisions:
         state = 1.0 / size if sync.is_sharded or sync.is_served else 1.0
         row = self.scalars[number]
         row[:8] = (
-            np.log2(size), len(np.unique(self._host[devices])), np.log2(team),
+            np.log2(size), len(set(self._host[devices].tolist())), np.log2(team),
             decision.recompute, int(decision.keeps) / 2.0 if decision.recompute else 0.0,
             state / team, rate, latency,
         )  # fmt: skip
@@ -213,8 +214,8 @@ class MoveFeatures:
 
     def view(self, state: State, found: Evaluation, facts: PlaceFacts) -> View:
         """Features of a point that was simulated."""
-        self._decisions.up_to_date()
         row = state.row
+        self._decisions.fill(row)
         load = self._load(row, np.arange(len(row)))
         peak = np.array(found.peak_memory_bytes or (0,) * len(self._usable), np.float64)
         memory = peak / self._usable
@@ -277,13 +278,18 @@ class MoveFeatures:
 
     # --- moves -----------------------------------------------------------------------------------
 
-    def of(self, view: View, moves: Sequence[Move]) -> Array:
-        """Features of moves from a point.  # [num_moves, NUM_MOVE_FEATURES]"""
-        self._decisions.up_to_date()
+    def of(self, view: View, moves: Sequence[Move]) -> tuple[Array, npt.NDArray[np.bool_]]:
+        """Features of moves from a point, and the groups that each move changes.
+
+        Returns:
+            # [num_moves, NUM_MOVE_FEATURES], [num_moves, num_groups]
+        """
         old = view.state.row
         rows = np.stack([move.state.row for move in moves])
+        self._decisions.fill(rows)
         count = len(rows)
-        which, group = np.nonzero(changed_groups(view.state, moves))
+        changed = changed_groups(view.state, moves)
+        which, group = np.nonzero(changed)
         # Groups of a move with the same old and the same new decision are described together.
         before, after = old[group].astype(np.int64), rows[which, group].astype(np.int64)
         most = len(self._space.candidates)
@@ -301,7 +307,7 @@ class MoveFeatures:
             self._changed_settings(view, moves),
             self._changed_rules(view, moves),
         ]
-        return np.concatenate(features, axis=1).astype(np.float32)
+        return np.concatenate(features, axis=1).astype(np.float32), changed
 
     def _changed_facts(self, view: View, which: Numbers, group: Numbers, count: int) -> FloatArray:
         """Facts of the changed groups of each move: their sums, and parts of the whole step's."""

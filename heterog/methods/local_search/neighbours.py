@@ -499,13 +499,13 @@ class Neighbours:
         others = [way for way in ways if way != (first.recompute, first.keeps)]
         chosen = self.rng.integers(len(others)) if len(others) > 1 else 0
         recompute, keeps = others[chosen]
-        changed = [
-            self.space.add(
+        changed = {
+            number: self.space.add(
                 replace(self.space.candidates[number], recompute=recompute, keeps=keeps)
             )
-            for number in numbers
-        ]
-        return np.array(changed, np.int32)
+            for number in dict.fromkeys(numbers.tolist())
+        }
+        return np.array([changed[number] for number in numbers.tolist()], np.int32)
 
     def _some_groups(self, row: IntArray) -> IntArray:
         """A range of groups, a whole run, or all groups of one kind in a run."""

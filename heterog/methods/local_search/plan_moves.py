@@ -107,8 +107,9 @@ class PlanMoves:
         """Whether a simulation is short enough, by the number of ops."""
         if not state.micro_batches:
             return True
-        sizes = [len(self._space.candidates[number].devices) for number in state.row.tolist()]
-        return len(state.micro_batches[0]) * int(self._num_ops @ np.array(sizes)) <= _MOST_TASKS
+        ops = np.bincount(state.row, self._num_ops)
+        tasks = sum(len(self._space.candidates[n].devices) * int(ops[n]) for n in used(state.row))
+        return len(state.micro_batches[0]) * tasks <= _MOST_TASKS
 
     # --- stages ----------------------------------------------------------------------------------
 
