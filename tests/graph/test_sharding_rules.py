@@ -917,6 +917,7 @@ def indexing_calls(make: Make) -> Iterator[Call]:
     yield "_pdist_forward.default", make.real(5, 4)
     yield "_pdist_backward.default", make.real(10), make.real(5, 4), 2.0, make.real(10)
     yield "histc.default", x
+    yield "histc.default", x, 7, -1.0, 2.0
     yield "take.default", x, few
     yield "put.default", make.real(9), few, make.real(*few.shape)
     yield "block_diag.default", [make.real(5, 4), make.real(3, 2)]

@@ -62,6 +62,13 @@ splits(
 )(_reduction_axes)
 
 
+@splits("histc.default")
+def _histogram(call: OpCall) -> list[Axis]:
+    if call.args["min"] == call.args["max"]:
+        return []  # bins between the least and the largest element
+    return [Axis((dim,), (P,)) for dim in range(len(call.inputs[0].shape))]
+
+
 _ALONG = (
     *("_softmax.default", "_log_softmax.default", "_safe_softmax.default", "glu.default"),
     *("cumprod.default", "cummax.default", "cummin.default", "logcumsumexp.default"),
