@@ -93,7 +93,8 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
     """
     if planned is None:
         _warn_of_loss(workload)
-    with caches_without_fakes(), statistics_of_unread_norms(), without_collector():
+    quiet = mock.patch.object(logging.getLogger(FakeTensorMode.__module__), "disabled", True)
+    with caches_without_fakes(), statistics_of_unread_norms(), without_collector(), quiet:
         in_memory, known = False, frozenset[str]()
         while True:
             # What draws next, a rank's own model say, draws as if nothing had been captured.
