@@ -654,6 +654,10 @@ def spatial_calls(make: Make) -> Iterator[Call]:
     out, indices = aten.fractional_max_pool2d(image, *fraction, make.real(5, 4, 2))
     yield "fractional_max_pool2d.default", image, *fraction, make.real(5, 4, 2)
     yield "fractional_max_pool2d_backward.default", out, image, *fraction, indices
+    cube, fraction = make.real(5, 4, 6, 6, 6), ([2, 2, 2], [3, 3, 3])
+    out, indices = aten.fractional_max_pool3d(cube, *fraction, make.real(5, 4, 3))
+    yield "fractional_max_pool3d.default", cube, *fraction, make.real(5, 4, 3)
+    yield "fractional_max_pool3d_backward.default", out, cube, *fraction, indices
     yield "affine_grid_generator.default", make.real(5, 2, 3), (5, 4, 6, 3), False
     yield "affine_grid_generator_backward.default", make.real(5, 6, 3, 2), (5, 4, 6, 3), False
     window = ([3, 3], [2, 2], [1, 1])
