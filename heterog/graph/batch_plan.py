@@ -24,7 +24,7 @@ from heterog.graph.sharding_rules.indexing import (
     split_by_bags,
     split_by_own_rows,
 )
-from heterog.graph.sharding_rules.pointwise import FILLS
+from heterog.graph.sharding_rules.pointwise import FILLS, PLUS_NUMBER
 from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES, MEAN, NO_REDUCTION
 from heterog.graph.sharding_rules.table import INSIDE_TEAMS
 from heterog.grouped import grouped
@@ -71,16 +71,18 @@ def batch_plan(graph: OpGraph) -> BatchPlan:
     Expansions of constants (a mask or position row repeated for every sample), and tensors made
     from them, come out replicated in a first pass, because nothing marks one of their dimensions
     as the batch. Where all their readers use only the part of the local samples, a second pass
-    splits them where they are made. It counts if it needs no more conversions than the first.
+    splits them where they are made. Before, totals of partial sums are moved to where they are
+    smallest. Each counts if it needs no more conversions than what was before it.
     """
-    placements, needed, specials, unruled, follows = _propagate(graph, {})
-    seeds = _split_at_birth(graph, placements, needed)
-    if seeds:
-        second = _propagate(graph, seeds)
-        if _num_conversions(graph, second[0], second[1]) <= _num_conversions(
-            graph, placements, needed
-        ):
-            placements, needed, specials, unruled, follows = second
+    seeds: dict[int, RuleResult] = {}
+    state = _propagate(graph, seeds)
+    for find in (_early_totals, _split_at_birth):
+        more = seeds | find(graph, *state[:2])
+        if len(more) > len(seeds):
+            other = _propagate(graph, more)
+            if _num_conversions(graph, *other[:2]) <= _num_conversions(graph, *state[:2]):
+                state, seeds = other, more
+    placements, needed, specials, unruled, follows = state
     costs = [
         op_work(
             graph,
@@ -176,6 +178,8 @@ def _rule_of(
         if result is not None and op.kind in _SUMS and {given[0], given[-1]} == {P, R}:
             # For example a penalty on the weights, added to the loss of the samples.
             return RuleResult(given, (P,), Special.BIAS_ON_ONE_RANK)
+        if op.kind in PLUS_NUMBER and given == (P,):
+            return RuleResult(given, (P,), Special.BIAS_ON_ONE_RANK)
         if op.kind == "where.self" and given[0] == R and set(given[1:]) == {P, R}:
             # A mask over the gradient of a value that all samples share: position biases of T5.
             return RuleResult(given, (P,), Special.BIAS_ON_ONE_RANK)
@@ -254,7 +258,8 @@ def micro_batches_refused(graph: OpGraph, num_micro: int) -> str:
     return (
         f"{num_micro} micro-batches cannot be combined with ops that need the whole batch (they "
         f"would see a micro-batch only): {len(whole)}, the first is '{op.kind}' in module "
-        f"'{op.module or '(root)'}'; plan without micro-batches."
+        f"'{op.module or '(root)'}'; plan without micro-batches, or "
+        "compute it for each sample alone (the balance of a sample's own tokens, say)."
     )
 
 
@@ -370,6 +375,33 @@ def built_in_rule(
             "own."
         )
     return found
+
+
+def _early_totals(
+    graph: OpGraph, placements: list[Placement], needed: list[tuple[Placement, ...]]
+) -> dict[int, RuleResult]:
+    """Rules of ops that read a total, because what they make of a partial sum is larger.
+
+    A gradient of a statistic over samples goes back to all of them: one number for each class is
+    summed over devices, not its expansion to every sample.
+    """
+    rules = {}
+    for index, op in enumerate(graph.ops):
+        for tensor, place in zip(op.inputs, needed[index], strict=True):
+            if placements[tensor] != P or place == P or op.phase == Phase.UPDATE:
+                continue
+            least, first = graph.tensors[tensor].meta.num_elements, None
+            while (maker := int(graph.producer[tensor])) >= 0:
+                partial = [each for each in graph.ops[maker].inputs if placements[each] == P]
+                if len(partial) != 1 or not set(needed[maker]) <= {P, R} or P not in needed[maker]:
+                    break
+                (tensor,) = partial
+                if graph.tensors[tensor].meta.num_elements <= least:
+                    least, first = graph.tensors[tensor].meta.num_elements, maker
+            if first is not None:
+                read, made = len(graph.ops[first].inputs), graph.ops[first].num_outputs
+                rules[first] = RuleResult((R,) * read, (R,) * made)
+    return rules
 
 
 def _split_at_birth(

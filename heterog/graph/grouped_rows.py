@@ -108,6 +108,67 @@ def has_grouped_products(graph: fx.Graph) -> bool:
     return any(node.target is aten._grouped_mm.default for node in graph.nodes)
 
 
+def index_whole_rows(module: fx.GraphModule) -> None:
+    """Write ops that take or add whole rows as ``index`` and as ``index_put`` into zeros.
+
+    A gather or a scatter does no more if its index is expanded to all columns.
+    """
+    for node in module.graph.nodes:
+        rows = _index_of_rows(node)
+        if rows is None:
+            continue
+        whole, is_zero = _node(node, 0), _is_zero(_node(node, 0))
+        if node.target in (aten.gather.default, aten.index_select.default):
+            made = insert_before(module, node, aten.index.Tensor, (whole, [rows]))
+        else:
+            added = node.args[2 if node.target is aten.index_put.default else 3]
+            zeros = whole
+            if not is_zero:
+                zeros = insert_before(module, node, aten.zeros_like.default, (whole,))
+            put = zeros, [rows], added, True
+            made = insert_before(module, node, aten.index_put.default, put)
+            if not is_zero:
+                made = insert_before(module, node, aten.add.Tensor, (whole, made))
+        node.replace_all_uses_with(made)
+    module.graph.eliminate_dead_code()
+
+
+_BY_ROWS = (
+    *(aten.gather.default, aten.index_select.default),
+    *(aten.scatter_add.default, aten.index_add.default),
+)
+"""Ops by an index for one dimension."""
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default)
+
+
+def _index_of_rows(node: fx.Node) -> fx.Node | None:
+    """A list of the rows that an op takes or to which it adds; ``None`` if it is as it should."""
+    if node.target is aten.index_put.default:
+        rows: Any = node.args[1]
+        is_made = node.args[3:] != (True,) or len(rows) != 1 or _is_zero(_node(node, 0))
+        return None if is_made else rows[0]
+    if node.target not in _BY_ROWS or node.args[1] != 0 or node.kwargs:
+        return None
+    index = _node(node, 2)
+    num_rows = _shape(index)[:1]
+    if len({_shape(each)[1:] for each in (*node.all_input_nodes, node)}) == 1 and (
+        index.target in (aten.expand.default, aten.repeat.default)
+        and _shape(_node(index, 0)) == (*num_rows, 1)
+    ):
+        index = _node(index, 0)
+        while index.target in _VIEWS and _shape(index) != num_rows:
+            index = _node(index, 0)
+    return index if _shape(index) == num_rows else None
+
+
+def _is_zero(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") in _ZEROS
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
 def leave_unsorted(graph: OpGraph, module: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
     """Keep rows in their order where a step sorts them by expert, if nothing can tell.
 

@@ -1,5 +1,6 @@
 """Batch propagation: what is split, what is summed, what costs a conversion."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heterog.graph.axis_plan import axis_plan
-from heterog.graph.batch_plan import batch_plan, ops_of_the_whole_batch
+from heterog.graph.batch_plan import (
+    batch_plan,
+    ops_of_the_whole_batch,
+    reads_across_samples,
+)
 from heterog.graph.capture import capture
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
@@ -247,6 +252,36 @@ def test_sums_of_the_batch_alone_are_known_before_the_step() -> None:
     ruled = axis_plan(graph, ((product, whole),))  # they read the whole batch under rules, too
     assert ruled.bytes_fixed[known] == plan.bytes_fixed[known] >= 4 * 8 * 6
     assert ruled.bytes_per_unit[known] == plan.bytes_per_sample[known] == 0
+
+
+def test_numbers_beside_a_loss_need_no_total() -> None:
+    """``1 - similarity.mean()``: the number counts once, so micro-batches can be summed."""
+    loss = lambda out, y: 2.0 - (1 - (functional.mse_loss(out, y) + 0.5))  # noqa: E731
+    graph = captured(mlp, torch.zeros(8, 6), torch.zeros(8, 4), loss)
+    assert conversions(graph) == []
+    assert ops_of_the_whole_batch(graph) == []
+
+
+def balance(logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss that balances experts: of means over tokens, a product."""
+    shares, chosen = logits.softmax(-1), logits.topk(2).indices.flatten()
+    counts = torch.histc(chosen.float(), 4, 0, 4) / len(logits)
+    return functional.mse_loss(logits, labels) + (counts * shares.mean(0)[None]).sum()
+
+
+@pytest.mark.parametrize(
+    "loss", [balance, lambda out, y: functional.mse_loss(out - out.mean(0), y)]
+)
+def test_totals_of_statistics_are_of_their_own_size(loss: Callable[..., Tensor]) -> None:
+    """Also where their gradients go back to all samples."""
+    graph = captured(mlp, torch.zeros(8, 6), torch.zeros(8, 4), loss)
+    plan = batch_plan(graph)
+    assert plan.unruled == ()
+    totals = [(graph.tensors[tensor].shape, plan.placements[tensor].kind)
+              for _, tensor in reads_across_samples(graph)]  # fmt: skip
+    assert {math.prod(shape) for shape, _ in totals} == {4}
+    assert {kind for _, kind in totals} == {"P"}
+    assert len(totals) <= 2
 
 
 def test_batch_norm_statistics_stay_local_and_in_one_group() -> None:

@@ -33,10 +33,16 @@ def products_one_by_one() -> Iterator[None]:
 
 
 class Experts(nn.Module):
-    """Two of four experts for each sample, whose rows are sorted by expert."""
+    """Two of four experts for each sample, whose rows are sorted by expert.
 
-    def __init__(self, tell: Callable[[Tensor], Tensor] | None = None) -> None:
+    Args:
+        tell: What is made of the sorted rows of each expert.
+        how: ``index`` puts rows back and adds them; the others add each to that of its token.
+    """
+
+    def __init__(self, tell: Callable[[Tensor], Tensor] | None = None, how: str = "index") -> None:
         super().__init__()
+        self.how = how
         self.first, self.last = nn.Linear(8, 12), nn.Linear(12, 4)
         self.router = nn.Linear(12, 4)
         self.up, self.down = (nn.Parameter(torch.randn(4, 12, 12) / 4) for _ in range(2))
@@ -48,12 +54,25 @@ class Experts(nn.Module):
         shares, chosen = self.router(hidden).softmax(-1).topk(2)
         ids, order = chosen.flatten().sort()
         ends = torch.histc(ids.float(), 4, 0, 3).cumsum(0, dtype=torch.int32)
-        rows = functional.grouped_mm(hidden[order // 2], self.up, offs=ends) + self.bias[ids]
+        token = order // 2
+        every = token[:, None].expand(-1, 12)  # as torchtitan does
+        rows = {
+            "index": lambda: hidden[token],
+            "scatter_add": lambda: hidden.gather(0, every),
+            "index_add": lambda: hidden.index_select(0, token),
+        }[self.how]()
+        rows = functional.grouped_mm(rows, self.up, offs=ends) + self.bias[ids]
         rows = functional.grouped_mm(self.tell(rows.relu()), self.down.mT, offs=ends)
         rows = rows * shares.flatten()[order][:, None]
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order))
-        out: Tensor = self.last(rows[back].unflatten(0, (-1, 2)).sum(1))
+        if self.how == "index":
+            back = torch.empty_like(order)
+            back[order] = torch.arange(len(order))
+            made = rows[back].unflatten(0, (-1, 2)).sum(1)
+        elif self.how == "scatter_add":
+            made = hidden.scatter_add(0, every, rows)
+        else:
+            made = torch.zeros_like(hidden).index_add(0, token, rows)
+        out: Tensor = self.last(made)
         return out
 
 
@@ -82,11 +101,13 @@ def _batch() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 8).double(), torch.randn(8, 4).double()
 
 
-def test_rows_stay_in_their_order() -> None:
-    batch, model = _batch(), Experts().double()
+@pytest.mark.parametrize("how", ["index", "scatter_add", "index_add"])
+def test_rows_stay_in_their_order(how: str) -> None:
+    batch, model = _batch(), Experts(how=how).double()
     step = capture_step(_workload(model, batch))
     kinds = _kinds(step)
     assert not {"sort.default", GROUPED_PRODUCT, "histc.default", "arange.default"} & set(kinds)
+    assert not list(reads_across_samples(step.graph))
     assert (kinds.count(ROWS_PRODUCT), kinds.count(ROWS_OUTER)) == (4, 2)
     # 16 rows meet one matrix of 12 x 12 each.
     assert {op.flops for op in step.graph.ops if "heterog_rows" in op.kind} == {2 * 16 * 12 * 12}

@@ -98,6 +98,10 @@ def test_other_values_on_ranks_are_refused() -> None:
         unchanged.check()
     model.factor.fill_(0.5)
     unchanged.check()
+    model.factor.data.fill_(0.75)  # which is no new version of the buffer
+    with pytest.raises(StrategyError, match=r"'factor' has another value .* \(0\.5, now 0\.75\)"):
+        unchanged.check()
+    model.factor.data.fill_(0.5)
     model.mask = torch.ones(4, dtype=torch.bool)
     with pytest.raises(StrategyError, match="buffer 'mask' has another value than when"):
         unchanged.check()

@@ -170,6 +170,7 @@ def joined(
 _REFUSES_EMPTY = (
     *("split.Tensor", "unsafe_split.Tensor", "convolution", "native_group_norm", "attention"),
     *("native_batch_norm", "_native_batch_norm", "max_pool", "avg_pool", "adaptive_max_pool"),
+    "fractional_max_pool",
     *(
         "im2col",
         "col2im",
@@ -546,6 +547,8 @@ def view_calls(make: Make) -> Iterator[Call]:
     yield "select_scatter.default", x, make.real(5, 4), 1, 3
     yield "diagonal.default", square, 1, 1, 2
     yield "diagonal.default", square, 0, 2, 0
+    yield "diagonal_scatter.default", square, make.real(5, 5), 1, 1, 2
+    yield "diagonal_scatter.default", square, make.real(6, 5), 0, 2, 0
     yield "diagonal_backward.default", make.real(5, 5), (5, 6, 6), 1, 1, 2
     yield "diagonal_backward.default", make.real(6, 5), (5, 6, 6), 0, 2, 0
     yield "diag_embed.default", x
@@ -648,6 +651,16 @@ def spatial_calls(make: Make) -> Iterator[Call]:
                 "convolution_backward.default",
                 *(gradient, image, weight, sizes, *settings, groups, mask),
             )
+    fraction = ([2, 2], [3, 3])
+    out, indices = aten.fractional_max_pool2d(image, *fraction, make.real(5, 4, 2))
+    yield "fractional_max_pool2d.default", image, *fraction, make.real(5, 4, 2)
+    yield "fractional_max_pool2d_backward.default", out, image, *fraction, indices
+    cube, fraction = make.real(5, 4, 6, 6, 6), ([2, 2, 2], [3, 3, 3])
+    out, indices = aten.fractional_max_pool3d(cube, *fraction, make.real(5, 4, 3))
+    yield "fractional_max_pool3d.default", cube, *fraction, make.real(5, 4, 3)
+    yield "fractional_max_pool3d_backward.default", out, cube, *fraction, indices
+    yield "affine_grid_generator.default", make.real(5, 2, 3), (5, 4, 6, 3), False
+    yield "affine_grid_generator_backward.default", make.real(5, 6, 3, 2), (5, 4, 6, 3), False
     window = ([3, 3], [2, 2], [1, 1])
     out, indices = aten.max_pool2d_with_indices(image, *window)
     yield "max_pool2d_with_indices.default", image, *window
@@ -829,6 +842,10 @@ def loss_calls(make: Make) -> Iterator[Call]:
         for kind, settings in elementwise.items():
             yield f"{kind}.default", x, y, reduction, *settings
             yield f"{kind}_backward.default", gradient, x, y, reduction, *settings
+        margins = (x, make.below(6, 5), 1, 1.0, make.real(6), reduction)
+        yield "multi_margin_loss.default", *margins
+        one_each = make.real(5) if reduction == 0 else make.real()
+        yield "multi_margin_loss_backward.default", one_each, *margins
         yield "binary_cross_entropy.default", x, y, make.real(5, 6), reduction
         yield "binary_cross_entropy.default", x, y, None, reduction
         yield "binary_cross_entropy_backward.default", gradient, x, y, None, reduction
@@ -918,6 +935,7 @@ def indexing_calls(make: Make) -> Iterator[Call]:
     yield "_pdist_forward.default", make.real(5, 4)
     yield "_pdist_backward.default", make.real(10), make.real(5, 4), 2.0, make.real(10)
     yield "histc.default", x
+    yield "histc.default", x, 7, -1.0, 2.0
     yield "take.default", x, few
     yield "put.default", make.real(9), few, make.real(*few.shape)
     yield "block_diag.default", [make.real(5, 4), make.real(3, 2)]

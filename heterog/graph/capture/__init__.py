@@ -41,7 +41,11 @@ from heterog.errors import CaptureError, HeterogWarning
 from heterog.garbage import without_collector
 from heterog.graph.capture.reading import CapturedStep, Reader
 from heterog.graph.capture.tracing import UnknownBuffers, clear_errors, trace
-from heterog.graph.grouped_rows import has_grouped_products, leave_unsorted
+from heterog.graph.grouped_rows import (
+    has_grouped_products,
+    index_whole_rows,
+    leave_unsorted,
+)
 from heterog.graph.op_graph import GraphTensor, OpGraph, TensorKind
 from heterog.graph.optimizer_probe import group_numbers, parameter_groups
 from heterog.graph.python_state import same_draws
@@ -89,7 +93,8 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
     """
     if planned is None:
         _warn_of_loss(workload)
-    with caches_without_fakes(), statistics_of_unread_norms(), without_collector():
+    quiet = mock.patch.object(logging.getLogger(FakeTensorMode.__module__), "disabled", True)
+    with caches_without_fakes(), statistics_of_unread_norms(), without_collector(), quiet:
         in_memory, known = False, frozenset[str]()
         while True:
             # What draws next, a rank's own model say, draws as if nothing had been captured.
@@ -238,6 +243,7 @@ def _capture_step(
     _leave_batch(workload, traced, len(parameters) + len(buffers))
     inputs = parameters, buffers, batch, groups
     if has_grouped_products(traced.graph):
+        index_whole_rows(traced)
         step = Reader(workload, traced, *inputs).read()
         leave_unsorted(step.graph, step.module, step.node_of_op)
     if planned is not None:

@@ -321,7 +321,7 @@ def _indexed_dims(call: OpCall) -> list[tuple[int, Entry, tuple[Entry, ...]]]:
 @splits(
     *("nonzero.default", "masked_select.default", "masked_scatter.default", "bincount.default"),
     *("_unique2.default", "unique_dim.default", "searchsorted.Tensor", "repeat_interleave.Tensor"),
-    *("_pdist_forward.default", "_pdist_backward.default", "histc.default", "take.default"),
+    *("_pdist_forward.default", "_pdist_backward.default", "take.default"),
     *("put.default", "block_diag.default"),
 )
 def _whole_only(call: OpCall) -> list[Axis]:

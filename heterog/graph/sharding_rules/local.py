@@ -1,11 +1,13 @@
 """The arguments of an op on a device that holds only its share of an axis."""
 
 from heterog.graph.placement import Arg, OpCall, Placement
-from heterog.graph.sharding_rules.table import RuleResult, dimension, positions
+from heterog.graph.sharding_rules.table import RuleResult, dimension, integers, positions
 from heterog.graph.sharding_rules.view import slice_start
 
 _SIZE_ARGS = ("size", "shape", "sizes", "input_sizes", "input_size")
 """Arguments that state the shape of the output (``shape`` in ``reshape``)."""
+AFFINE_GRIDS = ("affine_grid_generator.default", "affine_grid_generator_backward.default")
+"""Ops whose ``size`` is that of the images for which a grid is, samples first."""
 
 
 def local_shape(
@@ -49,8 +51,10 @@ def local_args(call: OpCall, result: RuleResult, share: int, axis_size: int) -> 
     output, target = result.outputs[0], call.outputs[0].shape
     if output.kind == "S":
         for name in _SIZE_ARGS:
-            if isinstance(args.get(name), tuple):
-                args[name] = local_shape(target, output, share, axis_size)
+            given = args.get(name)
+            if isinstance(given, tuple):
+                whole = integers(call, name) if call.kind in AFFINE_GRIDS else target
+                args[name] = local_shape(whole, output, share, axis_size)
     args.update(_along_split(call, result, share, axis_size))
     args.update(_counts(call, result, share, axis_size))
     return args

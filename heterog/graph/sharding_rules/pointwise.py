@@ -76,6 +76,9 @@ LINEAR_IN_FIRST = (
 )
 """Linear in the first input (the output's gradient), whatever the others are."""
 
+PLUS_NUMBER = frozenset({"add.Tensor", "sub.Tensor", "add.Scalar", "sub.Scalar", "rsub.Scalar"})
+"""Sums, which may be of a tensor and a number ``other``."""
+
 
 splits(*NONLINEAR)(broadcast_axes)
 splits(*IDENTITIES, *LINEAR_IN_FIRST, linear=[(0,)])(broadcast_axes)

@@ -63,6 +63,13 @@ splits(
 )(_reduction_axes)
 
 
+@splits("histc.default")
+def _histogram(call: OpCall) -> list[Axis]:
+    if call.args["min"] == call.args["max"]:
+        return []  # bins between the least and the largest element
+    return [Axis((dim,), (P,)) for dim in range(len(call.inputs[0].shape))]
+
+
 _ALONG = (
     *("_softmax.default", "_log_softmax.default", "_safe_softmax.default", "glu.default"),
     *("cumprod.default", "cummax.default", "cummin.default", "logcumsumexp.default"),
@@ -207,6 +214,19 @@ def _elementwise(call: OpCall) -> list[Axis]:
 def _elementwise_backward(call: OpCall) -> list[Axis]:
     special = Special.MEAN_TO_SUM if integer(call, "reduction", MEAN) == MEAN else None
     return broadcast_axes(call, special)
+
+
+@splits("multi_margin_loss.default")
+@splits("multi_margin_loss_backward.default", linear=[("grad_output",)])
+def _margins(call: OpCall) -> list[Axis]:
+    if len(shape_of(call, "self")) < 2:
+        return []
+    reduction = integer(call, "reduction", MEAN)
+    special = Special.MEAN_TO_SUM if reduction == MEAN else None
+    made = P if reduction and "grad_output" not in call.args else 0
+    return [
+        axis(call, (made,), special, self=0, target=0, grad_output=R if reduction else 0),
+    ]
 
 
 LABEL_COUNTING_LOSSES = frozenset({"nll_loss_forward.default", "nll_loss2d_forward.default"})

@@ -1,6 +1,7 @@
 """Convolutions, pooling and resampling of images: batch and channels may be split."""
 
 from heterog.graph.placement import OpCall, P, R
+from heterog.graph.sharding_rules.local import AFFINE_GRIDS
 from heterog.graph.sharding_rules.table import (
     Axis,
     Special,
@@ -42,6 +43,7 @@ def _convolution_backward(call: OpCall) -> list[Axis]:
 _PLANAR = (
     *("max_pool2d_with_indices.default", "max_pool3d_with_indices.default"),
     *("adaptive_max_pool2d.default", "adaptive_max_pool3d.default"),
+    *("fractional_max_pool2d.default", "fractional_max_pool3d.default"),
 )
 _PLANAR_LINEAR = (
     *("avg_pool2d.default", "avg_pool3d.default", "avg_pool1d.default"),
@@ -50,6 +52,7 @@ _PLANAR_LINEAR = (
     *("_adaptive_avg_pool2d_backward.default", "_adaptive_avg_pool3d_backward.default"),
     *("max_pool2d_with_indices_backward.default", "max_pool3d_with_indices_backward.default"),
     *("adaptive_max_pool2d_backward.default", "adaptive_max_pool3d_backward.default"),
+    *("fractional_max_pool2d_backward.default", "fractional_max_pool3d_backward.default"),
     *("upsample_nearest2d.default", "upsample_nearest2d_backward.default"),
     *("upsample_bilinear2d.default", "upsample_bilinear2d_backward.default"),
     *("upsample_bicubic2d.default", "upsample_bicubic2d_backward.default"),
@@ -94,6 +97,11 @@ def _blocks(call: OpCall) -> list[Axis]:
     # im2col maps [C, H, W] to [blocks, positions], col2im the other way.
     item = 2 if call.kind == "col2im.default" else 3
     return [Axis((d,), (d,)) for d in range(len(shape) - item)]
+
+
+@splits(*AFFINE_GRIDS, linear=[(0,)])
+def _affine_grid(call: OpCall) -> list[Axis]:
+    return [Axis((0,), (0,))]
 
 
 @splits("grid_sampler_2d.default", "grid_sampler_3d.default", linear=[("input",)])

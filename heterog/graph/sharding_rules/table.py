@@ -32,7 +32,7 @@ class Special(StrEnum):
         BIAS_ON_ONE_RANK: the outputs are summed over devices and micro-batches, so the summand
             must enter once: replace it by zeros on all devices but one, and in all micro-batches
             but the first. The summand is the argument ``bias`` (convolution, linear), the input
-            that is R (``add``, ``sub``), or ``self`` (every other op).
+            that is R or the number (``add``, ``sub``), or ``self`` (every other op).
         LOCAL_STATISTICS: BatchNorm over the local part, as data-parallel training does it. Run
             the op unchanged; each part is normalised alone, not the whole batch.
         OWN_ROWS: one index of the op counts the samples of the batch (or says where their bags of

@@ -211,10 +211,13 @@ def _write(call: OpCall) -> list[Axis]:
 
 
 @splits("diagonal.default", linear=[(0,)])
+@splits("diagonal_scatter.default", linear=[(0, 1)])
 def _diagonal(call: OpCall) -> list[Axis]:
     rank = len(call.inputs[0].shape)
     pair = {dimension(call, "dim1", rank), dimension(call, "dim2", rank, 1)}
     kept = [d for d in range(rank) if d not in pair]
+    if call.kind == "diagonal_scatter.default":
+        return [Axis((whole, part), (whole,)) for part, whole in enumerate(kept)]
     return [Axis((source,), (target,)) for target, source in enumerate(kept)]
 
 

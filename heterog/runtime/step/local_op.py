@@ -337,7 +337,10 @@ class LocalOp:
         """Run the op with the corrections that make it exact on a part of its inputs."""
         given = list(inputs)
         for summand in self._summands(share):
-            given[summand] = torch.zeros_like(given[summand])
+            if summand is None:
+                kernel = self._instead(kernel, {"other": 0})
+            else:
+                given[summand] = torch.zeros_like(given[summand])
         if Special.OWN_ROWS in self.specials:
             rows = row_index(self.call, self.along_batch)
             given[rows] = given[rows] - given[rows].flatten()[:1].sum()  # there may be none
@@ -442,8 +445,8 @@ class LocalOp:
         inside = nested(on_axis, in_batch, self.whole.samples, share.samples)
         return local_shape(shape, inside, share.units, self.whole.units)
 
-    def _summands(self, share: Share) -> list[int]:
-        """Inputs that enter a sum over devices once, on another device than this share's."""
+    def _summands(self, share: Share) -> list[int | None]:
+        """Inputs that enter a sum over devices once, on another device; ``None`` is a number."""
         enters = (self.along_batch, share.is_first), (self.along_axis, share.is_first_member)
         return [
             self._summand(rule)
@@ -451,10 +454,10 @@ class LocalOp:
             if rule.special == Special.BIAS_ON_ONE_RANK and not is_here
         ]
 
-    def _summand(self, rule: RuleResult) -> int:
+    def _summand(self, rule: RuleResult) -> int | None:
         if "other" in self.call.args:  # of two operands, the one that all devices have
             both = positions(self.call, "self", "other")
-            return next(position for position in both if rule.inputs[position] == R)
+            return next((position for position in both if rule.inputs[position] == R), None)
         (summand,) = positions(self.call, "bias" if "bias" in self.call.args else "self")
         return summand
 
