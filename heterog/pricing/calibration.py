@@ -345,12 +345,19 @@ class Calibration:
         return self
 
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
-        """Spread from the error on models left out of a fit; the roofline's if there is none."""
+        """Spread from the error on models left out of a fit; the roofline's if there is none.
+
+        The extrapolated part of the compute time is known no better than by a roofline: in that
+        part, ops of a few kinds err alike, so their errors do not cancel out.
+        """
+        roofline = Roofline().spread(graph, device_type)
         errors = self.held_out_error.get(device_type.name, ())
         known = [error for error in reversed(errors) if error is not None]
         if not known:
-            return Roofline().spread(graph, device_type)
-        return math.hypot(_RUN_SPREAD, known[0] / MEDIAN_OF_NORMAL)
+            return roofline
+        seconds, is_far = self._op_seconds(graph, device_type, graph.batch_size)
+        extrapolated = float(seconds[is_far].sum()) / max(float(seconds.sum()), LEAST_SECONDS)
+        return math.hypot(_RUN_SPREAD, known[0] / MEDIAN_OF_NORMAL, extrapolated * roofline)
 
     def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
         """Fixed seconds and seconds per byte of copies and sums."""
