@@ -388,6 +388,34 @@ def test_a_hierarchical_all_reduce_costs_what_the_measured_one_costs() -> None:
     assert cost.drag == like.drag
 
 
+def test_a_ring_of_many_has_a_factor_of_its_own() -> None:
+    cluster = load_testbed("skew_both")
+    rates = slowed(cluster, a=1, b=1, c=1)
+    table, sets = ChannelTable(cluster), [(0, 1), (0, 2), (1, 2), (0, 1, 2)]
+    rings = [table[table.all_reduce(devices, hierarchical=False)] for devices in sets]
+    costs = [alpha_beta(cluster, ring, rates) for ring in rings]
+    whole = next(row for row in transferred(cluster, rates) if row.kind == "all_reduce_ring")
+    rows = [
+        replace(
+            whole,
+            devices=tuple(cluster.devices[device].name for device in ring.devices),
+            num_bytes=payload,
+            seconds=cost.latency_s + factor * payload * cost.seconds_per_byte,
+            device_seconds=(0.0,) * len(ring.devices),
+        )
+        for ring, cost, factor in zip(rings, costs, (1.0, 1.0, 1.0, 1.2), strict=True)
+        for payload in PAYLOADS
+    ]
+    fit = fit_links([*transferred(cluster, rates, {rings[0].kind: (1.0, 1.2)}), *rows], cluster)
+    for among_many, factor in ((fit.among_many, 1.2), ({}, 1.0)):
+        links = replace(fit, among_many=among_many)
+        model = Calibration(name="links", types={}, links=links, held_out_error={})
+        found = [model.channel_seconds(cluster, ring).seconds_per_byte for ring in rings]
+        expected = [cost.seconds_per_byte for cost in costs]
+        assert found[:3] == pytest.approx(expected[:3], rel=1e-2)
+        assert found[3] == pytest.approx(factor * expected[3], rel=1e-2)
+
+
 def test_one_measurement_gone_wrong_changes_no_factor() -> None:
     cluster = load_testbed("skew_both")
     rows = transferred(cluster, slowed(cluster, a=1, b=1, c=1))
