@@ -135,7 +135,10 @@ class LinkFit:
 
     Attributes:
         rates: Measured bytes/s of link resources, by name.
-        factors: Factors on the nominal seconds of latency and of bytes, by channel kind.
+        factors: Factors on the nominal seconds of latency and of bytes, by channel kind; those of
+            pairs if pairs were measured.
+        among_many: The same among more than two members, where such sets were measured. A member
+            of a pair waits for one other member, one of a ring for all in turn.
         drag: Seconds of compute lost per payload byte, by channel kind and device type.
         overhead: Seconds of compute that an operation takes from a member for each other member,
             by channel kind and device type.
@@ -149,6 +152,7 @@ class LinkFit:
     drag: Mapping[LinkKind, Mapping[Name, Factor]]
     loaded: Mapping[LinkKind, Factor]
     overhead: Mapping[LinkKind, Mapping[Name, Factor]] = field(default_factory=dict)
+    among_many: Mapping[LinkKind, tuple[Factor, Factor]] = field(default_factory=dict)
 
 
 def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
@@ -185,11 +189,12 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
         },
     )
     costs = {channel: alpha_beta(cluster, channel, rates) for channel in by_channel}
-    by_kind = grouped(
-        (channel.kind, (cost.latency_s, cost.seconds_per_byte * row.num_bytes, row.seconds))
+    timed = [
+        (channel, (cost.latency_s, cost.seconds_per_byte * row.num_bytes, row.seconds))
         for channel, cost in costs.items()
         for row in by_channel[channel]
-    )
+    ]
+    of_pairs = _factors_of_kinds(each for each in timed if len(each[0].devices) == 2)
     drag = [
         (channel.kind.name.lower(), cluster.devices[device].type.name, seconds / row.num_bytes)
         for channel, row in largest.items()
@@ -197,9 +202,8 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
     ]
     return LinkFit(
         rates=rates,
-        factors={
-            kind.name.lower(): _factors(*np.array(entries).T) for kind, entries in by_kind.items()
-        },
+        factors=_factors_of_kinds(timed) | of_pairs,
+        among_many=_factors_of_kinds(each for each in timed if len(each[0].devices) > 2),
         drag=_means(drag),
         overhead=_means(overhead),
         # A geometric mean: values spread over orders of magnitude, as processes are stopped at
@@ -238,6 +242,18 @@ def measured_as(kind: ChannelKind) -> str:
     if kind == ChannelKind.ALL_TO_ALL:
         kind = ChannelKind.ALL_GATHER
     return kind.name.lower()
+
+
+def _factors_of_kinds(
+    timed: Iterable[tuple[Channel, tuple[float, float, float]]],
+) -> dict[str, tuple[float, float]]:
+    """Factors of each kind of channel.
+
+    Args:
+        timed: Channels with nominal seconds of latency and payload, and measured seconds.
+    """
+    by_kind = grouped((channel.kind.name.lower(), seconds) for channel, seconds in timed)
+    return {kind: _factors(*np.array(each).T) for kind, each in by_kind.items()}
 
 
 def _factors(latency: FloatArray, payload: FloatArray, seconds: FloatArray) -> tuple[float, float]:
@@ -346,12 +362,19 @@ class Calibration:
         return self
 
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
-        """Spread from the error on models left out of a fit; the roofline's if there is none."""
+        """Spread from the error on models left out of a fit; the roofline's if there is none.
+
+        The extrapolated part of the compute time is known no better than by a roofline: in that
+        part, ops of a few kinds err alike, so their errors do not cancel out.
+        """
+        roofline = Roofline().spread(graph, device_type)
         errors = self.held_out_error.get(device_type.name, ())
         known = [error for error in reversed(errors) if error is not None]
         if not known:
-            return Roofline().spread(graph, device_type)
-        return math.hypot(_RUN_SPREAD, known[0] / MEDIAN_OF_NORMAL)
+            return roofline
+        seconds, is_far = self._op_seconds(graph, device_type, graph.batch_size)
+        extrapolated = float(seconds[is_far].sum()) / max(float(seconds.sum()), LEAST_SECONDS)
+        return math.hypot(_RUN_SPREAD, known[0] / MEDIAN_OF_NORMAL, extrapolated * roofline)
 
     def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
         """Fixed seconds and seconds per byte of copies and sums."""
@@ -362,7 +385,10 @@ class Calibration:
         """Alpha-beta seconds over measured rates, corrected for the kind of channel."""
         cost = alpha_beta(cluster, channel, self.links.rates)
         kind = measured_as(channel.kind)
-        latency, per_byte = self.links.factors.get(kind, (1.0, 1.0))
+        factors = dict(self.links.factors)
+        if len(channel.devices) > 2:
+            factors |= self.links.among_many
+        latency, per_byte = factors.get(kind, (1.0, 1.0))
         loaded = max(latency, self.links.loaded.get(kind, 0.0))
         return ChannelSeconds(
             cost.latency_s * latency,

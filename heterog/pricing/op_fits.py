@@ -228,6 +228,7 @@ def op_signature(graph: OpGraph, index: int) -> str:
 _NEAR = math.log(2.0)  # Gaussian width: measurements within a factor of 2 correct each other
 _FAR = math.log(3.0)  # a size farther than a factor of 3 from every measurement is extrapolated
 _SHRINK = 0.1  # weight of the uncorrected fit; a measurement of the same size has weight 1
+_FITS = 10  # to 4,000 measurements of 29 kinds ten are within 0.01 % of twenty
 Factor: TypeAlias = Annotated[float, finite(0.0, 1e9)]
 _Logs: TypeAlias = Annotated[Series[Annotated[float, finite(0.0, 100.0)]], Field(min_length=1)]
 _LogRatios: TypeAlias = Annotated[
@@ -288,15 +289,21 @@ def _linear(
 
 
 def fit_kind(flops: FloatArray, num_bytes: FloatArray, seconds: FloatArray) -> KindFit:
-    """Fit one kind to its measurements by non-negative least squares of relative errors."""
+    """Fit one kind to its measurements by non-negative least squares of relative errors.
+
+    Errors are relative to the seconds of the fit before, so that measured seconds are those of the
+    fit in the mean. Relative to measured seconds, no fit that is too short is off by more than 1,
+    and one to ops of many kinds would be as quick as the quickest of them.
+    """
     from scipy.optimize import nnls  # imported here: ranks need not wait 0.3 s for it
 
-    seconds = np.maximum(seconds, LEAST_SECONDS)
-    columns = np.stack([np.ones_like(seconds), flops, num_bytes], axis=1) / seconds[:, None]
-    scale = np.maximum(columns.max(0), 1e-300)
-    solution, _ = nnls(columns / scale, np.ones_like(seconds))
-    base, per_flop, per_byte = (solution / scale).tolist()
-    fit = _linear((base, per_flop, per_byte), flops, num_bytes)
+    seconds = fit = np.maximum(seconds, LEAST_SECONDS)
+    columns = np.stack([np.ones_like(seconds), flops, num_bytes], axis=1)
+    scale = np.maximum((columns / seconds[:, None]).max(0), 1e-300)
+    for _ in range(_FITS):
+        solution, _ = nnls(columns / scale / fit[:, None], seconds / fit)
+        base, per_flop, per_byte = (solution / scale).tolist()
+        fit = _linear((base, per_flop, per_byte), flops, num_bytes)
     return KindFit(
         coefficients=(base, per_flop, per_byte),
         log_flops=tuple(np.log1p(flops).tolist()),

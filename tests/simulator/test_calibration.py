@@ -48,7 +48,7 @@ LAW = (20e-6, 2e-13, 5e-12)
 PAYLOADS = (4_000, 64_000, 512_000, 1_000_000_000)
 
 
-def law(flops: float, num_bytes: float) -> float:
+def law(flops: Any, num_bytes: Any) -> Any:
     return LAW[0] + LAW[1] * flops + LAW[2] * num_bytes
 
 
@@ -102,6 +102,13 @@ def test_a_linear_law_is_found_and_holds_at_other_sizes() -> None:
     elsewhere, distance = fit.seconds(np.array([3e10]), np.array([2e8]))
     assert elsewhere[0] == pytest.approx(law(3e10, 2e8), rel=1e-3)
     assert distance[0] > math.log(3.0)
+
+
+def test_ops_far_around_a_law_are_the_law_in_the_mean() -> None:
+    rng = np.random.default_rng(0)
+    flops, num_bytes = np.tile(10 ** rng.uniform((6, 4), (9, 7), (30, 2)).T, 2)
+    seconds = law(flops, num_bytes) * np.repeat([0.1, 1.9], 30)
+    assert fit_kind(flops, num_bytes, seconds).coefficients == pytest.approx(LAW, rel=1e-3)
 
 
 def test_ops_of_a_model_that_was_never_measured_follow_the_law() -> None:
@@ -168,6 +175,23 @@ def test_held_out_errors_are_small_where_the_law_holds_and_not_where_it_does_not
     noisy = [replace(each, seconds=each.seconds * rng.uniform(0.5, 2.0)) for each in rows]
     assert (held_out_error(noisy)[0] or 0.0) > 0.1
     assert held_out_error(measured(graphs[0]).ops)[1] is None, "one model cannot be left out"
+
+
+def test_the_part_that_was_never_measured_is_known_as_well_as_by_a_roofline() -> None:
+    graphs = [linear_chain(width=width) for width in (256, 512, 1024)]
+    ops = [replace(each, model=f"{g.fingerprint}") for g in graphs for each in measured(g).ops]
+    graph, roofline = graphs[1], Roofline().spread(graphs[1], T4)
+    whole = calibrate(Measurements(environment={}, ops=tuple(ops)))
+    assert whole.spread(graph, T4) == pytest.approx(0.05, abs=0.01)
+    heavy = max(range(graph.num_ops), key=lambda op: graph.flops[op])
+    kept = tuple(each for each in ops if each.kind != op_kind(graph, heavy))
+    part = calibrate(Measurements(environment={}, ops=kept))
+    seconds = np.where(graph.is_view, 0.0, sizes(graph, graph.batch_size))
+    missing = [op_kind(graph, op) == op_kind(graph, heavy) for op in range(graph.num_ops)]
+    share = seconds[missing].sum() / seconds.sum()
+    assert 0.1 < share < 0.9
+    expected = math.hypot(whole.spread(graph, T4), share * roofline)
+    assert part.spread(graph, T4) == pytest.approx(expected, rel=0.02)
 
 
 def test_nothing_to_fit() -> None:
@@ -362,6 +386,34 @@ def test_a_hierarchical_all_reduce_costs_what_the_measured_one_costs() -> None:
     factor = like.latency_s / ring.latency_s
     assert cost.latency_s == pytest.approx(factor * hierarchical.latency_s)
     assert cost.drag == like.drag
+
+
+def test_a_ring_of_many_has_a_factor_of_its_own() -> None:
+    cluster = load_testbed("skew_both")
+    rates = slowed(cluster, a=1, b=1, c=1)
+    table, sets = ChannelTable(cluster), [(0, 1), (0, 2), (1, 2), (0, 1, 2)]
+    rings = [table[table.all_reduce(devices, hierarchical=False)] for devices in sets]
+    costs = [alpha_beta(cluster, ring, rates) for ring in rings]
+    whole = next(row for row in transferred(cluster, rates) if row.kind == "all_reduce_ring")
+    rows = [
+        replace(
+            whole,
+            devices=tuple(cluster.devices[device].name for device in ring.devices),
+            num_bytes=payload,
+            seconds=cost.latency_s + factor * payload * cost.seconds_per_byte,
+            device_seconds=(0.0,) * len(ring.devices),
+        )
+        for ring, cost, factor in zip(rings, costs, (1.0, 1.0, 1.0, 1.2), strict=True)
+        for payload in PAYLOADS
+    ]
+    fit = fit_links([*transferred(cluster, rates, {rings[0].kind: (1.0, 1.2)}), *rows], cluster)
+    for among_many, factor in ((fit.among_many, 1.2), ({}, 1.0)):
+        links = replace(fit, among_many=among_many)
+        model = Calibration(name="links", types={}, links=links, held_out_error={})
+        found = [model.channel_seconds(cluster, ring).seconds_per_byte for ring in rings]
+        expected = [cost.seconds_per_byte for cost in costs]
+        assert found[:3] == pytest.approx(expected[:3], rel=1e-2)
+        assert found[3] == pytest.approx(factor * expected[3], rel=1e-2)
 
 
 def test_one_measurement_gone_wrong_changes_no_factor() -> None:
