@@ -224,9 +224,8 @@ def _margins(call: OpCall) -> list[Axis]:
     reduction = integer(call, "reduction", MEAN)
     special = Special.MEAN_TO_SUM if reduction == MEAN else None
     made = P if reduction and "grad_output" not in call.args else 0
-    return [
-        axis(call, (made,), special, self=0, target=0, grad_output=R if reduction else 0),
-    ]
+    gradient = of_op(call, grad_output=R if reduction else 0)
+    return [axis(call, (made,), special, self=0, target=0, **gradient)]
 
 
 LABEL_COUNTING_LOSSES = frozenset({"nll_loss_forward.default", "nll_loss2d_forward.default"})
