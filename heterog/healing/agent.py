@@ -6,23 +6,24 @@ what ranks need, which are forked off it.
 
 import logging
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch._dynamo  # noqa: F401 - every optimizer imports it
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as c10d
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.run import get_args_parser
 from torch.distributed.run import main as torchrun
-from torch.distributed.run import parse_args
 
 import heterog.healing.loop  # noqa: F401  (which a script may need)
 from heterog.errors import HeterogError
@@ -41,7 +42,7 @@ _MEET = timedelta(seconds=15)
 """Longest wait for what hosts say at once when they have met; torchrun waits for a minute."""
 _LOG = logging.getLogger(__name__)
 _join = SimpleElasticAgent._rendezvous
-_num_waiting = DynamicRendezvousHandler.num_nodes_waiting
+_num_waiting = dynamic.DynamicRendezvousHandler.num_nodes_waiting
 _is_own_name = c10d._matches_machine_hostname  # type: ignore[attr-defined]
 
 
@@ -58,20 +59,14 @@ def run_agent(arguments: Sequence[str], rank: str) -> None:
     """
     # Agents that share a store would find there what ranks said before a host was lost.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    given = [*_SETTINGS, *arguments]
-    parsed: Any = parse_args(given)  # type: ignore[no-untyped-call]
-    if parsed.local_addr and (interface := interface_of(parsed.local_addr)):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    # An argument of a script may be such a file, too.
-    if parsed.training_script.endswith(".json") and not parsed.training_script_args:
-        given[-1:] = rank, str(Path(given[-1]).resolve())
-        try:
-            warm(Path(given[-1]))
-        except HeterogError as error:
-            print(f"heterog: {error}", file=sys.stderr)
-            sys.exit(2)
+    try:
+        given = _told(arguments, rank)
+    except HeterogError as error:
+        print(f"heterog: {error}", file=sys.stderr)
+        sys.exit(2)
     SimpleElasticAgent._rendezvous = _join_again  # type: ignore[method-assign]
-    DynamicRendezvousHandler.num_nodes_waiting = _num_outside  # type: ignore[assignment]
+    dynamic.DynamicRendezvousHandler.num_nodes_waiting = _num_outside  # type: ignore[assignment]
+    dynamic.get_method_name = _nobody  # type: ignore[assignment]
     c10d._matches_machine_hostname = _is_own  # type: ignore[attr-defined]
     try:
         torchrun(given)
@@ -86,6 +81,35 @@ def run_agent(arguments: Sequence[str], rank: str) -> None:
         sys.exit(f"heterog: {error.sigval.name} ended this host's part of the job.")
 
 
+def _told(arguments: Sequence[str], rank: str) -> list[str]:
+    """What torchrun gets, which for a plan is warm by then.
+
+    Raises:
+        HeterogError: an option is not torchrun's, or what comes after them is no script or plan.
+    """
+    parser, given = get_args_parser(), [*_SETTINGS, *arguments]
+    parser.error = _refuse  # type: ignore[method-assign]
+    parsed = parser.parse_args(given)
+    if parsed.local_addr and (interface := interface_of(parsed.local_addr)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    script = Path(parsed.training_script)
+    if script.suffix == ".json":  # a script's argument may be such a file, too
+        if parsed.training_script_args:
+            _refuse(f"{script} is followed by {shlex.join(parsed.training_script_args)}")
+        warm(script)
+        given[-1:] = rank, str(script.resolve())
+    elif not script.is_file():  # it would be started until no attempt is left
+        _refuse(f"there is no script {script}")
+    return given
+
+
+def _refuse(why: str) -> NoReturn:
+    raise HeterogError(
+        f"{why}; options of torchrun come first, then a script with its arguments, or a plan or "
+        "run file alone, which has the settings of the job (docs/healing.md)."
+    )
+
+
 def _num_outside(handler: Any) -> int:
     """Number of hosts that wait to take part; this one, too, if others have met without it.
 
@@ -94,6 +118,16 @@ def _num_outside(handler: Any) -> int:
     waiting: int = _num_waiting(handler)
     is_outside: bool = handler._state_holder.state.round != handler.own_round
     return waiting + is_outside
+
+
+def _nobody() -> str:
+    """Who writes to the store, for records that nobody keeps.
+
+    Torchrun finds it in the stack, for which Python searches all modules: 0.06 s of a core with
+    what is loaded here, several times between reading the store and writing it. So hosts that
+    meet write over each other's heads, and some are left out until a next meeting.
+    """
+    return ""
 
 
 def _is_own(host: str) -> bool:

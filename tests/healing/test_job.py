@@ -485,19 +485,23 @@ def test_an_agent_says_how_it_ends(
     from heterog.healing.elastic import path_of_host
 
     given: list[list[str]] = []
+    loop = tmp_path / "loop.py"
+    loop.touch()
 
     def ends(error: Exception) -> Any:
         monkeypatch.setattr(agent, "torchrun", mock.Mock(side_effect=error))
         with pytest.raises(SystemExit) as ended:
-            agent.run_agent(["--rdzv-id", "job", "loop.py"], "rank.py")
+            agent.run_agent(["--rdzv-id", "job", str(loop)], "rank.py")
         return ended.value.code
 
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(SimpleElasticAgent, "_rendezvous", agent._join)
-    dynamic: Any = agent.__dict__["DynamicRendezvousHandler"]  # which this changes, too
-    monkeypatch.setattr(dynamic, "num_nodes_waiting", agent._num_waiting)
+    dynamic: Any = agent.__dict__["dynamic"]  # which this changes, too
+    handlers = dynamic.DynamicRendezvousHandler
+    monkeypatch.setattr(handlers, "num_nodes_waiting", agent._num_waiting)
+    monkeypatch.setattr(dynamic, "get_method_name", dynamic.get_method_name)
     c10d: Any = agent.__dict__["c10d"]
     monkeypatch.setattr(c10d, "_matches_machine_hostname", agent._is_own_name)
     assert ends(RendezvousClosedError()) == 2, "it has never had ranks"
@@ -513,12 +517,24 @@ def test_an_agent_says_how_it_ends(
     write_json(Path(run_file), {"plan": str(folder / "plan.json"), "model": model})
     agent.run_agent(["--max-restarts", "7", run_file], "rank.py")
     assert given[0][-3:] == ["7", "rank.py", run_file]
-    own = ["loop.py", "--config", "config.json"]
+    own = [str(loop), "--config", "config.json"]
     agent.run_agent(own, "rank.py")
     assert given[1][-3:] == own, "the file is its script's"
-    with pytest.raises(SystemExit, match="2"):
-        agent.run_agent([str(tmp_path / "none.json")], "rank.py")
-    assert "none.json" in capsys.readouterr().err
+    for wrong, words in (
+        ([str(tmp_path / "none.json")], "none.json"),
+        ([run_file, "--steps", "7"], "run.json is followed by --steps 7; options of torchrun"),
+        (["--steps=7", run_file], "unrecognized arguments: --steps=7; options of torchrun"),
+        ([f"{loop}x"], "there is no script"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            agent.run_agent(wrong, "rank.py")
+        said = capsys.readouterr().err
+        assert words in said, "before ranks are started"
+        assert said.count("\n") == 1
+
+    # Python searches all modules for each caller in the stack, while others write to the store.
+    monkeypatch.setattr("inspect.stack", mock.Mock(side_effect=AssertionError("it takes long")))
+    handlers._record(mock.Mock(), "what an agent writes to the store")
 
     join = mock.Mock(side_effect=[DistStoreError("wait timeout after 30000ms"), None])
     monkeypatch.setattr(agent, "_join", join)
