@@ -31,7 +31,8 @@ from heterog.healing.choices import Choice, Question
 from heterog.healing.elastic import path_of_host
 from heterog.healing.on_torchrun import read_healing
 from heterog.healing.planning import Planning
-from heterog.runtime.accelerators import num_threads
+from heterog.healing.rank import capture_for
+from heterog.runtime.accelerators import has_accelerator, num_threads
 from heterog.runtime.launch import interface_of
 
 _SETTINGS = (
@@ -152,7 +153,9 @@ def _join_again(agent: SimpleElasticAgent, group: WorkerGroup) -> None:
 
 
 def warm(path: Path) -> None:
-    """Plan once in this process: what that loads takes each process two seconds.
+    """Plan once in this process, and capture the step: what that loads takes seconds each time.
+
+    The step is not captured where there is an accelerator, which the model's code might touch.
 
     Args:
         path: The file that the ranks will be given.
@@ -161,13 +164,13 @@ def warm(path: Path) -> None:
         HeterogError: it cannot be read, or asks for what is not done under torchrun.
     """
     request, options = read_healing(path)
-    every = tuple(range(request.load().cluster.num_devices))
+    plan = request.load()
+    every = tuple(range(plan.cluster.num_devices))
+    running = Choice(path=str(request.plan), method="", devices=every)
     with (
         num_threads(1),  # those of OpenMP would be missing in who is forked
-        suppress(HeterogError),
         tempfile.TemporaryDirectory(prefix="heterog-") as folder,
     ):
-        running = Choice(path=str(request.plan), method="", devices=every)
         asked = Question(
             devices=every[:-1],
             budget=options.first_budget,
@@ -176,4 +179,8 @@ def warm(path: Path) -> None:
             running=running,
             path=str(Path(folder, "left.json")),
         )
-        Planning(request.plan).answer(asked)
+        with suppress(HeterogError):
+            Planning(request.plan).answer(asked)
+        if not has_accelerator():
+            with suppress(Exception):  # the ranks meet the same error
+                capture_for(path_of_host(), plan, request)

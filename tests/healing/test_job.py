@@ -515,8 +515,10 @@ def test_an_agent_says_how_it_ends(
     run_file = str(tmp_path / "run.json")
     model = f"{folder}/model.py:workload"
     write_json(Path(run_file), {"plan": str(folder / "plan.json"), "model": model})
+    monkeypatch.setattr(rank, "_captured", {})
     agent.run_agent(["--max-restarts", "7", run_file], "rank.py")
     assert given[0][-3:] == ["7", "rank.py", run_file]
+    assert list(rank._captured) == [path_of_host()], "ranks that are forked off need not capture"
     own = [str(loop), "--config", "config.json"]
     agent.run_agent(own, "rank.py")
     assert given[1][-3:] == own, "the file is its script's"
