@@ -41,9 +41,12 @@ _SETTINGS = (
 )
 _MEET = timedelta(seconds=15)
 """Longest wait for what hosts say at once when they have met; torchrun waits for a minute."""
+_LOOK_S = 0.2
+"""Seconds between looks at whether hosts have met; torchrun looks once a second."""
 _LOG = logging.getLogger(__name__)
 _join = SimpleElasticAgent._rendezvous
 _num_waiting = dynamic.DynamicRendezvousHandler.num_nodes_waiting
+_delay = dynamic._delay
 _is_own_name = c10d._matches_machine_hostname  # type: ignore[attr-defined]
 
 
@@ -68,6 +71,7 @@ def run_agent(arguments: Sequence[str], rank: str) -> None:
     SimpleElasticAgent._rendezvous = _join_again  # type: ignore[method-assign]
     dynamic.DynamicRendezvousHandler.num_nodes_waiting = _num_outside  # type: ignore[assignment]
     dynamic.get_method_name = _nobody  # type: ignore[assignment]
+    dynamic._delay = _wait_until_look
     c10d._matches_machine_hostname = _is_own  # type: ignore[attr-defined]
     try:
         torchrun(given)
@@ -89,7 +93,7 @@ def _told(arguments: Sequence[str], rank: str) -> list[str]:
         HeterogError: an option is not torchrun's, or what comes after them is no script or plan.
     """
     parser, given = get_args_parser(), [*_SETTINGS, *arguments]
-    parser.error = _refuse  # type: ignore[method-assign]
+    parser.error = _refuse  # type: ignore[assignment, method-assign]
     parsed = parser.parse_args(given)
     if parsed.local_addr and (interface := interface_of(parsed.local_addr)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -131,6 +135,11 @@ def _nobody() -> str:
     return ""
 
 
+def _wait_until_look(seconds: float | tuple[float, float]) -> None:
+    """Wait for the next look at what others say, or as long as torchrun does before the first."""
+    _delay(seconds if isinstance(seconds, tuple) else _LOOK_S)
+
+
 def _is_own(host: str) -> bool:
     """Whether a name or address is this machine's: by torchrun only if its name leads to it."""
     return bool(interface_of(host)) or _is_own_name(host)
@@ -143,6 +152,7 @@ def _join_again(agent: SimpleElasticAgent, group: WorkerGroup) -> None:
     """
     handler: Any = group.spec.rdzv_handler
     handler._store.set_timeout(_MEET)
+    handler._state_holder._cache_duration = _LOOK_S
     while True:
         try:
             _join(agent, group)

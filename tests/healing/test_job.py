@@ -502,6 +502,7 @@ def test_an_agent_says_how_it_ends(
     handlers = dynamic.DynamicRendezvousHandler
     monkeypatch.setattr(handlers, "num_nodes_waiting", agent._num_waiting)
     monkeypatch.setattr(dynamic, "get_method_name", dynamic.get_method_name)
+    monkeypatch.setattr(dynamic, "_delay", agent._delay)
     c10d: Any = agent.__dict__["c10d"]
     monkeypatch.setattr(c10d, "_matches_machine_hostname", agent._is_own_name)
     assert ends(RendezvousClosedError()) == 2, "it has never had ranks"
@@ -537,6 +538,11 @@ def test_an_agent_says_how_it_ends(
     # Python searches all modules for each caller in the stack, while others write to the store.
     monkeypatch.setattr("inspect.stack", mock.Mock(side_effect=AssertionError("it takes long")))
     handlers._record(mock.Mock(), "what an agent writes to the store")
+    waits: list[Any] = []
+    monkeypatch.setattr(agent, "_delay", waits.append)
+    dynamic._delay(seconds=(0, 0.3))
+    dynamic._delay(seconds=1)
+    assert waits == [(0, 0.3), agent._LOOK_S], "looks at whether hosts have met come sooner"
 
     join = mock.Mock(side_effect=[DistStoreError("wait timeout after 30000ms"), None])
     monkeypatch.setattr(agent, "_join", join)
