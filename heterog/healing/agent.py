@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,7 +46,9 @@ _LOOK_S = 0.2
 _LOG = logging.getLogger(__name__)
 _join = SimpleElasticAgent._rendezvous
 _num_waiting = dynamic.DynamicRendezvousHandler.num_nodes_waiting
-_delay = dynamic._delay
+_delay = dynamic._delay  # type: ignore[attr-defined]
+_Holder = dynamic._BackendRendezvousStateHolder
+_sanitize = _Holder._sanitize
 _is_own_name = c10d._matches_machine_hostname  # type: ignore[attr-defined]
 
 
@@ -68,11 +70,7 @@ def run_agent(arguments: Sequence[str], rank: str) -> None:
     except HeterogError as error:
         print(f"heterog: {error}", file=sys.stderr)
         sys.exit(2)
-    SimpleElasticAgent._rendezvous = _join_again  # type: ignore[method-assign]
-    dynamic.DynamicRendezvousHandler.num_nodes_waiting = _num_outside  # type: ignore[assignment]
-    dynamic.get_method_name = _nobody  # type: ignore[assignment]
-    dynamic._delay = _wait_until_look
-    c10d._matches_machine_hostname = _is_own  # type: ignore[attr-defined]
+    mend_torchrun()
     try:
         torchrun(given)
     except RendezvousClosedError:
@@ -84,6 +82,16 @@ def run_agent(arguments: Sequence[str], rank: str) -> None:
         sys.exit(f"heterog: this host does not meet others at --rdzv-endpoint: {said}")
     except SignalException as error:
         sys.exit(f"heterog: {error.sigval.name} ended this host's part of the job.")
+
+
+def mend_torchrun() -> None:
+    """Replace what torchrun's agents do in this process where hosts meet; each says why."""
+    SimpleElasticAgent._rendezvous = _join_again  # type: ignore[method-assign]
+    dynamic.DynamicRendezvousHandler.num_nodes_waiting = _num_outside  # type: ignore[assignment]
+    dynamic.get_method_name = _nobody  # type: ignore[assignment]
+    dynamic._delay = _wait_until_look  # type: ignore[attr-defined]
+    _Holder._sanitize = _drop_others  # type: ignore[assignment, method-assign]
+    c10d._matches_machine_hostname = _is_own  # type: ignore[attr-defined]
 
 
 def _told(arguments: Sequence[str], rank: str) -> list[str]:
@@ -121,8 +129,19 @@ def _num_outside(handler: Any) -> int:
     They took it for lost. Torchrun alone does not tell it, and there are two jobs then.
     """
     waiting: int = _num_waiting(handler)
-    is_outside: bool = handler._state_holder.state.round != handler.own_round
-    return waiting + is_outside
+    state = handler._state_holder.state
+    return waiting + (state.round != handler.own_round and bool(state.participants))
+
+
+def _drop_others(holder: Any) -> None:
+    """Drop hosts that gave no sign of life for long, but never this one, which looks.
+
+    Torchrun drops it, too, once it is late, and then it never gives a sign again.
+    """
+    signs, now = holder._state.last_heartbeats, datetime.now(UTC)
+    if holder.node in signs:
+        signs[holder.node] = max(signs[holder.node], now - holder._settings.keep_alive_interval)
+    _sanitize(holder)
 
 
 def _nobody() -> str:
@@ -153,6 +172,7 @@ def _join_again(agent: SimpleElasticAgent, group: WorkerGroup) -> None:
     handler: Any = group.spec.rdzv_handler
     handler._store.set_timeout(_MEET)
     handler._state_holder._cache_duration = _LOOK_S
+    handler._state_holder.node = handler._this_node
     while True:
         try:
             _join(agent, group)

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -254,7 +255,10 @@ def start_agent(number: int, port: int, log: Path, plan: Path | None = None) -> 
 
 
 def run_agent(number: int, port: int, log: Path, plan: Path | None) -> None:
-    """What torchrun does, whose workers are forked: they need not import torch."""
+    """What ``heterog.heal`` does, whose workers are forked: they need not import torch."""
+    from heterog.healing.agent import mend_torchrun
+
+    mend_torchrun()
     os.setsid()
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
@@ -503,6 +507,7 @@ def test_an_agent_says_how_it_ends(
     monkeypatch.setattr(handlers, "num_nodes_waiting", agent._num_waiting)
     monkeypatch.setattr(dynamic, "get_method_name", dynamic.get_method_name)
     monkeypatch.setattr(dynamic, "_delay", agent._delay)
+    monkeypatch.setattr(dynamic._BackendRendezvousStateHolder, "_sanitize", agent._sanitize)
     c10d: Any = agent.__dict__["c10d"]
     monkeypatch.setattr(c10d, "_matches_machine_hostname", agent._is_own_name)
     assert ends(RendezvousClosedError()) == 2, "it has never had ranks"
@@ -553,8 +558,32 @@ def test_an_agent_says_how_it_ends(
     monkeypatch.setattr(agent, "_num_waiting", lambda handler: 0)
     handler = group.spec.rdzv_handler
     assert agent._num_outside(handler) == 0
-    handler._state_holder.state.round = "that of others"
+    state = handler._state_holder.state
+    state.round, state.participants = "that of others", {"another": 0}
     assert agent._num_outside(handler) == 1, "or it would train on alone"
+    state.participants = {}
+    assert agent._num_outside(handler) == 0, "no others have met: they were late, too"
+
+
+def test_an_agent_that_was_late_does_not_take_itself_for_lost() -> None:
+    """After a pause of all agents each would otherwise drop itself, and start its ranks anew."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
+
+    from heterog.healing import agent
+
+    own, other = (dynamic._NodeDesc(address, 1, 0) for address in ("10.0.0.1", "10.0.0.2"))
+    second = timedelta(seconds=1)
+    settings = dynamic.RendezvousSettings("job", 2, 2, dynamic.RendezvousTimeout(), second, 3)
+    holder = dynamic._BackendRendezvousStateHolder(mock.Mock(), settings)
+    state: Any = holder.state
+    long_ago = datetime.now(UTC) - 10 * second
+    state.complete, state.participants = True, {own: 0, other: 1}
+    state.last_heartbeats = {own: long_ago, other: long_ago}
+    holder.node = own  # type: ignore[attr-defined]
+    agent._drop_others(holder)
+    assert (state.round, state.participants) == (0, {own: 0})
+    context = dynamic._RendezvousContext(own, state, settings)
+    assert dynamic._should_keep_alive(context), "its next sign of life is due"
 
 
 def journals(folder: Path) -> list[dict[str, Any]]:
