@@ -74,8 +74,8 @@ LOOP = Path(__file__).with_name("healing_loop.py").resolve()
 _LIMIT_S = 600.0
 _AFTER = 200
 """Steps that are trained after the fault: enough for an agent that joins late to take part."""
-_AFTER_OF_PLAN = 800
-"""The same in seconds for a plan, whose steps have no pause."""
+_AFTER_OF_PLAN = 300
+"""The same for a plan, whose steps have no pause."""
 
 
 def run_agent(place: tuple[str, str], host: int, arguments: list[str], said: Path) -> None:

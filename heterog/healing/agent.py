@@ -6,23 +6,24 @@ what ranks need, which are forked off it.
 
 import logging
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch._dynamo  # noqa: F401 - every optimizer imports it
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as c10d
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.run import get_args_parser
 from torch.distributed.run import main as torchrun
-from torch.distributed.run import parse_args
 
 import heterog.healing.loop  # noqa: F401  (which a script may need)
 from heterog.errors import HeterogError
@@ -30,7 +31,8 @@ from heterog.healing.choices import Choice, Question
 from heterog.healing.elastic import path_of_host
 from heterog.healing.on_torchrun import read_healing
 from heterog.healing.planning import Planning
-from heterog.runtime.accelerators import num_threads
+from heterog.healing.rank import capture_for
+from heterog.runtime.accelerators import has_accelerator, num_threads
 from heterog.runtime.launch import interface_of
 
 _SETTINGS = (
@@ -39,9 +41,14 @@ _SETTINGS = (
 )
 _MEET = timedelta(seconds=15)
 """Longest wait for what hosts say at once when they have met; torchrun waits for a minute."""
+_LOOK_S = 0.2
+"""Seconds between looks at whether hosts have met; torchrun looks once a second."""
 _LOG = logging.getLogger(__name__)
 _join = SimpleElasticAgent._rendezvous
-_num_waiting = DynamicRendezvousHandler.num_nodes_waiting
+_num_waiting = dynamic.DynamicRendezvousHandler.num_nodes_waiting
+_delay = dynamic._delay  # type: ignore[attr-defined]
+_Holder = dynamic._BackendRendezvousStateHolder
+_sanitize = _Holder._sanitize
 _is_own_name = c10d._matches_machine_hostname  # type: ignore[attr-defined]
 
 
@@ -58,21 +65,12 @@ def run_agent(arguments: Sequence[str], rank: str) -> None:
     """
     # Agents that share a store would find there what ranks said before a host was lost.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    given = [*_SETTINGS, *arguments]
-    parsed: Any = parse_args(given)  # type: ignore[no-untyped-call]
-    if parsed.local_addr and (interface := interface_of(parsed.local_addr)):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    # An argument of a script may be such a file, too.
-    if parsed.training_script.endswith(".json") and not parsed.training_script_args:
-        given[-1:] = rank, str(Path(given[-1]).resolve())
-        try:
-            warm(Path(given[-1]))
-        except HeterogError as error:
-            print(f"heterog: {error}", file=sys.stderr)
-            sys.exit(2)
-    SimpleElasticAgent._rendezvous = _join_again  # type: ignore[method-assign]
-    DynamicRendezvousHandler.num_nodes_waiting = _num_outside  # type: ignore[assignment]
-    c10d._matches_machine_hostname = _is_own  # type: ignore[attr-defined]
+    try:
+        given = _told(arguments, rank)
+    except HeterogError as error:
+        print(f"heterog: {error}", file=sys.stderr)
+        sys.exit(2)
+    mend_torchrun()
     try:
         torchrun(given)
     except RendezvousClosedError:
@@ -86,14 +84,79 @@ def run_agent(arguments: Sequence[str], rank: str) -> None:
         sys.exit(f"heterog: {error.sigval.name} ended this host's part of the job.")
 
 
+def mend_torchrun() -> None:
+    """Replace what torchrun's agents do in this process where hosts meet; each says why."""
+    SimpleElasticAgent._rendezvous = _join_again  # type: ignore[method-assign]
+    dynamic.DynamicRendezvousHandler.num_nodes_waiting = _num_outside  # type: ignore[assignment]
+    dynamic.get_method_name = _nobody  # type: ignore[assignment]
+    dynamic._delay = _wait_until_look  # type: ignore[attr-defined]
+    _Holder._sanitize = _drop_others  # type: ignore[assignment, method-assign]
+    c10d._matches_machine_hostname = _is_own  # type: ignore[attr-defined]
+
+
+def _told(arguments: Sequence[str], rank: str) -> list[str]:
+    """What torchrun gets, which for a plan is warm by then.
+
+    Raises:
+        HeterogError: an option is not torchrun's, or what comes after them is no script or plan.
+    """
+    parser, given = get_args_parser(), [*_SETTINGS, *arguments]
+    parser.error = _refuse  # type: ignore[assignment, method-assign]
+    parsed = parser.parse_args(given)
+    if parsed.local_addr and (interface := interface_of(parsed.local_addr)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    script = Path(parsed.training_script)
+    if script.suffix == ".json":  # a script's argument may be such a file, too
+        if parsed.training_script_args:
+            _refuse(f"{script} is followed by {shlex.join(parsed.training_script_args)}")
+        warm(script)
+        given[-1:] = rank, str(script.resolve())
+    elif not script.is_file():  # it would be started until no attempt is left
+        _refuse(f"there is no script {script}")
+    return given
+
+
+def _refuse(why: str) -> NoReturn:
+    raise HeterogError(
+        f"{why}; options of torchrun come first, then a script with its arguments, or a plan or "
+        "run file alone, which has the settings of the job (docs/healing.md)."
+    )
+
+
 def _num_outside(handler: Any) -> int:
     """Number of hosts that wait to take part; this one, too, if others have met without it.
 
     They took it for lost. Torchrun alone does not tell it, and there are two jobs then.
     """
     waiting: int = _num_waiting(handler)
-    is_outside: bool = handler._state_holder.state.round != handler.own_round
-    return waiting + is_outside
+    state = handler._state_holder.state
+    return waiting + (state.round != handler.own_round and bool(state.participants))
+
+
+def _drop_others(holder: Any) -> None:
+    """Drop hosts that gave no sign of life for long, but never this one, which looks.
+
+    Torchrun drops it, too, once it is late, and then it never gives a sign again.
+    """
+    signs, now = holder._state.last_heartbeats, datetime.now(UTC)
+    if holder.node in signs:
+        signs[holder.node] = max(signs[holder.node], now - holder._settings.keep_alive_interval)
+    _sanitize(holder)
+
+
+def _nobody() -> str:
+    """Who writes to the store, for records that nobody keeps.
+
+    Torchrun finds it in the stack, for which Python searches all modules: 0.06 s of a core with
+    what is loaded here, several times between reading the store and writing it. So hosts that
+    meet write over each other's heads, and some are left out until a next meeting.
+    """
+    return ""
+
+
+def _wait_until_look(seconds: float | tuple[float, float]) -> None:
+    """Wait for the next look at what others say, or as long as torchrun does before the first."""
+    _delay(seconds if isinstance(seconds, tuple) else _LOOK_S)
 
 
 def _is_own(host: str) -> bool:
@@ -108,6 +171,8 @@ def _join_again(agent: SimpleElasticAgent, group: WorkerGroup) -> None:
     """
     handler: Any = group.spec.rdzv_handler
     handler._store.set_timeout(_MEET)
+    handler._state_holder._cache_duration = _LOOK_S
+    handler._state_holder.node = handler._this_node
     while True:
         try:
             _join(agent, group)
@@ -118,7 +183,9 @@ def _join_again(agent: SimpleElasticAgent, group: WorkerGroup) -> None:
 
 
 def warm(path: Path) -> None:
-    """Plan once in this process: what that loads takes each process two seconds.
+    """Plan once in this process, and capture the step: what that loads takes seconds each time.
+
+    The step is not captured where there is an accelerator, which the model's code might touch.
 
     Args:
         path: The file that the ranks will be given.
@@ -127,13 +194,13 @@ def warm(path: Path) -> None:
         HeterogError: it cannot be read, or asks for what is not done under torchrun.
     """
     request, options = read_healing(path)
-    every = tuple(range(request.load().cluster.num_devices))
+    plan = request.load()
+    every = tuple(range(plan.cluster.num_devices))
+    running = Choice(path=str(request.plan), method="", devices=every)
     with (
         num_threads(1),  # those of OpenMP would be missing in who is forked
-        suppress(HeterogError),
         tempfile.TemporaryDirectory(prefix="heterog-") as folder,
     ):
-        running = Choice(path=str(request.plan), method="", devices=every)
         asked = Question(
             devices=every[:-1],
             budget=options.first_budget,
@@ -142,4 +209,8 @@ def warm(path: Path) -> None:
             running=running,
             path=str(Path(folder, "left.json")),
         )
-        Planning(request.plan).answer(asked)
+        with suppress(HeterogError):
+            Planning(request.plan).answer(asked)
+        if not has_accelerator():
+            with suppress(Exception):  # the ranks meet the same error
+                capture_for(path_of_host(), plan, request)

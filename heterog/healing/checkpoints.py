@@ -19,7 +19,7 @@ from heterog.files import CHECKPOINT_INDEX, check_save_folder
 from heterog.healing.service import Service, answer_questions
 from heterog.healing.shelf import LostError, Shelf, newest_complete
 from heterog.healing.snapshots import Snapshot, part_of
-from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
+from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import SavedTensor
 
 
@@ -100,8 +100,7 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
 
 def _entry(name: str, saved: SavedTensor, value: Tensor) -> Entry:
     shape = saved.whole_shape if saved.whole else saved.shape
-    box = Box(saved.offsets, saved.shape) if saved.whole else whole_box(shape)
-    return Entry(whole=saved.whole or name, shape=shape, box=box, value=value)
+    return Entry(whole=saved.whole or name, shape=shape, box=saved.pieces[0].box, value=value)
 
 
 def answer(question: tuple[Path, Path]) -> None:

@@ -12,7 +12,6 @@ bound.
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -115,24 +114,16 @@ class SlowedCosts:
         return self._model.channel_seconds(self._cluster, channel)
 
 
-class Held(NamedTuple):
-    """Fraction of each parameter's state on each device.  # [num_parameters, num_devices]
+def held(graph: OpGraph, strategy: Strategy, num_devices: int) -> FloatArray:
+    """Fractions of each parameter that each device has under a strategy.
 
-    Attributes:
-        value: Fraction of the parameter.
-        state: Fraction of its optimizer state.
-        owned: Fraction that the device writes into snapshots.
+    Returns:
+        Of the parameter, of its optimizer state, and of both what the device writes into
+        snapshots.  # [3, num_parameters, num_devices]
     """
-
-    value: FloatArray
-    state: FloatArray
-    owned: FloatArray
-
-
-def held(graph: OpGraph, strategy: Strategy, num_devices: int) -> Held:
-    """Fraction of each parameter that each device has under a strategy."""
     group_of = group_ops(graph).group
-    value, state, owned = np.zeros((3, len(graph.updates), num_devices))
+    found = np.zeros((3, len(graph.updates), num_devices))
+    value, state, owned = found
     for row, (op, _, _) in enumerate(graph.updates):
         decision = strategy.decisions[int(group_of[op])]
         devices = list(decision.devices)
@@ -152,7 +143,7 @@ def held(graph: OpGraph, strategy: Strategy, num_devices: int) -> Held:
             continue
         state[row, devices] = 1.0
         owned[row, devices[0]] = 1.0
-    return Held(value, state, owned)
+    return found
 
 
 def transfer_s(
@@ -172,11 +163,12 @@ def transfer_s(
     sizes = np.array(
         [graph.tensors[each].meta.num_bytes for _, each, _ in graph.updates], np.float64
     )
-    before, after = held(graph, old[0], len(old[1])), held(graph, new[0], len(new[1]))
+    _, _, owned = held(graph, old[0], len(old[1]))
+    value, state, _ = held(graph, new[0], len(new[1]))
     have = np.zeros((len(sizes), cluster.num_hosts))
     for rank, device in enumerate(old[1]):
-        have[:, cluster.host_of[device]] += before.owned[:, rank]
-    needed = after.value + graph.optimizer_state_ratio * after.state
+        have[:, cluster.host_of[device]] += owned[:, rank]
+    needed = value + graph.optimizer_state_ratio * state
     sent, received = np.zeros(cluster.num_hosts), np.zeros(cluster.num_hosts)
     for rank, device in enumerate(new[1]):
         host = cluster.host_of[device]

@@ -33,7 +33,7 @@ from heterog.runtime.checkpoint.state import NewState, check_can_save, check_fit
 from heterog.runtime.checkpoint.steps import load_checkpoint, save_checkpoint
 from heterog.runtime.rank import as_rank, check_loss, end_together, set_up, tell, workload_of
 from heterog.runtime.request import RunRequest, read_request
-from heterog.search.plan import load_plan
+from heterog.search.plan import Plan, load_plan
 
 LOOK_STEPS = 16
 """Number of steps between reports of which rank is slow. On an accelerator one step of them is
@@ -235,15 +235,19 @@ def warm(plan: str, run_file: str = "") -> None:
 
     Args:
         plan: Path of a plan like theirs; lowering it loads the kernels, which takes 0.4 s.
-        run_file: That of the job whose step is captured, which takes 0.25 s or longer; not where
-            there is an accelerator, which the model's code might touch.
+        run_file: That of the job whose step is captured; not where there is an accelerator, which
+            the model's code might touch.
     """
     loaded = load_plan(plan)
     lower(loaded.graph, loaded.cluster, loaded.strategy, num_steps=1)
-    folder = Path(run_file).parent
-    if run_file and folder not in _captured:
-        request = read_request(Path(run_file))
-        _captured[folder] = capture_step(workload_of(loaded, request))
+    if run_file:
+        capture_for(Path(run_file).parent, loaded, read_request(Path(run_file)))
+
+
+def capture_for(folder: Path, plan: Plan, request: RunRequest) -> None:
+    """Capture the step of a job with this folder, unless it is captured: 0.25 s or longer."""
+    if folder not in _captured:
+        _captured[folder] = capture_step(workload_of(plan, request))
 
 
 def main() -> None:

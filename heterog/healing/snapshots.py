@@ -170,25 +170,16 @@ def part_of(saved: SavedTensor) -> int:
 
 def _contents(indices: Sequence[Mapping[str, Any]]) -> Contents:
     """Merge the indices of all parts into one like a checkpoint's."""
-    first = indices[0]
     tensors: dict[str, SavedTensor] = {}
+    states: dict[str, SavedOptimizer] = {}
     for index in indices:
         tensors |= tensors_from_json(index["tensors"])
+        states |= states_from_json(index["states"])
     contents = Contents(
+        **{"extra": {}, **indices[0], "tensors": tensors, "states": states},
         heterog=__version__,
         torch=torch.__version__,
-        model=str(first["model"]),
-        graph=str(first["graph"]),
-        optimizer=str(first["optimizer"]),
-        num_steps=int(first["num_steps"]),
         data="",
-        tensors=tensors,
-        states={
-            name: state
-            for index in indices
-            for name, state in states_from_json(index["states"]).items()
-        },
-        extra=dict(first.get("extra", {})),
     )
     for whole, names in contents.parts.items():
         check_tiling(

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -254,7 +255,10 @@ def start_agent(number: int, port: int, log: Path, plan: Path | None = None) -> 
 
 
 def run_agent(number: int, port: int, log: Path, plan: Path | None) -> None:
-    """What torchrun does, whose workers are forked: they need not import torch."""
+    """What ``heterog.heal`` does, whose workers are forked: they need not import torch."""
+    from heterog.healing.agent import mend_torchrun
+
+    mend_torchrun()
     os.setsid()
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
@@ -485,19 +489,25 @@ def test_an_agent_says_how_it_ends(
     from heterog.healing.elastic import path_of_host
 
     given: list[list[str]] = []
+    loop = tmp_path / "loop.py"
+    loop.touch()
 
     def ends(error: Exception) -> Any:
         monkeypatch.setattr(agent, "torchrun", mock.Mock(side_effect=error))
         with pytest.raises(SystemExit) as ended:
-            agent.run_agent(["--rdzv-id", "job", "loop.py"], "rank.py")
+            agent.run_agent(["--rdzv-id", "job", str(loop)], "rank.py")
         return ended.value.code
 
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(SimpleElasticAgent, "_rendezvous", agent._join)
-    dynamic: Any = agent.__dict__["DynamicRendezvousHandler"]  # which this changes, too
-    monkeypatch.setattr(dynamic, "num_nodes_waiting", agent._num_waiting)
+    dynamic: Any = agent.__dict__["dynamic"]  # which this changes, too
+    handlers = dynamic.DynamicRendezvousHandler
+    monkeypatch.setattr(handlers, "num_nodes_waiting", agent._num_waiting)
+    monkeypatch.setattr(dynamic, "get_method_name", dynamic.get_method_name)
+    monkeypatch.setattr(dynamic, "_delay", agent._delay)
+    monkeypatch.setattr(dynamic._BackendRendezvousStateHolder, "_sanitize", agent._sanitize)
     c10d: Any = agent.__dict__["c10d"]
     monkeypatch.setattr(c10d, "_matches_machine_hostname", agent._is_own_name)
     assert ends(RendezvousClosedError()) == 2, "it has never had ranks"
@@ -511,14 +521,33 @@ def test_an_agent_says_how_it_ends(
     run_file = str(tmp_path / "run.json")
     model = f"{folder}/model.py:workload"
     write_json(Path(run_file), {"plan": str(folder / "plan.json"), "model": model})
+    monkeypatch.setattr(rank, "_captured", {})
     agent.run_agent(["--max-restarts", "7", run_file], "rank.py")
     assert given[0][-3:] == ["7", "rank.py", run_file]
-    own = ["loop.py", "--config", "config.json"]
+    assert list(rank._captured) == [path_of_host()], "ranks that are forked off need not capture"
+    own = [str(loop), "--config", "config.json"]
     agent.run_agent(own, "rank.py")
     assert given[1][-3:] == own, "the file is its script's"
-    with pytest.raises(SystemExit, match="2"):
-        agent.run_agent([str(tmp_path / "none.json")], "rank.py")
-    assert "none.json" in capsys.readouterr().err
+    for wrong, words in (
+        ([str(tmp_path / "none.json")], "none.json"),
+        ([run_file, "--steps", "7"], "run.json is followed by --steps 7; options of torchrun"),
+        (["--steps=7", run_file], "unrecognized arguments: --steps=7; options of torchrun"),
+        ([f"{loop}x"], "there is no script"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            agent.run_agent(wrong, "rank.py")
+        said = capsys.readouterr().err
+        assert words in said, "before ranks are started"
+        assert said.count("\n") == 1
+
+    # Python searches all modules for each caller in the stack, while others write to the store.
+    monkeypatch.setattr("inspect.stack", mock.Mock(side_effect=AssertionError("it takes long")))
+    handlers._record(mock.Mock(), "what an agent writes to the store")
+    waits: list[Any] = []
+    monkeypatch.setattr(agent, "_delay", waits.append)
+    dynamic._delay(seconds=(0, 0.3))
+    dynamic._delay(seconds=1)
+    assert waits == [(0, 0.3), agent._LOOK_S], "looks at whether hosts have met come sooner"
 
     join = mock.Mock(side_effect=[DistStoreError("wait timeout after 30000ms"), None])
     monkeypatch.setattr(agent, "_join", join)
@@ -529,8 +558,32 @@ def test_an_agent_says_how_it_ends(
     monkeypatch.setattr(agent, "_num_waiting", lambda handler: 0)
     handler = group.spec.rdzv_handler
     assert agent._num_outside(handler) == 0
-    handler._state_holder.state.round = "that of others"
+    state = handler._state_holder.state
+    state.round, state.participants = "that of others", {"another": 0}
     assert agent._num_outside(handler) == 1, "or it would train on alone"
+    state.participants = {}
+    assert agent._num_outside(handler) == 0, "no others have met: they were late, too"
+
+
+def test_an_agent_that_was_late_does_not_take_itself_for_lost() -> None:
+    """After a pause of all agents each would otherwise drop itself, and start its ranks anew."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
+
+    from heterog.healing import agent
+
+    own, other = (dynamic._NodeDesc(address, 1, 0) for address in ("10.0.0.1", "10.0.0.2"))
+    second = timedelta(seconds=1)
+    settings = dynamic.RendezvousSettings("job", 2, 2, dynamic.RendezvousTimeout(), second, 3)
+    holder = dynamic._BackendRendezvousStateHolder(mock.Mock(), settings)
+    state: Any = holder.state
+    long_ago = datetime.now(UTC) - 10 * second
+    state.complete, state.participants = True, {own: 0, other: 1}
+    state.last_heartbeats = {own: long_ago, other: long_ago}
+    holder.node = own  # type: ignore[attr-defined]
+    agent._drop_others(holder)
+    assert (state.round, state.participants) == (0, {own: 0})
+    context = dynamic._RendezvousContext(own, state, settings)
+    assert dynamic._should_keep_alive(context), "its next sign of life is due"
 
 
 def journals(folder: Path) -> list[dict[str, Any]]:
