@@ -19,7 +19,7 @@ from rows import asked_of, finish, option, read_rows, told
 
 from heterog.cluster.catalog import device_type
 from heterog.cluster.spec import parse_cluster
-from heterog.cluster.topology import Cluster, Execution
+from heterog.cluster.topology import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.pricing.device_models.model import DeviceModels
@@ -111,7 +111,7 @@ def by_family(
 ) -> dict[str, dict[str, float]]:
     """Device seconds of kernels in a step by family, measured and predicted."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: {"measured": 0.0, "predicted": 0.0})
-    is_compiled = cluster.execution == Execution.COMPILED
+    is_compiled = cluster.execution.compiles
     for name, _, count, seconds in row["kernels"]:
         if name.startswith("aten::"):
             found[family_of(name)]["measured"] += count * seconds
@@ -135,6 +135,9 @@ def main() -> None:
         __doc__, option("steps", type=Path, nargs="+"), option("--only", default="")
     )
     only = arguments.only.split(",") if arguments.only else None
+    for path in arguments.steps:
+        if not path.is_file():
+            raise SystemExit(f"{path} is no file")
     measured = [r for path in arguments.steps for r in read_rows(path) if "error" not in r]
     rows = told(compared(row) for row in measured if only is None or row["model"] in only)
     errors = [abs(each["off"]) for each in rows]

@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rows import asked_of, finish, geometric_mean, option, progress, told
+from rows import asked_of, finish, option, progress, told
 from testbeds import WORKLOADS, Task, measured
 
 from heterog.agents.planners import default_methods
@@ -112,7 +112,8 @@ def main() -> None:
     )
     every = product(asked.testbeds.split(","), asked.models.split(","), range(asked.seeds))
     rows = told(row_of(testbed, model, seed, asked) for testbed, model, seed in every)
-    finish(asked, {"rows": rows, "geometric_mean": geometric_mean([r["gain"] for r in rows])})
+    mean = statistics.geometric_mean(r["gain"] for r in rows)
+    finish(asked, {"rows": rows, "geometric_mean": mean})
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def run(main: Callable[[], object]) -> None:
 def read_rows(path: Path | None) -> list[dict[str, Any]]:
     """Rows of a file of JSON lines, which may be compressed; a line that was cut off is skipped.
 
-    None if the file is not there.
+    There are none if the file is not there.
     """
     rows = []
     for line in text_of(path).splitlines() if path is not None and path.is_file() else ():

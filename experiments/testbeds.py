@@ -74,7 +74,7 @@ def calibrated(testbed: str, folder: Path, execution: Execution = Execution.EAGE
     same execution, nor are links if these ops are known.
     """
     cluster = replace(load_testbed(testbed), execution=execution)
-    is_compiled = execution == Execution.COMPILED
+    is_compiled = execution.compiles
     name = Path(testbed).stem + (".compiled" if is_compiled else "")
     path, kept = folder / f"{name}.calibration.json", folder / f"{name}.measurements.json"
     if not path.exists():
@@ -228,7 +228,7 @@ def _ddp_step(task: Task, shares: Sequence[int]) -> Callable[[], None]:
     optimizer = workload.optimizer(replica.parameters(), **dict(workload.optimizer_options))
     batch = workload.make_batch()
     assert isinstance(batch, tuple)
-    if task.execution == Execution.COMPILED:
+    if Execution(task.execution).compiles:
         # Several batch sizes in one process would make shapes dynamic, and kernels slower.
         replica = torch.compile(replica, dynamic=False)
     begin = sum(shares[:rank])

@@ -16,8 +16,8 @@ The table is a CSV file with a head line and a row for each run:
 ``peak_bytes``
     the largest peak of a device; empty if not recorded.
 ``execution``
-    program that ran it: ``eager``, ``megatron`` or ``compiled``; empty for that of the cluster
-    file.
+    program that ran it: ``eager``, ``megatron``, ``compiled`` or ``graphs``; empty for that of
+    the cluster file.
 ``family``
     name under which errors are reported together; empty for the model's name.
 

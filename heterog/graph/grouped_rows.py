@@ -158,7 +158,7 @@ def _index_of_rows(node: fx.Node) -> fx.Node | None:
         index = _node(index, 0)
         while index.target in _VIEWS and _shape(index) != num_rows:
             index = _node(index, 0)
-    return index if _shape(index) == num_rows else None
+    return index if len(num_rows) == 1 and _shape(index) == num_rows else None
 
 
 def _is_zero(node: fx.Node) -> bool:

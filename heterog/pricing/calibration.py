@@ -364,8 +364,8 @@ class Calibration:
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
         """Spread from the error on models left out of a fit; the roofline's if there is none.
 
-        The extrapolated part of the compute time is known no better than by a roofline: in that
-        part, ops of a few kinds err alike, so their errors do not cancel out.
+        What is extrapolated for any share of the batch is known no better than by a roofline: in
+        that part, ops of a few kinds err alike, so their errors do not cancel out.
         """
         roofline = Roofline().spread(graph, device_type)
         errors = self.held_out_error.get(device_type.name, ())
@@ -373,6 +373,9 @@ class Calibration:
         if not known:
             return roofline
         seconds, is_far = self._op_seconds(graph, device_type, graph.batch_size)
+        for parts in (2, 4, 8, 16):  # a plan gives a device a share of the batch
+            share = max(1, graph.batch_size // parts)
+            is_far &= self._op_seconds(graph, device_type, share)[1]
         extrapolated = float(seconds[is_far].sum()) / max(float(seconds.sum()), LEAST_SECONDS)
         return math.hypot(_RUN_SPREAD, known[0] / MEDIAN_OF_NORMAL, extrapolated * roofline)
 

@@ -228,7 +228,7 @@ def op_signature(graph: OpGraph, index: int) -> str:
 _NEAR = math.log(2.0)  # Gaussian width: measurements within a factor of 2 correct each other
 _FAR = math.log(3.0)  # a size farther than a factor of 3 from every measurement is extrapolated
 _SHRINK = 0.1  # weight of the uncorrected fit; a measurement of the same size has weight 1
-_FITS = 10  # to 4,000 measurements of 29 kinds ten are within 0.01 % of twenty
+_FITS = 20  # then random measurements are those of the fit in the mean to 0.5 %
 Factor: TypeAlias = Annotated[float, finite(0.0, 1e9)]
 _Logs: TypeAlias = Annotated[Series[Annotated[float, finite(0.0, 100.0)]], Field(min_length=1)]
 _LogRatios: TypeAlias = Annotated[
@@ -288,22 +288,25 @@ def _linear(
     return np.maximum(base + per_flop * flops + per_byte * num_bytes, LEAST_SECONDS)
 
 
-def fit_kind(flops: FloatArray, num_bytes: FloatArray, seconds: FloatArray) -> KindFit:
+def fit_kind(
+    flops: FloatArray, num_bytes: FloatArray, seconds: FloatArray, *, is_of_many: bool = False
+) -> KindFit:
     """Fit one kind to its measurements by non-negative least squares of relative errors.
 
-    Errors are relative to the seconds of the fit before, so that measured seconds are those of the
-    fit in the mean. Relative to measured seconds, no fit that is too short is off by more than 1,
-    and one to ops of many kinds would be as quick as the quickest of them.
+    Errors are relative to measured seconds. So no fit that is too short is off by more than 1, and
+    one to ops of many kinds (``is_of_many``) would be as quick as the quickest of them: its errors
+    are relative to the fit before, so that measured seconds are those of the fit in the mean.
     """
     from scipy.optimize import nnls  # imported here: ranks need not wait 0.3 s for it
 
-    seconds = fit = np.maximum(seconds, LEAST_SECONDS)
+    seconds = like = np.maximum(seconds, LEAST_SECONDS)
     columns = np.stack([np.ones_like(seconds), flops, num_bytes], axis=1)
     scale = np.maximum((columns / seconds[:, None]).max(0), 1e-300)
-    for _ in range(_FITS):
-        solution, _ = nnls(columns / scale / fit[:, None], seconds / fit)
+    for _ in range(_FITS if is_of_many else 1):
+        solution, _ = nnls(columns / like[:, None] / scale, seconds / like)
         base, per_flop, per_byte = (solution / scale).tolist()
         fit = _linear((base, per_flop, per_byte), flops, num_bytes)
+        like = np.sqrt(like * fit)  # or it would go to and fro between two fits
     return KindFit(
         coefficients=(base, per_flop, per_byte),
         log_flops=tuple(np.log1p(flops).tolist()),
@@ -357,7 +360,7 @@ def fit_type(rows: Sequence[OpMeasurement]) -> TypeFit:
     kinds = grouped((row.kind, row) for row in rows)
     curves = grouped((row.signature, row) for row in rows if row.kind != COPY)
     fits = {kind: fit_kind(*_columns(members)) for kind, members in kinds.items()}
-    any_kind = fit_kind(*_columns(rows))
+    any_kind = fit_kind(*_columns(rows), is_of_many=True)
     fixed, _, per_byte = fits.pop(COPY, any_kind).coefficients
     return TypeFit(
         kinds=fits,

@@ -225,10 +225,14 @@ def recorded_graph(pool: Any, run: Callable[[], Sequence[Tensor]]) -> tuple[Any,
         The graph, with a method ``replay``, and what the function returned.
     """
     module = _own().module
-    graph = module.CUDAGraph()
-    # Threads of NCCL ask for events meanwhile.
-    with module.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        made = run()
+    graph, stream = module.CUDAGraph(), module.current_stream()
+    try:
+        # Threads of NCCL ask for events meanwhile.
+        with module.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            made = run()
+    except RuntimeError:
+        module.set_stream(stream)  # torch leaves its own where the recording fails to end
+        raise
     return graph, made
 
 

@@ -443,6 +443,8 @@ class DeployedStep:
     def __call__(self, batch: Any) -> Tensor:
         """Run one training step on the global batch; every rank passes the same one.
 
+        A batch in pinned memory may be written again when the loss has been read.
+
         A batch of another size than the planned one (the last of an epoch), or of another length,
         is shared out in the plan's proportions. Its step is captured and lowered when its shapes
         are first seen, which takes seconds; a few shapes are kept. Means are over this batch.
@@ -469,8 +471,10 @@ class DeployedStep:
         by_tensor = batch_by_tensor(self._executor.graph, batch)
         for mode in self.modes:
             mode.begin_step()
+        is_behind = is_accelerated(self.device)  # kernels wait for the copy; a CPU would not
         moved = {
-            name: value.to(self.device, non_blocking=True) for name, value in by_tensor.items()
+            name: value.to(self.device, non_blocking=is_behind)
+            for name, value in by_tensor.items()
         }
         loss = self._run(moved)
         if self._waits_for_compilers and not self.is_free_running:

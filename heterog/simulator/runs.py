@@ -226,7 +226,11 @@ class Runner:
         beside: "Runner | None" = None,
     ) -> None:
         self.graph, self.cluster = graph, cluster
-        self.cost_model: CostModel = cost_model or cost_model_of(cluster)
+        known_model = beside.cost_model if beside is not None else None
+        self.cost_model: CostModel = cost_model or known_model or cost_model_of(cluster)
+        if beside is not None:  # it has prices of these
+            assert beside.cluster is cluster
+            assert beside.cost_model is self.cost_model
         self.tables = graph_tables(graph)
         self.channels: ChannelTable = ChannelTable(cluster, beside.channels if beside else None)
         self.rules: RuleSets = RuleSets(graph, self.channels, beside.rules if beside else None)

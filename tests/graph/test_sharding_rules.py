@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from heterog.errors import HeterogError
 from heterog.graph.grouped_rows import outer, product
 from heterog.graph.op_costs import CHECK, ROWS_OUTER, ROWS_PRODUCT, SPARSE_PRODUCT
 from heterog.graph.placement import (
@@ -655,10 +654,10 @@ def spatial_calls(make: Make) -> Iterator[Call]:
     out, indices = aten.fractional_max_pool2d(image, *fraction, make.real(5, 4, 2))
     yield "fractional_max_pool2d.default", image, *fraction, make.real(5, 4, 2)
     yield "fractional_max_pool2d_backward.default", out, image, *fraction, indices
-    cube, fraction = make.real(5, 4, 6, 6, 6), ([2, 2, 2], [3, 3, 3])
-    out, indices = aten.fractional_max_pool3d(cube, *fraction, make.real(5, 4, 3))
-    yield "fractional_max_pool3d.default", cube, *fraction, make.real(5, 4, 3)
-    yield "fractional_max_pool3d_backward.default", out, cube, *fraction, indices
+    voxels, fraction = make.real(5, 4, 6, 6, 6), ([2, 2, 2], [3, 3, 3])
+    out, indices = aten.fractional_max_pool3d(voxels, *fraction, make.real(5, 4, 3))
+    yield "fractional_max_pool3d.default", voxels, *fraction, make.real(5, 4, 3)
+    yield "fractional_max_pool3d_backward.default", out, voxels, *fraction, indices
     yield "affine_grid_generator.default", make.real(5, 2, 3), (5, 4, 6, 3), False
     yield "affine_grid_generator_backward.default", make.real(5, 6, 3, 2), (5, 4, 6, 3), False
     window = ([3, 3], [2, 2], [1, 1])
@@ -1116,7 +1115,7 @@ def test_an_argument_that_torch_has_renamed_is_no_reason_to_read_it_whole() -> N
     args = {"gradient": TensorRef(0), "self": TensorRef(1)}
     call = OpCall(kind="renamed.default", args=args, inputs=shapes, outputs=shapes[:1])
     assert axis(call, (0,), gradient=0, self=0).inputs == (0, 0)
-    with pytest.raises(HeterogError, match=r"renamed.default has no argument 'grad' in this ver"):
+    with pytest.raises(KeyError, match=r"no argument 'grad', which another version of torch may"):
         axis(call, (0,), grad=0, self=0)
 
 

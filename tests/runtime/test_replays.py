@@ -152,6 +152,29 @@ def test_inputs_may_move_and_parameters_that_moved_are_read_where_they_are() -> 
         assert replay._graph.num_replays == 5
 
 
+def test_graphs_are_recorded_in_one_step() -> None:
+    with on_tape():
+        replays = Replays()
+        steps = [replays.records(number) for number in (0, 0, 3, 4, 4)]
+        assert steps == [False, False, False, True, True], "step 1 was of another shape"
+        replays.num_recorded = 1
+        assert [replays.records(number) for number in (4, 5, 4)] == [True, False, False]
+
+
+def test_copied_inputs_keep_their_strides() -> None:
+    def strided(given: list[Tensor]) -> Sequence[Tensor]:
+        [weight, x] = given
+        assert x.stride() == (6, 1), "as the part was compiled for"
+        return [x * weight]
+
+    with on_tape():
+        replay = replay_of(strided)
+        for number in range(4):
+            whole = torch.full((2, 6), float(number))
+            (made,) = replay.run([torch.ones(()), whole[:, :-1]], number)
+            assert torch.equal(made, whole[:, :-1])
+
+
 def test_a_part_that_cannot_be_recorded_is_called(caplog: pytest.LogCaptureFixture) -> None:
     def refuses(pool: Any, run: Callable[[], Sequence[Tensor]]) -> Any:
         run()

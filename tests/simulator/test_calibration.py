@@ -108,7 +108,22 @@ def test_ops_far_around_a_law_are_the_law_in_the_mean() -> None:
     rng = np.random.default_rng(0)
     flops, num_bytes = np.tile(10 ** rng.uniform((6, 4), (9, 7), (30, 2)).T, 2)
     seconds = law(flops, num_bytes) * np.repeat([0.1, 1.9], 30)
-    assert fit_kind(flops, num_bytes, seconds).coefficients == pytest.approx(LAW, rel=1e-3)
+    found = fit_kind(flops, num_bytes, seconds, is_of_many=True)
+    assert found.coefficients == pytest.approx(LAW, rel=1e-3)
+
+
+def test_ops_of_many_kinds_are_their_fit_in_the_mean() -> None:
+    """Also where errors relative to the fit before alone would go to and fro between two."""
+    rng = np.random.default_rng(1)
+    for _ in range(40):
+        num = int(rng.integers(3, 60))
+        flops = 10 ** rng.uniform(3, 12, num) * (rng.random(num) > 0.3)
+        num_bytes = 10 ** rng.uniform(3, 10, num)
+        law = 5e-6 + flops / 1e13 + num_bytes / 1e12
+        seconds = law * np.exp(rng.normal(0, 1, num))
+        fit = fit_kind(flops, num_bytes, seconds, is_of_many=True)
+        ratios = np.exp(np.array(fit.log_ratio))
+        assert ratios.mean() == pytest.approx(1.0, abs=0.01)
 
 
 def test_ops_of_a_model_that_was_never_measured_follow_the_law() -> None:
@@ -557,5 +572,5 @@ def test_compiled_steps_have_a_calibration_of_their_own() -> None:
         for execution in Execution:
             like = replace(cluster, execution=execution)
             share = sum(extrapolated_by(model, graph, like, chosen).values())
-            is_known = (execution == "compiled") == (right == "compiled")
+            is_known = execution.compiles == (right == "compiled")
             assert share == pytest.approx(0.0 if is_known else 1.0)

@@ -13,7 +13,6 @@ from enum import StrEnum
 from functools import lru_cache
 from math import inf, prod
 
-from heterog.errors import HeterogError
 from heterog.graph.placement import L, OpCall, P, Placement, R, S, TensorMeta, TensorRef
 
 
@@ -184,15 +183,12 @@ def axis(
     call's ``output_mask`` are dropped.
 
     Raises:
-        HeterogError: the op has no argument of that name, because torch has renamed it, say.
+        KeyError: the op has no argument of that name, because torch has renamed it, say.
     """
     entries: list[Entry] = [R] * len(call.inputs)
     for name, entry in inputs.items():
         if name not in call.args:
-            raise HeterogError(
-                f"the op {call.kind} has no argument '{name}' in this version of PyTorch, for "
-                "which its rule was not written. Use PyTorch 2.13."
-            )
+            raise KeyError(f"no argument '{name}', which another version of torch may name so")
         ref = call.args[name]
         if isinstance(ref, TensorRef):
             entries[ref.index] = entry

@@ -27,6 +27,7 @@ from heterog.graph.sharding_rules.indexing import row_index
 from heterog.graph.sharding_rules.legal import halo_dim
 from heterog.graph.sharding_rules.table import INSIDE_TEAMS, positions
 from heterog.graph.sparse_pattern import Rows
+from heterog.runtime.accelerators import has_flash_attention
 from heterog.runtime.step.spans import ProductOfRows, Span, nested, unit_rows, window_rows
 from heterog.runtime.step.special_ops import (
     ATTENTION,
@@ -338,7 +339,8 @@ class LocalOp:
         given = list(inputs)
         for summand in self._summands(share):
             if summand is None:
-                kernel = self._instead(kernel, {"other": 0})
+                is_float = isinstance(self.call.args["other"], float)  # which decides the dtype
+                kernel = self._instead(kernel, {"other": 0.0 if is_float else 0})
             else:
                 given[summand] = torch.zeros_like(given[summand])
         if Special.OWN_ROWS in self.specials:
@@ -372,7 +374,11 @@ class LocalOp:
         (query,) = positions(self.call, "query")
         num_rows = self.call.inputs[query].shape[2]
         first = share.first_unit * num_rows // self.whole.units
-        if self._target is ATTENTION[self.call.kind]:
+        of_query, of_key, of_value = map(
+            inputs.__getitem__, positions(self.call, "query", "key", "value")
+        )
+        has_flash = has_flash_attention(of_query, of_key, of_value, False)
+        if self._target is ATTENTION[self.call.kind] and not has_flash:
             return on_masked_rows(self.call, masked, inputs, first)
         return on_causal_rows(self.call, causal, inputs, first)
 

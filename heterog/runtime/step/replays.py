@@ -43,9 +43,23 @@ class Replays:
 
     def __init__(self) -> None:
         self.num_recorded = 0
-        self.records_in: int | None = None  # number of the step that records
         self.made: set[int] = set()  # addresses of the storages that graphs write
         self.pool = graph_pool()
+        self._records_in = -1  # number of the step that records
+        self._is_closed = False
+
+    def records(self, number: int) -> bool:
+        """Whether the step of some number, in which a part is called, records graphs.
+
+        It is the second step with calls, as the first loads and tunes kernels; a later one, if
+        nothing was recorded in it (its batch had another shape, say). Graphs that are recorded in
+        other steps would take memory of values that are only borrowed from the pool.
+        """
+        if not self.num_recorded and not 0 <= self._records_in >= number:
+            self._records_in = number + 1
+        elif self.num_recorded and number != self._records_in:
+            self._is_closed = True
+        return number == self._records_in and not self._is_closed
 
 
 class Replay:
@@ -67,17 +81,12 @@ class Replay:
         self._fixed: list[tuple[int, int]] = []  # inputs that stay, with their addresses
         self._copied: list[tuple[int, Tensor]] = []  # others, with the graph's own memory
         self._outputs: list[Tensor] = []  # which own no memory
+        self._cannot_be_recorded = False
 
     def run(self, given: list[Tensor], number: int) -> Sequence[Tensor]:
         """The outputs of the part in a step of some number."""
-        replays = self._replays
-        if replays.records_in is None:
-            replays.records_in = number + 1  # this step tunes and loads what is compiled
-        if (
-            number == replays.records_in
-            and self._graph is None
-            and all(map(is_accelerated, given))
-        ):
+        may_record = self._replays.records(number) and not self._cannot_be_recorded
+        if may_record and self._graph is None and all(map(is_accelerated, given)):
             return self._record(given)
         if self._graph is None or any(
             given[place].data_ptr() != address for place, address in self._fixed
@@ -90,26 +99,30 @@ class Replay:
         return self._handed_out(self._outputs)
 
     def _record(self, given: list[Tensor]) -> Sequence[Tensor]:
-        replays, inputs = self._replays, list(given)
-        for place, value in enumerate(given):
-            address = value.untyped_storage().data_ptr()
-            if self._stays[place] or address in replays.made:
-                self._fixed.append((place, value.data_ptr()))
-            else:
-                inputs[place] = value.clone()
-                self._copied.append((place, inputs[place]))
+        replays, kept = self._replays, list(given)
         given.clear()
-        kept = list(inputs)
         try:
+            inputs = [self._input(place, value) for place, value in enumerate(kept)]
             self._graph, outputs = recorded_graph(replays.pool, lambda: self._kernels(inputs))
         except RuntimeError as error:  # something in it waits for the device
             _LOG.warning("a part of the step is called and not replayed: %s", error)
+            self._cannot_be_recorded = True
+            replays.pool = graph_pool()  # that one may still be recording
             return self._kernels(kept)
         replays.num_recorded += 1
         replays.made |= {each.untyped_storage().data_ptr() for each in outputs}
         self._outputs = [same_memory(each) for each in outputs]
         self._graph.replay()
         return self._handed_out(outputs)
+
+    def _input(self, place: int, value: Tensor) -> Tensor:
+        """An input of the graph: a value that stays, or a copy with the same strides."""
+        if self._stays[place] or value.untyped_storage().data_ptr() in self._replays.made:
+            self._fixed.append((place, value.data_ptr()))
+            return value
+        own = value.new_empty_strided(value.shape, value.stride()).copy_(value)
+        self._copied.append((place, own))
+        return own
 
     def _handed_out(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         return [

@@ -103,10 +103,16 @@ class Segments:
 
     @cached_property
     def sent(self) -> frozenset[int]:
-        """Buffers that tasks of communication read."""
+        """Buffers that are read outside of compiled parts, where there are other ranks.
+
+        They may be sent, as they are or as a view.
+        """
         part = self.part
-        tasks = (task for task, kind in enumerate(part.kinds) if kind not in OP_KINDS)
-        return frozenset(b for task in tasks if part.is_mine[task] for b in part.reads(task))
+        if part.program.num_devices == 1:
+            return frozenset()
+        mine = (task for task, is_mine in enumerate(part.is_mine) if is_mine)
+        outside = (t for t in mine if self._way(DueTask(t, False)) is not _Way.COMPILED)
+        return frozenset(b for task in outside for b in part.reads(task))
 
     def pieces(self, turns: Sequence[DueTask], *, apart: bool) -> list[Piece]:
         """Cut turns into segments and single turns between them.

@@ -50,6 +50,8 @@ def _seconds(value: object, *, is_positive: bool = True) -> float:
     Raises:
         ValueError: it is no time in range; ``records`` names the field.
     """
+    if value is None:  # as if it was not there
+        return 0.0
     try:
         found = parse_seconds(value)  # type: ignore[arg-type]  # which refuses what is no time
     except (HeterogError, OverflowError, TypeError) as error:
