@@ -110,7 +110,7 @@ def test_what_is_kept_is_the_average_that_torch_makes() -> None:
     assert isinstance(learner, GradientLearner)
     decay = learner.task.config.average_decay
 
-    def mixed(kept: Any, weights: Any, count: torch.Tensor) -> None:
+    def mixed(kept: Any, weights: Any, count: Any) -> None:
         torch._foreach_lerp_(kept, weights, max(1.0 - decay, 9.0 / (10.0 + float(count))))
 
     expected = AveragedModel(learner.policy, multi_avg_fn=torch.no_grad()(mixed))

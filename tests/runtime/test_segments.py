@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heterog.lowering.program import OP_KINDS
-from heterog.runtime.step.compiled import Compiler, Kernels, _inductor, as_compiled
+from heterog.runtime.step.compiled import Compiler, _inductor, as_compiled
 from heterog.runtime.step.executor import StepExecutor
 from heterog.runtime.step.local_op import _FAST
 from heterog.runtime.step.recipes import Like
+from heterog.runtime.step.replays import Kernels
 from tests.runtime.cases import SGD, batch_of, deployed
 from tests.runtime.ranks import Ranks
 from tests.runtime.test_updates import saved_plan
