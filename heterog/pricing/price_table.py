@@ -449,8 +449,8 @@ class PriceTable:
         self._graph, self._cluster, self._cost_model = graph, cluster, cost_model
         self._channels, self._tables = channels, tables
         self.types: IntArray = np.array(cluster.type_index, np.int32)
-        own = ChannelPricer(cost_model, cluster)
-        self.pricer: ChannelPricer = beside.pricer if beside else own
+        known = beside.pricer if beside else None
+        self.pricer: ChannelPricer = known or ChannelPricer(cost_model, cluster)
         self._channel_prices: dict[int | bytes, ChannelPrices] = {}
         reduced = np.where(tables.gradient_domain != Domain.NOBODY, tables.gradient_bytes, 0.0)
         bytes_of_groups = np.bincount(tables.parameter_group, reduced, tables.num_groups)

@@ -200,7 +200,7 @@ def queue_mark(device: torch.device) -> Any:
     return event
 
 
-def has_flash_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
+def has_flash_attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> bool:
     """Whether torch would choose FlashAttention for these [B, H, S, D], forward and backward."""
     if query.device.type != "cuda" or query.shape[-1] % 8 or query.shape[-1] > _WIDEST_HEAD:
         return False

@@ -39,52 +39,28 @@ pytestmark = [
 STEPS = 6
 
 
-def gpt2() -> nn.Module:
-    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 97, "n_positions": 32}
-    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    made: nn.Module = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**sizes, **drops, use_cache=False)
-    )
+def of_transformers(model: str, config: str, sizes: dict[str, Any]) -> nn.Module:
+    """A small model of that library, without weights."""
+    made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**sizes))
     return made
 
 
-def llama() -> nn.Module:
-    made: nn.Module = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=97,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            use_cache=False,
-        )
-    )
-    return made
-
-
-def bert() -> nn.Module:
-    made: nn.Module = transformers.BertForMaskedLM(
-        transformers.BertConfig(
-            vocab_size=97,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
-    return made
-
-
-def resnet() -> nn.Module:
-    made: nn.Module = transformers.ResNetForImageClassification(
-        transformers.ResNetConfig(
-            layer_type="basic", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]
-        )
-    )
-    return made
+SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+GPT2 = {
+    **{"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 97, "n_positions": 32},
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    "use_cache": False,
+}
+LLAMA = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+BERT = {
+    **SIZES,
+    **{"num_attention_heads": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+RESNET = {"layer_type": "basic", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
+gpt2 = partial(of_transformers, "GPT2LMHeadModel", "GPT2Config", GPT2)
+llama = partial(of_transformers, "LlamaForCausalLM", "LlamaConfig", LLAMA)
+bert = partial(of_transformers, "BertForMaskedLM", "BertConfig", BERT)
+resnet = partial(of_transformers, "ResNetForImageClassification", "ResNetConfig", RESNET)
 
 
 def words(count: int = 97) -> dict[str, Tensor]:

@@ -374,10 +374,8 @@ class LocalOp:
         (query,) = positions(self.call, "query")
         num_rows = self.call.inputs[query].shape[2]
         first = share.first_unit * num_rows // self.whole.units
-        of_query, of_key, of_value = map(
-            inputs.__getitem__, positions(self.call, "query", "key", "value")
-        )
-        has_flash = has_flash_attention(of_query, of_key, of_value, False)
+        rows = [inputs[place] for place in positions(self.call, "query", "key", "value")]
+        has_flash = has_flash_attention(*rows, is_causal=False)
         if self._target is ATTENTION[self.call.kind] and not has_flash:
             return on_masked_rows(self.call, masked, inputs, first)
         return on_causal_rows(self.call, causal, inputs, first)

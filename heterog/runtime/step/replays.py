@@ -107,6 +107,7 @@ class Replay:
         except RuntimeError as error:  # something in it waits for the device
             _LOG.warning("a part of the step is called and not replayed: %s", error)
             self._cannot_be_recorded = True
+            self._copied.clear()
             replays.pool = graph_pool()  # that one may still be recording
             return self._kernels(kept)
         replays.num_recorded += 1

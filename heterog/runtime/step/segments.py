@@ -305,11 +305,9 @@ class _Writer:
             outer.lines += reads
             call = f"{outer.constant(part)}.run(given)"
             if compiler.replays is not None:
-                stays, is_sent = (
-                    [each[2] for each in self._inputs.values()],
-                    self._outputs.values(),
-                )
-                replay = Replay(lambda given: part.run(given), compiler.replays, stays, [*is_sent])
+                stays = [each[2] for each in self._inputs.values()]
+                is_sent = list(self._outputs.values())
+                replay = Replay(lambda given: part.run(given), compiler.replays, stays, is_sent)
                 call = f"{outer.constant(replay)}.run(given, number)"
             outer.add(f"[{', '.join(self._outputs)}] = {call}")
         outer.lines += self._after

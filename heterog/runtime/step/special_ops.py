@@ -158,6 +158,20 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
+def _calls_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+) -> bool:
+    """Whether its kernels run; the backward op, which reads what they keep, must decide alike."""
+    if attn_mask is not None or dropout_p:
+        return False
+    return has_flash_attention(query, key, value, is_causal=is_causal)
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -173,7 +187,7 @@ def attention(
     These are the logarithms of sums of exponents [B, H, S], or a placeholder of their shape, so
     that it can be split alike, where the backward op makes them again.
     """
-    if attn_mask is None and not dropout_p and has_flash_attention(query, key, value, is_causal):
+    if _calls_flash_attention(query, key, value, attn_mask, dropout_p, is_causal):
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         output, sums, *_ = flash(query, key, value, 0.0, is_causal, False, scale=scale)
         return output, sums
@@ -205,7 +219,7 @@ def attention_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key and value."""
-    if attn_mask is None and not dropout_p and has_flash_attention(query, key, value, is_causal):
+    if _calls_flash_attention(query, key, value, attn_mask, dropout_p, is_causal):
         unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # no dropout
         backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
         lengths = None, None, query.shape[-2], key.shape[-2]
