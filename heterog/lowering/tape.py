@@ -73,12 +73,25 @@ def make_tape(num_tasks: int, num_parameters: int, num_devices: int) -> Tape:
     room = max(num_tasks, 64)
     return Tape(
         tasks=records(room, TASK),
-        buffers=records(3 * room, BUFFER),
-        reads=np.empty(4 * room, np.int32),
+        buffers=records(3 * room + most_buffers(num_devices), BUFFER),
+        reads=np.empty(4 * room + most_reads(num_parameters, num_devices), np.int32),
         bucket=np.empty(num_parameters, np.int32),
         turn=np.zeros(num_devices, np.int32),
         counts=np.zeros(7, np.int64),
     )
+
+
+def most_buffers(num_devices: int) -> int:
+    """Room for the buffers of one task: a collective makes one on every device, and a token."""
+    return 2 * num_devices + 256
+
+
+def most_reads(num_parameters: int, num_devices: int) -> int:
+    """Room for the reads of one task: a gradient and its token of each parameter or device."""
+    return 4 * num_parameters + 4 * num_devices + 2048
+
+
+_most_buffers, _most_reads = helper(most_buffers), helper(most_reads)
 
 
 @kernel
@@ -102,8 +115,9 @@ def write_task(
     number = tape.counts[NUM_TASKS]
     if (
         number >= len(tape.tasks) - 2
-        or tape.counts[NUM_BUFFERS] >= len(tape.buffers) - 256
-        or tape.counts[NUM_READS] >= len(tape.reads) - 2048 - 4 * len(tape.bucket)
+        or tape.counts[NUM_BUFFERS] >= len(tape.buffers) - _most_buffers(len(tape.turn))
+        or tape.counts[NUM_READS]
+        >= len(tape.reads) - _most_reads(len(tape.bucket), len(tape.turn))
     ):
         tape.counts[OVERFLOW] = 1
         number = 0

@@ -172,7 +172,7 @@ def _has_room(tape: Tape, num_devices: int, num_reads: int, num_values: int) -> 
     counts = tape.counts
     if (
         counts[NUM_TASKS] + num_devices >= len(tape.tasks) - 2
-        or counts[NUM_BUFFERS] + num_devices * (num_values + 1) >= len(tape.buffers) - 256
+        or counts[NUM_BUFFERS] + num_devices * (num_values + 2) >= len(tape.buffers)
         or counts[NUM_READS] + num_reads + 2 * num_devices >= len(tape.reads)
     ):
         counts[OVERFLOW] = 1

@@ -85,7 +85,9 @@ class Folding:
             if same in self._fails:
                 continue
             folded, numbers = fold_choice(choice, fold)
-            tape = self._tape or make_tape(4096, len(tables.parameter_bytes), 1)
+            tape = self._tape or make_tape(
+                4096, len(tables.parameter_bytes), self._cluster.num_devices
+            )
             tape = tape._replace(turn=np.zeros(len(fold.columns), np.int32))
             key = choice.rule_set, len(fold.columns)
             if key not in self._scratch:

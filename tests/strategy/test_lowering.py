@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from heterog import lowering
 from heterog.cluster import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
@@ -26,7 +27,7 @@ from heterog.lowering import (
 from heterog.lowering.channels import ChannelTable
 from heterog.lowering.program import FIRST_FREE_KIND, Program, TaskKind
 from heterog.lowering.tables import Domain, graph_tables
-from heterog.lowering.tape import make_tape
+from heterog.lowering.tape import NUM_TASKS, Tape, make_tape
 from heterog.strategy.division import Division, micro_shares, split_evenly, split_in_proportion
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
@@ -574,6 +575,46 @@ def lower_on(graph: OpGraph, cluster: Cluster, strategy: Strategy, room: int) ->
     scratch = make_scratch(tables, cluster.num_devices)
     tape = lower_to_tape(tables, choice, scratch, tape)
     return program_from_tape(tape, tables, choice, channels, cluster.num_devices)
+
+
+@pytest.mark.parametrize("sync", [Sync.RING, Sync.HIERARCHICAL, Sync.ZERO1, Sync.ZERO3])
+def test_nothing_is_written_beyond_a_tape(sync: Sync, monkeypatch: pytest.MonkeyPatch) -> None:
+    # With more replicas than samples, one task makes a gradient for hundreds of devices.
+    hosts = [(10.0, ["T4"] * 8)] * 50
+    cluster, graph = cluster_of(*hosts), linear_chain(tuple(f"layer{n}" for n in range(6)))
+    guarded: list[tuple[np.ndarray, int]] = []
+
+    def tape_before_guards(*sizes: int) -> Tape:
+        made = make_tape(*sizes)
+        for name in ("tasks", "buffers", "reads"):
+            own = getattr(made, name)
+            whole = np.concatenate([own, np.zeros(2 * 400, own.dtype)])
+            guarded.append((whole[len(own) :], len(own)))
+            made = made._replace(**{name: whole[: len(own)]})
+        return made
+
+    monkeypatch.setattr(lowering, "make_tape", tape_before_guards)
+    # Buckets of other devices are all closed at the end of the step, one after another.
+    decisions = [
+        Decision(
+            devices=tuple(range(count)),
+            shares=tuple(int(device < graph.batch_size) for device in range(count)),
+            sync=sync,
+        )
+        for count in range(400, 394, -1)
+    ]
+    strategy = strategy_of(graph, cluster, decisions, bucket_bytes=2**30)
+    tables, channels = graph_tables(graph), ChannelTable(cluster)
+    choice = encode(strategy, tables, channels, num_steps=2)
+    scratch = make_scratch(tables, 400)
+    num_tasks = set()
+    for room in (*range(64, 4096, 37), 8192):
+        guarded.clear()
+        tape = tape_before_guards(room, len(tables.parameter_bytes), 400)
+        num_tasks.add(int(lower_to_tape(tables, choice, scratch, tape).counts[NUM_TASKS]))
+        for guard, size in guarded:
+            assert (guard == np.zeros_like(guard)).all(), (room, size)
+    assert len(num_tasks) == 1
 
 
 @given(seed=st.integers(0, 2**32 - 1))
