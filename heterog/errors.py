@@ -102,7 +102,7 @@ class ExperimentalWarning(FutureWarning):
 def moved(old: str, new: str) -> None:
     """Keep a module's old name as an alias of the new module, with a warning."""
     warnings.warn(
-        f"{old} is {new} now; the old name goes with the next release.",
+        f"{old} is {new} now; the old name goes with 0.4.0.",
         FutureWarning,
         stacklevel=3,
     )

@@ -111,7 +111,7 @@ def learner_of(algorithm: str) -> MakeLearner:
         return GradientLearner
     if algorithm == "ppo":
         warnings.warn(
-            "algorithm ppo is sb3:PPO now; the old name goes with the next release.",
+            "algorithm ppo is sb3:PPO now; the old name goes with 0.4.0.",
             FutureWarning,
             stacklevel=2,
         )

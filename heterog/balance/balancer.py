@@ -563,7 +563,7 @@ def _checked_size(size: object, old: object) -> int:
     if old is not None:
         warnings.warn(
             "Balancer's batch_size is global_batch_size now, as frameworks mean the batch of one "
-            "device by batch_size; the old name goes with the next release.",
+            "device by batch_size; the old name goes with 0.4.0.",
             FutureWarning,
             stacklevel=3,
         )

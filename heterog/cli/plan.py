@@ -170,7 +170,7 @@ def plan(
     if no_library:
         warnings.warn(
             "--no-library does nothing: plans of the past no longer start searches. The option "
-            "goes with the next release.",
+            "goes with 0.4.0.",
             HeterogWarning,
             stacklevel=1,
         )

@@ -21,7 +21,7 @@ _MOVED = {
 
 warnings.warn(
     "heterog.planners is heterog.methods (protocol and methods) and heterog.search (requests and "
-    "plans) now; the old name goes with the next release.",
+    "plans) now; the old name goes with 0.4.0.",
     FutureWarning,
     stacklevel=2,
 )
