@@ -410,7 +410,7 @@ def test_peak_bytes_of_a_compiled_step(tmp_path: Path, monkeypatch: pytest.Monke
     # The simulator's parts are those that are compiled; the loss between two is not.
     graph = captured.graph
     of_op = parts_of(graph).copy()
-    of_op[graph.producer[graph.loss]] = -1
+    of_op[graph.producer[graph.storage[graph.loss]]] = -1
     assert sorted(parts) == sorted(np.unique(of_op[of_op >= 0], return_counts=True)[1].tolist())
 
 
