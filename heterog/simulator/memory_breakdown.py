@@ -22,7 +22,6 @@ from heterog.simulator.memory import (
     buffer_lives,
     memory_of_buffers,
     of_each_device,
-    value_memory,
     value_of_buffers,
 )
 from heterog.strategy.strategy import Strategy
@@ -127,7 +126,7 @@ def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) 
     choice = evaluator.encode(strategy) if isinstance(strategy, Strategy) else strategy
     reported = evaluator.referee(choice, order).peak_memory_bytes
     tables = evaluator.tables_of(choice)
-    of_values = value_memory(evaluator.graph, tables, evaluator.cluster.execution)
+    of_values = evaluator.memory_of_values(tables)
     resident = _resident_parts(tables, choice)
     by_times = []
     for timings in (evaluator.timings, evaluator.referee_timings):

@@ -349,11 +349,15 @@ class Runner:
         peaks = np.empty((len(timings), len(prices.type_of_device)))
         tables = rules.tables
         resident = kept_bytes(tape, tables, choice)
-        memory = value_memory(self.graph, tables, self.cluster.execution)
+        memory = self.memory_of_values(tables)
         for each, peak in zip(timings, peaks, strict=True):
             peak_memory(tape, each, resident, peak, tables.value_start, memory)
         most = peaks.max(axis=0)
         return np.asarray(most if fold is None else fold.unfolded(most), np.float64)
+
+    def memory_of_values(self, tables: GraphTables) -> IntArray:
+        """``ResultMemory`` of each value of some tables; empty if steps are not compiled."""
+        return value_memory(self.graph, tables, self.cluster.execution)
 
     def alone(self, choice: Choice) -> tuple[Lowered, float, Timings]:
         """Simulate a step without the seconds that modes add.
