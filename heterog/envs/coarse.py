@@ -10,7 +10,8 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.envs.merging import CoarseTables, merge_tables, sums
 from heterog.graph.op_graph import OpGraph
-from heterog.lowering.program import FloatArray
+from heterog.lowering.program import FloatArray, IntArray
+from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import make_tape
 from heterog.pricing.cost_model import CostModel
 from heterog.pricing.price_table import PriceTable
@@ -45,6 +46,10 @@ class CoarseEvaluator(Evaluator):
         plain.has_rule = np.zeros(len(self.tables.op_id), np.bool_)
         self.prices = _CoarsePrices(self, merged)
         self._tape = make_tape(4096, len(self.tables.parameter_bytes), cluster.num_devices)
+
+    def memory_of_values(self, tables: GraphTables) -> IntArray:
+        """Merged values have memory of their own, if steps are compiled, too."""
+        return np.zeros(0, np.int32)
 
 
 class _CoarsePrices(PriceTable):

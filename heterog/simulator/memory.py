@@ -6,37 +6,78 @@ op runs stays in memory until the op ends. ``lowering.resident_bytes`` gives the
 for the whole step: parameters, optimizer state, batch, room for the largest weight that a kernel
 reorders. The evaluator's ``MEMORY_MARGIN`` covers small workspaces and the rounding of allocators,
 a cluster's ``reserved_memory`` the device's context.
+
+If steps are compiled, some results take no memory, and some that of an input that dies
+(``device_models.fusion.ResultMemory``). The latter are alive only from the end of their op.
 """
 
 import numpy as np
 import numpy.typing as npt
 
+from heterog.cluster.topology import Execution
+from heterog.graph.op_graph import OpGraph
 from heterog.lowering.kernels import helper, kernel
-from heterog.lowering.program import FIRST_FREE_KIND, FloatArray, IntArray, Program
+from heterog.lowering.program import FIRST_FREE_KIND, LAST_OP_KIND, FloatArray, IntArray, Program
+from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
+from heterog.pricing.device_models.fusion import ResultMemory, memory_of_results
 from heterog.simulator.timings import Timings
 
 _FEW = 8
 """Most buffers or reads of a task that are searched one by one; more are bisected."""
+_OWN, _OF_INPUT, _NONE = map(int, ResultMemory)
+
+
+def value_of_buffers(program: Program, tables: GraphTables) -> npt.NDArray[np.intp]:
+    """The value in each buffer that an op has made; -1 for other buffers.  # [num_buffers]"""
+    maker = program.buffer_maker
+    found = np.full(len(maker), -1)
+    by_op = np.flatnonzero(program.kind[maker] <= LAST_OP_KIND)
+    task = maker[by_op]
+    op = program.subject[task]
+    value = tables.value_start[op] + (by_op - program.buffer_start[task])
+    # A token of no bytes may follow the values.
+    found[by_op] = np.where(value < tables.value_start[op + 1], value, -1)
+    return found
+
+
+def value_memory(graph: OpGraph, tables: GraphTables, execution: Execution) -> IntArray:
+    """``ResultMemory`` of each value; empty if steps are not compiled."""
+    if not execution.compiles:
+        return np.zeros(0, np.int32)
+    found = memory_of_results(graph)[tables.value_tensor]
+    # What a team sums or exchanges is sent.
+    return np.where(tables.op_recut[tables.value_op] > 0, _OWN, found).astype(np.int32)
+
+
+def memory_of_buffers(program: Program, tables: GraphTables, memory: IntArray) -> IntArray:
+    """``ResultMemory`` of each buffer, from ``value_memory``.  # [num_buffers]"""
+    value = value_of_buffers(program, tables)
+    return np.where(value >= 0, memory[value], _OWN) if len(memory) else np.zeros_like(value)
 
 
 def buffer_lives(
-    program: Program, start: FloatArray, finish: FloatArray
+    program: Program, start: FloatArray, finish: FloatArray, memory: IntArray
 ) -> tuple[FloatArray, FloatArray]:
     """Start and end of each buffer's life; at one instant, ends come before starts.
+
+    A buffer without memory has no life: it starts and ends when its maker ends.
 
     Args:
         program: The program with the buffers.
         start: Start of each task, in seconds.  # [num_tasks]
         finish: End of each task, in seconds.  # [num_tasks]
+        memory: ``ResultMemory`` of each buffer.  # [num_buffers]
 
     Returns:
         (begin, end), in seconds.  # [num_buffers] each
     """
     makers = program.buffer_maker
     _, readers = program.edges
-    begin, end = start[makers], finish[makers]
+    begin = np.where(memory == _OWN, start[makers], finish[makers])
+    end = finish[makers]
     np.maximum.at(end, program.read_buffer, finish[readers])
+    end = np.where(memory == _NONE, begin, end)
     all_ops = np.flatnonzero(program.kind < FIRST_FREE_KIND)
     ops_of = of_each_device(program.device[all_ops], program.num_devices)
     buffers_of = of_each_device(program.buffer_device, program.num_devices)
@@ -63,7 +104,14 @@ def of_each_device(device: IntArray, num_devices: int) -> list[npt.NDArray[np.in
     return np.split(order, bounds)[1:-1]
 
 
-def peak_memory(tape: Tape, timings: Timings, resident: FloatArray, peak: FloatArray) -> None:
+def peak_memory(
+    tape: Tape,
+    timings: Timings,
+    resident: FloatArray,
+    peak: FloatArray,
+    value_start: IntArray,
+    memory: IntArray,
+) -> None:
     """Peak bytes of each device: a buffer lives from its maker's start to its last reader's end.
 
     Each device is processed separately: its ops, whose order is fixed, are merged by time with the
@@ -74,18 +122,37 @@ def peak_memory(tape: Tape, timings: Timings, resident: FloatArray, peak: FloatA
         timings: Timings of the engine or the referee.
         resident: Bytes that stay for the whole step.  # [num_devices]
         peak: Output.  # [num_devices]
+        value_start: First value of each op.  # [num_compute_ops + 1]
+        memory: ``ResultMemory`` of each value; empty if steps are not compiled.
     """
     lists = np.zeros((3, len(resident) + 1), np.int32)
     begins = np.empty((int(tape.counts[NUM_TASKS]) + 1, 2), np.int32)
     ascends = np.zeros((int(tape.counts[NUM_TASKS]), 2), np.bool_)
-    _memory_kernel(tape, timings, resident, peak, lists, begins, ascends)
+    kinds = np.zeros(int(tape.counts[NUM_BUFFERS]) if len(memory) else 0, np.int8)
+    if len(memory):
+        _fill_kinds(tape, value_start, memory, kinds)
+    _memory_kernel(tape, timings, resident, peak, lists, begins, ascends, kinds)
+
+
+@kernel
+def _fill_kinds(
+    tape: Tape, value_start: IntArray, memory: IntArray, kinds: npt.NDArray[np.int8]
+) -> None:
+    """The ``ResultMemory`` of each buffer."""
+    for number in range(tape.counts[NUM_TASKS]):
+        task = tape.tasks[number]
+        if task.kind <= LAST_OP_KIND:
+            first = value_start[task.subject]
+            for place in range(value_start[task.subject + 1] - first):
+                kinds[task.buffer_start + place] = memory[first + place]
 
 
 @kernel
 def _memory_kernel(
     tape: Tape, timings: Timings, resident: FloatArray, peak: FloatArray, lists: IntArray,
-    begins: IntArray, ascends: npt.NDArray[np.bool_],
+    begins: IntArray, ascends: npt.NDArray[np.bool_], kinds: npt.NDArray[np.int8],
 ) -> None:  # fmt: skip
+    is_compiled = len(kinds) > 0
     alive = timings.alive
     alive[: tape.counts[NUM_BUFFERS]] = 0
     for read in range(tape.counts[NUM_READS]):
@@ -109,6 +176,7 @@ def _memory_kernel(
         last_other = touching_start[device + 1]
         time = _time_of(timings, other, last_other)
         gone = 0.0  # bytes kept alive by the running op
+        late = 0.0  # bytes that an op puts where its inputs were
         while op < last_op or other < last_other:
             take_op = op < last_op
             if take_op:
@@ -141,7 +209,11 @@ def _memory_kernel(
                     if is_wide:
                         break
                     continue
-                if is_start:
+                if is_compiled and kinds[number] == _NONE:
+                    continue
+                if is_compiled and kinds[number] == _OF_INPUT:
+                    late += buffer.num_bytes if is_end else 0.0
+                elif is_start:
                     live += buffer.num_bytes
                 if is_end and alive[number] == 0:
                     gone += buffer.num_bytes
@@ -161,10 +233,15 @@ def _memory_kernel(
                     if take_op or tape.buffers[needed].device == device:
                         alive[needed] -= 1
                         if alive[needed] == 0 and tape.buffers[needed].device == device:
-                            gone += tape.buffers[needed].num_bytes
+                            if not is_compiled or kinds[needed] != _NONE:
+                                gone += tape.buffers[needed].num_bytes
             if not is_running:
                 live -= gone
                 gone = 0.0
+                if is_compiled:
+                    live += late
+                    late = 0.0
+                    most = max(most, live)
         peak[device] = most
 
 

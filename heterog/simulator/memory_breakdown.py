@@ -14,11 +14,16 @@ import numpy.typing as npt
 
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.lowering import Choice, resident_bytes
-from heterog.lowering.program import LAST_OP_KIND, FloatArray, Program
+from heterog.lowering.program import FloatArray, Program
 from heterog.lowering.tables import GraphTables
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.memory import buffer_lives, of_each_device
+from heterog.simulator.memory import (
+    buffer_lives,
+    memory_of_buffers,
+    of_each_device,
+    value_of_buffers,
+)
 from heterog.strategy.strategy import Strategy
 
 
@@ -120,19 +125,23 @@ def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) 
     """
     choice = evaluator.encode(strategy) if isinstance(strategy, Strategy) else strategy
     reported = evaluator.referee(choice, order).peak_memory_bytes
-    resident = _resident_parts(evaluator.tables_of(choice), choice)
+    tables = evaluator.tables_of(choice)
+    of_values = evaluator.memory_of_values(tables)
+    resident = _resident_parts(tables, choice)
     by_times = []
     for timings in (evaluator.timings, evaluator.referee_timings):
         program, start, finish = timings(choice, order)
-        kinds = _buffer_kinds(program, evaluator.tables_of(choice), evaluator.graph)
+        kinds = _buffer_kinds(program, tables, evaluator.graph)
         # Residuals of codecs' gradients also stay for the whole step, and so does a stash.
-        kept = program.resident_bytes - resident_bytes(evaluator.tables_of(choice), choice)
+        kept = program.resident_bytes - resident_bytes(tables, choice)
         parts = resident.copy()
         kind = MemoryKind.GRADIENTS
         if any(mode.keeps_versions for mode in choice.modes):
             kind = MemoryKind.STASH
         parts[:, _NUMBER[kind]] += kept
-        by_times.append(_parts_at_peak(program, start, finish, kinds, parts))
+        memory = memory_of_buffers(program, tables, of_values)
+        lives = buffer_lives(program, start, finish, memory)
+        by_times.append(_parts_at_peak(program, lives, kinds, parts))
     devices = []
     for index, device in enumerate(evaluator.cluster.devices):
         parts = max((tried[index] for tried in by_times), key=lambda each: each.sum())
@@ -179,14 +188,11 @@ def _resident_parts(tables: GraphTables, choice: Choice) -> FloatArray:
 
 def _buffer_kinds(program: Program, tables: GraphTables, graph: OpGraph) -> npt.NDArray[np.int64]:
     """Number of the kind of each buffer.  # [num_buffers]"""
-    maker = program.buffer_maker
-    kinds = np.full(len(maker), _NUMBER[MemoryKind.COMMUNICATION])
-    by_op = np.flatnonzero(program.kind[maker] <= LAST_OP_KIND)
-    task = maker[by_op]
-    op = program.subject[task]
-    value = tables.value_start[op] + (by_op - program.buffer_start[task])
-    is_value = value < tables.value_start[op + 1]  # a token of no bytes may follow the values
-    by_op, op, value = by_op[is_value], op[is_value], value[is_value]
+    kinds = np.full(len(program.buffer_maker), _NUMBER[MemoryKind.COMMUNICATION])
+    value = value_of_buffers(program, tables)
+    by_op = np.flatnonzero(value >= 0)
+    value = value[by_op]
+    op = tables.value_op[value]
     is_forward = np.array([graph.ops[each].phase == Phase.FORWARD for each in tables.op_id])
     is_gradient = np.zeros(len(tables.value_op), np.bool_)
     is_gradient[tables.parameter_gradient] = True
@@ -200,13 +206,12 @@ def _buffer_kinds(program: Program, tables: GraphTables, graph: OpGraph) -> npt.
 
 def _parts_at_peak(
     program: Program,
-    start: FloatArray,
-    finish: FloatArray,
+    lives: tuple[FloatArray, FloatArray],
     kinds: npt.NDArray[np.int64],
     resident: FloatArray,
 ) -> list[FloatArray]:
     """Bytes of each kind at the peak of each device, without margin."""
-    begin, end = buffer_lives(program, start, finish)
+    begin, end = lives
     found = []
     sized = np.flatnonzero(program.buffer_bytes > 0.0)
     of_device = of_each_device(program.buffer_device[sized], program.num_devices)

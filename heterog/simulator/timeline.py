@@ -29,7 +29,7 @@ from heterog.lowering.program import (
 )
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.memo import kept
-from heterog.simulator.memory import buffer_lives
+from heterog.simulator.memory import buffer_lives, memory_of_buffers, value_memory
 
 # Two times are the same instant if they differ by less than this share of the step: seconds are
 # summed in different orders along different paths.
@@ -286,7 +286,9 @@ class Timeline:
     def memory(self, device: int) -> tuple[FloatArray, FloatArray]:
         """(Times, bytes in use from each time to the next) of a device; see ``buffer_lives``."""
         program = self.program
-        begin, end = buffer_lives(program, self.start, self.finish)
+        of_values = value_memory(self.graph, self._tables, self.cluster.execution)
+        memory = memory_of_buffers(program, self._tables, of_values)
+        begin, end = buffer_lives(program, self.start, self.finish, memory)
         mine = (program.buffer_device == device) & (program.buffer_bytes > 0.0)
         sizes = program.buffer_bytes[mine]
         times = np.concatenate([begin[mine], end[mine]])

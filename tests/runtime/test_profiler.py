@@ -1,22 +1,27 @@
 """Profiling: what is measured is all there, takes about the time of a step, and is kept."""
 
+import copy
 import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from heterog.cluster import Cluster
+from heterog.cluster.topology import Execution
 from heterog.errors import HeterogError, InputFileError
 from heterog.graph.capture import CapturedStep, capture, capture_step
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.workload import Workload
+from heterog.pricing.device_models.fusion import parts_of
 from heterog.pricing.op_fits import LinkMeasurement, OpMeasurement, op_signature
-from heterog.runtime.deploy import deploy
+from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.runtime.measure import op_profiler, profiler
 from heterog.runtime.measure.link_profiler import profile_links
 from heterog.runtime.measure.op_profiler import LoopbackCommunicator, peak_bytes, peak_during
@@ -30,6 +35,7 @@ from heterog.runtime.measure.profiler import (
 )
 from heterog.runtime.step import compiled
 from heterog.search.plan import load_plan
+from heterog.simulator.evaluator import MEMORY_MARGIN
 from heterog.zoo import load_workload
 from tests.runtime.ranks import Ranks
 from tests.runtime.test_segments import traced
@@ -360,6 +366,52 @@ def test_peak_bytes_of_one_rank(tmp_path: Path) -> None:
 def test_peak_bytes_of_two_ranks(tmp_path: Path, two_ranks: Ranks) -> None:
     path = planned(tmp_path, two_devices())
     check_peaks(two_ranks.run(peak_of_a_step, str(path)), path)
+
+
+def classifier() -> Workload:
+    """A step whose memory is activations: 2 MiB of each layer."""
+    torch.manual_seed(0)
+    layers = [each for _ in range(3) for each in (nn.Linear(256, 256), nn.GELU(), nn.ReLU())]
+    return Workload(
+        lambda: nn.Sequential(*copy.deepcopy(layers), nn.Linear(256, 512)),
+        (torch.randn(2048, 256), torch.randint(0, 512, (2048,))),
+        nn.functional.cross_entropy,
+        torch.optim.SGD,
+        {"lr": 0.1},
+    )
+
+
+def test_peak_bytes_of_a_compiled_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor allocates as predicted; its kernels are left out, as they take long to compile."""
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_, **__: lambda *_: None)
+    captured = capture_step(classifier())
+    parts: list[int] = []
+    part = compiled.Compiler.part
+
+    def noted(own: compiled.Compiler, *given: Any) -> compiled.Part:
+        parts.append(given[-1])
+        return part(own, *given)
+
+    monkeypatch.setattr(compiled.Compiler, "part", noted)
+    peaks = {}
+    for execution in (Execution.EAGER, Execution.COMPILED):
+        cluster = replace(cluster_of((1.0, ["T4"])), execution=execution)
+        plan = make_plan(captured.graph, cluster, methods=["ddp"], budget="1e")
+        with profiler._alone(), config.patch(force_disable_caches=True):
+            step = DeployedStep(classifier(), plan, captured=captured)
+            step(classifier().make_batch())
+            peaks[execution] = peak_bytes(step, classifier().make_batch())
+        (predicted,) = plan.peak_memory_bytes
+        assert predicted == pytest.approx(peaks[execution] * (1 + MEMORY_MARGIN), rel=0.01)
+    assert peaks[Execution.COMPILED] < 0.9 * peaks[Execution.EAGER]
+    # The simulator's parts are those that are compiled; the loss between two is not.
+    graph = captured.graph
+    of_op = parts_of(graph).copy()
+    of_op[graph.producer[graph.storage[graph.loss]]] = -1
+    assert sorted(parts) == sorted(np.unique(of_op[of_op >= 0], return_counts=True)[1].tolist())
 
 
 def test_the_profilers_own_notes_are_left_out_and_nothing_else(

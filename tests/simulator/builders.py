@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from heterog.cluster import Cluster, Device, DeviceType, Host, Link, PairLimit, device_type
-from heterog.cluster.topology import ROOFLINE, Sends
+from heterog.cluster.topology import ROOFLINE, Execution, Sends
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind
@@ -780,10 +780,10 @@ class Tasks:
         )
 
 
-def random_case(rng: Random) -> tuple[Evaluator, Choice]:
+def random_case(rng: Random, execution: Execution = Execution.EAGER) -> tuple[Evaluator, Choice]:
     """A random strategy of a random graph on a random cluster, one to three steps unrolled."""
     graph, cluster = random_graph(rng), random_cluster(rng)
-    cluster = replace(cluster, sends=rng.choice(list(Sends)))
+    cluster = replace(cluster, sends=rng.choice(list(Sends)), execution=execution)
     strategy = random_strategy(rng, graph, cluster)
     cost_model = Roofline()
     if rng.random() < 0.5:

@@ -24,6 +24,7 @@ from heterog.lowering.program import (
 )
 from heterog.lowering.tables import graph_tables
 from heterog.pricing.cost_model import ChannelSeconds, CostModel
+from heterog.pricing.device_models.fusion import ResultMemory
 from heterog.simulator.engine import Order
 
 
@@ -390,10 +391,16 @@ def running(
     return moment, moment
 
 
-def memory(program: Program, start: Iterable[float], finish: Iterable[float]) -> list[float]:
+def memory(
+    program: Program,
+    start: Iterable[float],
+    finish: Iterable[float],
+    results: Sequence[int] | None = None,
+) -> list[float]:
     """Peak bytes of each device: walk all buffers, sort by time, ends before starts.
 
-    What a link brings or takes away during an op is there for the whole op.
+    What a link brings or takes away during an op is there for the whole op. ``results`` says for
+    each buffer where a compiler puts it.
     """
     begins, ends = list(start), list(finish)
     last_use = [ends[maker] for maker in program.buffer_maker]
@@ -404,9 +411,11 @@ def memory(program: Program, start: Iterable[float], finish: Iterable[float]) ->
     for device in range(program.num_devices):
         changes: list[tuple[float, int, float]] = []
         for buffer, maker in enumerate(program.buffer_maker):
-            if program.buffer_device[buffer] == device:
+            where = ResultMemory.OWN if results is None else results[buffer]
+            if program.buffer_device[buffer] == device and where != ResultMemory.NONE:
                 size = float(program.buffer_bytes[buffer])
-                first, _ = running(program, begins, ends, device, begins[maker])
+                born = begins[maker] if where == ResultMemory.OWN else ends[maker]
+                first, _ = running(program, begins, ends, device, born)
                 _, last = running(program, begins, ends, device, last_use[buffer])
                 changes += [(first, 1, size), (last, 0, -size)]
         live = most = float(program.resident_bytes[device])

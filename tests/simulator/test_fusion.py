@@ -14,7 +14,13 @@ from heterog.cluster.topology import Execution
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.workload import Workload
-from heterog.pricing.device_models.fusion import Fused, fused_kernels
+from heterog.pricing.device_models.fusion import (
+    Fused,
+    ResultMemory,
+    fused_kernels,
+    memory_of_results,
+    parts_of,
+)
 from heterog.pricing.device_models.model import DeviceModels
 from heterog.zoo import build
 
@@ -96,6 +102,43 @@ def test_what_shows_memory_in_another_order_is_a_kernel_of_its_own() -> None:
 
     graph = graph_of(Turned, torch.ones(64, 64), torch.ones(64))
     assert of_pass(graph, fused_kernels(graph), Phase.FORWARD)[0] == 2.0
+
+
+def test_results_are_in_registers_or_in_the_place_of_what_nobody_reads() -> None:
+    graph = graph_of(Norm, torch.ones(32, 64), torch.ones(32))
+    memory = memory_of_results(graph)
+    of = {
+        (op.kind.partition(".")[0], op.phase): memory[graph.outputs[number][0]]
+        for number, op in enumerate(graph.ops)
+        if graph.outputs[number]
+    }
+    assert of["native_layer_norm", Phase.FORWARD] == ResultMemory.NONE
+    # Backward reads the first product, so that the activation cannot be written over it.
+    assert of["addmm", Phase.FORWARD] == of["relu", Phase.FORWARD] == ResultMemory.OWN
+    # What it is made of is in memory, and dies in the first op of the kernel.
+    assert of["threshold_backward", Phase.BACKWARD] == ResultMemory.NONE
+    assert of["native_layer_norm_backward", Phase.BACKWARD] == ResultMemory.OWN
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mobilenet_v2"])
+def test_what_takes_no_memory_is_read_in_its_part_alone(name: str) -> None:
+    graph = zoo_graph(name, 4)
+    memory, part, kernel = memory_of_results(graph), parts_of(graph), fused_kernels(graph).kernel
+    assert (np.diff(part[part >= 0]) >= 0).all()
+    assert (part[kernel >= 0] >= 0).all()
+    for tensor in np.flatnonzero(memory != ResultMemory.OWN).tolist():
+        maker, readers = int(graph.producer[tensor]), list(graph.readers(tensor))
+        if memory[tensor] == ResultMemory.NONE:
+            assert {(part[each], kernel[each]) for each in readers} == {
+                (part[maker], kernel[maker])
+            }
+            continue
+        over = [int(graph.storage[each]) for each in graph.ops[maker].inputs]
+        over = [each for each in over if max(graph.readers(each)) == maker]
+        sizes = [graph.tensor_bytes[t] for t in over if part[graph.producer[t]] == part[maker]]
+        assert graph.tensor_bytes[tensor] in sizes
+    assert (memory == ResultMemory.NONE).any()
+    assert (memory == ResultMemory.OF_INPUT).any()
 
 
 def test_fusing_saves_launches_and_bytes() -> None:

@@ -1,5 +1,6 @@
 """Peak memory against a slow reference, and against answers by hand."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -7,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from heterog.cluster.topology import Execution
 from heterog.lowering.program import TaskKind
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
-from heterog.simulator.memory import buffer_lives
+from heterog.simulator.memory import buffer_lives, memory_of_buffers, value_memory
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator import reference
 from tests.simulator.builders import (
@@ -28,15 +30,20 @@ SAMPLE = 4 * WIDTH  # bytes of one sample's activation
 ADAM = 2.0  # state bytes per parameter byte
 
 
+@pytest.mark.parametrize("execution", [Execution.EAGER, Execution.COMPILED])
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=cases(150, 30), deadline=None)
-def test_equals_the_slow_reference(seed: int) -> None:
+def test_equals_the_slow_reference(execution: Execution, seed: int) -> None:
     rng = Random(seed)
-    evaluator, choice = random_case(rng)
+    evaluator, choice = random_case(rng, execution)
     order = rng.choice(list(Order))
     program, start, finish = evaluator.timings(choice, order)
+    tables = evaluator.tables_of(choice)
+    of_values = value_memory(evaluator.graph, tables, execution)
+    results = memory_of_buffers(program, tables, of_values).tolist()
+    assert execution.compiles or not any(results)
     _, peak = evaluator.simulate(choice, order)
-    np.testing.assert_allclose(peak, reference.memory(program, start, finish), rtol=1e-9)
+    np.testing.assert_allclose(peak, reference.memory(program, start, finish, results), rtol=1e-9)
 
 
 def with_margin(num_bytes: float) -> int:
@@ -73,6 +80,30 @@ def test_a_value_lives_until_its_last_reader() -> None:
     # At the gradient only the first product is alive: the last one was freed at once.
     gradient_time = WEIGHT + 4 * SAMPLE
     assert peak == with_margin(WEIGHT + 4 * SAMPLE + max(gradient_time, 3 * 4 * SAMPLE))
+
+
+@pytest.mark.parametrize(
+    ("execution", "activations"),
+    [(Execution.EAGER, 3 * 4096 * SAMPLE), (Execution.COMPILED, 2 * 4096 * SAMPLE + 4 * 4096)],
+)
+def test_a_compiler_writes_over_what_nobody_reads(execution: Execution, activations: int) -> None:
+    builder = GraphBuilder(4096)
+    x = builder.batch(WIDTH)
+    wide, narrow = builder.parameter(WIDTH, WIDTH), builder.parameter(WIDTH, 1)
+    first = builder.relu(builder.mm(x, wide, module="a"), module="a")
+    product = builder.mm(x, wide, module="b")
+    # Op by op, this product and what two ops make of it are there, two at a time, and ``first``.
+    # A compiler keeps one of the three in registers and writes the other over the product; the
+    # peak is then at the narrow product.
+    second = builder.relu(builder.relu(product, module="b"), module="b")
+    builder.mm(first, narrow, module="c")
+    loss = builder.mm(second, narrow, module="c")
+    graph = builder.build(loss, state_ratio=0.0)
+    cluster = replace(cluster_of((10.0, ["T4"])), execution=execution)
+    strategy = strategy_of(graph, cluster, Decision(devices=(0,), shares=(4096,)))
+    (peak,) = Evaluator(graph, cluster).evaluate(strategy, Order.FIFO).peak_memory_bytes
+    resident = WEIGHT + 4 * WIDTH + 4096 * SAMPLE
+    assert peak == with_margin(resident + activations)
 
 
 def test_resident_bytes_of_replicas() -> None:
@@ -129,7 +160,8 @@ def test_what_arrives_during_an_op_is_there_from_its_begin() -> None:
     )
     evaluator = Evaluator(graph, cluster)
     program, start, finish = evaluator.timings(evaluator.encode(strategy), Order.FIFO)
-    begin, end = buffer_lives(program, start, finish)
+    own = np.zeros(len(program.buffer_bytes), np.int32)
+    begin, end = buffer_lives(program, start, finish, own)
     (send,) = np.flatnonzero(program.kind == TaskKind.SEND)
     (during,) = (
         task

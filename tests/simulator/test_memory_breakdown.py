@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from heterog.cluster.topology import Execution
 from heterog.graph.op_graph import Phase
 from heterog.lowering.program import LAST_OP_KIND, FloatArray, Program
 from heterog.lowering.tables import GraphTables, graph_tables
@@ -143,3 +144,14 @@ def test_parts_add_up_and_equal_the_slow_reference(seed: int) -> None:
             all(abs(alive[kind] - size) <= 1.0 for kind, size in moment.items())
             for moment in moments
         )
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=20, deadline=None)
+def test_parts_of_a_compiled_step_add_up(seed: int) -> None:
+    rng = Random(seed)
+    evaluator, choice = random_case(rng, Execution.COMPILED)
+    order = rng.choice(list(Order))
+    for device in memory_fit(evaluator, choice, order).devices:
+        without = device.peak_bytes - device.bytes_of(MemoryKind.MARGIN)
+        assert device.peak_bytes == pytest.approx(without * (1 + MEMORY_MARGIN), abs=8.0)

@@ -5,18 +5,23 @@ kernel makes or reads, both loop over equally many elements, and earlier kernels
 inputs of the op. The *level* of a kernel is one more than the highest level of the kernels whose
 results it reads, so kernels never wait for each other in a circle.
 
-Only launches and bytes are predicted. Unlike inductor's scheduler, this model never undoes a
-fusion and ignores the order of loops; on 21 measured steps it is as near.
+Only launches, bytes and the memory of results are predicted. Unlike inductor's scheduler, this
+model never undoes a fusion and ignores the order of loops; on 21 measured steps it is as near.
+
+We compile a step in *parts* (``parts_of``), and what another part reads is written to memory.
 """
 
+import re
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from heterog.graph.grouping import group_ops
 from heterog.graph.op_costs import RESHAPES
-from heterog.graph.op_graph import FloatArray, OpGraph, Phase
+from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.graph.sharding_rules.table import RULES
 from heterog.pricing.device_models.kernels import products_of
 
@@ -30,6 +35,7 @@ _SCATTERS = ("embedding_dense_backward", "scatter", "index_put", "_unsafe_index_
 _OF_CHANNELS = ("native_batch_norm", "native_group_norm")
 """Kinds that read their first input twice: another kernel first finds statistics of channels."""
 _DRAWS = ("bernoulli", "rand", "native_dropout")
+_STEPS_STATISTICS = ("native_batch_norm", "_native_batch_norm_legit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,15 +48,18 @@ class Fused:
         launches: Number of kernels that begin with each op.  # [num_ops]
         num_bytes: Bytes that each op moves: of inputs that no earlier op of its kernel reads, and
             of results that another kernel reads.  # [num_ops]
+        kernel: The first op of each op's kernel; -1 for views and updates.  # [num_ops]
     """
 
     is_fused: NDArray[np.bool_]
     launches: FloatArray
     num_bytes: FloatArray
+    kernel: IntArray
 
 
 @dataclass(slots=True)
 class _Kernel:
+    first: int
     phase: Phase
     level: int
     elements: int
@@ -75,7 +84,7 @@ def fused_kernels(graph: OpGraph) -> Fused:
         kernel = _kernel_of(graph, op, reads, maker, joinable) if is_fused[op] else None
         if kernel is None:
             level = 1 + max((maker[each].level for each in reads if each in maker), default=-1)
-            kernel = _Kernel(graph.ops[op].phase, level, _elements(graph, op))
+            kernel = _Kernel(op, graph.ops[op].phase, level, _elements(graph, op))
             rows[0, op] = 1.0
         kernels[op] = kernel
         is_open = is_fused[op] and not graph.ops[op].kind.startswith(_SCATTERS)
@@ -97,7 +106,100 @@ def fused_kernels(graph: OpGraph) -> Fused:
         if made is not None and is_fused[op]:
             rows[1, op] += _written_bytes(graph, op, made, kernels)
     rows[:, ~is_fused] = 0.0
-    return Fused(is_fused=is_fused, launches=rows[0], num_bytes=rows[1])
+    first = np.array([-1 if made is None else made.first for made in kernels], np.int32)
+    return Fused(is_fused=is_fused, launches=rows[0], num_bytes=rows[1], kernel=first)
+
+
+class ResultMemory(IntEnum):
+    """The memory in which a compiled step keeps a result."""
+
+    OWN = 0
+    OF_INPUT = 1
+    """That of an input of the same size, which nobody reads afterwards."""
+    NONE = 2
+    """Registers: only other ops of its kernel read it."""
+
+
+@lru_cache(maxsize=16)
+def memory_of_results(graph: OpGraph) -> IntArray:
+    """``ResultMemory`` of each tensor of a step that is compiled in parts.  # [num_tensors]
+
+    As inductor does, an op writes over a result of its part that it is the last to read; what
+    another part has made belongs to the caller. Results for other groups of ops, which may be on
+    other devices, stay in memory.
+    """
+    fused, part, group = fused_kernels(graph), parts_of(graph), group_ops(graph).group
+    places = np.stack([fused.kernel, part, group])
+    found = np.full(len(graph.tensors), ResultMemory.OWN, np.int32)
+    for op in np.flatnonzero(fused.is_fused).tolist():
+        for tensor in graph.outputs[op]:
+            readers = list(graph.readers(tensor))
+            if readers and (places[:, readers] == places[:, [op]]).all() and tensor != graph.loss:
+                found[tensor] = ResultMemory.NONE
+        free = [
+            each for each in _last_read_by(graph, op, part) if found[each] != ResultMemory.NONE
+        ]
+        for tensor in graph.outputs[op]:
+            size = graph.tensor_bytes[tensor]
+            over = next((each for each in free if graph.tensor_bytes[each] == size), None)
+            if over is not None and found[tensor] == ResultMemory.OWN:
+                found[tensor] = ResultMemory.OF_INPUT
+                free.remove(over)
+    return found
+
+
+def _last_read_by(graph: OpGraph, op: int, part: IntArray) -> list[int]:
+    """Results of the part of an op that are not read after it."""
+    found = []
+    for tensor in graph.ops[op].inputs:
+        result = int(graph.storage[tensor])
+        maker = int(graph.producer[result])
+        is_own = maker >= 0 and part[maker] == part[op] and result not in found
+        if is_own and _is_in_order(graph, tensor) and max(graph.readers(result)) == op:
+            found.append(result)
+    return found
+
+
+@lru_cache(maxsize=16)
+def parts_of(graph: OpGraph) -> IntArray:
+    """Number of the part of each op if ops run in order; -1 for views and updates.  # [num_ops]
+
+    A part ends before and after an op that is not compiled, such as the loss, and with a layer, if
+    it has ``LEAST_OF_A_LAYER`` ops.
+    """
+    found = np.full(graph.num_ops, -1, np.int32)
+    part = num_ops = 0
+    layer = ""
+    loss = graph.producer[graph.storage[graph.loss]]
+    for index, op in enumerate(graph.ops):
+        if graph.is_view[index] or op.phase == Phase.UPDATE:
+            continue
+        is_alone = index == loss or op.kind.startswith(_DRAWS)
+        is_alone |= op.phase == Phase.FORWARD and op.kind.startswith(_STEPS_STATISTICS)
+        is_border = layer_of(op.module) != layer and num_ops >= LEAST_OF_A_LAYER
+        if is_alone or is_border:
+            part, num_ops = part + 1, 0
+        found[index] = part
+        layer, num_ops = layer_of(op.module), num_ops + 1
+        if is_alone:
+            part, num_ops = part + 1, 0
+    return found
+
+
+def layer_of(module: str) -> str:
+    """The first numbered module of a path, empty if there is none.
+
+    >>> layer_of("encoder.layer.3.output.dense")
+    'encoder.layer.3'
+    """
+    layer = _LAYER.match(module)
+    return layer.group() if layer else ""
+
+
+_LAYER = re.compile(r"[^0-9]*[0-9]+(?=\.|$)")
+LEAST_OF_A_LAYER = 12
+"""Least number of ops of a part: a transformer's layer has some 15 in each pass, a perceptron's
+module only one, so that several are better fused."""
 
 
 def _is_fusible(graph: OpGraph, op: int) -> bool:

@@ -20,7 +20,6 @@ ever. A segment then ends where gradients of micro-batches are added up, so that
 exist at once.
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from torch.fx.immutable_collections import immutable_list
 
 from heterog.graph.placement import Placement, TensorRef
 from heterog.lowering.program import OP_KINDS, TaskKind
+from heterog.pricing.device_models.fusion import LEAST_OF_A_LAYER, layer_of
 from heterog.runtime.step.collectives import Communicator
 from heterog.runtime.step.compiled import Compiler
 from heterog.runtime.step.interpreter import NotedOp
@@ -167,10 +167,9 @@ class Segments:
             noted = self.noted.get(turn.task)
             if noted is not None:
                 op, micro = noted.local_op.index, noted.micro
-                layer = _LAYER.match(self.part.graph.ops[op].module)
-                name = layer.group() if layer else ""
+                name = layer_of(self.part.graph.ops[op].module)
                 is_border = name != now or turn.task in waiting
-                if (op, micro) in done or (is_border and len(parts[-1]) >= _LEAST_OF_A_LAYER):
+                if (op, micro) in done or (is_border and len(parts[-1]) >= LEAST_OF_A_LAYER):
                     parts.append([])
                     done.clear()
                 now = name
@@ -478,11 +477,6 @@ def _read_again(recipes: Iterable[Recipe | None]) -> frozenset[_View]:
     return frozenset(view for view, count in counts.items() if count > 1)
 
 
-_LAYER = re.compile(r"[^0-9]*[0-9]+(?=\.|$)")
-"""The first numbered module of a path: ``encoder.layer.3`` of ``encoder.layer.3.output.dense``."""
-_LEAST_OF_A_LAYER = 12
-"""Least number of ops of a compiled part: a transformer's layer has some 15 in each pass, a
-perceptron's module only one, so that several are better fused."""
 _LITERALS = (int, bool, type(None))
 _BY_VALUE = (int, tuple, type(None), MethodType)
 _SHOWN = (int, float, tuple, list, immutable_list, type(None), slice, Placement, torch.dtype)
