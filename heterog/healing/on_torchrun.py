@@ -261,8 +261,7 @@ class TorchrunRank(HealingRank):
             self._give(Path(question.path))
 
     def _give(self, plan: Path) -> None:
-        if self._carrier is not None:
-            self._carrier.further.append(plan.name)
+        self._writer.further.append(plan.name)
 
 
 def measured(generation: Generation) -> dict[str, Any]:

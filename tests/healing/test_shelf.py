@@ -14,16 +14,23 @@ import torch
 from torch import Tensor
 
 from heterog.errors import HeterogError, InputFileError
-from heterog.healing import elastic
-from heterog.healing.carrying import RankCarrier
+from heterog.healing import elastic, snapshots
 from heterog.healing.choices import Choice
 from heterog.healing.crew import Crew, JobState
 from heterog.healing.exchange import Assignment
 from heterog.healing.host import HealingHost
 from heterog.healing.on_ray import RayCrew
 from heterog.healing.options import Trained
-from heterog.healing.shelf import LostError, Moment, Part, Shelf, newest_complete, parts_of
-from heterog.healing.snapshots import Snapshot, SnapshotWriter
+from heterog.healing.shelf import (
+    LostError,
+    Moment,
+    Part,
+    Shelf,
+    Snapshot,
+    newest_complete,
+    parts_of,
+)
+from heterog.healing.snapshots import SnapshotWriter
 from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
 from heterog.runtime.request import RunRequest
 from tests.healing.test_job import three
@@ -93,10 +100,10 @@ def test_a_part_that_cannot_be_written_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = Shelf(tmp_path)
-    writer = SnapshotWriter(where, 0, 1, 0)
+    writer = SnapshotWriter(where, 0, (0, 1))
     values = [entry("w", torch.ones(3))]
     writer.take(1, values, {}, ABOUT)
-    writer.settle()
+    writer.settled = writer.newest
     assert (writer.failed, writer.num_bytes) == ("", 16)
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(os, "posix_fallocate", full)
@@ -111,7 +118,7 @@ def test_ranks_train_for_ten_times_as_long_as_a_snapshot_takes(
 ) -> None:
     now = iter([5.0, 5.5, 10.4, 10.6])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
-    writer = SnapshotWriter(Shelf(tmp_path), 0, 1, 0)
+    writer = SnapshotWriter(Shelf(tmp_path), 0, (0, 1))
     writer.take(1, [], {}, ABOUT)
     assert writer.copy_s == 0.5
     assert writer.is_busy
@@ -210,7 +217,7 @@ def carry(rank: int, folder: Path) -> tuple[list[int], list[str], str, list[floa
     """Be a host of two that hold each other's parts; the first has no room for those of others."""
     shelf, moment = Shelf(folder / str(rank)), Moment(0, 3, 2)
     shelf.folder.mkdir()
-    carrier = RankCarrier(shelf, [0, 1], 1, 60.0)
+    writer, snapshots._REST = SnapshotWriter(shelf, 0, (rank, 2), [0, 1], 1, 60.0), 0.0
     begun = threading.Event()
     bring = shelf.bring
 
@@ -221,19 +228,18 @@ def carry(rank: int, folder: Path) -> tuple[list[int], list[str], str, list[floa
         bring(name, content)
 
     shelf.bring = bring_late  # type: ignore[method-assign]
-    shelf.put(Part(moment, rank), [entry("w", torch.full((3,), float(rank)))], {}, ABOUT)
     (shelf.folder / "plan.json").write_text("further")
-    carrier.further.append("plan.json")
-    carrier.copy(Part(moment, rank))
-    was_busy = carrier.is_busy
+    writer.further.append("plan.json")
+    writer.take(3, [entry("w", torch.full((3,), float(rank)))], {}, ABOUT)
+    was_busy = writer.is_busy
     begun.set()
-    carrier.wait()
-    assert was_busy > carrier.is_busy, "training went on meanwhile"
+    writer.wait()
+    assert was_busy > writer.is_busy, "training went on meanwhile"
     there = sorted(part.number for part in shelf.parts())
-    failed, shelf.bring = carrier.failed, bring  # type: ignore[method-assign]
-    carrier.bring(each for part in parts_of(moment) for each in part.files)
+    failed, shelf.bring = writer.failed, bring  # type: ignore[method-assign]
+    writer.bring(each for part in parts_of(moment) for each in part.files)
     read = Snapshot(shelf, moment).read(["w"])["w"]
-    return there, carrier.further, failed, read.tolist()
+    return there, writer.further, failed, read.tolist()
 
 
 def test_ranks_copy_parts_to_other_hosts_beside_training(tmp_path: Path) -> None:
@@ -248,25 +254,24 @@ def test_ranks_copy_parts_to_other_hosts_beside_training(tmp_path: Path) -> None
 
 def carry_badly(rank: int, folder: Path) -> tuple[list[str], list[list[int]], list[str]]:
     """Be a host of two, of which the first cannot read a file; then there is a bug."""
-    shelf, moment = Shelf(folder / str(rank)), Moment(0, 3, 2)
+    shelf = Shelf(folder / str(rank))
     shelf.folder.mkdir()
-    carrier = RankCarrier(shelf, [0, 1], 1, 60.0)
-    content, part = shelf.content, Part(moment, rank)
-    shelf.put(part, [entry("w", torch.full((3,), float(rank)))], {}, ABOUT)
+    writer = SnapshotWriter(shelf, 0, (rank, 2), [0, 1], 1, 60.0)
+    content, values = shelf.content, [entry("w", torch.full((3,), float(rank)))]
     failed, there = [], []
     for error in (PermissionError("not for you") if rank == 0 else None, None):
         shelf.content = mock.Mock(side_effect=error or content)  # type: ignore[method-assign]
-        carrier.copy(part)
-        carrier.wait()
-        failed.append(carrier.failed)
+        writer.take(3, values, {}, ABOUT)
+        writer.wait()
+        failed.append(writer.failed)
         there.append(sorted(part.number for part in shelf.parts()))
     with pytest.raises(LostError) as lost:
-        carrier.bring(["0.9.0-2.index"] if rank == 0 else [])
+        writer.bring(["0.9.0-2.index"] if rank == 0 else [])
     shelf.content = mock.Mock(side_effect=KeyError("a bug"))  # type: ignore[method-assign]
-    carrier.copy(part)
-    carrier.wait()
+    writer.take(3, values, {}, ABOUT)
+    writer.wait()
     with pytest.raises(KeyError) as bug:
-        _ = carrier.is_busy
+        _ = writer.is_busy
     return failed, there, [str(lost.value), str(bug.value)]
 
 
