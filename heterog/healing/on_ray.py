@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -24,12 +24,11 @@ from typing import Any, NamedTuple
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.files import write_atomically
-from heterog.healing.crew import Crew, JobState
+from heterog.healing.crew import Crew, HealingHost, JobState
 from heterog.healing.exchange import Assignment
-from heterog.healing.host import HealingHost
 from heterog.healing.job import HealingJob, check_can_heal
 from heterog.healing.options import HealOptions
-from heterog.healing.shelf import Moment, Shelf, newest_complete, parts_of
+from heterog.healing.shelf import Moment, Shelf, newest_complete
 from heterog.runtime.launch import temporary_folder
 from heterog.runtime.ranks.on_ray import (
     QUICK_NEWS,
@@ -124,46 +123,36 @@ class RayCrew(Crew):
         moment, shelf = newest_complete(self.parts()), Shelf(self._lent)
         self._ask_all("lend", moment)
         with suppress(OSError, HeterogError):  # there is no room, or the job has ended
-            for part in parts_of(moment) if moment is not None else ():
-                for name in part.files:
-                    if (content := self._given(name)) is not None:
+            for name, given in self._given(moment, set()):
+                for content in self._answers({0: given}, _BROUGHT_S).values():
+                    if content is not None:  # it was not deleted before it was lent
                         shelf.bring(name, content)
 
-    def _given(self, name: str) -> Any:
-        """A file of the snapshot that is lent, from the first host that has it."""
-        for host in self._hosts:
-            asked = [host.actor.give.remote(name)] if host.is_here else []
-            for _, content in self._answers(asked, _BROUGHT_S):
-                if content is not None:
-                    return content
-        return None
+    def _given(self, moment: Moment | None, used: Collection[int]) -> Iterator[tuple[str, Any]]:
+        """Files of parts of a snapshot that no used host has, as other hosts give them."""
+        held = self._ask_all("parts")
+        there = {part for number in used for part in held.pop(number, ())}
+        for number, parts in held.items():
+            for part in parts:
+                if part.moment == moment and part not in there:
+                    there.add(part)
+                    for name in part.files:
+                        yield name, self._hosts[number].actor.give.remote(name)
 
     def _begin(self, state: JobState, assignment: Assignment) -> None:
         """See ``Crew``; first, Ray keeps the job as it is, for another leader.
 
-        What ranks begin with is brought to where they are: they copy files among their own hosts.
+        Parts that only hosts without ranks have are brought to one that has some: ranks copy files
+        among their own hosts.
         """
         kept = pickle.dumps((state, Path(assignment.plan).read_bytes()))
         self._ray.experimental.internal_kv._internal_kv_put(self._name, kept)
         if assignment.moment is not None:
             used = {self._host_of[device] for device in state.running.devices}
-            self._hand_over(assignment.moment, used)
+            taker = self._hosts[min(used)].actor
+            for name, given in self._given(assignment.moment, used):
+                self._answers({0: taker.take.remote(name, given)}, _BROUGHT_S)
         super()._begin(state, assignment)
-
-    def _hand_over(self, moment: Moment, used: Collection[int]) -> None:
-        """Bring parts that only hosts without ranks have to one that has some."""
-        numbers = [number for number, host in enumerate(self._hosts) if host.is_here]
-        asked = [self._hosts[number].actor.parts.remote() for number in numbers]
-        held = {numbers[place]: parts for place, parts in self._answers(asked, SILENT_S)}
-        there = {part for number in used for part in held.get(number, ())}
-        taker = self._hosts[min(used)].actor
-        for number in sorted(set(held).difference(used)):
-            for part in held[number]:
-                if part.moment == moment and part not in there:
-                    there.add(part)
-                    for name in part.files:
-                        given = self._hosts[number].actor.give.remote(name)
-                        list(self._answers([taker.take.remote(name, given)], _BROUGHT_S))
 
     def _group(self) -> Any:
         """The job's placement group, which a leader before this one may have made."""
@@ -184,10 +173,10 @@ class RayCrew(Crew):
 
     def _look_at_all(self, limit_s: float, generation: int) -> None:
         """See which hosts are there, and take in what has happened in a generation."""
-        asked = [host.actor.look.remote(generation, 0) for host in self._hosts]
+        asked = {n: host.actor.look.remote(generation, 0) for n, host in enumerate(self._hosts)}
         for host in self._hosts:
             host.is_here, host.position = False, (generation, 0)
-        answers = dict(self._answers(asked, limit_s))
+        answers = self._answers(asked, limit_s)
         for number in sorted(answers, key=lambda each: each != self._first):
             self._hosts[number].is_here = True
             self._hosts[number].hear(answers[number])

@@ -180,14 +180,10 @@ class Steering:
         try:
             if queued is None or queued.kind != "prepared" or queued.question.devices != left:
                 number = self._service.ask(self._question(left))
-            return self._wait_for(number, timeout_s)
+            found = self._service.answer_to(number, timeout_s)
         except HeterogError:
             number = self._service.ask(self._question(left, methods=_AUTO))
-            return self._wait_for(number, timeout_s)
-
-    def _wait_for(self, number: int, timeout_s: float) -> Choice:
-        """Wait for the plan that a question asks for."""
-        found = self._service.answer_to(number, timeout_s, self._note_setup)
+            found = self._service.answer_to(number, timeout_s)
         assert isinstance(found, Choice)
         return found
 
@@ -225,7 +221,8 @@ class Steering:
         self._ask_about_who_is_back()
         going = self._before_end() or self._after_trial()
         for number, answer in iter(self._service.next_answer, None):
-            self._note_setup(answer)
+            if isinstance(answer, tuple):  # about the first plan: seconds that ranks compute
+                self.running = replace(self.running, busy_s=self.running.busy_s or answer)
             if self._asked is not None and number == self._asked[0]:
                 queued, self._asked = self._asked[1], None
                 going = self._weigh(queued, answer) or going
@@ -370,11 +367,6 @@ class Steering:
             path=str(self._folder / f"plan{self._num_plans}.json"),
             **{"budget": self._options.first_budget, **how},
         )
-
-    def _note_setup(self, answer: Any) -> None:
-        """Take in the answer about the first plan: the seconds that each rank computes."""
-        if isinstance(answer, tuple) and not self.running.busy_s:
-            self.running = replace(self.running, busy_s=answer)
 
     def _weigh(self, queued: _Queued, answer: Choice | HeterogError) -> PlanChange | None:
         """Decide whether an answer is worth changing to."""

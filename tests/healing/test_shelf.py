@@ -16,9 +16,8 @@ from torch import Tensor
 from heterog.errors import HeterogError, InputFileError
 from heterog.healing import elastic, snapshots
 from heterog.healing.choices import Choice
-from heterog.healing.crew import Crew, JobState
+from heterog.healing.crew import Crew, HealingHost, JobState
 from heterog.healing.exchange import Assignment
-from heterog.healing.host import HealingHost
 from heterog.healing.on_ray import RayCrew
 from heterog.healing.options import Trained
 from heterog.healing.shelf import (
