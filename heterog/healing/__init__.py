@@ -9,8 +9,8 @@ that: ranks themselves carry parts from host to host.
   Its ``crew`` runs ranks on hosts, which also keep snapshots: on one in its own process, or
   ``on_ray`` on an actor on each node of a Ray cluster, where another actor leads the job.
 - ``rank`` is what each rank does. It gets its assignment and writes its journal by the files of
-  ``exchange``. It writes ``snapshots`` and copies them to other hosts; ``shelf`` has their parts
-  as files, and reads them.
+  ``record``, which also has what they come to. It writes ``snapshots`` and copies them to other
+  hosts; ``shelf`` has their parts as files, and reads them.
 - ``steering`` decides about changes of plan. It asks ``planning``, a process (``service``) that
   makes plans, by the questions of ``choices``, where also is how a change is measured. ``costs``
   has what steps cost where devices are slow, and what a change costs; ``busy`` how long devices

@@ -19,8 +19,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.files import write_atomically, write_json
 from heterog.healing.choices import Choice
-from heterog.healing.exchange import Assignment, Event, read_events
-from heterog.healing.options import Trained
+from heterog.healing.record import Assignment, Event, Trained, read_events
 from heterog.healing.shelf import LostError, Moment, Part, Shelf
 from heterog.runtime.accelerators import has_accelerator
 from heterog.runtime.launch import PORT_FILE

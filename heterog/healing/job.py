@@ -17,8 +17,8 @@ from heterog.files import CHECKPOINT_INDEX, check_save_folder, read_json
 from heterog.healing.checkpoints import Writing
 from heterog.healing.choices import Choice
 from heterog.healing.crew import Crew, JobState
-from heterog.healing.exchange import Assignment
-from heterog.healing.options import HealOptions, Trained
+from heterog.healing.options import HealOptions
+from heterog.healing.record import Assignment, Trained
 from heterog.healing.service import Service
 from heterog.healing.shelf import Moment, newest_complete
 from heterog.healing.steering import PlanChange, Steering

@@ -25,9 +25,9 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.files import write_atomically
 from heterog.healing.crew import Crew, HealingHost, JobState
-from heterog.healing.exchange import Assignment
 from heterog.healing.job import HealingJob, check_can_heal
 from heterog.healing.options import HealOptions
+from heterog.healing.record import Assignment
 from heterog.healing.shelf import Moment, Shelf, newest_complete
 from heterog.runtime.launch import temporary_folder
 from heterog.runtime.ranks.on_ray import (

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.healing.busy import BusyClock, device_seconds
 from heterog.healing.elastic import any_rank, set_silence
-from heterog.healing.exchange import Assignment, read_assignment, write_event
+from heterog.healing.record import Assignment, read_assignment, write_event
 from heterog.healing.shelf import INDEX, Shelf, Snapshot, part_of, parts_of
 from heterog.healing.snapshots import SnapshotWriter
 from heterog.lowering import lower

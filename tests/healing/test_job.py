@@ -27,11 +27,11 @@ from heterog.files import read_json, write_atomically, write_json
 from heterog.graph.capture import capture
 from heterog.healing import on_torchrun, rank
 from heterog.healing.choices import Choice, Question
-from heterog.healing.exchange import read_events
 from heterog.healing.job import HealingJob
 from heterog.healing.on_torchrun import heal, read_healing
 from heterog.healing.options import HealOptions
 from heterog.healing.planning import NEAR, Planning
+from heterog.healing.record import read_events
 from heterog.runtime.launch import ranks_of_this_process
 from heterog.runtime.ranks.host_places import RankHas
 from heterog.runtime.ranks.watching import Limits

@@ -16,7 +16,8 @@ from heterog.errors import ClusterError, HeterogError
 from heterog.graph.grouping import group_ops
 from heterog.healing.choices import Choice, Question
 from heterog.healing.costs import held, slowed, transfer_s
-from heterog.healing.options import HealOptions, Move, Trained
+from heterog.healing.options import HealOptions
+from heterog.healing.record import Move, Trained
 from heterog.healing.service import Service
 from heterog.healing.steering import PlanChange, Steering
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync

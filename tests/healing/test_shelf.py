@@ -17,9 +17,8 @@ from heterog.errors import HeterogError, InputFileError
 from heterog.healing import elastic, snapshots
 from heterog.healing.choices import Choice
 from heterog.healing.crew import Crew, HealingHost, JobState
-from heterog.healing.exchange import Assignment
 from heterog.healing.on_ray import RayCrew
-from heterog.healing.options import Trained
+from heterog.healing.record import Assignment, Trained
 from heterog.healing.shelf import (
     LostError,
     Moment,
