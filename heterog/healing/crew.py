@@ -20,7 +20,7 @@ from heterog.cluster.topology import Cluster
 from heterog.files import write_atomically, write_json
 from heterog.healing.choices import Choice
 from heterog.healing.record import Assignment, Event, Trained, read_events
-from heterog.healing.shelf import LostError, Moment, Part, Shelf
+from heterog.healing.shelf import LostError, Part, Shelf
 from heterog.runtime.accelerators import has_accelerator
 from heterog.runtime.launch import PORT_FILE
 from heterog.runtime.ranks.forks import open_forks
@@ -61,7 +61,6 @@ class HealingHost(Host):
         self.shelf = Shelf(self._folder / "shelf")
         self.shelf.folder.mkdir()
         self._run_file = self._folder / "run.json"
-        self._lent: dict[str, Any] = {}
         self._journal: tuple[int, Path] | None = None
         self._asked_s = time.monotonic()
         self._is_leaving = False
@@ -137,19 +136,10 @@ class HealingHost(Host):
         """Parts that are here."""
         return self.shelf.parts()
 
-    def lend(self, moment: Moment | None) -> None:
-        """Keep what is here of a snapshot readable until the next call."""
-        self._lent = {}
-        for part in self.parts():
-            with suppress(LostError):  # it was deleted meanwhile, for a newer one
-                if part.moment == moment:
-                    self._lent |= {name: self.shelf.content(name) for name in part.files}
-
     def give(self, name: str) -> Any:
-        """A file of a part that is lent or here, as what Ray moves without pickling."""
-        with suppress(LostError):
-            found = self._lent[name] if name in self._lent else self.shelf.content(name)
-            return np.frombuffer(found, np.uint8)
+        """A file of a part that is here, as what Ray moves without pickling."""
+        with suppress(LostError):  # it was deleted meanwhile, for a newer one
+            return np.frombuffer(self.shelf.content(name), np.uint8)
         return None
 
     def take(self, name: str, content: Any) -> None:
@@ -298,9 +288,11 @@ class Crew:
             if host.is_here:
                 host.actor.ask_to_stop.remote(self._generation)
 
-    def parts(self) -> list[list[Part]]:
-        """Parts of snapshots that each host holds."""
-        return list(self._ask_all("parts").values())
+    def parts(self) -> dict[int, list[Part]]:
+        """Parts of snapshots that each host holds, by the number of those that answer."""
+        hosts = {number: host for number, host in enumerate(self._hosts) if host.is_here}
+        asked = {number: host.actor.parts.remote() for number, host in hosts.items()}
+        return self._answers(asked, SILENT_S)
 
     def lend(self) -> Path | None:
         """The folder of a shelf with the newest snapshot, when it is there."""
@@ -366,12 +358,6 @@ class Crew:
             self._hosts[number].position = state.generation, 0
         for number, variables in self._variables(state.running.devices).items():
             self._hosts[number].actor.begin.remote(assignment, plan, self._request, variables)
-
-    def _ask_all(self, what: str, *about: Any) -> dict[int, Any]:
-        """The answers of the hosts that answer, by their number."""
-        hosts = {number: host for number, host in enumerate(self._hosts) if host.is_here}
-        asked = {n: getattr(host.actor, what).remote(*about) for n, host in hosts.items()}
-        return self._answers(asked, SILENT_S)
 
     def _answers(self, asked: Mapping[int, Any], limit_s: float) -> dict[int, Any]:
         """The answers that come in time."""

@@ -243,7 +243,7 @@ class HealingJob:
         Raises:
             HeterogError: there is neither a snapshot nor a checkpoint.
         """
-        moment = newest_complete(self._crew.parts())
+        moment = newest_complete(self._crew.parts().values())
         if moment is not None or self._resume or not self.trained.has_snapshot:
             return moment
         raise HeterogError(

@@ -99,7 +99,7 @@ class RayCrew(Crew):
         return self._cluster.host_devices(self._host_of[device])
 
     def lend(self) -> Path | None:
-        """See ``Crew``; a thread brings it, which hosts keep until then."""
+        """See ``Crew``; a thread brings it."""
         if self._bringing is None:
             self._stack.close()
             self._lent = self._stack.enter_context(temporary_folder())
@@ -120,17 +120,18 @@ class RayCrew(Crew):
 
     def _bring(self) -> None:
         """Bring the newest snapshot here, as far as hosts have it."""
-        moment, shelf = newest_complete(self.parts()), Shelf(self._lent)
-        self._ask_all("lend", moment)
+        shelf = Shelf(self._lent)
+        # All at once: Ray keeps what is given, although hosts delete it for a newer one meanwhile.
+        given = list(self._given(newest_complete(self.parts().values()), set()))
         with suppress(OSError, HeterogError):  # there is no room, or the job has ended
-            for name, given in self._given(moment, set()):
-                for content in self._answers({0: given}, _BROUGHT_S).values():
-                    if content is not None:  # it was not deleted before it was lent
+            for name, each in given:
+                for content in self._answers({0: each}, _BROUGHT_S).values():
+                    if content is not None:
                         shelf.bring(name, content)
 
     def _given(self, moment: Moment | None, used: Collection[int]) -> Iterator[tuple[str, Any]]:
         """Files of parts of a snapshot that no used host has, as other hosts give them."""
-        held = self._ask_all("parts")
+        held = self.parts()
         there = {part for number in used for part in held.pop(number, ())}
         for number, parts in held.items():
             for part in parts:
@@ -288,14 +289,7 @@ def heal_on_ray(
 ) -> dict[str, Any]:
     """Run a job that heals on the Ray cluster of ``RAY_ADDRESS``, or watch it if it runs there.
 
-    Args:
-        request: The first plan, and how to train.
-        options: Settings of healing.
-        progress: Called with what rank 0 does, whenever that changes.
-        say: Called with one line about each change of plan.
-
-    Returns:
-        What ``HealingJob.run`` does.
+    Its arguments are those of ``HealingJob``, and it returns what that does.
 
     Raises:
         HeterogError: Ray or devices are missing, or the job failed.

@@ -119,7 +119,7 @@ def is_cleared(job: HealingJob) -> bool:
 
 def test_training_begins_anew_only_if_no_snapshot_was_complete(folder: Path) -> None:
     job = endless_job(folder, lambda stage: None)
-    job._crew = mock.Mock(parts=lambda: [[], []])
+    job._crew = mock.Mock(parts=lambda: {0: [], 1: []})
 
     def hear_snapshot(*, is_settled: bool) -> None:
         told = {"event": "snapshot", "at_s": 1.0, "num_bytes": 5, "copy_s": 0.1}
