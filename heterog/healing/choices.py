@@ -59,6 +59,9 @@ class Choice:
         return steps_left * gain_s - self.moving_s
 
 
+NO_PLAN = Choice(path="", method="", devices=())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """A request for a plan.

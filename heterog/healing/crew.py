@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,6 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.files import write_atomically, write_json
-from heterog.healing.choices import Choice
 from heterog.healing.record import Assignment, Event, Trained, read_events
 from heterog.healing.shelf import LostError, Part, Shelf
 from heterog.runtime.accelerators import has_accelerator
@@ -168,23 +167,6 @@ class HealingHost(Host):
         ray.kill(ray.get_runtime_context().current_actor)
 
 
-@dataclass(slots=True, kw_only=True)
-class JobState:
-    """What has to be known to go on with a job.
-
-    Attributes:
-        generation: Number of times ranks were started before.
-        running: The plan that the generation runs.
-        trained: Progress so far.
-        is_running: Whether the ranks of the generation are there.
-    """
-
-    generation: int
-    running: Choice
-    trained: Trained
-    is_running: bool = True
-
-
 class _Here:
     """Has the part of Ray that a crew uses, where its only host is an object of this process."""
 
@@ -232,7 +214,7 @@ class Crew:
         self._first, self._last_step = 0, 0
         self._generation = -1
 
-    def open(self, folder: Path) -> JobState | None:
+    def open(self, folder: Path) -> Trained | None:
         """Begin.
 
         Args:
@@ -247,24 +229,24 @@ class Crew:
         return None
 
     def run(
-        self, state: JobState, assignment: Assignment | None, watch: Callable[[str], None]
+        self, trained: Trained, assignment: Assignment | None, watch: Callable[[str], None]
     ) -> None:
         """Run a generation of ranks until all are done.
 
         Args:
-            state: The job, with the plan that they run.
+            trained: The job, with the plan that they run.
             assignment: What they run; ``None`` if they run already.
             watch: Called with what rank 0 does, whenever that changes, and while a host is silent.
 
         Raises:
             LaunchError: a rank failed or is lost; all have ended.
         """
-        of_ranks = [self._host_of[device] for device in state.running.devices]
-        number = state.generation
+        of_ranks = [self._host_of[device] for device in trained.running.devices]
+        number = trained.generation
         ranks = [HostRank(self._hosts[host], n, number) for n, host in enumerate(of_ranks)]
         try:
             if assignment is not None:
-                self._begin(state, assignment)
+                self._begin(trained, assignment)
             wait_for_ranks(ranks, self._request.limits, watch, lambda: watch(ranks[0].stage))
         finally:  # end all ranks, and take in their last events
             used = {n: self._hosts[n] for n in sorted(set(of_ranks)) if self._hosts[n].is_here}
@@ -345,18 +327,18 @@ class Crew:
             return {}  # who waits for the ranks sees that the host is lost
         return variables_of_ranks(self._host_of, devices, *told[0])
 
-    def _begin(self, state: JobState, assignment: Assignment) -> None:
+    def _begin(self, trained: Trained, assignment: Assignment) -> None:
         """Start the ranks of a generation."""
-        of_ranks = [self._host_of[device] for device in state.running.devices]
-        self._generation, self._first = state.generation, of_ranks[0]
+        of_ranks = [self._host_of[device] for device in trained.running.devices]
+        self._generation, self._first = trained.generation, of_ranks[0]
         self._events, self._untold, self._last_step = [], {}, 0
         writers = {host: rank for rank, host in reversed([*enumerate(of_ranks)])}
         own = tuple(writers.values())
         assignment = replace(assignment, redundancy=self._redundancy, writers=own)
         plan = Path(assignment.plan).read_bytes()
         for number in writers:
-            self._hosts[number].position = state.generation, 0
-        for number, variables in self._variables(state.running.devices).items():
+            self._hosts[number].position = trained.generation, 0
+        for number, variables in self._variables(trained.running.devices).items():
             self._hosts[number].actor.begin.remote(assignment, plan, self._request, variables)
 
     def _answers(self, asked: Mapping[int, Any], limit_s: float) -> dict[int, Any]:

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.files import write_atomically
-from heterog.healing.crew import Crew, HealingHost, JobState
+from heterog.healing.crew import Crew, HealingHost
 from heterog.healing.job import HealingJob, check_can_heal
 from heterog.healing.options import HealOptions
-from heterog.healing.record import Assignment
+from heterog.healing.record import Assignment, Trained
 from heterog.healing.shelf import Moment, Shelf, newest_complete
 from heterog.runtime.launch import temporary_folder
 from heterog.runtime.ranks.on_ray import (
@@ -77,7 +77,7 @@ class RayCrew(Crew):
         self._host_of = cluster.host_of
         self._bringing: threading.Thread | None = None
 
-    def open(self, folder: Path) -> JobState | None:
+    def open(self, folder: Path) -> Trained | None:
         """See ``Crew``; waits until all nodes are there, or those that a lost leader has left."""
         self._folder = folder
         group = self._group()
@@ -140,20 +140,20 @@ class RayCrew(Crew):
                     for name in part.files:
                         yield name, self._hosts[number].actor.give.remote(name)
 
-    def _begin(self, state: JobState, assignment: Assignment) -> None:
+    def _begin(self, trained: Trained, assignment: Assignment) -> None:
         """See ``Crew``; first, Ray keeps the job as it is, for another leader.
 
         Parts that only hosts without ranks have are brought to one that has some: ranks copy files
         among their own hosts.
         """
-        kept = pickle.dumps((state, Path(assignment.plan).read_bytes()))
+        kept = pickle.dumps((trained, Path(assignment.plan).read_bytes()))
         self._ray.experimental.internal_kv._internal_kv_put(self._name, kept)
         if assignment.moment is not None:
-            used = {self._host_of[device] for device in state.running.devices}
+            used = {self._host_of[device] for device in trained.running.devices}
             taker = self._hosts[min(used)].actor
             for name, given in self._given(assignment.moment, used):
                 self._answers({0: taker.take.remote(name, given)}, _BROUGHT_S)
-        super()._begin(state, assignment)
+        super()._begin(trained, assignment)
 
     def _group(self) -> Any:
         """The job's placement group, which a leader before this one may have made."""
@@ -182,25 +182,25 @@ class RayCrew(Crew):
             self._hosts[number].is_here = True
             self._hosts[number].hear(answers[number])
 
-    def _as_it_is(self, state: JobState, plan: bytes) -> JobState:
+    def _as_it_is(self, trained: Trained, plan: bytes) -> Trained:
         """The job, which began as another leader has left it; and whether its ranks are there."""
-        of_ranks = [self._host_of[device] for device in state.running.devices]
-        self._generation, self._first = state.generation, of_ranks[0]
-        self._look_at_all(SILENT_S, state.generation)
+        of_ranks = [self._host_of[device] for device in trained.running.devices]
+        self._generation, self._first = trained.generation, of_ranks[0]
+        self._look_at_all(SILENT_S, trained.generation)
         for event in self.new_events():
-            state.trained.hear(event)
+            trained.hear(event)
         path = self._folder / "remembered.json"
         write_atomically(path, plan)
-        state.running = replace(state.running, path=str(path))
+        trained.running = replace(trained.running, path=str(path))
         used = [self._hosts[host] for host in of_ranks]
-        state.is_running = all(
+        trained.is_running = all(
             host.is_here
             and host.told is not None
-            and host.told.generation == state.generation
+            and host.told.generation == trained.generation
             and not any(rank.code for rank in host.told.ranks.values())
             for host in used
         )
-        return state
+        return trained
 
 
 def end_job(ray: Any, job: str, num_hosts: int, lost: Sequence[int] = ()) -> None:

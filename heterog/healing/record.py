@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from heterog.files import read_json
+from heterog.healing.choices import NO_PLAN, Choice
 from heterog.healing.shelf import Moment
 from heterog.records import parse_dataclass
 
@@ -116,9 +117,12 @@ class Move:
 
 @dataclass(slots=True, kw_only=True)
 class Trained:
-    """Progress of a job so far.
+    """Progress of a job so far: all that has to be known to go on with it.
 
     Attributes:
+        generation: Number of times ranks were started before.
+        running: The plan that the ranks of this generation run.
+        is_running: Whether they are there already, of a job that who leads it goes on with.
         losses: Loss of each step, by step number; a repeated step counts once.
         seconds: Seconds of each step except the first of each generation, by step number.
         moves: Changes of plan in order.
@@ -130,6 +134,9 @@ class Trained:
         is_done: Whether the last step was done.
     """
 
+    generation: int = 0
+    running: Choice = NO_PLAN
+    is_running: bool = False
     losses: dict[int, float | None] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
@@ -169,8 +176,7 @@ class Trained:
                     move.far_bytes = int(event["far_bytes"])
             case "step":
                 number = int(event["step"])
-                is_first = move is not None and number == move.step + 1
-                if is_first and move is not None:
+                if move is not None and number == move.step + 1:
                     move.first_step_s = at_s - self._taken_up_s
                 elif number > 1:
                     self.seconds[number] = float(event["seconds"])

@@ -146,7 +146,7 @@ def test_a_rank_is_lost_and_comes_back(folder: Path, monkeypatch: pytest.MonkeyP
         if number >= 20 and not killed:
             killed.append(ranks_of_this_process()[1])
             os.kill(killed[0], signal.SIGKILL)
-        if len(moves) == job.generation == 2 and number > moves[-1].step + 5 > 5:
+        if len(moves) == job.trained.generation == 2 and number > moves[-1].step + 5 > 5:
             raise Enough
 
     job = endless_job(folder, watch, back_after_s=1.0)
@@ -225,7 +225,9 @@ def test_planning_for_a_slow_device_gives_it_less(folder: Path) -> None:
 def test_a_job_tries_a_move_and_its_losses_stay_those_of_one_device(folder: Path) -> None:
     def watch(stage: str) -> None:
         moves, trials = job.trained.moves, job.steering.trials
-        is_over = len(moves) == job.generation == sum(2 - trial.is_kept for trial in trials)
+        is_over = (
+            len(moves) == job.trained.generation == sum(2 - trial.is_kept for trial in trials)
+        )
         if trials and is_over and max(job.trained.losses) > moves[-1].step + 3 > 3:
             raise Enough
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from heterog.errors import HeterogError, InputFileError
 from heterog.healing import elastic, snapshots
 from heterog.healing.choices import Choice
-from heterog.healing.crew import Crew, HealingHost, JobState
+from heterog.healing.crew import Crew, HealingHost
 from heterog.healing.on_ray import RayCrew
 from heterog.healing.record import Assignment, Trained
 from heterog.healing.shelf import (
@@ -197,9 +197,9 @@ def test_what_only_hosts_without_ranks_hold_is_brought_to_one_that_has_ranks(
     plan.touch()
     device = three().host_devices(1)[0]
     choice = Choice(path=str(plan), method="", devices=(device,))
-    state = JobState(generation=1, running=choice, trained=Trained())
     crew._begin(
-        state, Assignment(generation=1, plan=str(plan), last=9, moment=moment, checkpoint="")
+        Trained(generation=1, running=choice),
+        Assignment(generation=1, plan=str(plan), last=9, moment=moment, checkpoint=""),
     )
     begun.assert_called_once()
     there = hosts[1].host.shelf
