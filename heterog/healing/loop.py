@@ -99,9 +99,9 @@ class HealingLoop:
         self._checkpoint, self._checkpoint_s = checkpoint, checkpoint_s
         self._writing: Any = None
         elastic.end_at_once()
-        self._leaves = False
+        self._leaves = threading.Event()
         if threading.current_thread() is threading.main_thread():
-            on_sigterm(self._leave, min(silent_s or LEAVE_S, LEAVE_S))
+            on_sigterm(self._leaves.set, min(silent_s or LEAVE_S, LEAVE_S))
         if "TORCHELASTIC_RUN_ID" in os.environ:  # without its agent nobody could restart it
             end_with_parent(os.getppid())
 
@@ -152,14 +152,14 @@ class HealingLoop:
         if self._writer is None:
             raise HeterogError("HealingLoop: call restore before the first step.")
         with self._balancer.clock.waiting():
-            is_next, is_left = self._writer.end_step(self._leaves)
+            is_next, is_left = self._writer.end_step(self._leaves.is_set())
         if not (is_next or is_left):
             return
         self._writer.take(self.num_steps, self._entries(), {}, self._about())
         if is_left:
             with self._balancer.clock.waiting():
                 any_rank()  # all have taken it
-            if self._leaves:
+            if self._leaves.is_set():
                 elastic.exit_now()
         if self._checkpoint and self._rank == 0:
             if self._writing is None:
@@ -172,9 +172,6 @@ class HealingLoop:
         """End the writing of checkpoints; the snapshots go when torchrun ends."""
         if self._writing is not None:
             self._writing.close()
-
-    def _leave(self) -> None:
-        self._leaves = True
 
     # --- parts -----------------------------------------------------------------------------------
 

@@ -178,9 +178,9 @@ class RayCrew(Crew):
         for host in self._hosts:
             host.is_here, host.position = False, (generation, 0)
         answers = self._answers(asked, limit_s)
-        for number in sorted(answers, key=lambda each: each != self._first):
+        for number, told in answers.items():
             self._hosts[number].is_here = True
-            self._hosts[number].hear(answers[number])
+            self._hosts[number].hear(told)
 
     def _as_it_is(self, trained: Trained, plan: bytes) -> Trained:
         """The job, which began as another leader has left it; and whether its ranks are there."""
@@ -269,10 +269,9 @@ class _Leader:
                 )
                 measured = job.run()
             self._say(measured=measured)  # then this actor may be killed at any time
-        except HeterogError as error:
-            self._say(error=str(error))
         except Exception as error:  # whoever watches has to be told
-            self._say(error=f"{type(error).__name__}: {error}")
+            kind = "" if isinstance(error, HeterogError) else f"{type(error).__name__}: "
+            self._say(error=f"{kind}{error}")
         time.sleep(_KEPT_S)
         ray.kill(ray.get_runtime_context().current_actor)
 

@@ -19,13 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from heterog.files import read_json
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.healing.busy import BusyClock, device_seconds
 from heterog.healing.elastic import any_rank, set_silence
-from heterog.healing.record import Assignment, read_assignment, write_event
+from heterog.healing.record import Assignment, write_event
 from heterog.healing.shelf import INDEX, Shelf, Snapshot, part_of, parts_of
 from heterog.healing.snapshots import SnapshotWriter
 from heterog.lowering import lower
+from heterog.records import parse_dataclass
 from heterog.runtime.accelerators import is_accelerated
 from heterog.runtime.checkpoint.files import needed, read_boxes
 from heterog.runtime.checkpoint.state import NewState, check_can_save, check_fits, own_entries
@@ -246,10 +248,11 @@ def main() -> None:
     """
     if not sys.argv[1:]:
         return
-    run_file, assignment = map(Path, sys.argv[1:])
+    run_file, path = map(Path, sys.argv[1:])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with as_rank(int(os.environ.get("RANK", "0"))):
-        rank = HealingRank(read_request(run_file), read_assignment(assignment))
+        told = parse_dataclass(read_json(path, "assignment"), Assignment, f"assignment {path}")
+        rank = HealingRank(read_request(run_file), told)
         rank.end(rank.train())
     end_together()
 

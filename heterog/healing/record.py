@@ -11,10 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from heterog.files import read_json
 from heterog.healing.choices import NO_PLAN, Choice
 from heterog.healing.shelf import Moment
-from heterog.records import parse_dataclass
 
 Event = dict[str, Any]
 
@@ -48,11 +46,6 @@ class Assignment:
     stop: str = ""
     redundancy: int | None = None
     writers: tuple[int, ...] = (0,)
-
-
-def read_assignment(path: Path) -> Assignment:
-    """Read the file."""
-    return parse_dataclass(read_json(path, "assignment"), Assignment, f"assignment {path}")
 
 
 def write_event(path: Path | None, event: str, **said: Any) -> None:
