@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.data import TensorDataset  # noqa: E402
 
 from heterog.balance import Balancer  # noqa: E402
-from heterog.healing.exchange import write_event  # noqa: E402
 from heterog.healing.loop import HealingLoop  # noqa: E402
+from heterog.healing.record import write_event  # noqa: E402
 from heterog.runtime.step.collectives import gather_texts  # noqa: E402
 
 NUM_SAMPLES, BATCH_SIZE = 1000, 24

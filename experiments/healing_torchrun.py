@@ -52,7 +52,7 @@ from heterog import heal
 from heterog.files import read_json, write_json
 from heterog.graph.capture import capture
 from heterog.grouped import grouped
-from heterog.healing.exchange import Event, read_events
+from heterog.healing.record import Event, read_events
 from heterog.runtime.launch import free_port, signals_as_exit
 from heterog.runtime.rank import draw_alike
 from heterog.runtime.ranks.host_places import HOST

@@ -43,7 +43,7 @@ def improved(cluster: Cluster, path: Path, num_trials: int) -> tuple[list[dict[s
 
     def watch(stage: str) -> None:
         moves, trials = job.trained.moves, job.steering.trials
-        is_over = len(moves) == job.generation == sum(2 - each.is_kept for each in trials)
+        is_over = len(moves) == job.trained.generation == sum(2 - each.is_kept for each in trials)
         if is_over and not job.steering.is_trying:
             last.append(load_plan(job.steering.running.path))
             raise Enough

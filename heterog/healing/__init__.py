@@ -6,11 +6,11 @@ the newest complete snapshot, and training goes on at the step after it. No sock
 that: ranks themselves carry parts from host to host.
 
 - ``job`` runs a plan and heals it (``heterog run`` if asked to), with the settings of ``options``.
-  Its ``crew`` runs ranks on a ``host``, which also keeps snapshots: one in its own process, or
-  ``on_ray`` an actor on each node of a Ray cluster, where another actor leads the job.
+  Its ``crew`` runs ranks on hosts, which also keep snapshots: on one in its own process, or
+  ``on_ray`` on an actor on each node of a Ray cluster, where another actor leads the job.
 - ``rank`` is what each rank does. It gets its assignment and writes its journal by the files of
-  ``exchange``. ``snapshots`` are written and read by ranks; ``shelf`` has their parts as files,
-  and ``carrying`` brings them to other hosts.
+  ``record``, which also has what they come to. It writes ``snapshots`` and copies them to other
+  hosts; ``shelf`` has their parts as files, and reads them.
 - ``steering`` decides about changes of plan. It asks ``planning``, a process (``service``) that
   makes plans, by the questions of ``choices``, where also is how a change is measured. ``costs``
   has what steps cost where devices are slow, and what a change costs; ``busy`` how long devices

@@ -204,8 +204,6 @@ def warm(path: Path) -> None:
         asked = Question(
             devices=every[:-1],
             budget=options.first_budget,
-            steps_left=1,
-            restart_s=0.0,
             running=running,
             path=str(Path(folder, "left.json")),
         )

@@ -17,8 +17,7 @@ from torch import Tensor
 from heterog.errors import HeterogError
 from heterog.files import CHECKPOINT_INDEX, check_save_folder
 from heterog.healing.service import Service, answer_questions
-from heterog.healing.shelf import LostError, Shelf, newest_complete
-from heterog.healing.snapshots import Snapshot, part_of
+from heterog.healing.shelf import LostError, Shelf, Snapshot, newest_complete, part_of
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import SavedTensor
 

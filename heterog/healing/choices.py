@@ -13,7 +13,7 @@ that case it is measured, too: there are two more changes at most, to the other 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 FIRST_METHODS = ("agent", "cp_ar", "tuned_uniform")
 """Quick methods: a policy's own answer, and two baselines in case it has none that fits."""
@@ -28,6 +28,7 @@ class Choice:
     Attributes:
         path: Path of its file.
         method: Name of the method that found it.
+        kind: The kind of the question that it answers.
         devices: Device of the whole cluster of each of its ranks.
         slow: Factor by which kernels take longer than in the first plan, by device, as it assumes.
         busy_s: Predicted seconds that each of its ranks computes in a step; empty if unknown.
@@ -40,6 +41,7 @@ class Choice:
     path: str
     method: str
     devices: tuple[int, ...]
+    kind: str = ""
     slow: Mapping[int, float] = field(default_factory=dict)
     busy_s: tuple[float, ...] = ()
     step_time_s: float = 0.0
@@ -57,11 +59,17 @@ class Choice:
         return steps_left * gain_s - self.moving_s
 
 
+NO_PLAN = Choice(path="", method="", devices=())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """A request for a plan.
 
     Attributes:
+        kind: What it is for: a change of this kind (see ``Move``), or ``"prepared"`` for later,
+            ``"rebalanced"`` and ``"left out"`` for what can be done about a slow device.
+        why: Why the job would change to the answer.
         devices: Devices of the whole cluster that can be used.
         running: The plan that runs, or ran.
         path: Path to write the new plan to.
@@ -74,14 +82,16 @@ class Question:
             is then one near the running one and none of these.
     """
 
+    kind: str = "prepared"
+    why: str = ""
     devices: tuple[int, ...]
     running: Choice
     path: str
     budget: str
     slow: Mapping[int, float] = field(default_factory=dict)
     methods: tuple[str, ...] = FIRST_METHODS
-    steps_left: int
-    restart_s: float
+    steps_left: int = 1
+    restart_s: float = 0.0
     tried: tuple[str, ...] = ()
 
 
@@ -102,35 +112,25 @@ def recent_step_s(seconds: Sequence[float], num_steps: int, least_s: float) -> f
     return 0.0
 
 
-class Side(NamedTuple):
-    """One of the two plans of a trial.
-
-    Attributes:
-        choice: The plan.
-        step_s: Seconds of a step with it: measured if it has run, else predicted.
-        what: What it does about a slow device: ``"rebalanced"`` or ``"left out"``.
-    """
-
-    choice: Choice
-    step_s: float
-    what: str = ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """A plan that is measured, and the one to change to if that ends the job earlier.
 
     Attributes:
         chosen: The plan that is measured.
+        chosen_s: Predicted seconds of a step with it.
         other: The other one.
+        other_s: Seconds of a step with that: measured if it has run, else predicted.
         device: Name of the slow device that it is about; empty for a plan that might be better.
         has_other_run: Whether the other plan has run.
         after_s: Measured seconds of a step with the chosen plan.
         is_kept: Whether training goes on with that.
     """
 
-    chosen: Side
-    other: Side
+    chosen: Choice
+    chosen_s: float
+    other: Choice
+    other_s: float
     device: str = ""
     has_other_run: bool = False
     after_s: float = 0.0
@@ -142,24 +142,30 @@ class Trial:
         Moving takes what was predicted of the longer of both moves: where the state lies by now
         was not known then.
         """
-        moving_s = max(self.chosen.choice.moving_s, self.other.choice.moving_s)
-        is_kept = steps_left * (after_s - self.other.step_s) <= moving_s
+        moving_s = max(self.chosen.moving_s, self.other.moving_s)
+        is_kept = steps_left * (after_s - self.other_s) <= moving_s
         return replace(self, after_s=after_s, is_kept=is_kept)
 
     def then(self) -> "Trial | None":
         """The trial of the other plan, unless that has run."""
         if self.has_other_run:
             return None
-        other = self.chosen._replace(step_s=self.after_s)
-        return Trial(chosen=self.other, other=other, device=self.device, has_other_run=True)
+        return Trial(
+            chosen=self.other,
+            chosen_s=self.other_s,
+            other=self.chosen,
+            other_s=self.after_s,
+            device=self.device,
+            has_other_run=True,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """What was found of a plan; its file exists as long as the job runs."""
         return {
-            "plan": self.chosen.choice.path,
-            "predicted_s": self.chosen.choice.step_time_s,
-            "stay_predicted_s": self.chosen.choice.stay_step_s,
-            "before_s": self.other.step_s,
+            "plan": self.chosen.path,
+            "predicted_s": self.chosen.step_time_s,
+            "stay_predicted_s": self.chosen.stay_step_s,
+            "before_s": self.other_s,
             "after_s": self.after_s,
             "is_kept": self.is_kept,
         }

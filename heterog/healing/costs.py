@@ -63,20 +63,18 @@ class SlowedCosts:
         model: Cost model of the types at their planned speed.
         cluster: Cluster with those types.
         factors: Factor by which kernels take longer, by device.
+
+    Attributes:
+        name: Name of the underlying cost model.
     """
 
     def __init__(self, model: CostModel, cluster: Cluster, factors: Mapping[int, float]) -> None:
-        self._model, self._cluster = model, cluster
+        self.name, self._model, self._cluster = model.name, model, cluster
         changed = slowed(cluster, factors)
         self._known: dict[str, tuple[DeviceType, float]] = {
             changed.devices[device].type.name: (cluster.devices[device].type, factor)
             for device, factor in factors.items()
         }
-
-    @property
-    def name(self) -> str:
-        """Name of the underlying cost model."""
-        return self._model.name
 
     def _as_planned(self, kind: DeviceType) -> tuple[DeviceType, float]:
         return self._known.get(kind.name, (kind, 1.0))

@@ -1,47 +1,167 @@
-"""The hosts that run the ranks of a job and keep its snapshots, as the job sees them."""
+"""The hosts that run the ranks of a job and keep its snapshots, and the job's view of them.
 
+A host is an object of the job's own process, or on Ray an actor.
+"""
+
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from heterog.cluster.topology import Cluster
-from heterog.healing.choices import Choice
-from heterog.healing.exchange import Assignment, Event
-from heterog.healing.host import HealingHost
-from heterog.healing.options import Trained
-from heterog.healing.shelf import Part
+from heterog.files import write_atomically, write_json
+from heterog.healing.record import Assignment, Event, Trained, read_events
+from heterog.healing.shelf import LostError, Part, Shelf
+from heterog.runtime.accelerators import has_accelerator
+from heterog.runtime.launch import PORT_FILE
+from heterog.runtime.ranks.forks import open_forks
 from heterog.runtime.ranks.on_ray import (
     END_S,
     SILENT_S,
+    Host,
     HostRank,
+    HostStatus,
     NodeHost,
     variables_of_ranks,
 )
 from heterog.runtime.ranks.place import HERE, Place
+from heterog.runtime.ranks.ray_nodes import is_draining
 from heterog.runtime.ranks.watching import POLL_S, SILENCE_S, wait_for_ranks
 from heterog.runtime.request import RunRequest
+from heterog.workers import connect_to_ray
+
+_RANK = "heterog.healing.rank"
+_LOOK_S = 1.0
+_ALONE_S = 300.0
+"""Seconds without a question after which nobody leads the job any more, and the host ends."""
 
 
-@dataclass(slots=True, kw_only=True)
-class JobState:
-    """What has to be known to go on with a job.
+class HealingHost(Host):
+    """A host of a job.
+
+    Args:
+        place: Where the rank of each device runs, if this is the only host, in this process;
+            ``None`` if it is an actor.
 
     Attributes:
-        generation: Number of times ranks were started before.
-        running: The plan that the generation runs.
-        trained: Progress so far.
-        is_running: Whether the ranks of the generation are there.
+        shelf: Its snapshots.
     """
 
-    generation: int
-    running: Choice
-    trained: Trained
-    is_running: bool = True
+    def __init__(self, place: Place | None = None) -> None:
+        super().__init__("" if place is None else "127.0.0.1", place or HERE)
+        self.shelf = Shelf(self._folder / "shelf")
+        self.shelf.folder.mkdir()
+        self._run_file = self._folder / "run.json"
+        self._journal: tuple[int, Path] | None = None
+        self._asked_s = time.monotonic()
+        self._leaving = threading.Event()  # set when the end of this host is announced
+        if place is None:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, lambda *_: self._leaving.set())
+            # Until all that ranks import is imported, which others would wait for, it does not
+            # answer.
+            self._start(-1, ["-m", _RANK], {0: {}})
+            threading.Thread(target=self._watch_over, daemon=True).start()
+
+    # --- ranks -----------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        assignment: Assignment,
+        plan: bytes,
+        request: RunRequest,
+        variables: Mapping[int, Mapping[str, str]],
+    ) -> None:
+        """Start the ranks of a generation.
+
+        Args:
+            assignment: What they run; its paths are replaced by those of here.
+            plan: Content of the plan's file.
+            request: How they train.
+            variables: Environment variables of each.
+        """
+        self.end()
+        number, told = assignment.generation, self._path(assignment.generation, "assignment")
+        path, journal = self._path(number, "plan"), self._path(number, "journal")
+        own = replace(
+            assignment,
+            plan=str(path),
+            shelf=str(self.shelf.folder),
+            journal=str(journal),
+            stop=str(self._path(number, "stop")),
+        )
+        write_atomically(path, plan)
+        request.write(self._run_file)
+        write_json(told, asdict(own))
+        self._journal = number, journal
+        if not self._is_node:  # rank 0 chooses another port itself
+            publish = {PORT_FILE: str(self._path(number, "port"))}
+            variables = {rank: {**each, **publish} for rank, each in variables.items()}
+        self._start(number, ["-m", _RANK, str(self._run_file), str(told)], variables)
+        if (forks := open_forks()) is not None:  # later ranks with such a plan begin quicker
+            forks.warm(_RANK, str(path), "" if has_accelerator() else str(self._run_file))
+
+    def look(self, generation: int, at: int) -> HostStatus:
+        """See ``Host``."""
+        self._asked_s = now_s = time.monotonic()
+        told = super().look(generation, at)  # before the journal: who has ended has written all
+        told = told._replace(is_leaving=self._leaving.is_set())
+        if self._journal is None or self._journal[0] != generation:
+            return told
+        events, end = read_events(self._journal[1], at)
+        aged = [{**each, "at_s": now_s - float(each["at_s"])} for each in events]
+        return told._replace(end=end, events=aged)
+
+    def ask_to_stop(self, generation: int) -> None:
+        """Ask the ranks to stop after a step."""
+        self._path(generation, "stop").touch()
+
+    def end_generation(self, generation: int, at: int) -> HostStatus:
+        """End the ranks; returns what ``look`` does."""
+        self.end()
+        return self.look(generation, at)
+
+    # --- snapshots -------------------------------------------------------------------------------
+
+    def parts(self) -> list[Part]:
+        """Parts that are here."""
+        return self.shelf.parts()
+
+    def give(self, name: str) -> Any:
+        """A file of a part that is here, as what Ray moves without pickling."""
+        with suppress(LostError):  # it was deleted meanwhile, for a newer one
+            return np.frombuffer(self.shelf.content(name), np.uint8)
+        return None
+
+    def take(self, name: str, content: Any) -> None:
+        """Hold what another host has given, if it had it."""
+        if content is not None:
+            self.shelf.bring(name, content)
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    def _path(self, generation: int, what: str) -> Path:
+        return self._folder / f"{what}{generation}.json"
+
+    def _watch_over(self) -> None:
+        """See whether Ray drains this node, and end it when nobody leads the job any more."""
+        ray = connect_to_ray()[0]
+        while time.monotonic() - self._asked_s < _ALONE_S:
+            time.sleep(_LOOK_S)
+            with suppress(Exception):  # Ray's head may be away for a while
+                if is_draining(ray):
+                    self._leaving.set()
+        self.close()
+        ray.util.remove_placement_group(ray.util.get_current_placement_group())
+        ray.kill(ray.get_runtime_context().current_actor)
 
 
 class _Here:
@@ -91,7 +211,7 @@ class Crew:
         self._first, self._last_step = 0, 0
         self._generation = -1
 
-    def open(self, folder: Path) -> JobState | None:
+    def open(self, folder: Path) -> Trained | None:
         """Begin.
 
         Args:
@@ -106,27 +226,30 @@ class Crew:
         return None
 
     def run(
-        self, state: JobState, assignment: Assignment | None, watch: Callable[[str], None]
+        self, trained: Trained, assignment: Assignment | None, watch: Callable[[str], None]
     ) -> None:
         """Run a generation of ranks until all are done.
 
         Args:
-            state: The job, with the plan that they run.
+            trained: The job, with the plan that they run.
             assignment: What they run; ``None`` if they run already.
             watch: Called with what rank 0 does, whenever that changes, and while a host is silent.
 
         Raises:
             LaunchError: a rank failed or is lost; all have ended.
         """
-        of_ranks = [self._host_of[device] for device in state.running.devices]
-        number = state.generation
+        of_ranks = [self._host_of[device] for device in trained.running.devices]
+        number = trained.generation
         ranks = [HostRank(self._hosts[host], n, number) for n, host in enumerate(of_ranks)]
         try:
             if assignment is not None:
-                self._begin(state, assignment)
+                self._begin(trained, assignment)
             wait_for_ranks(ranks, self._request.limits, watch, lambda: watch(ranks[0].stage))
-        finally:
-            self._end(sorted(set(of_ranks)))
+        finally:  # end all ranks, and take in their last events
+            used = {n: self._hosts[n] for n in sorted(set(of_ranks)) if self._hosts[n].is_here}
+            asked = {n: h.actor.end_generation.remote(*h.position) for n, h in used.items()}
+            for host, told in self._answers(asked, END_S).items():
+                used[host].hear(told)
 
     def new_events(self) -> list[Event]:
         """Events of rank 0 since the last call, in this process's monotonic time."""
@@ -144,9 +267,11 @@ class Crew:
             if host.is_here:
                 host.actor.ask_to_stop.remote(self._generation)
 
-    def parts(self) -> list[list[Part]]:
-        """Parts of snapshots that each host holds."""
-        return self._ask_all("parts")
+    def parts(self) -> dict[int, list[Part]]:
+        """Parts of snapshots that each host holds, by the number of those that answer."""
+        hosts = {number: host for number, host in enumerate(self._hosts) if host.is_here}
+        asked = {number: host.actor.parts.remote() for number, host in hosts.items()}
+        return self._answers(asked, SILENT_S)
 
     def lend(self) -> Path | None:
         """The folder of a shelf with the newest snapshot, when it is there."""
@@ -195,41 +320,30 @@ class Crew:
         asked = host.actor.meeting_place.remote()
         while host.is_here and not self._ray.wait([asked], timeout=POLL_S)[0]:
             host.look()
-        for _, (address, port) in self._answers([asked], 0):
-            return variables_of_ranks(self._host_of, devices, address, port)
-        return {}  # who waits for the ranks sees that the host is lost
+        if not (told := self._answers({0: asked}, 0)):
+            return {}  # who waits for the ranks sees that the host is lost
+        return variables_of_ranks(self._host_of, devices, *told[0])
 
-    def _begin(self, state: JobState, assignment: Assignment) -> None:
+    def _begin(self, trained: Trained, assignment: Assignment) -> None:
         """Start the ranks of a generation."""
-        of_ranks = [self._host_of[device] for device in state.running.devices]
-        self._generation, self._first = state.generation, of_ranks[0]
+        of_ranks = [self._host_of[device] for device in trained.running.devices]
+        self._generation, self._first = trained.generation, of_ranks[0]
         self._events, self._untold, self._last_step = [], {}, 0
         writers = {host: rank for rank, host in reversed([*enumerate(of_ranks)])}
         own = tuple(writers.values())
         assignment = replace(assignment, redundancy=self._redundancy, writers=own)
         plan = Path(assignment.plan).read_bytes()
         for number in writers:
-            self._hosts[number].position = state.generation, 0
-        for number, variables in self._variables(state.running.devices).items():
+            self._hosts[number].position = trained.generation, 0
+        for number, variables in self._variables(trained.running.devices).items():
             self._hosts[number].actor.begin.remote(assignment, plan, self._request, variables)
 
-    def _ask_all(self, what: str, *about: Any) -> list[Any]:
-        """The answers of the hosts that answer."""
-        hosts = [host for host in self._hosts if host.is_here]
-        asked = [getattr(host.actor, what).remote(*about) for host in hosts]
-        return [answer for _, answer in self._answers(asked, SILENT_S)]
-
-    def _answers(self, asked: Sequence[Any], limit_s: float) -> Iterator[tuple[int, Any]]:
-        """The answers that come in time, each with its position."""
+    def _answers(self, asked: Mapping[int, Any], limit_s: float) -> dict[int, Any]:
+        """The answers that come in time."""
         if asked:
-            self._ray.wait(asked, num_returns=len(asked), timeout=limit_s)
-        for place, answer in enumerate(asked):
+            self._ray.wait([*asked.values()], num_returns=len(asked), timeout=limit_s)
+        found = {}
+        for number, answer in asked.items():
             with suppress(self._ray.exceptions.RayError):
-                yield place, self._ray.get(answer, timeout=0)
-
-    def _end(self, numbers: Sequence[int]) -> None:
-        """End all ranks, and take in their last events."""
-        hosts = [self._hosts[number] for number in numbers if self._hosts[number].is_here]
-        asked = [host.actor.end_generation.remote(*host.position) for host in hosts]
-        for place, told in self._answers(asked, END_S):
-            hosts[place].hear(told)
+                found[number] = self._ray.get(answer, timeout=0)
+        return found

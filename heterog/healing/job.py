@@ -16,9 +16,9 @@ from heterog.errors import HeterogError, HeterogWarning
 from heterog.files import CHECKPOINT_INDEX, check_save_folder, read_json
 from heterog.healing.checkpoints import Writing
 from heterog.healing.choices import Choice
-from heterog.healing.crew import Crew, JobState
-from heterog.healing.exchange import Assignment
-from heterog.healing.options import HealOptions, Trained
+from heterog.healing.crew import Crew
+from heterog.healing.options import HealOptions
+from heterog.healing.record import Assignment, Trained
 from heterog.healing.service import Service
 from heterog.healing.shelf import Moment, newest_complete
 from heterog.healing.steering import PlanChange, Steering
@@ -76,7 +76,6 @@ class HealingJob:
         options: The settings given.
         trained: Losses, times and changes of plan so far.
         last: Number of the last step to train.
-        generation: Number of times ranks were started before.
         steering: Decides about changes of plan; from ``run`` on.
     """
 
@@ -112,7 +111,6 @@ class HealingJob:
                 HeterogWarning,
                 stacklevel=2,
             )
-        self.generation = 0
         self._begun_s = 0.0
         self._writing: Writing | None = None
         self._change: PlanChange | None = None
@@ -132,48 +130,48 @@ class HealingJob:
             planning = Service("heterog.healing.planning")  # which imports while others start
             stack.callback(planning.close)
             planning.ask((self._path, self._source))
-            state = self._crew.open(self._folder)
             every = tuple(range(self._whole.num_devices))
             first = Choice(path=str(self._path), method=self._plan.method, devices=every)
+            begun = self._crew.open(self._folder)
             self.steering = Steering(
                 self._whole,
-                first if state is None else state.running,
+                first if begun is None else begun.running,
                 self._folder,
                 self.options,
                 self._say,
                 planning,
                 self._crew,
             )
-            if state is not None:
-                self._go_on(state)
+            if begun is not None:
+                self._go_on(begun)
             self.steering.steps_left = self._steps_left()
             self.steering.begin_generation(None, "first")  # a rank may be lost in the first step
             if self.options.checkpoint:
                 folder, every_s = Path(self.options.checkpoint), self.options.checkpoint_s
                 self._writing = Writing(folder, every_s, self._say)
                 stack.callback(self._writing.close)
-            is_running = state is not None and state.is_running
             while not self.trained.is_done:
-                self._run_generation(None if is_running else self._decide())
-                self.generation, is_running = self.generation + 1, False
+                self._run_generation(None if self.trained.is_running else self._decide())
+                self.trained.is_running = False
+                self.trained.generation += 1
         return self._measured()
 
-    def _go_on(self, state: JobState) -> None:
+    def _go_on(self, begun: Trained) -> None:
         """Go on with a job whose process like this one was lost."""
-        self.trained, self.generation = state.trained, state.generation
+        self.trained = begun
         self.trained.last_event_s = time.monotonic()
-        used = set(state.running.devices)
-        if not state.is_running:
+        used = set(begun.running.devices)
+        if not begun.is_running:
             used = set(filter(self._crew.is_here, used))
         self.steering.leave_out(set(range(self._whole.num_devices)) - used)
         if self.options.checkpoint and (Path(self.options.checkpoint) / CHECKPOINT_INDEX).exists():
             self._resume = self.options.checkpoint
         done = max(self.trained.losses, default=0)
         why = f"who leads the job was lost, and is there again after step {done}"
-        if state.is_running:
+        if begun.is_running:
             self._say(why)
         else:
-            self.generation += 1
+            begun.generation += 1
             self._begin_move("lost", why)
 
     # --- generations -----------------------------------------------------------------------------
@@ -184,10 +182,9 @@ class HealingJob:
         Args:
             assignment: What they run; ``None`` if they run already.
         """
-        self._begun_s, running = time.monotonic(), self.steering.running
-        state = JobState(generation=self.generation, running=running, trained=self.trained)
+        self._begun_s, self.trained.running = time.monotonic(), self.steering.running
         try:
-            self._crew.run(state, assignment, self._watch)
+            self._crew.run(self.trained, assignment, self._watch)
         except LaunchError as error:
             self._hear()
             if not error.lost or len(self.trained.moves) >= self.options.most_losses:
@@ -221,7 +218,7 @@ class HealingJob:
             HeterogError: nothing fits on what is left, or the state is lost.
         """
         moment = None
-        if self.generation:
+        if self.trained.generation:
             try:
                 moment = self._newest()
                 self._choose()
@@ -230,7 +227,7 @@ class HealingJob:
         running = self.steering.running
         self.trained.planned(running.method, len(running.devices), time.monotonic())
         return Assignment(
-            generation=self.generation,
+            generation=self.trained.generation,
             plan=running.path,
             last=self.last,
             moment=moment,
@@ -243,7 +240,7 @@ class HealingJob:
         Raises:
             HeterogError: there is neither a snapshot nor a checkpoint.
         """
-        moment = newest_complete(self._crew.parts())
+        moment = newest_complete(self._crew.parts().values())
         if moment is not None or self._resume or not self.trained.has_snapshot:
             return moment
         raise HeterogError(
@@ -268,7 +265,7 @@ class HealingJob:
         self._progress(stage)
         self._hear()
         steering, is_training = self.steering, stage.startswith("step ")
-        if self._change is not None or (self.generation and not is_training):
+        if self._change is not None or (self.trained.generation and not is_training):
             return  # who plans would take cores from ranks that start
         steering.steps_left = self._steps_left()
         self._change = steering.look()

@@ -24,10 +24,9 @@ from heterog.balance.streams import Stateful
 from heterog.errors import HeterogError
 from heterog.files import CHECKPOINT_INDEX
 from heterog.healing import elastic
-from heterog.healing.carrying import RankCarrier
 from heterog.healing.elastic import LEAVE_S, any_rank, folder_of_host, on_sigterm, set_silence
-from heterog.healing.shelf import Moment, Shelf, newest_complete, parts_of
-from heterog.healing.snapshots import Snapshot, SnapshotWriter
+from heterog.healing.shelf import Moment, Shelf, Snapshot, newest_complete, parts_of
+from heterog.healing.snapshots import SnapshotWriter
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import option_like
 from heterog.runtime.ranks.forks import end_with_parent
@@ -100,9 +99,9 @@ class HealingLoop:
         self._checkpoint, self._checkpoint_s = checkpoint, checkpoint_s
         self._writing: Any = None
         elastic.end_at_once()
-        self._leaves = False
+        self._leaves = threading.Event()
         if threading.current_thread() is threading.main_thread():
-            on_sigterm(self._leave, min(silent_s or LEAVE_S, LEAVE_S))
+            on_sigterm(self._leaves.set, min(silent_s or LEAVE_S, LEAVE_S))
         if "TORCHELASTIC_RUN_ID" in os.environ:  # without its agent nobody could restart it
             end_with_parent(os.getppid())
 
@@ -114,11 +113,13 @@ class HealingLoop:
         host = int(os.environ.get("GROUP_RANK", "0"))
         told = [json.loads(said) for said in gather_texts(json.dumps([host, seen, own]))]
         generation = 1 + max(seen for _, seen, _ in told)
-        self._writer = SnapshotWriter(self._shelf, self._local, self._num_local, generation)
+        hosts, part = [host for host, _, _ in told], (self._local, self._num_local)
+        self._writer = SnapshotWriter(
+            self._shelf, generation, part, hosts, silent_s=self._silent_s
+        )
         found = [Moment(*each) if each else Moment(-1, -1, 0) for _, _, each in told]
         if (newest := max(found)).num_parts:
-            carrier = RankCarrier(self._shelf, [each[0] for each in told], 0, self._silent_s)
-            carrier.bring(name for part in parts_of(newest) for name in part.files)
+            self._writer.bring(name for part in parts_of(newest) for name in part.files)
             snapshot = Snapshot(self._shelf, newest)
             contents, random = snapshot.contents, f"random.{self._local}"
             about = {**contents.extra, "num_steps": contents.num_steps}
@@ -150,17 +151,15 @@ class HealingLoop:
         self.num_steps += 1
         if self._writer is None:
             raise HeterogError("HealingLoop: call restore before the first step.")
-        is_busy, has_failed, is_left = self._any(
-            self._writer.is_busy, bool(self._writer.failed), self._leaves
-        )
-        if is_busy and not is_left:
+        with self._balancer.clock.waiting():
+            is_next, is_left = self._writer.end_step(self._leaves.is_set())
+        if not (is_next or is_left):
             return
-        if not has_failed:
-            self._writer.settle()
         self._writer.take(self.num_steps, self._entries(), {}, self._about())
         if is_left:
-            self._any()  # all have taken it
-            if self._leaves:
+            with self._balancer.clock.waiting():
+                any_rank()  # all have taken it
+            if self._leaves.is_set():
                 elastic.exit_now()
         if self._checkpoint and self._rank == 0:
             if self._writing is None:
@@ -173,13 +172,6 @@ class HealingLoop:
         """End the writing of checkpoints; the snapshots go when torchrun ends."""
         if self._writing is not None:
             self._writing.close()
-
-    def _any(self, *values: bool) -> list[bool]:
-        with self._balancer.clock.waiting():
-            return any_rank(*values)
-
-    def _leave(self) -> None:
-        self._leaves = True
 
     # --- parts -----------------------------------------------------------------------------------
 

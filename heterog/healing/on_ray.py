@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -24,12 +24,11 @@ from typing import Any, NamedTuple
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.files import write_atomically
-from heterog.healing.crew import Crew, JobState
-from heterog.healing.exchange import Assignment
-from heterog.healing.host import HealingHost
+from heterog.healing.crew import Crew, HealingHost
 from heterog.healing.job import HealingJob, check_can_heal
 from heterog.healing.options import HealOptions
-from heterog.healing.shelf import Moment, Shelf, newest_complete, parts_of
+from heterog.healing.record import Assignment, Trained
+from heterog.healing.shelf import Moment, Shelf, newest_complete
 from heterog.runtime.launch import temporary_folder
 from heterog.runtime.ranks.on_ray import (
     QUICK_NEWS,
@@ -78,7 +77,7 @@ class RayCrew(Crew):
         self._host_of = cluster.host_of
         self._bringing: threading.Thread | None = None
 
-    def open(self, folder: Path) -> JobState | None:
+    def open(self, folder: Path) -> Trained | None:
         """See ``Crew``; waits until all nodes are there, or those that a lost leader has left."""
         self._folder = folder
         group = self._group()
@@ -100,7 +99,7 @@ class RayCrew(Crew):
         return self._cluster.host_devices(self._host_of[device])
 
     def lend(self) -> Path | None:
-        """See ``Crew``; a thread brings it, which hosts keep until then."""
+        """See ``Crew``; a thread brings it."""
         if self._bringing is None:
             self._stack.close()
             self._lent = self._stack.enter_context(temporary_folder())
@@ -121,49 +120,40 @@ class RayCrew(Crew):
 
     def _bring(self) -> None:
         """Bring the newest snapshot here, as far as hosts have it."""
-        moment, shelf = newest_complete(self.parts()), Shelf(self._lent)
-        self._ask_all("lend", moment)
+        shelf = Shelf(self._lent)
+        # All at once: Ray keeps what is given, although hosts delete it for a newer one meanwhile.
+        given = list(self._given(newest_complete(self.parts().values()), set()))
         with suppress(OSError, HeterogError):  # there is no room, or the job has ended
-            for part in parts_of(moment) if moment is not None else ():
-                for name in part.files:
-                    if (content := self._given(name)) is not None:
+            for name, each in given:
+                for content in self._answers({0: each}, _BROUGHT_S).values():
+                    if content is not None:
                         shelf.bring(name, content)
 
-    def _given(self, name: str) -> Any:
-        """A file of the snapshot that is lent, from the first host that has it."""
-        for host in self._hosts:
-            asked = [host.actor.give.remote(name)] if host.is_here else []
-            for _, content in self._answers(asked, _BROUGHT_S):
-                if content is not None:
-                    return content
-        return None
-
-    def _begin(self, state: JobState, assignment: Assignment) -> None:
-        """See ``Crew``; first, Ray keeps the job as it is, for another leader.
-
-        What ranks begin with is brought to where they are: they copy files among their own hosts.
-        """
-        kept = pickle.dumps((state, Path(assignment.plan).read_bytes()))
-        self._ray.experimental.internal_kv._internal_kv_put(self._name, kept)
-        if assignment.moment is not None:
-            used = {self._host_of[device] for device in state.running.devices}
-            self._hand_over(assignment.moment, used)
-        super()._begin(state, assignment)
-
-    def _hand_over(self, moment: Moment, used: Collection[int]) -> None:
-        """Bring parts that only hosts without ranks have to one that has some."""
-        numbers = [number for number, host in enumerate(self._hosts) if host.is_here]
-        asked = [self._hosts[number].actor.parts.remote() for number in numbers]
-        held = {numbers[place]: parts for place, parts in self._answers(asked, SILENT_S)}
-        there = {part for number in used for part in held.get(number, ())}
-        taker = self._hosts[min(used)].actor
-        for number in sorted(set(held).difference(used)):
-            for part in held[number]:
+    def _given(self, moment: Moment | None, used: Collection[int]) -> Iterator[tuple[str, Any]]:
+        """Files of parts of a snapshot that no used host has, as other hosts give them."""
+        held = self.parts()
+        there = {part for number in used for part in held.pop(number, ())}
+        for number, parts in held.items():
+            for part in parts:
                 if part.moment == moment and part not in there:
                     there.add(part)
                     for name in part.files:
-                        given = self._hosts[number].actor.give.remote(name)
-                        list(self._answers([taker.take.remote(name, given)], _BROUGHT_S))
+                        yield name, self._hosts[number].actor.give.remote(name)
+
+    def _begin(self, trained: Trained, assignment: Assignment) -> None:
+        """See ``Crew``; first, Ray keeps the job as it is, for another leader.
+
+        Parts that only hosts without ranks have are brought to one that has some: ranks copy files
+        among their own hosts.
+        """
+        kept = pickle.dumps((trained, Path(assignment.plan).read_bytes()))
+        self._ray.experimental.internal_kv._internal_kv_put(self._name, kept)
+        if assignment.moment is not None:
+            used = {self._host_of[device] for device in trained.running.devices}
+            taker = self._hosts[min(used)].actor
+            for name, given in self._given(assignment.moment, used):
+                self._answers({0: taker.take.remote(name, given)}, _BROUGHT_S)
+        super()._begin(trained, assignment)
 
     def _group(self) -> Any:
         """The job's placement group, which a leader before this one may have made."""
@@ -184,33 +174,33 @@ class RayCrew(Crew):
 
     def _look_at_all(self, limit_s: float, generation: int) -> None:
         """See which hosts are there, and take in what has happened in a generation."""
-        asked = [host.actor.look.remote(generation, 0) for host in self._hosts]
+        asked = {n: host.actor.look.remote(generation, 0) for n, host in enumerate(self._hosts)}
         for host in self._hosts:
             host.is_here, host.position = False, (generation, 0)
-        answers = dict(self._answers(asked, limit_s))
-        for number in sorted(answers, key=lambda each: each != self._first):
+        answers = self._answers(asked, limit_s)
+        for number, told in answers.items():
             self._hosts[number].is_here = True
-            self._hosts[number].hear(answers[number])
+            self._hosts[number].hear(told)
 
-    def _as_it_is(self, state: JobState, plan: bytes) -> JobState:
+    def _as_it_is(self, trained: Trained, plan: bytes) -> Trained:
         """The job, which began as another leader has left it; and whether its ranks are there."""
-        of_ranks = [self._host_of[device] for device in state.running.devices]
-        self._generation, self._first = state.generation, of_ranks[0]
-        self._look_at_all(SILENT_S, state.generation)
+        of_ranks = [self._host_of[device] for device in trained.running.devices]
+        self._generation, self._first = trained.generation, of_ranks[0]
+        self._look_at_all(SILENT_S, trained.generation)
         for event in self.new_events():
-            state.trained.hear(event)
+            trained.hear(event)
         path = self._folder / "remembered.json"
         write_atomically(path, plan)
-        state.running = replace(state.running, path=str(path))
+        trained.running = replace(trained.running, path=str(path))
         used = [self._hosts[host] for host in of_ranks]
-        state.is_running = all(
+        trained.is_running = all(
             host.is_here
             and host.told is not None
-            and host.told.generation == state.generation
+            and host.told.generation == trained.generation
             and not any(rank.code for rank in host.told.ranks.values())
             for host in used
         )
-        return state
+        return trained
 
 
 def end_job(ray: Any, job: str, num_hosts: int, lost: Sequence[int] = ()) -> None:
@@ -279,10 +269,9 @@ class _Leader:
                 )
                 measured = job.run()
             self._say(measured=measured)  # then this actor may be killed at any time
-        except HeterogError as error:
-            self._say(error=str(error))
         except Exception as error:  # whoever watches has to be told
-            self._say(error=f"{type(error).__name__}: {error}")
+            kind = "" if isinstance(error, HeterogError) else f"{type(error).__name__}: "
+            self._say(error=f"{kind}{error}")
         time.sleep(_KEPT_S)
         ray.kill(ray.get_runtime_context().current_actor)
 
@@ -299,14 +288,7 @@ def heal_on_ray(
 ) -> dict[str, Any]:
     """Run a job that heals on the Ray cluster of ``RAY_ADDRESS``, or watch it if it runs there.
 
-    Args:
-        request: The first plan, and how to train.
-        options: Settings of healing.
-        progress: Called with what rank 0 does, whenever that changes.
-        say: Called with one line about each change of plan.
-
-    Returns:
-        What ``HealingJob.run`` does.
+    Its arguments are those of ``HealingJob``, and it returns what that does.
 
     Raises:
         HeterogError: Ray or devices are missing, or the job failed.

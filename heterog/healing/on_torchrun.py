@@ -30,10 +30,10 @@ from heterog.errors import HeterogError
 from heterog.files import read_json, write_atomically, write_json
 from heterog.healing.choices import Choice, Question
 from heterog.healing.elastic import end_cut_links, exit_now, folder_of_host, on_sigterm
-from heterog.healing.exchange import Assignment, read_events, write_event
 from heterog.healing.job import check_can_heal, last_step
-from heterog.healing.options import HealOptions, Trained
+from heterog.healing.options import HealOptions
 from heterog.healing.rank import HealingRank
+from heterog.healing.record import Assignment, Trained, read_events, write_event
 from heterog.healing.service import Service
 from heterog.healing.shelf import Moment, Part, Shelf, newest_complete
 from heterog.records import parse_dataclass
@@ -261,8 +261,7 @@ class TorchrunRank(HealingRank):
             self._give(Path(question.path))
 
     def _give(self, plan: Path) -> None:
-        if self._carrier is not None:
-            self._carrier.further.append(plan.name)
+        self._writer.further.append(plan.name)
 
 
 def measured(generation: Generation) -> dict[str, Any]:

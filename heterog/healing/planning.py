@@ -98,6 +98,7 @@ class Planning:
         return Choice(
             path=question.path,
             method=plan.method,
+            kind=question.kind,
             devices=question.devices,
             slow={each: question.slow[each] for each in question.devices if each in question.slow},
             busy_s=busy_seconds(evaluator, plan),

@@ -19,14 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from heterog.files import read_json
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.healing.busy import BusyClock, device_seconds
-from heterog.healing.carrying import RankCarrier
 from heterog.healing.elastic import any_rank, set_silence
-from heterog.healing.exchange import Assignment, read_assignment, write_event
-from heterog.healing.shelf import INDEX, Shelf, parts_of
-from heterog.healing.snapshots import Snapshot, SnapshotWriter, part_of
+from heterog.healing.record import Assignment, write_event
+from heterog.healing.shelf import INDEX, Shelf, Snapshot, part_of, parts_of
+from heterog.healing.snapshots import SnapshotWriter
 from heterog.lowering import lower
+from heterog.records import parse_dataclass
 from heterog.runtime.accelerators import is_accelerated
 from heterog.runtime.checkpoint.files import needed, read_boxes
 from heterog.runtime.checkpoint.state import NewState, check_can_save, check_fits, own_entries
@@ -75,22 +76,18 @@ class HealingRank:
         self._batch = workload.make_batch()
         tell("taking the state up")
         self._shelf = Shelf(Path(assignment.shelf))
-        # All of this rank, but for that of the carrier, who may take long.
+        # All of this rank, but for that by which files are copied, which may take long.
         self._groups = list(dist.distributed_c10d._world.pg_map)
-        self._carrier, redundancy = None, assignment.redundancy
-        if redundancy is not None and plan.cluster.num_hosts > 1:
-            limit_s = silent_s or request.limits.timeout_s
-            hosts = plan.cluster.host_of
-            self._carrier = RankCarrier(self._shelf, hosts, redundancy, limit_s)
-        self._take_up()
+        is_apart = assignment.redundancy is not None
         self._writer = SnapshotWriter(
             self._shelf,
-            self._rank,
-            dist.get_world_size(),
             assignment.generation,
-            self._carrier,
+            (self._rank, dist.get_world_size()),
+            plan.cluster.host_of if is_apart else (0,),
+            assignment.redundancy or 0,
+            silent_s or request.limits.timeout_s,
         )
-        self._writer.settled = assignment.moment
+        self._take_up()
         self._clock = None if is_accelerated(self._step.device) else BusyClock(self._program)
         self._step.notify(self._clock)
         self._looked = 0, 0.0  # number of steps and time at the last report
@@ -116,20 +113,15 @@ class HealingRank:
                 self._begin_look(number)
                 if self._silent_s:
                     set_silence(self._silent_s, self._groups)
-            is_busy, has_failed, is_wanted, is_due = any_rank(
-                self._writer.is_busy,
-                bool(self._writer.failed),
-                self._stop.exists(),
-                self._rank == 0 and self._is_due(number),
+            is_next, is_wanted, is_due = self._writer.end_step(
+                self._stop.exists(), self._rank == 0 and self._is_due(number)
             )
             end_s = time.perf_counter()
             told = loss if math.isfinite(loss) else None  # JSON has nothing else
             # Before the snapshot, from which others may go on although this rank ends within it.
             self._write("step", step=number, loss=told, seconds=end_s - begin_s)
             begin_s = end_s
-            if not is_busy:
-                if not has_failed:
-                    self._writer.settle()
+            if is_next:
                 self._take_snapshot(number)
             if is_due:
                 busy_s = self._busy_seconds(number)
@@ -166,18 +158,17 @@ class HealingRank:
         moved = torch.zeros(2, dtype=torch.int64)
         if moment is not None:
             names = [part.name for part in parts_of(moment)]
-            if self._carrier is not None:
-                self._carrier.bring(f"{name}{INDEX}" for name in names)
+            self._writer.bring(f"{name}{INDEX}" for name in names)
             snapshot = Snapshot(self._shelf, moment)
             contents, where = snapshot.contents, Path("in memory")
             check_fits(step, step.model, contents, where)
             state = NewState(step, step.model, contents)
-            if self._carrier is not None:
-                wanted = needed(contents, state.wanted)
-                self._carrier.bring({names[part_of(contents.tensors[each])] for each in wanted})
+            wanted = needed(contents, state.wanted)
+            self._writer.bring({names[part_of(contents.tensors[each])] for each in wanted})
             read_boxes(contents, where, state.wanted, read=snapshot.read)
             state.check_counters()
             state.take_over()
+            self._writer.settled = moment
             moved = torch.tensor([snapshot.num_bytes, snapshot.far_bytes])
         elif self._assignment.checkpoint:
             load_checkpoint(step, self._assignment.checkpoint)
@@ -257,10 +248,11 @@ def main() -> None:
     """
     if not sys.argv[1:]:
         return
-    run_file, assignment = map(Path, sys.argv[1:])
+    run_file, path = map(Path, sys.argv[1:])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with as_rank(int(os.environ.get("RANK", "0"))):
-        rank = HealingRank(read_request(run_file), read_assignment(assignment))
+        told = parse_dataclass(read_json(path, "assignment"), Assignment, f"assignment {path}")
+        rank = HealingRank(read_request(run_file), told)
         rank.end(rank.train())
     end_together()
 

@@ -20,8 +20,6 @@ from typing import Any
 from heterog.errors import HeterogError
 from heterog.runtime.launch import with_package
 
-_END_S = 3.0
-
 
 class Service:
     """Starts a module as such a process and talks to it.
@@ -38,25 +36,22 @@ class Service:
     def __init__(self, module: str, *, is_forked: bool = False) -> None:
         self.has_ended = False
         self._num_asked, self._module = 0, module
-        asked, self._asking = Pipe(duplex=False)
-        self._answers, answering = Pipe(duplex=False)
+        self._here, there = Pipe()
         self._process: subprocess.Popen[bytes] | BaseProcess
         if is_forked and module in sys.modules:
-            given = sys.modules[module].main, asked.fileno(), answering.fileno()
+            given = sys.modules[module].main, there.fileno()
             self._process = get_context("fork").Process(target=_be, args=given, daemon=True)
             self._process.start()
         else:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(answering.fileno())],
-                stdin=asked.fileno(),
+                [sys.executable, "-m", module],
+                stdin=there.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[answering.fileno()],
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": with_package()},
             )
-        asked.close()
-        answering.close()
+        there.close()
 
     def ask(self, question: Any, *, niceness: int = 0) -> int:
         """Send a question and return its number, which comes with the answer.
@@ -70,7 +65,7 @@ class Service:
         """
         self._num_asked += 1
         try:
-            self._asking.send((self._num_asked, niceness, question))
+            self._here.send((self._num_asked, niceness, question))
         except OSError as error:
             raise HeterogError(f"the process {self._module} has ended.") from error
         return self._num_asked
@@ -82,27 +77,19 @@ class Service:
             ``None`` if no answer comes in time, or the process has ended.
         """
         try:
-            return self._answers.recv() if self._answers.poll(timeout_s) else None
+            return self._here.recv() if self._here.poll(timeout_s) else None
         except (EOFError, OSError):
             self.has_ended = True
             return None
 
-    def answer_to(
-        self, number: int, timeout_s: float, hear: Callable[[Any], None] = lambda answer: None
-    ) -> Any:
-        """Wait for the answer to a question.
-
-        Args:
-            number: Number of the question.
-            timeout_s: Longest wait.
-            hear: Called with each answer until then.
+    def answer_to(self, number: int, timeout_s: float) -> Any:
+        """Wait for the answer to the question of a number; earlier answers are dropped.
 
         Raises:
             HeterogError: the question has none, or none came in time.
         """
         deadline_s = time.monotonic() + timeout_s
         while found := self.next_answer(max(deadline_s - time.monotonic(), 0.0)):
-            hear(found[1])
             if found[0] == number:
                 if isinstance(found[1], HeterogError):
                     raise found[1]
@@ -110,27 +97,23 @@ class Service:
         raise HeterogError(f"the process {self._module} does not answer.")
 
     def close(self) -> None:
-        """End the process."""
-        self._asking.close()
-        end_s = time.monotonic() + _END_S
-        while self.next_answer(max(end_s - time.monotonic(), 0.0)) is not None:
-            pass  # nobody waits for it any more
+        """End the process; nobody waits for its answers any more."""
+        self._here.close()
+        self.has_ended = True
         self._process.kill()
         if isinstance(self._process, BaseProcess):
             self._process.join()
         else:
             self._process.wait()
-        self._answers.close()
 
 
-def _be(main: Callable[[], None], asked: int, answering: int) -> None:
+def _be(main: Callable[[], None], there: int) -> None:
     """Become what ``python -m`` would be, after a fork."""
     os.setsid()
     nothing = os.open(os.devnull, os.O_WRONLY)
-    for meant, number in enumerate((asked, nothing, nothing, answering)):
+    for meant, number in enumerate((there, nothing, nothing)):
         os.dup2(number, meant)
-    os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # connections end with who made them
-    sys.argv[1:] = ["3"]
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # connections end with who made them
     main()
 
 
@@ -139,20 +122,19 @@ def answer_questions(
 ) -> None:
     """Answer questions from standard input one after another until it ends.
 
-    Answers go to the file descriptor that is the first argument of the command line, since
-    libraries may write to standard output.
+    Answers go there, too: it is a socket, and libraries may write to standard output.
 
     Args:
         answer: Computes an answer; an error of it is sent instead.
         heard: Called in another thread as soon as a question arrives.
     """
     questions: queue.SimpleQueue[tuple[int, int, Any]] = queue.SimpleQueue()
-    asked, answering = Connection(0, writable=False), Connection(int(sys.argv[1]), readable=False)
+    who_asks = Connection(0)
 
     def listen() -> None:
         with suppress(EOFError, OSError):
             while True:
-                question = asked.recv()
+                question = who_asks.recv()
                 heard()
                 questions.put(question)
         os._exit(0)
@@ -163,7 +145,7 @@ def answer_questions(
         # A thread cannot become less nice again, so each question has one of its own.
         with ThreadPoolExecutor(1) as thread:
             found = thread.submit(_answer, answer, question, niceness).result()
-        answering.send((number, found))
+        who_asks.send((number, found))
 
 
 def _answer(answer: Callable[[Any], Any], question: Any, niceness: int) -> Any:

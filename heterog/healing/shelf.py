@@ -1,4 +1,4 @@
-"""The parts of snapshots that a host has, where they outlive the ranks that write them.
+"""The snapshots of a job's state that a host has, where they outlive the ranks that write them.
 
 A snapshot has a part of each rank, and a part is a file in a folder for temporary files: its
 tensors one after another, beside a file that says where each of them is. It has its name when all
@@ -9,7 +9,9 @@ into memory first, so that it may be deleted meanwhile.
     3.120.1-4.index     where its tensors are
     3.120.1-4.begun     as much of it as is written
 
-Ranks themselves copy parts from host to host (``carrying``).
+A part has what a checkpoint would hold of its rank: the boxes of parameters, of the optimizer's
+state and of buffers that it owns. Every element is owned by one rank, so a snapshot has the size
+of the state, not of its replicas, and ranks of any plan can read it.
 """
 
 import json
@@ -22,11 +24,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from heterog import __version__
 from heterog.errors import HeterogError
 from heterog.files import write_atomically
-from heterog.runtime.checkpoint.boxes import Entry
-from heterog.runtime.checkpoint.contents import SavedOptimizer, SavedTensor, dtype_name, to_json
+from heterog.runtime.checkpoint.boxes import Entry, check_tiling
+from heterog.runtime.checkpoint.contents import (
+    Contents,
+    SavedOptimizer,
+    SavedTensor,
+    dtype_name,
+    states_from_json,
+    tensors_from_json,
+    to_json,
+)
 
 INDEX = ".index"
 _ALIGNMENT = 16
@@ -183,3 +195,81 @@ def _copy(entry: Entry, room: mmap.mmap | None, begin: int, number: int) -> Save
         whole_shape=entry.shape if is_part else (),
         offsets=entry.box.offsets if is_part else (),
     )
+
+
+class Snapshot:
+    """A complete snapshot to read; what is on this host stays readable although it is deleted.
+
+    Args:
+        shelf: Where its parts are; those that are read may come later than their indices.
+        moment: Which.
+
+    Attributes:
+        moment: Which.
+        contents: Index of the snapshot, in the form of a checkpoint's.
+        num_bytes: Bytes read so far.
+        far_bytes: Bytes of those in parts that came from other hosts.
+
+    Raises:
+        LostError: a part is not there.
+        ValueError: the parts of a tensor do not cover all of it.
+    """
+
+    def __init__(self, shelf: Shelf, moment: Moment) -> None:
+        self._shelf, self.moment = shelf, moment
+        here = set(shelf.parts())
+        self._near = {part.number for part in here if part.moment == moment}
+        self._content: dict[int, Any] = {}
+        for number in self._near:
+            self._open(number)
+        self.num_bytes = self.far_bytes = 0
+        indices = [bytes(shelf.content(part.files[0])) for part in parts_of(moment)]
+        self.contents = _contents(list(map(json.loads, indices)))
+
+    def read(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """Read tensors, or boxes of tensors, by the name under which they were written."""
+        return {name: self._tensor(self.contents.tensors[name]) for name in names}
+
+    def _tensor(self, saved: SavedTensor) -> Tensor:
+        number = part_of(saved)
+        self.num_bytes += saved.num_bytes
+        self.far_bytes += saved.num_bytes * (number not in self._near)
+        dtype: torch.dtype = getattr(torch, saved.dtype)
+        if not saved.num_bytes:
+            return torch.empty(saved.shape, dtype=dtype)
+        count = saved.num_bytes // dtype.itemsize
+        flat = torch.frombuffer(self._open(number), dtype=dtype, count=count, offset=saved.offset)
+        return flat.view(saved.shape)
+
+    def _open(self, number: int) -> Any:
+        if number not in self._content:
+            name = parts_of(self.moment)[number].name
+            self._content[number] = self._shelf.content(name)
+        return self._content[number]
+
+
+def part_of(saved: SavedTensor) -> int:
+    """The number of the part that holds a tensor; the index stores it as the file name."""
+    return int(saved.file.split("_")[2])
+
+
+def _contents(indices: Sequence[Mapping[str, Any]]) -> Contents:
+    """Merge the indices of all parts into one like a checkpoint's."""
+    tensors: dict[str, SavedTensor] = {}
+    states: dict[str, SavedOptimizer] = {}
+    for index in indices:
+        tensors |= tensors_from_json(index["tensors"])
+        states |= states_from_json(index["states"])
+    contents = Contents(
+        **{"extra": {}, **indices[0], "tensors": tensors, "states": states},
+        heterog=__version__,
+        torch=torch.__version__,
+        data="",
+    )
+    for whole, names in contents.parts.items():
+        check_tiling(
+            whole,
+            contents.shape(whole),
+            [piece.box for name in names for piece in contents.tensors[name].pieces],
+        )
+    return contents

@@ -1,82 +1,120 @@
-"""Snapshots of a job's state: ranks write them between two steps, and read them when they begin.
+"""A rank writes its part of each snapshot between two steps, and copies it to other hosts.
 
-A rank writes what a checkpoint would hold of it: the boxes of parameters, of the optimizer's state
-and of buffers that it owns. Every element is owned by one rank, so a snapshot has the size of the
-state, not of its replicas, and ranks of any plan can read it.
+Ranks copy files from host to host by themselves, beside training. So nobody else has to know of
+snapshots, and nobody has to listen on a port.
 """
 
 import json
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from heterog import __version__
-from heterog.healing.carrying import RankCarrier
-from heterog.healing.shelf import Moment, Part, Shelf, parts_of
-from heterog.runtime.checkpoint.boxes import Entry, check_tiling
-from heterog.runtime.checkpoint.contents import (
-    Contents,
-    SavedOptimizer,
-    SavedTensor,
-    states_from_json,
-    tensors_from_json,
-)
+from heterog.errors import InputFileError
+from heterog.healing.elastic import any_rank, set_silence
+from heterog.healing.shelf import LostError, Moment, Part, Shelf
+from heterog.runtime.accelerators import CPU_BACKEND
+from heterog.runtime.checkpoint.boxes import Entry
+from heterog.runtime.checkpoint.contents import SavedOptimizer
+from heterog.runtime.step.collectives import gather_texts, open_group
 
 _REST = 10.0
 """Seconds of training between snapshots for each second that one takes, for which ranks wait."""
+_SLOW_BYTES_PER_S = 1e7
+"""As slowly as a hundred megabits a second may files be carried, one after another."""
+_NOTHING = torch.empty(0)
+"""What is in an empty file."""
+
+
+class _Way(NamedTuple):
+    """A file, the rank that sends it, and the one that receives it: the first of its host."""
+
+    name: str
+    source: int
+    target: int
 
 
 class SnapshotWriter:
-    """Writes this rank's parts of snapshots.
+    """Writes this rank's parts of snapshots; all ranks call all methods, in the same order.
 
     Args:
-        shelf: Where they are put.
-        number: Number of this rank's part.
-        num_parts: Number of parts of a snapshot.
+        shelf: The parts of this host.
         generation: Number of times the job's ranks were started before.
-        carrier: Copies the part of each rank to other hosts, if there are some.
+        part: Number of this rank's part, and the number of parts of a snapshot.
+        host_of: Number of each rank's host; nothing is copied on a single one.
+        redundancy: Number of further hosts that hold each part, if there are so many.
+        silent_s: Seconds after which a rank gives up on the others, beside the time for files.
 
     Attributes:
         newest: The last snapshot begun.
         settled: The last one that is known to be complete; older parts are deleted.
         num_bytes: Its size.
         copy_s: Seconds that it took.
+        failed: Why the last part could not be written here, or one of another host, which should
+            be here, too; empty if both were.
+        further: Names of files of this rank that go to other hosts with its next part.
     """
 
     def __init__(
         self,
         shelf: Shelf,
-        number: int,
-        num_parts: int,
         generation: int,
-        carrier: RankCarrier | None = None,
+        part: tuple[int, int],
+        host_of: Sequence[int] = (0,),
+        redundancy: int = 0,
+        silent_s: float = 0.0,
     ) -> None:
         self.newest: Moment | None = None
         self.settled: Moment | None = None
         self.num_bytes = 0
         self.copy_s = 0.0
-        self._shelf, self._number, self._num_parts = shelf, number, num_parts
-        self._generation, self._carrier = generation, carrier
-        self._failed, self._rested_s = "", 0.0
+        self.failed = ""
+        self.further: list[str] = []
+        self._shelf, self._generation, self._part = shelf, generation, part
+        self._host_of, hosts = tuple(host_of), sorted(set(host_of))
+        self._first = {host: self._host_of.index(host) for host in hosts}
+        # Which ranks hold what a host has, too: those of the hosts after it.
+        firsts = list(self._first.values())
+        self._after = {
+            host: [*firsts[place + 1 :], *firsts[:place]][:redundancy]
+            for place, host in enumerate(hosts)
+        }
+        # Files are copied from and to memory of the host, whatever the ranks compute on.
+        self._group = open_group(backend=CPU_BACKEND) if len(hosts) > 1 else None
+        self._silent_s, self._rested_s = silent_s, 0.0
+        self._copying: threading.Thread | None = None
+        self._lost: Exception | None = None
 
     @property
     def is_busy(self) -> bool:
-        """Whether it is too early for the next one.
+        """Whether it is too early for the next one: parts are on their way, or ranks train first.
 
         Raises:
             RuntimeError: the connection to another host is lost.
-            Exception: see ``RankCarrier``.
+            Exception: what else has ended the thread that copies.
         """
-        is_carried = self._carrier is not None and self._carrier.is_busy
-        return is_carried or time.monotonic() < self._rested_s
+        if self._lost is not None:
+            raise self._lost
+        is_copying = self._copying is not None and self._copying.is_alive()
+        return is_copying or time.monotonic() < self._rested_s
 
-    @property
-    def failed(self) -> str:
-        """Why the last part could not be written here or elsewhere; empty if it was."""
-        return self._failed or (self._carrier.failed if self._carrier is not None else "")
+    def end_step(self, *values: bool) -> list[bool]:
+        """Settle the newest snapshot if no rank has failed to write its part.
+
+        Args:
+            values: What else ranks have to agree about.
+
+        Returns:
+            Whether the next snapshot is due, and which of the values any rank has.
+        """
+        is_busy, has_failed, *said = any_rank(self.is_busy, bool(self.failed), *values)
+        if not (is_busy or has_failed):
+            self.settled = self.newest or self.settled
+        return [not is_busy, *said]
 
     def take(
         self,
@@ -85,106 +123,117 @@ class SnapshotWriter:
         states: Mapping[str, SavedOptimizer],
         about: Mapping[str, Any],
     ) -> None:
-        """Write this rank's part of a snapshot."""
+        """Write this rank's part of a snapshot, and begin to copy it to other hosts."""
+        self.wait()
         begin_s = time.monotonic()
-        self.newest = Moment(self._generation, step_number, self._num_parts)
-        part = Part(self.newest, self._number)
+        self.newest = Moment(self._generation, step_number, self._part[1])
+        part, self.failed = Part(self.newest, self._part[0]), ""
         try:
             if self.settled is not None:
                 self._shelf.forget_before(self.settled)
             self.num_bytes = self._shelf.put(part, entries, states, about)
-            self._failed = ""
         except OSError as error:
-            self._failed = f"{error.strerror or error} in {self._shelf.folder}"
-        if self._carrier is not None:
-            self._carrier.copy(part)
+            self.failed = f"{error.strerror or error} in {self._shelf.folder}"
+        if any(self._after.values()):
+            names, self.further = [*part.files, *self.further], []
+            self._copying = threading.Thread(target=self._copy, args=(names,), daemon=True)
+            self._copying.start()
         now_s = time.monotonic()
         self.copy_s = now_s - begin_s
         self._rested_s = now_s + _REST * self.copy_s
 
-    def settle(self) -> None:
-        """Note that the newest snapshot is complete: no rank has failed to write its part."""
-        self.settled = self.newest or self.settled
-
     def wait(self) -> None:
-        """Wait until other hosts hold the last part, if they should."""
-        if self._carrier is not None:
-            self._carrier.wait()
+        """Wait until other hosts hold the last part, if they should, or another host is lost."""
+        if self._copying is not None:
+            self._copying.join()
 
+    def bring(self, names: Iterable[str]) -> None:
+        """Bring files that ranks want to their hosts.
 
-class Snapshot:
-    """A complete snapshot to read; what is on this host stays readable although it is deleted.
+        Args:
+            names: Names of the files that this rank wants.
 
-    Args:
-        shelf: Where its parts are; those that are read may come later than their indices.
-        moment: Which.
+        Raises:
+            LostError: no host has one of them; all ranks raise it.
+            InputFileError: there is no room left on this host.
+            OSError: a file of this host cannot be read.
+        """
+        if self._group is None:
+            return
+        here = [path.name for path in self._shelf.folder.iterdir()], sorted(names)
+        told = [json.loads(each) for each in gather_texts(json.dumps(here), self._group)]
+        sources: dict[str, int] = {}
+        wanted: dict[int, set[str]] = {host: set() for host in self._first}
+        for rank, (held, wants) in reversed(list(enumerate(told))):
+            sources |= dict.fromkeys(held, rank)
+            wanted[self._host_of[rank]] |= set(wants)
+        if missing := sorted(set().union(*wanted.values()).difference(sources)):
+            raise LostError(f"{missing[0]} of a snapshot is on no host that has ranks.")
+        ways = [
+            _Way(name, sources[name], first)
+            for host, first in self._first.items()
+            for name in sorted(wanted[host].difference(told[first][0]))
+        ]
+        rank = dist.get_rank()
+        self._carry([way.name for way in ways if way.source == rank], lambda said: ways)
 
-    Attributes:
-        moment: Which.
-        contents: Index of the snapshot, in the form of a checkpoint's.
-        num_bytes: Bytes read so far.
-        far_bytes: Bytes of those in parts that came from other hosts.
+    # --- parts -----------------------------------------------------------------------------------
 
-    Raises:
-        LostError: a part is not there.
-        ValueError: the parts of a tensor do not cover all of it.
-    """
+    def _copy(self, names: Sequence[str]) -> None:
+        try:
+            self._carry(
+                names,
+                lambda said: [
+                    _Way(name, source, target)
+                    for source, host in enumerate(self._host_of)
+                    for target in self._after[host]
+                    for name in said[source]
+                ],
+            )
+        except (InputFileError, OSError) as error:
+            self.failed = str(error)
+        except Exception as error:  # a thread's would only be printed
+            self._lost = error
 
-    def __init__(self, shelf: Shelf, moment: Moment) -> None:
-        self._shelf, self.moment = shelf, moment
-        here = set(shelf.parts())
-        self._near = {part.number for part in here if part.moment == moment}
-        self._content: dict[int, Any] = {}
-        for number in self._near:
-            self._open(number)
-        self.num_bytes = self.far_bytes = 0
-        indices = [bytes(shelf.content(part.files[0])) for part in parts_of(moment)]
-        self.contents = _contents(list(map(json.loads, indices)))
+    def _carry(
+        self, names: Iterable[str], ways: Callable[[list[dict[str, int]]], Sequence[_Way]]
+    ) -> None:
+        """Send files one after another; those of different ranks do not wait for each other.
 
-    def read(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Read tensors, or boxes of tensors, by the name under which they were written."""
-        return {name: self._tensor(self.contents.tensors[name]) for name in names}
+        Args:
+            names: Names of the files that this rank offers.
+            ways: Where files go, by the sizes of those that each rank really has.
 
-    def _tensor(self, saved: SavedTensor) -> Tensor:
-        number = part_of(saved)
-        self.num_bytes += saved.num_bytes
-        self.far_bytes += saved.num_bytes * (number not in self._near)
-        dtype: torch.dtype = getattr(torch, saved.dtype)
-        if not saved.num_bytes:
-            return torch.empty(saved.shape, dtype=dtype)
-        count = saved.num_bytes // dtype.itemsize
-        flat = torch.frombuffer(self._open(number), dtype=dtype, count=count, offset=saved.offset)
-        return flat.view(saved.shape)
-
-    def _open(self, number: int) -> Any:
-        if number not in self._content:
-            name = parts_of(self.moment)[number].name
-            self._content[number] = self._shelf.content(name)
-        return self._content[number]
-
-
-def part_of(saved: SavedTensor) -> int:
-    """The number of the part that holds a tensor; the index stores it as the file name."""
-    return int(saved.file.split("_")[2])
-
-
-def _contents(indices: Sequence[Mapping[str, Any]]) -> Contents:
-    """Merge the indices of all parts into one like a checkpoint's."""
-    tensors: dict[str, SavedTensor] = {}
-    states: dict[str, SavedOptimizer] = {}
-    for index in indices:
-        tensors |= tensors_from_json(index["tensors"])
-        states |= states_from_json(index["states"])
-    contents = Contents(
-        **{"extra": {}, **indices[0], "tensors": tensors, "states": states},
-        heterog=__version__,
-        torch=torch.__version__,
-        data="",
-    )
-    for whole, names in contents.parts.items():
-        check_tiling(
-            whole,
-            contents.shape(whole),
-            [piece.box for name in names for piece in contents.tensors[name].pieces],
-        )
-    return contents
+        Raises:
+            InputFileError: a file could not be written here; all others have been carried.
+            OSError: one could not be read here; all others have been carried.
+        """
+        failed: InputFileError | OSError | None = None  # others go on, and are heard to the end
+        rank, own = dist.get_rank(), dict[str, Tensor]()
+        for name in names:
+            try:
+                content = self._shelf.content(name)
+                own[name] = torch.frombuffer(content, dtype=torch.uint8) if content else _NOTHING
+            except LostError:
+                pass  # it could not be written
+            except OSError as error:
+                failed = error
+        told = {name: len(value) for name, value in own.items()}
+        said = [json.loads(text) for text in gather_texts(json.dumps(told), self._group)]
+        going = [(way, said[way.source].get(way.name)) for way in ways(said)]
+        num_bytes = sum(size or 0 for _, size in going)
+        set_silence(self._silent_s + num_bytes / _SLOW_BYTES_PER_S, [self._group])
+        for (name, source, target), size in going:
+            if source == rank and size:
+                dist.send(own[name], target, group=self._group)
+            elif target == rank and size is not None:
+                value = torch.empty(size, dtype=torch.uint8)
+                if size:
+                    dist.recv(value, source, group=self._group)
+                try:
+                    self._shelf.bring(name, value.numpy().data)
+                except (InputFileError, OSError) as error:
+                    failed = error
+        dist.barrier(self._group)  # who carries nothing waits here, however long it takes
+        if failed is not None:
+            raise failed

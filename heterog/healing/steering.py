@@ -6,21 +6,14 @@ one plus what it costs to go there. Predicted seconds are scaled by what steps r
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
-from heterog.healing.choices import (
-    WARM_STEPS,
-    Choice,
-    Question,
-    Side,
-    Trial,
-    recent_step_s,
-)
+from heterog.healing.choices import WARM_STEPS, Choice, Question, Trial, recent_step_s
 from heterog.healing.crew import Crew
 from heterog.healing.options import HealOptions
 from heterog.healing.service import Service
@@ -52,18 +45,6 @@ class PlanChange(NamedTuple):
     choice: Choice
     kind: str
     why: str
-
-
-class _Queued(NamedTuple):
-    """A question that is to be asked, and why the job would change to the answer.
-
-    Kinds are those of changes, and ``"prepared"`` for later, ``"rebalanced"`` and ``"left out"``
-    for what can be done about a slow device.
-    """
-
-    kind: str
-    question: Question
-    why: str = ""
 
 
 @dataclass(slots=True)
@@ -131,8 +112,8 @@ class Steering:
         self._service, self._crew = service, crew
         self._devices = [_Device() for _ in whole.devices]
         self._prepared: dict[tuple[int, ...], Choice] = {}
-        self._queue: list[_Queued] = []
-        self._asked: tuple[int, _Queued] | None = None
+        self._queue: list[Question] = []
+        self._asked: tuple[int, Question] | None = None
         self._num_plans = 0
         self._rebalanced: Choice | None = None
         self._no_plan: tuple[int, ...] = ()
@@ -175,19 +156,15 @@ class Steering:
         left = self.without()
         if left in self._prepared:
             return self._prepared[left]
-        number, queued = self._asked or (0, None)
+        number, asked = self._asked or (0, None)
         self._asked = None
         try:
-            if queued is None or queued.kind != "prepared" or queued.question.devices != left:
-                number = self._service.ask(self._question(left))
-            return self._wait_for(number, timeout_s)
+            if asked is None or (asked.kind, asked.devices) != ("prepared", left):
+                number = self._service.ask(self._question("lost", left))
+            found = self._service.answer_to(number, timeout_s)
         except HeterogError:
-            number = self._service.ask(self._question(left, methods=_AUTO))
-            return self._wait_for(number, timeout_s)
-
-    def _wait_for(self, number: int, timeout_s: float) -> Choice:
-        """Wait for the plan that a question asks for."""
-        found = self._service.answer_to(number, timeout_s, self._note_setup)
+            number = self._service.ask(self._question("lost", left, methods=_AUTO))
+            found = self._service.answer_to(number, timeout_s)
         assert isinstance(found, Choice)
         return found
 
@@ -206,18 +183,18 @@ class Steering:
         for each in self._devices:
             each.looks.clear()
         self._rebalanced = None
-        if self._trial is not None and choice is not self._trial.chosen.choice:
+        if self._trial is not None and choice is not self._trial.chosen:
             self._trial = None  # something else has happened
         self._seconds.clear()
         self._quiet_s.clear()
         self._ratios.clear()
         losses = [self.without(self._crew.lost_with(each)) for each in self.running.devices]
         left = [each for each in dict.fromkeys(losses) if each and each not in self._prepared]
-        ahead = left[:_MOST_PREPARED]
-        self._queue = [_Queued("prepared", self._question(each)) for each in ahead]
+        self._queue = [self._question("prepared", each) for each in left[:_MOST_PREPARED]]
         if kind in ("lost", "leaving") and (budget := self._options.search_budget):
-            question = self._question(self.without(), methods=_AUTO, budget=budget)
-            self._queue.append(_Queued("better", question))
+            self._queue.append(
+                self._question("better", self.without(), methods=_AUTO, budget=budget)
+            )
 
     def look(self) -> PlanChange | None:
         """Decide whether to change to another plan now; called again and again."""
@@ -225,16 +202,17 @@ class Steering:
         self._ask_about_who_is_back()
         going = self._before_end() or self._after_trial()
         for number, answer in iter(self._service.next_answer, None):
-            self._note_setup(answer)
+            if isinstance(answer, tuple) and not self.running.busy_s:  # of the first plan
+                self.running = replace(self.running, busy_s=answer)
             if self._asked is not None and number == self._asked[0]:
-                queued, self._asked = self._asked[1], None
-                going = self._weigh(queued, answer) or going
+                question, self._asked = self._asked[1], None
+                going = self._weigh(question, answer) or going
         if going is not None:
             return going
         if self._asked is None and self._queue:
-            queued = self._queue.pop(0)
-            niceness = _NICENESS.get(queued.kind, 0)
-            self._asked = self._service.ask(queued.question, niceness=niceness), queued
+            question = self._queue.pop(0)
+            niceness = _NICENESS.get(question.kind, 0)
+            self._asked = self._service.ask(question, niceness=niceness), question
         if self._is_quiet and self.num_left and self._trial is None and self._measured_s:
             self._ask_for_a_trial()
         return None
@@ -297,17 +275,17 @@ class Steering:
         if is_slow:
             why = f"{self._names([device])} takes {whole:.1f} times as long as planned: "
             self._ask_first(
-                _Queued("rebalanced", self._question(self.without(), slow)),
-                _Queued("left out", self._question(self.without([device]), slow), why),
+                self._question("rebalanced", self.without(), slow=slow),
+                self._question("left out", self.without([device]), why, slow=slow),
             )
             return
         if whole < self._options.slow_factor:
             del slow[device]
             whole = 1.0
         why = f"{self._names([device])} is quicker again, at {whole:.1f} times as long as planned"
-        self._ask_first(_Queued("quick", self._question(self.without(), slow), why))
+        self._ask_first(self._question("quick", self.without(), why, slow=slow))
 
-    def _ask_first(self, *questions: _Queued) -> None:
+    def _ask_first(self, *questions: Question) -> None:
         """Put questions first; a search that nobody waits for ends and is repeated later."""
         if self._asked is not None and self._asked[1].kind in _NICENESS:
             self._queue.append(self._asked[1])
@@ -317,10 +295,10 @@ class Steering:
     def _prepare_for_who_is_silent(self) -> None:
         """Prepare the plan without the hosts that do not answer before other plans."""
         left = self.without(list(filter(self._crew.is_silent, self.running.devices)))
-        for queued in self._queue:
-            if queued.kind == "prepared" and queued.question.devices == left:
-                self._queue.remove(queued)
-                self._ask_first(queued)
+        for question in self._queue:
+            if (question.kind, question.devices) == ("prepared", left):
+                self._queue.remove(question)
+                self._ask_first(question)
                 return
 
     def _before_end(self) -> PlanChange | None:
@@ -334,10 +312,8 @@ class Steering:
         if left in self._prepared:
             return PlanChange(self._prepared[left], "leaving", why)
         questions = [*self._queue, *([self._asked[1]] if self._asked is not None else [])]
-        if ("leaving", left) not in (
-            (queued.kind, queued.question.devices) for queued in questions
-        ):
-            self._ask_first(_Queued("leaving", self._question(left), why))
+        if ("leaving", left) not in ((each.kind, each.devices) for each in questions):
+            self._ask_first(self._question("leaving", left, why))
         return None
 
     def _ask_about_who_is_back(self) -> None:
@@ -353,32 +329,30 @@ class Steering:
             is_again = all(self._devices[each].was_slow for each in back)
             are = "is" if len(back) == 1 else "are"
             why = f"{self._names(back)} {are} {'tried again' if is_again else 'back'}"
-            question = self._question(tuple(sorted({*self.without(), *back})))
-            self._queue.insert(0, _Queued("back", question, why))
+            self._queue.insert(
+                0, self._question("back", tuple(sorted({*self.without(), *back})), why)
+            )
 
     def _question(
-        self, devices: tuple[int, ...], slow: Mapping[int, float] | None = None, **how: Any
+        self, kind: str, devices: tuple[int, ...], why: str = "", **how: Any
     ) -> Question:
         """The question for a plan on some devices, by default a quick one."""
         self._num_plans += 1
+        usual = {"slow": self.running.slow, "budget": self._options.first_budget}
         return Question(
+            kind=kind,
+            why=why,
             devices=devices,
-            slow=self.running.slow if slow is None else slow,
             steps_left=self.steps_left,
             restart_s=self.restart_s,
             running=self.running,
             path=str(self._folder / f"plan{self._num_plans}.json"),
-            **{"budget": self._options.first_budget, **how},
+            **{**usual, **how},
         )
 
-    def _note_setup(self, answer: Any) -> None:
-        """Take in the answer about the first plan: the seconds that each rank computes."""
-        if isinstance(answer, tuple) and not self.running.busy_s:
-            self.running = replace(self.running, busy_s=answer)
-
-    def _weigh(self, queued: _Queued, answer: Choice | HeterogError) -> PlanChange | None:
+    def _weigh(self, question: Question, answer: Choice | HeterogError) -> PlanChange | None:
         """Decide whether an answer is worth changing to."""
-        kind, question, why = queued
+        kind, why = question.kind, question.why
         if isinstance(answer, HeterogError):
             if kind == "left out":
                 self._rebalanced = None
@@ -411,20 +385,25 @@ class Steering:
         (device,) = set(self.without()) - set(without.devices)
         scale = self._scale(without)
         steps = f"steps {format_seconds(without.stay_step_s * scale)} as it is"
-        sides = [Side(without, without.step_time_s * scale, "left out")]
-        if (other := self._rebalanced) is not None:
-            sides.insert(0, Side(other, other.step_time_s * scale, "rebalanced"))
-        for side in sides:
-            steps += f", {format_seconds(side.step_s)} {side.what}"
-        best = max(reversed(sides), key=lambda each: each.choice.saved_s(self.steps_left, scale))
+        options = [without] if self._rebalanced is None else [self._rebalanced, without]
+        for each in options:
+            steps += f", {format_seconds(each.step_time_s * scale)} {each.kind}"
+        best = max(reversed(options), key=lambda each: each.saved_s(self.steps_left, scale))
         self._trial = self._rebalanced = None
-        if best.choice.saved_s(self.steps_left, scale) <= 0:
+        if best.saved_s(self.steps_left, scale) <= 0:
             self._say(f"{why}left as it is, moving would take longer ({steps})")
             return None
-        if len(sides) > 1:
-            other_side = sides[sides[0] is best]
-            self._trial = Trial(chosen=best, other=other_side, device=self._names([device]))
-        return PlanChange(best.choice, "slow", f"{why}{best.what} ({steps})")
+        for other in options:
+            if other is not best:
+                step_s, other_s = best.step_time_s * scale, other.step_time_s * scale
+                self._trial = Trial(
+                    chosen=best,
+                    chosen_s=step_s,
+                    other=other,
+                    other_s=other_s,
+                    device=self._names([device]),
+                )
+        return PlanChange(best, "slow", f"{why}{best.kind} ({steps})")
 
     def _if_it_pays(self, choice: Choice, kind: str, why: str) -> PlanChange | None:
         scale = self._scale(choice)
@@ -447,16 +426,23 @@ class Steering:
         known = self.running.slow
         slow = {**known, **{d: known.get(d, 1.0) * each for d, each in self._ratios.items()}}
         self._tried = list(dict.fromkeys([*self._tried, self.running.path]))
-        given = {"methods": (), "budget": _TRIAL_BUDGET, "tried": tuple(self._tried)}
-        self._queue.append(_Queued("tried", self._question(self.without(), slow, **given)))
+        tried = tuple(self._tried)
+        self._queue.append(
+            self._question(
+                "tried", self.without(), slow=slow, methods=(), budget=_TRIAL_BUDGET, tried=tried
+            )
+        )
 
     def _try(self, choice: Choice) -> PlanChange:
         """Change to a plan that might be better, with a way back."""
         self.num_left -= 1
         self._tried.append(choice.path)
-        back = Side(replace(self.running, moving_s=choice.moving_s), self._measured_s)
         self._trial = Trial(
-            chosen=Side(choice, choice.step_time_s), other=back, has_other_run=True
+            chosen=choice,
+            chosen_s=choice.step_time_s,
+            other=replace(self.running, moving_s=choice.moving_s),
+            other_s=self._measured_s,
+            has_other_run=True,
         )
         steps = f"{_instead(choice.step_time_s, choice.stay_step_s)} predicted"
         return PlanChange(choice, "tried", f"tries a move of {choice.method} ({steps})")
@@ -464,27 +450,25 @@ class Steering:
     def _after_trial(self) -> PlanChange | None:
         """Change to the other plan of a trial once steps are measured, if that pays."""
         after_s = self._measured_s
-        if self._trial is None or not after_s or self._trial.chosen.choice is not self.running:
+        if self._trial is None or not after_s or self._trial.chosen is not self.running:
             return None
         trial, self._trial = self._trial.measured(after_s, self.steps_left), None
         other = trial.other
         if trial.device:
-            steps = _instead(after_s, trial.chosen.step_s)
-            text = f"{trial.device} was {trial.chosen.what} and steps take {steps}"
-            goes = f"{other.what} ({format_seconds(other.step_s)})"
+            steps = _instead(after_s, trial.chosen_s)
+            text = f"{trial.device} was {trial.chosen.kind} and steps take {steps}"
+            goes = f"{other.kind} ({format_seconds(trial.other_s)})"
             stays = f"stays so, {goes} would not pay"
         else:
             self.trials.append(trial)
-            text = f"steps take {_instead(after_s, other.step_s)}"
+            text = f"steps take {_instead(after_s, trial.other_s)}"
             stays, goes = "the plan that was tried is kept", "the move is taken back"
-        is_there = all(map(self._crew.is_here, self.absent & set(other.choice.devices)))
+        is_there = all(map(self._crew.is_here, self.absent & set(other.devices)))
         if trial.is_kept or not is_there:
             self._say(f"{text}: {stays}")
             return None
         self._trial = trial.then()
-        return PlanChange(
-            other.choice, "slow" if trial.device else "taken back", f"{text}: {goes}"
-        )
+        return PlanChange(other, "slow" if trial.device else "taken back", f"{text}: {goes}")
 
     def _names(self, devices: Iterable[int]) -> str:
         return ", ".join(self._whole.devices[device].name for device in sorted(devices))

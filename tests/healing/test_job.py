@@ -27,11 +27,11 @@ from heterog.files import read_json, write_atomically, write_json
 from heterog.graph.capture import capture
 from heterog.healing import on_torchrun, rank
 from heterog.healing.choices import Choice, Question
-from heterog.healing.exchange import read_events
 from heterog.healing.job import HealingJob
 from heterog.healing.on_torchrun import heal, read_healing
 from heterog.healing.options import HealOptions
 from heterog.healing.planning import NEAR, Planning
+from heterog.healing.record import read_events
 from heterog.runtime.launch import ranks_of_this_process
 from heterog.runtime.ranks.host_places import RankHas
 from heterog.runtime.ranks.watching import Limits
@@ -119,7 +119,7 @@ def is_cleared(job: HealingJob) -> bool:
 
 def test_training_begins_anew_only_if_no_snapshot_was_complete(folder: Path) -> None:
     job = endless_job(folder, lambda stage: None)
-    job._crew = mock.Mock(parts=lambda: [[], []])
+    job._crew = mock.Mock(parts=lambda: {0: [], 1: []})
 
     def hear_snapshot(*, is_settled: bool) -> None:
         told = {"event": "snapshot", "at_s": 1.0, "num_bytes": 5, "copy_s": 0.1}
@@ -146,7 +146,7 @@ def test_a_rank_is_lost_and_comes_back(folder: Path, monkeypatch: pytest.MonkeyP
         if number >= 20 and not killed:
             killed.append(ranks_of_this_process()[1])
             os.kill(killed[0], signal.SIGKILL)
-        if len(moves) == job.generation == 2 and number > moves[-1].step + 5 > 5:
+        if len(moves) == job.trained.generation == 2 and number > moves[-1].step + 5 > 5:
             raise Enough
 
     job = endless_job(folder, watch, back_after_s=1.0)
@@ -225,7 +225,9 @@ def test_planning_for_a_slow_device_gives_it_less(folder: Path) -> None:
 def test_a_job_tries_a_move_and_its_losses_stay_those_of_one_device(folder: Path) -> None:
     def watch(stage: str) -> None:
         moves, trials = job.trained.moves, job.steering.trials
-        is_over = len(moves) == job.generation == sum(2 - trial.is_kept for trial in trials)
+        is_over = (
+            len(moves) == job.trained.generation == sum(2 - trial.is_kept for trial in trials)
+        )
         if trials and is_over and max(job.trained.losses) > moves[-1].step + 3 > 3:
             raise Enough
 

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from heterog.graph.capture import capture
-from heterog.healing.host import HealingHost
+from heterog.healing.crew import HealingHost
 from heterog.healing.on_ray import RayCrew, heal_on_ray
 from heterog.healing.options import HealOptions
 from heterog.runtime.launch import parent_of
@@ -79,8 +79,8 @@ def test_a_node_announces_its_end_by_a_signal_or_is_drained(
     ray.get_runtime_context().get_node_id.return_value = "mine"
     ray._private.state.state.get_draining_nodes.return_value = {"other": 0}
     monkeypatch.setattr("heterog.runtime.ranks.on_ray.connect_to_ray", lambda: (ray, False))
-    monkeypatch.setattr("heterog.healing.host.connect_to_ray", lambda: (ray, False))
-    monkeypatch.setattr("heterog.healing.host._LOOK_S", 0.01)
+    monkeypatch.setattr("heterog.healing.crew.connect_to_ray", lambda: (ray, False))
+    monkeypatch.setattr("heterog.healing.crew._LOOK_S", 0.01)
     monkeypatch.setattr(HealingHost, "_start", lambda *_: None)
     before = signal.getsignal(signal.SIGTERM)
     hosts = []

@@ -16,7 +16,8 @@ from heterog.errors import ClusterError, HeterogError
 from heterog.graph.grouping import group_ops
 from heterog.healing.choices import Choice, Question
 from heterog.healing.costs import held, slowed, transfer_s
-from heterog.healing.options import HealOptions, Move, Trained
+from heterog.healing.options import HealOptions
+from heterog.healing.record import Move, Trained
 from heterog.healing.service import Service
 from heterog.healing.steering import PlanChange, Steering
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
@@ -123,6 +124,7 @@ class Prompt(Service):
         return Choice(
             path=question.path,
             method="some",
+            kind=question.kind,
             devices=question.devices,
             slow={d: each for d, each in question.slow.items() if d in question.devices},
             step_time_s=self._step_s.get(lost(question.devices), 1.0),
@@ -315,7 +317,7 @@ def test_a_plan_that_is_being_prepared_is_not_asked_for_again() -> None:
     steering.begin_generation(None, "first")
     steering.look()  # asks about the loss of the first device
     assert steering._asked is not None
-    number, (_, question, _) = steering._asked
+    number, question = steering._asked
     steering.leave_out(lost(question.devices))
     answer = steering.plan_for_loss(1.0)
     assert (answer.path, prompt._num_asked) == (question.path, number)
@@ -330,14 +332,14 @@ def test_a_device_that_does_not_answer_is_planned_without_first() -> None:
     steering.look()
 
     def waiting() -> list[tuple[int, ...]]:
-        return [lost(each.question.devices) for each in steering._queue]
+        return [lost(each.devices) for each in steering._queue]
 
     assert waiting() == [(1,), (2,)], "that of the first device was asked"
     crew_of(steering).is_silent = lambda device: device == 2
     steering.look()
     asked = steering._asked
     assert asked is not None
-    assert lost(asked[1].question.devices) == (2,), "at once, instead of that"
+    assert lost(asked[1].devices) == (2,), "at once, instead of that"
     assert waiting() == [(1,), (0,)]
     steering.look()
     assert waiting() == [(0,)], "it was prepared"
@@ -347,7 +349,7 @@ def test_the_loss_of_a_host_is_planned_for_once_whatever_devices_it_has() -> Non
     steering = steered(Prompt({}, stay_step_s=2.0), [], search_budget="")
     crew_of(steering).lost_with = lambda device: [0, 1] if device < 2 else [2]
     steering.begin_generation(None, "first")
-    assert [lost(each.question.devices) for each in steering._queue] == [(0, 1), (2,)]
+    assert [lost(each.devices) for each in steering._queue] == [(0, 1), (2,)]
 
 
 def test_a_device_that_is_known_to_be_slow_is_not_the_measure_of_the_others() -> None:
@@ -450,7 +452,7 @@ def test_a_plan_that_was_tried_is_taken_back_if_that_pays(
     steering.steps_left = steps_left
     back = going_after([99.0, 99.0, *[after_s] * 16], steering)
     (trial,) = steering.trials
-    assert (trial.other.step_s, trial.after_s) == pytest.approx((2.0, after_s))
+    assert (trial.other_s, trial.after_s) == pytest.approx((2.0, after_s))
     assert trial.is_kept == is_kept
     assert (back is None) == is_kept
     if back is not None:

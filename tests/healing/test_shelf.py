@@ -8,22 +8,26 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from heterog.errors import HeterogError, InputFileError
-from heterog.healing import elastic
-from heterog.healing.carrying import RankCarrier
+from heterog.healing import elastic, snapshots
 from heterog.healing.choices import Choice
-from heterog.healing.crew import Crew, JobState
-from heterog.healing.exchange import Assignment
-from heterog.healing.host import HealingHost
+from heterog.healing.crew import Crew, HealingHost
 from heterog.healing.on_ray import RayCrew
-from heterog.healing.options import Trained
-from heterog.healing.shelf import LostError, Moment, Part, Shelf, newest_complete, parts_of
-from heterog.healing.snapshots import Snapshot, SnapshotWriter
+from heterog.healing.record import Assignment, Trained
+from heterog.healing.shelf import (
+    LostError,
+    Moment,
+    Part,
+    Shelf,
+    Snapshot,
+    newest_complete,
+    parts_of,
+)
+from heterog.healing.snapshots import SnapshotWriter
 from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
 from heterog.runtime.request import RunRequest
 from tests.healing.test_job import three
@@ -93,10 +97,10 @@ def test_a_part_that_cannot_be_written_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = Shelf(tmp_path)
-    writer = SnapshotWriter(where, 0, 1, 0)
+    writer = SnapshotWriter(where, 0, (0, 1))
     values = [entry("w", torch.ones(3))]
     writer.take(1, values, {}, ABOUT)
-    writer.settle()
+    writer.settled = writer.newest
     assert (writer.failed, writer.num_bytes) == ("", 16)
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(os, "posix_fallocate", full)
@@ -111,7 +115,7 @@ def test_ranks_train_for_ten_times_as_long_as_a_snapshot_takes(
 ) -> None:
     now = iter([5.0, 5.5, 10.4, 10.6])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
-    writer = SnapshotWriter(Shelf(tmp_path), 0, 1, 0)
+    writer = SnapshotWriter(Shelf(tmp_path), 0, (0, 1))
     writer.take(1, [], {}, ABOUT)
     assert writer.copy_s == 0.5
     assert writer.is_busy
@@ -135,7 +139,7 @@ class Far:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
-        self.host = mock.Mock(shelf=Shelf(folder), _lent={}, parts=Shelf(folder).parts)
+        self.host = mock.Mock(shelf=Shelf(folder), parts=Shelf(folder).parts)
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(HealingHost, name)
@@ -166,8 +170,7 @@ def test_a_snapshot_for_a_checkpoint_is_brought_from_the_hosts_that_have_it(
         assert {name: value.tolist() for name, value in read.items()} == {
             "w0": [0.0] * 3, "w1": [1.0] * 3
         }  # fmt: skip
-        kept = np.frombuffer(bytes(HealingHost.give(hosts[1].host, "0.3.1-2")), np.float32)
-        assert kept[:3].tolist() == [1.0] * 3, "it is kept until the next is lent"
+        assert HealingHost.give(hosts[1].host, "0.3.1-2") is None, "it is deleted there"
     finally:
         crew._stack.close()
     assert not folder.exists()
@@ -194,9 +197,9 @@ def test_what_only_hosts_without_ranks_hold_is_brought_to_one_that_has_ranks(
     plan.touch()
     device = three().host_devices(1)[0]
     choice = Choice(path=str(plan), method="", devices=(device,))
-    state = JobState(generation=1, running=choice, trained=Trained())
     crew._begin(
-        state, Assignment(generation=1, plan=str(plan), last=9, moment=moment, checkpoint="")
+        Trained(generation=1, running=choice),
+        Assignment(generation=1, plan=str(plan), last=9, moment=moment, checkpoint=""),
     )
     begun.assert_called_once()
     there = hosts[1].host.shelf
@@ -210,7 +213,7 @@ def carry(rank: int, folder: Path) -> tuple[list[int], list[str], str, list[floa
     """Be a host of two that hold each other's parts; the first has no room for those of others."""
     shelf, moment = Shelf(folder / str(rank)), Moment(0, 3, 2)
     shelf.folder.mkdir()
-    carrier = RankCarrier(shelf, [0, 1], 1, 60.0)
+    writer, snapshots._REST = SnapshotWriter(shelf, 0, (rank, 2), [0, 1], 1, 60.0), 0.0
     begun = threading.Event()
     bring = shelf.bring
 
@@ -221,19 +224,18 @@ def carry(rank: int, folder: Path) -> tuple[list[int], list[str], str, list[floa
         bring(name, content)
 
     shelf.bring = bring_late  # type: ignore[method-assign]
-    shelf.put(Part(moment, rank), [entry("w", torch.full((3,), float(rank)))], {}, ABOUT)
     (shelf.folder / "plan.json").write_text("further")
-    carrier.further.append("plan.json")
-    carrier.copy(Part(moment, rank))
-    was_busy = carrier.is_busy
+    writer.further.append("plan.json")
+    writer.take(3, [entry("w", torch.full((3,), float(rank)))], {}, ABOUT)
+    was_busy = writer.is_busy
     begun.set()
-    carrier.wait()
-    assert was_busy > carrier.is_busy, "training went on meanwhile"
+    writer.wait()
+    assert was_busy > writer.is_busy, "training went on meanwhile"
     there = sorted(part.number for part in shelf.parts())
-    failed, shelf.bring = carrier.failed, bring  # type: ignore[method-assign]
-    carrier.bring(each for part in parts_of(moment) for each in part.files)
+    failed, shelf.bring = writer.failed, bring  # type: ignore[method-assign]
+    writer.bring(each for part in parts_of(moment) for each in part.files)
     read = Snapshot(shelf, moment).read(["w"])["w"]
-    return there, carrier.further, failed, read.tolist()
+    return there, writer.further, failed, read.tolist()
 
 
 def test_ranks_copy_parts_to_other_hosts_beside_training(tmp_path: Path) -> None:
@@ -248,25 +250,24 @@ def test_ranks_copy_parts_to_other_hosts_beside_training(tmp_path: Path) -> None
 
 def carry_badly(rank: int, folder: Path) -> tuple[list[str], list[list[int]], list[str]]:
     """Be a host of two, of which the first cannot read a file; then there is a bug."""
-    shelf, moment = Shelf(folder / str(rank)), Moment(0, 3, 2)
+    shelf = Shelf(folder / str(rank))
     shelf.folder.mkdir()
-    carrier = RankCarrier(shelf, [0, 1], 1, 60.0)
-    content, part = shelf.content, Part(moment, rank)
-    shelf.put(part, [entry("w", torch.full((3,), float(rank)))], {}, ABOUT)
+    writer = SnapshotWriter(shelf, 0, (rank, 2), [0, 1], 1, 60.0)
+    content, values = shelf.content, [entry("w", torch.full((3,), float(rank)))]
     failed, there = [], []
     for error in (PermissionError("not for you") if rank == 0 else None, None):
         shelf.content = mock.Mock(side_effect=error or content)  # type: ignore[method-assign]
-        carrier.copy(part)
-        carrier.wait()
-        failed.append(carrier.failed)
+        writer.take(3, values, {}, ABOUT)
+        writer.wait()
+        failed.append(writer.failed)
         there.append(sorted(part.number for part in shelf.parts()))
     with pytest.raises(LostError) as lost:
-        carrier.bring(["0.9.0-2.index"] if rank == 0 else [])
+        writer.bring(["0.9.0-2.index"] if rank == 0 else [])
     shelf.content = mock.Mock(side_effect=KeyError("a bug"))  # type: ignore[method-assign]
-    carrier.copy(part)
-    carrier.wait()
+    writer.take(3, values, {}, ABOUT)
+    writer.wait()
     with pytest.raises(KeyError) as bug:
-        _ = carrier.is_busy
+        _ = writer.is_busy
     return failed, there, [str(lost.value), str(bug.value)]
 
 
