@@ -17,7 +17,7 @@ from heterog.graph.op_costs import RESHAPES
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.graph.placement import OpRule, OpRules, P, Placement, R, S, Scatter, crosses
 from heterog.graph.rule_checks import checked_rules, op_name
-from heterog.graph.sharding_rules import Special, propagate
+from heterog.graph.sharding_rules import RuleResult, Special, propagate
 
 BATCH_AXIS = 0
 EVERYWHERE = 0
@@ -431,7 +431,7 @@ class _Propagation:
             for reader, tensor, wanted in self._readers(output)
         ]
         return bool(readers) and all(
-            self._placed(tensor, through, size) == wanted
+            placed_view(self.graph, tensor, through, size) == wanted
             and (
                 reader not in self.rules
                 or (self.rules[reader][0].units == size and self._is_along_batch(reader))
@@ -466,16 +466,10 @@ class _Propagation:
         ):
             self._add_as_in_batch(op)
             return
-        needed, outputs, special = self._through(op, given, max(self.axes[axis], 1))
-        self._add(needed, outputs, special, axis)
-
-    def _through(
-        self, op: int, given: tuple[Placement, ...], units: int
-    ) -> tuple[tuple[Placement, ...], tuple[Placement, ...], str | None]:
-        result = propagate(self.graph.call(op), given, units)
+        result = propagate(self.graph.call(op), given, max(self.axes[axis], 1))
         if result is None:
-            return tuple(R for _ in given), tuple(R for _ in self.graph.outputs[op]), None
-        return result.inputs, result.outputs, result.special
+            result = RuleResult((R,) * len(given), (R,) * len(self.graph.outputs[op]))
+        self._add(result.inputs, result.outputs, result.special, axis)
 
     def _check_local_statistics(self, op: int, given: tuple[Placement, ...]) -> None:
         for have, want in zip(given, self.needed[op], strict=True):
@@ -514,7 +508,7 @@ class _Propagation:
                 # came out whole or as a sum could not be updated alone.
                 through = {parameter: place}
                 if self._gradient(gradient, size) == place and all(
-                    self._placed(tensor, through, size) == wanted
+                    placed_view(self.graph, tensor, through, size) == wanted
                     for _, tensor, wanted in self._readers(parameter)
                 ):
                     found[parameter] = place, self.axis_of[size, False]
@@ -536,23 +530,6 @@ class _Propagation:
                 if read == tensor:
                     yield reader, tensor, place
 
-    def _placed(self, tensor: int, known: dict[int, Placement], units: int) -> Placement | None:
-        """Placement of a tensor, through views, from that of a viewed tensor in ``known``.
-
-        ``None`` if a view does not keep the split.
-        """
-        if tensor not in known:
-            view = int(self.graph.producer[tensor])
-            source = self._placed(self.graph.ops[view].inputs[0], known, units)
-            if source is None:
-                return None
-            needed, outputs, _ = self._through(view, (source,), units)
-            if needed != (source,):
-                return None
-            for output, place in zip(self.graph.outputs[view], outputs, strict=True):
-                known[output] = place
-        return known[tensor]
-
     def _gradient(self, gradient: int, units: int) -> Placement | None:
         """Placement of a gradient if it comes out split along an axis of its own."""
         storage = int(self.graph.storage[gradient])
@@ -560,4 +537,21 @@ class _Propagation:
         if maker not in self.rules or self.rules[maker][0].units != units:
             return None
         made = self.rules[maker][0].outputs[storage - self.graph.outputs[maker][0]]
-        return self._placed(gradient, {storage: made}, units)
+        return placed_view(self.graph, gradient, {storage: made}, units)
+
+
+def placed_view(
+    graph: OpGraph, tensor: int, known: dict[int, Placement], units: int
+) -> Placement | None:
+    """Placement of a tensor, through views, from that of a viewed tensor in ``known``.
+
+    ``None`` if a view does not keep the split. What is found on the way is added to ``known``.
+    """
+    if tensor not in known:
+        view = int(graph.producer[tensor])
+        source = placed_view(graph, graph.ops[view].inputs[0], known, units)
+        result = None if source is None else propagate(graph.call(view), (source,), units)
+        if result is None or result.inputs != (source,):
+            return None
+        known.update(zip(graph.outputs[view], result.outputs, strict=True))
+    return known[tensor]

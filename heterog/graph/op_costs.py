@@ -1,12 +1,12 @@
 """FLOPs and bytes of ops that no counter registry prices, and the ops that cost nothing.
 
-Torch's FLOP registry covers matrix products, convolutions and attention; capture asks it first.
-The other ops are bound by memory bandwidth on every device, so one FLOP per element of their
-largest tensor is enough, and bytes matter: each input is read once and each output written once,
-except for the ops below that touch only a part of an input.
+Torch's FLOP registry covers matrix products and attention; ``FLOPS`` has what it counts wrong or
+does not know. The other ops are bound by memory bandwidth on every device, so one FLOP per element
+of their largest tensor is enough, and bytes matter: each input is read once and each output
+written once, except for the ops below that touch only a part of an input.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 
 from heterog.graph.placement import OpCall, TensorMeta
@@ -58,8 +58,8 @@ REORDERS_WEIGHTS = frozenset({"convolution.default", "convolution_backward.defau
 """Ops whose kernels keep a second copy of the weights, in blocks, while they run."""
 
 
-def convolution_flops(call: OpCall) -> float | None:
-    """FLOPs of a convolution or its backward; ``None`` for other ops.
+def convolution_flops(call: OpCall) -> float:
+    """FLOPs of a convolution or its backward.
 
     2 N X_out prod(weight shape) for each product, X_out the number of output positions (input
     positions if transposed): the weight's shape already holds c_in / groups. Torch's own counter
@@ -74,8 +74,6 @@ def convolution_flops(call: OpCall) -> float | None:
     ... ) == 2 * 2 * 25 * 8 * 9
     True
     """
-    if call.kind not in ("convolution.default", "convolution_backward.default"):
-        return None
     image = call.input("input")
     is_backward = call.kind == "convolution_backward.default"
     result = call.input("grad_output") if is_backward else call.outputs[0]
@@ -94,8 +92,8 @@ ROWS_OUTER = "heterog_rows.outer.default"
 GROUPED_PRODUCTS = (GROUPED_PRODUCT, ROWS_PRODUCT, ROWS_OUTER)
 
 
-def grouped_product_flops(call: OpCall) -> float | None:
-    """FLOPs of products of rows with the matrix of their group; ``None`` for other ops.
+def grouped_product_flops(call: OpCall) -> float:
+    """FLOPs of products of rows with the matrix of their group.
 
     2 m k n, where the groups divide m rows (or, for the gradient of the matrices, k).
 
@@ -108,8 +106,6 @@ def grouped_product_flops(call: OpCall) -> float | None:
     ... ) == 2 * 6 * 4 * 8
     True
     """
-    if call.kind not in GROUPED_PRODUCTS:
-        return None
     left, right = (meta.shape for meta in call.inputs[:2])
     made = call.outputs[0].num_elements
     if len(left) == len(right) == 2:
@@ -125,8 +121,8 @@ CHECK = "heterog_check.all_true.default"
 """A check that truth values are all true; see ``value_checks``."""
 
 
-def sparse_flops(call: OpCall) -> float | None:
-    """FLOPs of a product with a sparse matrix, 2 for each entry and feature; ``None`` for others.
+def sparse_flops(call: OpCall) -> float:
+    """FLOPs of a product with a sparse matrix, 2 for each entry and feature.
 
     >>> from heterog.graph.placement import TensorMeta, TensorRef
     >>> rows, entries = TensorMeta((1, 6, 4), "float32"), TensorMeta((10,), "int32")
@@ -135,9 +131,15 @@ def sparse_flops(call: OpCall) -> float | None:
     >>> sparse_flops(OpCall(kind=SPARSE_PRODUCT, args=args, inputs=inputs, outputs=(rows,)))
     80.0
     """
-    if call.kind != SPARSE_PRODUCT:
-        return None
     return 2.0 * _row_reads(call)
+
+
+FLOPS: Mapping[str, Callable[[OpCall], float]] = {
+    **dict.fromkeys(("convolution.default", "convolution_backward.default"), convolution_flops),
+    **dict.fromkeys(GROUPED_PRODUCTS, grouped_product_flops),
+    SPARSE_PRODUCT: sparse_flops,
+}
+"""FLOPs of ops for which torch's registry has no counter, or a wrong one."""
 
 
 def _row_reads(call: OpCall) -> float:

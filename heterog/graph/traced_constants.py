@@ -16,6 +16,7 @@ they are added, and the plan can run the step.
 import operator
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -254,6 +255,8 @@ _EXPAND = "expand.default"
 _VIEW = "view.default"
 _VIEW_OF_COPY = "_unsafe_view.default"
 """Op that torch records for a view of a copy that no other op reads."""
+_NO_OP: tuple[GraphOp | None, range] = (None, range(0))
+"""Behind the last op of a step and its outputs."""
 
 
 def add_ops_of_more_samples(traced: fx.Graph, planned: OpGraph) -> None:
@@ -272,7 +275,9 @@ def add_ops_of_more_samples(traced: fx.Graph, planned: OpGraph) -> None:
     instead_of: dict[int, fx.Node] = {}
     """Node that readers read instead of an added op's result, by the result's tensor."""
     first_output: dict[Any, int] = {}
-    walk = _Walk(planned)
+    of_step = zip(planned.ops, planned.outputs, strict=True)
+    ops = takewhile(lambda each: each[0].phase is not Phase.UPDATE, of_step)
+    op, outputs = next(ops, _NO_OP)
     for node in list(traced.nodes):
         if node.op == "call_function" and node.target is operator.getitem:
             maker, output = node.args
@@ -281,23 +286,23 @@ def add_ops_of_more_samples(traced: fx.Graph, planned: OpGraph) -> None:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
         kind = str(node.target).removeprefix("aten.")
-        while walk.op is not None and walk.op.kind in missing and walk.op.kind != kind:
-            source, tensor = made_by.get(walk.op.inputs[0]), walk.first_output
-            added = source and _added(traced, walk.op, source, node)
+        while op is not None and op.kind in missing and op.kind != kind:
+            source, (tensor,) = made_by.get(op.inputs[0]), outputs
+            added = source and _added(traced, op, source, node)
             if source is None or added is None:
                 return
             instead_of[tensor], made_by[tensor] = source, added
-            walk.advance()
-        if walk.op is None:
+            op, outputs = next(ops, _NO_OP)
+        if op is None:
             return
-        for tensor in walk.op.inputs:
+        for tensor in op.inputs:
             if tensor in instead_of:
                 node.replace_input_with(instead_of[tensor], made_by[tensor])
-        if (kind, walk.op.kind) == (_VIEW, _VIEW_OF_COPY):
+        if (kind, op.kind) == (_VIEW, _VIEW_OF_COPY):
             node.target = torch.ops.aten._unsafe_view.default
-        first_output[node] = walk.first_output
-        made_by[walk.first_output] = node
-        walk.advance()
+        first_output[node] = next(iter(outputs), -1)
+        made_by[first_output[node]] = node
+        op, outputs = next(ops, _NO_OP)
 
 
 def _num_samples(inputs: Sequence[fx.Node], planned: OpGraph) -> int:
@@ -307,30 +312,6 @@ def _num_samples(inputs: Sequence[fx.Node], planned: OpGraph) -> int:
             size = int(node.meta["val"].shape[place.dim])
             return size * planned.batch_size // planned.tensors[tensor].shape[place.dim]
     return 0
-
-
-class _Walk:
-    """Goes through a graph's ops in order.
-
-    Attributes:
-        op: The next op, ``None`` at the end.
-        first_output: The first tensor that it makes.
-    """
-
-    def __init__(self, graph: OpGraph) -> None:
-        self._graph = graph
-        self._position = -1
-        self.op: GraphOp | None = None
-        self.first_output = -1
-        self.advance()
-
-    def advance(self) -> None:
-        """Go on to the next op."""
-        self._position += 1
-        ops = self._graph.ops
-        done = self._position == len(ops) or ops[self._position].phase is Phase.UPDATE
-        self.op = None if done else ops[self._position]
-        self.first_output = -1 if done else next(iter(self._graph.outputs[self._position]), -1)
 
 
 def _added(graph: fx.Graph, op: GraphOp, source: fx.Node, before: fx.Node) -> fx.Node | None:

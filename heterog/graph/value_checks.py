@@ -9,7 +9,7 @@ nothing is sent.
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -61,14 +61,10 @@ def answered_guards() -> Iterator[None]:
     ``heterog.graph.guards``. Functions of tensors are replaced in the body, because torch does not
     call a ``TorchFunctionMode`` in the backward pass.
     """
-    functions: dict[tuple[Any, str], tuple[Callable[..., Any], Any]]
-    functions = {place: (_asked, truth_of) for place, truth_of in _ASKED.items()}
-    functions.update(_DRAWN)
-    functions.update(_CHECKED)
     # Torch caches the functions that ``torch.device`` applies to: fill it before replacing them.
     _device_constructors()
     with ExitStack() as stack:
-        for (owner, name), (wrap, how) in functions.items():
+        for owner, name, wrap, how in _INSTEAD:
             stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name), how)))
         yield
 
@@ -150,14 +146,6 @@ def _compared_with_bounds(function: Callable[..., Any], is_less: object) -> Call
     return compare
 
 
-_DRAWN: Mapping[tuple[Any, str], tuple[Callable[..., Any], Any]] = {
-    (torch, "rand"): (_marked, None),
-    (Tensor, "__lt__"): (_compared_with_bounds, True),
-    (Tensor, "__ge__"): (_compared_with_bounds, False),
-}
-"""Functions that LayerDrop calls, and their wrappers: with p = 0 no layer is ever left out."""
-
-
 class _GoesOn(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what a function of torch asks before it raises an error, so that it goes on.
 
@@ -188,23 +176,23 @@ def _going_on(function: Callable[..., Any], text: object) -> Callable[..., Any]:
 
 
 _OVERLAP = "the windows of torch.istft do not overlap everywhere"
-_CHECKED: Mapping[tuple[Any, str], tuple[Callable[..., Any], Any]] = {
-    (torch, "istft"): (_going_on, _OVERLAP),
-    (Tensor, "istft"): (_going_on, _OVERLAP),
-}
-"""Functions of torch that ask in order to raise an error: what is wrong then."""
-
-_ASKED: Mapping[tuple[Any, str], _Truth | None] = {
-    (Tensor, "item"): None,
-    (Tensor, "__bool__"): _itself,
-    (Tensor, "__contains__"): lambda values, value: torch.eq(values, value).any(),
-    (Tensor, "equal"): _are_equal,
-    (Tensor, "allclose"): _are_close,
-    (torch, "equal"): _are_equal,
-    (torch, "allclose"): _are_close,
-    (torch, "is_nonzero"): lambda input: input,
-}
-"""Functions that read values, by owner and name, and functions for their truth as a tensor."""
+_INSTEAD: tuple[tuple[Any, str, Callable[..., Callable[..., Any]], Any], ...] = (
+    (Tensor, "item", _asked, None),
+    (Tensor, "__bool__", _asked, _itself),
+    (Tensor, "__contains__", _asked, lambda values, value: torch.eq(values, value).any()),
+    (Tensor, "equal", _asked, _are_equal),
+    (Tensor, "allclose", _asked, _are_close),
+    (torch, "equal", _asked, _are_equal),
+    (torch, "allclose", _asked, _are_close),
+    (torch, "is_nonzero", _asked, lambda input: input),
+    # LayerDrop calls these: with p = 0 no layer is ever left out.
+    (torch, "rand", _marked, None),
+    (Tensor, "__lt__", _compared_with_bounds, True),
+    (Tensor, "__ge__", _compared_with_bounds, False),
+    (torch, "istft", _going_on, _OVERLAP),
+    (Tensor, "istft", _going_on, _OVERLAP),
+)
+"""Functions that read values, by owner and name, with their wrappers and what these are told."""
 
 
 def spread_checks(module: fx.GraphModule) -> None:

@@ -484,10 +484,6 @@ def _is_real(tensor: Tensor) -> bool:
 
 def _with(real: dict[int, Tensor], value: Any) -> Any:
     """Arguments with real tensors in the place of fake ones."""
-
-    def of(tensor: Tensor) -> Tensor:
-        if (found := real.get(id(tensor))) is not None:
-            return found
-        return tensor.constant if isinstance(tensor, FakeTensor) else tensor  # type: ignore[return-value]
-
-    return pytree.tree_map_only(Tensor, of, value)
+    return pytree.tree_map_only(
+        Tensor, lambda each: real.get(id(each), getattr(each, "constant", each)), value
+    )

@@ -25,7 +25,7 @@ MakeExecutor = Callable[["Callable[[int], Tensor] | None"], "StepExecutor"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """A mode's part of reading a checkpoint.
+    """A part of reading a checkpoint: a mode's, or that of what codecs have left out.
 
     Attributes:
         wanted: Tensors to read into, by the name under which they were saved.

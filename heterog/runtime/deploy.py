@@ -62,7 +62,7 @@ from heterog.runtime.step.slices import buffers_of
 from heterog.runtime.step.step_order import StepOrder, step_order
 from heterog.runtime.step.whole_model import (
     ModelPart,
-    WholeModel,
+    join_statistics,
     one_model,
     other_inputs,
     refuse_call,
@@ -156,7 +156,6 @@ class DeployedStep:
         self.optimizer.register_step_pre_hook(refuse_second_step)
         self._unchanged = Unchanged(workload, self._model, self.optimizer, self.captured)
         self.buffers = buffers_of(graph, plan.strategy)
-        self._whole = WholeModel(self._model, graph, self.part, self.buffers, self.rank)
         self._is_closed = False
         self._shapes = batch_shapes()
         self._replicas: tuple[Replicas, int] | None = None  # with the step of the first comparison
@@ -502,7 +501,7 @@ class DeployedStep:
         its statistics are gathered on the first device that has some.
         """
         self._executor.flush()
-        self._whole.join_statistics()
+        join_statistics(self._model, self.buffers, self.rank)
 
     def close(self) -> None:
         """Finish all updates and close the process groups; every rank has to call it.
@@ -524,8 +523,9 @@ class DeployedStep:
         A replicated parameter comes from its first replica, BatchNorm statistics from the first
         replica with samples.
         """
-        self.flush()
-        return self._whole.state_dict()
+        from heterog.runtime.checkpoint.state import whole_state  # which imports this module
+
+        return whole_state(self, self.model)
 
     def require_averaged(self) -> None:
         """Refuse while islands or teams have different models.

@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from heterog.errors import StrategyError
-from heterog.graph.axis_plan import axis_plan
+from heterog.graph.axis_plan import axis_plan, placed_view
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import CONSTANT_GROUP, alike_groups, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
@@ -143,7 +143,7 @@ def _brought(
     if result is None or (result.inputs, result.outputs) != (needed, places):
         return None
     for place in _cuts(graph.tensors[made[0]].shape, units):
-        if _shown(graph, made[0], tensor, place, units) == wanted:
+        if placed_view(graph, tensor, {made[0]: place}, units) == wanted:
             return OpRule(
                 inputs=needed,
                 outputs=places,
@@ -162,21 +162,6 @@ def _cuts(shape: Sequence[int], units: int) -> Iterator[Placement]:
         if size % (outer * units) == 0
     ]
     yield from sorted(ways, key=lambda way: (way.outer, way.dim))
-
-
-def _shown(
-    graph: OpGraph, value: int, tensor: int, place: Placement, units: int
-) -> Placement | None:
-    """Placement of a view, if it follows from the placement of the viewed value."""
-    if tensor == value:
-        return place
-    view = int(graph.producer[tensor])
-    source = graph.ops[view].inputs[0]
-    given = _shown(graph, value, source, place, units)
-    result = None if given is None else propagate(graph.call(view), (given,), units)
-    if result is None or result.inputs != (given,):
-        return None
-    return result.outputs[tensor - graph.outputs[view][0]]
 
 
 WINDOW = 4

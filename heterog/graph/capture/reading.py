@@ -14,13 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from heterog.errors import CaptureError
-from heterog.graph.op_costs import (
-    bytes_read_and_written,
-    convolution_flops,
-    elementwise_flops,
-    grouped_product_flops,
-    sparse_flops,
-)
+from heterog.graph.op_costs import FLOPS, bytes_read_and_written, elementwise_flops
 from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind, UpdateScope
 from heterog.graph.optimizer_probe import (
     Kind,
@@ -474,12 +468,11 @@ class Reader:
 
 
 def _flops(node: fx.Node, call: OpCall) -> float:
+    if (own := FLOPS.get(call.kind)) is not None:
+        return own(call)
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     counter = flop_registry.get(target.overloadpacket) or flop_registry.get(target)
-    for flops in (convolution_flops(call), grouped_product_flops(call), sparse_flops(call)):
-        if flops is not None:
-            return flops
     if counter is None and call.kind in ATTENTION_ARGS:
         return attention_flops(call)
     if counter is None:

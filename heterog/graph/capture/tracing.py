@@ -248,20 +248,81 @@ _OF_CTC = (
 )
 
 
-_WAYS_OUT = (
-    ("/transformers/loss/loss_ctc.py", _OF_CTC),
+_WAYS_OUT: tuple[tuple[str, str, str], ...] = (
+    ("op", "^aten::_ctc_loss$", _OF_CTC),
     (
+        "op",
+        "^aten::bincount$",
+        "bincount is as long as the largest value says. Sum functional.one_hot(labels, classes) "
+        "over samples.",
+    ),
+    (
+        "op",
+        "^aten::repeat_interleave$",
+        "how often rows are repeated are such values. Say how many come of it: output_size=n.",
+    ),
+    (
+        "op",
+        "^aten::_unique2$",
+        "how many unlike values there are is such a value. Find them where the data is loaded, "
+        "and pass each sample's place among them, with a number of places that is the same for "
+        "all batches.",
+    ),
+    (
+        "op",
+        "^aten::linalg_lstsq$",
+        "how many residuals there are is such a value. torch.linalg.pinv(a) @ b, or solve of "
+        "a.mT @ a and a.mT @ b, gives the same solution.",
+    ),
+    (
+        "op",
+        "^aten::_pack_padded_sequence$",
+        "a packed sequence has as many steps as the values of lengths say. Run the layers on the "
+        "padded batch; where states are read at the last step of each sample, take them from the "
+        "outputs with gather, and mask what lies behind.",
+    ),
+    (
+        "files",
+        r"/torch/nn/modules/batchnorm\.py",
+        "BatchNorm with momentum=None divides by the number of steps, which is such a value. "
+        "Give it a momentum (0.1 is torch's own), for a moving average instead of the mean over "
+        "all steps.",
+    ),
+    (
+        "files",
+        r"/torch/nn/modules/adaptive\.py",
+        "an adaptive softmax computes each cluster of words for the samples that have one of "
+        "them. functional.nll_loss(head.log_prob(x), labels) is the same loss, of all words.",
+    ),
+    (
+        "statement",
+        "^(if|elif|while) ",
+        "values decide there which ops run, and all steps of a plan run the same. Use "
+        "torch.where, or settings with which the code always goes one way (no LayerDrop, say); an "
+        "`if` that does nothing but raise an error may stay.",
+    ),
+    (
+        "statement",
+        "^assert ",
+        "an assert may stay if it asks tensors, and needs each answer: leave out int() and "
+        "float(), and write torch.logical_or instead of `or`.",
+    ),
+    ("path", r"/transformers/loss/loss_ctc\.py", _OF_CTC),
+    (
+        "path",
         "/pytorch_metric_learning/",
         "how many pairs have equal labels is such a value. Write the loss over the matrix of all "
         "pairs of the batch, masked by labels[:, None] == labels.",
     ),
     (
-        "/torch_geometric/utils/loop.py",
+        "path",
+        r"/torch_geometric/utils/loop\.py",
         "how many self loops a graph has is such a value. Add or remove them in the data once "
         "(torch_geometric.transforms.AddSelfLoops); layers that add them have "
         "add_self_loops=False.",
     ),
     (
+        "path",
         "/torch_geometric/",
         "pass the number of nodes or graphs where it is counted otherwise (size=labels.shape[0] "
         "of a pooling layer, dim_size, num_nodes), and drop nodes or edges from the data, not in "
@@ -269,6 +330,7 @@ _WAYS_OUT = (
     ),
     *(
         (
+            "path",
             f"/transformers/models/{name}/",
             "which tokens attend to all others is such a value, and no setting of this model "
             f"leaves the question out. {other} attends to neighbours as well, and can be planned.",
@@ -279,18 +341,21 @@ _WAYS_OUT = (
         )
     ),
     (
+        "path",
         "/transformers/models/videomae/",
         "a mask as an index gives as many patches as it has truths. Where all samples keep as "
         "many, pass the places of these and take them with torch.gather, in a copy of the "
         "embeddings and of the loss; VideoMAEForVideoClassification masks nothing.",
     ),
     (
+        "path",
         "/transformers/models/autoformer/",
         "by how many steps a series is delayed is such a value, and no setting of this model "
         "leaves the question out. TimeSeriesTransformer with encoder_layerdrop and "
         "decoder_layerdrop of 0 can be planned.",
     ),
     (
+        "path",
         "/transformers/models/speecht5/",
         "its loss of spectra picks what is no padding. Train with a loss of your own on "
         "speech_decoder_postnet(speecht5(...)[0]), as sums over products with the mask, divided "
@@ -298,40 +363,41 @@ _WAYS_OUT = (
         "drawn masks apply_spec_augment=False.",
     ),
     (
+        "path",
         "/transformers/",
         "choose eager attention or dense experts in the model's config, leave out what masks or "
         "drops at random (SpecAugment, LayerDrop), or take a head that does not pick elements by "
         "their values: computing with all of them and masking the result comes to the same.",
     ),
+    (
+        "line",
+        r"one_hot\(",
+        "one_hot is as wide as the largest value says. Give it the number of classes.",
+    ),
+    (
+        "line",
+        r"^(?=.*\.max\(\)).*(int\(|\+ 1)",
+        "how many there are (graphs, nodes, words) is such a value. Take it from a shape "
+        "(labels.shape[0], mask.shape[1]), or hand it in as a number, an entry of the batch that "
+        "is no tensor.",
+    ),
+    (
+        "line",
+        r"int\(self\.\w+\)|self\.\w+\.item\(\)",
+        "a number that is read is the same in all steps of a plan. Keep it a tensor: "
+        "buffer.index_copy_(0, (place + torch.arange(n)) % len(buffer), rows) writes rows at a "
+        "place that goes round, x[:, place] looks one up.",
+    ),
+    (
+        "line",
+        "",
+        "avoid .item(), .tolist(), nonzero, masks as indices (x[mask]) and `if` on tensors there; "
+        "torch.where or a product with the mask usually does the same.",
+    ),
 )
-"""Advice by the library whose line cannot be captured; the first match counts."""
-
-
-_WAYS_OUT_OF_OP = {
-    "aten::_ctc_loss": _OF_CTC,
-    "aten::bincount": (
-        "bincount is as long as the largest value says. Sum functional.one_hot(labels, classes) "
-        "over samples."
-    ),
-    "aten::repeat_interleave": (
-        "how often rows are repeated are such values. Say how many come of it: output_size=n."
-    ),
-    "aten::_unique2": (
-        "how many unlike values there are is such a value. Find them where the data is loaded, "
-        "and pass each sample's place among them, with a number of places that is the same for "
-        "all batches."
-    ),
-    "aten::linalg_lstsq": (
-        "how many residuals there are is such a value. torch.linalg.pinv(a) @ b, or solve of "
-        "a.mT @ a and a.mT @ b, gives the same solution."
-    ),
-    "aten::_pack_padded_sequence": (
-        "a packed sequence has as many steps as the values of lengths say. Run the layers on the "
-        "padded batch; where states are read at the last step of each sample, take them from the "
-        "outputs with gather, and mask what lies behind."
-    ),
-}
-"""Advice for an op whose output shape depends on values."""
+"""Advice for code whose shapes depend on values, each by a place and a pattern to find there: the
+name of the op, the files of the error's traceback, the user's line if it converts a tensor to
+bool, its file, or its text. The first match counts; the last one matches everything."""
 
 
 _WAYS_OUT_OF_FAILURE = {
@@ -347,86 +413,28 @@ _WAYS_OUT_OF_FAILURE = {
 """Advice by what an error of torch says; its first line comes before."""
 
 
-_WAYS_OUT_OF_STATEMENT = {
-    ("if ", "elif ", "while "): (
-        "values decide there which ops run, and all steps of a plan run the same. Use "
-        "torch.where, or settings with which the code always goes one way (no LayerDrop, say); an "
-        "`if` that does nothing but raise an error may stay."
-    ),
-    ("assert ",): (
-        "an assert may stay if it asks tensors, and needs each answer: leave out int() and "
-        "float(), and write torch.logical_or instead of `or`."
-    ),
-}
-"""Advice by the first word of a line of code that converts a tensor to bool."""
-
-
 def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
     """Advice for code whose shapes depend on values."""
-    op = getattr(error, "func", None)
-    if isinstance(op, torch._ops.OpOverload) and op._schema.name in _WAYS_OUT_OF_OP:
-        return _WAYS_OUT_OF_OP[op._schema.name]
-    for file, advice in _WAYS_OUT_OF_MODULE.items():
-        if _frames_in(error, f"/torch/nn/modules/{file}.py"):
-            return advice
-    line = (frame.line or "") if frame else ""
-    if isinstance(error, DataDependentOutputException):
-        for words, advice in _WAYS_OUT_OF_STATEMENT.items():
-            if line.startswith(words):
-                return advice
-    path = frame.filename.replace("\\", "/") if frame else ""
-    for folder, advice in _WAYS_OUT:
-        if folder in path:
-            return advice
-    if "one_hot(" in line:
-        return "one_hot is as wide as the largest value says. Give it the number of classes."
-    if ".max()" in line and ("int(" in line or "+ 1" in line):
-        return _OF_NUMBER_OF_ROWS
-    if re.search(r"int\(self\.\w+\)|self\.\w+\.item\(\)", line):
-        return _OF_PLACE
-    return (
-        "avoid .item(), .tolist(), nonzero, masks as indices (x[mask]) and `if` on tensors there; "
-        "torch.where or a product with the mask usually does the same."
-    )
+    op, line = getattr(error, "func", None), (frame.line or "") if frame else ""
+    places = {
+        "op": op._schema.name if isinstance(op, torch._ops.OpOverload) else "",
+        "files": _files(error),
+        "statement": line if isinstance(error, DataDependentOutputException) else "",
+        "path": frame.filename.replace("\\", "/") if frame else "",
+        "line": line,
+    }
+    return next(advice for where, what, advice in _WAYS_OUT if re.search(what, places[where]))
 
 
-_OF_NUMBER_OF_ROWS = (
-    "how many there are (graphs, nodes, words) is such a value. Take it from a shape "
-    "(labels.shape[0], mask.shape[1]), or hand it in as a number, an entry of the batch that is "
-    "no tensor."
-)
-
-
-_OF_PLACE = (
-    "a number that is read is the same in all steps of a plan. Keep it a tensor: "
-    "buffer.index_copy_(0, (place + torch.arange(n)) % len(buffer), rows) writes rows at a place "
-    "that goes round, x[:, place] looks one up."
-)
-
-
-_WAYS_OUT_OF_MODULE = {
-    "batchnorm": (
-        "BatchNorm with momentum=None divides by the number of steps, which is such a value. "
-        "Give it a momentum (0.1 is torch's own), for a moving average instead of the mean over "
-        "all steps."
-    ),
-    "adaptive": (
-        "an adaptive softmax computes each cluster of words for the samples that have one of "
-        "them. functional.nll_loss(head.log_prob(x), labels) is the same loss, of all words."
-    ),
-}
-"""Advice by file of ``torch/nn/modules``."""
-
-
-def _frames_in(error: BaseException, folder: str) -> list[traceback.FrameSummary]:
-    """Frames of an error's traceback whose file is in a folder."""
+def _files(error: BaseException) -> str:
+    """The files in an error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    return [each for each in frames if folder in each.filename.replace("\\", "/")]
+    return "\n".join(each.filename for each in frames).replace("\\", "/")
 
 
 def _place(error: BaseException) -> str:
     """Where an error was raised whose traceback has no line of the user's code."""
-    return "its backward pass" if _frames_in(error, "/torch/autograd/") else "unknown line"
+    return "its backward pass" if "/torch/autograd/" in _files(error) else "unknown line"
 
 
 class UnknownBuffers(Exception):

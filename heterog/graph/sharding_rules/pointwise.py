@@ -14,7 +14,6 @@ from heterog.graph.sharding_rules.table import (
     broadcast_axes,
     choose,
     of_op,
-    positions,
     rule,
     splits,
     with_shared_stream,
@@ -85,39 +84,35 @@ splits(*IDENTITIES, *LINEAR_IN_FIRST, linear=[(0,)])(broadcast_axes)
 splits("copy.default", linear=[(1,), (0, 1)])(broadcast_axes)  # the first lends only its shape
 
 
-@rule("_to_copy.default", "_conj.default")
-def _cast(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    # Rounding to an integer does not commute with the sum; torch cannot add numbers of eight bits.
+def _if_it_commutes(call: OpCall) -> list[tuple[int]]:
+    # Rounding to an integer does not commute with sums; torch cannot add numbers of eight bits.
     source, target = call.inputs[0].dtype, call.outputs[0].dtype
     is_float = ("float" in target or "complex" in target) and "float8" not in source + target
-    linear = [(0,)] if is_float or source == target else []
-    return choose(call, placements, axis_size, broadcast_axes(call), linear)
+    return [(0,)] if is_float or source == target else []
 
 
-@rule("mul.Tensor")
-def _product(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    each = [(i,) for i in range(len(call.inputs))]
-    return choose(call, placements, axis_size, broadcast_axes(call), each)
+def _if_numbers_are_zero(call: OpCall) -> list[tuple[str, str]]:
+    branches = (call.args["self"], call.args["other"])
+    numbers = [each for each in branches if isinstance(each, int | float)]
+    return [("self", "other")] if all(number == 0 for number in numbers) else []
 
 
-@rule("add.Tensor", "sub.Tensor", "lerp.Scalar", "complex.default")
-def _sum(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+splits("_to_copy.default", "_conj.default", linear=_if_it_commutes)(broadcast_axes)
+splits("mul.Tensor", linear=lambda call: [(i,) for i in range(len(call.inputs))])(broadcast_axes)
+splits(
+    *("add.Tensor", "sub.Tensor", "lerp.Scalar", "complex.default"),
     # A Python number as second argument would be added once per device.
-    linear = [(0, 1)] if len(call.inputs) == 2 else []
-    return choose(call, placements, axis_size, broadcast_axes(call), linear)
-
-
-@rule("where.self", "where.ScalarOther", "where.ScalarSelf")
-def _where(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    branches = positions(call, "self", "other")
-    numbers = [a for a in (call.args["self"], call.args["other"]) if isinstance(a, int | float)]
-    linear = [branches] if all(number == 0 for number in numbers) else []
-    return choose(call, placements, axis_size, broadcast_axes(call), linear)
-
-
-@splits("lerp.Tensor", linear=[("self", "end")])
-def _between(call: OpCall) -> list[Axis]:
-    return broadcast_axes(call)
+    linear=lambda call: [(0, 1)] if len(call.inputs) == 2 else [],
+)(broadcast_axes)
+splits("lerp.Tensor", linear=[("self", "end")])(broadcast_axes)
+splits(
+    *("where.self", "where.ScalarOther", "where.ScalarSelf"),
+    linear=_if_numbers_are_zero,
+)(broadcast_axes)
+splits(
+    "masked_fill.Scalar",
+    linear=lambda call: [(0,)] if call.args["value"] == 0 else [],
+)(broadcast_axes)
 
 
 @splits("bucketize.Tensor", "isin.Tensor_Tensor")
@@ -125,12 +120,6 @@ def _in_whole(call: OpCall) -> list[Axis]:
     # The boundaries (or the set) are searched as a whole, whatever their number.
     rank = len(call.outputs[0].shape)
     return [axis(call, (d,), **of_op(call, self=d, elements=d)) for d in range(rank)]
-
-
-@rule("masked_fill.Scalar")
-def _masked_fill(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    linear = [(0,)] if call.args["value"] == 0 else []
-    return choose(call, placements, axis_size, broadcast_axes(call), linear)
 
 
 @rule("copy_.default")

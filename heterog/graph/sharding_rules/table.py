@@ -111,14 +111,18 @@ def rule(*kinds: str) -> Callable[[Rule], Rule]:
     return enter
 
 
+_Inputs = Sequence[Sequence[int | str]]
+"""Sets of inputs, each given by its position or by argument name."""
+
+
 def splits(
-    *kinds: str, linear: Sequence[Sequence[int | str]] = (), summand: str = ""
+    *kinds: str, linear: _Inputs | Callable[[OpCall], _Inputs] = (), summand: str = ""
 ) -> Callable[["_Axes"], "_Axes"]:
     """Enter a rule in ``RULES`` that splits an op along axes which the decorated function finds.
 
     Args:
         kinds: Kinds of the ops.
-        linear: As in ``choose``; inputs are given by their position or by argument name.
+        linear: As in ``choose``, for all calls or by a function of the call.
         summand: As in ``choose``; an argument name.
     """
 
@@ -131,7 +135,7 @@ def splits(
                     for each in group
                     for place in (positions(call, each) if isinstance(each, str) else (each,))
                 ]
-                for group in linear
+                for group in (linear(call) if callable(linear) else linear)
             ]
             return function(call), groups, positions(call, summand)
 

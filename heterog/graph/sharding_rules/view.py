@@ -101,13 +101,14 @@ def _keep_dims(call: OpCall) -> list[Axis]:
     return [Axis((d,), (d,)) for d in range(rank) if d not in mixed]
 
 
-@rule("constant_pad_nd.default")
-def _pad(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits(
+    "constant_pad_nd.default",
+    linear=lambda call: [(0,)] if call.args["value"] in (0, None) else [],
+)
+def _pad(call: OpCall) -> list[Axis]:
     rank, pad = len(call.inputs[0].shape), integers(call, "pad")
     padded = {rank - 1 - i // 2 for i, amount in enumerate(pad) if amount != 0}
-    axes = [Axis((d,), (d,)) for d in range(rank) if d not in padded]
-    linear = [(0,)] if call.args["value"] in (0, None) else []
-    return choose(call, placements, axis_size, axes, linear)
+    return [Axis((d,), (d,)) for d in range(rank) if d not in padded]
 
 
 @rule("cat.default", "concat.default")
@@ -143,12 +144,11 @@ def _cat_of_splits(
             yield RuleResult(inputs, (S(along, sum(sizes) // block),))
 
 
-@rule("stack.default")
-def _stack(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+@splits("stack.default", linear=lambda call: [range(len(call.inputs))])
+def _stack(call: OpCall) -> list[Axis]:
     count, rank = len(call.inputs), len(call.outputs[0].shape)
     along = dimension(call, "dim", rank)
-    axes = [Axis((d,) * count, (d + (d >= along),)) for d in range(rank - 1)]
-    return choose(call, placements, axis_size, axes, [range(count)])
+    return [Axis((d,) * count, (d + (d >= along),)) for d in range(rank - 1)]
 
 
 @rule(

@@ -33,7 +33,7 @@ from heterog.runtime.checkpoint.left_out import Kept
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.measure.rehearsal import AFTER, Stage
 from heterog.runtime.step.collectives import Communicator, Pending
-from heterog.runtime.step.gradients import ErrorFeedback, Key
+from heterog.runtime.step.gradients import ErrorFeedback, Key, added_up
 from heterog.runtime.step.optimizer import Masters
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.whole_model import ModelPart
@@ -197,15 +197,8 @@ class Averager(RankMode):
             message = self.feedback.encode(changes_key(bucket), flat, codec)
         size = codec.message_bytes(flat.numel(), flat.element_size())
         counts = [size if device in bucket.senders else 0 for device in bucket.devices]
-
-        def added_up(messages: list[Tensor]) -> Tensor:
-            total = flat.zero_()
-            for each in messages:  # in one order, so that replicas stay equal bit for bit
-                if each.numel():
-                    codec.add_decoded(total, each)
-            return total
-
-        return self._communicator.all_gather(message, bucket.devices, counts, added_up)
+        total = added_up(codec, flat)
+        return self._communicator.all_gather(message, bucket.devices, counts, total)
 
     def end_average(self) -> None:
         """Finish the averages that are under way, if any."""

@@ -19,13 +19,12 @@ sent unchanged, because a message of half of them would be as long.
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from heterog.errors import StrategyError
 from heterog.modes.mode import EncodedMode, Mode
 from heterog.modes.mode import Traffic as Traffic
-from heterog.names import shown
-from heterog.records import Int32, Many, Record
+from heterog.records import Int32, Many, Record, member_of
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -181,9 +180,9 @@ CodecRules = tuple[CodecRule, ...]
 class CodecRecord(Record):
     """A codec rule in a file."""
 
-    traffic: str
+    traffic: Annotated[Traffic, member_of(Traffic)]
     devices: Many[Int32]
-    codec: str
+    codec: Annotated[CodecKind, member_of(CodecKind)]
     reduction: float = 1.0
     index_bytes: Int32 = 4
 
@@ -224,7 +223,16 @@ class Codecs(Mode):
     @classmethod
     def from_record(cls, record: list[CodecRecord]) -> "Codecs | None":
         """The codecs from a list of records; ``None`` for an empty list."""
-        rules = tuple(_rule(number, each) for number, each in enumerate(record))
+        rules = tuple(
+            CodecRule(
+                traffic=each.traffic,
+                devices=tuple(each.devices),
+                codec=Codec(
+                    kind=each.codec, reduction=each.reduction, index_bytes=each.index_bytes
+                ),
+            )
+            for each in record
+        )
         return cls(rules=rules) if rules else None
 
     def check(self, strategy: "Strategy", graph: "OpGraph", cluster: "Cluster") -> None:
@@ -272,26 +280,6 @@ def with_rules(strategy: "Strategy", rules: CodecRules) -> "Strategy":
     rest = tuple(mode for mode in strategy.modes if not isinstance(mode, Codecs))
     plain = replace(strategy, modes=rest)
     return plain.with_mode(Codecs(rules=rules)) if rules else plain
-
-
-def _rule(number: int, record: CodecRecord) -> CodecRule:
-    traffic, kinds = record.traffic, [kind.value for kind in CodecKind]
-    if traffic.upper() not in Traffic.__members__ or traffic != traffic.lower():
-        raise StrategyError(
-            f"strategy: field 'codecs.{number}.traffic' is {shown(traffic)}, none of "
-            f"{', '.join(each.name.lower() for each in Traffic)}."
-        )
-    if record.codec not in kinds:
-        raise StrategyError(
-            f"strategy: field 'codecs.{number}.codec' is {shown(record.codec)}, none of "
-            f"{', '.join(kinds)}."
-        )
-    codec = Codec(
-        kind=CodecKind(record.codec),
-        reduction=record.reduction,
-        index_bytes=record.index_bytes,
-    )
-    return CodecRule(traffic=Traffic[traffic.upper()], devices=tuple(record.devices), codec=codec)
 
 
 def parse_codec(text: str) -> Codec:

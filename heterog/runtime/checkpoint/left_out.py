@@ -17,7 +17,8 @@ from torch import Tensor
 
 from heterog.lowering.program import TaskKind
 from heterog.modes.mode import Traffic
-from heterog.runtime.checkpoint.boxes import Box, Entry, whole_box
+from heterog.modes.on_ranks import Reading
+from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import Contents, dtype_of
 from heterog.runtime.checkpoint.held import name_and_shape
 from heterog.runtime.deploy import DeployedStep
@@ -51,66 +52,59 @@ def left_out_entries(step: DeployedStep) -> Iterator[Entry]:
                 yield Entry.of_whole(f"{_prefix(step, kept, row)}{step.rank}", value)
 
 
-class NewLeftOut:
-    """Left-out parts from a checkpoint, in the form that a resuming rank needs.
+def left_out_reading(step: DeployedStep, contents: Contents) -> Reading:
+    """Read left-out parts from a checkpoint, in the form that a resuming rank needs.
 
     Args:
         step: A freshly deployed step.
         contents: Index of the checkpoint.
-        wanted: Boxes of saved tensors and the tensors to fill, by name; entries are added.
     """
+    wanted: dict[str, Tensor] = {}
+    found: list[tuple[ErrorFeedback, dict[Key, Tensor]]] = []
+    sums: list[tuple[Tensor, str]] = []  # and what is added to each
+    for kept in _every_kind(step):
+        left_out: dict[Key, Tensor] = {}
+        found.append((kept.feedback, left_out))
+        for key in [key for key, ranks in kept.senders.items() if step.rank in ranks]:
+            rows = kept.rows[key]
+            if not any(_saved(contents, _prefix(step, kept, row)) for row in rows):
+                continue
+            num_elements = sum(_size(step, row) for row in rows)
+            flat = torch.zeros(num_elements, dtype=kept.dtypes[key], device=step.device)
+            left_out[key] = flat
+            for row, value in _by_row(step, rows, flat):
+                now = {
+                    rank
+                    for other, ranks in kept.senders.items()
+                    if row in kept.rows[other]
+                    for rank in ranks
+                }
+                saved = _saved(contents, _prefix(step, kept, row))
+                for name in _taken_over(saved, now, step.rank):
+                    like = contents.shape(name), dtype_of(contents.dtype(name))
+                    wanted.setdefault(name, torch.empty(like[0], dtype=like[1]))
+                    sums.append((value, name))
 
-    def __init__(
-        self, step: DeployedStep, contents: Contents, wanted: dict[str, list[tuple[Box, Tensor]]]
-    ) -> None:
-        self._step = step
-        self._found: list[tuple[ErrorFeedback, dict[Key, Tensor]]] = []
-        self._reads: list[tuple[Tensor, Tensor]] = []  # (sum, tensor that is read and added)
-        for kept in _every_kind(step):
-            own = [key for key, ranks in kept.senders.items() if step.rank in ranks]
-            found = {}
-            for key in own:
-                if any(_saved(contents, _prefix(step, kept, row)) for row in kept.rows[key]):
-                    found[key] = self._read(contents, kept, key, wanted)
-            self._found.append((kept.feedback, found))
+    def take_over() -> None:
+        for value, name in sums:
+            value += wanted[name].to(value)
+        for feedback, left_out in found:
+            feedback.left_out = left_out
 
-    def _read(
-        self,
-        contents: Contents,
-        kept: Kept,
-        key: Key,
-        wanted: dict[str, list[tuple[Box, Tensor]]],
-    ) -> Tensor:
-        """A new tensor for the parts of a key that this rank takes over; adds what it reads."""
-        rows = kept.rows[key]
-        num_elements = sum(_size(self._step, row) for row in rows)
-        flat = torch.zeros(num_elements, dtype=kept.dtypes[key], device=self._step.device)
-        for row, value in _by_row(self._step, rows, flat):
-            now = {
-                rank
-                for other, ranks in kept.senders.items()
-                if row in kept.rows[other]
-                for rank in ranks
-            }
-            for name in self._names(contents, _prefix(self._step, kept, row), now):
-                target = torch.empty(contents.shape(name), dtype=dtype_of(contents.dtype(name)))
-                wanted.setdefault(name, []).append((whole_box(tuple(target.shape)), target))
-                self._reads.append((value, target))
-        return flat
+    return Reading(wanted=wanted, take_over=take_over)
 
-    def _names(self, contents: Contents, prefix: str, now: set[int]) -> list[str]:
-        """The saved tensors of a parameter that this rank takes over."""
-        saved, rank = _saved(contents, prefix), self._step.rank
-        if set(saved) == now:
-            return [saved[rank]]
-        return list(saved.values()) if rank == min(now) else []
 
-    def take_over(self) -> None:
-        """Make the read parts the state of the step's codecs."""
-        for value, read in self._reads:
-            value += read.to(value)
-        for feedback, found in self._found:
-            feedback.left_out = found
+def _taken_over(saved: Mapping[int, str], now: set[int], rank: int) -> list[str]:
+    """The saved tensors of a parameter that a rank takes over.
+
+    Args:
+        saved: Names by the ranks that left them out.
+        now: Ranks that send the parameter's messages now.
+        rank: The rank, one of these.
+    """
+    if set(saved) == now:
+        return [saved[rank]]
+    return list(saved.values()) if rank == min(now) else []
 
 
 def _saved(contents: Contents, prefix: str) -> dict[int, str]:

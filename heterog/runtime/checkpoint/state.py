@@ -1,14 +1,17 @@
 """The state of a deployed step in a checkpoint: which rank saves which part, and loading it.
 
-When a checkpoint is loaded, each rank reads the boxes that it now holds or updates.
+The whole model is gathered from the same parts (``whole_state``). When a checkpoint is loaded,
+each rank reads the boxes that it now holds or updates.
 """
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from heterog.errors import StrategyError
@@ -30,7 +33,9 @@ from heterog.runtime.checkpoint.held import (
     name_and_shape,
     stepped_values,
 )
+from heterog.runtime.checkpoint.left_out import left_out_reading
 from heterog.runtime.deploy import DeployedStep
+from heterog.runtime.step.collectives import gather_texts
 
 
 def check_fits(
@@ -122,6 +127,67 @@ def check_can_save(step: DeployedStep) -> None:
     own_entries(step, step.model)
 
 
+def model_entries(step: DeployedStep, model: nn.Module) -> list[Entry]:
+    """The parts of the model that this rank saves; those of all ranks are the whole model."""
+    entries = [
+        Entry.of_whole(f"model.{name}", value)
+        for name, value in fixed_tensors(step, model).items()
+        if step.buffers.owners.get(name, 0) == step.rank
+    ]
+    for row, value in held_rows(step):
+        if is_saved_here(step, row):
+            name, shape = name_and_shape(step, row)
+            entries += _entries(f"model.{name}", shape, held_pieces(step, row), value)
+    for each in stepped_values(step):
+        if each.is_saved and each.bucket is not None and each.bucket.stage == 3:
+            for name, shape, pieces in each.members:
+                entries += _entries(f"model.{name}", shape, pieces, each.value.detach())
+    return entries
+
+
+def whole_state(step: DeployedStep, model: nn.Module) -> dict[str, Tensor] | None:
+    """All parameters and buffers on rank 0, ``None`` on the others; every rank calls it."""
+    own = model_entries(step, model)
+    said = gather_texts(json.dumps([(each.whole, each.shape, each.box) for each in own]))
+    if step.rank != 0:
+        for each in own:
+            dist.send(each.value.contiguous(), 0)
+        return None
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    held = _model_tensors(model)
+    for rank, text in enumerate(said):
+        for number, (whole, shape, (offsets, sizes)) in enumerate(json.loads(text)):
+            name = whole.removeprefix("model.")
+            if name not in state or list(state[name].shape) != shape:  # a slice of it is here
+                state[name] = held[name].new_empty(shape)
+            part = Box(offsets, sizes).of(state[name], whole_box(shape))
+            if rank == 0:
+                part.copy_(own[number].value)
+                continue
+            received = state[name].new_empty(sizes)
+            dist.recv(received, rank)
+            part.copy_(received)
+    for name, twin in _tied_names(model).items():
+        state[name] = state[twin]
+    return state
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names in the state dict of tied parameters and buffers."""
+    first: dict[int, str] = {id(value): name for name, value in model.named_parameters()}
+    first |= {id(value): name for name, value in model.named_buffers()}
+    every = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    kept = model.state_dict().keys()
+    return {
+        name: first[id(value)]
+        for name, value in every
+        if first[id(value)] != name and name in kept
+    }
+
+
 def own_entries(
     step: DeployedStep, model: nn.Module
 ) -> tuple[list[Entry], dict[str, SavedOptimizer]]:
@@ -137,15 +203,7 @@ def own_entries(
     Raises:
         StrategyError: the optimizer has state that cannot be saved.
     """
-    entries = [
-        Entry.of_whole(f"model.{name}", value)
-        for name, value in fixed_tensors(step, model).items()
-        if step.buffers.owners.get(name, 0) == step.rank
-    ]
-    for row, value in held_rows(step):
-        if is_saved_here(step, row):
-            name, shape = name_and_shape(step, row)
-            entries += _entries(f"model.{name}", shape, held_pieces(step, row), value)
+    entries = model_entries(step, model)
     states: dict[str, SavedOptimizer] = {}
     stepped = iter(stepped_values(step))
     for number, group in enumerate(step.optimizer.param_groups):
@@ -172,9 +230,6 @@ def _own_state(
         group: Number and options of its parameter group.
         states: States of the optimizer by parameter.
     """
-    if stepped.bucket is not None and stepped.bucket.stage == 3:
-        for name, shape, pieces in stepped.members:
-            yield from _entries(f"model.{name}", shape, pieces, stepped.value.detach())
     state = step.optimizer.state.get(stepped.stepped, {})
     tensors = {key: each.detach() for key, each in state.items() if isinstance(each, Tensor)}
     values = {key: _plain(key, state[key]) for key in state if key not in tensors}
@@ -275,9 +330,9 @@ class NewState:
             state = self._state_of(stepped)
             if state:
                 self._states[number] = state
-        self._of_modes = [mode.reading(step, contents) for mode in step.modes]
-        of_modes = (pair for reading in self._of_modes for pair in reading.wanted.items())
-        for name, target in of_modes:
+        self._others = [left_out_reading(step, contents)]
+        self._others += [mode.reading(step, contents) for mode in step.modes]
+        for name, target in (pair for other in self._others for pair in other.wanted.items()):
             self.wanted.setdefault(name, []).append((whole_box(target.shape), target))
 
     def _want(self, value: Tensor, named: Sequence[tuple[str, list[Piece]]]) -> None:
@@ -357,8 +412,8 @@ class NewState:
             {"state": self._states, "param_groups": self._options}
         )
         self._step.num_steps = self._contents.num_steps
-        for reading in self._of_modes:
-            reading.take_over()
+        for other in self._others:
+            other.take_over()
 
 
 def _unlike(first: str, other: str) -> StrategyError:

@@ -29,7 +29,7 @@ from heterog.runtime.checkpoint.files import (
     read_boxes,
     write_tensors,
 )
-from heterog.runtime.checkpoint.left_out import NewLeftOut, left_out_entries
+from heterog.runtime.checkpoint.left_out import left_out_entries
 from heterog.runtime.checkpoint.state import NewState, check_fits, own_entries
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.step.collectives import gather_texts
@@ -122,11 +122,9 @@ def load_checkpoint(step: DeployedStep, folder: str | Path) -> dict[str, Any]:
         contents = read_contents(folder)
         check_fits(step, model, contents, folder)
         state = NewState(step, model, contents)
-        left_out = NewLeftOut(step, contents, state.wanted)
         read_boxes(contents, Path(folder), state.wanted)
         state.check_counters()
     state.take_over()
-    left_out.take_over()
     return dict(contents.extra)
 
 

@@ -7,8 +7,8 @@
   exchange values (``under_way``), ``gradients`` and ``losses`` sum, ``optimizer`` updates.
   ``gradients`` also keeps what codecs leave out; ``recorder`` records times.
 - ``local_op`` runs one op on a share (``op_inputs``, ``windows``, ``special_ops``). ``spans`` has
-  the samples and rows of each device, ``halos`` sends rows to neighbours. ``slices`` has a rank's
-  slices of parameters; ``whole_model`` has its part of the model, and gathers the whole.
+  the samples and rows of each device. ``slices`` has a rank's slices of parameters;
+  ``whole_model`` has its part of the model.
 - ``deploy_checks`` checks a plan before its step is made, and that the model is still as captured;
   ``alike`` compares ranks and their weights.
 """

@@ -8,27 +8,37 @@ import torch
 from torch import Tensor
 
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING, IN_TEAM
-from heterog.graph.placement import Placement, R
+from heterog.graph.placement import Placement, R, Window
 from heterog.graph.sharding_rules import local_shape
 from heterog.lowering.program import Program, TaskKind
+from heterog.lowering.sparse_tables import matrix_of
 from heterog.runtime.step.collectives import Communicator, Pending
-from heterog.runtime.step.halos import Halos
 from heterog.runtime.step.local_op import LocalOp
 from heterog.runtime.step.losses import Losses
-from heterog.runtime.step.rank_program import RankProgram, has_window
+from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.spans import (
     EVERY,
+    RowSet,
     Span,
     Spans,
+    common,
+    count,
     cut,
     cut_span,
+    first,
     join,
     join_in_order,
     nested,
     overlap,
+    rows_of_neighbours,
+    take,
+    unit_rows,
 )
 from heterog.runtime.step.special_ops import completed
-from heterog.runtime.step.values import Held, Values
+from heterog.runtime.step.values import Held, Values, rows_held
+
+_Box = tuple[Span, Span, RowSet | None]
+"""Samples and units of a part of a value; or rows, if its readers need rows of neighbours."""
 
 
 class Conversions:
@@ -55,7 +65,8 @@ class Conversions:
         self._values = values
         self._losses = losses
         self._communicator = communicator
-        self._halos = Halos(part, values, communicator)
+        sparse = part.tables.sparse
+        self._patterns = [matrix_of(sparse, number) for number in range(len(sparse.axis))]
         self.incomplete: dict[int, Sequence[Tensor]] = {}
         self._goes_back: list[bool] = []  # by task; empty if none does
         for mode in part.strategy.modes:
@@ -72,33 +83,49 @@ class Conversions:
         """Spans of the op that makes a slot's value, along the value's axis."""
         return self._part.spans_of_value(int(self._part.tables.slot_value[slot]))
 
-    def _wanted(self, task: int, slot: int, micro: int, device: int) -> tuple[Span, Span]:
-        """Samples and units that a slot brings to a device."""
+    def _window(self, slot: int, device: int) -> RowSet | None:
+        """Rows that a slot brings to a device, its own included; ``None`` if it brings units."""
+        step, before, after, size = self._part.tables.slot_window[slot].tolist()
+        if not size:
+            return None
+        along, _ = self._part.target_of_slot(slot)
+        begin, num_units = along.units_of(device)
+        if step < 0:  # a sparse matrix names them
+            return rows_of_neighbours(self._patterns[-1 - step], (begin, num_units), along.units)
+        return Window(step, before, after).rows(begin, begin + num_units, size)
+
+    def _wanted(self, task: int, slot: int, micro: int, device: int) -> _Box:
+        """The part of a value that a slot brings to a device."""
         part = self._part
         along, reading = part.target_of_slot(slot)
         if along.axis == BATCH_AXIS:
-            return along.own_samples(micro, device), EVERY
+            return along.own_samples(micro, device), EVERY, None
+        rows = self._window(slot, device)
+        if rows is not None:
+            return along.team_samples(micro, device), EVERY, rows
         if part.program.units[task] > 0:  # boxes, which are gathered inside the team afterwards
-            return along.team_samples(micro, device), along.units_of(device)
+            return along.team_samples(micro, device), along.units_of(device), None
         whole = int(part.tables.slot_whole[slot])
         is_sum = whole == AS_MADE and part.plan.placements[self._tensor(slot)].kind == "P"
         by_device = reading.axis == BATCH_AXIS and whole != IN_TEAM and not is_sum
         if by_device or whole == EVERYTHING:
-            return along.own_samples(micro, device), EVERY
-        return along.team_samples(micro, device), EVERY
+            return along.own_samples(micro, device), EVERY, None
+        return along.team_samples(micro, device), EVERY, None
 
-    def _sent(self, task: int, slot: int, micro: int) -> tuple[Span, Span]:
-        """Samples and units that a transfer moves."""
+    def _sent(self, task: int, slot: int, micro: int) -> _Box:
+        """The part of a value that a transfer moves."""
         part = self._part
         src, dst = part.channel(task).devices
-        samples, units = EVERY, EVERY
-        if part.program.samples[task] > 0:
-            maker = self._maker(slot)
-            samples, units = self._wanted(task, slot, micro, dst)
-            samples = overlap(maker.samples(micro, src), samples)
-            if part.program.units[task] > 0:
-                units = overlap(maker.units_of(src), units)
-        return samples, units
+        if part.program.samples[task] == 0:
+            return EVERY, EVERY, None
+        maker = self._maker(slot)
+        samples, units, rows = self._wanted(task, slot, micro, dst)
+        if rows is not None:
+            size = int(part.tables.slot_window[slot, 3])
+            rows = common(unit_rows(maker.units_of(src), size, maker.units), rows)
+        elif units != EVERY:
+            units = overlap(maker.units_of(src), units)
+        return overlap(maker.samples(micro, src), samples), units, rows
 
     def _split(self, task: int, slot: int, micro: int) -> None:
         """Keep the whole: only its reader knows the device of a piece, so sending cuts it."""
@@ -107,25 +134,22 @@ class Conversions:
             self._values.held[buffer] = self._values.held[read]
 
     def _send(self, task: int, slot: int, micro: int) -> None:
-        if has_window(self._part.tables, slot):
-            self._halos.send(task, slot, micro)
-            return
         part, tensor = self._part, self._tensor(slot)
         src, dst = part.channel(task).devices
-        samples, units = self._sent(task, slot, micro)
+        box = self._sent(task, slot, micro)
         codec = part.program.codec_of(task)
         if part.rank == src:
             held = self._values.held[part.reads(task)[0]]
-            piece = self._piece(slot, held, samples, units) if codec is None else held.tensor()
+            piece = self._piece(slot, held, box) if codec is None else held.tensor()
             self._communicator.send(piece, dst, task, self._lane(task))
             return
-        like = self._values.zeros(tensor, self._shape(slot, samples, units))
+        like = self._values.zeros(tensor, self._shape(slot, box))
         (made,) = part.made(task)
         if codec is not None:
             size = codec.message_bytes(like.numel(), like.element_size())
             like = torch.empty(size, dtype=torch.uint8, device=like.device)
         received = self._communicator.receive(like, src, task, self._lane(task))
-        self._values.held[made] = Held(received, samples, units)
+        self._values.held[made] = Held(received, *box)
 
     def _lane(self, task: int) -> tuple[int, ...] | None:
         """Device set whose connections a transfer uses; ``None`` for the group of all ranks."""
@@ -136,22 +160,27 @@ class Conversions:
         """Encode the message of a transfer."""
         part = self._part
         codec = part.rule(task).codec
-        samples, units = self._sent(part.message_of[task], slot, micro)
+        box = self._sent(part.message_of[task], slot, micro)
         held = self._values.held[part.reads(task)[0]]
         (made,) = part.made(task)
-        self._values.held[made] = Held(codec.encode(self._piece(slot, held, samples, units)))
+        self._values.held[made] = Held(codec.encode(self._piece(slot, held, box)))
 
     def _decode(self, task: int, slot: int, micro: int) -> None:
         """Decode a received message."""
         part, tensor = self._part, self._tensor(slot)
         codec = part.rule(task).codec
-        samples, units = self._sent(part.message_of[task], slot, micro)
-        shape = self._shape(slot, samples, units)
+        box = self._sent(part.message_of[task], slot, micro)
+        shape = self._shape(slot, box)
         message = self._values.held[part.reads(task)[0]].tensor()
         dtype = getattr(torch, part.graph.tensors[tensor].dtype)
         value = codec.decode(message, torch.Size(shape).numel(), dtype).view(shape)
         (made,) = part.made(task)
-        self._values.held[made] = Held(value, samples, units)
+        self._values.held[made] = Held(value, *box)
+
+    def _rows_held(self, slot: int, held: Held) -> RowSet:
+        """Rows in a buffer of a value whose readers need rows of neighbours."""
+        size = int(self._part.tables.slot_window[slot, 3])
+        return rows_held(held, size, self._maker(slot).units)
 
     def _places(self, slot: int) -> tuple[Placement, Placement]:
         """Placement of samples, and of units of the maker's axis, in a slot's value."""
@@ -159,52 +188,59 @@ class Conversions:
         is_ruled = plan.tensor_axis[tensor] != BATCH_AXIS
         return plan.batch_placement(tensor), plan.placements[tensor] if is_ruled else R
 
-    def _shape(self, slot: int, samples: Span, units: Span) -> tuple[int, ...]:
+    def _shape(self, slot: int, box: _Box) -> tuple[int, ...]:
         """Shape of a part of a slot's value."""
-        part = self._part
+        part, (samples, units, rows) = self._part, box
         in_batch, on_axis = self._places(slot)
         shape = part.graph.tensors[self._tensor(slot)].shape
         batch = part.graph.batch_size
         if samples != EVERY:
             shape = local_shape(shape, in_batch, samples[1], batch)
             on_axis = nested(on_axis, in_batch, batch, samples[1])
+        if rows is not None:
+            return (*shape[: on_axis.dim], count(rows), *shape[on_axis.dim + 1 :])
         if units != EVERY:
             shape = local_shape(shape, on_axis, units[1], self._maker(slot).units)
         return shape
 
-    def _piece(self, slot: int, held: Held, samples: Span, units: Span) -> Tensor:
-        """Cut samples and units out of a slot's value."""
+    def _piece(self, slot: int, held: Held, box: _Box) -> Tensor:
+        """Cut a part out of a slot's value."""
+        samples, units, rows = box
         in_batch, on_axis = self._places(slot)
         value = held.tensor()
         if samples != EVERY and in_batch.kind == "S":
             value = cut_span(value, in_batch, held.samples, samples)
             on_axis = nested(on_axis, in_batch, self._part.graph.batch_size, samples[1])
+        if rows is not None:
+            return take(value, on_axis.dim, self._rows_held(slot, held), rows)
         if units != EVERY and on_axis.kind == "S":
             owned = held.units if held.units != EVERY else (0, self._maker(slot).units)
             value = cut_span(value, on_axis, owned, units)
         return value
 
     def _concat(self, task: int, slot: int, micro: int) -> None:
-        if has_window(self._part.tables, slot):
-            self._halos.join(task, slot, micro)
-            return
         part = self._part
-        samples, units = self._wanted(task, slot, micro, part.rank)
+        wanted = self._wanted(task, slot, micro, part.rank)
         pieces: dict[Span, list[tuple[int, Tensor]]] = {}
         in_batch, on_axis = self._places(slot)
         for buffer in part.reads(task):
             held = self._values.held[buffer]
-            rows = overlap(held.samples, samples)
-            columns = units if units == EVERY else overlap(held.units, units)
-            piece = self._piece(slot, held, rows, columns)
-            pieces.setdefault(rows, []).append((columns[0], piece))
+            samples, units, rows = wanted
+            samples = overlap(held.samples, samples)
+            if rows is not None:
+                rows = common(self._rows_held(slot, held), rows)
+            elif units != EVERY:
+                units = overlap(held.units, units)
+            begin = units[0] if rows is None else first(rows)
+            piece = self._piece(slot, held, (samples, units, rows))
+            pieces.setdefault(samples, []).append((begin, piece))
         batch = part.graph.batch_size
         parts = [
-            join_in_order(across, nested(on_axis, in_batch, batch, rows[1]))
-            for rows, across in sorted(pieces.items())
+            join_in_order(across, nested(on_axis, in_batch, batch, samples[1]))
+            for samples, across in sorted(pieces.items())
         ]
         (made,) = part.made(task)
-        self._values.held[made] = Held(join(parts, in_batch), samples, units)
+        self._values.held[made] = Held(join(parts, in_batch), *wanted)
 
     def _reduce(self, task: int, slot: int, micro: int) -> None:
         part, tensor = self._part, self._tensor(slot)
@@ -219,7 +255,7 @@ class Conversions:
                 return
             local = self._losses.local_label_weight(op, self._ops[op], self._maker(slot))
         else:
-            local = self._values.zeros(tensor, self._shape(slot, samples, EVERY))
+            local = self._values.zeros(tensor, self._shape(slot, (samples, EVERY, None)))
             for buffer in part.reads(task):
                 if buffer in self._values.held:
                     local = self._values.held[buffer].tensor().clone()
@@ -258,19 +294,19 @@ class Conversions:
                 place = on_axis
         else:
             boxes = {d: (along.own_samples(micro, d), EVERY) for d in devices}
-            count = sum(samples[1] for samples, _ in boxes.values())
-            first = min(samples[0] for samples, _ in boxes.values())
-            made, place = ((first, count), EVERY), in_batch
-        shapes = {device: self._shape(slot, *box) for device, box in boxes.items()}
+            number = sum(samples[1] for samples, _ in boxes.values())
+            begin = min(samples[0] for samples, _ in boxes.values())
+            made, place = ((begin, number), EVERY), in_batch
+        shapes = {device: self._shape(slot, (*box, None)) for device, box in boxes.items()}
         counts = [torch.Size(shapes[device]).numel() for device in devices]
         local = self._values.zeros(tensor, (0,))
-        samples, units = boxes[part.rank]
+        own = (*boxes[part.rank], None)
         is_empty = counts[devices.index(part.rank)] == 0
         for buffer in part.reads(task):
             # In the backward pass the task also reads a gradient, to wait for it.
             is_value = part.value_in(buffer)[0] == int(part.tables.slot_value[slot])
             if is_value and not is_empty and buffer in self._values.held:
-                local = self._piece(slot, self._values.held[buffer], samples, units).reshape(-1)
+                local = self._piece(slot, self._values.held[buffer], own).reshape(-1)
         by_units = int(part.program.units[task] > 0)
 
         def whole(parts: list[Tensor]) -> Tensor:

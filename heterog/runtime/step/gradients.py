@@ -10,7 +10,7 @@ left out, in the gradient's dtype. Activations have no feedback, because their e
 other samples in every step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -55,6 +55,22 @@ class ErrorFeedback:
             meant = codec.decode(message, whole.numel(), whole.dtype)
             self.left_out[key] = torch.sub(whole, meant, out=meant)
         return message
+
+
+def added_up(codec: MessageCodec, into: Tensor) -> Callable[[list[Tensor]], Tensor]:
+    """A function that decodes messages and adds them up, in place of what a tensor holds.
+
+    Their order is the same on all ranks, so that replicas stay equal to the last bit.
+    """
+
+    def total(messages: list[Tensor]) -> Tensor:
+        into.zero_()
+        for each in messages:
+            if each.numel():
+                codec.add_decoded(into, each)
+        return into
+
+    return total
 
 
 _InRing = tuple[int, tuple[int, ...]]
@@ -243,14 +259,7 @@ class Gradients:
     def _gathered(self, task: int, key: _InRing, flat: Tensor) -> Pending:
         """The sum of all members' decoded messages, in place of this rank's gradient."""
         message, devices = self._messages.pop(key), key[1]
-        codec = self._part.rule(task).codec
-
-        def total(parts: list[Tensor]) -> Tensor:
-            flat.zero_()
-            for each in parts:  # the same order on all ranks keeps replicas equal to the last bit
-                codec.add_decoded(flat, each)
-            return flat
-
+        total = added_up(self._part.rule(task).codec, flat)
         counts = [message.numel()] * len(devices)
         return self._communicator.all_gather(message, devices, counts, total)
 

@@ -45,11 +45,6 @@ Near = dict[tuple[int, int], int]
 """Buffer of each value that a task reads, by (value, how much of it was gathered)."""
 
 
-def has_window(tables: GraphTables, slot: int) -> bool:
-    """Whether a slot brings rows that neighbours own."""
-    return bool(tables.slot_window[slot, 3])
-
-
 def gathered(bucket: int) -> tuple[int, int]:
     """Key, in place of a value's, of a bucket's parameters that are gathered for some ops."""
     return -2 - bucket, EVERYTHING

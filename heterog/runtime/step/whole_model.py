@@ -1,12 +1,9 @@
-"""The part of a model that one rank holds, and the whole model.
+"""The part of a model that one rank holds: whole parameters, slices of parameters, and buffers.
 
-A part has whole parameters, slices of parameters, and buffers. Every rank makes the same whole
-model first; later the whole is gathered from the parts of ranks.
+Every rank makes the same whole model first.
 """
 
-import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,14 +13,11 @@ from heterog.errors import StrategyError
 from heterog.graph.capture import CapturedStep
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, TensorKind
-from heterog.graph.sharding_rules import local_shape
 from heterog.graph.workload import Workload
-from heterog.grouped import grouped
 from heterog.lowering.program import Program
-from heterog.runtime.accelerators import rank_device
 from heterog.runtime.step.rank_program import sharded_parameters
-from heterog.runtime.step.slices import Buffers, SlicedBucket, Slices, release, sliced_buckets
-from heterog.runtime.step.spans import cut, join_in_order, put
+from heterog.runtime.step.slices import Buffers, Slices, release, sliced_buckets
+from heterog.runtime.step.spans import cut, put
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 
 
@@ -129,160 +123,33 @@ class ModelPart:
         return self._rank in self.decision(row).devices
 
 
-@dataclass(frozen=True, slots=True)
-class WholeModel:
-    """Gathers parameters and buffers; either every rank calls a method or none.
+def join_statistics(model: nn.Module, buffers: Buffers, rank: int) -> None:
+    """Gather buffers that are updated in parts on their owner; every rank calls it.
 
-    Attributes:
+    Args:
         model: Model as this rank has it.
-        graph: The captured step.
-        part: Part of the model that this rank holds.
         buffers: Ranks that hold each buffer.
         rank: Number of this process.
     """
-
-    model: nn.Module
-    graph: OpGraph
-    part: ModelPart
-    buffers: Buffers
-    rank: int
-
-    def state_dict(self) -> dict[str, Tensor] | None:
-        """All parameters and buffers on rank 0, ``None`` on the others.
-
-        A replicated parameter comes from its first replica, BatchNorm statistics from the first
-        replica with samples.
-        """
-        graph = self.graph
-        named = dict(self.model.named_parameters())
-        state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-        sliced = {row for bucket in self.part.buckets if bucket.stage == 3 for row in bucket.rows}
-        for row, (_, parameter, _) in enumerate(graph.updates):
-            name = graph.tensors[parameter].name
-            if row in self.part.sharded and row not in sliced:
-                whole = self._whole(row, named[name].detach())
-                if whole is not None:
-                    state[name] = whole
-                continue
-            owner = self.part.owner(row)
-            if owner == 0 or row in sliced:
-                continue
-            self._bring(state, name, named[name].detach(), owner)
-        trained = {graph.tensors[parameter].name for _, parameter, _ in graph.updates}
-        for name, owner in self.buffers.owners.items():
-            if owner and name in state and name not in trained:
-                self._bring(state, name, state[name], owner)
-        pieces = grouped(
-            (row, (bucket.ring.begin, piece))
-            for bucket in self.part.buckets
-            if bucket.stage == 3 and bucket.is_first
-            for row, piece in self._collect(bucket)
-        )
-        for row, found in pieces.items():
-            state[graph.tensors[graph.updates[row][1]].name] = self._put_together(row, found)
-        if self.rank != 0:
-            return None
-        for name, twin in _tied_names(self.model).items():
-            state[name] = state[twin]
-        return state
-
-    def join_statistics(self) -> None:
-        """Gather buffers that are updated in parts on their owner."""
-        if not self.buffers.split:
-            return
-        # Frozen parameters, too, as the forward pass may write them (a target network).
-        named = {name: value.detach() for name, value in self.model.named_parameters()}
-        named |= dict(self.model.named_buffers())
-        for name, (place, spans, members) in self.buffers.split.items():
-            owner = self.buffers.owners[name]
-            own = named[name]
-            for device in members:
-                begin, count = spans.units_of(device)
-                if device == owner or count == 0 or self.rank not in (device, owner):
-                    continue
-                part = cut(own, place, spans.units, begin, count).contiguous()
-                if self.rank == device:
-                    dist.send(part, owner)
-                else:
-                    part = torch.empty_like(part)
-                    dist.recv(part, device)
-                    put(own, place, spans.units, begin, part)
-
-    def _bring(self, state: dict[str, Tensor], name: str, own: Tensor, owner: int) -> None:
-        """Send the owner's copy of a tensor to rank 0."""
-        if self.rank == owner:
-            dist.send(own.contiguous(), 0)
-        elif self.rank == 0:
-            state[name] = torch.empty_like(own)
-            dist.recv(state[name], owner)
-
-    def _collect(self, bucket: SlicedBucket) -> list[tuple[int, Tensor]]:
-        """Gather the slices of a bucket on rank 0: each row with its elements, flat."""
-        own = self.part.slices.own.get(bucket.number) if self.rank in bucket.devices else None
-        if self.rank != 0:
-            if own is not None and own.numel():
-                dist.send(own.detach(), 0)
-            return []
-        graph = self.graph
-        dtype = getattr(torch, graph.tensors[graph.updates[bucket.rows[0]][1]].dtype)
-        flat = torch.empty(bucket.num_elements, dtype=dtype, device=rank_device())
-        parts = torch.split(flat, list(bucket.counts))
-        for device, part in zip(bucket.devices, parts, strict=True):
-            if device == 0:
-                assert own is not None
-                part.copy_(own.detach())
-            elif part.numel():
-                dist.recv(part, device)
-        return list(zip(bucket.rows, torch.split(flat, list(bucket.sizes)), strict=True))
-
-    def _put_together(self, row: int, found: list[tuple[int, Tensor]]) -> Tensor:
-        """Join the pieces of a parameter that its rings have, by first unit."""
-        graph = self.graph
-        shape = graph.tensors[graph.updates[row][1]].shape
-        if row not in self.part.sharded:
-            return found[0][1].view(shape)
-        place, spans = self.part.sharded[row]
-        pieces = []
-        for begin, piece in found:
-            units = piece.numel() * spans.units // math.prod(shape)
-            pieces.append((begin, piece.view(local_shape(shape, place, units, spans.units))))
-        return join_in_order(pieces, place)
-
-    def _whole(self, row: int, own: Tensor) -> Tensor | None:
-        """Gather all slices of a sharded parameter on rank 0; ``None`` on the others."""
-        place, spans = self.part.sharded[row]
-        shape = self.graph.tensors[self.graph.updates[row][1]].shape
-        parts: list[tuple[int, Tensor]] = []
-        for device in spans.first_team():
+    if not buffers.split:
+        return
+    # Frozen parameters, too, as the forward pass may write them (a target network).
+    named = {name: value.detach() for name, value in model.named_parameters()}
+    named |= dict(model.named_buffers())
+    for name, (place, spans, members) in buffers.split.items():
+        owner = buffers.owners[name]
+        own = named[name]
+        for device in members:
             begin, count = spans.units_of(device)
-            if count == 0:
+            if device == owner or count == 0 or rank not in (device, owner):
                 continue
-            if device == 0:
-                parts.append((begin, own))
-            elif self.rank == device:
-                dist.send(own.contiguous(), 0)
-            elif self.rank == 0:
-                parts.append((begin, own.new_empty(local_shape(shape, place, count, spans.units))))
-                dist.recv(parts[-1][1], device)
-        if self.rank != 0:
-            return None
-        return join_in_order(parts, place).clone()
-
-
-def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Further names in the state dict of tied parameters and buffers."""
-    first: dict[int, str] = {id(value): name for name, value in model.named_parameters()}
-    first |= {id(value): name for name, value in model.named_buffers()}
-    every = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
-    kept = model.state_dict().keys()
-    return {
-        name: first[id(value)]
-        for name, value in every
-        if first[id(value)] != name and name in kept
-    }
+            part = cut(own, place, spans.units, begin, count).contiguous()
+            if rank == device:
+                dist.send(part, owner)
+            else:
+                part = torch.empty_like(part)
+                dist.recv(part, device)
+                put(own, place, spans.units, begin, part)
 
 
 def one_model(workload: Workload, device: torch.device) -> nn.Module:
