@@ -153,7 +153,7 @@ def _scatter(call: OpCall, placements: tuple[Placement, ...], axis_size: int) ->
         axes.append(axis(call, (along,), Special.OWN_WORDS, self=along))
     written = call.kind in ("scatter.src", "scatter_add.default") or call.args.get("value") == 0
     linear = [positions(call, "self", "src")] if written and "reduce" not in call.kind else []
-    base = positions(call, "self") if adds else ()
+    base = positions(call, "self")
     return choose(call, placements, axis_size, axes, linear, summand=base)
 
 
@@ -206,9 +206,36 @@ def _index_put(call: OpCall, placements: tuple[Placement, ...], axis_size: int) 
             # A value spread over a split region is added by every device to its own part.
             axes.append(Axis((P, *index_dims, entry), (P,)))
             axes.append(Axis((R, *index_dims, entry), (P,), Special.BIAS_ON_ONE_RANK))
-    linear = [] if _masks(call) else [positions(call, "self", "values")]
-    base = positions(call, "self") if adds else ()
+    base = positions(call, "self")
+    linear = [] if _masks(call) else [(*base, *positions(call, "values"))]
     return choose(call, placements, axis_size, axes, linear, summand=base)
+
+
+@splits("take.default", linear=[("self",)])
+def _take(call: OpCall) -> list[Axis]:
+    return [axis(call, (d,), index=d) for d in range(len(shape_of(call, "index")))]
+
+
+@splits("put.default")
+def _put(call: OpCall) -> list[Axis]:
+    if call.args["accumulate"] is not True:
+        return []
+    dims = range(len(shape_of(call, "index")))
+    return [
+        *(axis(call, (P,), self=P, index=d, source=d) for d in dims),
+        *(axis(call, (P,), Special.BIAS_ON_ONE_RANK, index=d, source=d) for d in dims),
+    ]
+
+
+@splits("searchsorted.Tensor")
+def _searched(call: OpCall) -> list[Axis]:
+    """Places in one sorted row for all values, or in a row of their own for those of a row."""
+    rows = len(shape_of(call, "sorted_sequence")) - 1
+    dims = range(len(shape_of(call, "self")))
+    return [
+        axis(call, (d,), self=d, **(of_op(call, sorted_sequence=d, sorter=d) if d < rows else {}))
+        for d in dims
+    ]
 
 
 INDEXED = frozenset(
@@ -320,9 +347,8 @@ def _indexed_dims(call: OpCall) -> list[tuple[int, Entry, tuple[Entry, ...]]]:
 
 @splits(
     *("nonzero.default", "masked_select.default", "masked_scatter.default", "bincount.default"),
-    *("_unique2.default", "unique_dim.default", "searchsorted.Tensor", "repeat_interleave.Tensor"),
-    *("_pdist_forward.default", "_pdist_backward.default", "take.default"),
-    *("put.default", "block_diag.default"),
+    *("_unique2.default", "unique_dim.default", "repeat_interleave.Tensor"),
+    *("_pdist_forward.default", "_pdist_backward.default", "block_diag.default"),
 )
 def _whole_only(call: OpCall) -> list[Axis]:
     # The result of a row, and even the output's shape, depend on the other rows.
