@@ -36,8 +36,8 @@ class Special(StrEnum):
         LOCAL_STATISTICS: BatchNorm over the local part, as data-parallel training does it. Run
             the op unchanged; each part is normalised alone, not the whole batch.
         OWN_ROWS: one index of the op counts the samples of the batch (or says where their bags of
-            indices begin), and every sample looks into its own row. Subtract its first value:
-            rows count from the device's first row.
+            indices begin, or is a place among the rows of its own sample), and every sample looks
+            into its own rows. Subtract where the rows of the device's first sample begin.
         CAUSAL_ROWS: causal attention of some queries, which see the keys up to their own position.
             Keys before the device's first query need no mask, the keys from there on do.
         OWN_WORDS: look-ups in some rows of a table, or the choice of the labels' logits among

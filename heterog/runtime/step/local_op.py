@@ -23,7 +23,7 @@ from heterog.graph.sharding_rules import (
     local_args,
     local_shape,
 )
-from heterog.graph.sharding_rules.indexing import row_index
+from heterog.graph.sharding_rules.indexing import row_index, rows_of_sample
 from heterog.graph.sharding_rules.legal import halo_dim
 from heterog.graph.sharding_rules.table import INSIDE_TEAMS, positions
 from heterog.graph.sparse_pattern import Rows
@@ -345,7 +345,9 @@ class LocalOp:
                 given[summand] = torch.zeros_like(given[summand])
         if Special.OWN_ROWS in self.specials:
             rows = row_index(self.call, self.along_batch)
-            given[rows] = given[rows] - given[rows].flatten()[:1].sum()  # there may be none
+            first = given[rows].flatten()[:1].sum()  # there may be none
+            per_sample = rows_of_sample(self.call, self.along_batch, self.whole.samples)
+            given[rows] = given[rows] - (first - first % per_sample)
         if Special.CAUSAL_ROWS in self.specials and share.units < self.whole.units:
             return self._on_causal_rows(given, share, kernel)
         if Special.OWN_WORDS in self.specials and share.units < self.whole.units:
