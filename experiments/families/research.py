@@ -189,6 +189,38 @@ def mixture_density(net: Any, x: Tensor, y: Tensor) -> Tensor:
     return -torch.distributions.MixtureSameFamily(which, parts).log_prob(y).mean()
 
 
+@trained(
+    "long_convolution",
+    lambda: {"maps": nn.Linear(6, 18), "filter": network(1, 8, 6), "head": nn.Linear(6, CLASSES)},
+    lambda: (numbers(8, 6), torch.randint(0, CLASSES, (BATCH,))),
+    loss=functional.cross_entropy,
+)
+def long_convolution(net: Any, x: Tensor) -> Tensor:
+    """Hyena: a filter as long as the sequence, made by a network, by padded transforms."""
+    query, key, value = net.maps(x).chunk(3, -1)
+    places = torch.linspace(0, 1, 8, dtype=x.dtype)[:, None]
+    waves = torch.fft.rfft(net.filter(places) * torch.exp(-places), n=16, dim=0)
+    found = torch.fft.irfft(torch.fft.rfft(key * value, n=16, dim=1) * waves, n=16, dim=1)
+    return net.head((query * found[:, :8]).mean(1))
+
+
+@trained(
+    "point_cloud",
+    lambda: {"edges": network(6, 8, 8), "head": nn.Linear(8, CLASSES)},
+    lambda: (numbers(10, 3), torch.randint(0, CLASSES, (BATCH,))),
+    loss=functional.cross_entropy,
+    is_quick=True,
+)
+def point_cloud(net: Any, points: Tensor) -> Tensor:
+    """DGCNN: the nearest points, by rows of the points of all clouds one after another."""
+    own = torch.cdist(points, points.detach())
+    near = own.topk(3, largest=False).indices
+    rows = near + points.shape[1] * torch.arange(len(points)).view(-1, 1, 1)
+    first = net.edges(torch.cat([points, points], -1))  # a gradient goes through the rows, too
+    taken = first.reshape(-1, 8)[rows]
+    return net.head((taken.amax(2) * own.mean(-1, keepdim=True)).mean(1))
+
+
 def _graph_transformer_batch() -> Batch:
     distances = torch.randint(0, 5, (BATCH, 6, 6))
     return (numbers(6, 4), distances, torch.randint(2, 7, (BATCH,)),

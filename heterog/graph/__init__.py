@@ -10,9 +10,9 @@
 - ``op_costs`` counts FLOPs and bytes. ``optimizer_probe`` finds the tensors that an optimizer
   reads, and the parameters that it steps with each set of options.
 - ``placement`` says how a tensor is split along an axis, ``sharding_rules`` which splits each op
-  allows. ``batch_plan`` splits the batch by these rules; ``axis_plan`` also splits ops along other
-  axes, by rules of a strategy (``rule_checks`` checks them). ``sparse_pattern`` and
-  ``sparse_product`` are for ops that read rows of neighbours, ``grouped_rows`` for rows that are
-  multiplied by the matrix of their expert.
+  allows. ``batch_plan`` splits the batch by these rules, and by what ``own_rows`` knows of the
+  values of indices; ``axis_plan`` also splits ops along other axes, by rules of a strategy
+  (``rule_checks`` checks them). ``sparse_pattern`` and ``sparse_product`` are for ops that read
+  rows of neighbours, ``grouped_rows`` for rows that are multiplied by the matrix of their expert.
 - ``grouping`` divides the ops into groups that share one decision.
 """

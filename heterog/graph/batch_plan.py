@@ -16,14 +16,9 @@ import numpy as np
 
 from heterog.errors import GraphError
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase, TensorKind
+from heterog.graph.own_rows import OwnRows
 from heterog.graph.placement import L, OpCall, P, Placement, R, S
 from heterog.graph.sharding_rules import RuleResult, Special, claims_checked, propagate
-from heterog.graph.sharding_rules.indexing import (
-    BAGS,
-    INDEXED,
-    split_by_bags,
-    split_by_own_rows,
-)
 from heterog.graph.sharding_rules.pointwise import FILLS, PLUS_NUMBER
 from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES, MEAN, NO_REDUCTION
 from heterog.graph.sharding_rules.table import INSIDE_TEAMS
@@ -123,7 +118,7 @@ def _propagate(graph: OpGraph, seeds: Mapping[int, RuleResult]) -> _State:
     specials: list[str | None] = []
     unruled: list[int] = []
     follows = [tensor.kind != TensorKind.PARAMETER for tensor in graph.tensors[: graph.num_inputs]]
-    counting = _counts_samples(graph)
+    rows = OwnRows(graph)
     for index, op in enumerate(graph.ops):
         given = tuple(placements[tensor] for tensor in op.inputs)
         is_known = op.phase == Phase.FORWARD and all(follows[tensor] for tensor in op.inputs)
@@ -137,7 +132,7 @@ def _propagate(graph: OpGraph, seeds: Mapping[int, RuleResult]) -> _State:
         elif op.rule is not None:  # an imported graph states how its ops split
             result = RuleResult(*op.rule)
         else:
-            result = _rule_of(graph, index, given, counting, follows)
+            result = _rule_of(graph, index, given, rows, follows)
             if is_known and result is not None and set(result.outputs) == {P}:
                 # Every rank has the numbers of the whole batch before the step, so each computes
                 # this sum from all of them: every micro-batch has it, and nothing is sent.
@@ -161,14 +156,14 @@ def _rule_of(
     graph: OpGraph,
     index: int,
     given: tuple[Placement, ...],
-    counting: Mapping[int, int],
+    rows: OwnRows | None,
     follows_batch: Sequence[bool],
 ) -> RuleResult | None:
     """Rule of an op for given placements; ``None`` if it can only run on whole inputs."""
     op = graph.ops[index]
     name = f"op {index} '{op.name or op.kind}'"
     with claims_checked(f"the args, inputs and outputs of {name} do not fit its kind"):
-        result = _by_own_rows(graph, index, given, counting)
+        result = None if rows is None else rows.rule(index, given)
         if result is None:
             result = built_in_rule(graph.call(index), given, graph.batch_size, name)
         if op.kind in LABEL_COUNTING_LOSSES and not counts_known_labels(
@@ -186,64 +181,6 @@ def _rule_of(
     return result
 
 
-def _by_own_rows(
-    graph: OpGraph, op: int, given: tuple[Placement, ...], counting: Mapping[int, int]
-) -> RuleResult | None:
-    """Rule of an op that reads only each sample's own rows, by an index that counts samples."""
-    kind, found = graph.ops[op].kind, None
-    if kind not in INDEXED | BAGS:
-        return None
-    for position, tensor in enumerate(graph.ops[op].inputs):
-        step, count = counting.get(tensor, 0), graph.tensors[tensor].meta.num_elements
-        if kind in BAGS and step:
-            found = split_by_bags(graph.call(op), given, graph.batch_size, position, step)
-        elif step == 1 and count == graph.batch_size:
-            found = split_by_own_rows(graph.call(op), given, graph.batch_size, position)
-        if found is not None:
-            return found
-    return None
-
-
-def _counts_samples(graph: OpGraph) -> dict[int, int]:
-    """Steps of tensors that are 0, step, 2 step, ... in the order of samples.
-
-    They may have any shape and integer type, and the same number of elements for each sample.
-    """
-    found: dict[int, int] = {}
-    if not any(op.kind in INDEXED | BAGS for op in graph.ops):
-        return found
-    for index, op in enumerate(graph.ops):
-        args = op.args
-        if op.num_outputs != 1:
-            continue
-        (made,) = graph.outputs[index]
-        meta = graph.tensors[made].meta
-        if (
-            not meta.num_elements
-            or meta.num_elements % graph.batch_size
-            or "int" not in meta.dtype
-        ):
-            continue
-        source = op.inputs[0] if op.inputs else -1
-        if op.kind.startswith("arange."):
-            step = args.get("step")
-            if args.get("start") in (None, 0):
-                found[made] = step if isinstance(step, int) else 1
-        elif source in found and graph.tensors[source].meta.num_elements == meta.num_elements:
-            adds_zero = op.kind == "add.Tensor" and len(op.inputs) == 1 and args.get("other") == 0
-            if adds_zero or op.kind in _SAME_ORDER:  # transformers adds an offset of zero
-                found[made] = found[source]
-    return found
-
-
-_SAME_ORDER = frozenset(
-    {
-        *("alias.default", "detach.default", "expand.default", "lift_fresh.default"),
-        *("squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default"),
-        *("view.default", "_unsafe_view.default", "_to_copy.default", "clone.default"),
-    }
-)
-"""Ops that keep the order of the elements if they keep the number of elements."""
 _SUMS = frozenset({"add.Tensor", "sub.Tensor"})
 """Sums of a partial and a replicated operand; the replicated one may enter only once."""
 
@@ -486,7 +423,7 @@ def _of_a_slice(
             for outer in _divisors(size // batch):
                 given = tuple(S(dim, outer) if n == position else R for n in range(len(op.inputs)))
                 with suppress(GraphError):
-                    found = _rule_of(graph, index, given, {}, ())
+                    found = _rule_of(graph, index, given, None, ())
                     if (
                         found is not None
                         and found.outputs == (place,)

@@ -273,7 +273,8 @@ class Step:
                     f"workload '{self._workload.name}': the step asks for the value of buffer "
                     f"'{name}', and changes it, so that later steps compute something else. If "
                     "only the first one does (it initialises by its data), call the model on a "
-                    "batch in the function that makes it."
+                    "batch in the function that makes it; if the buffer counts steps (torch's "
+                    "AveragedModel), keep averages by average.lerp_(weight.detach(), 0.01)."
                 )
 
     def _check_seeds(self, which: str) -> None:

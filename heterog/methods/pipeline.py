@@ -17,6 +17,7 @@ from itertools import combinations, pairwise, permutations, product
 import numpy as np
 
 from heterog.cluster.topology import Cluster
+from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import FloatArray
 from heterog.memo import kept
 from heterog.methods.enumeration import Enumeration, Meaning
@@ -175,13 +176,15 @@ class _Enumeration(Enumeration[_Point]):
         self.rules = rules_of_model(evaluator.graph)
         self.blocks_of_layers = layer_blocks(evaluator.graph)
         self.kinds = kinds_worth_trying(evaluator.graph)
+        refused = micro_batches_refused(evaluator.graph, 2)
+        self.most_micro = 1 if refused else evaluator.graph.batch_size
         groups = evaluator.tables.op_group
         self.num_ops = np.bincount(groups[groups >= 0], minlength=self.num_groups)
 
     def search(self) -> None:
         """Try balanced cuts of all sequences, other settings of the best, then cuts nearby."""
         order = self.problem.first_order
-        most = self.problem.evaluator.graph.batch_size
+        most = self.most_micro
         # A batch of a few samples is cut into micro-batches of one sample.
         first_micro = [count for count in _FIRST_MICRO if count <= most] or [most]
         sequences = self._sequences(first_micro[-1], order)
@@ -298,7 +301,7 @@ class _Enumeration(Enumeration[_Point]):
         """
         for size in team_sizes(self.cluster, self.rules):
             for num_micro in (start.num_micro, 2 * start.num_micro):
-                if num_micro <= self.problem.evaluator.graph.batch_size:
+                if num_micro <= self.most_micro:
                     teams = (size,) * len(start.stages)
                     yield replace(start, teams=teams, num_micro=num_micro)
 
@@ -351,7 +354,9 @@ class _Enumeration(Enumeration[_Point]):
         """
         num_stages, graph = len(start.stages), self.problem.evaluator.graph
         most = graph.batch_size // max(len(devices) for devices in start.stages)
-        smallest = replace(start, caps=1, num_micro=max(start.num_micro, most))
+        smallest = replace(
+            start, caps=1, num_micro=min(max(start.num_micro, most), self.most_micro)
+        )
         for slices_updates in (True, False) if graph.updates_elementwise else (False,):
             for recomputing in dict.fromkeys((num_stages, (num_stages + 1) // 2)):
                 for each in dict.fromkeys((smallest, replace(start, caps=1))):

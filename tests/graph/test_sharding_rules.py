@@ -32,7 +32,7 @@ from heterog.graph.sharding_rules import (
     propagate,
 )
 from heterog.graph.sharding_rules.pointwise import IDENTITIES, LINEAR_IN_FIRST, NONLINEAR
-from heterog.graph.sharding_rules.table import axis, choose, shape_of
+from heterog.graph.sharding_rules.table import axis, choose, positions, shape_of
 from heterog.graph.sparse_pattern import pattern_of
 from heterog.graph.sparse_product import multiply
 from heterog.runtime.step.special_ops import (
@@ -217,9 +217,8 @@ def run_in_parts(
         args = local_args(sample.call, result, share, units)
         tensors = [piece[rank] for piece in pieces]
         if result.special == Special.BIAS_ON_ONE_RANK and rank != 0:
-            ref = args["bias"] if "bias" in args else args["self"]
-            assert isinstance(ref, TensorRef)
-            tensors[ref.index] = torch.zeros_like(tensors[ref.index])
+            for place in _summands_of(sample.call, result):
+                tensors[place] = torch.zeros_like(tensors[place])
         if result.special == Special.NLL_GLOBAL_WEIGHT:
             args["reduction"] = 2
         if skips(sample, result, share):
@@ -236,15 +235,20 @@ def run_in_parts(
         else:
             outputs = sample.run(args, tensors)
         if result.special == Special.MEAN_TO_SUM:
-            outputs = tuple(
-                output * (share / units) if share else torch.zeros_like(output)
-                for output in outputs
-            )
+            mean = outputs[0] * (share / units) if share else torch.zeros_like(outputs[0])
+            outputs = (mean, *outputs[1:])
         ranks.append(outputs)
     if result.special == Special.NLL_GLOBAL_WEIGHT:
         weight = sum(outputs[1] for outputs in ranks)
         ranks = [(outputs[0] / weight, outputs[1]) for outputs in ranks]
     return ranks
+
+
+def _summands_of(call: OpCall, result: RuleResult) -> Sequence[int]:
+    """The inputs that must enter a sum over ranks once."""
+    if "tensors" in call.args:
+        return [place for place, needed in enumerate(result.inputs) if needed == R]
+    return positions(call, "bias" if "bias" in call.args else "self")
 
 
 def _on_own_words(
@@ -845,6 +849,11 @@ def loss_calls(make: Make) -> Iterator[Call]:
         yield "multi_margin_loss.default", *margins
         one_each = make.real(5) if reduction == 0 else make.real()
         yield "multi_margin_loss_backward.default", one_each, *margins
+        sets = make.below(7, 5, 6) - 1
+        yield "multilabel_margin_loss_forward.default", x, sets, reduction
+        _, is_target = aten.multilabel_margin_loss_forward(x, sets, reduction)
+        labels = (x, sets, reduction, is_target)
+        yield "multilabel_margin_loss_backward.default", one_each, *labels
         yield "binary_cross_entropy.default", x, y, make.real(5, 6), reduction
         yield "binary_cross_entropy.default", x, y, None, reduction
         yield "binary_cross_entropy_backward.default", gradient, x, y, None, reduction
@@ -931,12 +940,16 @@ def indexing_calls(make: Make) -> Iterator[Call]:
     yield "_unique2.default", tokens
     yield "unique_dim.default", tokens, 0
     yield "searchsorted.Tensor", make.real(6).sort().values, x
+    yield "searchsorted.Tensor", make.real(5, 6, 3).sort().values, x
+    unsorted = make.real(5, 6, 3)
+    yield "searchsorted.Tensor", unsorted, x, {"sorter": unsorted.argsort()}
     yield "_pdist_forward.default", make.real(5, 4)
     yield "_pdist_backward.default", make.real(10), make.real(5, 4), 2.0, make.real(10)
     yield "histc.default", x
     yield "histc.default", x, 7, -1.0, 2.0
     yield "take.default", x, few
     yield "put.default", make.real(9), few, make.real(*few.shape)
+    yield "put.default", make.real(9), few, make.real(*few.shape), True
     yield "block_diag.default", [make.real(5, 4), make.real(3, 2)]
     yield "repeat_interleave.Tensor", make.below(3, 5)
 
@@ -1139,6 +1152,62 @@ def test_parts_make_the_whole(kind: str) -> None:
                         rule = f"{_text(result.inputs)} -> {_text(result.outputs)}"
                         error.add_note(f"{kind} {inputs}, {rule}, shares {shares}")
                         raise
+
+
+_GATHERS_SUMS = frozenset(
+    {
+        *("_pdist_backward.default", "masked_select.default", "scatter.reduce"),
+        *("scatter.value_reduce", "nll_loss_forward.default", "nll_loss2d_forward.default"),
+        *("ldexp.Tensor", "polar.default", "xlogy.Tensor", "xlogy.Scalar_Other"),
+        *("nan_to_num.default", "nansum.default"),
+    }
+)
+"""Linear ops (the last two: of numbers only) that nobody has met on a partial sum."""
+
+
+def _is_linear(sample: Sample, generator: torch.Generator) -> bool:
+    """Whether the outputs are linear in the first input, by two random values of it."""
+    first, *others = sample.tensors
+    one, other = (torch.randn(first.shape, dtype=first.dtype, generator=generator) for _ in "12")
+    try:
+        made = [
+            sample.run(sample.call.args, [value, *others])
+            for value in (one, other, 2 * one - 3 * other)
+        ]
+    except RuntimeError:  # a probability that is negative, say
+        return False
+    is_sum = all(torch.allclose(z, 2 * x - 3 * y) for x, y, z in zip(*made, strict=True))
+    return is_sum and any(bool(each.any()) for each in made[0])
+
+
+@pytest.mark.parametrize("kind", sorted(set(SAMPLES) - _GATHERS_SUMS))
+def test_what_is_linear_keeps_partial_sums(kind: str) -> None:
+    with torch.random.fork_rng(devices=[]):
+        for sample in SAMPLES[kind]:
+            involved = (*sample.tensors[:1], *sample.outputs)
+            if not sample.tensors or not all(each.is_floating_point() for each in involved):
+                continue
+            given = (P, *[R] * (len(sample.tensors) - 1))
+            result = propagate(sample.call, given, 2)
+            keeps = result is not None and result.inputs == given and set(result.outputs) == {P}
+            assert keeps or not _is_linear(sample, _generator(7))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("cat.default", "stack.default", "slice_scatter.default", "select_scatter.default"),
+        *("diagonal_scatter.default", "index_put.default", "scatter.src"),
+        *("as_strided_scatter.default", "index_add.default", "addmm.default"),
+    ],
+)
+def test_a_partial_sum_stays_one_beside_what_all_ranks_have(kind: str) -> None:
+    """A gradient that is written into zeros, say: ``rfft`` pads its filter to a length."""
+    sample = SAMPLES[kind][0]
+    numbers = [place for place, each in enumerate(sample.tensors) if each.is_floating_point()]
+    given = tuple(P if place == numbers[1] else R for place in range(len(sample.tensors)))
+    result = propagate(sample.call, given, 2)
+    assert result == RuleResult(given, (P,), Special.BIAS_ON_ONE_RANK)
 
 
 def _text(placements: tuple[Placement, ...]) -> str:

@@ -78,6 +78,32 @@ def own_rows_of_mask(model: Any, x: Tensor) -> Tensor:
     return (x @ x.transpose(1, 2) + mask).softmax(-1) @ x
 
 
+def rows_of_heads(model: Any, x: Tensor) -> Tensor:
+    """Informer: some queries of each head of each sample, read and written."""
+    heads = torch.stack(x.chunk(2, -1), 1).flatten(0, 1)
+    rows, best = torch.arange(len(heads))[:, None], heads.sum(-1).topk(2).indices
+    found = heads.mean(1, keepdim=True).expand_as(heads).clone()
+    found[rows, best] = heads[rows, best].tanh()
+    return torch.cat(found.unflatten(0, (-1, 2)).unbind(1), -1)
+
+
+def own_places(model: Any, x: Tensor) -> Tensor:
+    """Nearest points of a cloud, whose rows stand one after another for all samples."""
+    near = (x @ x.transpose(1, 2)).topk(2).indices
+    places = near + x.shape[1] * torch.arange(x.shape[0]).view(-1, 1, 1)
+    points = x.reshape(-1, WIDTH)
+    sums = torch.zeros_like(points).index_add(0, places[..., 0].flatten(), points.tanh())
+    return (points[places].sum(2).flatten(0, 1) + points[places[..., 1].flatten()] + sums).view_as(
+        x
+    )
+
+
+FORWARDS = [
+    *(repeated_mask, filled_mask, counted_positions, last_token, own_rows_of_mask),
+    *(rows_of_heads, own_places),
+]
+
+
 def whole_constants(graph: OpGraph, batch: int) -> list[str]:
     """Ops that make something with the whole batch on every device, one number each aside."""
     plan = batch_plan(graph)
@@ -116,9 +142,7 @@ def reference(forward: Forward, step: CapturedStep, batch: int) -> tuple[Tensor,
 
 
 @one_in(2)
-@pytest.mark.parametrize(
-    "forward", [repeated_mask, filled_mask, counted_positions, last_token, own_rows_of_mask]
-)
+@pytest.mark.parametrize("forward", FORWARDS)
 def test_no_device_makes_the_whole_batch(forward: Forward) -> None:
     batch = 6
     step = step_of(forward, batch)
@@ -129,9 +153,7 @@ def test_no_device_makes_the_whole_batch(forward: Forward) -> None:
 
 
 @one_in(2)
-@pytest.mark.parametrize(
-    "forward", [repeated_mask, filled_mask, counted_positions, last_token, own_rows_of_mask]
-)
+@pytest.mark.parametrize("forward", FORWARDS)
 def test_a_batch_of_another_size_has_the_same_ops(forward: Forward) -> None:
     kinds = [op.kind for op in step_of(forward, 6).graph.ops]
     for batch in (1, 2, WIDTH, 7):
@@ -159,6 +181,15 @@ def test_an_index_that_counts_something_else_reads_the_whole() -> None:
     (index,) = (i for i, op in enumerate(step.graph.ops) if op.kind == "index.Tensor")
     assert plan.specials[index] is None
     assert ops_of_the_whole_batch(step.graph) != []
+
+
+def test_places_that_may_be_those_of_another_sample_read_the_whole() -> None:
+    def doubled(model: Any, x: Tensor) -> Tensor:
+        near = (x @ x.transpose(1, 2)).topk(2).indices * 2
+        rows = near + x.shape[1] * torch.arange(x.shape[0]).view(-1, 1, 1)
+        return x.reshape(-1, WIDTH)[rows % (x.shape[0] * x.shape[1])].sum(2)
+
+    assert ops_of_the_whole_batch(step_of(doubled).graph) != []
 
 
 def test_constants_that_differ_between_samples_stay_whole() -> None:

@@ -4,6 +4,9 @@ from itertools import permutations
 
 from heterog.cluster import Cluster
 from heterog.methods.pipeline import stage_sequences
+from heterog.methods.planner import Budget
+from tests.runtime.cases import capture_case, workload_of
+from tests.search.asking import compare_methods
 from tests.simulator.builders import cluster_of
 
 
@@ -31,3 +34,10 @@ def test_many_machines_give_few_sequences() -> None:
         assert len(devices) == len(set(devices))
         assert frozenset(devices) in kinds  # all machines, or all of one kind
     assert {frozenset(d for stage in stages for d in stage) for stages in found} == kinds
+
+
+def test_there_are_stages_where_micro_batches_are_refused() -> None:
+    graph = capture_case(workload_of("contrastive")).graph
+    cluster = cluster_of((1.0, ["T4"]), (1.0, ["V100-16GB"]))
+    found = compare_methods(graph, cluster, ["pipeline"], budget=Budget(evaluations=20))
+    assert {row.outcome for row in found.rows} == {"ok"}

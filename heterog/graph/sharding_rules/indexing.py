@@ -110,12 +110,22 @@ def split_by_bags(
 
 
 def row_index(call: OpCall, rule: RuleResult) -> int:
-    """The input of an op with ``Special.OWN_ROWS`` that counts the samples."""
+    """The input of an op with ``Special.OWN_ROWS`` that says which rows are a sample's."""
     if call.kind in BAGS:
         return positions(call, "offsets")[0]
+    if call.kind in ROWS_BY_ONE_INDEX:
+        return positions(call, "index")[0]
     rows = _index_refs(call)[rule.inputs[positions(call, "self")[0]].dim]
     assert rows is not None
     return rows.index
+
+
+def rows_of_sample(call: OpCall, rule: RuleResult, samples: int) -> int:
+    """Number of rows of a sample, at a multiple of which its own begin in ``row_index``."""
+    if call.kind in BAGS:
+        return 1
+    (place,) = positions(call, "self")
+    return call.inputs[place].shape[rule.inputs[place].dim] // samples
 
 
 @splits("gather.default", linear=[("self",)])
@@ -153,7 +163,7 @@ def _scatter(call: OpCall, placements: tuple[Placement, ...], axis_size: int) ->
         axes.append(axis(call, (along,), Special.OWN_WORDS, self=along))
     written = call.kind in ("scatter.src", "scatter_add.default") or call.args.get("value") == 0
     linear = [positions(call, "self", "src")] if written and "reduce" not in call.kind else []
-    base = positions(call, "self") if adds else ()
+    base = positions(call, "self")
     return choose(call, placements, axis_size, axes, linear, summand=base)
 
 
@@ -206,9 +216,36 @@ def _index_put(call: OpCall, placements: tuple[Placement, ...], axis_size: int) 
             # A value spread over a split region is added by every device to its own part.
             axes.append(Axis((P, *index_dims, entry), (P,)))
             axes.append(Axis((R, *index_dims, entry), (P,), Special.BIAS_ON_ONE_RANK))
-    linear = [] if _masks(call) else [positions(call, "self", "values")]
-    base = positions(call, "self") if adds else ()
+    base = positions(call, "self")
+    linear = [] if _masks(call) else [(*base, *positions(call, "values"))]
     return choose(call, placements, axis_size, axes, linear, summand=base)
+
+
+@splits("take.default", linear=[("self",)])
+def _take(call: OpCall) -> list[Axis]:
+    return [axis(call, (d,), index=d) for d in range(len(shape_of(call, "index")))]
+
+
+@splits("put.default")
+def _put(call: OpCall) -> list[Axis]:
+    if call.args["accumulate"] is not True:
+        return []
+    dims = range(len(shape_of(call, "index")))
+    return [
+        *(axis(call, (P,), self=P, index=d, source=d) for d in dims),
+        *(axis(call, (P,), Special.BIAS_ON_ONE_RANK, index=d, source=d) for d in dims),
+    ]
+
+
+@splits("searchsorted.Tensor")
+def _searched(call: OpCall) -> list[Axis]:
+    """Places in one sorted row for all values, or in a row of their own for those of a row."""
+    rows = len(shape_of(call, "sorted_sequence")) - 1
+    dims = range(len(shape_of(call, "self")))
+    return [
+        axis(call, (d,), self=d, **(of_op(call, sorted_sequence=d, sorter=d) if d < rows else {}))
+        for d in dims
+    ]
 
 
 INDEXED = frozenset(
@@ -218,38 +255,39 @@ INDEXED = frozenset(
     }
 )
 """Ops that read or write elements by one index for each of several dimensions."""
+ROWS_BY_ONE_INDEX = frozenset({"index_select.default", "index_add.default"})
+"""Ops that read or write along a dimension, by an index of one dimension."""
 
 
 def split_by_own_rows(
-    call: OpCall, placements: tuple[Placement, ...], axis_size: int, rows: int
+    call: OpCall, placements: tuple[Placement, ...], num_rows: int, rows: int
 ) -> RuleResult | None:
-    """Find the rule of an op in which every sample reads only its own row.
+    """Find the rule of an op in which every sample reads only its own rows.
 
     ``x[torch.arange(batch), lengths]`` takes one element of each sample; attention masks of
-    ``transformers`` are made in this way. Rules do not know the values of an index, but the caller
-    knows that this one counts the samples.
+    ``transformers`` are made in this way. Informer takes queries from each head of each sample.
+    Rules do not know the values of an index, but the caller knows that this one counts rows.
 
     Args:
         call: One of ``INDEXED``.
         placements: Placements of its inputs.
-        axis_size: Number of samples of the batch.
-        rows: Position of an input that is 0, 1, ... ``axis_size - 1`` in the order of samples.
+        num_rows: Number of rows of all samples, of which each has as many.
+        rows: Position of an input that is 0, 1, ... ``num_rows - 1`` in the order of samples.
 
     Returns:
-        The rule; ``None`` if no input is split, or the index is not for the samples' dimension.
+        The rule; ``None`` if no input is split like this, or the index is not for the dimension of
+        the rows.
     """
     refs = _index_refs(call)
     source = shape_of(call, "self")
     place = next((at for at, ref in enumerate(refs) if ref and ref.index == rows), -1)
-    if _masks(call) or place < 0 or source[place] != axis_size:
-        return None
-    if not any(given.kind == "S" for given in placements):
+    if _masks(call) or place < 0 or source[place] != num_rows:
         return None
     broadcast, at, _ = _index_layout(call)
     counted = call.inputs[rows].shape
-    if max(counted, default=1) != axis_size or axis_size == 1:
+    if max(counted, default=1) != num_rows or num_rows == 1:
         return None
-    dim = counted.index(axis_size) + len(broadcast) - len(counted)
+    dim = counted.index(num_rows) + len(broadcast) - len(counted)
     entries: list[Entry] = [R] * len(call.inputs)
     entries[positions(call, "self")[0]] = place
     for ref in refs:
@@ -260,8 +298,46 @@ def split_by_own_rows(
     inputs = tuple(S(entry) if isinstance(entry, int) else entry for entry in entries)
     if any(have.kind not in "RS" for have in placements):
         return None
+    if not any(have == want for have, want in zip(placements, inputs, strict=True) if have != R):
+        return None  # as many rows as a sample has of something else, perhaps
     made = place if positions(call, "values") else at + dim
     return RuleResult(inputs, (S(made),), Special.OWN_ROWS)
+
+
+def split_by_places(
+    call: OpCall, placements: tuple[Placement, ...], num_rows: int, index: int
+) -> RuleResult | None:
+    """Find the rule of an op on the rows of a flattened tensor, each sample on its own ones.
+
+    ``x.flatten(0, 1)[places + rows_of_sample * torch.arange(batch)[:, None]]`` is another way to
+    write ``gather``, in graph networks of point clouds, for example.
+
+    Args:
+        call: One of ``INDEXED`` or ``ROWS_BY_ONE_INDEX``.
+        placements: Placements of its inputs; that of the index is kept.
+        num_rows: Number of rows of all samples, of which each has as many.
+        index: Position of the index, whose values are rows of their own sample.
+
+    Returns:
+        The rule; ``None`` if the index is not for the first dimension, or not the only one.
+    """
+    split, (own,) = placements[index], positions(call, "self")
+    if call.kind in INDEXED:
+        first, *others = _index_refs(call)
+        is_alone = first is not None and first.index == index and not any(others)
+    else:
+        is_alone = dimension(call, "dim", len(shape_of(call, "self"))) == 0
+    if not is_alone or shape_of(call, "self")[0] != num_rows or placements[own] not in (R, S(0)):
+        return None
+    values = positions(call, "values", "source")
+    region = (*call.inputs[index].shape, *shape_of(call, "self")[1:])
+    if any(call.inputs[place].shape != region for place in values):
+        return None
+    inputs = tuple(
+        S(0) if place == own else split if place in (index, *values) else R
+        for place in range(len(call.inputs))
+    )
+    return RuleResult(inputs, (S(0) if values else split,), Special.OWN_ROWS)
 
 
 def _index_refs(call: OpCall) -> list[TensorRef | None]:
@@ -320,9 +396,8 @@ def _indexed_dims(call: OpCall) -> list[tuple[int, Entry, tuple[Entry, ...]]]:
 
 @splits(
     *("nonzero.default", "masked_select.default", "masked_scatter.default", "bincount.default"),
-    *("_unique2.default", "unique_dim.default", "searchsorted.Tensor", "repeat_interleave.Tensor"),
-    *("_pdist_forward.default", "_pdist_backward.default", "take.default"),
-    *("put.default", "block_diag.default"),
+    *("_unique2.default", "unique_dim.default", "repeat_interleave.Tensor"),
+    *("_pdist_forward.default", "_pdist_backward.default", "block_diag.default"),
 )
 def _whole_only(call: OpCall) -> list[Axis]:
     # The result of a row, and even the output's shape, depend on the other rows.

@@ -153,12 +153,13 @@ def _distances_backward(call: OpCall) -> list[Axis]:
     ]
 
 
+@splits("cholesky_solve.default", linear=[("self",)])
+@splits("linalg_solve_triangular.default", "linalg_lu_solve.default", linear=[("B",)])
 @splits(
     *("linalg_inv_ex.default", "linalg_cholesky_ex.default", "linalg_lu_factor_ex.default"),
     *("_linalg_det.default", "_linalg_slogdet.default", "_linalg_solve_ex.default"),
     *("_linalg_svd.default", "_linalg_eigh.default", "linalg_qr.default", "linalg_eig.default"),
-    *("linalg_matrix_exp.default", "linalg_solve_triangular.default", "linalg_lu_solve.default"),
-    *("cholesky_solve.default", "cholesky_inverse.default", "linalg_pinv.atol_rtol_tensor"),
+    *("linalg_matrix_exp.default", "cholesky_inverse.default", "linalg_pinv.atol_rtol_tensor"),
 )
 def _per_matrix(call: OpCall) -> list[Axis]:
     """Ops on each matrix of a batch: only dimensions before the matrix that all inputs have."""

@@ -32,7 +32,7 @@ NONLINEAR = (
     *("celu.default", "selu.default", "mish.default", "hardtanh.default", "relu6.default"),
     *("hardswish.default", "hardsigmoid.default", "hardshrink.default", "softshrink.default"),
     *("leaky_relu.default", "softplus.default", "threshold.default"),
-    *("log_sigmoid_forward.default", "_prelu_kernel.default", "_prelu_kernel_backward.default"),
+    *("log_sigmoid_forward.default", "_prelu_kernel.default"),
     *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar"),
     *("add.Scalar", "sub.Scalar", "rsub.Scalar", "rsub.Tensor"),
     *("div.Tensor_mode", "div.Scalar_mode", "floor_divide.default", "floor_divide.Scalar"),
@@ -72,6 +72,7 @@ LINEAR_IN_FIRST = (
     *("softplus_backward.default", "sigmoid_backward.default", "tanh_backward.default"),
     *("log_sigmoid_backward.default", "logit_backward.default", "hardshrink_backward.default"),
     *("softshrink_backward.default", "native_dropout_backward.default"),
+    "_prelu_kernel_backward.default",
 )
 """Linear in the first input (the output's gradient), whatever the others are."""
 
@@ -173,7 +174,14 @@ def _random_like(call: OpCall, placements: tuple[Placement, ...], axis_size: int
 
 @rule(
     *("rand.default", "randn.default", "randint.default", "randint.low", "randperm.default"),
-    *("multinomial.default", "_sample_dirichlet.default"),
 )
 def _random(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
     return with_shared_stream(choose(call, placements, axis_size))
+
+
+@rule("multinomial.default", "_sample_dirichlet.default")
+def _random_rows(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    """Draws of each row, by the probabilities along the last dimension."""
+    rows = range(len(call.inputs[0].shape) - 1)
+    axes = [Axis((d,), (d,), Special.OWN_RANDOM_STREAM) for d in rows]
+    return with_shared_stream(choose(call, placements, axis_size, axes))

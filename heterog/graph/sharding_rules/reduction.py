@@ -216,16 +216,20 @@ def _elementwise_backward(call: OpCall) -> list[Axis]:
     return broadcast_axes(call, special)
 
 
-@splits("multi_margin_loss.default")
-@splits("multi_margin_loss_backward.default", linear=[("grad_output",)])
+@splits("multi_margin_loss.default", "multilabel_margin_loss_forward.default")
+@splits(
+    *("multi_margin_loss_backward.default", "multilabel_margin_loss_backward.default"),
+    linear=[("grad_output",)],
+)
 def _margins(call: OpCall) -> list[Axis]:
     if len(shape_of(call, "self")) < 2:
         return []
     reduction = integer(call, "reduction", MEAN)
     special = Special.MEAN_TO_SUM if reduction == MEAN else None
     made = P if reduction and "grad_output" not in call.args else 0
-    gradient = of_op(call, grad_output=R if reduction else 0)
-    return [axis(call, (made,), special, self=0, target=0, **gradient)]
+    rows = of_op(call, grad_output=R if reduction else 0, is_target=0)
+    labels = (0,) * (len(call.outputs) - 1)  # which of them are there, kept for the backward pass
+    return [axis(call, (made, *labels), special, self=0, target=0, **rows)]
 
 
 LABEL_COUNTING_LOSSES = frozenset({"nll_loss_forward.default", "nll_loss2d_forward.default"})

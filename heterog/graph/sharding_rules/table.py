@@ -20,7 +20,7 @@ class Special(StrEnum):
     """The change that keeps an op exact when it runs on a device's part.
 
     Attributes:
-        MEAN_TO_SUM: the op divides by the number of elements it sees. Multiply every output by
+        MEAN_TO_SUM: the op divides by the number of elements it sees. Multiply its first output by
             ``share / axis_size``; a device with ``share == 0`` uses zeros instead (its own mean
             would be 0 / 0). Holds for the mean forward (outputs P) and for the backward of mean
             losses (output S), whose divisor is the local count in the same way.
@@ -30,13 +30,14 @@ class Special(StrEnum):
             that are not ignored. The backward needs no change, only the all-reduced total weight.
         BIAS_ON_ONE_RANK: the outputs are summed over devices and micro-batches, so the summand
             must enter once: replace it by zeros on all devices but one, and in all micro-batches
-            but the first. The summand is the argument ``bias`` (convolution, linear), the input
-            that is R or the number (``add``, ``sub``), or ``self`` (every other op).
+            but the first. The summand is the argument ``bias`` (convolution, linear), the inputs
+            that are R or the number (``add``, ``sub``, ``cat``, ``stack``), or ``self`` (every
+            other op, such as a tensor into which a part is written).
         LOCAL_STATISTICS: BatchNorm over the local part, as data-parallel training does it. Run
             the op unchanged; each part is normalised alone, not the whole batch.
         OWN_ROWS: one index of the op counts the samples of the batch (or says where their bags of
-            indices begin), and every sample looks into its own row. Subtract its first value:
-            rows count from the device's first row.
+            indices begin, or is a place among the rows of its own sample), and every sample looks
+            into its own rows. Subtract where the rows of the device's first sample begin.
         CAUSAL_ROWS: causal attention of some queries, which see the keys up to their own position.
             Keys before the device's first query need no mask, the keys from there on do.
         OWN_WORDS: look-ups in some rows of a table, or the choice of the labels' logits among

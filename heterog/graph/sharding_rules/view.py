@@ -122,7 +122,8 @@ def _cat(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> Rul
         if d != along
     ]
     extra = _cat_of_splits(call, placements, axis_size, along)
-    return choose(call, placements, axis_size, axes, [range(count)], extra=extra)
+    every = range(count)
+    return choose(call, placements, axis_size, axes, [every], summand=every, extra=extra)
 
 
 def _cat_of_splits(
@@ -144,11 +145,13 @@ def _cat_of_splits(
             yield RuleResult(inputs, (S(along, sum(sizes) // block),))
 
 
-@splits("stack.default", linear=lambda call: [range(len(call.inputs))])
-def _stack(call: OpCall) -> list[Axis]:
+@rule("stack.default")
+def _stack(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
     count, rank = len(call.inputs), len(call.outputs[0].shape)
     along = dimension(call, "dim", rank)
-    return [Axis((d,) * count, (d + (d >= along),)) for d in range(rank - 1)]
+    axes = [Axis((d,) * count, (d + (d >= along),)) for d in range(rank - 1)]
+    every = range(count)
+    return choose(call, placements, axis_size, axes, [every], summand=every)
 
 
 @rule(
@@ -203,7 +206,7 @@ def slice_start(call: OpCall) -> int:
     return min(max(start + size if start < 0 else start, 0), size)
 
 
-@splits("slice_scatter.default", "select_scatter.default", linear=[(0, 1)])
+@splits("slice_scatter.default", "select_scatter.default", linear=[(0, 1)], summand="self")
 def _write(call: OpCall) -> list[Axis]:
     rank = len(call.inputs[0].shape)
     along, narrow = dimension(call, "dim", rank), call.kind == "select_scatter.default"
@@ -211,7 +214,7 @@ def _write(call: OpCall) -> list[Axis]:
 
 
 @splits("diagonal.default", linear=[(0,)])
-@splits("diagonal_scatter.default", linear=[(0, 1)])
+@splits("diagonal_scatter.default", linear=[(0, 1)], summand="self")
 def _diagonal(call: OpCall) -> list[Axis]:
     rank = len(call.inputs[0].shape)
     pair = {dimension(call, "dim1", rank), dimension(call, "dim2", rank, 1)}
@@ -246,7 +249,8 @@ def _complex(call: OpCall) -> list[Axis]:
     return [Axis((d,), (d,)) for d in range(rank)]
 
 
-@splits("as_strided.default", "_reshape_alias.default", "as_strided_scatter.default")
+@splits("as_strided.default", "_reshape_alias.default", linear=[(0,)])
+@splits("as_strided_scatter.default", linear=[(0, 1)], summand="self")
 def _strided(call: OpCall) -> list[Axis]:
     # Strides describe memory, not dimensions, so such a view is taken of the whole tensor.
     return []

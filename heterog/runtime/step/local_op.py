@@ -23,7 +23,7 @@ from heterog.graph.sharding_rules import (
     local_args,
     local_shape,
 )
-from heterog.graph.sharding_rules.indexing import row_index
+from heterog.graph.sharding_rules.indexing import row_index, rows_of_sample
 from heterog.graph.sharding_rules.legal import halo_dim
 from heterog.graph.sharding_rules.table import INSIDE_TEAMS, positions
 from heterog.graph.sparse_pattern import Rows
@@ -345,7 +345,9 @@ class LocalOp:
                 given[summand] = torch.zeros_like(given[summand])
         if Special.OWN_ROWS in self.specials:
             rows = row_index(self.call, self.along_batch)
-            given[rows] = given[rows] - given[rows].flatten()[:1].sum()  # there may be none
+            first = given[rows].flatten()[:1].sum()  # there may be none
+            per_sample = rows_of_sample(self.call, self.along_batch, self.whole.samples)
+            given[rows] = given[rows] - (first - first % per_sample)
         if Special.CAUSAL_ROWS in self.specials and share.units < self.whole.units:
             return self._on_causal_rows(given, share, kernel)
         if Special.OWN_WORDS in self.specials and share.units < self.whole.units:
@@ -357,7 +359,7 @@ class LocalOp:
             (self.along_batch, self.along_axis), share[:2], self.whole[:2], strict=True
         ):
             if rule.special == Special.MEAN_TO_SUM:
-                made = [output * (own_size / whole) for output in made]
+                made[0] = made[0] * (own_size / whole)
         return made
 
     def _on_causal_rows(
@@ -453,17 +455,19 @@ class LocalOp:
         """Inputs that enter a sum over devices once, on another device; ``None`` is a number."""
         enters = (self.along_batch, share.is_first), (self.along_axis, share.is_first_member)
         return [
-            self._summand(rule)
+            summand
             for rule, is_here in enters
             if rule.special == Special.BIAS_ON_ONE_RANK and not is_here
+            for summand in self._summands_of(rule)
         ]
 
-    def _summand(self, rule: RuleResult) -> int | None:
+    def _summands_of(self, rule: RuleResult) -> Sequence[int | None]:
+        if "tensors" in self.call.args:
+            return [place for place, needed in enumerate(rule.inputs) if needed == R]
         if "other" in self.call.args:  # of two operands, the one that all devices have
             both = positions(self.call, "self", "other")
-            return next((position for position in both if rule.inputs[position] == R), None)
-        (summand,) = positions(self.call, "bias" if "bias" in self.call.args else "self")
-        return summand
+            return [place for place in both if rule.inputs[place] == R] or [None]
+        return positions(self.call, "bias" if "bias" in self.call.args else "self")
 
     def _local_args(self, share: Share) -> dict[str, Arg]:
         """Arguments on the samples of a device or team, then on the units of a device."""
