@@ -7,8 +7,8 @@
 - ``shares`` has the first and the best shares, and cuts a rank's batch into parts; ``dealing``,
   ``sampler`` (once ``loader``), ``tokens`` and ``streams`` deal the samples.
 - ``weights`` make the update that of one process. ``updates`` finds where updates and steps end,
-  ``replicas`` finds ranks with other weights or other samples; ``batch_norms`` is for ranks with
-  few samples.
+  ``replicas`` finds ranks with other weights or other samples, ``passes`` losses that are not
+  weighed and models that are not updated; ``batch_norms`` is for ranks with few samples.
 - ``loss_means``, ``loss_probe`` and ``label_means`` find what a loss is a mean of,
   ``across_samples`` losses that take statistics over samples.
 - ``speeds`` measures the compute time of a rank between its waits, and fits it; ``rebalancing``

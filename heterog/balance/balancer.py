@@ -14,6 +14,7 @@ from heterog.balance.batch_norms import BatchNorms
 from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches, without_singles
 from heterog.balance.group import RankGroup
 from heterog.balance.label_means import MeanCounts, check_mean_over_samples
+from heterog.balance.passes import check_not_weighed
 from heterog.balance.rebalancing import (
     DEAD_BAND,
     INTERVAL,
@@ -36,7 +37,7 @@ from heterog.balance.shares import (
 from heterog.balance.speeds import StepClock, watch_waits
 from heterog.balance.streams import StreamBatches, check_stream
 from heterog.balance.tokens import TokenBatches
-from heterog.balance.updates import OpenSteps, watch_updates
+from heterog.balance.updates import OpenStep, OpenSteps, warn_of_skipped, watch_updates
 from heterog.balance.weights import StepWeights, average_gradients, check_loss
 from heterog.errors import HeterogWarning
 from heterog.runtime.accelerators import CPU
@@ -141,6 +142,8 @@ class Balancer(Follower):
         check_data_parallel(model, self.group.num_ranks)
         self.model = model
         self.weights.parameters = frozenset(map(id, model.parameters()))
+        if self._check_replicas and self.group.num_ranks > 1:
+            self.weights.passes.watch(model)
         watch_waits(model, self.clock)
         self.watch_norms(model)
 
@@ -293,10 +296,9 @@ class Balancer(Follower):
     def end_step(self, sampler: ShareSampler | None = None) -> None:
         """Called by a loader when the loop asks for the next batch."""
         sampler = self.share_sampler if sampler is None else sampler
-        if self._replicas is not None and sampler is self._training:
-            with self.clock.waiting():
-                self._replicas.end_step()
         step = self._open.of(sampler)
+        if sampler is self._training and self._check_replicas and self.group.num_ranks > 1:
+            self._check_step(sampler, step)
         if step is None or not step.trains or not self._follows:
             return
         if not step.is_timed:
@@ -306,6 +308,17 @@ class Balancer(Follower):
         self._follower_of(sampler).end_step(step.deal, sampler)
         if sampler.shares != before:
             self._share_with_others(sampler)
+
+    def _check_step(self, sampler: ShareSampler, step: OpenStep | None) -> None:
+        """Check that a step of training has trained all replicas alike, and this one at all."""
+        is_end, num_trained = sampler.num_done == sampler.num_steps, self.weights.num_trained
+        if step is not None and step.has_gradients and not step.trains and num_trained:
+            warn_of_skipped(self.group.rank, step.deal)
+        if self._replicas is not None:
+            with self.clock.waiting():
+                self._replicas.end_step(is_end=is_end)
+        if num_trained or self.weights.is_unlike:
+            self.weights.passes.end_step(num_trained, is_end=is_end)
 
     def end_pass(self, sampler: ShareSampler) -> None:
         """Called by a loader when a pass ends or is left; returns to the step of an outer loop."""
@@ -369,6 +382,8 @@ class Balancer(Follower):
                 samples; or the count is not that of its labels.
         """
         check_loss(loss)
+        if self.group.num_ranks > 1:
+            check_not_weighed(loss)
         step = self._open.current
         if loss.requires_grad:
             inner, step = step, self._open.back_to_training()
@@ -411,6 +426,7 @@ class Balancer(Follower):
                 self._same_deals.check(step.sampler, step.deal)
         step.trains = True
         self.weights.num_trained += 1
+        self.weights.passes.follow(loss)
         self._training = step.sampler
         if self._follows:
             self.clock.use(loss.device)
@@ -455,8 +471,10 @@ class Balancer(Follower):
         """Average the gradients of a model that is not wrapped, after the backward pass."""
         if self.model is None:
             raise BalanceError("average_gradients() needs the model: Balancer(model, ...).")
+        self.weights.passes.warn_if_changed()
         with self.clock.waiting():
             average_gradients(self.model, self.group)
+        self.weights.passes.sort()
 
     def mean_loss(self) -> float:
         """The loss of the whole batch of this step; all ranks call it, after the backward pass.

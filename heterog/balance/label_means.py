@@ -34,6 +34,7 @@ _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 _NONE, _MEAN, _SUM = 0, 1, 2
 """Numbers of no reduction, a mean and a sum in ATen (``at::Reduction``)."""
 _ADDS = ("AddBackward", "SubBackward", "Neg", "ToCopyBackward")
+_OF_ELEMENTS = (*_ADDS, "MulBackward", "DivBackward", "PowBackward", "AbsBackward")
 _CURVES = ("Sqrt", "Rsqrt", "Pow", "Log", "Exp", "Abs", "Relu", "Softplus", "Sigmoid", "Tanh")
 """Beginnings of names of nonlinear nodes. Clamps are left out: most are only guards."""
 _MOST_NODES = 64
@@ -105,7 +106,7 @@ def counts_of(loss: Tensor, samples: float) -> list[Count]:
     """Numbers of elements of the last means of a loss, and of similar terms.
 
     >>> import torch
-    >>> x = torch.ones(2, 3, requires_grad=True)
+    >>> x = torch.ones(2, 3, requires_grad=True).clone()
     >>> [each.number for each in counts_of(x.exp().sum() / 3 + x.mean(1).mean(), 2)]
     [3.0, 2.0]
     >>> [each.of.name for each in counts_of(x.square().sum() / 10 + x.mean().sqrt(), 2)]
@@ -173,7 +174,29 @@ def _is_sum(node: Any, samples: float) -> bool:
         return True
     sizes = node._saved_self_sym_sizes
     is_of_samples = len(sizes) > 0 and sizes[0] == samples
-    return is_of_samples and below.name().startswith(("PowBackward", "AbsBackward"))
+    is_penalty = below.name().startswith(("PowBackward", "AbsBackward"))
+    return is_of_samples and is_penalty and not _is_of_weights(below)
+
+
+def _is_of_weights(node: Any) -> bool:
+    """Whether a node is computed from parameters alone, element by element.
+
+    >>> import torch
+    >>> weight, x = torch.ones(3, requires_grad=True), torch.ones(3)
+    >>> [_is_of_weights(each.grad_fn) for each in ((2 * weight - x).abs(), (weight.cos()).abs())]
+    [True, False]
+    """
+    waiting = [node]
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            return True
+        node = waiting.pop()
+        if node is None or node.name() == "torch::autograd::AccumulateGrad":
+            continue
+        if not node.name().startswith(_OF_ELEMENTS):
+            return False
+        waiting += [each for each, _ in node.next_functions]
+    return False
 
 
 def _last_nodes(loss: Tensor) -> Iterator[tuple[Any, bool]]:

@@ -43,16 +43,19 @@ class ReplicaCheck:
         self._looks_at_buffers = True
         self._num_steps = 0
 
-    def end_step(self) -> None:
+    def end_step(self, *, is_end: bool) -> None:
         """Compare after some of the steps; all ranks call it after each step.
 
         Warns once of buffers that ranks compute from their own samples.
+
+        Args:
+            is_end: Whether a pass over the data ends, which may be the last one.
 
         Raises:
             BalanceError: parameters of ranks differ.
         """
         self._num_steps += 1
-        if compared_after(self._num_steps):
+        if is_end or compared_after(self._num_steps):
             told = self._group.gather(self._replicas.facts())
             found = drift(told, self._num_steps)
             if found is not None:

@@ -262,11 +262,11 @@ class StepClock:
 
     def backward_begins(self, gradient: Tensor) -> None:
         """Hook of the loss: note when gradients are ready on this rank, and on all ranks."""
-        _after_backward(self._gradients_are_ready)
+        after_backward(self._gradients_are_ready)
 
     def _gradients_are_ready(self) -> None:
         self.begin_wait()
-        _after_backward(self.end_wait)
+        after_backward(self.end_wait)
 
     def end_step(self) -> None:
         """Note the end of a step and the start of the next. All ranks have just met."""
@@ -296,7 +296,7 @@ class StepClock:
         return float(end - begin)
 
 
-def _after_backward(call: Callable[[], None]) -> None:
+def after_backward(call: Callable[[], None]) -> None:
     """Call a function at the end of the current backward pass, after those queued so far."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 

@@ -9,6 +9,7 @@ second call in a step has any consequence.
 ``OpenSteps`` has the current step of each loop: several if loops are nested or run side by side.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from heterog.balance.group import RankGroup
 from heterog.balance.sampler import ShareSampler
 from heterog.balance.shares import BalanceError
 from heterog.balance.weights import StepWeights
+from heterog.errors import HeterogWarning
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -59,9 +61,10 @@ def _check_weighed(optimizer: Optimizer, weights: StepWeights) -> None:
     """Check that losses were weighed before an update, if ranks have unlike parts of the batch.
 
     Raises:
-        BalanceError: no loss has been weighed since the update before.
+        BalanceError: no loss has been weighed since the update before, or none of those that gave
+            the update its gradients.
     """
-    if weights.may_update:
+    if not weights.checks_updates:
         return
     stepped = {
         id(each)
@@ -69,7 +72,8 @@ def _check_weighed(optimizer: Optimizer, weights: StepWeights) -> None:
         for each in group["params"]
         if each.grad is not None  # without gradients the loop has left the batch out
     }
-    if stepped and (weights.parameters is None or stepped & weights.parameters):
+    is_known = weights.parameters is None or bool(stepped & weights.parameters)
+    if stepped and is_known and not weights.may_update:
         raise BalanceError(
             "an optimizer has stepped, and no loss was weighed since its last update: ranks have "
             "unlike parts of the batch, and their gradients would count alike. Call "
@@ -77,6 +81,7 @@ def _check_weighed(optimizer: Optimizer, weights: StepWeights) -> None:
             "another model, give Balancer the one that is trained. check_replicas=False does "
             "without this check."
         )
+    weights.passes.check_update(stepped, is_unlike=weights.is_unlike)
 
 
 def _with_checks(
@@ -121,6 +126,18 @@ def _check_alike(value: float, group: RankGroup) -> None:
             "balancer.mean_loss() from the closure, the loss of the whole batch (in Lightning "
             "with automatic_optimization = False and a closure of your own)."
         )
+
+
+def warn_of_skipped(rank: int, deal: Deal) -> None:
+    """Warn that a rank has left a batch out: others that train with theirs wait for it."""
+    warnings.warn(
+        f"rank {rank} weighed no loss in step {deal.step} of epoch {deal.epoch}: other ranks that "
+        "did wait for it, or take its next gradients for those of this step. Leave a batch out on "
+        "all ranks alike, by balancer.mean_loss(); a rank that skips its samples alone weighs a "
+        "loss of 0 times theirs.",
+        HeterogWarning,
+        stacklevel=4,
+    )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from heterog.balance.group import RankGroup
+from heterog.balance.passes import Passes
 from heterog.balance.shares import BalanceError
 from heterog.grouped import grouped
 
@@ -38,6 +39,7 @@ class StepWeights:
         checks_updates: Whether an update needs a weighed loss.
         is_unlike: Whether ranks have unlike numbers of samples in this step.
         parameters: Identities of the parameters that are trained, if they are known.
+        passes: Backward passes that reach these parameters.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -51,6 +53,7 @@ class StepWeights:
         self._num_at_update: int | None = None
         self.checks_updates, self.is_unlike = True, False
         self.parameters: frozenset[int] | None = None
+        self.passes = Passes()
 
     def begin_batch(self, samples: Sequence[int]) -> None:
         """Begin a step, given each rank's number of samples in its batch."""
@@ -63,6 +66,7 @@ class StepWeights:
     def begin_step(self) -> None:
         """Forget the losses of the previous step."""
         self._seen, self._is_complete = [], False
+        self.passes.is_weighed = False  # if a backward pass has ended in an error
 
     def kept(self) -> tuple[Any, ...]:
         """The state of this step, to be restored after another loop has run inside it."""

@@ -27,7 +27,7 @@ Loss = Callable[[Tensor], Tensor]
 
 def scores() -> Tensor:
     torch.manual_seed(0)
-    return torch.randn(4, 3, requires_grad=True)
+    return torch.randn(4, 3, requires_grad=True).clone()  # results of a model, no parameters
 
 
 OF_SAMPLES: tuple[Loss, ...] = (
@@ -38,6 +38,16 @@ OF_SAMPLES: tuple[Loss, ...] = (
     lambda x: functional.mse_loss(x, torch.zeros_like(x)),
     lambda x: functional.cross_entropy(x.T[None], torch.zeros(1, 4, dtype=torch.long)),
 )
+PENALTY = torch.ones(4, 3, requires_grad=True)  # as many rows as there are samples
+
+
+def test_a_penalty_of_weights_is_no_sum_over_samples() -> None:
+    for penalty in (PENALTY.square().sum(), ((PENALTY - 1) ** 2).sum() / 10, PENALTY.abs().sum()):
+        loss = scores().mean() + penalty
+        check_mean_over_samples(loss, 4)
+        assert all(each.of != Of.SUM for each in counts_of(loss, 4))
+
+
 OF_LABELS: tuple[Loss, ...] = (
     lambda x: functional.cross_entropy(x, LABELS),
     lambda x: 0.5 * functional.cross_entropy(x, LABELS) + x.square().mean(),

@@ -531,6 +531,7 @@ def test_scripts_are_well_formed(even: Plan, tmp_path: Path, target: str) -> Non
     for path in written:
         if path.suffix == ".py":
             ast.parse(path.read_text())
+            assert "__doc__." not in path.read_text(), "python -OO leaves docstrings out"
         if path.suffix in (".sh", ".sbatch"):
             subprocess.run(["bash", "-n", str(path)], check=True)
         assert "{% " not in path.read_bytes().decode(errors="ignore") or path.suffix == ".gz"

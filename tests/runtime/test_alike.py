@@ -30,6 +30,7 @@ WAYS = {
     "recorded": r"in step 1: shape of the batch's batch\.0 ",
     "schedule": r"in step 9: lr of group 0 \(0\.1 on ranks 0, 2, 0\.05 on",
     "weights": r"replicas of '\S+' on ranks \d and \d have drifted apart after step 8, ",
+    "nan": r"replicas of '\S+' on ranks \d and 1 have drifted apart after step 8, by inf",
 }
 
 
@@ -71,6 +72,9 @@ def _change(step: DeployedStep, way: str, number: int) -> None:
     if way == "weights" and number == 5:
         with torch.no_grad():
             next(iter(step.parameters.values())).add_(1e-2)
+    if way == "nan" and number == 7:  # the next step would spread it to all ranks
+        with torch.no_grad():
+            next(iter(step.parameters.values())).fill_(torch.nan)
 
 
 @pytest.mark.distributed

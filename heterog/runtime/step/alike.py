@@ -63,6 +63,8 @@ sqrt(eps16 / eps32) times as much."""
 
 _EPS_32 = torch.finfo(torch.float32).eps
 _NUM_FACTS = 3
+_NOT_HELD = -1.0
+"""In place of the rounding of a tensor that a rank lacks; those of a held one may be NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +104,20 @@ class Replicas:
         self._begin = [signed for signed, _ in self._sums()]
 
     def facts(self) -> list[float]:
-        """The sum, the way and the rounding of each tensor; NaN for a tensor that is not held."""
+        """The sum, the way and the rounding of each tensor; one that is not held has neither."""
         found: list[float] = []
         for begin, (signed, rounding) in zip(self._begin, self._sums(), strict=True):
             found += [signed, abs(signed - begin), rounding]
         return found
 
+    def ways(self) -> list[float]:
+        """How far each held tensor has moved; 0 for one that has not changed."""
+        pairs = zip(self._begin, self._sums(), strict=True)
+        return [abs(signed - begin) for begin, (signed, _) in pairs]
+
     def _sums(self) -> list[tuple[float, float]]:
         """Signed sum and rounding of each tensor, with one transfer from each device."""
-        found = [(math.nan, math.nan)] * len(self._tensors)
+        found = [(0.0, _NOT_HELD)] * len(self._tensors)
         by_device = grouped(
             (each.device, (place, each))
             for place, each in enumerate(self._tensors)
@@ -139,7 +146,7 @@ def drift(told: Sequence[Sequence[float]], num_steps: int) -> Drift | None:
         facts = {
             rank: each[begin : begin + _NUM_FACTS]
             for rank, each in enumerate(told)
-            if not all(map(math.isnan, each[begin : begin + _NUM_FACTS]))
+            if each[begin + _NUM_FACTS - 1] != _NOT_HELD
         }
         if len(facts) < 2:
             continue
