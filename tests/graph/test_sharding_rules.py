@@ -852,8 +852,8 @@ def loss_calls(make: Make) -> Iterator[Call]:
         sets = make.below(7, 5, 6) - 1
         yield "multilabel_margin_loss_forward.default", x, sets, reduction
         _, is_target = aten.multilabel_margin_loss_forward(x, sets, reduction)
-        labels = (x, sets, reduction, is_target)
-        yield "multilabel_margin_loss_backward.default", one_each, *labels
+        given = (x, sets, reduction, is_target)
+        yield "multilabel_margin_loss_backward.default", one_each, *given
         yield "binary_cross_entropy.default", x, y, make.real(5, 6), reduction
         yield "binary_cross_entropy.default", x, y, None, reduction
         yield "binary_cross_entropy_backward.default", gradient, x, y, None, reduction
@@ -1171,7 +1171,7 @@ def _is_linear(sample: Sample, generator: torch.Generator) -> bool:
     one, other = (torch.randn(first.shape, dtype=first.dtype, generator=generator) for _ in "12")
     try:
         made = [
-            sample.run(sample.call.args, [value, *others])
+            sample.run(dict(sample.call.args), [value, *others])
             for value in (one, other, 2 * one - 3 * other)
         ]
     except RuntimeError:  # a probability that is negative, say

@@ -84,7 +84,7 @@ def rows_of_heads(model: Any, x: Tensor) -> Tensor:
     rows, best = torch.arange(len(heads))[:, None], heads.sum(-1).topk(2).indices
     found = heads.mean(1, keepdim=True).expand_as(heads).clone()
     found[rows, best] = heads[rows, best].tanh()
-    return torch.cat(found.unflatten(0, (-1, 2)).unbind(1), -1)
+    return torch.cat(found.view(-1, 2, *found.shape[1:]).unbind(1), -1)
 
 
 def own_places(model: Any, x: Tensor) -> Tensor:
@@ -93,9 +93,8 @@ def own_places(model: Any, x: Tensor) -> Tensor:
     places = near + x.shape[1] * torch.arange(x.shape[0]).view(-1, 1, 1)
     points = x.reshape(-1, WIDTH)
     sums = torch.zeros_like(points).index_add(0, places[..., 0].flatten(), points.tanh())
-    return (points[places].sum(2).flatten(0, 1) + points[places[..., 1].flatten()] + sums).view_as(
-        x
-    )
+    second = points[places[..., 1].flatten()]
+    return (points[places].sum(2).flatten(0, 1) + second + sums).view_as(x)
 
 
 FORWARDS = [
