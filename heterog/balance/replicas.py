@@ -43,7 +43,7 @@ class ReplicaCheck:
         self._looks_at_buffers = True
         self._num_steps = 0
 
-    def end_step(self, *, is_end: bool) -> None:
+    def end_step(self, *, is_end: bool = False) -> None:
         """Compare after some of the steps; all ranks call it after each step.
 
         Warns once of buffers that ranks compute from their own samples.
