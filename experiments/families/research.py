@@ -221,6 +221,17 @@ def point_cloud(net: Any, points: Tensor) -> Tensor:
     return net.head((taken.amax(2) * own.mean(-1, keepdim=True)).mean(1))
 
 
+@trained(
+    "critic",
+    lambda: {"net": network(6, 8, 1), "head": nn.Linear(6, 1)},
+    lambda: (numbers(6), numbers(6)),
+)
+def critic(net: Any, real: Tensor, made: Tensor) -> Tensor:
+    """Wasserstein critic: the gradient of the last bias is known at once."""
+    penalty = (net.head(real) - net.head(made)).square().mean()
+    return net.net(made).mean() - net.net(real).mean() + penalty + net.head(real).mean()
+
+
 def _graph_transformer_batch() -> Batch:
     distances = torch.randint(0, 5, (BATCH, 6, 6))
     return (numbers(6, 4), distances, torch.randint(2, 7, (BATCH,)),

@@ -344,7 +344,11 @@ def _early_totals(
 def _split_at_birth(
     graph: OpGraph, placements: list[Placement], needed: list[tuple[Placement, ...]]
 ) -> dict[int, RuleResult]:
-    """Rules by which ops make only the local samples of a value that all readers want split."""
+    """Rules by which ops make only the local samples of a value that all readers want split.
+
+    Readers that only add samples up to a gradient take either: the bias of a head whose mean is
+    the loss has a gradient that every device knows, but no micro-batch its part of it.
+    """
     wanted = grouped(
         (tensor, (reader, position, place))
         for reader, (op, places) in enumerate(zip(graph.ops, needed, strict=True))
@@ -364,13 +368,19 @@ def _split_at_birth(
         tensor = graph.outputs[index][0]
         if placements[tensor].kind != "R":
             continue
+        readers = wanted.get(tensor, [])
+        totals = [reader for reader, *_ in readers if _makes_gradient(graph, reader)]
         wishes = {
             rules[reader].inputs[position] if reader in rules else place
-            for reader, position, place in wanted.get(tensor, ())
+            for reader, position, place in readers
+            if reader not in totals
         }
         if len(wishes) != 1:
             continue
         (place,) = wishes
+        sums = [propagate(graph.call(each), (place,), graph.batch_size) for each in totals]
+        if any(rule != RuleResult((place,), (P,)) for rule in sums):
+            continue
         shape = graph.tensors[tensor].shape
         if place.kind != "S" or place.dim >= len(shape):
             continue
@@ -389,6 +399,17 @@ def _split_at_birth(
         if not any(place.kind == "S" and tensor in split for tensor, place in reads):
             seeds[index] = rule  # its inputs stay whole; other rules follow from split inputs
     return seeds
+
+
+def _makes_gradient(graph: OpGraph, index: int) -> bool:
+    """Whether an op of one input makes a gradient that only updates read."""
+    readers = [reader for tensor in graph.outputs[index] for reader in graph.readers(tensor)]
+    return (
+        len(graph.ops[index].inputs) == 1
+        and not graph.is_view[index]
+        and bool(readers)
+        and all(graph.ops[reader].phase == Phase.UPDATE for reader in readers)
+    )
 
 
 def made_at_birth(graph: OpGraph, index: int, place: Placement) -> RuleResult | None:

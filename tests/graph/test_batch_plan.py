@@ -262,6 +262,15 @@ def test_numbers_beside_a_loss_need_no_total() -> None:
     assert ops_of_the_whole_batch(graph) == []
 
 
+def test_the_bias_of_a_head_whose_mean_is_the_loss_gets_a_sum() -> None:
+    """Its gradient is the same on all devices, but each micro-batch has a part of it."""
+    graph = captured(mlp, torch.zeros(8, 6), torch.zeros(8, 4), lambda out, y: -out.mean())
+    plan = batch_plan(graph)
+    assert {plan.placements[gradient].kind for _, _, gradient in graph.updates} == {"P"}
+    assert conversions(graph) == []
+    assert ops_of_the_whole_batch(graph) == []
+
+
 def balance(logits: Tensor, labels: Tensor) -> Tensor:
     """The loss that balances experts: of means over tokens, a product."""
     shares, chosen = logits.softmax(-1), logits.topk(2).indices.flatten()
