@@ -1160,9 +1160,11 @@ _GATHERS_SUMS = frozenset(
         *("scatter.value_reduce", "nll_loss_forward.default", "nll_loss2d_forward.default"),
         *("ldexp.Tensor", "polar.default", "xlogy.Tensor", "xlogy.Scalar_Other"),
         *("nan_to_num.default", "nansum.default"),
+        *("new_empty.default", "empty_like.default", "new_empty_strided.default"),
     }
 )
-"""Linear ops (the last two: of numbers only) that nobody has met on a partial sum."""
+"""Linear ops that nobody has met on a partial sum, the last line but one: of numbers only; and
+memory that nobody has written, which may hold anything."""
 
 
 def _is_linear(sample: Sample, generator: torch.Generator) -> bool:
