@@ -51,6 +51,9 @@ class _Places(NamedTuple):
     split: Placement
 
 
+_WIDE = ("int32", "int64")  # integers that hold any place
+
+
 class OwnRows:
     """What is known of the integers of a graph."""
 
@@ -119,14 +122,14 @@ class OwnRows:
                 self._below[made[_PLACES[op.kind]]] = shape[along]
         elif op.kind == "clamp.default":
             least, most = args.get("min"), args.get("max")
-            if isinstance(least, int) and least >= 0 and isinstance(most, int):
+            if isinstance(least, int) and isinstance(most, int) and 0 <= least <= most:
                 self._below[made[0]] = most + 1
         elif self._has_same_integers(index, op) and op.inputs[0] in self._below:
             self._below[made[0]] = self._below[op.inputs[0]]
 
     def _has_same_integers(self, index: int, op: GraphOp) -> bool:
         (made, *_) = self._graph.outputs[index] or (-1,)
-        return op.kind in _SAME_VALUES and "int" in self._graph.tensors[made].meta.dtype
+        return op.kind in _SAME_VALUES and self._graph.tensors[made].meta.dtype in _WIDE
 
     def _place(self, index: int, op: GraphOp) -> None:
         graph, made = self._graph, self._graph.outputs[index]

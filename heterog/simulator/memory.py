@@ -17,7 +17,14 @@ import numpy.typing as npt
 from heterog.cluster.topology import Execution
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.kernels import helper, kernel
-from heterog.lowering.program import FIRST_FREE_KIND, LAST_OP_KIND, FloatArray, IntArray, Program
+from heterog.lowering.program import (
+    FIRST_FREE_KIND,
+    LAST_OP_KIND,
+    FloatArray,
+    IntArray,
+    Program,
+    TaskKind,
+)
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
 from heterog.pricing.device_models.fusion import ResultMemory, memory_of_results
@@ -51,9 +58,23 @@ def value_memory(graph: OpGraph, tables: GraphTables, execution: Execution) -> I
 
 
 def memory_of_buffers(program: Program, tables: GraphTables, memory: IntArray) -> IntArray:
-    """``ResultMemory`` of each buffer, from ``value_memory``.  # [num_buffers]"""
-    value = value_of_buffers(program, tables)
-    return np.where(value >= 0, memory[value], _OWN) if len(memory) else np.zeros_like(value)
+    """``ResultMemory`` of each buffer, from ``value_memory``.  # [num_buffers]
+
+    What other tasks read is in memory, and what they have made is not written over. With
+    micro-batches and recomputation, parts end where the graph does not show it, and every result
+    has memory of its own.
+    """
+    value, is_op = value_of_buffers(program, tables), program.kind <= LAST_OP_KIND
+    is_again = (program.kind == TaskKind.RECOMPUTE) | (is_op & (program.micro > 0))
+    if not len(memory) or is_again.any():
+        return np.zeros(len(value), np.int32)
+    found = np.where(value >= 0, memory[value], _OWN).astype(np.int32)
+    read, (_, readers) = program.read_buffer, program.edges
+    found[read[~is_op[readers]]] = _OWN
+    is_foreign = ~is_op[program.buffer_maker[read]] & (program.buffer_bytes[read] > 0.0)
+    takes_foreign = np.isin(program.buffer_maker, readers[is_foreign])
+    found[takes_foreign & (found == _OF_INPUT)] = _OWN
+    return found
 
 
 def buffer_lives(
@@ -138,13 +159,30 @@ def peak_memory(
 def _fill_kinds(
     tape: Tape, value_start: IntArray, memory: IntArray, kinds: npt.NDArray[np.int8]
 ) -> None:
-    """The ``ResultMemory`` of each buffer."""
+    """The ``ResultMemory`` of each buffer; see ``memory_of_buffers``."""
     for number in range(tape.counts[NUM_TASKS]):
         task = tape.tasks[number]
-        if task.kind <= LAST_OP_KIND:
-            first = value_start[task.subject]
-            for place in range(value_start[task.subject + 1] - first):
-                kinds[task.buffer_start + place] = memory[first + place]
+        if task.kind > LAST_OP_KIND:
+            continue
+        if task.kind == TaskKind.RECOMPUTE or task.micro > 0:
+            kinds[:] = _OWN
+            return
+        first = value_start[task.subject]
+        takes_foreign = False
+        for read in range(task.read_start, tape.tasks[number + 1].read_start):
+            buffer = tape.buffers[tape.reads[read]]
+            if tape.tasks[buffer.maker].kind > LAST_OP_KIND and buffer.num_bytes > 0.0:
+                takes_foreign = True
+        for place in range(value_start[task.subject + 1] - first):
+            own = memory[first + place]
+            if takes_foreign and own == _OF_INPUT:
+                own = _OWN
+            kinds[task.buffer_start + place] = own
+    for number in range(tape.counts[NUM_TASKS]):
+        task = tape.tasks[number]
+        if task.kind > LAST_OP_KIND:
+            for read in range(task.read_start, tape.tasks[number + 1].read_start):
+                kinds[tape.reads[read]] = _OWN
 
 
 @kernel

@@ -950,6 +950,7 @@ def indexing_calls(make: Make) -> Iterator[Call]:
     yield "take.default", x, few
     yield "put.default", make.real(9), few, make.real(*few.shape)
     yield "put.default", make.real(9), few, make.real(*few.shape), True
+    yield "put.default", make.real(9), few, make.real(few.numel()), True
     yield "block_diag.default", [make.real(5, 4), make.real(3, 2)]
     yield "repeat_interleave.Tensor", make.below(3, 5)
 

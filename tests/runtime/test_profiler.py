@@ -381,6 +381,49 @@ def classifier() -> Workload:
     )
 
 
+class Reversed(nn.Module):
+    """A layer whose result a kernel moves, so that it cannot be written over it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, 1024)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).flip(1) @ torch.ones(1024, 4)
+
+
+class Tempered(nn.Module):
+    """Logits over a temperature: the gradient's kernel reads the log-softmax to its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, 1024)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) / 0.7
+
+
+@pytest.mark.parametrize("model", [Reversed, Tempered])
+def test_peak_bytes_of_a_compiled_step_are_not_too_low(
+    model: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_, **__: lambda *_: None)
+    batch = torch.randn(2048, 256), torch.randint(0, 4, (2048,))
+    workload = Workload(model, batch, nn.functional.cross_entropy, torch.optim.SGD, {"lr": 0.1})
+    captured = capture_step(workload)
+    cluster = replace(cluster_of((1.0, ["T4"])), execution=Execution.COMPILED)
+    plan = make_plan(captured.graph, cluster, methods=["ddp"], budget="1e")
+    with profiler._alone(), config.patch(force_disable_caches=True):
+        step = DeployedStep(workload, plan, captured=captured)
+        step(workload.make_batch())
+        measured = peak_bytes(step, workload.make_batch())
+    (predicted,) = plan.peak_memory_bytes
+    assert measured < predicted == pytest.approx(measured * (1 + MEMORY_MARGIN), rel=0.02)
+
+
 def test_peak_bytes_of_a_compiled_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor allocates as predicted; its kernels are left out, as they take long to compile."""
     from torch._inductor import config

@@ -228,7 +228,8 @@ def _take(call: OpCall) -> list[Axis]:
 
 @splits("put.default")
 def _put(call: OpCall) -> list[Axis]:
-    if call.args["accumulate"] is not True:
+    # Elements of index and source pair in flat order, whatever their shapes.
+    if call.args["accumulate"] is not True or shape_of(call, "index") != shape_of(call, "source"):
         return []
     dims = range(len(shape_of(call, "index")))
     return [
@@ -329,6 +330,8 @@ def split_by_places(
         is_alone = dimension(call, "dim", len(shape_of(call, "self"))) == 0
     if not is_alone or shape_of(call, "self")[0] != num_rows or placements[own] not in (R, S(0)):
         return None
+    if "int" not in call.inputs[index].dtype or call.inputs[index].dtype == "uint8":
+        return None  # a mask
     values = positions(call, "values", "source")
     region = (*call.inputs[index].shape, *shape_of(call, "self")[1:])
     if any(call.inputs[place].shape != region for place in values):

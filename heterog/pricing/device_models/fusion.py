@@ -19,7 +19,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from heterog.graph.grouping import group_ops
 from heterog.graph.op_costs import RESHAPES
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.graph.sharding_rules.table import RULES
@@ -124,38 +123,67 @@ class ResultMemory(IntEnum):
 def memory_of_results(graph: OpGraph) -> IntArray:
     """``ResultMemory`` of each tensor of a step that is compiled in parts.  # [num_tensors]
 
-    As inductor does, an op writes over a result of its part that it is the last to read; what
-    another part has made belongs to the caller. Results for other groups of ops, which may be on
-    other devices, stay in memory.
+    As inductor does, an op of one element after another writes over a result of its part that it
+    is the last to read; what another part has made belongs to the caller. What a kernel reads
+    stays until its last op ends, so a result stays in registers only if what its op reads last
+    could be written over.
     """
-    fused, part, group = fused_kernels(graph), parts_of(graph), group_ops(graph).group
-    places = np.stack([fused.kernel, part, group])
+    fused, part = fused_kernels(graph), parts_of(graph)
     found = np.full(len(graph.tensors), ResultMemory.OWN, np.int32)
     for op in np.flatnonzero(fused.is_fused).tolist():
-        for tensor in graph.outputs[op]:
-            readers = list(graph.readers(tensor))
-            if readers and (places[:, readers] == places[:, [op]]).all() and tensor != graph.loss:
-                found[tensor] = ResultMemory.NONE
-        free = [
-            each for each in _last_read_by(graph, op, part) if found[each] != ResultMemory.NONE
+        dying = [each for each in _last_read_by(graph, op) if found[each] != ResultMemory.NONE]
+        of_part = [
+            each
+            for each in dying
+            if part[graph.producer[each]] == part[op]
+            and graph.ops[op].kind.partition(".")[0] in _ONE_BY_ONE
         ]
         for tensor in graph.outputs[op]:
-            size = graph.tensor_bytes[tensor]
-            over = next((each for each in free if graph.tensor_bytes[each] == size), None)
-            if over is not None and found[tensor] == ResultMemory.OWN:
+            meta, size = graph.tensors[tensor].meta, graph.tensor_bytes[tensor]
+            over = [
+                each
+                for each in of_part
+                if (graph.tensor_bytes[each], graph.tensors[each].meta.dtype) == (size, meta.dtype)
+            ]
+            is_kept = any(
+                each not in over and graph.tensor_bytes[each] > _SMALL * size for each in dying
+            )
+            readers = list(graph.readers(tensor))
+            is_inside = bool(readers) and all(
+                (part[each], fused.kernel[each]) == (part[op], fused.kernel[op])
+                for each in readers
+            )
+            if is_inside and not is_kept and tensor != graph.loss:
+                found[tensor] = ResultMemory.NONE
+            elif over:
                 found[tensor] = ResultMemory.OF_INPUT
-                free.remove(over)
+                of_part.remove(over[0])
     return found
 
 
-def _last_read_by(graph: OpGraph, op: int, part: IntArray) -> list[int]:
-    """Results of the part of an op that are not read after it."""
+_SMALL = 0.01
+"""Part of a result's bytes up to which something else that dies with it is of no account."""
+_ONE_BY_ONE = frozenset(
+    {
+        *("add", "sub", "rsub", "mul", "div", "neg", "pow", "exp", "log", "sqrt", "rsqrt", "abs"),
+        *("relu", "gelu", "silu", "sigmoid", "tanh", "erf", "clamp", "maximum", "minimum"),
+        *("where", "masked_fill", "hardtanh", "hardswish", "leaky_relu", "elu", "softplus"),
+        *("threshold_backward", "gelu_backward", "silu_backward", "sigmoid_backward"),
+        *("tanh_backward", "hardtanh_backward", "hardswish_backward", "leaky_relu_backward"),
+        *("elu_backward", "softplus_backward", "_softmax", "_log_softmax"),
+        *("_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm"),
+    }
+)
+"""Kinds that write each element where they have read it, so that inductor does so in place."""
+
+
+def _last_read_by(graph: OpGraph, op: int) -> list[int]:
+    """Results of ops that are not read after an op, in order of its inputs."""
     found = []
     for tensor in graph.ops[op].inputs:
         result = int(graph.storage[tensor])
-        maker = int(graph.producer[result])
-        is_own = maker >= 0 and part[maker] == part[op] and result not in found
-        if is_own and _is_in_order(graph, tensor) and max(graph.readers(result)) == op:
+        is_last = graph.producer[result] >= 0 and max(graph.readers(result)) == op
+        if is_last and result not in found and _is_in_order(graph, tensor):
             found.append(result)
     return found
 
