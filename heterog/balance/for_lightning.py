@@ -127,7 +127,11 @@ class LightningBalancer(Callback):
 
     def data(self, dataset: Dataset[Any], **options: Any) -> BalancedData:
         """The old name of ``loader``, for one release more."""
-        warnings.warn("LightningBalancer.data is loader now.", FutureWarning, stacklevel=2)
+        warnings.warn(
+            "LightningBalancer.data is loader now; the old name goes with 0.4.0.",
+            FutureWarning,
+            stacklevel=2,
+        )
         return self.loader(dataset, **options)
 
     def weigh(self, loss: Tensor, count: float | Tensor | None = None) -> Tensor:

@@ -97,7 +97,7 @@ def plan(
     tokens: TokensOption = None,
     deadline: DeadlineOption = "",
     no_library: Annotated[
-        bool, typer.Option("--no-library", hidden=True, help="ignored, for one release")
+        bool, typer.Option("--no-library", hidden=True, help="ignored, until 0.4.0")
     ] = False,
     asynchronous: AsynchronousOption = "",
     background: Annotated[

@@ -229,7 +229,7 @@ def run(
         ),
     ] = None,
     rendezvous: Annotated[
-        str, typer.Option("--rendezvous", "--host", hidden=True, help="refused, for one release")
+        str, typer.Option("--rendezvous", "--host", hidden=True, help="refused, until 0.4.0")
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
