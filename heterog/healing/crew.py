@@ -62,10 +62,10 @@ class HealingHost(Host):
         self._run_file = self._folder / "run.json"
         self._journal: tuple[int, Path] | None = None
         self._asked_s = time.monotonic()
-        self._leaving = threading.Event()  # set when the end of this host is announced
+        self._is_leaving = False
         if place is None:
             if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, lambda *_: self._leaving.set())
+                signal.signal(signal.SIGTERM, self._leave)
             # Until all that ranks import is imported, which others would wait for, it does not
             # answer.
             self._start(-1, ["-m", _RANK], {0: {}})
@@ -113,7 +113,7 @@ class HealingHost(Host):
         """See ``Host``."""
         self._asked_s = now_s = time.monotonic()
         told = super().look(generation, at)  # before the journal: who has ended has written all
-        told = told._replace(is_leaving=self._leaving.is_set())
+        told = told._replace(is_leaving=self._is_leaving)
         if self._journal is None or self._journal[0] != generation:
             return told
         events, end = read_events(self._journal[1], at)
@@ -141,15 +141,20 @@ class HealingHost(Host):
             return np.frombuffer(self.shelf.content(name), np.uint8)
         return None
 
-    def take(self, name: str, content: Any) -> None:
-        """Hold what another host has given, if it had it."""
+    def take(self, name: str, content: Any) -> bool:
+        """Hold what another host has given; whether it had it."""
         if content is not None:
             self.shelf.bring(name, content)
+        return content is not None
 
     # --- parts -----------------------------------------------------------------------------------
 
     def _path(self, generation: int, what: str) -> Path:
         return self._folder / f"{what}{generation}.json"
+
+    def _leave(self, *_: Any) -> None:
+        """A signal announces the end of this host."""
+        self._is_leaving = True
 
     def _watch_over(self) -> None:
         """See whether Ray drains this node, and end it when nobody leads the job any more."""
@@ -158,7 +163,7 @@ class HealingHost(Host):
             time.sleep(_LOOK_S)
             with suppress(Exception):  # Ray's head may be away for a while
                 if is_draining(ray):
-                    self._leaving.set()
+                    self._is_leaving = True
         self.close()
         ray.util.remove_placement_group(ray.util.get_current_placement_group())
         ray.kill(ray.get_runtime_context().current_actor)

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -28,9 +28,10 @@ from heterog.healing.crew import Crew, HealingHost
 from heterog.healing.job import HealingJob, check_can_heal
 from heterog.healing.options import HealOptions
 from heterog.healing.record import Assignment, Trained
-from heterog.healing.shelf import Moment, Shelf, newest_complete
+from heterog.healing.shelf import Moment, Part, Shelf, newest_complete
 from heterog.runtime.launch import temporary_folder
 from heterog.runtime.ranks.on_ray import (
+    ASIDE,
     QUICK_NEWS,
     SILENT_S,
     NodeHost,
@@ -120,25 +121,51 @@ class RayCrew(Crew):
 
     def _bring(self) -> None:
         """Bring the newest snapshot here, as far as hosts have it."""
-        shelf = Shelf(self._lent)
-        # All at once: Ray keeps what is given, although hosts delete it for a newer one meanwhile.
-        given = list(self._given(newest_complete(self.parts().values()), set()))
-        with suppress(OSError, HeterogError):  # there is no room, or the job has ended
-            for name, each in given:
-                for content in self._answers({0: each}, _BROUGHT_S).values():
-                    if content is not None:
-                        shelf.bring(name, content)
+        held, shelf = self.parts(), Shelf(self._lent)
 
-    def _given(self, moment: Moment | None, used: Collection[int]) -> Iterator[tuple[str, Any]]:
-        """Files of parts of a snapshot that no used host has, as other hosts give them."""
-        held = self.parts()
-        there = {part for number in used for part in held.pop(number, ())}
+        def take(name: str, given: Any) -> bool:
+            content = self._answers({0: given}, _BROUGHT_S).get(0)
+            if content is not None:
+                shelf.bring(name, content)
+            return content is not None
+
+        with suppress(OSError, HeterogError):  # there is no room, or the job has ended
+            self._hand_over(held, newest_complete(held.values()), (), take)
+
+    def _hand_over(
+        self,
+        held: Mapping[int, Sequence[Part]],
+        moment: Moment | None,
+        used: Collection[int],
+        take: Callable[[str, Any], bool],
+    ) -> None:
+        """Have the parts of a snapshot taken that no used host has.
+
+        Args:
+            held: Parts that each host holds.
+            moment: Which snapshot.
+            used: Hosts that have no need of theirs.
+            take: Told the name of a file and what a host gives, which is not there yet; whether it
+                came. If not, the next host that holds the part is asked.
+        """
+        there = {part for number in used for part in held.get(number, ())}
+        holders: dict[str, list[NodeHost]] = {}
         for number, parts in held.items():
             for part in parts:
                 if part.moment == moment and part not in there:
-                    there.add(part)
                     for name in part.files:
-                        yield name, self._hosts[number].actor.give.remote(name)
+                        holders.setdefault(name, []).append(self._hosts[number])
+        while holders:
+            # All at once: Ray keeps what is given, although hosts delete it for a newer one
+            # meanwhile. Aside, or hosts would not answer until they have given all.
+            asked = {
+                name: hosts[0].actor.give.options(concurrency_group=ASIDE).remote(name)
+                for name, hosts in holders.items()
+            }
+            for name, given in asked.items():
+                host, *others = holders.pop(name)
+                if not (host.is_here and take(name, given)) and others:
+                    holders[name] = others
 
     def _begin(self, trained: Trained, assignment: Assignment) -> None:
         """See ``Crew``; first, Ray keeps the job as it is, for another leader.
@@ -151,8 +178,11 @@ class RayCrew(Crew):
         if assignment.moment is not None:
             used = {self._host_of[device] for device in trained.running.devices}
             taker = self._hosts[min(used)].actor
-            for name, given in self._given(assignment.moment, used):
-                self._answers({0: taker.take.remote(name, given)}, _BROUGHT_S)
+
+            def take(name: str, given: Any) -> bool:
+                return bool(self._answers({0: taker.take.remote(name, given)}, _BROUGHT_S).get(0))
+
+            self._hand_over(self.parts(), assignment.moment, used, take)
         super()._begin(trained, assignment)
 
     def _group(self) -> Any:

@@ -4,9 +4,12 @@ import importlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +20,9 @@ from heterog.graph.capture import capture
 from heterog.healing.crew import HealingHost
 from heterog.healing.on_ray import RayCrew, heal_on_ray
 from heterog.healing.options import HealOptions
+from heterog.healing.shelf import Moment, parts_of
 from heterog.runtime.launch import parent_of
-from heterog.runtime.ranks.on_ray import Host, variables_of_ranks
+from heterog.runtime.ranks.on_ray import Host, actor_of, variables_of_ranks
 from heterog.runtime.request import RunRequest
 from heterog.zoo import load_workload
 from tests.healing.test_job import MODEL, losses_of_one_process, three
@@ -53,6 +57,49 @@ def test_steps_that_rank_0_did_not_live_to_tell_come_from_others(tmp_path: Path)
     crew._hosts[0].is_here = False
     assert [each["step"] for each in crew.new_events()] == [6]
     assert not crew.new_events()
+
+
+class Threads:
+    """An actor of Ray: each call has a thread of its concurrency group, or waits for one."""
+
+    def __init__(self, host: Any, **groups: int) -> None:
+        self.host = host
+        self.groups = {name: ThreadPoolExecutor(number) for name, number in groups.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        def options(concurrency_group: str = "others") -> Any:
+            submit = self.groups[concurrency_group].submit
+            return mock.Mock(remote=partial(submit, getattr(self.host, name)))
+
+        return mock.Mock(remote=options().remote, options=options)
+
+
+def test_a_host_that_gives_many_files_answers_meanwhile(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    goes, host = threading.Event(), mock.Mock()
+    host.give = lambda name: goes.wait()
+    host.look.return_value = "answer"
+
+    def remote(concurrency_groups: dict[str, int]) -> Any:
+        def options(max_concurrency: int, **_: Any) -> Any:
+            return mock.Mock(
+                remote=lambda: Threads(host, others=max_concurrency, **concurrency_groups)
+            )
+
+        return lambda kind: mock.Mock(options=options)
+
+    actor = actor_of(mock.Mock(remote=remote), mock.Mock(), HealingHost, 0, {})
+    crew = RayCrew(None, "job", three(), RunRequest(plan=tmp_path), 1)
+    crew._hosts = [mock.Mock(is_here=True, actor=actor)]
+    moment = Moment(0, 3, 50)
+
+    def take(name: str, given: Any) -> bool:
+        try:
+            return bool(actor.look.remote(0, 0).result(timeout=20) == "answer")
+        finally:
+            goes.set()
+
+    crew._hand_over({0: parts_of(moment)}, moment, (), take)
 
 
 def test_ranks_can_be_looked_at_while_later_ones_start(monkeypatch: pytest.MonkeyPatch) -> None:

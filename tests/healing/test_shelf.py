@@ -135,15 +135,37 @@ def test_a_part_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 class Far:
-    """The actor of a host on Ray, as far as snapshots are concerned."""
+    """The actor of a host on Ray, as far as snapshots are concerned; ``is_lost`` may be set."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
+        self.is_lost = False
         self.host = mock.Mock(shelf=Shelf(folder), parts=Shelf(folder).parts)
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(HealingHost, name)
-        return mock.Mock(remote=lambda *about: method(self.host, *about))
+
+        def remote(*about: Any) -> Any:
+            if self.is_lost and name == "give":
+                return ConnectionError()
+            return method(self.host, *about)
+
+        return mock.Mock(remote=remote, options=lambda **how: mock.Mock(remote=remote))
+
+
+def answer_of_far(answer: Any, timeout: float) -> Any:
+    """As Ray gives an answer."""
+    if isinstance(answer, ConnectionError):
+        raise answer
+    return answer
+
+
+FAR = SimpleNamespace(
+    wait=lambda *_, **__: None,
+    get=answer_of_far,
+    exceptions=SimpleNamespace(RayError=ConnectionError),
+)
+"""The part of Ray that ``Far`` needs."""
 
 
 def test_a_snapshot_for_a_checkpoint_is_brought_from_the_hosts_that_have_it(
@@ -154,11 +176,7 @@ def test_a_snapshot_for_a_checkpoint_is_brought_from_the_hosts_that_have_it(
         value = entry(f"w{number}", torch.full((3,), float(number)))
         far.host.shelf.put(Part(moment, number), [value], {}, ABOUT)
     crew = RayCrew(None, "job", three(), RunRequest(plan=tmp_path), 1)
-    crew._ray = SimpleNamespace(
-        wait=lambda *_, **__: None,
-        get=lambda answer, timeout: answer,
-        exceptions=SimpleNamespace(RayError=()),
-    )
+    crew._ray = FAR
     crew._hosts = [mock.Mock(is_here=True, actor=each) for each in hosts]
     try:
         while (folder := crew.lend()) is None:
@@ -176,6 +194,45 @@ def test_a_snapshot_for_a_checkpoint_is_brought_from_the_hosts_that_have_it(
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("is_lost", [True, False], ids=["lost", "deleted"])
+def test_a_part_that_a_host_does_not_give_comes_from_the_next_that_holds_it(
+    tmp_path: Path, is_lost: bool
+) -> None:
+    moment, hosts = Moment(0, 3, 2), [Far(tmp_path / name) for name in ("a", "b")]
+    for part in parts_of(moment):
+        for far in hosts:
+            value = entry(f"w{part.number}", torch.full((3,), float(part.number)))
+            far.host.shelf.put(part, [value], {}, ABOUT)
+    held = hosts[0].host.shelf.parts()
+    hosts[0].host.shelf.parts = lambda: held
+    hosts[0].is_lost = is_lost  # after that answer
+    hosts[0].host.shelf.forget_before(Moment(0, 4, 2))
+    crew = RayCrew(None, "job", three(), RunRequest(plan=tmp_path), 1)
+    crew._ray = FAR
+    crew._hosts = [mock.Mock(is_here=True, actor=each) for each in hosts]
+    crew._lent = tmp_path / "lent"
+    crew._lent.mkdir()
+    crew._bring()
+    read = Snapshot(Shelf(crew._lent), moment).read(["w0", "w1"])
+    assert [value.tolist() for value in read.values()] == [[0.0] * 3, [1.0] * 3]
+
+
+def test_nothing_is_awaited_of_a_host_that_counts_as_lost(tmp_path: Path) -> None:
+    crew = RayCrew(None, "job", three(), RunRequest(plan=tmp_path), 1)
+    crew._hosts = [mock.Mock(is_here=True), mock.Mock(is_here=True)]
+    taken: list[str] = []
+
+    def take(name: str, given: Any) -> bool:
+        if first := not taken:
+            crew._hosts[0].is_here = False
+        taken.append(name)
+        return not first
+
+    part = Part(Moment(0, 3, 1), 0)
+    crew._hand_over({0: [part], 1: [part]}, part.moment, (), take)
+    assert taken == [part.files[0], *part.files]
+
+
 def test_what_only_hosts_without_ranks_hold_is_brought_to_one_that_has_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,9 +244,9 @@ def test_what_only_hosts_without_ranks_hold_is_brought_to_one_that_has_ranks(
         far.host.shelf.put(Part(Moment(0, 2, 3), number), [value], {}, ABOUT)
     hosts[0].host.shelf.put(Part(moment, 1), [entry("w1", torch.ones(3))], {}, ABOUT)
     crew = RayCrew(None, "job", three(), RunRequest(plan=tmp_path), 0)
-    crew._ray = mock.Mock(
-        get=lambda answer, timeout: answer, exceptions=SimpleNamespace(RayError=())
-    )
+    lists = [*hosts[0].host.shelf.parts(), Part(moment, 2)]  # the last it has deleted since
+    hosts[0].host.shelf.parts = lambda: lists
+    crew._ray = mock.Mock(get=answer_of_far, exceptions=FAR.exceptions)
     crew._hosts = [mock.Mock(is_here=True, actor=each) for each in hosts]
     begun = mock.Mock()
     monkeypatch.setattr(Crew, "_begin", begun)
@@ -206,7 +263,7 @@ def test_what_only_hosts_without_ranks_hold_is_brought_to_one_that_has_ranks(
     read = Snapshot(there, moment).read(["w0", "w1", "w2"])
     assert [value.tolist() for value in read.values()] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
     assert {part for part in there.parts() if part.moment != moment} == {Part(Moment(0, 2, 3), 1)}
-    assert len(hosts[0].host.shelf.parts()) == 3, "who has no ranks gets nothing"
+    assert len(Shelf(tmp_path / "a").parts()) == 3, "who has no ranks gets nothing"
 
 
 def carry(rank: int, folder: Path) -> tuple[list[int], list[str], str, list[float]]:

@@ -47,6 +47,9 @@ _GONE = -9
 SILENT_S = 6.0
 """Seconds without an answer after which a node counts as lost even if its link is not cut."""
 _THREADS = 8  # of an actor, so that it answers while ranks are being started
+ASIDE = "aside"
+"""Concurrency group of calls that take long: they hold none of these threads."""
+_THREADS_ASIDE = 2
 _OFTEN_S, _AGAIN_S = 0.01, 0.5
 """Seconds until a node is asked again, and one that is lost."""
 END_S = 10.0
@@ -445,7 +448,7 @@ def actor_of(
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     needs = dict(asked)
-    made = ray.remote(kind).options(
+    made = ray.remote(concurrency_groups={ASIDE: _THREADS_ASIDE})(kind).options(
         num_cpus=needs.pop(CPU, 0),
         num_gpus=needs.pop(GPU, 0),
         resources=needs,
