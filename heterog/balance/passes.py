@@ -108,7 +108,7 @@ class Passes:
                 for each in part.parameters()
                 if each.requires_grad and not each.is_meta and not is_lazy(each)
             ]
-            whole = [each for each in own if not isinstance(each, DTensor)]
+            whole = [each for each in own if each.is_leaf and not isinstance(each, DTensor)]
             hooked = {id(each): each for each in whole[:: max(1, -(-len(whole) // MOST_HOOKS))]}
             self._hooks += [
                 each.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
