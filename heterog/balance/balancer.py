@@ -37,7 +37,7 @@ from heterog.balance.shares import (
 from heterog.balance.speeds import StepClock, watch_waits
 from heterog.balance.streams import StreamBatches, check_stream
 from heterog.balance.tokens import TokenBatches
-from heterog.balance.updates import OpenStep, OpenSteps, warn_of_skipped, watch_updates
+from heterog.balance.updates import LeftOut, OpenStep, OpenSteps, watch_updates
 from heterog.balance.weights import StepWeights, average_gradients, check_loss
 from heterog.errors import HeterogWarning
 from heterog.runtime.accelerators import CPU
@@ -125,7 +125,7 @@ class Balancer(Follower):
         self._fits: tuple[int | None, ...] | None = None
         self._samplers: list[ref[ShareSampler]] = []  # of loaders that exist, in order
         self._training: ShareSampler | None = None
-        self._open = OpenSteps()
+        self._open, self._left_out = OpenSteps(), LeftOut(self.group.rank)
         self._make_follower = partial(
             SpeedFollower, self.group, interval=interval, writer=writer, tell=tell
         )
@@ -312,8 +312,8 @@ class Balancer(Follower):
     def _check_step(self, sampler: ShareSampler, step: OpenStep | None) -> None:
         """Check that a step of training has trained all replicas alike, and this one at all."""
         is_end, num_trained = sampler.num_done == sampler.num_steps, self.weights.num_trained
-        if step is not None and step.has_gradients and not step.trains and num_trained:
-            warn_of_skipped(self.group.rank, step.deal)
+        if step is not None:
+            self._left_out.end_step(step)
         if self._replicas is not None:
             with self.clock.waiting():
                 self._replicas.end_step(is_end=is_end)
@@ -323,6 +323,8 @@ class Balancer(Follower):
     def end_pass(self, sampler: ShareSampler) -> None:
         """Called by a loader when a pass ends or is left; returns to the step of an outer loop."""
         self._open.end_pass(sampler)
+        if sampler is self._training:
+            self._left_out.end_pass()
         is_empty = False
         if self._open.is_inside:
             outer = self._open.current
@@ -427,6 +429,7 @@ class Balancer(Follower):
         step.trains = True
         self.weights.num_trained += 1
         self.weights.passes.follow(loss)
+        self._left_out.train()
         self._training = step.sampler
         if self._follows:
             self.clock.use(loss.device)
@@ -471,10 +474,8 @@ class Balancer(Follower):
         """Average the gradients of a model that is not wrapped, after the backward pass."""
         if self.model is None:
             raise BalanceError("average_gradients() needs the model: Balancer(model, ...).")
-        self.weights.passes.warn_if_changed()
         with self.clock.waiting():
             average_gradients(self.model, self.group)
-        self.weights.passes.sort()
 
     def mean_loss(self) -> float:
         """The loss of the whole batch of this step; all ranks call it, after the backward pass.

@@ -2,47 +2,62 @@
 
 A loop can forget to weigh one of its losses, to step an optimizer, or to give it the parameters
 that are trained. Nothing fails then: ranks count alike although they have unlike parts of the
-batch, or weights stay as they were. So hooks on a few parameters note which backward passes reach
-them, those of weighed losses or others. At the end of a pass over the data, weights are compared
-with those of before.
+batch, or weights stay as they were. So hooks on a few parameters note which backward passes add to
+their gradients, those of weighed losses or others. What is found is warned of, not refused: a loss
+of weights alone needs no weight, and a loop may have its own ways to weigh or to update.
 """
 
 import warnings
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import unserializable_hook
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from heterog.balance.shares import BalanceError
 from heterog.balance.speeds import after_backward
 from heterog.errors import HeterogWarning
-from heterog.runtime.step.alike import Replicas
+from heterog.runtime.step.alike import Replicas, compared_after
 
 MOST_HOOKS = 16
 """Parameters of each wrapped model that have a hook: a call of one takes about a microsecond."""
-LEAST_LOSSES, MOST_LOSSES = 8, 512
-"""Weighed losses by which weights have moved at the end of a pass, and anywhere: few loops add up
+LEAST_LOSSES, LEAST_PASSES = 8, 2
+"""Weighed losses, and passes over the data, by which a model has been updated: few loops add up
 gradients of more."""
 
 _MARK = "heterog.weighed"
 _MOST_NODES = 16
-_UNWEIGHED = (
-    "{}: ranks have unlike parts of the batch, and their gradients would count alike. Weigh every "
-    "loss, and call backward() on what weigh() returns: balancer.weigh(loss).backward(). "
-    "check_replicas=False does without this check."
-)
+_EVERY: "WeakSet[Passes]" = WeakSet()
+"""Those of all balancers: a loss that one of them has weighed is weighed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """A module that is wrapped for itself, until it is updated.
+
+    Attributes:
+        module: The module.
+        own: Identities of its parameters that are trained.
+        hooked: Those that have a hook; none where all are sharded.
+        replicas: Its weights, and those from which training began.
+    """
+
+    module: nn.Module
+    own: frozenset[int]
+    hooked: frozenset[int]
+    replicas: Replicas
 
 
 class Passes:
-    """Notes which backward passes reach parameters of a model, and whether its weights move.
+    """Notes which backward passes reach parameters of a model, and whether it is updated.
 
     Attributes:
         is_weighed: Whether the backward pass that runs began with a weighed loss.
@@ -50,133 +65,146 @@ class Passes:
 
     def __init__(self) -> None:
         self.is_weighed = False
+        self._model: nn.Module | None = None  # that is to be followed from the next batch on
         self._hooks: list[Any] = []
-        self._followed: list[ref[nn.Parameter]] = []
-        self._left: dict[int, int] = {}  # versions of gradients after a pass
-        self._parts: list[tuple[nn.Module, set[int], Replicas]] = []
-        self._now: dict[int, bool] = {}  # that the pass has reached, and whether without gradient
-        self._weighed: set[int] = set()  # identities of parameters, since their last update
-        self._others: set[int] = set()
+        self._hooked: dict[int, nn.Parameter] = {}
+        self._parts: list[_Part] = []  # that no optimizer has updated
+        self._is_unlike = False
+        self._now: set[int] = set()  # identities of parameters that the pass has reached
+        self._others: set[int] = set()  # that have gradients of losses that were not weighed
         self._trained: set[int] = set()  # that a weighed pass has ever reached
-        self._has_warned = self._has_told_of_change = False
+        self._num_steps = self._num_passes = 0
+        self._has_warned = False
+        _EVERY.add(self)
 
     def watch(self, model: nn.Module) -> None:
-        """Follow this model, whose weights are those from which training begins."""
+        """Follow this model from the next batch on, when it is loaded and in its place."""
+        self._model = model
+
+    def begin_batch(self, *, is_unlike: bool) -> None:
+        """Begin a step.
+
+        Args:
+            is_unlike: Whether ranks have unlike parts of the batch, so that weights matter.
+        """
+        self._is_unlike = is_unlike
+        model, self._model = self._model, None
+        if model is not None:
+            self._begin(model)
+
+    def begin_step(self) -> None:
+        """Forget a backward pass that has ended in an error."""
+        self.is_weighed, self._now = False, set()
+
+    def _begin(self, model: nn.Module) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._parts, self._followed, self._left = [], [], [], {}
-        self._weighed, self._others, self._trained = set(), set(), set()
+        self._hooks, self._hooked, self._parts = [], {}, []
+        self._others, self._trained = set(), set()
+        self._num_steps = self._num_passes = 0
         for part in wrapped_parts(model):
-            own = [each for each in part.parameters() if each.requires_grad and not each.is_meta]
-            chosen = own[:: max(1, -(-len(own) // MOST_HOOKS))]
-            self._hooks += [
-                each.register_hook(partial(_reached, ref(self), ref(each)))  # type: ignore[no-untyped-call]
-                for each in chosen
+            own = [
+                each
+                for each in part.parameters()
+                if each.requires_grad and not each.is_meta and not is_lazy(each)
             ]
-            self._followed += map(ref, chosen)
+            whole = [each for each in own if each.is_leaf and not isinstance(each, DTensor)]
+            hooked = {id(each): each for each in whole[:: max(1, -(-len(whole) // MOST_HOOKS))]}
+            self._hooks += [
+                each.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    partial(_reached, ref(self))
+                )
+                for each in hooked.values()
+            ]
+            self._hooked |= hooked
             held = [_held(each) for each in own]
             if any(each.numel() for each in held):
-                self._parts.append((part, set(map(id, chosen)), Replicas(held)))
+                self._parts.append(
+                    _Part(part, frozenset(map(id, own)), frozenset(hooked), Replicas(held))
+                )
 
     def follow(self, loss: Tensor) -> None:
         """Take the backward pass of this loss for a weighed one."""
         node: Any = loss.grad_fn
         if node is not None:
             node.metadata[_MARK] = True
-        loss.register_hook(partial(_begun, ref(self)))  # type: ignore[no-untyped-call]
+        loss.register_hook(_begun)  # type: ignore[no-untyped-call]
 
-    def reached(self, parameter: nn.Parameter) -> None:
-        """Note that the pass that runs computes the gradient of a parameter."""
+    def reached(self, parameter: Tensor) -> None:
+        """Note that the pass that runs has added to the gradient of a parameter."""
         if not self._now:  # whether a loss in it was weighed is known at its end
             after_backward(partial(_sort, ref(self)))
-        self._now[id(parameter)] = parameter.grad is None
+        self._now.add(id(parameter))
 
     def sort(self) -> None:
-        """Note the gradients now, and whether a weighed pass has reached them."""
-        self._left = {id(each): each._version for each in self._gradients()}
-        now, self._now = self._now, {}
-        if not self.is_weighed:
-            self._others |= set(now)
+        """Note whether it was a weighed pass that has reached parameters."""
+        now, self._now = self._now, set()
+        if self.is_weighed:
+            self._trained |= now
+        elif self._is_unlike:
+            self._others |= now
+
+    def forget_cleared(self) -> None:
+        """Forget passes whose gradients the loop has cleared since."""
+        if self._others:
+            self._others = {each for each in self._others if _has_gradient(self._hooked[each])}
+
+    def check_update(self, optimizer: Optimizer) -> None:
+        """Note an update, and warn once if a loss that gave it gradients was not weighed."""
+        if self._parts:
+            self._parts = [each for each in self._parts if not _updates(optimizer, each.own)]
+        if not self._others:
             return
-        self._weighed |= set(now)
-        self._trained |= set(now)
-        # What another pass had left there was cleared since.
-        self._others -= {each for each, is_new in now.items() if is_new}
-
-    def warn_if_changed(self) -> None:
-        """Warn once if something has changed gradients that are about to be averaged."""
-        known = [(each._version, self._left.get(id(each))) for each in self._gradients()]
-        is_changed = any(then is not None and now != then for now, then in known)
-        if self._has_told_of_change or not is_changed:
-            return
-        self._has_told_of_change = True
-        warnings.warn(
-            "gradients were changed between the backward pass and average_gradients(): clipping "
-            "and GradScaler.unscale_ then see a rank's own gradients, where one process has those "
-            "of the whole batch. Average first (a factor alike on all ranks does no harm).",
-            HeterogWarning,
-            stacklevel=4,
-        )
-
-    def _gradients(self) -> Iterator[Tensor]:
-        for held in self._followed:
-            parameter = held()
-            if parameter is not None and parameter.grad is not None:
-                yield parameter.grad
-
-    def check_update(self, stepped: set[int], *, is_unlike: bool) -> None:
-        """Check that weighed losses gave the gradients of an update.
-
-        Warns once if only some of the losses were weighed.
-
-        Args:
-            stepped: Identities of the parameters with gradients.
-            is_unlike: Whether ranks have unlike parts of the batch, so that weights matter.
-
-        Raises:
-            BalanceError: none of the losses was weighed.
-        """
-        weighed, others = self._weighed & stepped, self._others & stepped
-        self._weighed -= stepped
+        stepped = self._others & {
+            id(each) for group in optimizer.param_groups for each in group["params"]
+        }
+        if self._is_unlike and any(_has_gradient(self._hooked[each]) for each in stepped):
+            self._warn("an optimizer has stepped with gradients of a loss that was not weighed")
         self._others -= stepped
-        if not others or not is_unlike:
-            return
-        if not weighed:
-            told = "an optimizer has stepped with gradients of a loss that was not weighed"
-            raise BalanceError(_UNWEIGHED.format(told))
+
+    def _warn(self, told: str) -> None:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "two backward passes gave the gradients of an update, and the loss of one was not "
-                "weighed: it counts alike on all ranks, which have unlike parts of the batch. "
-                "Weigh it, too, unless it is of weights alone (a penalty).",
+                f"{told}: it counts alike on all ranks, which have unlike parts of the batch. "
+                "Weigh every loss that depends on samples, and call backward() on what weigh() "
+                "returns: balancer.weigh(loss).backward(). A loss of weights alone (a penalty) "
+                "needs no weight.",
                 HeterogWarning,
-                stacklevel=4,
+                stacklevel=6,
             )
 
     def end_step(self, num_losses: int, *, is_end: bool) -> None:
-        """Warn once of a model whose weights are still what they were when training began.
+        """Warn once of a model that was never updated, or only by losses that were not weighed.
 
         Args:
             num_losses: Number of losses that were weighed for a backward pass so far.
-            is_end: Whether a pass over the data ends, with which loops update.
-
-        Raises:
-            BalanceError: weights have moved, and no loss was ever weighed.
+            is_end: Whether a pass over the data ends.
         """
-        if not num_losses and any(any(replicas.ways()) for *_, replicas in self._parts):
-            raise BalanceError(_UNWEIGHED.format("weights have moved, and no loss was weighed"))
-        if num_losses < (LEAST_LOSSES if is_end else MOST_LOSSES):
+        if not self._parts:
+            return
+        self._num_steps += 1
+        if not num_losses:
+            looks = bool(self._others) and compared_after(self._num_steps)
+            # A weight that is infinite or NaN has moved by NaN, which is not more than 0.
+            if looks and any(way > 0 for part in self._parts for way in part.replicas.ways()):
+                self._warn("weights have moved by a loss that was not weighed")
+            return
+        self._num_passes += is_end
+        if self._num_passes < LEAST_PASSES or num_losses < LEAST_LOSSES:
             return
         parts, self._parts = self._parts, []  # looked at once: later they have moved
-        for part, chosen, replicas in parts:
-            is_trained = len(parts) == 1 or bool(chosen & self._trained)
-            if not is_trained or any(replicas.ways()):
+        for part in parts:
+            is_trained = not part.hooked or bool(part.hooked & self._trained)
+            if not is_trained or any(way != 0 for way in part.replicas.ways()):
                 continue
-            inner = part.module if isinstance(part, DistributedDataParallel) else part
+            whole = part.module
+            inner = whole.module if isinstance(whole, DistributedDataParallel) else whole
             warnings.warn(
-                f"no weight of {type(inner).__name__} has changed in {num_losses} weighed losses. "
-                "Call optimizer.step() after the backward pass, while the gradients are there "
+                f"no weight of {type(inner).__name__} has changed in {LEAST_PASSES} passes over "
+                f"the data ({num_losses} weighed losses), and no optimizer has stepped with its "
+                "gradients. Unless you accumulate them for longer, or warm up without updates: "
+                "call optimizer.step() after the backward pass, while the gradients are there "
                 "(zero_grad() after that, or before the backward pass), and make the optimizer of "
                 "this model's parameters: those of a copy, or of the time before fully_shard, are "
                 "others.",
@@ -220,24 +248,32 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _held(parameter: nn.Parameter) -> Tensor:
-    """What this rank holds of a parameter."""
+    """What this rank holds of a parameter: itself, so that it may get other data."""
     data = parameter.data
-    return data.to_local() if isinstance(data, DTensor) else data
+    return data.to_local() if isinstance(data, DTensor) else parameter
 
 
-@unserializable_hook  # type: ignore[untyped-decorator]
-def _reached(passes: "ref[Passes]", parameter: "ref[nn.Parameter]", _: Tensor) -> None:
-    known, own = passes(), parameter()
-    # A pass that is differentiated itself gives a loss (a gradient penalty), no update.
-    if known is not None and own is not None and not torch.is_grad_enabled():
-        known.reached(own)
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has a gradient that is not all zeros."""
+    gradient = parameter.grad
+    if gradient is None:
+        return False
+    return bool((gradient._values() if gradient.is_sparse else gradient).any())
 
 
-def _begun(passes: "ref[Passes]", _: Tensor) -> None:
+def _updates(optimizer: Optimizer, parameters: frozenset[int]) -> bool:
+    """Whether a step of an optimizer has used a gradient of some of the parameters."""
+    return any(
+        each.grad is not None and id(each) in parameters
+        for group in optimizer.param_groups
+        for each in group["params"]
+    )
+
+
+def _reached(passes: "ref[Passes]", parameter: Tensor) -> None:
     known = passes()
     if known is not None:
-        known.is_weighed = True
-        after_backward(partial(_ended, passes))
+        known.reached(parameter)
 
 
 def _sort(passes: "ref[Passes]") -> None:
@@ -246,8 +282,14 @@ def _sort(passes: "ref[Passes]") -> None:
         known.sort()
 
 
-def _ended(passes: "ref[Passes]") -> None:
-    known = passes()
-    if known is not None:
+def _begun(_: Tensor) -> None:
+    for known in list(_EVERY):
+        known.forget_cleared()
+        known.is_weighed = True
+    after_backward(_ended)
+
+
+def _ended() -> None:
+    for known in list(_EVERY):
         known.sort()
         known.is_weighed = False

@@ -61,10 +61,12 @@ def _check_weighed(optimizer: Optimizer, weights: StepWeights) -> None:
     """Check that losses were weighed before an update, if ranks have unlike parts of the batch.
 
     Raises:
-        BalanceError: no loss has been weighed since the update before, or none of those that gave
-            the update its gradients.
+        BalanceError: no loss has been weighed since the update before.
     """
     if not weights.checks_updates:
+        return
+    weights.passes.check_update(optimizer)
+    if weights.may_update:
         return
     stepped = {
         id(each)
@@ -72,8 +74,7 @@ def _check_weighed(optimizer: Optimizer, weights: StepWeights) -> None:
         for each in group["params"]
         if each.grad is not None  # without gradients the loop has left the batch out
     }
-    is_known = weights.parameters is None or bool(stepped & weights.parameters)
-    if stepped and is_known and not weights.may_update:
+    if stepped and (weights.parameters is None or stepped & weights.parameters):
         raise BalanceError(
             "an optimizer has stepped, and no loss was weighed since its last update: ranks have "
             "unlike parts of the batch, and their gradients would count alike. Call "
@@ -81,7 +82,6 @@ def _check_weighed(optimizer: Optimizer, weights: StepWeights) -> None:
             "another model, give Balancer the one that is trained. check_replicas=False does "
             "without this check."
         )
-    weights.passes.check_update(stepped, is_unlike=weights.is_unlike)
 
 
 def _with_checks(
@@ -126,18 +126,6 @@ def _check_alike(value: float, group: RankGroup) -> None:
             "balancer.mean_loss() from the closure, the loss of the whole batch (in Lightning "
             "with automatic_optimization = False and a closure of your own)."
         )
-
-
-def warn_of_skipped(rank: int, deal: Deal) -> None:
-    """Warn that a rank has left a batch out: others that train with theirs wait for it."""
-    warnings.warn(
-        f"rank {rank} weighed no loss in step {deal.step} of epoch {deal.epoch}: other ranks that "
-        "did wait for it, or take its next gradients for those of this step. Leave a batch out on "
-        "all ranks alike, by balancer.mean_loss(); a rank that skips its samples alone weighs a "
-        "loss of 0 times theirs.",
-        HeterogWarning,
-        stacklevel=4,
-    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -245,3 +233,45 @@ class OpenSteps:
                 "loss is unknown. Loop over the loaders one after another, or give all of them "
                 "drop_last=True; validate under torch.no_grad()."
             )
+
+
+class LeftOut:
+    """Warns once of a batch that this rank has left out in the middle of a pass.
+
+    Steps of loops that take several batches for an update, begin later in an epoch, or validate
+    are none of these.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._num_trained = 0  # steps in a row
+        self._deal: Deal | None = None  # of the step left out
+        self._has_warned = False
+
+    def end_step(self, step: OpenStep) -> None:
+        """Note whether a step of the training loop has trained."""
+        if step.trains:
+            self._num_trained += 1
+            return
+        if step.has_gradients and self._num_trained > 1:
+            self._deal = step.deal
+        self._num_trained = 0
+
+    def end_pass(self) -> None:
+        """Note that a pass ends."""
+        self._num_trained, self._deal = 0, None
+
+    def train(self) -> None:
+        """Warn if a step was left out before this one, which trains."""
+        if self._deal is None or self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"rank {self._rank} weighed no loss in step {self._deal.step} of epoch "
+            f"{self._deal.epoch}: other ranks that did wait for it, or take its next gradients "
+            "for those of this step. Leave a batch out on all ranks alike, by "
+            "balancer.mean_loss(); a rank that skips its samples alone weighs a loss of 0 times "
+            "theirs.",
+            HeterogWarning,
+            stacklevel=4,
+        )

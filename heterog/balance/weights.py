@@ -62,11 +62,12 @@ class StepWeights:
             self._num_before, self._num_at_update = self._num_at_update, None
         self.set(samples[self._group.rank], sum(samples))
         self.is_unlike = len(set(samples)) > 1
+        self.passes.begin_batch(is_unlike=self.is_unlike)
 
     def begin_step(self) -> None:
         """Forget the losses of the previous step."""
         self._seen, self._is_complete = [], False
-        self.passes.is_weighed = False  # if a backward pass has ended in an error
+        self.passes.begin_step()
 
     def kept(self) -> tuple[Any, ...]:
         """The state of this step, to be restored after another loop has run inside it."""
