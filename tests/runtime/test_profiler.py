@@ -389,7 +389,8 @@ class Reversed(nn.Module):
         self.layer = nn.Linear(256, 1024)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x).flip(1) @ torch.ones(1024, 4)
+        made: torch.Tensor = self.layer(x).flip(1) @ torch.ones(1024, 4)
+        return made
 
 
 class Tempered(nn.Module):
@@ -400,7 +401,8 @@ class Tempered(nn.Module):
         self.layer = nn.Linear(256, 1024)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) / 0.7
+        made: torch.Tensor = self.layer(x) / 0.7
+        return made
 
 
 @pytest.mark.parametrize("model", [Reversed, Tempered])
