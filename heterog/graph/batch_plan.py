@@ -378,14 +378,14 @@ def _split_at_birth(
         if len(wishes) != 1:
             continue
         (place,) = wishes
-        sums = [propagate(graph.call(each), (place,), graph.batch_size) for each in totals]
-        if any(rule != RuleResult((place,), (P,)) for rule in sums):
-            continue
         shape = graph.tensors[tensor].shape
         if place.kind != "S" or place.dim >= len(shape):
             continue
         if shape[place.dim] % graph.batch_size:
             continue  # the dimension does not hold samples, or is split along something else
+        sums = [_rule_of(graph, each, (place,), None, ()) for each in totals]
+        if any(rule != RuleResult((place,), (P,)) for rule in sums):
+            continue
         split[tensor] = place
         made = made_at_birth(graph, index, place)
         if made is not None:

@@ -37,6 +37,8 @@ _PLACES = {
     **dict.fromkeys(("topk.default", "sort.default", "sort.stable", "max.dim", "min.dim"), 1),
 }
 """Outputs of ops that are places along a dimension."""
+_WIDE = ("int32", "int64")
+"""Dtypes that hold any place."""
 
 
 class _Places(NamedTuple):
@@ -49,9 +51,6 @@ class _Places(NamedTuple):
 
     size: int
     split: Placement
-
-
-_WIDE = ("int32", "int64")  # integers that hold any place
 
 
 class OwnRows:

@@ -39,7 +39,7 @@ from heterog.lowering.choice import Choice as Choice
 from heterog.lowering.choice import Decided as Decided
 from heterog.lowering.choice import Encoder as Encoder
 from heterog.lowering.choice import encode as encode
-from heterog.lowering.program import FloatArray, IntArray, Program
+from heterog.lowering.program import LAST_OP_KIND, FloatArray, IntArray, Program
 from heterog.lowering.resident import resident_bytes as resident_bytes
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.lowering.tape import (
@@ -206,3 +206,16 @@ def program_from_tape(
         codec=tasks["codec"].astype(np.int32) if rules else np.zeros(0, np.int32),
         codecs=rules,
     )
+
+
+def value_of_buffers(program: Program, tables: GraphTables) -> IntArray:
+    """The value in each buffer that an op has made; -1 for other buffers.  # [num_buffers]"""
+    maker = program.buffer_maker
+    found = np.full(len(maker), -1, np.int32)
+    by_op = np.flatnonzero(program.kind[maker] <= LAST_OP_KIND)
+    task = maker[by_op]
+    op = program.subject[task]
+    value = tables.value_start[op] + (by_op - program.buffer_start[task])
+    # A token of no bytes may follow the values.
+    found[by_op] = np.where(value < tables.value_start[op + 1], value, -1)
+    return found

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from heterog.cluster.topology import Execution
 from heterog.graph.op_graph import OpGraph
+from heterog.lowering import value_of_buffers
 from heterog.lowering.kernels import helper, kernel
 from heterog.lowering.program import (
     FIRST_FREE_KIND,
@@ -33,19 +34,6 @@ from heterog.simulator.timings import Timings
 _FEW = 8
 """Most buffers or reads of a task that are searched one by one; more are bisected."""
 _OWN, _OF_INPUT, _NONE = map(int, ResultMemory)
-
-
-def value_of_buffers(program: Program, tables: GraphTables) -> npt.NDArray[np.intp]:
-    """The value in each buffer that an op has made; -1 for other buffers.  # [num_buffers]"""
-    maker = program.buffer_maker
-    found = np.full(len(maker), -1)
-    by_op = np.flatnonzero(program.kind[maker] <= LAST_OP_KIND)
-    task = maker[by_op]
-    op = program.subject[task]
-    value = tables.value_start[op] + (by_op - program.buffer_start[task])
-    # A token of no bytes may follow the values.
-    found[by_op] = np.where(value < tables.value_start[op + 1], value, -1)
-    return found
 
 
 def value_memory(graph: OpGraph, tables: GraphTables, execution: Execution) -> IntArray:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.lowering import Choice, resident_bytes
+from heterog.lowering import Choice, resident_bytes, value_of_buffers
 from heterog.lowering.program import FloatArray, Program
 from heterog.lowering.tables import GraphTables
 from heterog.simulator.engine import Order
@@ -22,7 +22,6 @@ from heterog.simulator.memory import (
     buffer_lives,
     memory_of_buffers,
     of_each_device,
-    value_of_buffers,
 )
 from heterog.strategy.strategy import Strategy
 

@@ -283,12 +283,16 @@ class Timeline:
             return self._channel_name(channel)
         return f"collectives {' '.join(self.cluster.devices[d].name for d in channel.devices)}"
 
+    @cached_property
+    def _lives(self) -> tuple[FloatArray, FloatArray]:
+        """Start and end of each buffer's life.  # [num_buffers] each"""
+        of_values = value_memory(self.graph, self._tables, self.cluster.execution)
+        memory = memory_of_buffers(self.program, self._tables, of_values)
+        return buffer_lives(self.program, self.start, self.finish, memory)
+
     def memory(self, device: int) -> tuple[FloatArray, FloatArray]:
         """(Times, bytes in use from each time to the next) of a device; see ``buffer_lives``."""
-        program = self.program
-        of_values = value_memory(self.graph, self._tables, self.cluster.execution)
-        memory = memory_of_buffers(program, self._tables, of_values)
-        begin, end = buffer_lives(program, self.start, self.finish, memory)
+        program, (begin, end) = self.program, self._lives
         mine = (program.buffer_device == device) & (program.buffer_bytes > 0.0)
         sizes = program.buffer_bytes[mine]
         times = np.concatenate([begin[mine], end[mine]])

@@ -4,6 +4,7 @@ import copy
 import math
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from heterog.runtime.measure.profiler import (
     remove_journal,
 )
 from heterog.runtime.step import compiled
-from heterog.search.plan import load_plan
+from heterog.search.plan import Plan, load_plan
 from heterog.simulator.evaluator import MEMORY_MARGIN
 from heterog.zoo import load_workload
 from tests.runtime.ranks import Ranks
@@ -405,33 +406,42 @@ class Tempered(nn.Module):
         return made
 
 
-@pytest.mark.parametrize("model", [Reversed, Tempered])
-def test_peak_bytes_of_a_compiled_step_are_not_too_low(
-    model: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def empty_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inductor allocates as ever, but its kernels do nothing, as they take long to compile."""
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
 
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_, **__: lambda *_: None)
+    with config.patch(force_disable_caches=True):
+        yield
+
+
+def peak_of_the_second_step(workload: Workload, plan: Plan, captured: CapturedStep) -> int:
+    with profiler._alone():
+        step = DeployedStep(workload, plan, captured=captured)
+        step(workload.make_batch())
+        return peak_bytes(step, workload.make_batch())
+
+
+@pytest.mark.usefixtures("empty_kernels")
+@pytest.mark.parametrize("model", [Reversed, Tempered])
+def test_peak_bytes_of_a_compiled_step_are_not_too_low(
+    model: type[nn.Module],
+) -> None:
     batch = torch.randn(2048, 256), torch.randint(0, 4, (2048,))
     workload = Workload(model, batch, nn.functional.cross_entropy, torch.optim.SGD, {"lr": 0.1})
     captured = capture_step(workload)
     cluster = replace(cluster_of((1.0, ["T4"])), execution=Execution.COMPILED)
     plan = make_plan(captured.graph, cluster, methods=["ddp"], budget="1e")
-    with profiler._alone(), config.patch(force_disable_caches=True):
-        step = DeployedStep(workload, plan, captured=captured)
-        step(workload.make_batch())
-        measured = peak_bytes(step, workload.make_batch())
+    measured = peak_of_the_second_step(workload, plan, captured)
     (predicted,) = plan.peak_memory_bytes
     assert measured < predicted == pytest.approx(measured * (1 + MEMORY_MARGIN), rel=0.02)
 
 
-def test_peak_bytes_of_a_compiled_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor allocates as predicted; its kernels are left out, as they take long to compile."""
-    from torch._inductor import config
-    from torch._inductor.async_compile import AsyncCompile
-
-    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_, **__: lambda *_: None)
+@pytest.mark.usefixtures("empty_kernels")
+def test_peak_bytes_of_a_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor allocates as predicted."""
     captured = capture_step(classifier())
     parts: list[int] = []
     part = compiled.Compiler.part
@@ -445,10 +455,7 @@ def test_peak_bytes_of_a_compiled_step(tmp_path: Path, monkeypatch: pytest.Monke
     for execution in (Execution.EAGER, Execution.COMPILED):
         cluster = replace(cluster_of((1.0, ["T4"])), execution=execution)
         plan = make_plan(captured.graph, cluster, methods=["ddp"], budget="1e")
-        with profiler._alone(), config.patch(force_disable_caches=True):
-            step = DeployedStep(classifier(), plan, captured=captured)
-            step(classifier().make_batch())
-            peaks[execution] = peak_bytes(step, classifier().make_batch())
+        peaks[execution] = peak_of_the_second_step(classifier(), plan, captured)
         (predicted,) = plan.peak_memory_bytes
         assert predicted == pytest.approx(peaks[execution] * (1 + MEMORY_MARGIN), rel=0.01)
     assert peaks[Execution.COMPILED] < 0.9 * peaks[Execution.EAGER]

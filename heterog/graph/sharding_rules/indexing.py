@@ -330,8 +330,8 @@ def split_by_places(
         is_alone = dimension(call, "dim", len(shape_of(call, "self"))) == 0
     if not is_alone or shape_of(call, "self")[0] != num_rows or placements[own] not in (R, S(0)):
         return None
-    if "int" not in call.inputs[index].dtype or call.inputs[index].dtype == "uint8":
-        return None  # a mask
+    if call.inputs[index].dtype in _MASKS:
+        return None
     values = positions(call, "values", "source")
     region = (*call.inputs[index].shape, *shape_of(call, "self")[1:])
     if any(call.inputs[place].shape != region for place in values):
@@ -351,7 +351,11 @@ def _index_refs(call: OpCall) -> list[TensorRef | None]:
 
 def _masks(call: OpCall) -> bool:
     refs = [ref for ref in _index_refs(call) if ref]
-    return any(call.inputs[ref.index].dtype in ("bool", "uint8") for ref in refs)
+    return any(call.inputs[ref.index].dtype in _MASKS for ref in refs)
+
+
+_MASKS = ("bool", "uint8")
+"""Dtypes of indices that are no places, but say which elements to take."""
 
 
 def _index_layout(call: OpCall) -> tuple[tuple[int, ...], int, list[int]]:

@@ -13,11 +13,11 @@ from heterog.graph.op_graph import IntArray, OpGraph
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import local_shape
 from heterog.grouped import grouped
+from heterog.lowering import value_of_buffers
 from heterog.lowering.channels import Channel
 from heterog.lowering.program import (
     FIRST_LINK_KIND,
     LAST_OP_KIND,
-    OP_KINDS,
     RECUT_KINDS,
     SLOT_KINDS,
     Program,
@@ -114,16 +114,12 @@ def _values_in_buffers(program: Program, tables: GraphTables) -> tuple[list[int]
     """The value in each buffer, and how much of it was gathered; see ``RankProgram.value_in``."""
     maker = program.buffer_maker
     kind, subject = program.kind[maker], program.subject[maker]
-    value, whole = np.full(len(maker), -1, np.int32), np.full(len(maker), AS_MADE, np.int32)
+    value = value_of_buffers(program, tables)
+    whole = np.full(len(maker), AS_MADE, np.int32)
 
     def made_by(*kinds: TaskKind) -> IntArray:
         return np.flatnonzero(np.isin(kind, kinds)).astype(np.int32)
 
-    of_ops = made_by(*OP_KINDS)
-    first = tables.value_start[subject[of_ops]] - program.buffer_start[maker[of_ops]]
-    value[of_ops] = first + of_ops
-    is_token = value[of_ops] >= tables.value_start[subject[of_ops] + 1]
-    value[of_ops[is_token]] = -1
     recut = made_by(*RECUT_KINDS)
     value[recut] = subject[recut]
     converted = made_by(*SLOT_KINDS)
