@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from heterog.errors import CaptureError
@@ -35,7 +36,8 @@ class Workload:
         example_batch: A tuple or dict of tensors, or a function without arguments that makes it.
             A plan depends on shapes and dtypes only; ``heterog run`` trains on the values.
         loss: Function ``loss(output, target) -> scalar``; a mean over the batch or a sum.
-        optimizer: The ``torch.optim`` class that updates the parameters.
+        optimizer: The ``torch.optim`` class that updates the parameters, or a ``partial`` of it
+            whose keyword arguments are options.
         optimizer_options: Keyword arguments of the optimizer.
         name: Name of the workload in tables and plans.
         source: Where the workload comes from, so that ranks can make it again: the name of a
@@ -70,6 +72,17 @@ class Workload:
     parameter_groups: Groups | None = None
 
     def __post_init__(self) -> None:
+        optimizer: Any = self.optimizer
+        if isinstance(optimizer, partial) and not optimizer.args:
+            options = {**optimizer.keywords, **self.optimizer_options}
+            object.__setattr__(self, "optimizer", optimizer.func)
+            object.__setattr__(self, "optimizer_options", options)
+        elif not callable(optimizer):
+            raise CaptureError(
+                f"workload '{self.name}': the optimizer is an object of "
+                f"{type(optimizer).__name__}; give the class, and its arguments as "
+                "optimizer_options, because every rank makes its own."
+            )
         if self.parameter_groups is not None and not callable(self.parameter_groups):
             raise CaptureError(
                 f"workload '{self.name}': parameter_groups is a "

@@ -44,8 +44,9 @@ NUM_VARIED = 3
 BUBBLE_OF_1F1B_OVER_V = 6.0
 """Bubble of 1F1B over that of two chunks in a V with split backward passes (Qi et al. 2023: 9 and
 1.5 units for four stages, if each pass takes one unit)."""
-MOST_TASKS = 2_000_000
-"""Most tasks of a program, about a second's work; layouts with more are left out."""
+MOST_TASKS = 6_000_000
+"""Most tasks of a program, about a second's work; layouts with more are left out. Replicas on
+alike hosts are simulated once, so of a stage at most the ``unlike_devices`` count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +157,7 @@ class _Grid(PointSearch[_Point]):
         """Every division of some machines, with every micro-batch that divides a share."""
         for devices in dict.fromkeys(self._machines()):
             for tp, pp in self._divisions(devices):
-                for layout, num_micro in uniform_layouts(self.evaluator, len(devices), tp, pp):
+                for layout, num_micro in uniform_layouts(self.evaluator, devices, tp, pp):
                     if pp == 1 or num_micro >= pp:
                         yield _Point(layout=layout, devices=devices, num_micro=num_micro)
 
@@ -393,15 +394,24 @@ def most_room(cluster: Cluster, devices: Iterable[int]) -> float:
     return max(cluster.devices[device].usable_memory_bytes for device in devices)
 
 
+def unlike_devices(cluster: Cluster, devices: Iterable[int]) -> int:
+    """Number of devices of one host of each kind; devices of alike hosts do alike."""
+    hosts = {
+        cluster.host_kind[cluster.host_of[device]]: cluster.host_of[device] for device in devices
+    }
+    return sum(len(cluster.host_devices(host)) for host in hosts.values())
+
+
 def uniform_layouts(
-    evaluator: Evaluator, num_devices: int, tp: int, pp: int
+    evaluator: Evaluator, devices: Sequence[int], tp: int, pp: int
 ) -> Iterator[tuple[Layout, int]]:
     """(layout, number of micro-batches) for each micro-batch that divides a replica's share.
 
     Sizes of micro-batches are the powers of two that divide the share, and the share itself.
     """
-    graph, dp = evaluator.graph, num_devices // (tp * pp)
+    graph, dp = evaluator.graph, len(devices) // (tp * pp)
     num_layers, num_ops = len(layers_of(graph).names), len(evaluator.tables.op_id)
+    simulated = min(tp * dp, unlike_devices(evaluator.cluster, devices))
     share = graph.batch_size // dp
     if graph.batch_size % dp or not share or (pp > 1 and pp > num_layers):
         return
@@ -409,7 +419,7 @@ def uniform_layouts(
     powers = [1 << power for power in range(share.bit_length()) if share % (1 << power) == 0]
     for micro in dict.fromkeys((*powers, share)):
         num_micro = share // micro
-        if num_micro > 1 and num_micro * num_ops * tp * dp > MOST_TASKS:
+        if num_micro > 1 and num_micro * num_ops * simulated > MOST_TASKS:
             continue
         if not micro_batches_refused(graph, num_micro):
             layout = Layout(tp=tp, pp=pp, dp=dp, micro_batch=micro, layers=layers)

@@ -22,7 +22,7 @@ from heterog.graph.op_graph import FloatArray
 from heterog.memo import kept
 from heterog.methods.enumeration import Enumeration, Meaning
 from heterog.methods.host_order import communities, in_best_order
-from heterog.methods.megatron_grid import MOST_TASKS
+from heterog.methods.megatron_grid import MOST_TASKS, unlike_devices
 from heterog.methods.model_parallel import stage_starts
 from heterog.methods.planner import Problem, Searching
 from heterog.methods.recomputing import kinds_worth_trying
@@ -408,7 +408,8 @@ class _Enumeration(Enumeration[_Point]):
         if any(first >= last for first, last in pairwise(bounds)):
             return False
         num_tasks = point.num_micro * sum(
-            len(devices) * int(self.num_ops[first:last].sum())
+            min(len(devices), unlike_devices(self.cluster, devices))
+            * int(self.num_ops[first:last].sum())
             for devices, (first, last) in zip(point.stages, pairwise(bounds), strict=True)
         )
         return num_tasks <= MOST_TASKS or point.num_micro <= _FIRST_MICRO[0]

@@ -59,7 +59,7 @@ def surely_kept(recompute: Recompute) -> float:
     With long sequences, scores alone may be most of the activations, so any kind may free nearly
     all.
     """
-    return 0.5 if recompute == Recompute.NONE else 0.1
+    return 0.5 if recompute == Recompute.NONE else 0.04
 
 
 def runs_again(tables: GraphTables, keeps: Keeps) -> BoolArray:

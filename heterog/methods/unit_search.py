@@ -305,6 +305,7 @@ class Sequences(Planner):
 
     name = "sequences"
     stage = "baseline"
+    most_part = 0.05
 
     @staticmethod
     def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:

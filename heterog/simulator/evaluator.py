@@ -222,19 +222,18 @@ class Evaluator(Runner):
 
     @cached_property
     def group_saved_bytes(self) -> FloatArray:
-        """Bytes of each group's values that are kept for the backward pass.  # [num_groups]"""
-        graph, tables = self.graph, self.tables
+        """Bytes of each group's values that are kept for the backward pass.  # [num_groups]
+
+        A value is kept if a backward op reads it, be it through views.
+        """
+        tables = self.tables
+        reader = np.repeat(np.arange(len(tables.op_id)), np.diff(tables.read_start))
+        is_kept = np.zeros(len(tables.value_op), np.bool_)
+        is_kept[tables.read_value[tables.op_is_backward[reader] == 1]] = True
         owners = tables.op_group[tables.value_op]
-        values = [
-            value
-            for value, tensor in enumerate(tables.value_tensor.tolist())
-            if owners[value] >= 0
-            and graph.ops[graph.producer[tensor]].phase == Phase.FORWARD
-            and any(graph.ops[r].phase == Phase.BACKWARD for r in graph.consumers[tensor])
-        ]
-        kept = np.array(values, np.int64)
-        sizes = tables.value_bytes + tables.value_bytes_per_unit * graph.batch_size
-        memory = np.bincount(owners[kept], sizes[kept], tables.num_groups)
+        is_kept &= (tables.op_is_backward[tables.value_op] == 0) & (owners >= 0)
+        sizes = tables.value_bytes + tables.value_bytes_per_unit * self.graph.batch_size
+        memory = np.bincount(owners[is_kept], sizes[is_kept], tables.num_groups)
         return memory.astype(np.float64)
 
     @cached_property

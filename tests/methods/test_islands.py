@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -115,6 +115,35 @@ def test_a_balanced_pipeline_is_estimated_by_hand() -> None:
     whole = slices.seconds(0, 1, GRAPH.batch_size // 8, Recompute.NONE).sum()
     found = estimator.pool_seconds(pool, GRAPH.batch_size, point)
     assert found == pytest.approx((8 + 2 / 3) * whole / 2)
+
+
+@pytest.mark.parametrize(("num_micro", "zero"), [(4, 0), (4, 1), (8, 0)])
+def test_memory_is_estimated_as_it_is_simulated(num_micro: int, zero: int) -> None:
+    """State, and activations of the micro-batches that are under way, on every stage."""
+    graph = graph_of(batch_size=64)
+    cluster = cluster_of(*[(1e6, ["T4"] * 2)] * 2)
+    search = CompositionSearch(problem_of(cluster, 4, graph))
+    pool = (Island(0, 1, 2, 2),)
+    start = Composition((pool,), num_micro, Recompute.NONE, zero, samples=(graph.batch_size,))
+    found = search.estimator.cut(start)
+    assert found is not None
+    stages, point = stages_of(pool, search.slices), found[1]
+    memory = search.estimator._memory(stages, graph.batch_size / num_micro, point)
+    ends = np.cumsum((0, *point.layers[0]))
+    simulated = search.simulate(point)
+    assert simulated is not None
+    for stage, (first, end) in enumerate(pairwise(ends)):
+        peak = max(simulated.peak_memory_bytes[2 * stage : 2 * stage + 2])
+        assert memory[first:end, stage].sum() == pytest.approx(peak, rel=0.3)
+
+
+def test_the_most_promising_structure_is_descended_for_first() -> None:
+    search = CompositionSearch(problem_of(MIXED, 4))
+    estimates = [
+        min(map(search._estimated, search._starts(structure)))
+        for structure in search._structures()
+    ]
+    assert estimates == sorted(estimates)
 
 
 def exhaustive(search: CompositionSearch, most_micro: int) -> Iterator[Composition]:

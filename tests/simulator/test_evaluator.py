@@ -4,7 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from heterog import Workload, capture
 from heterog.cluster import Cluster
 from heterog.envs.coarse import CoarseEvaluator
 from heterog.methods.data_parallel import even_shares, uniform_strategy
@@ -52,6 +55,27 @@ def test_what_an_evaluator_remembers_changes_nothing() -> None:
         fresh = CoarseEvaluator(pair.graph, pair.cluster)
         alone = fresh.space(pair.table).encode(row, **of_row)
         assert fresh.evaluate(alone, Order.FIFO) == found
+
+
+def test_what_backward_reads_through_a_view_is_kept() -> None:
+    """A weight gradient reads the activations as ``flatten`` shows them."""
+
+    class Flattened(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 16), nn.Linear(64, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.last(self.first(x).flatten(1))
+            return out
+
+    workload = Workload(
+        Flattened(), (torch.zeros(6, 4, 8), torch.zeros(6, 2)), nn.functional.mse_loss,
+        torch.optim.SGD,
+    )  # fmt: skip
+    evaluator = Evaluator(capture(workload), Cluster.load("paper_8gpu"))
+    # The activations between the layers; the prediction, and the loss's own gradient.
+    assert evaluator.group_saved_bytes.tolist() == [4.0 * 6 * 4 * 16, 4.0 * (6 * 2 + 1)]
 
 
 def test_programs_with_and_without_channels_run_the_same_compiled_kernels() -> None:

@@ -13,7 +13,8 @@ in which stages are idle (Qi et al., Zero Bubble Pipeline Parallelism, section 2
 sums of gradients that several teams have.
 """
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, product
 
@@ -200,20 +201,38 @@ class Estimator:
         micro = samples / point.num_micro
         if len(stages) > slices.num_layers or any(stage.teams > micro + 1e-9 for stage in stages):
             return np.inf
-        whole = np.array([self._stage_seconds(stage, micro, point).sum() for stage in stages])
-        each = 1.0 / (1.0 / whole).sum()
-        parts = each / whole  # of the layers
-        room = np.array([slices.kinds[stage.island.kind].usable_bytes for stage in stages])
-        state, kept = self._memory(stages, micro, point)
-        over = parts * (state.sum(axis=0) + kept.sum(axis=0)) / room
-        messages = self._message_seconds(stages, micro)
-        gradients = self._gradient_seconds(stages, parts, others)
-        if point.zero == 3:  # parameters are gathered again for every micro-batch
-            gradients *= 0.5 + point.num_micro
+        # The first stage of an island stands for all: they are equally fast, and it holds most.
+        starts = np.cumsum([0, *(island.stages for island in pool)]).tolist()
+        firsts = [stages[start] for start in starts[:-1]]
+        whole = [
+            slices.all_seconds(
+                stage.island.kind, stage.island.members, _samples(stage, micro), point.recompute
+            )
+            for stage in firsts
+        ]
+        each = 1.0 / sum(island.stages / own for island, own in zip(pool, whole, strict=True))
+        parts = [each / own for own in whole]  # of the layers
+        sizes = (
+            slices.all_parameter_bytes, slices.all_state_bytes, slices.all_held(point.recompute)
+        )  # fmt: skip
+        over = max(
+            part * sum(map(operator.mul, sizes, self._held(stage, behind, micro, point)))
+            / slices.kinds[stage.island.kind].usable_bytes
+            for part, stage, behind in zip(
+                parts, firsts, (len(stages) - start for start in starts), strict=False
+            )
+        )  # fmt: skip
+        # Two neighbours of an island stand for all of its stages, too.
+        ends = [
+            stage
+            for island, stage in zip(pool, firsts, strict=True)
+            for stage in [stage] * min(island.stages, 2)
+        ]
+        messages = self._message_seconds(ends, micro)
+        gradients = self._gradient_seconds(firsts, parts, point, others)
         turn = max(each, messages) if point.hides_messages else each + messages
         seconds = (point.num_micro + IDLE * (len(stages) - 1)) * turn + gradients
-        # Pools that do not fit by the estimate rank after all that do, the leanest first.
-        return float(seconds if over.max() <= 1.0 else OVERFLOWS * over.max() + seconds)
+        return _at_least(seconds, over)
 
     def shared_out(self, point: Composition) -> tuple[float, tuple[int, ...]]:
         """(seconds of a step, samples of each pool), so that pools take about equally long."""
@@ -256,57 +275,70 @@ class Estimator:
             seconds = np.stack(
                 [self._stage_seconds(stage, micro, point) for stage in stages], axis=1
             )
-            state, kept = self._memory(stages, micro, point)
+            memory = self._memory(stages, micro, point)
             room = np.array(
                 [float(self.slices.kinds[stage.island.kind].usable_bytes) for stage in stages]
             )
-            bounds = (*stage_starts(seconds, state + kept, room), self.slices.num_layers)
+            bounds = (*stage_starts(seconds, memory, room), self.slices.num_layers)
             counts = tuple(end - start for start, end in pairwise(bounds))
-            each = np.array([
-                seconds[start:end, r].sum() for r, (start, end) in enumerate(pairwise(bounds))
-            ])  # fmt: skip
+            runs = [(slice(*run), stage) for stage, run in enumerate(pairwise(bounds))]
+            each = np.array([seconds[run].sum() for run in runs])
+            filled = max(float((memory / room)[run].sum()) for run in runs)
             messages = self._message_seconds(stages, micro)
             longest = float(each.max())
             longest = max(longest, messages) if point.hides_messages else longest + messages
-            parts = np.array(counts) / self.slices.num_layers
-            gradients = self._gradient_seconds(stages, parts, _kinds_beside(pool, point))
+            parts = [count / self.slices.num_layers for count in counts]
+            gradients = self._gradient_seconds(stages, parts, point, _kinds_beside(pool, point))
             others = IDLE * float(each.sum() - each.max())
             took = (point.num_micro - 1) * longest + float(each.max()) + others + gradients
-            slowest = max(slowest, took)
+            slowest = max(slowest, _at_least(took, filled))
             layers.append(counts)
         splits = max(map(len, layers)) > 1
         return slowest, replace(point, layers=tuple(layers), splits_backward=splits)
 
     def _stage_seconds(self, stage: _Stage, micro: float, point: Composition) -> FloatArray:
         """Seconds of each layer for a micro-batch on a stage.  # [num_layers]"""
-        own = max(int(np.ceil(micro / stage.teams - 1e-9)), 1)
         kind, members = stage.island.kind, stage.island.members
-        return self.slices.seconds(kind, members, own, point.recompute)
+        return self.slices.seconds(kind, members, _samples(stage, micro), point.recompute)
 
-    def _memory(
-        self, stages: Sequence[_Stage], micro: float, point: Composition
-    ) -> tuple[FloatArray, FloatArray]:
-        """(state, activations) of each layer on one device of each stage.
+    def _memory(self, stages: Sequence[_Stage], micro: float, point: Composition) -> FloatArray:
+        """State and activations of each layer on one device of each stage.
 
         Returns:
-            # [num_layers, num_stages] each
+            # [num_layers, num_stages]
         """
         slices, count = self.slices, len(stages)
-        state, kept = [], []
-        for number, stage in enumerate(stages):
-            members = stage.island.members
-            sliced = slices.state_bytes
-            if point.zero and stage.teams > 1:
-                # Parameters and gradients are whole under stage 1 and slices under stage 3.
-                own = 2.0 * slices.parameter_bytes if point.zero == 1 else 0.0 * sliced
-                sliced = own + (slices.state_bytes - own) / stage.teams
-            state.append(sliced / members)
-            behind = count - number
-            most = 2 * behind - 1 if point.hides_messages else behind
-            in_flight = min(most, point.num_micro)
-            held = slices.held_bytes(point.recompute)
-            kept.append(held * (micro / stage.teams) / members * max(in_flight, 1))
-        return np.stack(state, axis=1), np.stack(kept, axis=1)
+        sizes = (
+            slices.parameter_bytes, slices.state_bytes, slices.held_bytes(point.recompute)
+        )  # fmt: skip
+        factors = [
+            self._held(stage, count - number, micro, point) for number, stage in enumerate(stages)
+        ]
+        found: FloatArray = np.stack(sizes, axis=1) @ np.array(factors).T
+        return found
+
+    def _held(
+        self, stage: _Stage, behind: int, micro: float, point: Composition
+    ) -> tuple[float, float, float]:
+        """What a device of a stage holds of its layers.
+
+        Args:
+            stage: The stage.
+            behind: Number of stages from it to the last, both included.
+            micro: Samples of a micro-batch.
+            point: Composition with the micro-batches and the manner.
+
+        Returns:
+            Factors on the bytes of parameters, of state and of a sample's activations.
+        """
+        members, sliced = stage.island.members, 1.0
+        if point.zero and stage.teams > 1:
+            sliced = 1.0 / stage.teams
+        # Parameters and gradients are whole under stage 1 and slices under stage 3.
+        whole = 2.0 * (1.0 - sliced) if point.zero == 1 else 0.0
+        most = 2 * behind - 1 if point.hides_messages else behind
+        in_flight = max(min(most, point.num_micro), 1)
+        return whole / members, sliced / members, micro / stage.teams / members * in_flight
 
     def _message_seconds(self, stages: Sequence[_Stage], micro: float) -> float:
         """Seconds of the slowest message of a micro-batch between stages, both ways at once."""
@@ -319,16 +351,21 @@ class Estimator:
         return max((self.slices.boundary_bytes * micro / rate for rate in rates), default=0.0)
 
     def _gradient_seconds(
-        self, stages: Sequence[_Stage], parts: FloatArray, others: Sequence[int]
+        self,
+        stages: Sequence[_Stage],
+        parts: Iterable[float],
+        point: Composition,
+        others: Sequence[int],
     ) -> float:
         """Seconds in which the slowest stage sums its gradients.
 
         Args:
             stages: Stages of a pool.
             parts: Part of the layers for each of them.
+            point: Composition with the micro-batches and the manner.
             others: Kinds of machines in other pools.
         """
-        size, slowest = float(self.slices.parameter_bytes.sum()), 0.0
+        size, slowest = self.slices.all_parameter_bytes, 0.0
         for stage, part in zip(stages, parts, strict=True):
             kind = self.slices.kinds[stage.island.kind]
             if stage.teams == 1 and not others:
@@ -341,8 +378,22 @@ class Estimator:
             between = (
                 self.slices.between_bytes_per_s(stage.island.kind, other) for other in others
             )
-            slowest = max(slowest, 2.0 * size * float(part) / min(rate, *between, np.inf))
-        return slowest
+            slowest = max(slowest, 2.0 * size * part / min(rate, *between, np.inf))
+        # Under stage 3 parameters are gathered again for every micro-batch.
+        return slowest * (0.5 + point.num_micro if point.zero == 3 else 1.0)
+
+
+def _at_least(seconds: float, filled: float) -> float:
+    """Seconds of a pool that fills this part of a device; what does not fit ranks behind all else.
+
+    The leanest of what does not fit comes first.
+    """
+    return seconds if filled <= 1.0 else OVERFLOWS * filled + seconds
+
+
+def _samples(stage: _Stage, micro: float) -> int:
+    """Most samples of a micro-batch on a team of a stage."""
+    return max(int(np.ceil(micro / stage.teams - 1e-9)), 1)
 
 
 def _kinds_beside(pool: Pool, point: Composition) -> tuple[int, ...]:
@@ -463,8 +514,10 @@ def strategy_of(
         _pipeline(pool, layers, samples, point, slices, evaluator)
         for pool, layers, samples in zip(point.pools, point.layers, point.samples, strict=True)
     ]
+    # Teams on alike hosts are simulated once.
     num_tasks = point.num_micro * sum(
-        len(pipeline.ranks[0]) * len(evaluator.tables.op_id) for pipeline in pipelines
+        min(len(pipeline.ranks[0]), slices.kinds[pool[0].kind].size) * len(evaluator.tables.op_id)
+        for pipeline, pool in zip(pipelines, point.pools, strict=True)
     )
     if num_tasks > MOST_TASKS and point.num_micro > 1:
         raise StrategyError("too many tasks to simulate under a budget.")

@@ -6,12 +6,12 @@ Kinds are stages of one pipeline, with layers in proportion to speed, or replica
 with samples in proportion to speed. Tangram, Sailor, HexiScale and AutoHet each have a part of
 this.
 
-First, each kind alone gets the whole batch without micro-batches, as replicas and in a few numbers
-of stages. Then, for every way to put kinds into pools, divisions are found by descent on an
-estimate, one kind after another. Dynamic programming cuts the layers, and the best compositions
-are simulated. In between, boundaries, samples and micro-batches of the best so far are varied as
-long as that helps. Each of the two takes half of the time, so that a search that is cut short has
-done both.
+First, for every way to put kinds into pools, divisions are found by descent on an estimate, one
+kind after another. Each kind alone gets the whole batch without micro-batches, as replicas and in
+a few numbers of stages, unless that is hopeless by its estimate. Then dynamic programming cuts the
+layers, and the best compositions are simulated. In between, boundaries, samples and micro-batches
+of the best so far are varied as long as that helps. Each of the two takes half of the time, so
+that a search that is cut short has done both.
 """
 
 from collections import Counter
@@ -38,6 +38,7 @@ from heterog.methods.islands.composing import (
     islands_of,
     num_copies,
     places,
+    stages_of,
     strategy_of,
     structures,
     with_island,
@@ -69,6 +70,9 @@ VARIETY = 1.04
 """Factor by which each further composition of the same structure counts as slower."""
 PASSES = 2
 """Passes of a descent over all kinds."""
+HOPELESS = 4.0
+"""Ratio to the least estimate above which machines of one kind are not simulated on their own. An
+estimate is too long by the sums of gradients, which a step hides."""
 UNTIL_ESTIMATED = 0.25
 """Part of the budget after which estimates end, even if some are left."""
 UNTIL_PLAIN = 0.7
@@ -86,11 +90,12 @@ class CompositionSearch(PointSearch[Composition]):
         self.estimator = Estimator(self.slices)
         self.options = [islands_of(self.slices, kind) for kind in range(len(self.slices.kinds))]
         self.estimates: dict[Composition, tuple[float, tuple[int, ...]]] = {}
+        self.least_s = np.inf  # of all estimates
         self.started: set[Composition] = set()  # starts of descents that have ended
         self.done: set[Structure] = set()
         # Kept for a resumed search, whose rounds may be short.
         self.num_ranked, self.ranked = 0, list[Composition]()
-        self.plain: list[Composition] = []
+        self.plain: list[tuple[float, Composition]] = []
         self.refined: set[Composition] = set()
         self.beside_best: list[Composition] = []  # variants of one of these, still to simulate
         self.kinds = words_worth_trying(self.evaluator.graph)
@@ -115,9 +120,9 @@ class CompositionSearch(PointSearch[Composition]):
         return self.problem.orders
 
     def search(self) -> None:
-        """Simulate plain compositions, estimate others, simulate and refine the best."""
-        self._simulate_plain()
+        """Estimate compositions, simulate plain ones and the best others, refine the best."""
         self.estimate()
+        self._simulate_plain()
         if len(self.estimates) != self.num_ranked:
             self.num_ranked, self.ranked = len(self.estimates), self.promising()
         for number, point in enumerate(self.ranked, 1):
@@ -146,36 +151,43 @@ class CompositionSearch(PointSearch[Composition]):
     # --- estimates -------------------------------------------------------------------------------
 
     def estimate(self) -> None:
-        """Descend for each structure while there is time; see ``_structures``."""
+        """Descend for each structure while there is time, or until a composition fits."""
         for structure in self._structures():
             if structure in self.done:
                 continue
-            if self.estimates and self.spending.fraction >= UNTIL_ESTIMATED:
-                return
             for start in self._starts(structure):
                 if start in self.started:
                     continue
+                if self.least_s < OVERFLOWS and self.spending.fraction >= UNTIL_ESTIMATED:
+                    return
                 self._descend(start)
                 self.started.add(start)
-                if self.spending.fraction >= UNTIL_ESTIMATED:
-                    return
             self.done.add(structure)
 
-    def _structures(self) -> Iterable[Structure]:
-        """The kind with the most work per second first, as it is often best; then all others."""
-        speeds, kinds = self.evaluator.speeds, self.slices.kinds
-        total = [sum(speeds[device] for own in kind.devices for device in own) for kind in kinds]
+    def _structures(self) -> list[Structure]:
+        """All structures by the estimates of their starts.
+
+        So a search that is cut short has descended for the most promising ones.
+        """
+        kinds = self.slices.kinds
         roomy = sorted(range(len(kinds)), key=lambda kind: -kinds[kind].usable_bytes)
-        fastest = max(range(len(kinds)), key=total.__getitem__)
-        return dict.fromkeys((((fastest,),), *structures(roomy)))
+        return sorted(
+            dict.fromkeys(structures(roomy)),
+            key=lambda each: min(map(self._estimated, self._starts(each))),
+        )
 
     def _starts(self, structure: Structure) -> Iterator[Composition]:
-        """Large teams or single devices, in few stages, with some numbers of micro-batches."""
+        """Large teams or single devices, in few stages, with some numbers of micro-batches.
+
+        A micro-batch has a sample for every team.
+        """
         for large in (True, False):
             pools = tuple(
                 tuple(self._option(kind, large=large) for kind in kinds) for kinds in structure
             )
-            for num_micro in (16, 64):
+            teams = sum(max(stage.teams for stage in stages_of(p, self.slices)) for p in pools)
+            most = max(self.evaluator.graph.batch_size // teams, 1)
+            for num_micro in dict.fromkeys(min(count, most) for count in (16, 64)):
                 yield Composition(pools, self._bounded(num_micro), *self.manners[0])
 
     def _option(self, kind: int, *, large: bool) -> Island:
@@ -187,8 +199,7 @@ class CompositionSearch(PointSearch[Composition]):
     def _bounded(self, num_micro: int) -> int:
         """A power of two up to the batch; 1 if the model cannot be cut into micro-batches."""
         graph = self.evaluator.graph
-        largest = 1 << (graph.batch_size.bit_length() - 1)
-        num_micro = min(num_micro, largest)
+        num_micro = 1 << (min(num_micro, graph.batch_size).bit_length() - 1)
         return 1 if micro_batches_refused(graph, num_micro) else num_micro
 
     def _descend(self, start: Composition) -> None:
@@ -241,6 +252,7 @@ class CompositionSearch(PointSearch[Composition]):
     def _estimated(self, point: Composition) -> float:
         if point not in self.estimates:
             self.estimates[point] = self.estimator.shared_out(point)
+            self.least_s = min(self.least_s, self.estimates[point][0])
         return self.estimates[point][0]
 
     def promising(self) -> list[Composition]:
@@ -251,9 +263,9 @@ class CompositionSearch(PointSearch[Composition]):
         """
         weighted = self.weighted(NUM_CUT)
         alone: dict[int, Composition] = {}
-        for _, point in weighted:  # the best of each kind on its own
+        for seconds, point in weighted:  # the best of each kind on its own
             kinds = {island.kind for pool in point.pools for island in pool}
-            if len(kinds) == 1:
+            if len(kinds) == 1 and seconds <= HOPELESS * self.least_s:
                 alone.setdefault(kinds.pop(), point)
         return list(dict.fromkeys((*alone.values(), *(point for _, point in weighted))))
 
@@ -287,8 +299,10 @@ class CompositionSearch(PointSearch[Composition]):
         """(seconds, the composition with its layers cut), computed once."""
         return self.estimator.cut(point)
 
-    def _plain(self) -> Iterator[Composition]:
+    def _plain(self) -> Iterator[tuple[float, Composition]]:
         """The batch without micro-batches: on each kind of machines, the fastest kinds, and all.
+
+        Each with its estimate in seconds.
 
         Replicas are hard to beat, but the estimate ranks them too low: it adds the sums of
         gradients to the step, while data parallelism hides them. Stages of one kind wait for each
@@ -301,11 +315,11 @@ class CompositionSearch(PointSearch[Composition]):
         for some in (*((kind,) for kind in fast), *fastest):
             found = self._in_one_go(tuple((self._option(kind, large=False),) for kind in some))
             if found is not None and found[0] < OVERFLOWS:
-                yield found[1]
+                yield found
             if len(some) == 1:
                 yield from self._in_stages(*some)
 
-    def _in_stages(self, kind: int) -> Iterator[Composition]:
+    def _in_stages(self, kind: int) -> Iterator[tuple[float, Composition]]:
         """The most promising pipelines of one kind's devices without micro-batches."""
         few = self._option(kind, large=False).members
         found = [
@@ -314,8 +328,7 @@ class CompositionSearch(PointSearch[Composition]):
             if island.stages > 1 and island.members == few
         ]
         fit = [each for each in found if each is not None and each[0] < OVERFLOWS]
-        for _, point in sorted(fit, key=lambda pair: pair[0])[:NUM_IN_STAGES]:
-            yield point
+        yield from sorted(fit, key=lambda pair: pair[0])[:NUM_IN_STAGES]
 
     def _in_one_go(self, pools: tuple[Pool, ...]) -> tuple[float, Composition] | None:
         """(estimated seconds, composition) of pools without micro-batches, if there is one."""
@@ -332,7 +345,9 @@ class CompositionSearch(PointSearch[Composition]):
         They need no estimates of other divisions, so even a search that is cut short tries them.
         """
         self.plain = self.plain or list(self._plain())
-        for point in self.plain:
+        for seconds, point in self.plain:
+            if seconds > HOPELESS * self.least_s:
+                continue
             self._simulate_in_manners(point, UNTIL_PLAIN)
             for other in self._on_fewer(point):
                 if self.spending.fraction >= UNTIL_PLAIN or not self._improves(other, point):
@@ -341,7 +356,7 @@ class CompositionSearch(PointSearch[Composition]):
         for best in self.best(1):
             for zero in sorted({zero for _, zero in self.manners if zero}):
                 for point in self.kept(replace(best, zero=zero)):
-                    if self.spending.fraction < UNTIL_PLAIN:
+                    if best.num_micro == 1 and self.spending.fraction < UNTIL_PLAIN:
                         self.simulate(point)
 
     def _on_fewer(self, point: Composition) -> list[Composition]:

@@ -115,6 +115,26 @@ class Slices:
         self.parameter_bytes = self.state_bytes / (2.0 + evaluator.tables.state_ratio)
         self.kept_bytes = self._by_layer(evaluator.group_saved_bytes) / graph.batch_size
 
+    @cached_property
+    def all_state_bytes(self) -> float:
+        """Parameters, gradients and optimizer state of all layers."""
+        return float(self.state_bytes.sum())
+
+    @cached_property
+    def all_parameter_bytes(self) -> float:
+        """Parameters of all layers."""
+        return float(self.parameter_bytes.sum())
+
+    @kept
+    def all_held(self, recompute: Recompute) -> float:
+        """Activations of a sample that wait for the backward pass, of all layers."""
+        return float(self.held_bytes(recompute).sum())
+
+    @kept
+    def all_seconds(self, kind: int, members: int, samples: int, recompute: Recompute) -> float:
+        """``seconds`` of all layers."""
+        return float(self.seconds(kind, members, samples, recompute).sum())
+
     def _by_layer(self, of_groups: FloatArray) -> FloatArray:
         return np.bincount(self.layer_of_group, of_groups, self.num_layers).astype(np.float64)
 
@@ -123,6 +143,7 @@ class Slices:
         """Bytes of a sample that go from one layer to the next."""
         return boundary_bytes(self.evaluator.graph, self._layer_of_op)
 
+    @kept
     def hop_bytes_per_s(self, kinds: tuple[int, int], hosts: tuple[int, int]) -> float:
         """Rate at which values get from the teams of one stage to those of the next.
 
@@ -218,7 +239,7 @@ class Slices:
             # [3, num_layers]
         """
         inside = self._layer_of_op >= 0
-        again = self._done_again(recompute, self._op_rules if members > 1 else ())
+        again = self._done_again(recompute, members > 1)
         passes = [inside & ~self._is_backward, inside & self._is_backward, inside & again]
         found = [
             np.bincount(self._layer_of_op[some], of_ops[some], self.num_layers) for some in passes
@@ -233,12 +254,12 @@ class Slices:
         return graph_tables(self.evaluator.graph, rules, layer_blocks(self.evaluator.graph))
 
     @kept
-    def _done_again(self, recompute: Recompute, rules: OpRules) -> npt.NDArray[np.bool_]:
+    def _done_again(self, recompute: Recompute, in_teams: bool) -> npt.NDArray[np.bool_]:
         """Ops of repeated layers that run again where layers recompute.  # [num_ops]"""
         graph = self.evaluator.graph
         found = np.zeros(graph.num_ops, np.bool_)
         if recompute != Recompute.NONE:
-            tables = self._tables(rules)
+            tables = self._tables(self._op_rules if in_teams else ())
             found[tables.op_id[runs_again(tables, KEEPS[recompute])]] = True
         found &= np.array(layers_of(graph).of_group)[group_ops(graph).group] != NO_LAYER
         return found

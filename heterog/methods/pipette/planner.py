@@ -78,10 +78,11 @@ def host_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
 def points(evaluator: Evaluator) -> Iterator[Point]:
     """Every layout on every set of hosts, with every micro-batch that divides a share."""
     for hosts in host_sets(evaluator.cluster):
-        per_host = len(evaluator.cluster.host_devices(hosts[0]))
+        devices = [d for host in hosts for d in evaluator.cluster.host_devices(host)]
+        per_host = len(devices) // len(hosts)
         for tp in divisors(per_host):
             for pp in divisors(len(hosts)):
-                for layout, num_micro in uniform_layouts(evaluator, len(hosts) * per_host, tp, pp):
+                for layout, num_micro in uniform_layouts(evaluator, devices, tp, pp):
                     yield Point(layout=layout, hosts=hosts, num_micro=num_micro)
 
 
