@@ -4,11 +4,11 @@
     python experiments/all_gains.py --folder gains --summary   # what is there so far
 
 Sections, most wanted first: ``paper`` (eight models on 2 V100 + 4 GTX 1080 Ti + 2 P100, two
-networks), ``large`` (HeteroG's six large settings), ``free`` (without a step barrier), ``rates``
-(the network at 0.2, 0.5 and 1.0 of its line rate), ``presets`` (five models on four other
-clusters). Rows are kept pair by pair in one file for each section, so a run that was stopped, or
-whose minutes are over, resumes where it ended. Budgets are in evaluations and the same for every
-method of a section, so that rows are the same on any machine.
+networks), ``large`` (HeteroG's six large settings), ``rates`` (the network at 0.2, 0.5 and 1.0 of
+its line rate), ``presets`` (five models on four other clusters). Rows are kept pair by pair in one
+file for each section, so a run that was stopped, or whose minutes are over, resumes where it
+ended. Budgets are in evaluations and the same for every method of a section, so that rows are the
+same on any machine.
 
 Rows are those of ``heterog compare --methods auto``: each search has the whole budget, and the
 referee judges all of them. ``CLUSTER@0.35`` is a cluster whose NICs reach that part of their line
@@ -57,8 +57,8 @@ SHOWN = (
 )  # fmt: skip
 
 Row = dict[str, Any]
-Pair = tuple[str, str, int, bool]
-"""Model, cluster, batch, whether with a step barrier."""
+Pair = tuple[str, str, int]
+"""Model, cluster and batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +69,11 @@ class Section:
         models: names, with ``:batch`` where it is not the default.
         clusters: names, with ``@rate`` where it is not the default.
         budget: of each method, in evaluations.
-        step_barrier: whether a step ends with all updates.
     """
 
     models: str
     clusters: str
     budget: str
-    step_barrier: bool = True
 
 
 SECTIONS = {
@@ -85,7 +83,6 @@ SECTIONS = {
         clusters=PAPER,
         budget="300e",
     ),
-    "free": Section(models=MODELS, clusters=PAPER, budget="30e", step_barrier=False),
     "rates": Section(
         models=MODELS.replace("nasnet_large,", ""),
         clusters="paper_8gpu@0.2,paper_8gpu@0.5,paper_8gpu@1.0",
@@ -115,15 +112,13 @@ def cluster_of(name: str, calibration: str | None) -> Cluster:
 def pairs_of(path: Path | None) -> dict[Pair, list[Row]]:
     """Rows of a file by pair; nothing if there is no such file."""
     return grouped(
-        ((row["model"], row["cluster"], row["batch_size"], row["step_barrier"]), row)
-        for row in read_rows(path)
+        ((row["model"], row["cluster"], row["batch_size"]), row) for row in read_rows(path)
     )
 
 
 def compare(graph: OpGraph, named: str, cluster: Cluster, section: Section, file: Path) -> None:
     """Compare all methods on a pair, unless it is in the file."""
-    barrier = section.step_barrier
-    if (graph.name, named, graph.batch_size, barrier) in pairs_of(file):
+    if (graph.name, named, graph.batch_size) in pairs_of(file):
         return
     result = compare_methods(
         Request(
@@ -132,10 +127,9 @@ def compare(graph: OpGraph, named: str, cluster: Cluster, section: Section, file
             methods=(AUTO,),
             known=default_methods(),
             budget=Budget.parse(section.budget),
-            step_barrier=barrier,
         )
     )
-    rows = [row | {"cluster": named, "step_barrier": barrier} for row in result.to_dicts()]
+    rows = [row | {"cluster": named} for row in result.to_dicts()]
     for row in rows:
         keep_row(file, row)
     best = best_seconds(rows, {row["method"] for row in rows})

@@ -1,9 +1,8 @@
-"""Training that is not exact: its seconds, its losses, and what codecs cost.
+"""Training that is not exact: its seconds and its losses.
 
     python experiments/inexact.py steps --json                           # Linux, as root
     python experiments/inexact.py steps --testbeds skew_network --models mlp --windows 2
     python experiments/inexact.py losses --rows "exact; average=8; average=8 int8; stash=1"
-    python experiments/inexact.py cost --json
 
 A row is a value of --asynchronous or ``exact``, then perhaps a blank and a value of --lossy.
 
@@ -14,19 +13,14 @@ plan's slowest boundaries. ``losses`` trains two small models on three ranks ove
 or teams of one rank each with 4, 2 and 2 samples of a batch of 8, or as three stages; eight seeded
 batches in turn, the same for all rows; SGD with momentum 0.9. It prints the mean loss of the last
 eight steps, over the samples of all islands. A codec encodes everything that islands average, or
-all messages of an exact plan. No clock is involved: two runs give the same numbers. ``cost``
-prints CPU seconds of encoding and decoding over those of a copy; the constants of
-``heterog.modes.codecs.value`` come from it.
+all messages of an exact plan. No clock is involved: two runs give the same numbers.
 """
 
 import argparse
 import statistics
 import tempfile
-import time
-import timeit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +48,7 @@ from heterog.modes.averaging.method import AveragedReplicas
 from heterog.modes.averaging.value import Averaging
 from heterog.modes.built_in import method_of
 from heterog.modes.codecs.method import boundaries, with_codec
-from heterog.modes.codecs.tensors import add_decoded, decode, encode
-from heterog.modes.codecs.value import (
-    DECODE_BYTES,
-    ENCODE_BYTES,
-    CodecRule,
-    Traffic,
-    parse_codec,
-    with_rules,
-)
+from heterog.modes.codecs.value import CodecRule, Traffic, parse_codec, with_rules
 from heterog.modes.stash.method import StashedPipelines
 from heterog.runtime.deploy import deploy
 from heterog.runtime.ranks.testbed import load_testbed
@@ -73,7 +59,7 @@ from heterog.strategy.strategy import Decision, Strategy
 
 EXACT = "exact"
 TESTBEDS = ("skew_network", str(Path(__file__).with_name("slow_network.yaml")))
-MODELS = {"steps": "gpt,vgg", "losses": "gpt,conv", "cost": ""}
+MODELS = {"steps": "gpt,vgg", "losses": "gpt,conv"}
 """For steps those of ``testbed_workloads.py``, for losses those of this file."""
 ROWS = {
     "steps": "exact; exact fp16; exact int8; exact top_k=10; average=8; average=8 fp16; "
@@ -82,11 +68,8 @@ ROWS = {
     "average=8,weights=equal,rate=0.7,momentum=0.9; average=8 fp16; average=8 int8; "
     "average=8 top_k=10; average=8 top_k=50; server=0; server=2; server=8; stash=0; stash=1; "
     "stash=2",
-    "cost": "exact fp16; exact int8; exact top_k=10",
 }
 SHARES = (4, 2, 2)
-SIZES = (25_000, 400_000, 4_000_000)
-"""Elements of the messages whose encoding is timed."""
 _WINDOW = 8  # steps, where nothing is averaged
 _BATCH, _NUM_BATCHES, _LAST = 8, 8, 8
 _RATE = 0.01
@@ -269,41 +252,8 @@ def losses(arguments: argparse.Namespace, rows: Sequence[str]) -> Iterator[dict[
             yield {"model": model, "row": row, "loss": last, "losses": of_steps}
 
 
-# --- what codecs cost ----------------------------------------------------------------------------
-
-
-def cpu_seconds(call: Callable[[], Any]) -> float:
-    """The least CPU time of some calls, which other processes hardly affect."""
-    return min(timeit.repeat(call, timer=time.process_time, number=1, repeat=7))
-
-
-def cost(_: argparse.Namespace, rows: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Bytes that could be copied while a payload byte is encoded or decoded."""
-    torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(0)
-    for size in SIZES:
-        values = torch.randn(size, generator=generator)
-        total = torch.zeros(size)
-        copied = cpu_seconds(values.clone) / 2.0  # reads and writes
-        for name in (parts_of(row)[1] for row in rows):
-            codec = parse_codec(name)
-            message = encode(values, codec)
-            times = {
-                "encode": cpu_seconds(partial(encode, values, codec)),
-                "decode": cpu_seconds(partial(decode, message, size, torch.float32, codec)),
-                "add": cpu_seconds(partial(add_decoded, total, message, codec)),
-            }
-            yield {
-                "codec": name,
-                "elements": size,
-                "bytes": message.numel(),
-                **{key: seconds / copied for key, seconds in times.items()},
-                "priced": [ENCODE_BYTES[codec.kind], DECODE_BYTES[codec.kind]],
-            }
-
-
 def main() -> None:
-    """Run one of the three experiments."""
+    """Run one of both experiments."""
     arguments = asked_of(
         __doc__,
         *testbed_options(TESTBEDS, ()),
@@ -315,7 +265,7 @@ def main() -> None:
     )
     arguments.models = arguments.models or MODELS[arguments.what]
     asked = [each.strip() for each in (arguments.rows or ROWS[arguments.what]).split(";")]
-    run = {"steps": steps, "losses": losses, "cost": cost}[arguments.what]
+    run = {"steps": steps, "losses": losses}[arguments.what]
     finish(arguments, {"rows": told(run(arguments, asked))})
 
 

@@ -1,7 +1,6 @@
 """Errors of device models on regimes left out of the fit, beside gradient boosting.
 
     python experiments/left_out_regimes.py --data DIR --json
-    python experiments/left_out_regimes.py --data DIR --ship
 
 ``DIR`` holds ``vtrain_one_node.csv`` (VIA-Research/vTrain, MIT). Each regime (teams of four and
 more, hidden 2048, micro-batch 8) is left out in turn: the shipped numbers that were fitted to
@@ -25,20 +24,8 @@ Megatron runs, where its fused softmax applies, and that a collective's extra ti
 two lines.
 
 Boosting gets all rows of ``fit`` outside the regime, the logarithm of the seconds and the columns.
-
-``--ship`` leaves nothing out, begins with the shipped numbers, weights each kind by its rows of
-``fit``, and prints the new numbers to ship, with the spread of Megatron's steps. The errors of all
-rows of ``fit`` are treated as those of K kinds, of which the fit has used up P = 6: with a root
-mean square r, one more row is off by
-
-    r sqrt(K / (K - P)) sqrt(1 + P / K)
-
-and the spread is the part of this beyond the spread of the device and its kernels.
 """
 
-import json
-import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
@@ -155,13 +142,6 @@ class Predictor:
         models = parameters.models()
         return np.array([self._of_row(row, parameters, models) for row in rows])
 
-    def spread(self, row: Row, parameters: Fitted) -> float:
-        """Spread of a row's prediction, of the device and its kernels alone."""
-        models = parameters.models()
-        models.host = replace(models.host, spread=0.0)
-        case = self._cases[self._terms[_named(row)][-1][1]]
-        return max(models.spread(case.graph, kind) for kind in case.cluster.device_types)
-
     def _of_row(self, row: Row, parameters: Fitted, models: DeviceModels) -> float:
         named = _named(row)
         if named not in self._terms:
@@ -215,29 +195,21 @@ def one_of_each(rows: Sequence[Row]) -> list[Row]:
     return sorted((min(own, key=size) for own in kinds.values()), key=by_capture)
 
 
-def fit(
-    rows: Sequence[Row], predictor: Predictor, start: Fitted = BEGIN, *, weighs_kinds: bool = False
-) -> Fitted:
+def fit(rows: Sequence[Row], predictor: Predictor) -> Fitted:
     """Parameters that fit one row of each kind best: least squares of logarithms, with a prior.
 
     Args:
         rows: Rows to fit.
         predictor: Predictor of their seconds.
-        start: Where the fit begins, and the middle of the normal prior.
-        weighs_kinds: Whether a kind counts as often as it has rows, instead of once; weights are
-            1 on average.
     """
     chosen = one_of_each(rows)
-    numbers = Counter(map(_kind, rows if weighs_kinds else chosen))
-    weight = np.array([numbers[_kind(row)] for row in chosen], np.float64)
-    weight = np.sqrt(weight / weight.mean())
-    begin = np.log(astuple(start))
+    begin = np.log(astuple(BEGIN))
     measured = np.log(seconds_of(chosen))
 
     def off(at: Floats) -> Floats:
         predicted = np.log(predictor.predicted_s(chosen, _at(at)))
         return np.concatenate(
-            [weight * (predicted - measured) / _RUN_SPREAD, (at - begin) / _PARAMETER_SPREAD]
+            [(predicted - measured) / _RUN_SPREAD, (at - begin) / _PARAMETER_SPREAD]
         )
 
     def slopes(at: Floats) -> Floats:
@@ -310,32 +282,15 @@ def regime(name: str, rows: Sequence[Row], predictor: Predictor) -> dict[str, An
     }
 
 
-def to_ship(rows: Sequence[Row], predictor: Predictor) -> dict[str, Any]:
-    """Numbers fitted to all rows of ``fit``, and the spread of Megatron's steps."""
-    known = sorted((row for row in rows if row["split"] == "fit"), key=by_capture)
-    parameters = fit(known, predictor, shipped(), weighs_kinds=True)
-    off = np.log(predictor.predicted_s(known, parameters) / seconds_of(known))
-    own = np.array([predictor.spread(row, parameters) for row in known])
-    num_kinds, num_fitted = len(one_of_each(known)), len(_NAMES)
-    error = math.sqrt(float((off**2).mean()))
-    error *= math.sqrt(num_kinds / (num_kinds - num_fitted) * (1.0 + num_fitted / num_kinds))
-    spread = math.sqrt(max(error**2 - float((own**2).mean()), 0.0))
-    return {"parameters": asdict(parameters), "error_of_one_more": error, "spread": spread}
-
-
 def main() -> None:
     """Leave each regime out once."""
     arguments = asked_of(
         __doc__,
         option("--data", type=Path, required=True),
         option("--only", default="", help="regimes that begin so"),
-        option("--ship", action="store_true", help="fit what ships, leaving nothing out"),
     )
     rows = csv_rows(arguments.data / "vtrain_one_node.csv")
     predictor = Predictor()
-    if arguments.ship:
-        print(json.dumps(to_ship(rows, predictor), indent=2))
-        return
     names = [name for name in REGIMES if name.startswith(arguments.only)]
     found = [regime(name, rows, predictor) for name in names]
     about = {"begin": asdict(BEGIN), "boosting": asdict(_BOOSTING)}

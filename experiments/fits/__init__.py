@@ -1,5 +1,4 @@
-"""Data that device models are fitted to and tested on, and the fits.
+"""Fits of device models.
 
-``kernels`` fits products and streams; ``layer_times`` has the layers that were timed on eleven
-types of GPUs, reads and prices them; ``boosting`` is a baseline that learns from rows alone.
+``kernels`` fits products and streams; ``boosting`` is a baseline that learns from rows alone.
 """

@@ -6,7 +6,6 @@ Least squares of log(predicted / measured), so that a kernel of 5 us counts as m
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Protocol
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -88,14 +87,7 @@ class MeasuredStreams:
         return np.log(model.seconds(self.chip, self.num_bytes, self.row) / self.seconds)
 
 
-class Measured(Protocol):
-    """Rows that determine the parameters of products."""
-
-    def log_errors(self, model: ProductModel) -> FloatArray:
-        """log(predicted / measured) of each row.  # [num_rows]"""
-
-
-def fit_products(measured: Sequence[Measured], **held: float) -> ProductModel:
+def fit_products(measured: Sequence[MeasuredProducts], **held: float) -> ProductModel:
     """Product parameters that fit one type, or several together.
 
     Args:
@@ -107,7 +99,7 @@ def fit_products(measured: Sequence[Measured], **held: float) -> ProductModel:
 
 
 def fit_products_of_one(
-    measured: Sequence[Measured], least_gain: float = 0.25, **held: float
+    measured: Sequence[MeasuredProducts], least_gain: float = 0.25, **held: float
 ) -> ProductModel:
     """Product parameters of one type, slower with wide outputs where that explains much.
 
@@ -122,7 +114,7 @@ def fit_products_of_one(
 
 
 def _fit_products(
-    measured: Sequence[Measured], held: Mapping[str, float]
+    measured: Sequence[MeasuredProducts], held: Mapping[str, float]
 ) -> tuple[ProductModel, float]:
     """Parameters, and the sum of losses that they leave."""
     bounds = {name: each for name, each in _PRODUCT_BOUNDS.items() if name not in held}

@@ -23,9 +23,7 @@ from heterog.graph.workload import Workload
 class Model:
     """What is captured: sizes, which library's model it is, and whether kernels are fused.
 
-    ``fuses_softmax`` matters to fused kernels alone: whether scale, mask and softmax are one;
-    ``works_in_place`` whether the cross-entropy keeps one buffer in float32 and attention copies
-    nothing, as in newer versions.
+    ``fuses_softmax`` matters to fused kernels alone: whether scale, mask and softmax are one.
     """
 
     family: str
@@ -38,7 +36,6 @@ class Model:
     is_tied: bool
     is_fused: bool = False
     fuses_softmax: bool = True
-    works_in_place: bool = False
 
 
 def summed_loss(output: Any, labels: Tensor) -> Tensor:
@@ -70,30 +67,6 @@ class _InPlace(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> Tensor:
         exponentials, sums = context.saved_tensors
         return (exponentials * (gradient / sums / sums.numel())).to(context.dtype)
-
-
-class _OneBuffer(torch.autograd.Function):
-    """The same, with logits widened, exponentiated and scaled in one buffer of float32."""
-
-    @staticmethod
-    def forward(context: Any, logits: Tensor) -> Tensor:
-        exponentials = logits * torch.ones(1)
-        context.save_for_backward(exponentials)
-        context.dtype = logits.dtype
-        return exponentials.sum(-1).mean()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        del gradient
-        (exponentials,) = context.saved_tensors
-        return exponentials.to(context.dtype)
-
-
-def one_buffer_loss(output: Any, labels: Tensor) -> Tensor:
-    """Cross-entropy in one buffer; for its memory, not its seconds."""
-    del labels
-    apply: Any = _OneBuffer.apply
-    return apply(output.logits)
 
 
 def fused_loss(output: Any, labels: Tensor) -> Tensor:
@@ -137,37 +110,6 @@ def fused_softmax(
     weights = (query @ key.transpose(2, 3)).softmax(-1)
     weights = functional.dropout(weights, _DROPOUT, module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
-
-
-class _OnViews(torch.autograd.Function):
-    """The same on queries, keys and values as views of one tensor, without copies.
-
-    Megatron's order of dimensions lets its kernels read them there.
-    """
-
-    @staticmethod
-    def forward(context: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        weights = (query @ key.transpose(2, 3)).softmax(-1)
-        dropped, mask = torch.native_dropout(weights, _DROPOUT, True)
-        context.save_for_backward(query, key, value, weights, mask, dropped)
-        return dropped @ value
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, weights, mask, dropped = context.saved_tensors
-        aten: Any = torch.ops.aten
-        kept = aten.native_dropout_backward(gradient @ value.transpose(2, 3), mask, 1.0)
-        scores = aten._softmax_backward_data(kept, weights, -1, weights.dtype)
-        return scores @ key, scores.transpose(2, 3) @ query, dropped.transpose(2, 3) @ gradient
-
-
-def on_views(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any, **more: Any
-) -> tuple[Tensor, None]:
-    """Attention with a fused softmax that copies nothing. It is priced, never run."""
-    del module, others, more
-    apply: Any = _OnViews.apply
-    return apply(query, key, value).transpose(1, 2).contiguous(), None
 
 
 class _MaskedOnAView(torch.autograd.Function):
@@ -272,8 +214,6 @@ def _attention(model: Model) -> Any:
         return masked_in_place
     if not model.is_fused:
         return written_out
-    if model.works_in_place:
-        return on_views
     return fused_softmax if model.fuses_softmax else softmax_of_torch
 
 
@@ -285,7 +225,7 @@ def graph_of(model: Model, batch: int) -> OpGraph:
         Workload(
             model=lambda: make_model(model),
             example_batch=tokens,
-            loss=_LOSSES[model.is_fused + model.works_in_place],
+            loss=fused_loss if model.is_fused else summed_loss,
             optimizer=torch.optim.Adam,
             # As Megatron and DeepSpeed update models of 16 bits.
             master_dtype=None if model.dtype == "float32" else torch.float32,
@@ -294,5 +234,4 @@ def graph_of(model: Model, batch: int) -> OpGraph:
     )
 
 
-_LOSSES = (summed_loss, fused_loss, one_buffer_loss)
 _INPUTS = ("input_ids", "labels")

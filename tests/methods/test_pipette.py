@@ -1,4 +1,4 @@
-"""Pipette's models and objective: published values, closed forms, brute force."""
+"""Pipette's model and objective: published values, closed forms, brute force."""
 
 import json
 from itertools import permutations
@@ -17,7 +17,6 @@ from heterog.methods.pipette.communication import (
     Pricing,
     Traffic,
     UniformCosts,
-    Variant,
     anneal,
     latency_s,
     moved,
@@ -63,33 +62,38 @@ def test_the_objective_is_the_published_one() -> None:
         assert 1e3 * found.total_s == pytest.approx(case["cost_ms"], rel=1e-6)
 
 
-# p, m, c with F = 10, B = 20: exact 1F1B, eager order, Pipette's path, and amp with the real B.
+# p, m, c with F = 10, B = 20: exact 1F1B, Pipette's model.
 TABLE = [
-    (4, 8, 0, 330, 330, 330),
-    (4, 8, 2, 362, 342, 354),
-    (4, 16, 2, 626, 582, 618),
-    (8, 32, 2, 1306, 1198, 1282),
-    (8, 8, 5, 580, 520, 520),
-    (4, 8, 10, 490, 390, 450),
-    (4, 2, 2, 162, 162, 162),
+    (4, 8, 0, 330, 330),
+    (4, 8, 2, 362, 354),
+    (4, 16, 2, 626, 618),
+    (8, 32, 2, 1306, 1282),
+    (8, 8, 5, 580, 520),
+    (4, 8, 10, 490, 450),
+    (4, 2, 2, 162, 162),
 ]
 
 
 def costs(**changes: Any) -> UniformCosts:
-    """Ten hosts' worth of nothing in particular: no gradients, a message of one byte."""
+    """Nothing in particular."""
     values = {
         "num_stages": 4,
-        "num_replicas": 1,
         "replicas_per_host": 1,
         "num_micro": 8,
         "forward_s": 10.0,
         "backward_s": 20.0,
         "message_bytes": 1.0,
         "gradient_bytes": 0.0,
-        "inside_bytes_per_s": 1.0,
-        "between_bytes_per_s": 1.0,
     } | changes
     return UniformCosts(**values)
+
+
+def pipeline_s(*, num_stages: int, num_micro: int, message_s: float) -> float:
+    """The model without gradients, where all links are alike: C = 2 (p - 1) c."""
+    trip = Communication(
+        pipeline_s=2.0 * (num_stages - 1) * message_s, between_s=0.0, inside_s=0.0
+    )
+    return latency_s(costs(num_stages=num_stages, num_micro=num_micro), trip)
 
 
 def one_forward_one_backward_s(
@@ -98,7 +102,7 @@ def one_forward_one_backward_s(
     """1F1B with equal stages and links, if sends do not hold up computing.
 
     T = (m + p - 1)(F + B) + 2 (p - 1) c + 2c ((m - 2) - floor((m - 2)/p)): the eager order, and
-    its waits. The engine takes this time (tests/strategy/test_schedules.py); ``+path`` is below it
+    its waits. The engine takes this time (tests/strategy/test_schedules.py); the model is below it
     by 2c (p - 2) where p divides m.
     """
     waits = (num_micro - 2) - (num_micro - 2) // num_stages
@@ -106,18 +110,12 @@ def one_forward_one_backward_s(
     return passes_s + 2.0 * (num_stages - 1 + waits) * message_s
 
 
-@pytest.mark.parametrize(("p", "m", "c", "exact", "eager", "path"), TABLE)
-def test_the_forms_of_1f1b(p: int, m: int, c: int, exact: int, eager: int, path: int) -> None:
+@pytest.mark.parametrize(("p", "m", "c", "exact", "model"), TABLE)
+def test_the_forms_of_1f1b(p: int, m: int, c: int, exact: int, model: int) -> None:
     """The engine is held to the first column in tests/strategy/test_schedules.py."""
-    form: dict[str, Any] = {
-        "num_stages": p, "num_micro": m, "forward_s": 10.0, "backward_s": 20.0, "message_s": c,
-    }  # fmt: skip
-    assert one_forward_one_backward_s(**form) == exact
-    layout = costs(num_stages=p, num_micro=m, message_bytes=float(c))
-    assert latency_s(Variant.PATH, layout) == path
-    # With B = 2F amp's 3F are F + B, and its pipeline is that of the eager order.
-    assert latency_s(Variant.AMP, layout) == eager
-    assert latency_s(Variant.AMP, costs(backward_s=999.0)) == latency_s(Variant.AMP, costs())
+    form: dict[str, Any] = {"num_stages": p, "num_micro": m, "message_s": float(c)}
+    assert one_forward_one_backward_s(forward_s=10.0, backward_s=20.0, **form) == exact
+    assert pipeline_s(**form) == model
 
 
 def test_two_stages_are_exact_and_more_are_low_by_the_stated_amount() -> None:
@@ -126,9 +124,7 @@ def test_two_stages_are_exact_and_more_are_low_by_the_stated_amount() -> None:
             exact = one_forward_one_backward_s(
                 num_stages=p, num_micro=p * k, forward_s=10.0, backward_s=20.0, message_s=2.0
             )
-            model = latency_s(
-                Variant.PATH, costs(num_stages=p, num_micro=p * k, message_bytes=2.0)
-            )
+            model = pipeline_s(num_stages=p, num_micro=p * k, message_s=2.0)
             assert exact - model == pytest.approx(2 * 2.0 * max(p - 2, 0) if k > 0 else 0.0)
 
 
@@ -151,46 +147,23 @@ def test_a_faster_link_never_makes_the_exact_form_slower(seed: int) -> None:
     assert seconds(3.0, message_s) == pytest.approx(3.0 * seconds(1.0, message_s))
 
 
-def test_the_six_models_by_hand() -> None:
-    """p 2, m 4, 4 replicas of which 2 on a host; P 3 and D 8 bytes; 4 B/s inside, 2 between."""
-    layout = costs(
-        num_stages=2,
-        num_replicas=4,
-        replicas_per_host=2,
-        num_micro=4,
-        message_bytes=3.0,
-        gradient_bytes=8.0,
-        inside_bytes_per_s=4.0,
-        between_bytes_per_s=2.0,
-    )
+def test_the_model_by_hand() -> None:
+    """p 2, m 4: two rounds with a trip of 5 s, a stage more, then 7 + 2 s of gradients."""
     measured = Communication(pipeline_s=5.0, between_s=7.0, inside_s=2.0)
-    c = 2 * 1 * 3.0 / 2.0
-    through = 3 * 30.0 + 60.0 + c  # (m - 1)(F + B) + E + C
-    path = 2 * (60.0 + c) + 30.0
-    flat = 2 * 3 / 4 * 8.0 / 2.0
-    split = 2 * (2 * 1 / 2 * 8.0 / 4.0) + 2 * 1 / 2 * 8.0 / 2.0
-    assert latency_s(Variant.AMP, layout) == 3 * 30.0 + 2 * 30.0 + c + flat
-    assert latency_s(Variant.PATH, layout) == path + flat
-    assert latency_s(Variant.SPLIT, layout) == through + split
-    assert latency_s(Variant.PATH_SPLIT, layout) == path + split
-    assert latency_s(Variant.MEASURED, layout, measured) == 3 * 30.0 + 60.0 + 5.0 + 9.0
-    assert latency_s(Variant.ALL, layout, measured) == 2 * 65.0 + 30.0 + 9.0
+    layout = costs(num_stages=2, num_micro=4)
+    assert latency_s(layout, measured) == 2 * 65.0 + 30.0 + 9.0
 
 
-def test_the_last_model_is_the_one_before_where_all_rates_are_equal() -> None:
-    """But for the factor 2 inside hosts, which only one of the two has; here n is 1."""
-    rate = 7.0
-    layout = costs(
-        num_stages=4, num_replicas=2, message_bytes=3.0, gradient_bytes=5.0,
-        inside_bytes_per_s=rate, between_bytes_per_s=rate,
-    )  # fmt: skip
-    rates = HostRates(np.full((8, 8), rate))
-    traffic = Traffic(num_stages=4, replicas_per_host=1, message_bytes=3.0, gradient_bytes=5.0)
+def test_gradients_of_an_order_are_those_of_rings() -> None:
+    """Where all rates are equal: 2 (n - 1)/n of the bytes over each kind of link; here n is 2."""
+    rates = HostRates(np.full((8, 8), 7.0))
     assert not rates.differ
+    traffic = Traffic(num_stages=4, replicas_per_host=2, message_bytes=3.0, gradient_bytes=5.0)
     order = np.random.default_rng(0).permutation(hostnames(8))
-    measured = rates.communication(order, traffic)
-    expected = latency_s(Variant.PATH_SPLIT, layout)
-    assert latency_s(Variant.ALL, layout, measured) == pytest.approx(expected)
+    found = rates.communication(order, traffic)
+    assert found.pipeline_s == pytest.approx(2 * 3 * 3.0 / 7.0)
+    assert found.between_s == pytest.approx(2 * 1 / 2 * 5.0 / 7.0)
+    assert found.inside_s == pytest.approx(2 * 1 / 2 * 5.0 / 7.0)
 
 
 def random_rates(hosts: int, seed: int) -> HostRates:

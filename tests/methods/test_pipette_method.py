@@ -1,4 +1,4 @@
-"""The method: what it enumerates and refuses, what its models know, and what dedication gains."""
+"""The method: what it enumerates and refuses, what its model knows, and what dedication gains."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -106,7 +106,6 @@ def test_what_the_models_know_is_counted_in_the_graph() -> None:
     for stages, found in by_stages.items():
         assert found.message_bytes == (0.0 if stages == 1 else 4 * 6 * 16)
         assert found.replicas_per_host == 2
-        assert found.num_replicas // found.replicas_per_host == NUM_HOSTS // stages
     block = 2 * 16 + 16 * 64 + 64 + 64 * 16 + 16
     whole = 8 * block + 40 * 16 + 2 * 16 + 16 * 40
     assert by_stages[1].gradient_bytes == 4 * whole
@@ -118,7 +117,7 @@ def test_its_best_is_a_layout_that_a_person_can_write() -> None:
     cluster = rows_of_hosts()
     row = run_method(Pipette(), problem(cluster))
     assert row.outcome == "ok"
-    assert all(f"{name} " in row.note for name in ("amp", "+path", "path+split", "all"))
+    assert "its model says " in row.note
     written = parse_layout(row.note.partition(" on hosts")[0])
     given = run_method(GivenLayout(written), problem(cluster))
     assert row.step_time_s == pytest.approx(given.step_time_s, rel=0.02)

@@ -14,27 +14,15 @@ direction. All replicas of a host send at the same time over one line; so do tea
 their gradients. The rings of all stages count. A ring goes through its hosts in the order of the
 cluster, so the order decides which hosts form a ring, but not which are neighbours in it.
 
-**Seconds of a step.** Pipette prices a layout of tp x pp x dp before anything runs. Its published
-code has six variants, each with one more of the paper's ideas. With p stages, m micro-batches, d_p
-replicas (n of them on a host, on d hosts), F and B seconds of one micro-batch on one stage, P
-bytes of an activation, D of a stage's gradients, E = p (F + B), k = floor(m / p) and
-C = 2 (p - 1) P / bandwidth:
+**Seconds of a step.** Pipette prices a layout of tp x pp x dp before anything runs. With p stages,
+m micro-batches, F and B seconds of one micro-batch on one stage, E = p (F + B), k = floor(m / p),
+and C and G the objective's pipeline and gradients on an order of hosts:
 
-    variant      pipeline                               gradients
-    amp          (m - 1) 3F + p 3F + C                  2 (d_p - 1)/d_p D / slowest bandwidth
-    +path        k (E + C) + (p - 1)(F + B)             as amp
-    +split       (m - 1)(F + B) + E + C                 2 x 2 (n - 1)/n D / inside
-                                                          + 2 (d - 1)/d D / between
-    +measured    as +split, C of an order of hosts      of that order
-    path+split   as +path                               as +split
-    all          as +path, C of an order of hosts       of that order
+    k (E + C) + (p - 1)(F + B) + G,    if m < p: E + C + (m - 1)(F + B) + G
 
-If m < p, +path has E + C + (m - 1)(F + B). Four peculiarities are kept as published:
-
-- k drops the remainder of m / p, so that a model with m = 2p - 1 costs as much as with m = p.
-- The term inside hosts has a factor 2 under +split, but not if an order is measured.
-- Only the gradients of the first stage are priced.
-- amp takes a backward pass as twice a forward pass, whatever B is.
+That is ``all`` in the paper's ablation. Two peculiarities are kept as published: k drops the
+remainder of m / p, so that a model with m = 2p - 1 costs as much as with m = p, and only the
+gradients of the first stage are priced.
 
 **Simulated annealing over orders.** Five moves are equally likely. A worse neighbour is accepted
 with probability exp(-x / T): x is the difference scaled by a power of ten into [0.1, 1), T begins
@@ -198,88 +186,36 @@ def _executed(inverse: FloatArray, rows: IntArray, traffic: Traffic) -> Communic
     )
 
 
-class Variant(StrEnum):
-    """One of the six models, by its name in the paper's ablation."""
-
-    AMP = "amp"
-    PATH = "+path"
-    SPLIT = "+split"
-    MEASURED = "+measured"
-    PATH_SPLIT = "path+split"
-    ALL = "all"
-
-    @property
-    def needs_measured(self) -> bool:
-        """Whether it prices an order of hosts on measured rates."""
-        return self in (Variant.MEASURED, Variant.ALL)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UniformCosts(Traffic):
-    """A layout in the terms of the models: its traffic and its seconds.
+    """A layout in the terms of the model: its traffic and its seconds.
 
     Attributes:
-        num_replicas: Number of replicas of the model.
         num_micro: m, number of micro-batches of a replica.
         forward_s: F, forward pass of one micro-batch on one stage, the team's sums included.
         backward_s: B, backward pass, likewise.
-        inside_bytes_per_s: Bandwidth inside a host.
-        between_bytes_per_s: Bandwidth between hosts.
     """
 
-    num_replicas: int
     num_micro: int
     forward_s: float
     backward_s: float
-    inside_bytes_per_s: float
-    between_bytes_per_s: float
 
 
-def latency_s(
-    variant: Variant, costs: UniformCosts, measured: Communication | None = None
-) -> float:
-    """Seconds of a step by one of the models.
+def latency_s(costs: UniformCosts, measured: Communication) -> float:
+    """Seconds of a step.
 
     Args:
-        variant: The model.
         costs: Costs of the layout.
-        measured: Communication on an order of hosts; only for ``+measured`` and ``all``.
-    """
-    if variant.needs_measured:
-        assert measured is not None, f"variant {variant} prices an order of hosts"
-        return _pipeline_s(variant, costs, measured.pipeline_s) + measured.gradients_s
-    links = costs.num_stages - 1
-    messages_s = 2.0 * links * costs.message_bytes / costs.between_bytes_per_s
-    return _pipeline_s(variant, costs, messages_s) + _gradients_s(variant, costs)
-
-
-def _pipeline_s(variant: Variant, costs: UniformCosts, messages_s: float) -> float:
-    """Seconds of the pipeline.
-
-    Args:
-        variant: The model.
-        costs: Costs of the layout.
-        messages_s: C, round trip of messages through the pipeline.
+        measured: Communication on an order of hosts.
     """
     stages, micro = costs.num_stages, costs.num_micro
-    if variant == Variant.AMP:
-        return (micro - 1 + stages) * 3.0 * costs.forward_s + messages_s
     both_s = costs.forward_s + costs.backward_s
     rounds = micro // stages
-    if variant in (Variant.PATH, Variant.PATH_SPLIT, Variant.ALL) and rounds >= 1:
-        # Every p micro-batches pay for a round trip.
-        return rounds * (stages * both_s + messages_s) + (stages - 1) * both_s
-    return (micro - 1 + stages) * both_s + messages_s
-
-
-def _gradients_s(variant: Variant, costs: UniformCosts) -> float:
-    """Seconds of the gradients, at fixed bandwidths."""
-    inside, between = costs.inside_bytes_per_s, costs.between_bytes_per_s
-    if variant in (Variant.AMP, Variant.PATH):
-        return ring_payloads(costs.num_replicas) * costs.gradient_bytes / min(inside, between)
-    inside_s = 2.0 * ring_payloads(costs.replicas_per_host) * costs.gradient_bytes / inside
-    hosts = costs.num_replicas // costs.replicas_per_host  # d, those with the same stage
-    return inside_s + ring_payloads(hosts) * costs.gradient_bytes / between
+    # Every p micro-batches pay for a round trip.
+    pipeline_s = rounds * (stages * both_s + measured.pipeline_s) + (stages - 1) * both_s
+    if not rounds:
+        pipeline_s = (micro - 1 + stages) * both_s + measured.pipeline_s
+    return pipeline_s + measured.gradients_s
 
 
 FIRST_TEMPERATURE = 1.0

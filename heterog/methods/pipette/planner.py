@@ -1,6 +1,6 @@
 """The method ``pipette``: uniform layouts by a model, hosts dedicated to places, ten simulated.
 
-As in the paper, layouts are enumerated and ranked by the model ``all``; the order of hosts is
+As in the paper, layouts are enumerated and ranked by a model; the order of hosts is
 annealed for the shortest communication on measured rates; layouts that cannot fit into memory are
 left out, and the ten cheapest others are tried. Orders are annealed only if rates between hosts
 differ, since otherwise all orders are equal.
@@ -34,7 +34,6 @@ from heterog.methods.pipette.communication import (
     HostRates,
     Pricing,
     UniformCosts,
-    Variant,
     anneal,
     latency_s,
     ring_payloads,
@@ -109,7 +108,7 @@ def stage_by_stage(num_hosts: int, num_stages: int) -> IntArray:
 
 
 class LayoutCosts:
-    """Prices layouts for the models, from the tables of one evaluator.
+    """Prices layouts for the model, from the tables of one evaluator.
 
     Args:
         evaluator: Evaluator that knows graph, cluster and seconds of ops.
@@ -121,13 +120,12 @@ class LayoutCosts:
         self._layers = np.array(layers_of(evaluator.graph).of_group)
 
     def costs(self, point: Point) -> UniformCosts:
-        """A layout in the terms of the models: its slowest stage on its slowest device."""
+        """A layout in the terms of the model: its slowest stage on its slowest device."""
         layout, cluster = point.layout, self._cluster
         per_host = len(cluster.host_devices(point.hosts[0]))
         stage, message, gradients, layers = self._by_stage(layout.pp, layout.layers)
         devices = [device for host in point.hosts for device in cluster.host_devices(host)]
         inside = min(cluster.hosts[host].intra.bandwidth_bytes_per_s for host in point.hosts)
-        between = min(cluster.nic_bandwidth_bytes_per_s(host) for host in point.hosts)
         activation_bytes = self._activation_bytes * layout.micro_batch
         sums_s = _SUMS_PER_LAYER * layers * ring_payloads(layout.tp) * activation_bytes / inside
         slowest = max(
@@ -137,15 +135,12 @@ class LayoutCosts:
         )  # fmt: skip
         return UniformCosts(
             num_stages=layout.pp,
-            num_replicas=layout.dp,
             replicas_per_host=per_host // layout.tp,
             num_micro=point.num_micro,
             forward_s=slowest[0] / layout.tp + sums_s,
             backward_s=slowest[1] / layout.tp + sums_s,
             message_bytes=message * layout.micro_batch,
             gradient_bytes=gradients / layout.tp,
-            inside_bytes_per_s=inside,
-            between_bytes_per_s=between if len(point.hosts) > 1 else inside,
             team_size=layout.tp,
         )
 
@@ -280,21 +275,20 @@ class _Search(PointSearch[_Trial]):
         )
 
     def in_words(self, trial: _Trial) -> str:
-        """The layout, the order of hosts, and the predictions of the six models."""
+        """The layout, the order of hosts, and the prediction of the model."""
         names = [self.cluster.hosts[host].name for host in trial.order]
         order = " ".join(names[:16]) + (f" and {len(names) - 16} more" if names[16:] else "")
-        said = ", ".join(f"{variant} {self._model_s(trial, variant):.3g} s" for variant in Variant)
-        return f"{trial.point.layout} on hosts {order}; its models say {said}"
+        said = f"{self._model_s(trial):.3g} s"
+        return f"{trial.point.layout} on hosts {order}; its model says {said}"
 
-    def _model_s(self, trial: _Trial, variant: Variant) -> float:
+    def _model_s(self, trial: _Trial) -> float:
         costs = self.costs.costs(trial.point)
-        measured = self.rates.communication(np.array(trial.order, np.int32), costs)
-        return latency_s(variant, costs, measured if variant.needs_measured else None)
+        return latency_s(costs, self.rates.communication(np.array(trial.order, np.int32), costs))
 
     def _rank(self, point: Point) -> tuple[float, int]:
-        """Seconds by the model ``all`` with hosts as given; among equal ones, smaller tp x pp."""
+        """Seconds by the model with hosts as given; among equal ones, smaller tp x pp."""
         trial = _Trial(point=point, order=self._as_given(point))
-        return self._model_s(trial, Variant.ALL), point.layout.tp * point.layout.pp
+        return self._model_s(trial), point.layout.tp * point.layout.pp
 
     def _as_given(self, point: Point) -> Order:
         places = stage_by_stage(len(point.hosts), point.layout.pp)

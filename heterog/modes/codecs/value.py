@@ -312,8 +312,8 @@ ENCODE_BYTES: dict[CodecKind, float] = {
 }
 """Bytes of device memory that could be copied while one payload byte is encoded: CPU seconds of
 encoding over those of a copy, for 0.1 to 16 MB of fp32 numbers, as measured by
-``experiments/inexact.py cost``. Ratios of accelerators differ; for ``top_k`` they are probably
-smaller."""
+``experiments/inexact.py`` at 828f0afe. Ratios of accelerators differ; for ``top_k`` they are
+probably smaller."""
 DECODE_BYTES: dict[CodecKind, float] = {
     CodecKind.FP16: 3.5,
     CodecKind.INT8: 3.5,

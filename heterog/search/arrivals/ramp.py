@@ -35,8 +35,6 @@ class RampNetwork:
         node_bytes_per_s: Rate of all channels of a worker together.
         latency_s: Latency of a switch.
         io_latency_s: Latency of reading or writing a worker's memory.
-        is_faithful: Whether an all-reduce divides the rate of a channel by the number of groups a
-            second time, as the authors' code does; otherwise a lane has a channel's rate.
     """
 
     num_groups: int = 4
@@ -45,7 +43,6 @@ class RampNetwork:
     node_bytes_per_s: float = 1.6e12
     latency_s: float = 50e-9
     io_latency_s: float = 100e-9
-    is_faithful: bool = True
 
     def __post_init__(self) -> None:
         sides = self.num_groups, self.num_racks, self.num_servers
@@ -77,6 +74,7 @@ class RampNetwork:
         With x groups in the network, the steps have (groups, min(groups, nodes), racks,
         ceil(nodes / x)) members s. The message is divided by each s in turn and rounded up; a
         step with s > 1 takes latency + 2 io + message / (lanes rate / x) twice, and an addition.
+        The rate of a channel is divided by x a second time, as in the authors' code.
 
         Args:
             num_bytes: Bytes of the message.
@@ -88,7 +86,7 @@ class RampNetwork:
         if nodes * racks * groups <= 1:
             return 0.0
         x = self.num_groups
-        lane = self.channel_bytes_per_s / (x if self.is_faithful else 1)
+        lane = self.channel_bytes_per_s / x
         message, seconds = num_bytes, 0.0
         for members in (groups, min(groups, nodes), racks, math.ceil(nodes / x)):
             message = float(math.ceil(message / members))
