@@ -137,7 +137,9 @@ class FamilyErrors:
     regret: tuple[float, float] | None
 
 
-def family_errors(name: str, runs: Sequence[Compared]) -> FamilyErrors:
+def family_errors(
+    name: str, runs: Sequence[Compared], *, least_difference: float = _DIFFERENT
+) -> FamilyErrors:
     """Errors of a family of at least one run; pairs are those of ``ordered_pairs``.
 
     >>> near = Compared(family="", name="a", measured_s=1.0, predicted_s=1.1)
@@ -159,7 +161,7 @@ def family_errors(name: str, runs: Sequence[Compared]) -> FamilyErrors:
     part_of_peaks, width_of_peaks, is_sound_of_peaks = _coverage(
         [(run.measured_bytes, run.predicted_bytes, run.interval_bytes) for run in runs]
     )
-    pairs = ordered_pairs(runs)
+    pairs = ordered_pairs(runs, least_difference=least_difference)
     first, of_five = regret(runs), regret(runs, liked=5)
     has_ranks = len(runs) > 2 and np.ptp(measured) > 0.0 and np.ptp(predicted) > 0.0
     return FamilyErrors(
