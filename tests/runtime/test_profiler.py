@@ -406,6 +406,31 @@ class Tempered(nn.Module):
         return made
 
 
+class Gated(nn.Module):
+    """SwiGLU: a kernel of its backward pass has two results, and reads four inputs to its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(256, 1024), nn.Linear(256, 1024)
+        self.down = nn.Linear(1024, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return made
+
+
+class Dropped(nn.Module):
+    """A kernel after drawn numbers has two results, one for the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(256, 1024), nn.Linear(1024, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.second(nn.functional.dropout(self.first(x).tanh(), 0.1))
+        return made
+
+
 @pytest.fixture
 def empty_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Inductor allocates as ever, but its kernels do nothing, as they take long to compile."""
@@ -425,7 +450,7 @@ def peak_of_the_second_step(workload: Workload, plan: Plan, captured: CapturedSt
 
 
 @pytest.mark.usefixtures("empty_kernels")
-@pytest.mark.parametrize("model", [Reversed, Tempered])
+@pytest.mark.parametrize("model", [Reversed, Tempered, Gated, Dropped])
 def test_peak_bytes_of_a_compiled_step_are_not_too_low(
     model: type[nn.Module],
 ) -> None:
