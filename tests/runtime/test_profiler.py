@@ -17,6 +17,7 @@ from torch import nn
 from heterog.cluster import Cluster
 from heterog.cluster.topology import Execution
 from heterog.errors import HeterogError, InputFileError
+from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import CapturedStep, capture, capture_step
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.workload import Workload
@@ -35,6 +36,7 @@ from heterog.runtime.measure.profiler import (
     remove_journal,
 )
 from heterog.runtime.step import compiled
+from heterog.runtime.step.local_op import local_ops
 from heterog.search.plan import Plan, load_plan
 from heterog.simulator.evaluator import MEMORY_MARGIN
 from heterog.zoo import load_workload
@@ -367,6 +369,20 @@ def test_peak_bytes_of_one_rank(tmp_path: Path) -> None:
 def test_peak_bytes_of_two_ranks(tmp_path: Path, two_ranks: Ranks) -> None:
     path = planned(tmp_path, two_devices())
     check_peaks(two_ranks.run(peak_of_a_step, str(path)), path)
+
+
+def test_the_gradient_of_a_mean_takes_no_more_than_its_result() -> None:
+    captured = capture_step(wide())
+    graph = captured.graph
+    ops = local_ops(captured, axis_plan(graph), torch.device("cpu"))
+    op = [each.kind for each in graph.ops].index("mse_loss_backward.default")
+    share = ops[op].whole._replace(samples=BATCH // 2)
+    made, label = torch.randn(2, BATCH // 2, WIDTH)
+    results: list[torch.Tensor] = []
+    peak = peak_during(lambda: results.extend(ops[op]([torch.ones(()), made, label], share)))
+    assert made.nbytes <= peak < 1.01 * made.nbytes
+    # This half's part of the mean over the whole batch.
+    torch.testing.assert_close(results[0], 2.0 * (made - label) / (BATCH * WIDTH))
 
 
 def classifier() -> Workload:

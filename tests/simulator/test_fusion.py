@@ -173,6 +173,17 @@ def test_what_takes_no_memory_is_read_in_its_part_alone(name: str) -> None:
     assert (memory == ResultMemory.OF_INPUT).any()
 
 
+def test_with_micro_batches_a_part_ends_with_each_gradient() -> None:
+    graph = zoo_graph("gpt2", 4)
+    part = parts_of(graph, accumulates=True)
+    assert part.max() > parts_of(graph).max()
+    for _, _, gradient in graph.updates:
+        maker = int(graph.producer[graph.storage[gradient]])
+        assert not (part[maker + 1 :] == part[maker]).any()
+    results = memory_of_results(graph, accumulates=True)
+    assert (part[results.runs] == part).all()
+
+
 def test_fusing_saves_launches_and_bytes() -> None:
     graph = zoo_graph("gpt2", 4)
     fused = fused_kernels(graph)

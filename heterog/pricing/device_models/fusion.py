@@ -12,6 +12,7 @@ We compile a step in *parts* (``parts_of``), and what another part reads is writ
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
@@ -138,13 +139,33 @@ def memory_of_results(graph: OpGraph, *, accumulates: bool = False) -> Results:
     part = parts_of(graph, accumulates=accumulates)
     runs = _runs(graph, part)
     memory = np.full(len(graph.tensors), ResultMemory.OWN, np.int32)
-    replaced: set[int] = set()
     fused_ops = np.flatnonzero(fused_kernels(graph).is_fused).tolist()
     for op in fused_ops:
         for tensor in graph.outputs[op]:
-            if {runs[each] for each in graph.readers(tensor)} == {runs[op]}:
-                if tensor != graph.loss:
-                    memory[tensor] = ResultMemory.NONE
+            of_readers = {runs[each] for each in graph.readers(tensor)}
+            if of_readers == {runs[op]} and tensor != graph.loss:
+                memory[tensor] = ResultMemory.NONE
+    part_of = [part[maker] for maker in graph.producer]
+    replaced: set[int] = set()
+    for op, tensor, each in _replaceable(graph, runs, memory):
+        is_free = memory[tensor] == ResultMemory.OWN and each not in replaced
+        if is_free and part_of[each] == part[op]:
+            memory[tensor] = ResultMemory.OF_INPUT
+            replaced.add(each)
+    return Results(memory, runs)
+
+
+def _replaceable(
+    graph: OpGraph, runs: IntArray, memory: IntArray
+) -> Iterator[tuple[int, int, int]]:
+    """An op, its result, and what the result could be written over, in the order of the step.
+
+    Args:
+        graph: The graph.
+        runs: The op at whose place the kernel of each op runs.
+        memory: ``ResultMemory`` of each tensor; only ``NONE`` must be known.
+    """
+    fused_ops = np.flatnonzero(fused_kernels(graph).is_fused).tolist()
     # Of each op: the ops of its kernel that it needs, and what it reads element by element from
     # memory; backwards, the ops of its kernel that write what is made of its results.
     needs: dict[int, set[int]] = {}
@@ -159,9 +180,11 @@ def memory_of_results(graph: OpGraph, *, accumulates: bool = False) -> Results:
                 continue
             if runs[maker] == runs[op]:
                 needs[op] |= needs[maker]
-            if not _is_one_by_one(graph, op) or not _is_in_order(graph, tensor):
-                continue
-            sources[op] += sources[maker] if memory[result] == ResultMemory.NONE else [result]
+            kind = graph.ops[op].kind.partition(".")[0]
+            if kind in _ONE_BY_ONE and _is_in_order(graph, tensor):
+                is_inside = memory[result] == ResultMemory.NONE
+                more = sources[maker] if is_inside else [result]
+                sources[op] = list(dict.fromkeys(sources[op] + more))
     for op in reversed(fused_ops):
         writers[op] = set()
         for tensor in graph.outputs[op]:
@@ -169,28 +192,17 @@ def memory_of_results(graph: OpGraph, *, accumulates: bool = False) -> Results:
                 writers[op] |= {each for r in graph.readers(tensor) for each in writers[r]}
             else:
                 writers[op].add(op)
-
-    def is_last(op: int, tensor: int) -> bool:
-        """Whether only the result of an op still needs a tensor."""
-        for reader in graph.readers(tensor):
-            if runs[reader] != runs[op]:
-                if reader > op:
-                    return False
-            elif not writers[reader] <= needs[op]:
-                return False
-        return True
-
     for op in fused_ops:
         for tensor in graph.outputs[op]:
             like = graph.tensor_bytes[tensor], graph.tensors[tensor].meta.dtype
-            for each in sources[op] if memory[tensor] == ResultMemory.OWN else ():
-                is_own = part[graph.producer[each]] == part[op] and each not in replaced
-                of_each = graph.tensor_bytes[each], graph.tensors[each].meta.dtype
-                if is_own and of_each == like and is_last(op, each):
-                    memory[tensor] = ResultMemory.OF_INPUT
-                    replaced.add(each)
-                    break
-    return Results(memory, runs)
+            for each in sources[op]:
+                # Its readers are done, or only make what this op needs.
+                is_last = all(
+                    writers[reader] <= needs[op] if runs[reader] == runs[op] else reader < op
+                    for reader in graph.readers(each)
+                )
+                if is_last and like == (graph.tensor_bytes[each], graph.tensors[each].meta.dtype):
+                    yield op, tensor, each
 
 
 def _runs(graph: OpGraph, part: IntArray) -> IntArray:
@@ -219,10 +231,6 @@ def _runs(graph: OpGraph, part: IntArray) -> IntArray:
         runs[op] = runs[mine[0]] if mine else op
         mine.append(op)
     return runs
-
-
-def _is_one_by_one(graph: OpGraph, op: int) -> bool:
-    return graph.ops[op].kind.partition(".")[0] in _ONE_BY_ONE
 
 
 _ONE_BY_ONE = frozenset(
