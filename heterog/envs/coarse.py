@@ -10,12 +10,13 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.envs.merging import CoarseTables, merge_tables, sums
 from heterog.graph.op_graph import OpGraph
-from heterog.lowering.program import FloatArray, IntArray
+from heterog.lowering.program import FloatArray
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import make_tape
 from heterog.pricing.cost_model import CostModel
 from heterog.pricing.price_table import PriceTable
 from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.memory import NOTHING_COMPILED, Kept
 
 
 class CoarseEvaluator(Evaluator):
@@ -47,9 +48,9 @@ class CoarseEvaluator(Evaluator):
         self.prices = _CoarsePrices(self, merged)
         self._tape = make_tape(4096, len(self.tables.parameter_bytes), cluster.num_devices)
 
-    def memory_of_values(self, tables: GraphTables) -> IntArray:
+    def kept_values(self, tables: GraphTables, num_micro: int) -> Kept:
         """Merged values have memory of their own, if steps are compiled, too."""
-        return np.zeros(0, np.int32)
+        return NOTHING_COMPILED
 
 
 class _CoarsePrices(PriceTable):

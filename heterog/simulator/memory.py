@@ -8,8 +8,12 @@ reorders. The evaluator's ``MEMORY_MARGIN`` covers small workspaces and the roun
 a cluster's ``reserved_memory`` the device's context.
 
 If steps are compiled, some results take no memory, and some that of an input that dies
-(``device_models.fusion.ResultMemory``). The latter are alive only from the end of their op.
+(``device_models.fusion.ResultMemory``). The latter are alive only from the end of their op. All
+ops of a kernel count as run at the place of one of them: what they read is there until all of
+their results are.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +28,6 @@ from heterog.lowering.program import (
     FloatArray,
     IntArray,
     Program,
-    TaskKind,
 )
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
@@ -36,27 +39,38 @@ _FEW = 8
 _OWN, _OF_INPUT, _NONE = map(int, ResultMemory)
 
 
-def value_memory(graph: OpGraph, tables: GraphTables, execution: Execution) -> IntArray:
-    """``ResultMemory`` of each value; empty if steps are not compiled."""
+class Kept(NamedTuple):
+    """Where a compiled step keeps what its ops make; empty if steps are not compiled."""
+
+    memory: IntArray  # ``ResultMemory`` of each value
+    runs: IntArray  # compute op at whose place each op's kernel runs  # [num_compute_ops]
+
+
+def kept_values(graph: OpGraph, tables: GraphTables, execution: Execution, num_micro: int) -> Kept:
+    """Where the values of some tables are kept in a step of some micro-batches."""
     if not execution.compiles:
-        return np.zeros(0, np.int32)
-    found = memory_of_results(graph)[tables.value_tensor]
+        return NOTHING_COMPILED
+    results = memory_of_results(graph, accumulates=num_micro > 1)
+    found = results.memory[tables.value_tensor]
     # What a team sums or exchanges is sent.
-    return np.where(tables.op_recut[tables.value_op] > 0, _OWN, found).astype(np.int32)
+    memory = np.where(tables.op_recut[tables.value_op] > 0, _OWN, found).astype(np.int32)
+    row = np.zeros(graph.num_ops, np.int32)
+    row[tables.op_id] = np.arange(len(tables.op_id))
+    return Kept(memory, row[results.runs[tables.op_id]])
 
 
-def memory_of_buffers(program: Program, tables: GraphTables, memory: IntArray) -> IntArray:
-    """``ResultMemory`` of each buffer, from ``value_memory``.  # [num_buffers]
+NOTHING_COMPILED = Kept(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
-    What other tasks read is in memory, and what they have made is not written over. With
-    micro-batches and recomputation, parts end where the graph does not show it, and every result
-    has memory of its own.
+
+def memory_of_buffers(program: Program, tables: GraphTables, kept: Kept) -> IntArray:
+    """``ResultMemory`` of each buffer.  # [num_buffers]
+
+    What other tasks read is in memory, and what they have made is not written over.
     """
     value, is_op = value_of_buffers(program, tables), program.kind <= LAST_OP_KIND
-    is_again = (program.kind == TaskKind.RECOMPUTE) | (is_op & (program.micro > 0))
-    if not len(memory) or is_again.any():
+    if not len(kept.memory):
         return np.zeros(len(value), np.int32)
-    found = np.where(value >= 0, memory[value], _OWN).astype(np.int32)
+    found = np.where(value >= 0, kept.memory[value], _OWN).astype(np.int32)
     read, (_, readers) = program.read_buffer, program.edges
     found[read[~is_op[readers]]] = _OWN
     is_foreign = ~is_op[program.buffer_maker[read]] & (program.buffer_bytes[read] > 0.0)
@@ -65,8 +79,57 @@ def memory_of_buffers(program: Program, tables: GraphTables, memory: IntArray) -
     return found
 
 
+def task_runs(program: Program, kept: Kept) -> IntArray:
+    """The task at whose place the kernel of each task runs.  # [num_tasks]"""
+    read, (_, readers) = program.read_buffer, program.edges
+    columns = program.kind, program.subject, program.device, program.micro
+    return _task_runs(columns, program.buffer_maker[read], readers, kept.runs)
+
+
+def _task_runs(
+    columns: tuple[npt.NDArray[np.integer], ...],
+    makers: IntArray,
+    readers: IntArray,
+    runs: IntArray,
+) -> IntArray:
+    """See ``task_runs``; a kernel whose ops cannot be in one place is not joined.
+
+    Args:
+        columns: Kind, subject, device and micro-batch of each task.
+        makers: The task that makes what each read needs.
+        readers: The task of each read.
+        runs: Compute op at whose place each op's kernel runs.
+    """
+    kind, subject, device, micro = (column.astype(np.int64) for column in columns)
+    run = np.arange(len(kind), dtype=np.int32)
+    if not len(runs):
+        return run
+    is_joined = (np.bincount(runs, minlength=len(runs)) > 1)[runs]
+    ops = np.flatnonzero(kind <= LAST_OP_KIND)
+    ops = ops[is_joined[subject[ops]]]
+    if not len(ops):
+        return run
+    # An op comes again in other steps, on other devices and with other micro-batches.
+    place = (device[ops] * (micro.max() + 1) + micro[ops]) * (LAST_OP_KIND + 1) + kind[ops]
+    code = place * len(runs) + subject[ops]
+    order = np.argsort(code, kind="stable")
+    time = np.empty(len(ops), np.int64)
+    time[order] = np.arange(len(ops)) - np.searchsorted(code[order], code[order])
+    steps = time.max() + 1
+    wanted = (place * len(runs) + runs[subject[ops]]) * steps + time
+    known = code[order] * steps + time[order]
+    found = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+    run[ops] = np.where(known[found] == wanted, ops[order[found]], ops)
+    while True:
+        late = run[makers] > run[readers]
+        if not late.any():
+            return run
+        apart = np.isin(run, np.concatenate([run[makers[late]], run[readers[late]]]))
+        run[apart] = np.flatnonzero(apart)
+
+
 def buffer_lives(
-    program: Program, start: FloatArray, finish: FloatArray, memory: IntArray
+    program: Program, start: FloatArray, finish: FloatArray, tables: GraphTables, kept: Kept
 ) -> tuple[FloatArray, FloatArray]:
     """Start and end of each buffer's life; at one instant, ends come before starts.
 
@@ -76,30 +139,52 @@ def buffer_lives(
         program: The program with the buffers.
         start: Start of each task, in seconds.  # [num_tasks]
         finish: End of each task, in seconds.  # [num_tasks]
-        memory: ``ResultMemory`` of each buffer.  # [num_buffers]
+        tables: Tables of the program.
+        kept: Where the values of the tables are kept.
 
     Returns:
         (begin, end), in seconds.  # [num_buffers] each
     """
-    makers = program.buffer_maker
+    memory, run = memory_of_buffers(program, tables, kept), task_runs(program, kept)
+    all_ops = np.flatnonzero(program.kind < FIRST_FREE_KIND)
+    ops_of = [
+        all_ops[own][np.lexsort((finish[all_ops[own]], start[all_ops[own]]))]
+        for own in of_each_device(program.device[all_ops], program.num_devices)
+    ]
+    start, finish = _one_by_one(start, finish, ops_of)
+    makers = run[program.buffer_maker]
     _, readers = program.edges
     begin = np.where(memory == _OWN, start[makers], finish[makers])
     end = finish[makers]
-    np.maximum.at(end, program.read_buffer, finish[readers])
+    np.maximum.at(end, program.read_buffer, finish[run[readers]])
     end = np.where(memory == _NONE, begin, end)
-    all_ops = np.flatnonzero(program.kind < FIRST_FREE_KIND)
-    ops_of = of_each_device(program.device[all_ops], program.num_devices)
     buffers_of = of_each_device(program.buffer_device, program.num_devices)
-    for own, mine in zip(ops_of, buffers_of, strict=True):
-        if not len(own):
+    for ops, mine in zip(ops_of, buffers_of, strict=True):
+        if not len(ops):
             continue
-        ops = all_ops[own]
-        ops = ops[np.lexsort((finish[ops], start[ops]))]
         for times, op_times in ((begin, start), (end, finish)):
             running = ops[np.maximum(np.searchsorted(start[ops], times[mine]) - 1, 0)]
             is_running = (start[running] < times[mine]) & (times[mine] < finish[running])
             times[mine] = np.where(is_running, op_times[running], times[mine])
     return begin, end
+
+
+def _one_by_one(
+    start: FloatArray, finish: FloatArray, ops_of: list[npt.NDArray[np.intp]]
+) -> tuple[FloatArray, FloatArray]:
+    """Times in which ops that take no time come one after the other, by the least difference."""
+    start, finish = start.copy(), finish.copy()
+    for ops in ops_of:
+        is_short = finish[ops] == start[ops]
+        if not is_short.any():
+            continue
+        done = np.concatenate([[0], np.cumsum(is_short)])
+        first = np.searchsorted(start[ops], start[ops])  # op that starts at the same time
+        before = done[:-1] - done[first]
+        least = np.spacing(start[ops])
+        start[ops] += 2 * before * least
+        finish[ops] += np.where(is_short, (2 * before + 1) * least, 0.0)
+    return start, finish
 
 
 def of_each_device(device: IntArray, num_devices: int) -> list[npt.NDArray[np.intp]]:
@@ -119,7 +204,7 @@ def peak_memory(
     resident: FloatArray,
     peak: FloatArray,
     value_start: IntArray,
-    memory: IntArray,
+    kept: Kept,
 ) -> None:
     """Peak bytes of each device: a buffer lives from its maker's start to its last reader's end.
 
@@ -132,15 +217,32 @@ def peak_memory(
         resident: Bytes that stay for the whole step.  # [num_devices]
         peak: Output.  # [num_devices]
         value_start: First value of each op.  # [num_compute_ops + 1]
-        memory: ``ResultMemory`` of each value; empty if steps are not compiled.
+        kept: Where values are kept.
     """
     lists = np.zeros((3, len(resident) + 1), np.int32)
     begins = np.empty((int(tape.counts[NUM_TASKS]) + 1, 2), np.int32)
     ascends = np.zeros((int(tape.counts[NUM_TASKS]), 2), np.bool_)
-    kinds = np.zeros(int(tape.counts[NUM_BUFFERS]) if len(memory) else 0, np.int8)
-    if len(memory):
-        _fill_kinds(tape, value_start, memory, kinds)
-    _memory_kernel(tape, timings, resident, peak, lists, begins, ascends, kinds)
+    num_tasks, is_compiled = int(tape.counts[NUM_TASKS]), len(kept.memory) > 0
+    kinds = np.zeros(int(tape.counts[NUM_BUFFERS]) if is_compiled else 0, np.int8)
+    members = np.full((num_tasks if is_compiled else 0, 2), -1, np.int32)
+    if is_compiled:
+        _fill_kinds(tape, value_start, kept.memory, kinds)
+        _fill_members(tape, kept, members)
+    _memory_kernel(tape, timings, resident, peak, lists, begins, ascends, kinds, members)
+
+
+def _fill_members(tape: Tape, kept: Kept, members: IntArray) -> None:
+    """The first and the next task of each task's kernel; -1 for none.  # [num_tasks, 2]"""
+    tasks, count = tape.tasks[: len(members)], int(tape.counts[NUM_READS])
+    starts = tape.tasks["read_start"][: len(members) + 1]
+    readers = np.repeat(np.arange(len(members), dtype=np.int32), np.diff(starts))
+    makers = tape.buffers["maker"][tape.reads[:count]]
+    columns = tasks["kind"], tasks["subject"], tasks["device"], tasks["micro"]
+    run = members[:, 0] = _task_runs(columns, makers, readers, kept.runs)
+    numbers = np.arange(len(members))
+    order = np.lexsort((numbers, run != numbers, run))
+    is_next = run[order[1:]] == run[order[:-1]]
+    members[order[:-1][is_next], 1] = order[1:][is_next]
 
 
 @kernel
@@ -152,9 +254,6 @@ def _fill_kinds(
         task = tape.tasks[number]
         if task.kind > LAST_OP_KIND:
             continue
-        if task.kind == TaskKind.RECOMPUTE or task.micro > 0:
-            kinds[:] = _OWN
-            return
         first = value_start[task.subject]
         takes_foreign = False
         for read in range(task.read_start, tape.tasks[number + 1].read_start):
@@ -177,6 +276,7 @@ def _fill_kinds(
 def _memory_kernel(
     tape: Tape, timings: Timings, resident: FloatArray, peak: FloatArray, lists: IntArray,
     begins: IntArray, ascends: npt.NDArray[np.bool_], kinds: npt.NDArray[np.int8],
+    members: IntArray,
 ) -> None:  # fmt: skip
     is_compiled = len(kinds) > 0
     alive = timings.alive
@@ -223,30 +323,36 @@ def _memory_kernel(
                 is_start = not is_end
                 other += 1
                 time = _time_of(timings, other, last_other)
-            made_end = begins[task + 1, 0]
-            is_wide = not take_op and ascends[task, 0]
-            made = begins[task, 0]
-            if is_wide:
-                made = _first_of(tape, 0, made, made_end, device)
-            while made < made_end:
-                buffer, number = tape.buffers[made], made
-                made += 1
-                if buffer.device != device:
-                    if is_wide:
-                        break
-                    continue
-                if is_compiled and kinds[number] == _NONE:
-                    continue
-                if is_compiled and kinds[number] == _OF_INPUT:
-                    late += buffer.num_bytes if is_end else 0.0
-                elif is_start:
-                    live += buffer.num_bytes
-                if is_end and alive[number] == 0:
-                    gone += buffer.num_bytes
+            # All ops of a compiled kernel, or the task alone.
+            first = -1 if is_compiled and take_op and members[task, 0] != task else task
+            member = first
+            while member >= 0:
+                made_end = begins[member + 1, 0]
+                is_wide = not take_op and ascends[member, 0]
+                made = begins[member, 0]
+                if is_wide:
+                    made = _first_of(tape, 0, made, made_end, device)
+                while made < made_end:
+                    buffer, number = tape.buffers[made], made
+                    made += 1
+                    if buffer.device != device:
+                        if is_wide:
+                            break
+                        continue
+                    if is_compiled and kinds[number] == _NONE:
+                        continue
+                    if is_compiled and kinds[number] == _OF_INPUT:
+                        late += buffer.num_bytes if is_end else 0.0
+                    elif is_start:
+                        live += buffer.num_bytes
+                    if is_end and alive[number] == 0:
+                        gone += buffer.num_bytes
+                member = members[member, 1] if is_compiled and take_op else -1
             most = max(most, live)
-            if is_end:
-                read, read_end = begins[task, 1], begins[task + 1, 1]
-                is_wide = not take_op and ascends[task, 1]
+            member = first if is_end else -1
+            while member >= 0:
+                read, read_end = begins[member, 1], begins[member + 1, 1]
+                is_wide = not take_op and ascends[member, 1]
                 if is_wide:
                     read = _first_of(tape, 1, read, read_end, device)
                 while read < read_end:
@@ -261,6 +367,7 @@ def _memory_kernel(
                         if alive[needed] == 0 and tape.buffers[needed].device == device:
                             if not is_compiled or kinds[needed] != _NONE:
                                 gone += tape.buffers[needed].num_bytes
+                member = members[member, 1] if is_compiled and take_op else -1
             if not is_running:
                 live -= gone
                 gone = 0.0

@@ -18,11 +18,7 @@ from heterog.lowering.program import FloatArray, Program
 from heterog.lowering.tables import GraphTables
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.memory import (
-    buffer_lives,
-    memory_of_buffers,
-    of_each_device,
-)
+from heterog.simulator.memory import buffer_lives, of_each_device
 from heterog.strategy.strategy import Strategy
 
 
@@ -125,7 +121,7 @@ def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) 
     choice = evaluator.encode(strategy) if isinstance(strategy, Strategy) else strategy
     reported = evaluator.referee(choice, order).peak_memory_bytes
     tables = evaluator.tables_of(choice)
-    of_values = evaluator.memory_of_values(tables)
+    kept_values = evaluator.kept_values(tables, choice.num_micro)
     resident = _resident_parts(tables, choice)
     by_times = []
     for timings in (evaluator.timings, evaluator.referee_timings):
@@ -138,8 +134,7 @@ def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) 
         if any(mode.keeps_versions for mode in choice.modes):
             kind = MemoryKind.STASH
         parts[:, _NUMBER[kind]] += kept
-        memory = memory_of_buffers(program, tables, of_values)
-        lives = buffer_lives(program, start, finish, memory)
+        lives = buffer_lives(program, start, finish, tables, kept_values)
         by_times.append(_parts_at_peak(program, lives, kinds, parts))
     devices = []
     for index, device in enumerate(evaluator.cluster.devices):

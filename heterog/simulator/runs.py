@@ -27,7 +27,7 @@ from heterog.pricing.cost_model import ChannelPrices, ChannelSeconds, CostModel,
 from heterog.pricing.intervals import Noise, noisy_prices, noisy_seconds
 from heterog.pricing.price_table import ChannelPricer, PriceTable, RuleSet, RuleSets
 from heterog.simulator.engine import GIVEN_UP, Order, run_program
-from heterog.simulator.memory import peak_memory, value_memory
+from heterog.simulator.memory import Kept, kept_values, peak_memory
 from heterog.simulator.place_facts import PlaceFacts, place_facts
 from heterog.simulator.referee import replay
 from heterog.simulator.timings import Timings, make_timings, with_room
@@ -351,15 +351,15 @@ class Runner:
         peaks = np.empty((len(timings), len(prices.type_of_device)))
         tables = rules.tables
         resident = kept_bytes(tape, tables, choice)
-        memory = self.memory_of_values(tables)
+        kept = self.kept_values(tables, choice.num_micro)
         for each, peak in zip(timings, peaks, strict=True):
-            peak_memory(tape, each, resident, peak, tables.value_start, memory)
+            peak_memory(tape, each, resident, peak, tables.value_start, kept)
         most = peaks.max(axis=0)
         return np.asarray(most if fold is None else fold.unfolded(most), np.float64)
 
-    def memory_of_values(self, tables: GraphTables) -> IntArray:
-        """``ResultMemory`` of each value of some tables; empty if steps are not compiled."""
-        return value_memory(self.graph, tables, self.cluster.execution)
+    def kept_values(self, tables: GraphTables, num_micro: int) -> Kept:
+        """Where a compiled step keeps the values of some tables."""
+        return kept_values(self.graph, tables, self.cluster.execution, num_micro)
 
     def alone(self, choice: Choice) -> tuple[Lowered, float, Timings]:
         """Simulate a step without the seconds that modes add.

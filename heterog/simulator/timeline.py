@@ -29,7 +29,7 @@ from heterog.lowering.program import (
 )
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.memo import kept
-from heterog.simulator.memory import buffer_lives, memory_of_buffers, value_memory
+from heterog.simulator.memory import buffer_lives, kept_values
 
 # Two times are the same instant if they differ by less than this share of the step: seconds are
 # summed in different orders along different paths.
@@ -286,9 +286,9 @@ class Timeline:
     @cached_property
     def _lives(self) -> tuple[FloatArray, FloatArray]:
         """Start and end of each buffer's life.  # [num_buffers] each"""
-        of_values = value_memory(self.graph, self._tables, self.cluster.execution)
-        memory = memory_of_buffers(self.program, self._tables, of_values)
-        return buffer_lives(self.program, self.start, self.finish, memory)
+        micro = int(self.program.micro.max(initial=0)) + 1
+        kept = kept_values(self.graph, self._tables, self.cluster.execution, micro)
+        return buffer_lives(self.program, self.start, self.finish, self._tables, kept)
 
     def memory(self, device: int) -> tuple[FloatArray, FloatArray]:
         """(Times, bytes in use from each time to the next) of a device; see ``buffer_lives``."""

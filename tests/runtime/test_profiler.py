@@ -17,6 +17,7 @@ from torch import nn
 from heterog.cluster import Cluster
 from heterog.cluster.topology import Execution
 from heterog.errors import HeterogError, InputFileError
+from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import CapturedStep, capture, capture_step
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.workload import Workload
@@ -35,6 +36,7 @@ from heterog.runtime.measure.profiler import (
     remove_journal,
 )
 from heterog.runtime.step import compiled
+from heterog.runtime.step.local_op import local_ops
 from heterog.search.plan import Plan, load_plan
 from heterog.simulator.evaluator import MEMORY_MARGIN
 from heterog.zoo import load_workload
@@ -369,6 +371,20 @@ def test_peak_bytes_of_two_ranks(tmp_path: Path, two_ranks: Ranks) -> None:
     check_peaks(two_ranks.run(peak_of_a_step, str(path)), path)
 
 
+def test_the_gradient_of_a_mean_takes_no_more_than_its_result() -> None:
+    captured = capture_step(wide())
+    graph = captured.graph
+    ops = local_ops(captured, axis_plan(graph), torch.device("cpu"))
+    op = [each.kind for each in graph.ops].index("mse_loss_backward.default")
+    share = ops[op].whole._replace(samples=BATCH // 2)
+    made, label = torch.randn(2, BATCH // 2, WIDTH)
+    results: list[torch.Tensor] = []
+    peak = peak_during(lambda: results.extend(ops[op]([torch.ones(()), made, label], share)))
+    assert made.nbytes <= peak < 1.01 * made.nbytes
+    # This half's part of the mean over the whole batch.
+    torch.testing.assert_close(results[0], 2.0 * (made - label) / (BATCH * WIDTH))
+
+
 def classifier() -> Workload:
     """A step whose memory is activations: 2 MiB of each layer."""
     torch.manual_seed(0)
@@ -406,6 +422,31 @@ class Tempered(nn.Module):
         return made
 
 
+class Gated(nn.Module):
+    """SwiGLU: a kernel of its backward pass has two results, and reads four inputs to its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(256, 1024), nn.Linear(256, 1024)
+        self.down = nn.Linear(1024, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return made
+
+
+class Dropped(nn.Module):
+    """A kernel after drawn numbers has two results, one for the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(256, 1024), nn.Linear(1024, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.second(nn.functional.dropout(self.first(x).tanh(), 0.1))
+        return made
+
+
 @pytest.fixture
 def empty_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Inductor allocates as ever, but its kernels do nothing, as they take long to compile."""
@@ -425,7 +466,7 @@ def peak_of_the_second_step(workload: Workload, plan: Plan, captured: CapturedSt
 
 
 @pytest.mark.usefixtures("empty_kernels")
-@pytest.mark.parametrize("model", [Reversed, Tempered])
+@pytest.mark.parametrize("model", [Reversed, Tempered, Gated, Dropped])
 def test_peak_bytes_of_a_compiled_step_are_not_too_low(
     model: type[nn.Module],
 ) -> None:

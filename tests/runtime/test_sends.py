@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from heterog.lowering import lower
 from heterog.lowering.program import TaskKind
 from heterog.runtime.deploy import deploy
 from heterog.runtime.measure.op_profiler import peak_bytes
+from heterog.runtime.step import under_way
 from heterog.runtime.step.collectives import gather_texts
 from heterog.runtime.step.recorder import TaskTimes
 from heterog.runtime.step.under_way import Sending
@@ -134,6 +136,37 @@ def test_a_thread_waits_for_small_sends_together() -> None:
     sending.flush()
     assert waited == [False] * 4 + [True] * 2
     sending.close()
+
+
+class Queued:
+    """A send on a stream, which is done when the test says so."""
+
+    is_done = was_waited_for = False
+
+    def is_completed(self) -> bool:
+        return self.is_done
+
+    def wait(self) -> None:
+        self.was_waited_for = True
+
+
+def test_what_an_accelerator_has_sent_is_let_go_without_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As predicted: a sent activation is gone when it has arrived, not at the end of the step."""
+    monkeypatch.setattr(under_way, "is_accelerated", lambda tensor: tensor.is_meta)
+    sending, works = Sending(), [Queued() for _ in range(3)]
+    tensors = [torch.empty(8, device="meta") for _ in works]
+    held = [weakref.ref(each) for each in tensors]
+    for work in works[:2]:
+        sending.add(work, tensors.pop(0))  # type: ignore[arg-type]
+    assert None not in [each() for each in held], "neither has arrived"
+    works[0].is_done = True
+    sending.add(works[2], tensors.pop())  # type: ignore[arg-type]
+    assert [each() is None for each in held] == [True, False, False]
+    sending.flush()
+    assert [each() is None for each in held] == [True] * 3
+    assert [each.was_waited_for for each in works] == [False, True, True]
 
 
 def sender(plan: Plan, send: int) -> int:

@@ -396,17 +396,30 @@ def memory(
     start: Iterable[float],
     finish: Iterable[float],
     results: Sequence[int] | None = None,
+    runs: Sequence[int] | None = None,
 ) -> list[float]:
     """Peak bytes of each device: walk all buffers, sort by time, ends before starts.
 
     What a link brings or takes away during an op is there for the whole op. ``results`` says for
-    each buffer where a compiler puts it.
+    each buffer where a compiler puts it, ``runs`` for each task where its kernel runs.
     """
     begins, ends = list(start), list(finish)
-    last_use = [ends[maker] for maker in program.buffer_maker]
+    # Ops that take no time come one after the other, too.
+    short: dict[tuple[int, float], int] = defaultdict(int)
+    order = sorted(range(program.num_tasks), key=lambda task: (begins[task], ends[task], task))
+    for task in order:
+        if program.kind[task] < FIRST_FREE_KIND:
+            key = int(program.device[task]), begins[task]
+            is_short, tick = begins[task] == ends[task], math.ulp(begins[task])
+            begins[task] += 2 * short[key] * tick
+            if is_short:
+                ends[task] = begins[task] + tick
+                short[key] += 1
+    runs = range(program.num_tasks) if runs is None else runs
+    last_use = [ends[runs[maker]] for maker in program.buffer_maker]
     for task in range(program.num_tasks):
         for buffer in program.read_buffer[program.read_start[task] : program.read_start[task + 1]]:
-            last_use[buffer] = max(last_use[buffer], ends[task])
+            last_use[buffer] = max(last_use[buffer], ends[runs[task]])
     peaks = []
     for device in range(program.num_devices):
         changes: list[tuple[float, int, float]] = []
@@ -414,7 +427,8 @@ def memory(
             where = ResultMemory.OWN if results is None else results[buffer]
             if program.buffer_device[buffer] == device and where != ResultMemory.NONE:
                 size = float(program.buffer_bytes[buffer])
-                born = begins[maker] if where == ResultMemory.OWN else ends[maker]
+                run = runs[maker]
+                born = begins[run] if where == ResultMemory.OWN else ends[run]
                 first, _ = running(program, begins, ends, device, born)
                 _, last = running(program, begins, ends, device, last_use[buffer])
                 changes += [(first, 1, size), (last, 0, -size)]

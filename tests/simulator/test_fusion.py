@@ -106,7 +106,7 @@ def test_what_shows_memory_in_another_order_is_a_kernel_of_its_own() -> None:
 
 def test_results_are_in_registers_or_in_the_place_of_what_nobody_reads() -> None:
     graph = graph_of(Norm, torch.ones(32, 64), torch.ones(32))
-    memory = memory_of_results(graph)
+    memory = memory_of_results(graph).memory
     of = {
         (op.kind.partition(".")[0], op.phase): memory[graph.outputs[number][0]]
         for number, op in enumerate(graph.ops)
@@ -115,30 +115,73 @@ def test_results_are_in_registers_or_in_the_place_of_what_nobody_reads() -> None
     assert of["native_layer_norm", Phase.FORWARD] == ResultMemory.NONE
     # Backward reads the first product, so that the activation cannot be written over it.
     assert of["addmm", Phase.FORWARD] == of["relu", Phase.FORWARD] == ResultMemory.OWN
-    # It reads the activation last, which stays until the kernel ends: so there is a place for it.
-    assert of["threshold_backward", Phase.BACKWARD] == ResultMemory.OF_INPUT
+    # Only the kernel of the norm reads it, which keeps the activation until it ends.
+    assert of["threshold_backward", Phase.BACKWARD] == ResultMemory.NONE
     assert of["native_layer_norm_backward", Phase.BACKWARD] == ResultMemory.OWN
+
+
+class Gated(nn.Module):
+    """A product whose factors are both made by products, as in SwiGLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.last = nn.Linear(64, 64)
+
+    def forward(self, value: Tensor) -> Tensor:
+        made: Tensor = self.last(functional.silu(self.first(value)) * self.second(value))
+        return made
+
+
+def test_what_two_results_are_made_of_is_not_written_over() -> None:
+    graph = graph_of(Gated, torch.ones(32, 64), torch.ones(32))
+    memory, runs = memory_of_results(graph)
+    kinds = [op.kind if op.phase == Phase.BACKWARD else "" for op in graph.ops]
+    first, other = (n for n in range(kinds.index("mm.default"), len(kinds)) if "mul" in kinds[n])
+    last = kinds.index("silu_backward.default")
+    # The gradients of both factors come from one kernel, in which that of the activation stays.
+    assert runs[first] == runs[other] == runs[last]
+    made = [memory[graph.outputs[op][0]] for op in (first, other, last)]
+    assert made == [ResultMemory.OWN, ResultMemory.NONE, ResultMemory.OWN]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mobilenet_v2"])
 def test_what_takes_no_memory_is_read_in_its_part_alone(name: str) -> None:
     graph = zoo_graph(name, 4)
-    memory, part, kernel = memory_of_results(graph), parts_of(graph), fused_kernels(graph).kernel
+    (memory, runs), part = memory_of_results(graph), parts_of(graph)
     assert (np.diff(part[part >= 0]) >= 0).all()
-    assert (part[kernel >= 0] >= 0).all()
+    assert (part[fused_kernels(graph).kernel >= 0] >= 0).all()
+    assert (runs[runs] == runs).all()
+    assert (part[runs] == part).all()
+    for op in range(graph.num_ops):  # what a kernel reads is there, and nobody waits for it
+        made = [int(graph.producer[graph.storage[tensor]]) for tensor in graph.ops[op].inputs]
+        assert all(runs[each] <= runs[op] for each in made if each >= 0)
     for tensor in np.flatnonzero(memory != ResultMemory.OWN).tolist():
-        maker, readers = int(graph.producer[tensor]), list(graph.readers(tensor))
+        maker = int(graph.producer[tensor])
         if memory[tensor] == ResultMemory.NONE:
-            assert {(part[each], kernel[each]) for each in readers} == {
-                (part[maker], kernel[maker])
-            }
+            assert {runs[each] for each in graph.readers(tensor)} == {runs[maker]}
             continue
-        over = [int(graph.storage[each]) for each in graph.ops[maker].inputs]
-        over = [each for each in over if max(graph.readers(each)) == maker]
-        sizes = [graph.tensor_bytes[t] for t in over if part[graph.producer[t]] == part[maker]]
-        assert graph.tensor_bytes[tensor] in sizes
+        read = {
+            int(graph.storage[each])
+            for op in np.flatnonzero(runs == runs[maker]).tolist()
+            for each in graph.ops[op].inputs
+        }
+        free = [each for each in read if max(runs[list(graph.readers(each))]) == runs[maker]]
+        own = [each for each in free if part[graph.producer[each]] == part[maker]]
+        assert graph.tensor_bytes[tensor] in graph.tensor_bytes[own]
     assert (memory == ResultMemory.NONE).any()
     assert (memory == ResultMemory.OF_INPUT).any()
+
+
+def test_with_micro_batches_a_part_ends_with_each_gradient() -> None:
+    graph = zoo_graph("gpt2", 4)
+    part = parts_of(graph, accumulates=True)
+    assert part.max() > parts_of(graph).max()
+    for _, _, gradient in graph.updates:
+        maker = int(graph.producer[graph.storage[gradient]])
+        assert not (part[maker + 1 :] == part[maker]).any()
+    results = memory_of_results(graph, accumulates=True)
+    assert (part[results.runs] == part).all()
 
 
 def test_fusing_saves_launches_and_bytes() -> None:

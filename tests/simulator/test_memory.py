@@ -12,7 +12,13 @@ from heterog.cluster.topology import Execution
 from heterog.lowering.program import TaskKind
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
-from heterog.simulator.memory import buffer_lives, memory_of_buffers, value_memory
+from heterog.simulator.memory import (
+    NOTHING_COMPILED,
+    buffer_lives,
+    kept_values,
+    memory_of_buffers,
+    task_runs,
+)
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator import reference
 from tests.simulator.builders import (
@@ -39,11 +45,14 @@ def test_equals_the_slow_reference(execution: Execution, seed: int) -> None:
     order = rng.choice(list(Order))
     program, start, finish = evaluator.timings(choice, order)
     tables = evaluator.tables_of(choice)
-    of_values = value_memory(evaluator.graph, tables, execution)
-    results = memory_of_buffers(program, tables, of_values).tolist()
+    kept = kept_values(evaluator.graph, tables, execution, choice.num_micro)
+    results = memory_of_buffers(program, tables, kept).tolist()
+    runs = task_runs(program, kept).tolist()
     assert execution.compiles or not any(results)
+    assert execution.compiles or runs == list(range(program.num_tasks))
     _, peak = evaluator.simulate(choice, order)
-    np.testing.assert_allclose(peak, reference.memory(program, start, finish, results), rtol=1e-9)
+    expected = reference.memory(program, start, finish, results, runs)
+    np.testing.assert_allclose(peak, expected, rtol=1e-9)
 
 
 def with_margin(num_bytes: float) -> int:
@@ -160,8 +169,8 @@ def test_what_arrives_during_an_op_is_there_from_its_begin() -> None:
     )
     evaluator = Evaluator(graph, cluster)
     program, start, finish = evaluator.timings(evaluator.encode(strategy), Order.FIFO)
-    own = np.zeros(len(program.buffer_bytes), np.int32)
-    begin, end = buffer_lives(program, start, finish, own)
+    tables = evaluator.tables
+    begin, end = buffer_lives(program, start, finish, tables, NOTHING_COMPILED)
     (send,) = np.flatnonzero(program.kind == TaskKind.SEND)
     (during,) = (
         task

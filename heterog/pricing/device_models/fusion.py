@@ -12,9 +12,11 @@ We compile a step in *parts* (``parts_of``), and what another part reads is writ
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,50 +121,118 @@ class ResultMemory(IntEnum):
     """Registers: only other ops of its kernel read it."""
 
 
+class Results(NamedTuple):
+    """The kernels of a step that is compiled in parts, and where its tensors are kept."""
+
+    memory: IntArray  # ``ResultMemory`` of what ops make  # [num_tensors]
+    runs: IntArray  # the op at whose place each op's kernel runs  # [num_ops]
+
+
 @lru_cache(maxsize=16)
-def memory_of_results(graph: OpGraph) -> IntArray:
-    """``ResultMemory`` of each tensor of a step that is compiled in parts.  # [num_tensors]
+def memory_of_results(graph: OpGraph, *, accumulates: bool = False) -> Results:
+    """Where the tensors of a step that is compiled in parts are kept; see ``parts_of``.
 
-    As inductor does, an op of one element after another writes over a result of its part that it
-    is the last to read; what another part has made belongs to the caller. What a kernel reads
-    stays until its last op ends, so a result stays in registers only if what its op reads last
-    could be written over.
+    What only a kernel reads stays in its registers. As inductor does, a kernel writes a result
+    over another one of its part, if both have one element for the other and the kernel needs the
+    other for nothing but that result; what another part has made belongs to the caller.
     """
-    fused, part = fused_kernels(graph), parts_of(graph)
-    found = np.full(len(graph.tensors), ResultMemory.OWN, np.int32)
-    for op in np.flatnonzero(fused.is_fused).tolist():
-        dying = [each for each in _last_read_by(graph, op) if found[each] != ResultMemory.NONE]
-        of_part = [
-            each
-            for each in dying
-            if part[graph.producer[each]] == part[op]
-            and graph.ops[op].kind.partition(".")[0] in _ONE_BY_ONE
-        ]
+    part = parts_of(graph, accumulates=accumulates)
+    runs = _runs(graph, part)
+    memory = np.full(len(graph.tensors), ResultMemory.OWN, np.int32)
+    fused_ops = np.flatnonzero(fused_kernels(graph).is_fused).tolist()
+    for op in fused_ops:
         for tensor in graph.outputs[op]:
-            meta, size = graph.tensors[tensor].meta, graph.tensor_bytes[tensor]
-            over = [
-                each
-                for each in of_part
-                if (graph.tensor_bytes[each], graph.tensors[each].meta.dtype) == (size, meta.dtype)
-            ]
-            is_kept = any(
-                each not in over and graph.tensor_bytes[each] > _SMALL * size for each in dying
-            )
-            readers = list(graph.readers(tensor))
-            is_inside = bool(readers) and all(
-                (part[each], fused.kernel[each]) == (part[op], fused.kernel[op])
-                for each in readers
-            )
-            if is_inside and not is_kept and tensor != graph.loss:
-                found[tensor] = ResultMemory.NONE
-            elif over:
-                found[tensor] = ResultMemory.OF_INPUT
-                of_part.remove(over[0])
-    return found
+            of_readers = {runs[each] for each in graph.readers(tensor)}
+            if of_readers == {runs[op]} and tensor != graph.loss:
+                memory[tensor] = ResultMemory.NONE
+    part_of = [part[maker] for maker in graph.producer]
+    replaced: set[int] = set()
+    for op, tensor, each in _replaceable(graph, runs, memory):
+        is_free = memory[tensor] == ResultMemory.OWN and each not in replaced
+        if is_free and part_of[each] == part[op]:
+            memory[tensor] = ResultMemory.OF_INPUT
+            replaced.add(each)
+    return Results(memory, runs)
 
 
-_SMALL = 0.01
-"""Part of a result's bytes up to which something else that dies with it is of no account."""
+def _replaceable(
+    graph: OpGraph, runs: IntArray, memory: IntArray
+) -> Iterator[tuple[int, int, int]]:
+    """An op, its result, and what the result could be written over, in the order of the step.
+
+    Args:
+        graph: The graph.
+        runs: The op at whose place the kernel of each op runs.
+        memory: ``ResultMemory`` of each tensor; only ``NONE`` must be known.
+    """
+    fused_ops = np.flatnonzero(fused_kernels(graph).is_fused).tolist()
+    # Of each op: the ops of its kernel that it needs, and what it reads element by element from
+    # memory; backwards, the ops of its kernel that write what is made of its results.
+    needs: dict[int, set[int]] = {}
+    sources: dict[int, list[int]] = {}
+    writers: dict[int, set[int]] = {}
+    for op in fused_ops:
+        needs[op], sources[op] = {op}, []
+        for tensor in graph.ops[op].inputs:
+            result = int(graph.storage[tensor])
+            maker = int(graph.producer[result])
+            if maker < 0:
+                continue
+            if runs[maker] == runs[op]:
+                needs[op] |= needs[maker]
+            kind = graph.ops[op].kind.partition(".")[0]
+            if kind in _ONE_BY_ONE and _is_in_order(graph, tensor):
+                is_inside = memory[result] == ResultMemory.NONE
+                more = sources[maker] if is_inside else [result]
+                sources[op] = list(dict.fromkeys(sources[op] + more))
+    for op in reversed(fused_ops):
+        writers[op] = set()
+        for tensor in graph.outputs[op]:
+            if memory[tensor] == ResultMemory.NONE:
+                writers[op] |= {each for r in graph.readers(tensor) for each in writers[r]}
+            else:
+                writers[op].add(op)
+    for op in fused_ops:
+        for tensor in graph.outputs[op]:
+            like = graph.tensor_bytes[tensor], graph.tensors[tensor].meta.dtype
+            for each in sources[op]:
+                # Its readers are done, or only make what this op needs.
+                is_last = all(
+                    writers[reader] <= needs[op] if runs[reader] == runs[op] else reader < op
+                    for reader in graph.readers(each)
+                )
+                if is_last and like == (graph.tensor_bytes[each], graph.tensors[each].meta.dtype):
+                    yield op, tensor, each
+
+
+def _runs(graph: OpGraph, part: IntArray) -> IntArray:
+    """The op at whose place the kernel of each op runs.  # [num_ops]
+
+    A kernel runs as soon as all that it reads is there. An op that would delay it beyond a reader
+    of its results begins a kernel of its own.
+    """
+    fused = fused_kernels(graph)
+    gradients = {int(graph.storage[gradient]) for _, _, gradient in graph.updates}
+    runs = np.arange(graph.num_ops, dtype=np.int32)
+    members: dict[tuple[int, int], list[int]] = {}
+    for op in np.flatnonzero(fused.is_fused).tolist():
+        made = [int(graph.producer[graph.storage[tensor]]) for tensor in graph.ops[op].inputs]
+        mine = members.setdefault((int(part[op]), int(fused.kernel[op])), [])
+        if mine:
+            now = runs[mine[0]]
+            place = op if any(each > now and each not in mine for each in made) else now
+            results = [tensor for each in mine for tensor in graph.outputs[each]]
+            readers = {reader for tensor in results for reader in graph.readers(tensor)}
+            is_late = any(reader < place for reader in readers - {*mine})
+            if is_late or (place != now and gradients & {*results}):
+                mine.clear()
+            else:
+                runs[mine] = place
+        runs[op] = runs[mine[0]] if mine else op
+        mine.append(op)
+    return runs
+
+
 _ONE_BY_ONE = frozenset(
     {
         *("add", "sub", "rsub", "mul", "div", "neg", "pow", "exp", "log", "sqrt", "rsqrt", "abs"),
@@ -177,24 +247,15 @@ _ONE_BY_ONE = frozenset(
 """Kinds that write each element where they have read it, so that inductor does so in place."""
 
 
-def _last_read_by(graph: OpGraph, op: int) -> list[int]:
-    """Results of ops that are not read after an op, in order of its inputs."""
-    found = []
-    for tensor in graph.ops[op].inputs:
-        result = int(graph.storage[tensor])
-        is_last = graph.producer[result] >= 0 and max(graph.readers(result)) == op
-        if is_last and result not in found and _is_in_order(graph, tensor):
-            found.append(result)
-    return found
-
-
 @lru_cache(maxsize=16)
-def parts_of(graph: OpGraph) -> IntArray:
+def parts_of(graph: OpGraph, *, accumulates: bool = False) -> IntArray:
     """Number of the part of each op if ops run in order; -1 for views and updates.  # [num_ops]
 
     A part ends before and after an op that is not compiled, such as the loss, and with a layer, if
-    it has ``LEAST_OF_A_LAYER`` ops.
+    it has ``LEAST_OF_A_LAYER`` ops. With micro-batches it also ends with each gradient that
+    ``accumulates``.
     """
+    gradients = {int(graph.storage[gradient]) for _, _, gradient in graph.updates}
     found = np.full(graph.num_ops, -1, np.int32)
     part = num_ops = 0
     layer = ""
@@ -209,7 +270,7 @@ def parts_of(graph: OpGraph) -> IntArray:
             part, num_ops = part + 1, 0
         found[index] = part
         layer, num_ops = layer_of(op.module), num_ops + 1
-        if is_alone:
+        if is_alone or (accumulates and gradients & {*graph.outputs[index]}):
             part, num_ops = part + 1, 0
     return found
 

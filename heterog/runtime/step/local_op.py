@@ -359,7 +359,7 @@ class LocalOp:
             (self.along_batch, self.along_axis), share[:2], self.whole[:2], strict=True
         ):
             if rule.special == Special.MEAN_TO_SUM:
-                made[0] = made[0] * (own_size / whole)
+                made[0].mul_(own_size / whole)
         return made
 
     def _on_causal_rows(

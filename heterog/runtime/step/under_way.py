@@ -9,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from heterog.runtime.accelerators import is_accelerated
+
 _HELD_BYTES = 1 << 20
 """Sent tensors that one rank may hold for another until it needs to wait for them."""
 
@@ -19,7 +21,7 @@ class Sending:
     gloo reports the end of a send only to a thread that waits for it. So a thread waits, and
     memory is freed at once and not at the end of the step. The thread takes CPU time from the one
     that computes, so it gets several small tensors at a time. On an accelerator, a wait orders
-    streams and does not block, so tensors are held until ``wait``.
+    streams and does not block; which sends are done is seen without one.
     """
 
     def __init__(self) -> None:
@@ -56,6 +58,19 @@ class Sending:
         if self._sent:
             with self._changed:
                 self._sent.clear()
+        while self._held and self._is_first_sent():
+            self._take_first()
+            self._num_done += 1
+
+    def _is_first_sent(self) -> bool:
+        work, tensor = self._held[0]
+        return is_accelerated(tensor) and work.is_completed()
+
+    def _take_first(self) -> tuple[dist.Work, Tensor]:
+        """The send that is held longest, which is then no longer held here."""
+        work, tensor = self._held.popleft()
+        self._held_bytes -= tensor.nbytes
+        return work, tensor
 
     def flush(self) -> None:
         """Wait until all is sent.
@@ -78,9 +93,9 @@ class Sending:
         if self._error is not None:
             raise self._error
         while self._held and self._num_done < number:
-            work, tensor = self._held.popleft()
-            self._held_bytes -= tensor.nbytes
+            work, tensor = self._take_first()
             work.wait()
+            del tensor
             self._num_done += 1
         self.release()
 
