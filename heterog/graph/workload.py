@@ -70,6 +70,12 @@ class Workload:
     parameter_groups: Groups | None = None
 
     def __post_init__(self) -> None:
+        if not hasattr(self.optimizer, "__name__"):
+            raise CaptureError(
+                f"workload '{self.name}': the optimizer is of type "
+                f"{type(self.optimizer).__name__}; give a class, torch.optim.AdamW say, and its "
+                "options as optimizer_options."
+            )
         if self.parameter_groups is not None and not callable(self.parameter_groups):
             raise CaptureError(
                 f"workload '{self.name}': parameter_groups is a "
@@ -114,6 +120,8 @@ class Workload:
                 f"workload '{self.name}': the example batch must be a non-empty tuple or dict of "
                 f"tensors, got {type(batch).__name__}."
             )
+        if any(leaf.shape[:1] == (0,) for _, _, leaf in named_leaves(batch)[:1]):
+            raise CaptureError(f"workload '{self.name}': the example batch has no samples.")
         return tuple(batch) if isinstance(batch, list) else batch
 
     def step_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
