@@ -387,6 +387,20 @@ def test_dotted_names_in_docstrings_resolve() -> None:
             resolve(name)
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_rows_of_tables_are_whole(path: Path) -> None:
+    """A wrapped row ends a table: what follows is shown as text with bars."""
+    width = 0
+    for number, line in enumerate(map(str.strip, path.read_text().splitlines()), 1):
+        num_bars = len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", line)))
+        if re.fullmatch(r"\|(\s*:?-+:?\s*\|)+", line):
+            width = num_bars
+        elif not line:
+            width = 0
+        elif width:
+            assert (line[0], line[-1], num_bars) == ("|", "|", width), f"{path.name}:{number}"
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_files_that_are_named_exist(path: Path) -> None:
     text = path.read_text()

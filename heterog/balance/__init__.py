@@ -8,7 +8,8 @@
   ``sampler`` (once ``loader``), ``tokens`` and ``streams`` deal the samples.
 - ``weights`` make the update that of one process. ``updates`` finds where updates and steps end,
   ``replicas`` finds ranks with other weights or other samples, ``passes`` losses that are not
-  weighed and models that are not updated; ``batch_norms`` is for ranks with few samples.
+  weighed and models that are not updated, ``leaving`` a rank that has left its loop alone;
+  ``batch_norms`` is for ranks with few samples.
 - ``loss_means``, ``loss_probe`` and ``label_means`` find what a loss is a mean of,
   ``across_samples`` losses that take statistics over samples.
 - ``speeds`` measures the compute time of a rank between its waits, and fits it; ``rebalancing``

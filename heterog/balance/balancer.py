@@ -14,6 +14,7 @@ from heterog.balance.batch_norms import BatchNorms
 from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches, without_singles
 from heterog.balance.group import RankGroup
 from heterog.balance.label_means import MeanCounts, check_mean_over_samples
+from heterog.balance.leaving import Leaving
 from heterog.balance.passes import check_not_weighed
 from heterog.balance.rebalancing import (
     DEAD_BAND,
@@ -126,6 +127,7 @@ class Balancer(Follower):
         self._samplers: list[ref[ShareSampler]] = []  # of loaders that exist, in order
         self._training: ShareSampler | None = None
         self._open, self._left_out = OpenSteps(), LeftOut(self.group.rank)
+        self._leaving = Leaving(self.group)
         self._make_follower = partial(
             SpeedFollower, self.group, interval=interval, writer=writer, tell=tell
         )
@@ -297,6 +299,7 @@ class Balancer(Follower):
         """Called by a loader when the loop asks for the next batch."""
         sampler = self.share_sampler if sampler is None else sampler
         step = self._open.of(sampler)
+        self._leaving.end_step(sampler)
         if sampler is self._training and self._check_replicas and self.group.num_ranks > 1:
             self._check_step(sampler, step)
         if step is None or not step.trains or not self._follows:
@@ -323,6 +326,7 @@ class Balancer(Follower):
     def end_pass(self, sampler: ShareSampler) -> None:
         """Called by a loader when a pass ends or is left; returns to the step of an outer loop."""
         self._open.end_pass(sampler)
+        self._leaving.end_pass(sampler)
         if sampler is self._training:
             self._left_out.end_pass()
         is_empty = False
@@ -424,6 +428,7 @@ class Balancer(Follower):
             return
         step = self._open.current
         if not step.trains:
+            self._leaving.train(step.sampler, step.deal.step)
             with self.clock.waiting():
                 self._same_deals.check(step.sampler, step.deal)
         step.trains = True

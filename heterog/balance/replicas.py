@@ -216,8 +216,17 @@ class SameDeals:
             which, maybe = samples_of(sampler.dataset)
             order += sampler.first_samples(*order)
         own = [which, fingerprint(order), fingerprint(list(map(int, deal.samples))), maybe]
-        told = self._group.gather(own)
+        places, told = [], []
+        for epoch, step, *facts in self._group.gather([deal.epoch, deal.step, *own]):
+            places.append(f"step {step:.0f} of epoch {epoch:.0f}")
+            told.append(facts)
         for rank, each in enumerate(told):
+            if places[rank] != places[0]:
+                raise BalanceError(
+                    f"rank {rank} is in {places[rank]}, rank 0 in {places[0]}: one of them has "
+                    "left its loop or a batch out alone, or has resumed elsewhere. Let all ranks "
+                    "stop, leave out batches (by balancer.mean_loss()) and load states alike."
+                )
             for what, mine, others in zip(_FACTS, told[0], each, strict=False):
                 if mine != others:
                     raise BalanceError(

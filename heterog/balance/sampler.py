@@ -105,7 +105,7 @@ class ShareSampler(Sampler[list[int]]):
 
     def begin_pass(self) -> None:
         """Go on to the next epoch if a loop was left in the middle of this one."""
-        if self._begun is not None:
+        if self.is_inside:
             self.set_epoch(self.epoch + 1)
 
     def begin_step(self, deal: Deal) -> None:
@@ -117,6 +117,11 @@ class ShareSampler(Sampler[list[int]]):
         """Begin the next pass with this step of its epoch."""
         self.begin_pass()
         self.start = self.num_drawn = step
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a loop has begun this epoch and not ended it."""
+        return self._begun is not None
 
     @property
     def num_done(self) -> int:

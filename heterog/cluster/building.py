@@ -34,6 +34,7 @@ from heterog.cluster.hardware import (
 )
 from heterog.cluster.schema import (
     CPU,
+    LEAST_BARE,
     ClusterSpec,
     DeviceSpec,
     Document,
@@ -425,17 +426,24 @@ def _type_record(of_type: DeviceType, quota: float | None) -> str | dict[str, An
     }
 
 
-_RATES = {"GB/s": 1e9, "MB/s": 1e6}
-_NIC_RATES = {"Gbit/s": 0.125e9, "Mbit/s": 0.125e6}
-_SIZES = {"GiB": 1024.0**3, "MiB": 1024.0**2}
-_SPEEDS = {"TFLOP/s": 1e12, "GFLOP/s": 1e9}
-_TIMES = {"us": 1e-6, "ms": 1e-3}
+_RATES = {"GB/s": 1e9, "MB/s": 1e6, "B/s": 1.0}
+_NIC_RATES = {"Gbit/s": 0.125e9, "Mbit/s": 0.125e6, "B/s": 1.0}
+_SIZES = {"GiB": 1024.0**3, "MiB": 1024.0**2, "B": 1.0}
+_SPEEDS = {"TFLOP/s": 1e12, "GFLOP/s": 1e9, "FLOP/s": 1.0}
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def _text(value: float, units: dict[str, float], parse: Callable[[str], float]) -> str | float:
-    """A short text with a unit if it parses to exactly this value, else the value."""
+    """A short text with a unit if it parses to exactly this value, else the value.
+
+    Args:
+        value: In SI units.
+        units: Sizes of units; the last is that of ``value``.
+        parse: Reads the text again.
+    """
     for unit, size in units.items():
         text = f"{value / size:.6g} {unit}"
         if value >= size and parse(text) == value:
             return text
-    return value if isinstance(value, int) else float(value)
+    number = value if isinstance(value, int) else float(value)
+    return f"{number!r} {unit}" if number < LEAST_BARE else number

@@ -78,10 +78,30 @@ def reading(parse: Callable[[Any], Any]) -> BeforeValidator:
 POSITIVE = Field(gt=0, le=1e24, allow_inf_nan=False)
 NOT_NEGATIVE = Field(ge=0, le=1e6, allow_inf_nan=False)
 
-Bandwidth: TypeAlias = Annotated[float, reading(parse_bandwidth), POSITIVE]
-Speed: TypeAlias = Annotated[float, reading(parse_flops_per_s), POSITIVE]
+
+LEAST_BARE = 1e4
+"""Least bandwidth, speed or size that needs no unit."""
+
+
+def with_unit(usual: str) -> BeforeValidator:
+    """Refuses a small number without a unit: 10 is meant as Gbit/s, not as 10 bytes/s."""
+
+    def check(value: Any) -> Any:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and 0 < value < LEAST_BARE:
+            said = {"text": value, "usual": usual}
+            raise PydanticCustomError("value", "{text} has no unit; write '{usual}', say", said)
+        return value
+
+    return BeforeValidator(check)
+
+
+Bandwidth: TypeAlias = Annotated[float, reading(parse_bandwidth), POSITIVE, with_unit("10 Gbit/s")]
+Speed: TypeAlias = Annotated[float, reading(parse_flops_per_s), POSITIVE, with_unit("15 TFLOP/s")]
 Seconds: TypeAlias = Annotated[float, reading(parse_seconds), NOT_NEGATIVE]
-Bytes: TypeAlias = Annotated[int, reading(parse_bytes), Field(gt=0, le=MOST_BYTES)]
+Bytes: TypeAlias = Annotated[
+    int, reading(parse_bytes), Field(gt=0, le=MOST_BYTES), with_unit("16 GiB")
+]
 BytesOrZero: TypeAlias = Annotated[int, reading(parse_bytes), Field(ge=0, le=MOST_BYTES)]
 Share: TypeAlias = Annotated[float, reading(float), Field(gt=0, le=1, allow_inf_nan=False)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=4096, strict=True)]

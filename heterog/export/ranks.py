@@ -119,7 +119,8 @@ def launch_script(ranks: Sequence[RankEntry], train: str = "train.py") -> bytes:
             for host, entries in hosts.items()
         ],
         unknown=shlex.quote(f"unknown host; the plan has: {', '.join(hosts)}"),
-        first_host=shlex.quote(ranks[0].host),
+        # One host meets itself under any name, and its own may be known to nobody.
+        first_host=shlex.quote(ranks[0].host) if len(hosts) > 1 else "127.0.0.1",
         world_size=len(ranks),
         train=train,
         # After "--" torchrun takes no option of the script for an abbreviation of its own.
@@ -176,7 +177,8 @@ def readme(
 def launch_command(ranks: Sequence[RankEntry]) -> str:
     """The command that calls ``launch.sh``, in a line for the README."""
     hosts = list(by_host(ranks))
-    return f"bash launch.sh HOST --steps 100    # on {', '.join(hosts)}; MASTER_ADDR is {hosts[0]}"
+    meet = f"; MASTER_ADDR is {hosts[0]}" if len(hosts) > 1 else ""
+    return f"bash launch.sh HOST --steps 100    # on {', '.join(hosts)}{meet}"
 
 
 def _wrap(text: str) -> str:

@@ -36,7 +36,12 @@ def export_skypilot(plan: Plan, sources: Sequence[str] = ()) -> Export:
     types = {host: [entry.type for entry in entries] for host, entries in hosts.items()}
     first = next(iter(hosts))
     for host, found in types.items():
-        if found != types[first] or len(set(found)) > 1:
+        if len(set(found)) > 1:
+            raise ExportError(
+                f"skypilot rents nodes whose devices are alike, and '{host}' has "
+                f"{', '.join(found)}. Export to kubernetes or slurm."
+            )
+        if found != types[first]:
             raise ExportError(
                 f"skypilot rents alike nodes for a task, and '{host}' has {', '.join(found)} "
                 f"where '{first}' has {', '.join(types[first])}. Export to kubernetes or slurm."

@@ -77,11 +77,10 @@ class Workload:
             options = {**optimizer.keywords, **self.optimizer_options}
             object.__setattr__(self, "optimizer", optimizer.func)
             object.__setattr__(self, "optimizer_options", options)
-        elif not callable(optimizer):
+        elif not hasattr(optimizer, "__name__"):
             raise CaptureError(
-                f"workload '{self.name}': the optimizer is an object of "
-                f"{type(optimizer).__name__}; give the class, and its arguments as "
-                "optimizer_options, because every rank makes its own."
+                f"workload '{self.name}': the optimizer is of type {type(optimizer).__name__}; "
+                "give a class, torch.optim.AdamW say, and its options as optimizer_options."
             )
         if self.parameter_groups is not None and not callable(self.parameter_groups):
             raise CaptureError(
@@ -127,6 +126,8 @@ class Workload:
                 f"workload '{self.name}': the example batch must be a non-empty tuple or dict of "
                 f"tensors, got {type(batch).__name__}."
             )
+        if any(leaf.shape[:1] == (0,) for _, _, leaf in named_leaves(batch)[:1]):
+            raise CaptureError(f"workload '{self.name}': the example batch has no samples.")
         return tuple(batch) if isinstance(batch, list) else batch
 
     def step_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:

@@ -28,6 +28,7 @@ from heterog.cluster import Cluster
 from heterog.errors import HeterogError, InputFileError, UnknownNameError
 from heterog.export import TARGETS, Export, ExportError, export_plan, make_export
 from heterog.export.folder import on_used_devices
+from heterog.export.ranks import launch_command, launch_script, ranks_of
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
@@ -353,6 +354,8 @@ def test_stock_batches_are_cut_along_their_own_dimension(graph: OpGraph, tmp_pat
         assert part[0].tolist() == [2, 3, 4]
         assert part[1].tolist() == [[2, 3, 4], [10, 11, 12]]
         assert scope["num_samples"](part) == 3
+        last = [scope["take"](batch, begin, begin + 6)[0].tolist() for begin in (6, 9)]
+        assert last == [[6, 7], []], "the last batch of an epoch may be smaller"
         labels = torch.tensor([[1, -100], [2, 3]])
         assert scope["loss_weight"]((torch.zeros(2), labels)) == 3.0
         assert scope["loss_weight"]({"x": torch.zeros(2, 4), "labels": labels}) == 3.0
@@ -537,6 +540,15 @@ def test_scripts_are_well_formed(even: Plan, tmp_path: Path, target: str) -> Non
         assert "{% " not in path.read_bytes().decode(errors="ignore") or path.suffix == ".gz"
     assert 5 <= len((folder / "README.md").read_text().splitlines()) <= 25
     assert not list(tmp_path.glob(".job*"))
+
+
+def test_one_host_meets_itself(even: Plan) -> None:
+    """Its name in the plan is often known to no name server."""
+    ranks = ranks_of(even.cluster)
+    alone = [entry for entry in ranks if entry.host == ranks[0].host]
+    assert "first_host=127.0.0.1" in launch_script(alone).decode()
+    assert "MASTER_ADDR" not in launch_command(alone)
+    assert "MASTER_ADDR is" in launch_command(ranks)
 
 
 def test_launch_uses_torchrun_where_hosts_are_equal(even: Plan, tmp_path: Path) -> None:
@@ -786,6 +798,9 @@ def test_skypilot_rents_alike_nodes(graph: OpGraph, tmp_path: Path) -> None:
     other = plan_of(graph, cluster_of(tmp_path, ("a", "T4", 2), ("b", "L4", 2)), EVEN)
     with pytest.raises(ExportError, match="'b' has L4, L4 where 'a' has T4, T4"):
         make_export(other, "skypilot")
+    unlike = cluster_of(tmp_path, ("a", "T4}, {type: L4", 3))
+    with pytest.raises(ExportError, match="devices are alike, and 'a' has T4, L4, L4, L4"):
+        make_export(plan_of(graph, unlike, EVEN), "skypilot")
 
 
 def test_ray_gets_a_node_for_each_host_by_its_devices(graph: OpGraph, tmp_path: Path) -> None:

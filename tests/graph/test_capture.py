@@ -591,6 +591,11 @@ def test_losses_that_cannot_be_trained(loss: Any, text: str) -> None:
         capture(workload(lambda: nn.Linear(6, 4), torch.zeros(8, 6), torch.zeros(8, 4), loss=loss))
 
 
+def test_a_batch_without_samples_is_refused() -> None:
+    with pytest.raises(CaptureError, match="the example batch has no samples"):
+        capture(workload(lambda: nn.Linear(6, 4), torch.zeros(0, 6), torch.zeros(0, 4)))
+
+
 def test_a_model_may_return_its_loss_in_a_dict() -> None:
     class Trains(nn.Linear):
         def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]

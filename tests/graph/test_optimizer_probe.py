@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from heterog.errors import CaptureError, HeterogWarning
+from heterog.errors import HeterogWarning
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import ELEMENTWISE_OPTIMIZERS, UpdateScope
 from heterog.graph.optimizer_probe import Kind, ProbedGroup, probed_scope, update_scope
@@ -163,10 +163,3 @@ def test_a_partial_optimizer_is_its_class_with_options() -> None:
     ]
     assert (made[0].optimizer, made[0].optimizer_options) == (torch.optim.SGD, options)
     assert capture(made[0]).fingerprint == capture(made[1]).fingerprint
-
-
-def test_an_optimizer_that_is_made_already_is_refused() -> None:
-    model, batch = nn.Linear(3, 2), (torch.zeros(4, 3), torch.zeros(4, 2))
-    made: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(CaptureError, match="is an object of SGD; give the class"):
-        Workload(model, batch, nn.functional.mse_loss, made)

@@ -1,6 +1,7 @@
 """Parameter groups in captured steps: who is trained, what the state weighs, what is refused."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -128,6 +129,15 @@ def test_what_torch_refuses_is_refused_in_one_line(groups: Groups, said: str) ->
 def test_groups_that_are_no_function_are_refused() -> None:
     with pytest.raises(CaptureError, match="parameter_groups is a list; give a function"):
         workload_of([{"params": []}])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given", ["AdamW", torch.optim.SGD([torch.zeros(1)]), partial(torch.optim.SGD, (), lr=0.1)]
+)
+def test_an_optimizer_that_is_no_class_is_refused(given: Any) -> None:
+    said = f"the optimizer is of type {type(given).__name__}; give a class"
+    with pytest.raises(CaptureError, match=said):
+        Workload(nn.Linear(2, 2), (torch.zeros(4, 2),) * 2, nn.functional.mse_loss, given)
 
 
 def test_options_that_the_optimizer_does_not_take_are_refused() -> None:

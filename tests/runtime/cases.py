@@ -109,6 +109,15 @@ class NormalisedResidual(nn.Module):
         return out
 
 
+class FrozenNorms(NormalisedResidual):
+    """The same as it is finetuned: BatchNorm keeps the statistics that it has learned before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for each in (self.body[1], self.body[4]):
+            each.eval().get_buffer("running_mean").add_(torch.arange(3) / 8)
+
+
 class TinyGpt(nn.Module):
     """Two causal layers, norms first, as in GPT-2."""
 
@@ -333,6 +342,7 @@ NORMALISED: dict[str, Any] = {
     "normalised": (Normalised, functional.cross_entropy),
     "normalised residual": (NormalisedResidual, functional.cross_entropy),
 }
+FROZEN: dict[str, Any] = {"frozen norms": (FrozenNorms, functional.cross_entropy)}
 GATHERED: dict[str, Any] = {"gathered": (Gathered, functional.mse_loss)}
 OWN_LOSS: dict[str, Any] = {
     "own loss": (OwnLoss, None),
@@ -355,8 +365,9 @@ LLAMA: dict[str, Any] = {
     "as many heads as samples": (partial(TinyGpt, heads=8), token_loss),
 }
 ENCODED: dict[str, Any] = {"encodings": (RepeatedEncodings, token_loss)}
-EVERY = MODELS | TIED | TRANSLATION | LLAMA | ENCODED | NORMALISED | GATHERED | OWN_LOSS | LOCAL
-IMAGES = ("residual", *NORMALISED)
+MORE = TIED | TRANSLATION | LLAMA | ENCODED | FROZEN | GATHERED
+EVERY = MODELS | NORMALISED | OWN_LOSS | LOCAL | MORE
+IMAGES = ("residual", *NORMALISED, *FROZEN)
 
 
 class Trained(NamedTuple):
@@ -404,7 +415,7 @@ def batch_of(name: str, step: int) -> tuple[Tensor, ...]:
             torch.randn(BATCH, 4, generator=generator),
         )
     if name in IMAGES:
-        dtype = torch.float64 if name in NORMALISED else torch.float32
+        dtype = torch.float32 if name == "residual" else torch.float64
         return (
             torch.randn(BATCH, 3, 8, 8, generator=generator, dtype=dtype),
             torch.randint(0, 5, (BATCH,), generator=generator),

@@ -107,6 +107,16 @@ def test_a_kernel_that_makes_another_shape() -> None:
         assert "instead of (7, 7)" in verdict("mlp", uniform("mlp", "ring"))
 
 
+@pytest.mark.distributed
+def test_norms_in_eval_mode_train_as_on_one_device(ranks: Ranks, tmp_path: Path) -> None:
+    """Where BatchNorm is frozen, its statistics are empty on CPUs, and not on other devices."""
+    plan = uniform("frozen norms", "ring")
+    assert verdict("frozen norms", plan) == ""
+    plan.save(tmp_path / "plan.json")
+    results = ranks.run(train, "frozen norms", SGD, str(tmp_path / "plan.json"))
+    assert_same(results, reference("frozen norms"))
+
+
 def test_the_whole_batch_in_micro_batches() -> None:
     text = verdict("gathered", uniform("gathered", "ring", ((3, 2), (1, 1), (0, 1))))
     assert "2 micro-batches cannot be combined with ops that need the whole batch" in text
