@@ -34,6 +34,14 @@ def marked(x: Tensor, places: Tensor) -> Tensor:
     return words.masked_scatter(mask[..., None].expand_as(words), written)
 
 
+def assigned(x: Tensor, places: Tensor) -> Tensor:
+    """The same by an assignment."""
+    words = x.view(BATCH, 12, 4).sin()
+    mask = torch.zeros(BATCH, 12, dtype=torch.bool).scatter(1, places, value=True)
+    words[mask] = words[:, 6:9].flatten(0, 1) * 2
+    return words
+
+
 FUNCTIONS: dict[str, Function] = {
     "pool": lambda x: functional.adaptive_avg_pool2d(images(x), 1).sin(),
     "pool of a module": lambda x: nn.AdaptiveAvgPool2d((1, 1))(images(x)).sin(),
@@ -106,13 +114,14 @@ def test_each_device_computes_its_own_samples(name: str) -> None:
     assert not micro_batches_refused(graph, 2)
 
 
-def test_rows_written_by_a_mask_are_each_samples_own() -> None:
+@pytest.mark.parametrize("write", [marked, assigned])
+def test_rows_written_by_a_mask_are_each_samples_own(write: Callable[..., Tensor]) -> None:
     x = torch.randn(BATCH, LENGTH).double()
     places = torch.stack([torch.randperm(12)[:3] for _ in range(BATCH)])
-    step = captured(marked, x, places)
+    step = captured(write, x, places)
     assert not list(reads_across_samples(step.graph))
     assert not micro_batches_refused(step.graph, 2)
-    assert_same(step, marked, x, places)
+    assert_same(step, write, x, places)
     places[1, 0] = places[1, 1]  # torch would write that sample's third row into the next one
     with pytest.raises(RuntimeError, match="another number of rows into one sample"):
-        step.module(*Applying(marked).parameters(), x, places)
+        step.module(*Applying(write).parameters(), x, places)
