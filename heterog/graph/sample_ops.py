@@ -148,7 +148,7 @@ def _whole_again(function: _Function, is_stack: object) -> _Function:
 
     @functools.wraps(function)
     def join(tensors: Sequence[Tensor], *args: Any, **keywords: Any) -> Tensor:
-        pieces = [getattr(each, _PIECE, None) for each in tensors]
+        pieces: list[_Piece | None] = [getattr(each, _PIECE, None) for each in tensors]
         first = pieces[0] if pieces else None
         is_along_first = all(
             type(each) is int and not each for each in (*args, *keywords.values())
