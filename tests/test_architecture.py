@@ -74,6 +74,7 @@ ROOMS = {
             "graph/repeated_calls.py",
             "graph/step.py",
             "graph/value_numbers.py",
+            "graph/sample_ops.py",
             "graph/static_shapes.py",
             "graph/traced_constants.py",
             "graph/value_checks.py",

@@ -10,6 +10,7 @@ from families import (  # noqa: F401 - fills the registry
     optimizers,
     plain,
     research,
+    strangers,
     training,
     vision,
 )

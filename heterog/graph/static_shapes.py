@@ -7,8 +7,8 @@ checks become ops of the step, or are skipped because they always hold for the c
 Two kinds of indexing are replaced for which torch reads values. For an index that is a
 tensor of one number (``x[:, last]``) torch makes a view at that number, so the graph would contain
 it; during a capture the number is unknown. ``index_select`` gives the same values. A value written
-by a mask (``x[mask] = token``) becomes ``torch.where``, because the backward pass of torch's op
-would count the places of the mask.
+by a mask (``x[mask] = token``) becomes ``torch.where``, and rows a ``masked_scatter``, because the
+backward pass of torch's op would count the places of the mask.
 
 ``plain_control_flow`` replaces ``torch.cond``, scans and ``map`` by ops that a plan can split:
 both branches are computed and ``torch.where`` chooses, and loops over a dimension are unrolled. A
@@ -39,6 +39,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heterog.errors import CaptureError
+from heterog.graph import sample_ops
 from heterog.graph.python_state import is_of_library
 from heterog.graph.value_checks import check_all
 from heterog.graph.value_numbers import is_known
@@ -63,10 +64,17 @@ def _look_up(self: Tensor, index: Any) -> Any:
 def _write(self: Tensor, index: Any, value: Any) -> None:
     """Write by unknown masks without reading values."""
     rest = self.dim() - index.dim() if _is_unknown_mask(index) else -1
-    if isinstance(value, Tensor) and value.dim() <= rest:
+    is_number = isinstance(value, int) or (isinstance(value, float) and self.is_floating_point())
+    if rest >= 0 and (is_number or (isinstance(value, Tensor) and value.dim() <= rest)):
         self.copy_(torch.where(index.reshape(*index.shape, *[1] * rest), value, self))
+    elif rest == 1 and isinstance(value, Tensor) and _are_rows(value, self.shape[-1]):
+        self.copy_(self.masked_scatter(index[..., None], value))  # whose gradients count no places
     else:
         _setitem(self, index, value)
+
+
+def _are_rows(value: Tensor, width: int) -> bool:
+    return value.dim() == 2 and len(value) > 1 and value.shape[1] == width
 
 
 def _is_unknown(part: object) -> bool:
@@ -336,6 +344,8 @@ def with_static_shapes(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (*_INSTEAD, *dense):
             stack.enter_context(mock.patch.object(owner, name, value))
+        for (owner, name), (wrap, how) in sample_ops.INSTEAD.items():
+            stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name), how)))
         stack.enter_context(mock.patch.dict(op_implementations_dict, products))
         stack.enter_context(_graphs_without_self_loops())
         stack.enter_context(_known_positions())

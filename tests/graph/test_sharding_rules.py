@@ -620,6 +620,9 @@ def matrix_calls(make: Make) -> Iterator[Call]:
     yield "_linalg_solve_ex.default", matrix[:, 0], columns[:, 0, :, 0]
     yield "_linalg_solve_ex.default", matrix, columns[0, 0]
     yield "linalg_solve_triangular.default", matrix, columns, {"upper": True}
+    yield "linalg_solve_triangular.default", matrix[:1, :1], columns[:1, :1], {"upper": True}
+    rows = columns.mT.contiguous()
+    yield "linalg_solve_triangular.default", matrix, rows, {"upper": False, "left": False}
     yield "cholesky_solve.default", columns, symmetric
     cube = make.real(4, 4, 4) + 4 * torch.eye(4)  # as many matrices as rows
     for kind in ("_linalg_solve_ex", "linalg_solve_triangular"):
@@ -1362,6 +1365,8 @@ def test_propagation(kind: str, shapes: list[tuple[int, ...]], given: str, expec
         (find("mean.default"), 5, "S0", "S0 -> P mean_to_sum"),
         (find("mean.default"), 5, "P", "P -> P"),
         (find("topk.default"), 4, "S2", "R -> R R"),
+        (find("repeat.default"), 6, "S1", "S1 -> S2/3"),
+        (find("linalg_solve_triangular.default", left=False), 3, "R S2", "R S2 -> S2"),
     ],
 )
 def test_propagation_of_samples(sample: Sample, axis_size: int, given: str, expected: str) -> None:
@@ -1449,6 +1454,9 @@ _KNOWN_DIFFERENCES = {
     "grid_sampler_3d_backward": "as grid_sampler_2d",
     "_linalg_check_errors": "DTensor knows no ops without outputs",
     "linalg_cross": "DTensor does not broadcast",
+    "linalg_solve_triangular": "DTensor splits matrices only; right sides are independent",
+    "linalg_lu_solve": "as linalg_solve_triangular",
+    "cholesky_solve": "as linalg_solve_triangular",
     "embedding": "their partial sums are of a kind of their own, with a mask",
     "index_put": "DTensor does not use that accumulation is a sum over the values",
     "_index_put_impl_": "as index_put",

@@ -11,8 +11,8 @@ autograd's sequence number.
   become one kind of op, and the optimizer's state is measured. ``one_process`` hides groups of
   processes.
 
-Only this package, ``static_shapes``, ``value_checks`` and ``traced_constants`` touch private names
-of torch.
+Only this package, ``static_shapes``, ``sample_ops``, ``value_checks`` and ``traced_constants``
+touch private names of torch.
 """
 
 import itertools

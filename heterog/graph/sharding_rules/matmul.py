@@ -153,8 +153,6 @@ def _distances_backward(call: OpCall) -> list[Axis]:
     ]
 
 
-@splits("cholesky_solve.default", linear=[("self",)])
-@splits("linalg_solve_triangular.default", "linalg_lu_solve.default", linear=[("B",)])
 @splits(
     *("linalg_inv_ex.default", "linalg_cholesky_ex.default", "linalg_lu_factor_ex.default"),
     *("_linalg_det.default", "_linalg_slogdet.default", "_linalg_solve_ex.default"),
@@ -174,6 +172,18 @@ def _per_matrix(call: OpCall) -> list[Axis]:
         return tuple(dim if meta.shape[: len(batch)] == batch else R for meta in call.outputs)
 
     return [Axis((d,) * len(call.inputs), made(d)) for d in range(len(batch))]
+
+
+@splits("cholesky_solve.default", linear=[("self",)])
+@splits("linalg_solve_triangular.default", "linalg_lu_solve.default", linear=[("B",)])
+def _solved(call: OpCall) -> list[Axis]:
+    """Solutions for each matrix of a batch, and for each right side of a matrix."""
+    sides = "self" if call.kind == "cholesky_solve.default" else "B"
+    rank = len(call.outputs[0].shape)
+    if len(shape_of(call, sides)) < rank:
+        return _per_matrix(call)
+    dim = rank - 1 if call.args.get("left") is not False else rank - 2
+    return [*_per_matrix(call), axis(call, (dim,), **{sides: dim})]
 
 
 @splits("_fft_r2c.default", "_fft_c2r.default", "_fft_c2c.default", linear=[("self",)])

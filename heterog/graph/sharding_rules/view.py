@@ -81,11 +81,17 @@ def _expand(call: OpCall) -> list[Axis]:
     return [Axis((aligned(shape, to, dim),), (dim,)) for dim in range(len(to))]
 
 
-@splits("repeat.default", linear=[(0,)])
-def _repeat(call: OpCall) -> list[Axis]:
-    repeats = integers(call, "repeats")
+@rule("repeat.default")
+def _repeat(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    repeats, given = integers(call, "repeats"), placements[0]
     new = len(repeats) - len(call.inputs[0].shape)
-    return [Axis((d - new,), (d,)) for d in range(new, len(repeats)) if repeats[d] == 1]
+    axes = [Axis((d - new,), (d,)) for d in range(new, len(repeats)) if repeats[d] == 1]
+    extra = []
+    if given.kind == "S" and repeats[given.dim + new] > 1:
+        # All samples come again and again: each device repeats its own.
+        again = S(given.dim + new, given.outer * repeats[given.dim + new])
+        extra = [RuleResult(placements, (again,))]
+    return choose(call, placements, axis_size, axes, linear=[(0,)], extra=extra)
 
 
 @splits(

@@ -1,0 +1,127 @@
+"""Functions that mix samples only in memory keep them apart in a captured step."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from heterog.graph.batch_plan import batch_plan, micro_batches_refused, reads_across_samples
+from heterog.graph.capture import capture_step
+from heterog.graph.workload import Workload
+
+BATCH, LENGTH = 4, 48
+WINDOW = torch.hann_window(6, dtype=torch.float64)
+Function = Callable[[Tensor], Tensor]
+waves: Callable[..., Tensor] = partial(
+    torch.stft, n_fft=8, hop_length=3, window=torch.ones(8).double(), return_complex=True
+)
+
+
+def images(x: Tensor) -> Tensor:
+    """The batch as images whose channels are last in memory."""
+    return x.view(BATCH, 4, 4, 3).permute(0, 3, 1, 2)
+
+
+def marked(x: Tensor, places: Tensor) -> Tensor:
+    """Write each sample's own numbers to three places that are its own."""
+    words = x.view(BATCH, 12, 4)
+    mask = torch.zeros(BATCH, 12, dtype=torch.bool).scatter(1, places, value=True)
+    written = torch.cat(list(words[:, 6:9] * 2))
+    return words.masked_scatter(mask[..., None].expand_as(words), written)
+
+
+def assigned(x: Tensor, places: Tensor) -> Tensor:
+    """The same by an assignment."""
+    words = x.view(BATCH, 12, 4).sin()
+    mask = torch.zeros(BATCH, 12, dtype=torch.bool).scatter(1, places, value=True)
+    words[mask] = words[:, 6:9].flatten(0, 1) * 2
+    return words
+
+
+FUNCTIONS: dict[str, Function] = {
+    "pool": lambda x: functional.adaptive_avg_pool2d(images(x), 1).sin(),
+    "pool of a module": lambda x: nn.AdaptiveAvgPool2d((1, 1))(images(x)).sin(),
+    "pool of series": lambda x: functional.adaptive_avg_pool1d(
+        x.view(BATCH, 12, 4).transpose(1, 2), 1
+    ).sin(),
+    "pool to more": lambda x: functional.adaptive_avg_pool2d(images(x), 2).sin(),
+    "waves": lambda x: waves(x).abs(),
+    "waves by a window": lambda x: waves(x, window=WINDOW, win_length=6, normalized=True).abs(),
+    "waves of a short frame": lambda x: waves(x, window=None, win_length=5, center=False).abs(),
+    "all waves": lambda x: waves(x, onesided=False).abs(),
+    "waves in pairs": lambda x: torch.view_as_complex(
+        torch.stft(x, 8, window=WINDOW, win_length=6, return_complex=False)
+    ).abs(),
+    "waves of complex numbers": lambda x: waves(torch.complex(x, x.sin())).abs(),
+    "pieces joined": lambda x: torch.cat(list(x.view(BATCH, 12, 4))).sin(),
+    "pieces stacked": lambda x: torch.stack(images(x).unbind(0), dim=0).flatten(1).sin(),
+}
+OTHERS: dict[str, Function] = {
+    "pieces in another order": lambda x: torch.stack(x.unbind(0)[::-1]) * x,
+    "pieces beside each other": lambda x: torch.cat(list(x.view(BATCH, 12, 4)), 1) * x.sum(),
+    "some pieces": lambda x: torch.cat(list(x.view(BATCH, 12, 4))[1:]).sin(),
+    "waves of one signal": lambda x: waves(x.flatten()).abs(),
+    "single numbers": lambda x: x.masked_scatter(x.detach() > 0, x.flatten() * 2),
+}
+
+
+class Applying(nn.Module):
+    """A function of what a layer makes."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(LENGTH, LENGTH).double()
+        self.function = function
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        return self.function(self.layer(x), *more).pow(2).mean()
+
+
+def captured(function: Callable[..., Tensor], *batch: Tensor) -> Any:
+    return capture_step(Workload(lambda: Applying(function), batch, None, torch.optim.SGD))
+
+
+def assert_same(step: Any, function: Callable[..., Tensor], *batch: Tensor) -> None:
+    """Compare loss and gradients of a captured step with those of plain torch."""
+    model = Applying(function)
+    loss = model(*batch)
+    torch.autograd.backward(loss)
+    with torch.no_grad():
+        made = torch.utils._pytree.tree_leaves(step.module(*model.parameters(), *batch))
+    wanted = [loss.detach(), *(each.grad for each in model.parameters())]
+    for value, expected in zip(made, wanted, strict=False):
+        torch.testing.assert_close(value, expected)
+
+
+@pytest.mark.filterwarnings("ignore:(A window|stft with)")
+@pytest.mark.parametrize("name", FUNCTIONS | OTHERS)
+def test_the_numbers_are_those_of_torch(name: str) -> None:
+    function, x = (FUNCTIONS | OTHERS)[name], torch.randn(BATCH, LENGTH).double()
+    assert_same(captured(function, x), function, x)
+
+
+@pytest.mark.filterwarnings("ignore:(A window|stft with)")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_each_device_computes_its_own_samples(name: str) -> None:
+    graph = captured(FUNCTIONS[name], torch.randn(BATCH, LENGTH).double()).graph
+    assert not batch_plan(graph).unruled
+    assert not list(reads_across_samples(graph))
+    assert not micro_batches_refused(graph, 2)
+
+
+@pytest.mark.parametrize("write", [marked, assigned])
+def test_rows_written_by_a_mask_are_each_samples_own(write: Callable[..., Tensor]) -> None:
+    x = torch.randn(BATCH, LENGTH).double()
+    places = torch.stack([torch.randperm(12)[:3] for _ in range(BATCH)])
+    step = captured(write, x, places)
+    assert not list(reads_across_samples(step.graph))
+    assert not micro_batches_refused(step.graph, 2)
+    assert_same(step, write, x, places)
+    places[1, 0] = places[1, 1]  # torch would write that sample's third row into the next one
+    with pytest.raises(RuntimeError, match="another number of rows into one sample"):
+        step.module(*Applying(write).parameters(), x, places)
