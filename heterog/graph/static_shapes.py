@@ -10,6 +10,8 @@ it; during a capture the number is unknown. ``index_select`` gives the same valu
 by a mask (``x[mask] = token``) becomes ``torch.where``, because the backward pass of torch's op
 would count the places of the mask.
 
+``torch.stft`` takes its windows by ``unfold``, which a plan can split.
+
 ``plain_control_flow`` replaces ``torch.cond``, scans and ``map`` by ops that a plan can split:
 both branches are computed and ``torch.where`` chooses, and loops over a dimension are unrolled. A
 loop whose number of passes depends on values cannot be planned.
@@ -276,6 +278,34 @@ def _graphs_without_self_loops() -> Iterator[None]:
         yield
 
 
+def _stft(
+    x: Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Tensor | None = None,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    return_complex: bool | None = None,
+    align_to_window: bool | None = None,
+) -> Tensor:
+    """``torch.stft`` with windows by ``unfold``: torch's views of memory cannot be split."""
+    if return_complex is None or align_to_window:
+        given = (hop_length, win_length, window, normalized, onesided, return_complex)
+        plain: Any = torch._C._VariableFunctions
+        return plain.stft(x, n_fft, *given, align_to_window=align_to_window)  # type: ignore[no-any-return]
+    frames, length = x.unfold(-1, n_fft, hop_length or n_fft // 4), win_length or n_fft
+    if window is None and length < n_fft:
+        window = x.new_ones(length)
+    if window is not None:
+        before = (n_fft - length) // 2
+        frames = frames * nn.functional.pad(window, (before, n_fft - length - before))
+    is_whole = frames.is_complex() or onesided is False
+    transform = torch.fft.fft if is_whole else torch.fft.rfft
+    made = transform(frames, norm="ortho" if normalized else "backward").transpose(-1, -2)
+    return made if return_complex else torch.view_as_real(made)
+
+
 @contextmanager
 def everywhere(instead: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
     """Replace functions in every module that has imported them.
@@ -309,6 +339,7 @@ _INSTEAD: tuple[tuple[Any, str, Any], ...] = (
     (Tensor, "fill_diagonal_", _fill_diagonal),
     (nn.Module, "_apply", _apply_if_needed),
     (torch, "instance_norm", _instance_norm),
+    (torch._VF, "stft", _stft),
     (torch, "_check_tensor_all_with", _check_in_the_step),
     (transformer, "_detect_is_causal_mask", _is_causal_mask),
     (eager_transforms, "jacfwd", _jacobian_by_reverse),

@@ -350,6 +350,9 @@ class Step:
         return [_with_accumulated(*each) for each in zip(every, found, strict=True)]
 
 
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 class _WritingData(TorchFunctionMode):
     """Turns ``weight.data = value`` into a write in place, which a trace follows.
 
@@ -368,7 +371,7 @@ class _WritingData(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function == Tensor.data.__set__ and id(args[0]) in self._tensors:
+        if function == _SET_DATA and id(args[0]) in self._tensors:
             old, new = args
             is_like = (new.shape, new.dtype) == (old.shape, old.dtype)
             if is_like and storage_of(new) not in self._tensors.values():

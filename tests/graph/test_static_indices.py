@@ -211,3 +211,40 @@ def test_a_sample_that_takes_its_own_elements_needs_no_other_device(kind: str) -
 def test_a_list_that_does_not_count_samples_stays_as_it_is() -> None:
     step = capture_step(workload_of(lambda x, i: x[[1, 0, 2, 3], i]))
     assert list(reads_across_samples(step.graph))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n_fft": 8, "hop_length": 3, "normalized": True},
+        {"n_fft": 8, "win_length": 5, "onesided": False, "center": False},
+        {"n_fft": 6, "window": torch.hann_window(6).double(), "pad_mode": "constant"},
+        {"n_fft": 8, "win_length": 4, "window": torch.hann_window(4).double() * (1 + 1j)},
+    ],
+)
+def test_spectra_of_windows_are_those_of_torch_and_split(options: dict[str, Any]) -> None:
+    class Heard(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(20, 20).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = torch.stft(self.layer(x), return_complex=True, **options)
+            return made.abs().pow(1.5).mean() + made.real.mean()
+
+    x = torch.randn(BATCH, 20).double()
+    step = capture_step(Workload(Heard, (x,), None, torch.optim.SGD, {"lr": 0.1}))
+    plan = batch_plan(step.graph)
+    assert not plan.unruled
+    assert list(reads_across_samples(step.graph)) == []
+    model = Heard()
+    loss = model(x)
+    torch.autograd.backward(loss)
+    with torch.no_grad():
+        found = step.module(*model.parameters(), x)
+    made = [each for each in torch.utils._pytree.tree_leaves(found) if each is not None]
+    wanted = [loss.detach(), *(each.grad for each in model.parameters())]
+    assert len(made) >= len(wanted)
+    for one, other in zip(made, wanted, strict=False):
+        torch.testing.assert_close(one, other)

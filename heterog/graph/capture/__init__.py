@@ -127,8 +127,8 @@ def _check_model(workload: Workload, model: nn.Module) -> None:
                 "torch cannot add, so no optimizer steps it; keep it in bfloat16 or float32 "
                 "and cast it in forward."
             )
-    for name, value in (*parameters.items(), *model.named_buffers()):
-        if value.layout != torch.strided:
+    for name, tensor in (*parameters.items(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
             raise CaptureError(
                 f"workload '{workload.name}': '{name}' is a sparse tensor, which ranks cannot "
                 "share. For a product with a matrix that stays as it is, make the module "

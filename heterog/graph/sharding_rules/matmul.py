@@ -153,8 +153,16 @@ def _distances_backward(call: OpCall) -> list[Axis]:
     ]
 
 
+@splits("linalg_solve_triangular.default", linear=[("B",)])
+def _triangular(call: OpCall) -> list[Axis]:
+    # A system for each column (or row) of B; the batches of both matrices may be broadcast.
+    free = len(call.outputs[0].shape) - (1 if call.args.get("left", True) else 2)
+    of_b = free - len(call.outputs[0].shape) + len(shape_of(call, "B"))
+    return [*_per_matrix(call), axis(call, (free,), B=of_b)]
+
+
 @splits("cholesky_solve.default", linear=[("self",)])
-@splits("linalg_solve_triangular.default", "linalg_lu_solve.default", linear=[("B",)])
+@splits("linalg_lu_solve.default", linear=[("B",)])
 @splits(
     *("linalg_inv_ex.default", "linalg_cholesky_ex.default", "linalg_lu_factor_ex.default"),
     *("_linalg_det.default", "_linalg_slogdet.default", "_linalg_solve_ex.default"),
