@@ -1,5 +1,6 @@
 """Models of papers: loops inside a loss, networks that make weights, flows, energies, scans."""
 
+import copy
 import math
 from itertools import pairwise
 from typing import Any
@@ -10,9 +11,10 @@ from torch._higher_order_ops.scan import scan
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from families.family import BATCH, Batch, trained
+from families.family import BATCH, Batch, family, sgd, trained
 from families.found import CLASSES, features_and_classes
 from families.training import network, numbers
+from heterog.graph.workload import Workload
 
 
 @trained("maml", lambda: {"body": network(3, 8, 1)}, lambda: (numbers(8, 3), numbers(8, 1)))
@@ -293,3 +295,73 @@ def mixer_of_ranks(net: Any, x: Tensor, worth: Tensor) -> Tensor:
     """A loss of ranks (ListNet) over the whole batch, and a temperature that is trained."""
     found = net.body(x)[:, 0] * net.heat.exp()
     return -(worth.softmax(0) * found.log_softmax(0)).sum()
+
+
+class Critics(nn.Module):
+    """SAC: an actor, two critics, and targets that follow them by ``.data``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor = network(5, 8, 4)
+        self.critics = nn.ModuleList(network(7, 8, 1) for _ in range(2))
+        self.targets = copy.deepcopy(self.critics)
+        self.targets.requires_grad_(requires_grad=False)
+        self.heat = nn.Parameter(torch.zeros(1))
+
+    def _act(self, seen: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        mean, size = self.actor(seen).chunk(2, 1)
+        drawn = torch.distributions.Normal(mean, size.tanh().exp())
+        raw = mean + drawn.scale * noise
+        chance = drawn.log_prob(raw) - torch.log(1 - raw.tanh().square() + 1e-6)
+        return raw.tanh(), chance.sum(1, keepdim=True)
+
+    def forward(
+        self, seen: Tensor, acted: Tensor, reward: Tensor, later: Tensor, noise: Tensor
+    ) -> Tensor:
+        with torch.no_grad():
+            move, chance = self._act(later, noise[:, 0])
+            worth = torch.minimum(*(each(torch.cat([later, move], 1)) for each in self.targets))
+            wanted = reward[:, None] + 0.9 * (worth - self.heat.exp() * chance)
+        pair = torch.cat([seen, acted], 1)
+        lost = sum(functional.mse_loss(each(pair), wanted) for each in self.critics)
+        move, chance = self._act(seen, noise[:, 1])
+        fixed = [{k: v.detach() for k, v in each.named_parameters()} for each in self.critics]
+        found = [
+            torch.func.functional_call(each, state, (torch.cat([seen, move], 1),))
+            for each, state in zip(self.critics, fixed, strict=True)
+        ]
+        lost = lost + (self.heat.exp().detach() * chance - torch.minimum(*found)).mean()
+        first, second = (list(each.parameters()) for each in self.targets)
+        for own, target in zip(self.critics[0].parameters(), first, strict=True):
+            target.data.copy_(0.1 * own.data + 0.9 * target.data)
+        for own, target in zip(self.critics[1].parameters(), second, strict=True):
+            target.data = 0.1 * own.data + 0.9 * target.data
+        return lost - (self.heat * (chance + 2).detach()).mean()
+
+
+@family("soft_actor_critic")
+def soft_actor_critic() -> Workload:
+    """SAC in one step: two critics, the actor, a temperature, targets written by ``.data``."""
+    shapes = (5,), (2,), (), (5,), (2, 2)
+    return sgd(lambda: Critics().double(), lambda: tuple(numbers(*shape) for shape in shapes))
+
+
+@trained(
+    "grid_targets",
+    lambda: {"body": nn.Conv2d(3, 5, 3, padding=1)},
+    lambda: (
+        numbers(3, 4, 4),
+        torch.randint(0, 4, (BATCH, 3, 2)),
+        torch.randint(0, CLASSES, (BATCH, 3)),
+    ),
+)
+def grid_targets(net: Any, image: Tensor, places: Tensor, labels: Tensor) -> Tensor:
+    """YOLO: objects are read from their cells, and written to a map, by a range of samples."""
+    found, (down, right) = net.body(image), places.unbind(2)
+    sample = torch.arange(len(image))[:, None].expand_as(labels)
+    cells = found.permute(0, 2, 3, 1)[sample, down, right]
+    there = torch.zeros_like(found[:, 0])
+    there[sample, down, right] = cells[..., 0].detach().sigmoid()
+    chosen = cells[range(len(image)), labels[:, 0] % 3]
+    lost = functional.cross_entropy(cells[..., 1:].mT, labels) + chosen.square().mean()
+    return lost + functional.binary_cross_entropy_with_logits(found[:, 0], there)

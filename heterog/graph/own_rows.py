@@ -1,8 +1,9 @@
 """Indices that keep each sample within its own rows, so that no other device's rows are read.
 
 Rules see no values, but some values follow from the ops that make an index: ``torch.arange``
-counts samples, ``topk`` over n numbers is less than n, and their sum ``topk + n * arange`` (with
-samples in the first dimension) stays within the n rows of each sample of a flattened tensor.
+counts samples, also where it is expanded, ``topk`` over n numbers is less than n, and their sum
+``topk + n * arange`` (with samples in the first dimension) stays within the n rows of each sample
+of a flattened tensor.
 """
 
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from heterog.graph.sharding_rules.table import dimension
 _SAME_ORDER = frozenset(
     {
         *("alias.default", "detach.default", "expand.default", "lift_fresh.default"),
+        "lift_fresh_copy.default",
         *("squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default"),
         *("view.default", "_unsafe_view.default", "_to_copy.default", "clone.default"),
     }
@@ -61,6 +63,8 @@ class OwnRows:
         self._steps: dict[int, int] = {}
         """Tensors that are 0, step, 2 step, ... in the order of samples: of any shape, with the
         same number of elements for each sample."""
+        self._repeated: dict[int, tuple[int, int]] = {}
+        """Tensors that are 0, 1, 2, ... along one dimension alone: how many, and the dimension."""
         self._below: dict[int, int] = {}
         """Tensors of values from zero to below a number."""
         self._places: dict[int, _Places] = {}
@@ -82,6 +86,9 @@ class OwnRows:
                 found = split_by_bags(graph.call(index), given, graph.batch_size, position, step)
             elif call.kind in INDEXED and step == 1:
                 found = split_by_own_rows(graph.call(index), given, count, position)
+            elif call.kind in INDEXED and tensor in self._repeated:
+                count, dim = self._repeated[tensor]
+                found = split_by_own_rows(graph.call(index), given, count, position, dim)
             elif call.kind not in BAGS and places and given[position] == places.split:
                 rows = places.size * graph.batch_size
                 found = split_by_places(graph.call(index), given, rows, position)
@@ -111,6 +118,11 @@ class OwnRows:
                 self._steps[made[0]] = self._steps[source] * number
             elif op.kind in _SAME_ORDER or (op.kind == "add.Tensor" and number == 0):
                 self._steps[made[0]] = self._steps[source]  # transformers adds an offset of zero
+        elif op.kind == "expand.default" and self._steps.get(source) == 1:
+            count, shape = tensors[source].meta.num_elements, tensors[source].shape
+            if count > 1 and max(shape) == count:
+                dim = len(meta.shape) - len(shape) + shape.index(count)
+                self._repeated[made[0]] = count, dim
 
     def _bound(self, index: int, op: GraphOp) -> None:
         made, args = self._graph.outputs[index], op.args

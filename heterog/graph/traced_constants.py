@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from heterog.graph.batch_plan import batch_plan, made_at_birth
 from heterog.graph.op_graph import GraphOp, OpGraph, Phase
@@ -100,6 +101,28 @@ def merge_equal_constants(graph: fx.Graph) -> None:
             node.replace_all_uses_with(same)
             constant.discard(node)
             graph.erase_node(node)
+
+
+def count_by_ranges(module: fx.GraphModule) -> None:
+    """Make constants that count from zero by ``arange``, of which rules know the values.
+
+    ``x[range(len(x)), labels]`` has such a constant: it takes from each sample its own element.
+    """
+    for node in list(module.graph.nodes):
+        value = getattr(module, str(node.target)) if node.op == "get_attr" else None
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or not node.users:
+            continue
+        is_plain = value.layout == torch.strided and value.device.type == "cpu"
+        if value.dtype != torch.int64 or value.ndim != 1 or len(value) < 2 or not is_plain:
+            continue
+        reader = min(node.users)
+        with _disable_current_modes():
+            counts = torch.equal(value, torch.arange(len(value)))
+        if counts and isinstance(reader.meta.get("val"), FakeTensor):
+            with reader.meta["val"].fake_mode:
+                made = insert_before(module, reader, torch.ops.aten.arange.default, (len(value),))
+            node.replace_all_uses_with(made)
+            module.graph.erase_node(node)
 
 
 def make_repeated_constants_once(

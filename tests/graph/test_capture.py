@@ -408,6 +408,20 @@ def test_a_sparse_gradient_that_no_module_asks_for_is_refused() -> None:
         capture(workload(lambda: Looked(in_module=False), *batch))
 
 
+def test_a_sparse_buffer_is_refused_with_the_ways_out() -> None:
+    class Smoothed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("near", torch.eye(4).to_sparse())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(self.get_buffer("near"), self.layer(x).T).T
+
+    with pytest.raises(CaptureError, match=r"'near' is a sparse tensor.*SparseProduct.*index_add"):
+        capture(workload(Smoothed, torch.zeros(8, 4), torch.zeros(8, 4)))
+
+
 def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"SparseAdam cannot step a dense gradient.*Adagrad"):
         optimizer_state_ratio(torch.optim.SparseAdam, {})

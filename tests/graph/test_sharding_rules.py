@@ -989,6 +989,12 @@ def creation_calls(make: Make) -> Iterator[Call]:
     yield "randint_like.default", x, 5
     yield "randint_like.low_dtype", x, 2, 5
     yield "native_dropout.default", x, 0.5, True
+    rounded, scale, zero = "fake_quantize_per_tensor_affine_cachemask", torch.tensor(0.1), 0
+    yield f"{rounded}.default", x, 0.1, zero, -8, 7
+    one, is_on = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int64)
+    yield f"_{rounded}_tensor_qparams.default", x, scale, one, is_on, -8, 7
+    by_channel = "fake_quantize_per_channel_affine_cachemask.default"
+    yield by_channel, x, make.real(6).float(), torch.zeros(6, dtype=torch.int32), 1, -8, 7
     yield "rand.default", (5, 6)
     yield "randn.default", (5, 6)
     yield "randint.default", 5, (5, 6)

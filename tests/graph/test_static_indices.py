@@ -4,6 +4,7 @@ Masks that a step makes of sizes alone are known, and so are questions about the
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from heterog.errors import CaptureError
 from heterog.graph.batch_plan import batch_plan, reads_across_samples
 from heterog.graph.capture import capture_step
 from heterog.graph.placement import S
+from heterog.graph.sharding_rules import Special
 from heterog.graph.workload import Workload
 
 BATCH, LENGTH, WIDTH = 4, 5, 6
@@ -184,3 +186,69 @@ def test_attention_of_torch_takes_any_mask(is_buffer: bool) -> None:
     torch.testing.assert_close(torch.utils._pytree.tree_leaves(found)[0], model(*batch).detach())
     masks = [op.args.get("is_causal") for op in step.graph.ops if op.kind == "attention"]
     assert masks == [not is_buffer], "the kernel needs no mask where it is known to be causal"
+
+
+OWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a range of Python": lambda x, i: x[range(len(x)), i[:, 0]],
+    "a list": lambda x, i: x[list(range(len(x))), i[:, 0]],
+    "an expanded range": lambda x, i: x[torch.arange(len(x))[:, None].expand_as(i), i],
+    "a range before a new dimension": lambda x, i: x[torch.arange(len(x))[:, None], i],
+    "an expanded range to write": lambda x, i: torch.zeros_like(x).index_put(
+        (torch.arange(len(x))[:, None].expand_as(i), i), 2 * x[:, :2]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_sample_that_takes_its_own_elements_needs_no_other_device(kind: str) -> None:
+    def batch() -> tuple[Tensor, Tensor]:
+        return torch.randn(BATCH, LENGTH, WIDTH).double(), torch.tensor([[0, 3]] * BATCH)
+
+    step = capture_step(replace(workload_of(OWN[kind]), example_batch=batch))
+    plan = batch_plan(step.graph)
+    assert not plan.unruled
+    assert list(reads_across_samples(step.graph)) == []
+    own = [s for op, s in zip(step.graph.ops, plan.specials, strict=True) if "index" in op.kind]
+    assert set(own) == {Special.OWN_ROWS}
+
+
+def test_a_list_that_does_not_count_samples_stays_as_it_is() -> None:
+    step = capture_step(workload_of(lambda x, i: x[[1, 0, 2, 3], i]))
+    assert list(reads_across_samples(step.graph))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n_fft": 8, "hop_length": 3, "normalized": True},
+        {"n_fft": 8, "win_length": 5, "onesided": False, "center": False},
+        {"n_fft": 6, "window": torch.hann_window(6).double(), "pad_mode": "constant"},
+        {"n_fft": 8, "win_length": 4, "window": torch.hann_window(4).double() * (1 + 1j)},
+    ],
+)
+def test_spectra_of_windows_are_those_of_torch_and_split(options: dict[str, Any]) -> None:
+    class Heard(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(20, 20).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = torch.stft(self.layer(x), return_complex=True, **options)
+            return made.abs().pow(1.5).mean() + made.real.mean()
+
+    x = torch.randn(BATCH, 20).double()
+    step = capture_step(Workload(Heard, (x,), None, torch.optim.SGD, {"lr": 0.1}))
+    plan = batch_plan(step.graph)
+    assert not plan.unruled
+    assert list(reads_across_samples(step.graph)) == []
+    model = Heard()
+    loss = model(x)
+    torch.autograd.backward(loss)
+    with torch.no_grad():
+        found = step.module(*model.parameters(), x)
+    made = [each for each in torch.utils._pytree.tree_leaves(found) if each is not None]
+    wanted = [loss.detach(), *(each.grad for each in model.parameters())]
+    assert len(made) >= len(wanted)
+    for one, other in zip(made, wanted, strict=False):
+        torch.testing.assert_close(one, other)

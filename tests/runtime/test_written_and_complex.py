@@ -1,5 +1,6 @@
 """What the step writes and reads, conjugates, float8, bags, spectra, experts: rules and stages."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,25 @@ class WithTarget(nn.Module):
             for own, other in zip(self.net.parameters(), self.target.parameters(), strict=True):
                 other.lerp_(own, 0.1)
         out: Tensor = self.net(x) * factor + self.target(x).detach() - self.average
+        return out
+
+
+class Copied(nn.Module):
+    """Targets that are deep copies, which follow by ``.data`` in the ways of many programs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4))
+        self.targets = nn.ModuleList(copy.deepcopy(self.net) for _ in range(3))
+        self.targets.requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = (list(each.parameters()) for each in self.targets)
+        for own, one, two, three in zip(self.net.parameters(), first, second, third, strict=True):
+            one.data.mul_(0.9).add_(own.data, alpha=0.1)
+            two.data.copy_(0.2 * own.data + 0.8 * two.data)
+            three.data = three.data * 0.7 + own.data * 0.3
+        out: Tensor = self.net(x) - 0.1 * sum(each(x) for each in self.targets)
         return out
 
 
@@ -216,6 +236,7 @@ MODELS = {
     "statistics": WithStatistics,
     "turned": Turned,
     "target": WithTarget,
+    "copied": Copied,
     "conjugates": Conjugates,
     "float8": Float8,
     "masked": Masked,

@@ -127,6 +127,14 @@ def _check_model(workload: Workload, model: nn.Module) -> None:
                 "torch cannot add, so no optimizer steps it; keep it in bfloat16 or float32 "
                 "and cast it in forward."
             )
+    for name, tensor in (*parameters.items(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
+            raise CaptureError(
+                f"workload '{workload.name}': '{name}' is a sparse tensor, which ranks cannot "
+                "share. For a product with a matrix that stays as it is, make the module "
+                "heterog.graph.sparse_product.SparseProduct of its entries; or keep its indices "
+                "and values in two buffers, and sum with index_select and index_add."
+            )
     check_hooks(workload, parameters)
 
 
@@ -454,12 +462,17 @@ def _fake_parameter(mode: FakeTensorMode, value: Tensor, *, is_trained: bool) ->
     return fake
 
 
+def _is_deep_copy(value: Tensor) -> bool:
+    """Whether ``copy.deepcopy`` made a fake tensor: its views then lie in other memory than it."""
+    return isinstance(value, FakeTensor) and storage_of(value.detach()) != storage_of(value)
+
+
 def _fake(mode: FakeTensorMode, value: Tensor, *, by_rows: bool = False) -> Tensor:
     """A fake tensor like another; row-major if ``by_rows``, as ranks keep their weights."""
     if by_rows and value.layout == torch.strided and not value.is_contiguous():
         fake = torch.empty(value.shape, dtype=value.dtype, device="cpu")
         fake.requires_grad_(value.requires_grad)
-    elif value.is_meta:
+    elif value.is_meta or _is_deep_copy(value):
         fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
         fake.requires_grad_(value.requires_grad)
     elif isinstance(value, FakeTensor):

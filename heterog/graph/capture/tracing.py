@@ -42,7 +42,7 @@ from heterog.graph.python_state import PythonState
 from heterog.graph.repeated_calls import check_repeats
 from heterog.graph.static_shapes import plain_control_flow, with_static_shapes
 from heterog.graph.step import Inputs, Step
-from heterog.graph.traced_constants import MADE_AT, merge_equal_constants
+from heterog.graph.traced_constants import MADE_AT, count_by_ranges, merge_equal_constants
 from heterog.graph.value_checks import answered_guards, spread_checks
 from heterog.graph.value_numbers import DATA_DEPENDENT, storage_of
 from heterog.graph.workload import Workload
@@ -518,6 +518,7 @@ def trace(
         with statistics_of_whole_batch():
             return trace(workload, mode, model, inputs, known, checks_calls=False)
     spread_checks(traced)
+    count_by_ranges(traced)
     merge_equal_constants(traced.graph)
     traced.graph.eliminate_dead_code()
     return traced

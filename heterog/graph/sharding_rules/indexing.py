@@ -261,7 +261,11 @@ ROWS_BY_ONE_INDEX = frozenset({"index_select.default", "index_add.default"})
 
 
 def split_by_own_rows(
-    call: OpCall, placements: tuple[Placement, ...], num_rows: int, rows: int
+    call: OpCall,
+    placements: tuple[Placement, ...],
+    num_rows: int,
+    rows: int,
+    along: int | None = None,
 ) -> RuleResult | None:
     """Find the rule of an op in which every sample reads only its own rows.
 
@@ -274,6 +278,8 @@ def split_by_own_rows(
         placements: Placements of its inputs.
         num_rows: Number of rows of all samples, of which each has as many.
         rows: Position of an input that is 0, 1, ... ``num_rows - 1`` in the order of samples.
+        along: Dimension along which this input counts, if it is the same along others; without
+            it, the only dimension with several elements.
 
     Returns:
         The rule; ``None`` if no input is split like this, or the index is not for the dimension of
@@ -286,9 +292,11 @@ def split_by_own_rows(
         return None
     broadcast, at, _ = _index_layout(call)
     counted = call.inputs[rows].shape
-    if max(counted, default=1) != num_rows or num_rows == 1:
-        return None
-    dim = counted.index(num_rows) + len(broadcast) - len(counted)
+    if along is None:
+        if max(counted, default=1) != num_rows or num_rows == 1:
+            return None
+        along = counted.index(num_rows)
+    dim = along + len(broadcast) - len(counted)
     entries: list[Entry] = [R] * len(call.inputs)
     entries[positions(call, "self")[0]] = place
     for ref in refs:

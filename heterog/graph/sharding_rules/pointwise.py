@@ -13,6 +13,7 @@ from heterog.graph.sharding_rules.table import (
     axis,
     broadcast_axes,
     choose,
+    dimension,
     of_op,
     rule,
     splits,
@@ -114,6 +115,18 @@ splits(
     "masked_fill.Scalar",
     linear=lambda call: [(0,)] if call.args["value"] == 0 else [],
 )(broadcast_axes)
+
+
+@splits(
+    "fake_quantize_per_tensor_affine_cachemask.default",
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default",
+    "fake_quantize_per_channel_affine_cachemask.default",
+)
+def _rounded(call: OpCall) -> list[Axis]:
+    # One scale for all elements, or for each channel; torch refuses to round no channels.
+    rank = len(call.outputs[0].shape)
+    channel = dimension(call, "axis", rank) if "axis" in call.args else -1
+    return [axis(call, (d, d), self=d) for d in range(rank) if d != channel]
 
 
 @splits("bucketize.Tensor", "isin.Tensor_Tensor")
