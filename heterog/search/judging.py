@@ -16,9 +16,9 @@ resume (``Planner.resumes``). Half of it goes to methods that improve the best p
 the next round goes to the method whose last rounds improved its own best plan most per second.
 This gain counts less, the farther that plan is behind the best of all. Every second round of
 methods that make their own plans goes to a starved method, if there is one: first to the one with
-the best plan (or nearest to fitting). Methods without gain are tried again when the others gain
-nothing either. A method that ended before its part was over has nothing left to try, unless its
-answers are whole.
+the best plan, then to one without an evaluation, then to the one nearest to fitting. Methods
+without gain are tried again when the others gain nothing either. A method that ended before its
+part was over has nothing left to try, unless its answers are whole.
 """
 
 import math
@@ -180,6 +180,15 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
     >>> next_of([quick, far]) is far
     True
 
+    If none has a plan that fits, one that could not evaluate any comes first:
+
+    >>> unknown, overfull = Contender(planner=Method()), Contender(planner=Method())
+    >>> nothing = {**of_round, "best_s": math.inf, "step_time_s": math.inf}
+    >>> unknown.tell(**nothing, evaluations=0)
+    >>> overfull.tell(**nothing, evaluations=3, overflow_bytes=1.0)
+    >>> next_of([overfull, unknown]) is unknown
+    True
+
     A method that starts from the best plan and returns it unchanged has gained nothing:
 
     >>> adopts = Contender(planner=Method())
@@ -221,8 +230,10 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
     near = [each for each in starved if each.behind <= _MOST_BEHIND]
     return min(
         near or starved,
-        key=lambda each: (each.step_time_s, each.overflow_bytes, each.evaluations),
-    )
+        key=lambda each: (
+            each.step_time_s, each.overflow_bytes if each.evaluations else 0.0, each.evaluations
+        ),
+    )  # fmt: skip
 
 
 NUM_DRAWS = 20

@@ -416,7 +416,9 @@ def test_a_sparse_buffer_is_refused_with_the_ways_out() -> None:
             self.register_buffer("near", torch.eye(4).to_sparse())
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.sparse.mm(self.get_buffer("near"), self.layer(x).T).T
+            near = torch.sparse.mm(self.get_buffer("near"), self.layer(x).T)
+            out: Tensor = near.T
+            return out
 
     with pytest.raises(CaptureError, match=r"'near' is a sparse tensor.*SparseProduct.*index_add"):
         capture(workload(Smoothed, torch.zeros(8, 4), torch.zeros(8, 4)))

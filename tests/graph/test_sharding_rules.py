@@ -1146,6 +1146,10 @@ def test_every_rule_has_a_sample() -> None:
     assert sorted(RULES) == sorted(SAMPLES)
 
 
+_UNSET_ON_NOTHING = {"multi_margin_loss.default", "multilabel_margin_loss_forward.default"}
+"""torch returns memory that nobody has written for no samples. Ranks without any do not run it."""
+
+
 @pytest.mark.parametrize("kind", sorted(SAMPLES))
 def test_parts_make_the_whole(kind: str) -> None:
     generator = _generator(sum(map(ord, kind)))
@@ -1155,6 +1159,8 @@ def test_parts_make_the_whole(kind: str) -> None:
                 if result.special == Special.LOCAL_STATISTICS:
                     continue
                 for shares in uneven_shares(units, generator):
+                    if kind in _UNSET_ON_NOTHING and 0 in shares:
+                        continue
                     try:
                         check(sample, result, shares, generator)
                     except Exception as error:
