@@ -259,7 +259,8 @@ class CompositionSearch(PointSearch[Composition]):
         """Compositions with the least estimates, with their samples and layers.
 
         An estimate may be wrong for a whole structure, so each further composition of the same
-        structure is ranked as if it were slower, by ``VARIETY``.
+        structure is ranked as if it were slower, by ``VARIETY``, and the best of each kind on its
+        own come second.
         """
         weighted = self.weighted(NUM_CUT)
         alone: dict[int, Composition] = {}
@@ -267,7 +268,8 @@ class CompositionSearch(PointSearch[Composition]):
             kinds = {island.kind for pool in point.pools for island in pool}
             if len(kinds) == 1 and seconds <= HOPELESS * self.least_s:
                 alone.setdefault(kinds.pop(), point)
-        return list(dict.fromkeys((*alone.values(), *(point for _, point in weighted))))
+        ranked = [point for _, point in weighted]
+        return list(dict.fromkeys((*ranked[:1], *alone.values(), *ranked)))
 
     def weighted(self, most: int) -> list[tuple[float, Composition]]:
         """(ranked seconds, composition) with the least estimates, sorted; see ``promising``.
