@@ -335,7 +335,7 @@ class Critics(nn.Module):
         for own, target in zip(self.critics[0].parameters(), first, strict=True):
             target.data.copy_(0.1 * own.data + 0.9 * target.data)
         for own, target in zip(self.critics[1].parameters(), second, strict=True):
-            target.data = 0.1 * own.data + 0.9 * target.data
+            target.data.mul_(0.9).add_(own.data, alpha=0.1)
         return lost - (self.heat * (chance + 2).detach()).mean()
 
 

@@ -20,6 +20,7 @@ device types that a file writes out or changes, and CPUs under a testbed's quota
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias
@@ -80,15 +81,18 @@ NOT_NEGATIVE = Field(ge=0, le=1e6, allow_inf_nan=False)
 
 
 LEAST_BARE = 1e4
-"""Least bandwidth, speed or size that needs no unit."""
+"""Least bandwidth, speed or size that needs no unit: no link or card has so few, and people write
+Gbit/s and GiB in smaller numbers."""
 
 
 def with_unit(usual: str) -> BeforeValidator:
     """Refuses a small number without a unit: 10 is meant as Gbit/s, not as 10 bytes/s."""
 
     def check(value: Any) -> Any:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and 0 < value < LEAST_BARE:
+        number = 0.0
+        with suppress(TypeError, ValueError):  # a text with a unit, say
+            number = float(value)
+        if 0.0 < number < LEAST_BARE and not isinstance(value, bool):
             said = {"text": value, "usual": usual}
             raise PydanticCustomError("value", "{text} has no unit; write '{usual}', say", said)
         return value

@@ -1,28 +1,19 @@
 """Functions of torch that mix samples only in memory, as ops that keep each sample apart.
 
 Torch computes some functions by ways that no rule can split, though each sample's result depends
-on that sample alone. While a step is captured they are computed by other ops, with the same
-numbers:
-
-- A mean over all places (``AdaptiveAvgPool2d(1)``) of images whose channels are last is followed
-  by a view by strides in memory, and so is the first step of ``torch.stft``.
-- ``masked_scatter`` writes rows to the places of a mask, in order over the whole batch. Models of
-  images and text write the features of images into a text in this way. The step checks that all
-  samples have equally many places, and each then gets rows of its own.
-- A list of the samples that is joined again (``torch.cat(list(features))``) is the tensor itself.
+on that sample alone: a mean over all places (``AdaptiveAvgPool2d(1)``) of images whose channels
+are last is followed by a view by strides in memory, and so is the first step of ``torch.stft``.
+While a step is captured they are computed by other ops, with the same numbers.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
-
-from heterog.graph.value_checks import check_all
 
 _Function = Callable[..., Any]
 
@@ -43,6 +34,10 @@ def _mean_of_all(function: _Function, num_dims: int) -> _Function:
     return pool
 
 
+def _is_complex(window: Tensor | None) -> bool:
+    return window is not None and window.is_complex()
+
+
 def _by_frames(function: _Function, _: object) -> _Function:
     """``torch.stft`` of a signal that is padded already, by frames from ``unfold``."""
 
@@ -58,8 +53,11 @@ def _by_frames(function: _Function, _: object) -> _Function:
         return_complex: bool | None,
         align_to_window: bool | None = None,
     ) -> Any:
-        length = win_length or n_fft
-        if return_complex is None or align_to_window or input.shape[-1] < n_fft:
+        length = n_fft if win_length is None else win_length
+        is_odd = hop_length == 0 or not 0 < length <= n_fft or input.shape[-1] < n_fft
+        is_odd |= window is not None and window.shape != (length,)
+        is_odd |= onesided is True and (input.is_complex() or _is_complex(window))
+        if is_odd or return_complex is None or align_to_window:  # refused by torch, or deprecated
             return function(
                 input, n_fft, hop_length, win_length, window, normalized, onesided,
                 return_complex, align_to_window,
@@ -81,89 +79,6 @@ def _by_frames(function: _Function, _: object) -> _Function:
     return stft
 
 
-_UNEVEN = (
-    "masked_scatter writes another number of rows into one sample of the batch than into the "
-    "others; its step was captured for samples with equally many. Give all samples as many "
-    "places in the mask (images, say), or write the rows with torch.where"
-)
-
-
-def _own_rows(function: _Function, _: object) -> _Function:
-    """``masked_scatter`` of rows, of which every sample has its own."""
-
-    @functools.wraps(function)
-    def masked_scatter(self: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-        num_rows = _rows_of_sample(self, mask, source)
-        if not num_rows:
-            result: Tensor = function(self, mask, source)
-            return result
-        (samples, _, width), chosen = self.shape, mask[..., 0]
-        check_all(chosen.sum(1) == num_rows, _UNEVEN)
-        places = (chosen.long().cumsum(1) - 1).clamp(0, num_rows - 1)
-        rows = source.reshape(samples, num_rows, width)
-        written = rows.gather(1, places[..., None].expand(-1, -1, width))
-        return torch.where(chosen[..., None], written, self)
-
-    return masked_scatter
-
-
-def _rows_of_sample(self: Tensor, mask: Tensor, source: Tensor) -> int:
-    """Number of rows of a sample that are written to ``[samples, places, width]``, or 0."""
-    if self.dim() != 3 or mask.dim() != 3 or mask.shape[:2] != self.shape[:2]:
-        return 0
-    if not isinstance(mask, FakeTensor) or (mask.shape[2] > 1 and mask.stride(2)):
-        return 0
-    samples, num_places, width = self.shape
-    is_of_rows = source.dim() > 1 and source.shape[-1] == width and self.dtype == source.dtype
-    num_rows, rest = divmod(source.numel(), max(samples * width, 1))
-    return num_rows if is_of_rows and not rest and num_rows < num_places else 0
-
-
-class _Piece(NamedTuple):
-    """A tensor is one of those that a tensor falls into along its first dimension."""
-
-    of: Tensor
-    number: int
-
-
-_PIECE = "_heterog_piece"
-
-
-def _marked(function: _Function, _: object) -> _Function:
-    """``unbind`` whose results are marked as pieces."""
-
-    @functools.wraps(function)
-    def unbind(self: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
-        pieces: tuple[Tensor, ...] = function(self, dim)
-        if isinstance(self, FakeTensor) and dim == 0:
-            for number, piece in enumerate(pieces):
-                setattr(piece, _PIECE, _Piece(self, number))
-        return pieces
-
-    return unbind
-
-
-def _whole_again(function: _Function, is_stack: object) -> _Function:
-    """``cat`` or ``stack``, which is the tensor itself (or flattened) of all its pieces."""
-
-    @functools.wraps(function)
-    def join(tensors: Sequence[Tensor], *args: Any, **keywords: Any) -> Tensor:
-        pieces: list[_Piece | None] = [getattr(each, _PIECE, None) for each in tensors]
-        first = pieces[0] if pieces else None
-        is_along_first = all(
-            type(each) is int and not each for each in (*args, *keywords.values())
-        )
-        if first is not None and is_along_first and first.of.dim() > 1:
-            numbers = [each.number for each in pieces if each and each.of is first.of]
-            if numbers == list(range(len(first.of))):
-                whole = first.of if is_stack else first.of.flatten(0, 1)
-                return whole.clone(memory_format=torch.contiguous_format)
-        result: Tensor = function(tensors, *args, **keywords)
-        return result
-
-    return join
-
-
 INSTEAD: MappingProxyType[tuple[Any, str], tuple[Callable[..., _Function], Any]] = (
     MappingProxyType(
         {
@@ -171,12 +86,6 @@ INSTEAD: MappingProxyType[tuple[Any, str], tuple[Callable[..., _Function], Any]]
             (torch, "adaptive_avg_pool1d"): (_mean_of_all, 1),
             (torch._C._nn, "adaptive_avg_pool2d"): (_mean_of_all, 2),
             (torch._VF, "stft"): (_by_frames, None),
-            (Tensor, "masked_scatter"): (_own_rows, None),
-            (torch, "masked_scatter"): (_own_rows, None),
-            (Tensor, "unbind"): (_marked, None),
-            (torch, "unbind"): (_marked, None),
-            (torch, "cat"): (_whole_again, False),
-            (torch, "stack"): (_whole_again, True),
         }
     )
 )

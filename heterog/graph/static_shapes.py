@@ -63,7 +63,8 @@ def _look_up(self: Tensor, index: Any) -> Any:
 
 def _write(self: Tensor, index: Any, value: Any) -> None:
     """Write by unknown masks without reading values."""
-    rest = self.dim() - index.dim() if _is_unknown_mask(index) else -1
+    is_mask = _is_unknown_mask(index) and index.shape == self.shape[: index.dim()]
+    rest = self.dim() - index.dim() if is_mask else -1
     is_number = isinstance(value, int) or (isinstance(value, float) and self.is_floating_point())
     if rest >= 0 and (is_number or (isinstance(value, Tensor) and value.dim() <= rest)):
         self.copy_(torch.where(index.reshape(*index.shape, *[1] * rest), value, self))

@@ -8,7 +8,7 @@ options of a group. So every call of a step begins with the options of the step'
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch.nn.utils import stateless
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from heterog.errors import CaptureError
@@ -229,7 +228,6 @@ class Step:
         with (
             stateless._reparametrize_module(self._model, state, tie_weights=True),
             self._numbers.seeds.watched(),
-            _WritingData(state.values()),
         ):
             trained = [each.requires_grad for each in state.values()]
             num_hooks = {name: _num_hooks(each) for name, each in parameters.items()}
@@ -348,36 +346,6 @@ class Step:
         begin = torch.ones((), dtype=loss.dtype, device=loss.device) if has_own else None
         found = torch.autograd.grad(loss, every, begin, allow_unused=True)
         return [_with_accumulated(*each) for each in zip(every, found, strict=True)]
-
-
-_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-class _WritingData(TorchFunctionMode):
-    """Turns ``weight.data = value`` into a write in place, which a trace follows.
-
-    In training the two are the same to code that reads the weight, and to a backward pass, which
-    reads leaves as they are by then. A value of another shape or dtype, or in the memory of
-    another weight, stays assigned, and is refused.
-
-    Args:
-        tensors: Weights and buffers of a step.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()
-        self._tensors = {id(each): storage_of(each) for each in tensors if each.is_leaf}
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function == _SET_DATA and id(args[0]) in self._tensors:
-            old, new = args
-            is_like = (new.shape, new.dtype) == (old.shape, old.dtype)
-            if is_like and storage_of(new) not in self._tensors.values():
-                old.detach().copy_(new.detach())
-                return None
-        return function(*args, **(kwargs or {}))
 
 
 def check_hooks(workload: Workload, parameters: Mapping[str, Tensor]) -> None:

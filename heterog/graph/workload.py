@@ -126,7 +126,8 @@ class Workload:
                 f"workload '{self.name}': the example batch must be a non-empty tuple or dict of "
                 f"tensors, got {type(batch).__name__}."
             )
-        if any(leaf.shape[:1] == (0,) for _, _, leaf in named_leaves(batch)[:1]):
+        leaves = [leaf for _, _, leaf in named_leaves(batch)]
+        if leaves and all(leaf.shape[:1] == (0,) for leaf in leaves):
             raise CaptureError(f"workload '{self.name}': the example batch has no samples.")
         return tuple(batch) if isinstance(batch, list) else batch
 

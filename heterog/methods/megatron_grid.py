@@ -394,8 +394,15 @@ def most_room(cluster: Cluster, devices: Iterable[int]) -> float:
     return max(cluster.devices[device].usable_memory_bytes for device in devices)
 
 
-def unlike_devices(cluster: Cluster, devices: Iterable[int]) -> int:
+def has_alike_hosts(cluster: Cluster) -> bool:
+    """Whether hosts of one kind do alike: no line between two single hosts has its own limit."""
+    return not any(len(each.sources) == len(each.targets) == 1 for each in cluster.pairs)
+
+
+def unlike_devices(cluster: Cluster, devices: Sequence[int]) -> int:
     """Number of devices of one host of each kind; devices of alike hosts do alike."""
+    if not has_alike_hosts(cluster):
+        return len(devices)
     hosts = {
         cluster.host_kind[cluster.host_of[device]]: cluster.host_of[device] for device in devices
     }

@@ -54,9 +54,13 @@ def kept_values(graph: OpGraph, tables: GraphTables, execution: Execution, num_m
     found = results.memory[tables.value_tensor]
     # What a team sums or exchanges is sent.
     memory = np.where(tables.op_recut[tables.value_op] > 0, _OWN, found).astype(np.int32)
+    own = np.arange(len(tables.op_id), dtype=np.int32)
     row = np.zeros(graph.num_ops, np.int32)
-    row[tables.op_id] = np.arange(len(tables.op_id))
-    return Kept(memory, row[results.runs[tables.op_id]])
+    row[tables.op_id] = own
+    runs = row[results.runs[tables.op_id]]
+    # Weight gradients may be delayed, and then run apart from what they were joined with.
+    is_apart = (tables.op_is_weights == 1) | (tables.op_is_weights[runs] == 1)
+    return Kept(memory, np.where(is_apart, own, runs).astype(np.int32))
 
 
 NOTHING_COMPILED = Kept(np.zeros(0, np.int32), np.zeros(0, np.int32))

@@ -314,7 +314,7 @@ def trained_later(m: Any, _: Tensor) -> None:
 
 
 def swapped_data(m: Any, _: Tensor) -> None:
-    m.other.weight.data = m.layer.weight.data
+    m.other.weight.data = 0.9 * m.other.weight.data
 
 
 def swapped_modules(m: Any, _: Tensor) -> None:

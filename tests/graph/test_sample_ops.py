@@ -26,16 +26,8 @@ def images(x: Tensor) -> Tensor:
     return x.view(BATCH, 4, 4, 3).permute(0, 3, 1, 2)
 
 
-def marked(x: Tensor, places: Tensor) -> Tensor:
-    """Write each sample's own numbers to three places that are its own."""
-    words = x.view(BATCH, 12, 4)
-    mask = torch.zeros(BATCH, 12, dtype=torch.bool).scatter(1, places, value=True)
-    written = torch.cat(list(words[:, 6:9] * 2))
-    return words.masked_scatter(mask[..., None].expand_as(words), written)
-
-
 def assigned(x: Tensor, places: Tensor) -> Tensor:
-    """The same by an assignment."""
+    """Write numbers to the places of a mask, in order over the whole batch."""
     words = x.view(BATCH, 12, 4).sin()
     mask = torch.zeros(BATCH, 12, dtype=torch.bool).scatter(1, places, value=True)
     words[mask] = words[:, 6:9].flatten(0, 1) * 2
@@ -56,16 +48,13 @@ FUNCTIONS: dict[str, Function] = {
     "waves in pairs": lambda x: torch.view_as_complex(
         torch.stft(x, 8, window=WINDOW, win_length=6, return_complex=False)
     ).abs(),
+    "waves of a complex window": lambda x: waves(
+        x, window=WINDOW * (1 + 1j), win_length=6, pad_mode="constant"
+    ).abs(),
     "waves of complex numbers": lambda x: waves(torch.complex(x, x.sin())).abs(),
-    "pieces joined": lambda x: torch.cat(list(x.view(BATCH, 12, 4))).sin(),
-    "pieces stacked": lambda x: torch.stack(images(x).unbind(0), dim=0).flatten(1).sin(),
 }
 OTHERS: dict[str, Function] = {
-    "pieces in another order": lambda x: torch.stack(x.unbind(0)[::-1]) * x,
-    "pieces beside each other": lambda x: torch.cat(list(x.view(BATCH, 12, 4)), 1) * x.sum(),
-    "some pieces": lambda x: torch.cat(list(x.view(BATCH, 12, 4))[1:]).sin(),
     "waves of one signal": lambda x: waves(x.flatten()).abs(),
-    "single numbers": lambda x: x.masked_scatter(x.detach() > 0, x.flatten() * 2),
 }
 
 
@@ -114,14 +103,9 @@ def test_each_device_computes_its_own_samples(name: str) -> None:
     assert not micro_batches_refused(graph, 2)
 
 
-@pytest.mark.parametrize("write", [marked, assigned])
-def test_rows_written_by_a_mask_are_each_samples_own(write: Callable[..., Tensor]) -> None:
+def test_rows_written_by_a_mask_go_to_all_its_places_in_order() -> None:
+    """Some samples may have more places than others, also than in the batch that was captured."""
     x = torch.randn(BATCH, LENGTH).double()
     places = torch.stack([torch.randperm(12)[:3] for _ in range(BATCH)])
-    step = captured(write, x, places)
-    assert not list(reads_across_samples(step.graph))
-    assert not micro_batches_refused(step.graph, 2)
-    assert_same(step, write, x, places)
-    places[1, 0] = places[1, 1]  # torch would write that sample's third row into the next one
-    with pytest.raises(RuntimeError, match="another number of rows into one sample"):
-        step.module(*Applying(write).parameters(), x, places)
+    step = captured(assigned, x, places)
+    assert_same(step, assigned, x, places)

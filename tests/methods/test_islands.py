@@ -137,13 +137,21 @@ def test_memory_is_estimated_as_it_is_simulated(num_micro: int, zero: int) -> No
         assert memory[first:end, stage].sum() == pytest.approx(peak, rel=0.3)
 
 
-def test_the_most_promising_structure_is_descended_for_first() -> None:
+def test_the_most_promising_structure_is_descended_for_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However short the time is, and however few evaluations there are."""
     search = CompositionSearch(problem_of(MIXED, 4))
-    estimates = [
-        min(map(search._estimated, search._starts(structure)))
-        for structure in search._structures()
-    ]
-    assert estimates == sorted(estimates)
+    descents: list[Composition] = []
+    monkeypatch.setattr(search, "_descend", descents.append)
+    search.estimate()
+    starts = {structure: list(search._starts(structure)) for structure in structures((0, 1))}
+    least = min(starts, key=lambda each: min(map(search._estimated, starts[each])))
+    assert descents[: len(starts[least])] == starts[least]
+    monkeypatch.setattr("heterog.methods.islands.planner.ESTIMATES_OF_ONE", 0)
+    descents.clear()
+    CompositionSearch(problem_of(MIXED, 4)).estimate()
+    assert descents == []
 
 
 def exhaustive(search: CompositionSearch, most_micro: int) -> Iterator[Composition]:

@@ -60,15 +60,14 @@ class Copied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4))
-        self.targets = nn.ModuleList(copy.deepcopy(self.net) for _ in range(3))
+        self.targets = nn.ModuleList(copy.deepcopy(self.net) for _ in range(2))
         self.targets.requires_grad_(requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        first, second, third = (list(each.parameters()) for each in self.targets)
-        for own, one, two, three in zip(self.net.parameters(), first, second, third, strict=True):
+        first, second = (list(each.parameters()) for each in self.targets)
+        for own, one, two in zip(self.net.parameters(), first, second, strict=True):
             one.data.mul_(0.9).add_(own.data, alpha=0.1)
             two.data.copy_(0.2 * own.data + 0.8 * two.data)
-            three.data = three.data * 0.7 + own.data * 0.3
         out: Tensor = self.net(x) - 0.1 * sum(each(x) for each in self.targets)
         return out
 

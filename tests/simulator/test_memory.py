@@ -5,9 +5,12 @@ from random import Random
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from heterog import Workload, capture
 from heterog.cluster.topology import Execution
 from heterog.lowering.program import TaskKind
 from heterog.simulator.engine import Order
@@ -53,6 +56,20 @@ def test_equals_the_slow_reference(execution: Execution, seed: int) -> None:
     _, peak = evaluator.simulate(choice, order)
     expected = reference.memory(program, start, finish, results, runs)
     np.testing.assert_allclose(peak, expected, rtol=1e-9)
+
+
+def test_weight_gradients_are_joined_with_nothing() -> None:
+    """A schedule may delay them: a kernel would then read what is not made yet."""
+    data = torch.zeros(8, 16), torch.zeros(8, 16)
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16))
+    graph = capture(Workload(model, data, nn.functional.mse_loss, torch.optim.SGD))
+    tables = Evaluator(graph, cluster_of((10.0, ["T4"]))).tables
+    runs = kept_values(graph, tables, Execution.COMPILED, 1).runs
+    weights = np.flatnonzero(tables.op_is_weights)
+    assert len(weights)
+    assert runs[weights].tolist() == weights.tolist()
+    assert not np.isin(np.delete(runs, weights), weights).any()
+    assert (runs != np.arange(len(runs))).any()
 
 
 def with_margin(num_bytes: float) -> int:

@@ -17,6 +17,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, product
+from math import gcd
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import FloatArray
 from heterog.methods.islands.slices import Slices
-from heterog.methods.megatron_grid import MOST_TASKS
+from heterog.methods.megatron_grid import MOST_TASKS, has_alike_hosts
 from heterog.methods.model_parallel import stage_starts
 from heterog.methods.teams import host_teams
 from heterog.simulator.evaluator import Evaluator
@@ -232,7 +233,7 @@ class Estimator:
         gradients = self._gradient_seconds(firsts, parts, point, others)
         turn = max(each, messages) if point.hides_messages else each + messages
         seconds = (point.num_micro + IDLE * (len(stages) - 1)) * turn + gradients
-        return _at_least(seconds, over)
+        return _ranked_s(seconds, over)
 
     def shared_out(self, point: Composition) -> tuple[float, tuple[int, ...]]:
         """(seconds of a step, samples of each pool), so that pools take about equally long."""
@@ -291,7 +292,7 @@ class Estimator:
             gradients = self._gradient_seconds(stages, parts, point, _kinds_beside(pool, point))
             others = IDLE * float(each.sum() - each.max())
             took = (point.num_micro - 1) * longest + float(each.max()) + others + gradients
-            slowest = max(slowest, _at_least(took, filled))
+            slowest = max(slowest, _ranked_s(took, filled))
             layers.append(counts)
         splits = max(map(len, layers)) > 1
         return slowest, replace(point, layers=tuple(layers), splits_backward=splits)
@@ -383,7 +384,7 @@ class Estimator:
         return slowest * (0.5 + point.num_micro if point.zero == 3 else 1.0)
 
 
-def _at_least(seconds: float, filled: float) -> float:
+def _ranked_s(seconds: float, filled: float) -> float:
     """Seconds of a pool that fills this part of a device; what does not fit ranks behind all else.
 
     The leanest of what does not fit comes first.
@@ -514,10 +515,11 @@ def strategy_of(
         _pipeline(pool, layers, samples, point, slices, evaluator)
         for pool, layers, samples in zip(point.pools, point.layers, point.samples, strict=True)
     ]
-    # Teams on alike hosts are simulated once.
+    # Teams that do alike are simulated once: as many lanes as divide the teams of all stages.
+    counts = [stage.teams for pool in point.pools for stage in stages_of(pool, slices)]
+    lanes = gcd(*counts) if has_alike_hosts(cluster) else 1
     num_tasks = point.num_micro * sum(
-        min(len(pipeline.ranks[0]), slices.kinds[pool[0].kind].size) * len(evaluator.tables.op_id)
-        for pipeline, pool in zip(pipelines, point.pools, strict=True)
+        len(pipeline.ranks[0]) // lanes * len(evaluator.tables.op_id) for pipeline in pipelines
     )
     if num_tasks > MOST_TASKS and point.num_micro > 1:
         raise StrategyError("too many tasks to simulate under a budget.")

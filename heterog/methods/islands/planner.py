@@ -73,6 +73,8 @@ PASSES = 2
 HOPELESS = 4.0
 """Ratio to the least estimate above which machines of one kind are not simulated on their own. An
 estimate is too long by the sums of gradients, which a step hides."""
+ESTIMATES_OF_ONE = 50
+"""Most estimates for each evaluation of a budget: they take about as long."""
 UNTIL_ESTIMATED = 0.25
 """Part of the budget after which estimates end, even if some are left."""
 UNTIL_PLAIN = 0.7
@@ -120,7 +122,14 @@ class CompositionSearch(PointSearch[Composition]):
         return self.problem.orders
 
     def search(self) -> None:
-        """Estimate compositions, simulate plain ones and the best others, refine the best."""
+        """Estimate compositions, simulate plain ones and the best others, refine the best.
+
+        A plain one comes before all estimates, so that a search that is cut short has an answer.
+        """
+        if not self.found:
+            for _, point in self._plain():
+                self._simulate_in_manners(point)
+                break
         self.estimate()
         self._simulate_plain()
         if len(self.estimates) != self.num_ranked:
@@ -151,18 +160,26 @@ class CompositionSearch(PointSearch[Composition]):
     # --- estimates -------------------------------------------------------------------------------
 
     def estimate(self) -> None:
-        """Descend for each structure while there is time, or until a composition fits."""
+        """Descend for each structure until a part of the budget is spent, longer if none fits."""
         for structure in self._structures():
             if structure in self.done:
                 continue
             for start in self._starts(structure):
                 if start in self.started:
                     continue
-                if self.least_s < OVERFLOWS and self.spending.fraction >= UNTIL_ESTIMATED:
+                if self._has_estimated:
                     return
                 self._descend(start)
                 self.started.add(start)
             self.done.add(structure)
+
+    @property
+    def _has_estimated(self) -> bool:
+        """Whether enough of the budget went to estimates, which a count does not include."""
+        until = UNTIL_ESTIMATED if self.least_s < OVERFLOWS else UNTIL_PLAIN
+        evaluations = self.problem.budget.evaluations
+        most = np.inf if evaluations is None else ESTIMATES_OF_ONE * evaluations
+        return self.spending.fraction >= until or len(self.estimates) >= most
 
     def _structures(self) -> list[Structure]:
         """All structures by the estimates of their starts.
@@ -171,10 +188,12 @@ class CompositionSearch(PointSearch[Composition]):
         """
         kinds = self.slices.kinds
         roomy = sorted(range(len(kinds)), key=lambda kind: -kinds[kind].usable_bytes)
-        return sorted(
-            dict.fromkeys(structures(roomy)),
-            key=lambda each: min(map(self._estimated, self._starts(each))),
-        )
+        return sorted(dict.fromkeys(structures(roomy)), key=self._start_s)
+
+    def _start_s(self, structure: Structure) -> float:
+        """The least estimate of a structure's starts."""
+        self.spending.check()
+        return min(map(self._estimated, self._starts(structure)))
 
     def _starts(self, structure: Structure) -> Iterator[Composition]:
         """Large teams or single devices, in few stages, with some numbers of micro-batches.
@@ -285,6 +304,7 @@ class CompositionSearch(PointSearch[Composition]):
                 break
             # Only the best manner of a division is kept, one with full recomputation apart.
             division = point.pools, point.num_micro, point.recompute == Recompute.FULL
+            self.spending.check()
             if division not in cuts:  # points that do not fit are tried in other manners
                 cut = self._cut(replace(point, samples=samples))
                 cuts |= {} if cut is None else {division: cut}
@@ -334,6 +354,7 @@ class CompositionSearch(PointSearch[Composition]):
 
     def _in_one_go(self, pools: tuple[Pool, ...]) -> tuple[float, Composition] | None:
         """(estimated seconds, composition) of pools without micro-batches, if there is one."""
+        self.spending.check()
         point = Composition(pools, 1, *self.manners[0])
         seconds, samples = self.estimator.shared_out(point)
         cut = self._cut(replace(point, samples=samples)) if samples else None
@@ -342,10 +363,7 @@ class CompositionSearch(PointSearch[Composition]):
     # --- simulation ------------------------------------------------------------------------------
 
     def _simulate_plain(self) -> None:
-        """Simulate the compositions of ``_plain``, and slices of ZeRO for the best of them.
-
-        They need no estimates of other divisions, so even a search that is cut short tries them.
-        """
+        """Simulate the compositions of ``_plain``, and slices of ZeRO for the best of them."""
         self.plain = self.plain or list(self._plain())
         for seconds, point in self.plain:
             if seconds > HOPELESS * self.least_s:

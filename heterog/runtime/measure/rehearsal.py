@@ -459,7 +459,8 @@ class _RehearsedOp(LocalOp):
             ]
         made = self._kernel(inputs, share)
         for index, (value, wanted) in enumerate(zip(made, shapes, strict=False)):
-            if 0 in wanted:  # BatchNorm in eval mode keeps statistics on some devices, unread
+            if 0 in wanted and "batch_norm" in self.call.kind:
+                # In eval mode it keeps statistics on some devices, which nothing reads.
                 made[index] = value.new_empty(wanted)
             elif tuple(value.shape) != wanted and not self.is_incomplete(share):
                 raise RehearsalError(f"it makes {tuple(value.shape)} instead of {wanted}")
