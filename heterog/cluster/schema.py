@@ -87,8 +87,13 @@ def with_unit(usual: str) -> BeforeValidator:
     """Refuses a small number without a unit: 10 is meant as Gbit/s, not as 10 bytes/s."""
 
     def check(value: Any) -> Any:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and 0 < value < LEAST_BARE:
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            return value
+        try:
+            number = float(value)  # also of a quoted one
+        except ValueError:
+            return value
+        if 0 < number < LEAST_BARE:
             said = {"text": value, "usual": usual}
             raise PydanticCustomError("value", "{text} has no unit; write '{usual}', say", said)
         return value

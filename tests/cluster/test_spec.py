@@ -278,6 +278,7 @@ ERRORS = [
     ),
     ("50 Gbit/s", "0", "{path}, line 12, hosts[1].nic.line_rate: 0 is not above 0."),
     ("50 Gbit/s", "50", "hosts[1].nic.line_rate: 50 has no unit; write '10 Gbit/s', say."),
+    ("50 Gbit/s", "'50'", "hosts[1].nic.line_rate: 50 has no unit; write '10 Gbit/s', say."),
     ("50 Gbit/s", "-1 GB/s", "hosts[1].nic.line_rate: '-1 GB/s' is not above 0."),
     ("50 Gbit/s", ".nan", "hosts[1].nic.line_rate: nan is not a finite number."),
     ("50 Gbit/s", ".inf", "hosts[1].nic.line_rate: inf is not a finite number."),
