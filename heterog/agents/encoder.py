@@ -6,12 +6,15 @@ candidates attend to themselves and to each other. ``PaperEncoder`` follows Hete
 graph attention over ops alone, then a sequence model over groups.
 """
 
+import inspect
 from collections.abc import Callable
+from importlib.util import cache_from_source
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import GATConv, HeteroConv, TransformerConv
+from torch_geometric.nn import GATConv, HeteroConv, MessagePassing, TransformerConv
 from torch_geometric.utils import scatter, to_dense_batch
 
 from heterog.agents.config import PolicyConfig
@@ -45,7 +48,22 @@ def make_encoder(config: PolicyConfig) -> nn.Module:
     Raises:
         UnknownNameError: there is none of that name.
     """
-    return named("encoder", config.encoder, ENCODERS)(config)
+    encoder = named("encoder", config.encoder, ENCODERS)(config)
+    remove_written_code(encoder)
+    return encoder
+
+
+def remove_written_code(network: nn.Module) -> None:
+    """Remove files of code that PyG has written for a network's layers and has loaded.
+
+    PyG leaves them in the temporary folder: two for each class of layers, in each process.
+    """
+    for kind in {type(each) for each in network.modules() if isinstance(each, MessagePassing)}:
+        for method in (kind.propagate, kind.edge_updater):
+            file = Path(inspect.getfile(method))
+            if file.name.startswith(kind.__module__):  # else a file of PyG itself
+                file.unlink(missing_ok=True)
+                Path(cache_from_source(str(file))).unlink(missing_ok=True)
 
 
 def mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:

@@ -21,7 +21,7 @@ from torch_geometric.nn import SAGEConv
 from torch_geometric.utils import scatter
 
 from heterog.agents.checkpoint import packed, unpacked
-from heterog.agents.encoder import mlp
+from heterog.agents.encoder import mlp, remove_written_code
 from heterog.errors import InputFileError
 from heterog.files import read_bytes, write_atomically
 from heterog.methods.local_search.move_features import (
@@ -145,6 +145,7 @@ class Improver(nn.Module):
             nn.Dropout(DROPOUT),
             nn.Linear(2 * width, 1),
         )
+        remove_written_code(self)
 
     @staticmethod
     def untrained(seed: int, config: ImproverConfig | None = None) -> "Improver":

@@ -20,7 +20,6 @@ device types that a file writes out or changes, and CPUs under a testbed's quota
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias
@@ -89,10 +88,13 @@ def with_unit(usual: str) -> BeforeValidator:
     """Refuses a small number without a unit: 10 is meant as Gbit/s, not as 10 bytes/s."""
 
     def check(value: Any) -> Any:
-        number = 0.0
-        with suppress(TypeError, ValueError):  # a text with a unit, say
-            number = float(value)
-        if 0.0 < number < LEAST_BARE and not isinstance(value, bool):
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            return value
+        try:
+            number = float(value)  # also of a quoted one
+        except ValueError:
+            return value
+        if 0 < number < LEAST_BARE:
             said = {"text": value, "usual": usual}
             raise PydanticCustomError("value", "{text} has no unit; write '{usual}', say", said)
         return value

@@ -1,6 +1,9 @@
 """The decoder is an exact distribution, masks hold, and files are read with care."""
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -280,3 +283,17 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path: Path) -> None:
 def test_a_policy_needs_a_width_that_heads_divide() -> None:
     with pytest.raises(ValueError, match="width 10, 4 heads"):
         PolicyConfig(width=10)
+
+
+@pytest.mark.distributed  # it starts a process
+def test_networks_leave_no_files_in_the_temporary_folder(tmp_path: Path) -> None:
+    """PyG left two for each class of layers in each process: hundreds after a day of plans."""
+    makes = (
+        "from heterog.agents.config import PolicyConfig\n"
+        "from heterog.agents.improver import Improver\n"
+        "from heterog.agents.policy import Policy\n"
+        "Improver(), Policy(PolicyConfig()), Policy(PolicyConfig(encoder='paper'))\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", makes], env=environment, check=True)
+    assert not [each for each in tmp_path.rglob("*") if each.is_file()]

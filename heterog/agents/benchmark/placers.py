@@ -19,6 +19,7 @@ from torch.distributions import Categorical
 from torch_geometric.nn import GATConv, SAGEConv
 
 from heterog.agents.benchmark.row_search import Row, Rows
+from heterog.agents.encoder import remove_written_code
 from heterog.envs.pair import Pair
 from heterog.strategy.strategy import Sync
 
@@ -127,6 +128,7 @@ class _OneShot(nn.Module):
         layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, 0.0, batch_first=True)
         self.blocks = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
         self.choice = nn.Linear(WIDTH, num_actions)
+        remove_written_code(self)
 
     def forward(self, features: Tensor, edges: Tensor, mask: Tensor | None = None) -> Tensor:
         """Logits.  # [G, A]"""
