@@ -9,6 +9,8 @@ numbers:
 - ``masked_scatter`` writes rows to the places of a mask, in order over the whole batch. Models of
   images and text write the features of images into a text in this way. The step checks that all
   samples have equally many places, and each then gets rows of its own.
+- ``bincount`` is as long as the largest value says. Where its caller says that no value is as
+  large as ``minlength``, which the step checks, it is a sum over samples.
 - A list of the samples that is joined again (``torch.cat(list(features))``) is the tensor itself.
 """
 
@@ -119,6 +121,29 @@ def _rows_of_sample(self: Tensor, mask: Tensor, source: Tensor) -> int:
     return num_rows if is_of_rows and not rest and num_rows < num_places else 0
 
 
+_TOO_LARGE = (
+    "torch.bincount met a value that is not below its minlength; its step was captured for counts "
+    "of minlength values. Give a minlength that is above all values"
+)
+
+
+def _counts(function: _Function, _: object) -> _Function:
+    """``bincount`` of values below ``minlength``, by adding at their places."""
+
+    @functools.wraps(function)
+    def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        if not isinstance(input, FakeTensor) or not minlength:
+            result: Tensor = function(input, weights, minlength)
+            return result
+        check_all(input < minlength, _TOO_LARGE)
+        added = torch.ones_like(input, dtype=torch.int64) if weights is None else weights.detach()
+        if added.dtype not in (torch.int64, torch.float32):
+            added = added.double()
+        return added.new_zeros(minlength).index_add(0, input.long(), added)
+
+    return bincount
+
+
 class _Piece(NamedTuple):
     """A tensor is one of those that a tensor falls into along its first dimension."""
 
@@ -173,6 +198,8 @@ INSTEAD: MappingProxyType[tuple[Any, str], tuple[Callable[..., _Function], Any]]
             (torch._VF, "stft"): (_by_frames, None),
             (Tensor, "masked_scatter"): (_own_rows, None),
             (torch, "masked_scatter"): (_own_rows, None),
+            (Tensor, "bincount"): (_counts, None),
+            (torch, "bincount"): (_counts, None),
             (Tensor, "unbind"): (_marked, None),
             (torch, "unbind"): (_marked, None),
             (torch, "cat"): (_whole_again, False),
