@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from heterog.export.folder import ExportError
 from heterog.graph.batch_plan import batch_plan, reads_across_samples
 from heterog.graph.grouping import group_ops
-from heterog.graph.sharding_rules import Special
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.placement import P, Placement
+from heterog.graph.sharding_rules import Special, propagate
 from heterog.names import first_of
 from heterog.search.plan import Plan
 from heterog.strategy.division import micro_shares
@@ -124,14 +126,29 @@ def _refuse_whole_batch_ops(plan: Plan, target: str) -> None:
     strategy, graph = plan.strategy, plan.graph
     if len(_samples(strategy.decisions[0])) == strategy.num_micro_batches == 1:
         return
-    for index, tensor in reads_across_samples(graph):
-        if batch_plan(graph).placements[tensor].kind == "S":
-            op = graph.ops[index]
-            raise ExportError(
-                f"op {op.kind} in module '{op.module or '(root)'}' needs the whole batch, but "
-                f"{target} runs it on the samples of one rank and micro-batch. Export to "
-                "torchrun."
-            )
+    batch = batch_plan(graph)
+    reads = [
+        index
+        for index, tensor in reads_across_samples(graph)
+        if batch.placements[tensor].kind == "S"
+    ]
+    reads += [
+        index
+        for index, special in enumerate(batch.specials)
+        if special == Special.OF_WHOLE_BATCH and not _is_sum(graph, index, batch.needed[index])
+    ]
+    for index in sorted(reads):
+        op = graph.ops[index]
+        raise ExportError(
+            f"op {op.kind} in module '{op.module or '(root)'}' needs the whole batch, but "
+            f"{target} runs it on the samples of one rank and micro-batch. Export to "
+            "torchrun."
+        )
+
+
+def _is_sum(graph: OpGraph, index: int, given: tuple[Placement, ...]) -> bool:
+    result = propagate(graph.call(index), given, graph.batch_size)
+    return result is not None and set(result.outputs) == {P}
 
 
 def _global_values(plan: Plan) -> list[str]:

@@ -20,7 +20,7 @@ from heterog.graph.own_rows import OwnRows
 from heterog.graph.placement import L, OpCall, P, Placement, R, S
 from heterog.graph.sharding_rules import RuleResult, Special, claims_checked, propagate
 from heterog.graph.sharding_rules.pointwise import FILLS, PLUS_NUMBER
-from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES, MEAN, NO_REDUCTION
+from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES, MEAN
 from heterog.graph.sharding_rules.table import INSIDE_TEAMS
 from heterog.grouped import grouped
 
@@ -133,9 +133,9 @@ def _propagate(graph: OpGraph, seeds: Mapping[int, RuleResult]) -> _State:
             result = RuleResult(*op.rule)
         else:
             result = _rule_of(graph, index, given, rows, follows)
-            if is_known and result is not None and set(result.outputs) == {P}:
+            if is_known and _asks_for_others(graph, index, given, result):
                 # Every rank has the numbers of the whole batch before the step, so each computes
-                # this sum from all of them: every micro-batch has it, and nothing is sent.
+                # this from all of them: every micro-batch has it, and nothing is sent.
                 result = RuleResult(given, (R,) * op.num_outputs, Special.OF_WHOLE_BATCH)
         if result is None:
             # Always right, never fast: every device gathers the inputs and does all of the op.
@@ -147,6 +147,24 @@ def _propagate(graph: OpGraph, seeds: Mapping[int, RuleResult]) -> _State:
         specials.append(result.special)
         follows.extend([is_known and result.special not in _RANDOM] * op.num_outputs)
     return placements, needed, specials, unruled, follows
+
+
+def _asks_for_others(
+    graph: OpGraph, index: int, given: tuple[Placement, ...], result: RuleResult | None
+) -> bool:
+    """Whether an op makes a sum over samples, or one value from several samples.
+
+    Views make no values, and writes reach buffers once a step.
+    """
+    if result is not None and set(result.outputs) == {P}:
+        return True
+    if graph.is_view[index] or graph.ops[index].is_write or L in given:
+        return False
+    needed = (R,) * len(given) if result is None else result.inputs
+    is_drawn = result is not None and result.special is not None
+    return not is_drawn and any(
+        have.kind == "S" and want == R for have, want in zip(given, needed, strict=True)
+    )
 
 
 _RANDOM = (Special.OWN_RANDOM_STREAM, Special.SHARED_RANDOM_STREAM)
@@ -277,7 +295,7 @@ def counts_known_labels(graph: OpGraph, op: int, follows_batch: Sequence[bool]) 
     op reads the weight, the graph does not sum it. In both cases the loss runs on gathered inputs.
     """
     labels, weight = graph.ops[op].inputs[1:], graph.outputs[op][1]
-    if graph.ops[op].args.get("reduction", MEAN) == NO_REDUCTION:
+    if graph.ops[op].args.get("reduction", MEAN) != MEAN:
         return True
     return bool(graph.consumers[weight]) and all(follows_batch[tensor] for tensor in labels)
 

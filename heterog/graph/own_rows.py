@@ -118,11 +118,14 @@ class OwnRows:
                 self._steps[made[0]] = self._steps[source] * number
             elif op.kind in _SAME_ORDER or (op.kind == "add.Tensor" and number == 0):
                 self._steps[made[0]] = self._steps[source]  # transformers adds an offset of zero
-        elif op.kind == "expand.default" and self._steps.get(source) == 1:
+        elif op.kind in ("expand.default", "repeat.default") and self._steps.get(source) == 1:
             count, shape = tensors[source].meta.num_elements, tensors[source].shape
             if count > 1 and max(shape) == count:
                 dim = len(meta.shape) - len(shape) + shape.index(count)
-                self._repeated[made[0]] = count, dim
+                if meta.shape[dim] == count:
+                    self._repeated[made[0]] = count, dim
+        elif op.kind in ("clone.default", "_to_copy.default") and source in self._repeated:
+            self._repeated[made[0]] = self._repeated[source]
 
     def _bound(self, index: int, op: GraphOp) -> None:
         made, args = self._graph.outputs[index], op.args

@@ -3,7 +3,9 @@
 Torch computes some functions by ways that no rule can split, though each sample's result depends
 on that sample alone: a mean over all places (``AdaptiveAvgPool2d(1)``) of images whose channels
 are last is followed by a view by strides in memory, and so is the first step of ``torch.stft``.
-While a step is captured they are computed by other ops, with the same numbers.
+While a step is captured they are computed by other ops, with the same numbers. So is ``bincount``,
+which is as long as the largest value says: where its caller says that no value is as large as
+``minlength``, which the step checks, it is a sum over samples.
 """
 
 import functools
@@ -13,7 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
+
+from heterog.graph.value_checks import check_all
 
 _Function = Callable[..., Any]
 
@@ -79,6 +84,29 @@ def _by_frames(function: _Function, _: object) -> _Function:
     return stft
 
 
+_TOO_LARGE = (
+    "torch.bincount met a value that is not below its minlength; its step was captured for counts "
+    "of minlength values. Give a minlength that is above all values"
+)
+
+
+def _counts(function: _Function, _: object) -> _Function:
+    """``bincount`` of values below ``minlength``, by adding at their places."""
+
+    @functools.wraps(function)
+    def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        if not isinstance(input, FakeTensor) or not minlength:
+            result: Tensor = function(input, weights, minlength)
+            return result
+        check_all(input < minlength, _TOO_LARGE)
+        added = torch.ones_like(input, dtype=torch.int64) if weights is None else weights.detach()
+        if added.dtype not in (torch.int64, torch.float32):
+            added = added.double()
+        return added.new_zeros(minlength).index_add(0, input.long(), added)
+
+    return bincount
+
+
 INSTEAD: MappingProxyType[tuple[Any, str], tuple[Callable[..., _Function], Any]] = (
     MappingProxyType(
         {
@@ -86,6 +114,8 @@ INSTEAD: MappingProxyType[tuple[Any, str], tuple[Callable[..., _Function], Any]]
             (torch, "adaptive_avg_pool1d"): (_mean_of_all, 1),
             (torch._C._nn, "adaptive_avg_pool2d"): (_mean_of_all, 2),
             (torch._VF, "stft"): (_by_frames, None),
+            (Tensor, "bincount"): (_counts, None),
+            (torch, "bincount"): (_counts, None),
         }
     )
 )

@@ -999,6 +999,11 @@ def test_targets_refuse_what_they_cannot_express(graph: OpGraph, tmp_path: Path)
         assert not (tmp_path / "job").exists()
 
 
+class MixedBatch(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input + input.flip(0))
+
+
 class CumulativeBatch(torch.nn.Linear):
     """Every sample sees those before it: no rank can do that with its own samples."""
 
@@ -1006,16 +1011,19 @@ class CumulativeBatch(torch.nn.Linear):
         return super().forward(input).cumsum(0)
 
 
-def test_ddp_refuses_ops_that_need_the_whole_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "kind"), [(CumulativeBatch, "cumsum"), (MixedBatch, "flip")])
+def test_ddp_refuses_ops_that_need_the_whole_batch(
+    tmp_path: Path, model: type[torch.nn.Linear], kind: str
+) -> None:
     workload = Workload(
-        lambda: CumulativeBatch(4, 4),
+        lambda: model(4, 4),
         (torch.zeros(8, 4), torch.zeros(8, 4)),
         torch.nn.functional.mse_loss,
         torch.optim.SGD,
         {"lr": 0.1},
     )
     plan = plan_of(capture(workload), cluster_of(tmp_path, ("a", "CPU", 4)), EVEN)
-    with pytest.raises(ExportError, match=r"op cumsum.* needs the whole batch"):
+    with pytest.raises(ExportError, match=rf"op {kind}.* needs the whole batch"):
         make_export(plan, "ddp")
     assert make_export(plan, "torchrun").files
 

@@ -254,6 +254,47 @@ def test_sums_of_the_batch_alone_are_known_before_the_step() -> None:
     assert ruled.bytes_per_unit[known] == plan.bytes_per_sample[known] == 0
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: 0.3 * x + 0.7 * x.flip(0),
+        lambda x: (x - x.mean(0)) / x.std(0),
+        lambda x: x.sort(0).values,
+        lambda x: x * torch.bincount(x.argmax(1), minlength=6),
+    ],
+)
+def test_other_samples_of_the_batch_are_known_before_the_step(
+    made: Callable[[Tensor], Tensor],
+) -> None:
+    """Mixed samples, and advantages that are normalised: every rank has the whole batch."""
+
+    class Mixed(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(made(input))
+
+    graph = captured(lambda: Mixed(6, 4), torch.zeros(8, 6), torch.zeros(8, 4))
+    assert conversions(graph) == []
+    assert batch_plan(graph).unruled == ()
+    assert ops_of_the_whole_batch(graph) == []
+    product = next(op for op, node in enumerate(graph.ops) if node.kind == "addmm.default")
+    assert batch_plan(graph).flops_fixed[product] == 0
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_sum_over_labels_needs_no_count_of_them(reduction: str) -> None:
+    """Neither do those that the model makes itself."""
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        known = functional.cross_entropy(out, y[:, 0].long(), reduction=reduction)
+        guessed = functional.cross_entropy(out, out.argmax(1), reduction=reduction)
+        return (known + guessed).sum() / 8
+
+    graph = captured(mlp, torch.zeros(8, 6), torch.zeros(8, 4), loss)
+    assert conversions(graph) == []
+    assert batch_plan(graph).unruled == ()
+    assert ops_of_the_whole_batch(graph) == []
+
+
 def test_numbers_beside_a_loss_need_no_total() -> None:
     """``1 - similarity.mean()``: the number counts once, so micro-batches can be summed."""
     loss = lambda out, y: 2.0 - (1 - (functional.mse_loss(out, y) + 0.5))  # noqa: E731

@@ -109,3 +109,18 @@ def test_rows_written_by_a_mask_go_to_all_its_places_in_order() -> None:
     places = torch.stack([torch.randperm(12)[:3] for _ in range(BATCH)])
     step = captured(assigned, x, places)
     assert_same(step, assigned, x, places)
+
+
+@pytest.mark.parametrize("weighs", [False, True])
+def test_counts_of_labels_below_a_number_are_sums(weighs: bool) -> None:
+    def counts(x: Tensor, labels: Tensor) -> Tensor:
+        weights = x.detach()[:, 0] if weighs else None
+        return x * torch.bincount(labels, weights, minlength=LENGTH)
+
+    x, labels = torch.randn(BATCH, LENGTH).double(), torch.tensor([3, 1, 3, 0])
+    step = captured(counts, x, labels)
+    assert batch_plan(step.graph).unruled == ()
+    assert_same(step, counts, x, labels)
+    labels[0] = LENGTH  # torch would count one value more
+    with pytest.raises(RuntimeError, match="not below its minlength"):
+        step.module(*Applying(counts).parameters(), x, labels)

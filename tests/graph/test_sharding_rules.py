@@ -404,6 +404,13 @@ _SPECIAL_ELEMENTWISE = {
     "bitwise_left_shift.Tensor_Scalar",
     "bitwise_right_shift.Tensor_Scalar",
     "_prelu_kernel_backward.default",
+    "rrelu_with_noise_backward.default",
+    "bitwise_left_shift.Tensor",
+    "bitwise_right_shift.Tensor",
+    "__lshift__.Scalar",
+    "__lshift__.Tensor",
+    "__rshift__.Scalar",
+    "__rshift__.Tensor",
     "gelu.default",
     "gelu_backward.default",
     "polygamma.default",
@@ -462,8 +469,15 @@ def more_elementwise(make: Make) -> Iterator[Call]:
     yield "log_sigmoid_backward.default", x, y, torch.exp(-y.abs())
     yield "native_dropout_backward.default", x, mask, 2.0
     yield "_prelu_kernel_backward.default", x, y, make.real(1, 3, 1)
+    for trains in (True, False):
+        noise = make.real(5, 3, 6)
+        yield "rrelu_with_noise_backward.default", x, y - 0.5, noise, 0.1, 0.3, trains, False
     for kind in ("left", "right"):
         yield f"bitwise_{kind}_shift.Tensor_Scalar", whole, 1
+        yield f"bitwise_{kind}_shift.Tensor", whole, make.below(3, 3, 1)
+    for kind in ("l", "r"):
+        yield f"__{kind}shift__.Scalar", whole, 1
+        yield f"__{kind}shift__.Tensor", whole, make.below(3, 3, 1)
     yield "bucketize.Tensor", x, make.real(6).sort().values
     yield "isin.Tensor_Tensor", whole, make.below(9, 5)
     yield "polygamma.default", 1, x
@@ -908,6 +922,10 @@ def indexing_calls(make: Make) -> Iterator[Call]:
     yield "scatter.reduce", x, 1, narrow, source, {"reduce": "multiply"}
     yield "scatter.value_reduce", x, 1, narrow, 2.0, {"reduce": "multiply"}
     few = make.below(6, 3)
+    yield "index_copy.default", x, 1, torch.tensor([4, 0, 2]), source
+    for value in (0, 3.0):
+        yield "index_fill.int_Scalar", x, 1, few, value
+    yield "index_fill.int_Tensor", x, 1, few, make.real()
     yield "index_select.default", x, 1, few
     yield "index_add.default", x, 1, few, source, {"alpha": 2}
     yield "index_reduce.default", x, 1, few, source, "amax"
@@ -1001,6 +1019,9 @@ def creation_calls(make: Make) -> Iterator[Call]:
     yield "randint.low", 2, 5, (5, 6)
     yield "randperm.default", 5
     yield "multinomial.default", x, 2
+    yield "cauchy.default", x
+    yield "log_normal.default", x
+    yield "geometric.default", x, 0.5
     for name in ("_standard_gamma", "poisson", "_sample_dirichlet"):
         yield f"{name}.default", x.abs() + 1
     yield "binomial.default", torch.full_like(x, 3), x.sigmoid()
@@ -1373,6 +1394,7 @@ def test_propagation(kind: str, shapes: list[tuple[int, ...]], given: str, expec
         (find("embedding_dense_backward.default"), 5, "S0 S0", "S0 S0 -> P"),
         (find("embedding.default"), 3, "S0 R", "S0 R -> P own_words"),
         (find("nll_loss_backward.default", reduction=1), 10, "R S0 S0 R P", "-> S0"),
+        (find("nll_loss_backward.default", reduction=2), 10, "R S0 S0 R P", "R S0 S0 R P -> S0"),
         (find("nll_loss_backward.default", reduction=0), 10, "P S0 S0 R R", "S0 S0 S0 R R -> S0"),
         (find("mean.default"), 5, "S0", "S0 -> P mean_to_sum"),
         (find("mean.default"), 5, "P", "P -> P"),

@@ -193,6 +193,7 @@ OWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a list": lambda x, i: x[list(range(len(x))), i[:, 0]],
     "an expanded range": lambda x, i: x[torch.arange(len(x))[:, None].expand_as(i), i],
     "a range before a new dimension": lambda x, i: x[torch.arange(len(x))[:, None], i],
+    "a repeated range": lambda x, i: x[torch.arange(len(x)).view(-1, 1).repeat(1, i.shape[1]), i],
     "an expanded range to write": lambda x, i: torch.zeros_like(x).index_put(
         (torch.arange(len(x))[:, None].expand_as(i), i), 2 * x[:, :2]
     ),

@@ -230,7 +230,35 @@ class WithStatistics(nn.Module):
         return out + (mean - self.first.bias).square().sum()
 
 
+def loss_of(out: Tensor | tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    value, more = out if isinstance(out, tuple) else (out, 0.0)
+    return nn.functional.mse_loss(value, target) + more
+
+
+class Mixed(nn.Module):
+    """What a step makes of the batch alone: samples mixed with others, their order, counts.
+
+    Beside the output comes a part of the loss.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 12), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        blend = 0.7 * x + 0.3 * x.flip(0)
+        scale = (x[:, 0] - x[:, 0].mean()) / x[:, 0].std()
+        order = x[:, 1].argsort().argsort() / len(x)
+        classes = x[:, :4].argmax(1)
+        counts = torch.bincount(classes, minlength=4)
+        log = self.last(self.first(blend).tanh()).log_softmax(1)
+        known = nn.functional.nll_loss(log, classes, 1 / (counts + 1.0).to(x), reduction="sum")
+        guessed = nn.functional.nll_loss(log, log.argmax(1), reduction="sum")
+        return log * (scale + order)[:, None], (known + guessed) / len(x)
+
+
 MODELS = {
+    "mixed": Mixed,
     "counted": Counted,
     "statistics": WithStatistics,
     "turned": Turned,
@@ -261,9 +289,7 @@ def workload_of(name: str) -> Workload:
             model.double().get_parameter("fixed").data = fixed
         return model if name in ("conjugates", "float8") else model.double()
 
-    return Workload(
-        seeded, batch_of(0), nn.functional.mse_loss, torch.optim.SGD, {"lr": 0.1}, name=name
-    )
+    return Workload(seeded, batch_of(0), loss_of, torch.optim.SGD, {"lr": 0.1}, name=name)
 
 
 def strategies(graph: OpGraph) -> list[Strategy]:
@@ -313,7 +339,7 @@ def test_they_train_as_on_one_device(ranks: Ranks, tmp_path: Path, name: str) ->
             torch.testing.assert_close(*both, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["bags", "spectra", "experts"])
+@pytest.mark.parametrize("name", ["mixed", "bags", "spectra", "experts"])
 def test_no_sample_is_gathered_and_plans_rehearse(name: str) -> None:
     captured = capture_step(workload_of(name))
     graph = captured.graph

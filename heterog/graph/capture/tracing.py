@@ -253,8 +253,8 @@ _WAYS_OUT: tuple[tuple[str, str, str], ...] = (
     (
         "op",
         "^aten::bincount$",
-        "bincount is as long as the largest value says. Sum functional.one_hot(labels, classes) "
-        "over samples.",
+        "bincount is as long as the largest value says. Say how many values there are, "
+        "minlength=classes.",
     ),
     (
         "op",

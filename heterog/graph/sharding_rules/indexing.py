@@ -189,10 +189,15 @@ def _index_add(call: OpCall) -> list[Axis]:
 
 
 @splits("index_reduce.default")
-def _index_reduce(call: OpCall) -> list[Axis]:
+@splits("index_copy.default", linear=[("self", "source")], summand="self")
+@splits(
+    "index_fill.int_Scalar", linear=lambda call: [("self",)] if call.args["value"] == 0 else []
+)
+@splits("index_fill.int_Tensor")
+def _beside_an_index(call: OpCall) -> list[Axis]:
     rank = len(shape_of(call, "self"))
     along = dimension(call, "dim", rank)
-    return [axis(call, (d,), self=d, source=d) for d in range(rank) if d != along]
+    return [axis(call, (d,), self=d, **of_op(call, source=d)) for d in range(rank) if d != along]
 
 
 @splits("index.Tensor", "_unsafe_index.Tensor", linear=[("self",)])

@@ -49,6 +49,8 @@ NONLINEAR = (
     *("bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_not.default"),
     *("__and__.Tensor", "__or__.Tensor", "__and__.Scalar", "__or__.Scalar"),
     *("bitwise_left_shift.Tensor_Scalar", "bitwise_right_shift.Tensor_Scalar"),
+    *("bitwise_left_shift.Tensor", "bitwise_right_shift.Tensor"),
+    *("__lshift__.Scalar", "__rshift__.Scalar", "__lshift__.Tensor", "__rshift__.Tensor"),
     *("isnan.default", "isinf.default", "isfinite.default"),
     *("addcmul.default", "addcdiv.default", "logaddexp.default", "xlogy.Tensor"),
     *("xlogy.Scalar_Other", "hypot.default", "heaviside.default", "where.Scalar"),
@@ -57,6 +59,7 @@ NONLINEAR = (
     *("polygamma.default", "igamma.default", "igammac.default", "special_erfcx.default"),
     *("i0.default", "special_i0e.default", "special_i1.default", "special_i1e.default"),
     *("special_ndtri.default", "special_log_ndtr.default", "special_entr.default"),
+    *("_standard_gamma_grad.default", "_dirichlet_grad.default"),
 )
 """Not linear in any input, so a P input is made R first."""
 
@@ -73,7 +76,7 @@ LINEAR_IN_FIRST = (
     *("softplus_backward.default", "sigmoid_backward.default", "tanh_backward.default"),
     *("log_sigmoid_backward.default", "logit_backward.default", "hardshrink_backward.default"),
     *("softshrink_backward.default", "native_dropout_backward.default"),
-    "_prelu_kernel_backward.default",
+    *("_prelu_kernel_backward.default", "rrelu_with_noise_backward.default"),
 )
 """Linear in the first input (the output's gradient), whatever the others are."""
 
@@ -178,6 +181,7 @@ def _like(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> Ru
     *("native_dropout.default", "uniform.default", "normal_functional.default"),
     *("exponential.default", "_standard_gamma.default", "poisson.default", "binomial.default"),
     *("normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor"),
+    *("cauchy.default", "geometric.default", "log_normal.default"),
     "rrelu_with_noise_functional.default",
 )
 def _random_like(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:

@@ -252,11 +252,17 @@ def _nll(call: OpCall) -> list[Axis]:
 
 @splits("nll_loss_backward.default", "nll_loss2d_backward.default", linear=[("grad_output",)])
 def _nll_backward(call: OpCall) -> list[Axis]:
-    reduced = integer(call, "reduction", MEAN) != 0
+    reduction = integer(call, "reduction", MEAN)
+    # Only a mean is divided by the weight of all labels, so that of a sum may stay partial.
+    weights = (R,) if reduction in (MEAN, NO_REDUCTION) else (P, R)
     axes = [
-        axis(call, (dim,), grad_output=R if reduced else own, self=dim, target=own)
+        axis(
+            call, (dim,), grad_output=R if reduction else own, self=dim, target=own,
+            total_weight=weight,
+        )
         for dim, own in _label_dims(call)
-    ]
+        for weight in weights
+    ]  # fmt: skip
     if axes:
         axes.append(axis(call, (1,), Special.OWN_WORDS, self=1))
     return axes

@@ -52,9 +52,9 @@ class Special(StrEnum):
             its own: the distribution is that of the op, but the numbers differ.
         SHARED_RANDOM_STREAM: random numbers that all devices must share: draw them from generators
             in the same state, or on one device and broadcast.
-        OF_WHOLE_BATCH: a sum over samples of values that follow from the batch alone. Run the op
+        OF_WHOLE_BATCH: of several samples, by values that follow from the batch alone. Run the op
             and its inputs on the whole batch, which every rank has; every micro-batch gets the
-            same sum.
+            same values.
     """
 
     MEAN_TO_SUM = "mean_to_sum"
