@@ -116,7 +116,7 @@ class Balancer(Follower):
         self.weights = StepWeights(self.group)
         watch_updates(self.weights, self.group)
         self._means = MeanCounts(self.group)
-        self._same_deals = SameDeals(self.group)
+        self._same_deals, self._leaving = SameDeals(self.group), Leaving(self.group)
         self._num_in_step, self._is_cut = 0, False  # losses weighed in this step, in parts or not
         self._check_replicas = check_replicas
         self.weights.checks_updates = check_replicas
@@ -127,7 +127,6 @@ class Balancer(Follower):
         self._samplers: list[ref[ShareSampler]] = []  # of loaders that exist, in order
         self._training: ShareSampler | None = None
         self._open, self._left_out = OpenSteps(), LeftOut(self.group.rank)
-        self._leaving = Leaving(self.group)
         self._make_follower = partial(
             SpeedFollower, self.group, interval=interval, writer=writer, tell=tell
         )
@@ -279,6 +278,7 @@ class Balancer(Follower):
     def begin_pass(self, sampler: ShareSampler | None = None) -> None:
         """Called by a loader when the loop begins to iterate."""
         self._open.begin_pass()
+        self._leaving.begin_pass(sampler)
         self.clock.restart()
 
     def begin_step(self, deal: Deal, sampler: ShareSampler | None = None) -> None:

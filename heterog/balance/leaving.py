@@ -1,43 +1,62 @@
-"""Ends the wait for a rank that has left its loop alone.
+"""Says which rank has left its loop alone, on the ranks that wait for it.
 
 A rank that stops by its own loss, or catches an error that others do not have, makes no further
 step. Others wait for its gradients then, until the timeout of the process group: half an hour. So
-a rank whose pass ends early says in which step, in the store of the process group. A thread of
-each rank looks there every second. If this rank goes on although another has left, its next step
-is an error; if it is stuck in a step, its process ends with one line.
+a rank whose pass ends early says where, in the store of the process group. A thread of each rank
+looks there if its loop has not moved for ten seconds, and prints one line if it waits for such a
+rank. It ends nothing: that a process waits in vain is likely then, but not certain.
 """
 
 import atexit
 import itertools
 import json
-import os
 import sys
 import threading
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
-from weakref import WeakSet, ref
+from typing import NamedTuple
+from weakref import WeakKeyDictionary, WeakSet, ref
 
+import torch
 import torch.distributed as dist
 
 from heterog.balance.group import RankGroup
 from heterog.balance.sampler import ShareSampler
-from heterog.balance.shares import BalanceError
 
 LOOK_S = 1.0
-"""Seconds between looks; NCCL's watchdog asks the store as often."""
+"""Seconds between looks at the loop of this rank."""
+NUM_LOOKS = 10
+"""Looks that find the loop in one place, after which it may wait for another rank."""
 
 _STORE_IS_GONE = RuntimeError, ValueError
 """Errors of a store whose rank has ended, and of a process group that has been destroyed."""
-_PACKAGE = Path(__file__).parents[1]
+_HETEROG, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
+_STANDARD_LIBRARY = Path(threading.__file__).parent
+_PACKAGES = {"site-packages", "dist-packages"}
+_NO_EXCEPTION = None, (None, None, None)  # the latter before Python 3.12
 _num_made = itertools.count()
 _ENDS = threading.Event()
 _THREADS: "WeakSet[threading.Thread]" = WeakSet()
 
 
+class Place(NamedTuple):
+    """Where the loop of a rank is.
+
+    Attributes:
+        number: Of the pass, among those that train; 0 before the first loss of a pass.
+        step: The step that the loop is in or waits for.
+        is_weighed: Whether a loss of that step has been weighed.
+    """
+
+    number: int
+    step: int
+    is_weighed: bool
+
+
 class Leaving:
-    """Notices that another rank has left a pass that this rank goes on with.
+    """Notices that this rank waits for another, which has left the pass.
 
     Args:
         group: The ranks.
@@ -47,75 +66,91 @@ class Leaving:
         self._group = group
         self._key = f"heterog/left/{next(_num_made)}"
         self._num_passes = 0  # in which a loss was weighed for training
-        # Of each open pass: its number, and the step that the loop is in or waits for.
-        self._open: dict[ShareSampler, tuple[int, int]] = {}
-        self._num_ended = 0  # steps
-        self._told = ""
-        self._told_after = 0
+        self._open: WeakKeyDictionary[ShareSampler, Place] = WeakKeyDictionary()
+        self._at: Place | None = None  # in a pass that trains; read by the thread
+        self._loops_in = 0  # identifier of the thread that the loop runs in
+        self._seen: object = None
+        self._num_seen = 0  # looks in a row that saw that
+        self._told = 0  # number of the pass that a line was printed for
         self._thread: threading.Thread | None = None
 
+    def begin_pass(self, sampler: ShareSampler | None) -> None:
+        """Note that the loop of a loader begins; without one, its end would not be known."""
+        self._at = None
+        if sampler is not None:
+            self._open[sampler] = Place(0, sampler.start, is_weighed=False)
+
     def train(self, sampler: ShareSampler, step: int) -> None:
-        """Note that this step of a pass trains."""
-        if not dist.is_initialized() or self._group.num_ranks < 2:
+        """Note that a loss of this step is weighed for training."""
+        if sampler not in self._open or not dist.is_initialized() or self._group.num_ranks < 2:
             return
-        if sampler not in self._open:
-            self._num_passes += 1
-            self._open[sampler] = self._num_passes, step
+        number = self._open[sampler].number
+        if not number:
+            self._num_passes = number = self._num_passes + 1
+        self._loops_in = threading.get_ident()
+        self._at = self._open[sampler] = Place(number, step, is_weighed=True)
         if self._thread is None or not self._thread.is_alive():  # it may be a forked process
+            _end_looks_at_exit()
             self._thread = threading.Thread(target=_look_often, args=(ref(self),), daemon=True)
             self._thread.start()
             _THREADS.add(self._thread)
 
     def end_step(self, sampler: ShareSampler) -> None:
-        """Note that the loop asks for the next step.
-
-        Raises:
-            BalanceError: another rank has left the pass in this step or before.
-        """
-        if sampler in self._open:
-            self._open[sampler] = self._open[sampler][0], sampler.num_done
-        self._num_ended += 1
-        if self._told:
-            raise BalanceError(self._told)
+        """Note that the loop asks for the next step."""
+        if sampler in self._open and (number := self._open[sampler].number):
+            self._at = self._open[sampler] = Place(number, sampler.num_done, is_weighed=False)
 
     def end_pass(self, sampler: ShareSampler) -> None:
         """Note that a pass ends; if steps of it are left, tell the others."""
-        number, _ = self._open.pop(sampler, (0, 0))
-        if not number or not sampler.is_inside or not dist.is_initialized():
+        self._at = None
+        place = self._open.pop(sampler, None)
+        if place is None or not place.number or not sampler.is_inside or not dist.is_initialized():
             return
-        step = sampler.num_done - 1
         said = (
-            f"rank {self._group.rank} left its loop in step {step} of epoch {sampler.epoch}"
+            f"rank {self._group.rank} left its loop in step {place.step} of epoch {sampler.epoch}"
             f"{_place_of_loop()}"
         )
-        with suppress(*_STORE_IS_GONE):
-            _store().set(self._key, json.dumps({"pass": number, "step": step, "said": said}))
+        with suppress(*_STORE_IS_GONE):  # the first rank that leaves a pass is the reason
+            _store().compare_set(f"{self._key}/{place.number}", "", json.dumps([*place, said]))
 
     def look(self) -> None:
-        """Look whether a rank has left a pass that this rank is in; end a wait for it."""
-        if self._told:
-            if self._num_ended == self._told_after:
-                end_process(self._group.rank, self._told)
+        """Print a line, once in a pass, if this rank waits for one that has left it."""
+        at = self._at
+        seen = None if at is None else self._stands_at(at)
+        if at is None or seen is None or seen != self._seen:
+            self._seen, self._num_seen = seen, 0
+        self._num_seen += 1
+        if at is None or seen is None or self._num_seen < NUM_LOOKS or self._told == at.number:
             return
-        store = _store()
-        if not store.check([self._key]):
+        store, key = _store(), f"{self._key}/{at.number}"
+        if not store.check([key]):
             return
-        left = json.loads(store.get(self._key))
-        places = [each for each in list(self._open.values()) if each[0] == left["pass"]]
-        if any(step > left["step"] for _, step in places):
-            self._told_after = self._num_ended
-            self._told = (
-                f"{left['said']}, and rank {self._group.rank} went on: it would wait for the "
-                "other's gradients. Let all ranks stop alike, by balancer.mean_loss() or another "
-                "number that all of them have."
+        *left, said = json.loads(store.get(key))
+        if at > tuple(left) and at is self._at:
+            self._told = at.number
+            print(
+                f"heterog: {said}, and rank {self._group.rank} stands in step {at.step} since: it "
+                "seems to wait for the other's gradients, until the timeout of the process group. "
+                "Let all ranks stop alike, by balancer.mean_loss() or another number that all of "
+                "them have.",
+                file=sys.stderr,
+                flush=True,
             )
 
+    def _stands_at(self, at: Place) -> object:
+        """The call that the loop is in; none if it does something else than to wait for ranks.
 
-def end_process(rank: int, told: str) -> NoReturn:
-    """End this process with a line; its loop is stuck in a call that no exception reaches."""
-    print(f"heterog: rank {rank}: {told}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(2)
+        A loop that handles an error, to save its model say, has got out of its wait. Between its
+        steps, a loop may also do what other ranks do not: draw one more batch, to show it.
+        """
+        frame = sys._current_frames().get(self._loops_in)
+        handled: object = sys._current_exceptions().get(self._loops_in)
+        if frame is None or handled not in _NO_EXCEPTION:
+            return None
+        path = Path(frame.f_code.co_filename)
+        if not at.is_weighed and not {_TORCH, _HETEROG} & set(path.parents):
+            return None
+        return at, id(frame), frame.f_lasti
 
 
 def _store() -> dist.Store:  # type: ignore[name-defined]
@@ -135,12 +170,16 @@ def _look_often(held: "ref[Leaving]") -> None:
         del leaving
 
 
-@atexit.register
+@cache
+def _end_looks_at_exit() -> None:
+    atexit.register(_end_looks)
+
+
 def _end_looks() -> None:
     """End the threads: one that returned from the store later would abort the process."""
     _ENDS.set()
     for thread in list(_THREADS):
-        thread.join(LOOK_S)
+        thread.join(10)
 
 
 def _place_of_loop() -> str:
@@ -148,7 +187,8 @@ def _place_of_loop() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if "site-packages" not in path.parts and _PACKAGE not in path.parents:
+        is_known = {_HETEROG, _STANDARD_LIBRARY} & set(path.parents) or _PACKAGES & set(path.parts)
+        if not is_known and not path.name.startswith("<"):
             return f" ({path.name}:{frame.f_lineno})"
         frame = frame.f_back
     return ""
