@@ -10,6 +10,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.envs.merging import CoarseTables, merge_tables, sums
 from heterog.graph.op_graph import OpGraph
+from heterog.lowering.choice import Choice
 from heterog.lowering.program import FloatArray
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import make_tape
@@ -48,7 +49,7 @@ class CoarseEvaluator(Evaluator):
         self.prices = _CoarsePrices(self, merged)
         self._tape = make_tape(4096, len(self.tables.parameter_bytes), cluster.num_devices)
 
-    def kept_values(self, tables: GraphTables, num_micro: int) -> Kept:
+    def kept_values(self, tables: GraphTables, choice: Choice) -> Kept:
         """Merged values have memory of their own, if steps are compiled, too."""
         return NOTHING_COMPILED
 

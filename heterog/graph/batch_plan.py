@@ -18,7 +18,7 @@ from heterog.errors import GraphError
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase, TensorKind
 from heterog.graph.own_rows import OwnRows
 from heterog.graph.placement import L, OpCall, P, Placement, R, S
-from heterog.graph.sharding_rules import RuleResult, Special, claims_checked, propagate
+from heterog.graph.sharding_rules import RULES, RuleResult, Special, claims_checked, propagate
 from heterog.graph.sharding_rules.pointwise import FILLS, PLUS_NUMBER
 from heterog.graph.sharding_rules.reduction import LABEL_COUNTING_LOSSES, MEAN
 from heterog.graph.sharding_rules.table import INSIDE_TEAMS
@@ -154,11 +154,13 @@ def _asks_for_others(
 ) -> bool:
     """Whether an op makes a sum over samples, or one value from several samples.
 
-    Views make no values, and writes reach buffers once a step.
+    Views make no values, and writes reach buffers once a step. What an op without any rule does is
+    not known: it may draw numbers.
     """
     if result is not None and set(result.outputs) == {P}:
         return True
-    if graph.is_view[index] or graph.ops[index].is_write or L in given:
+    op = graph.ops[index]
+    if graph.is_view[index] or op.is_write or op.kind not in RULES or L in given:
         return False
     needed = (R,) * len(given) if result is None else result.inputs
     is_drawn = result is not None and result.special is not None

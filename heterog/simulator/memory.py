@@ -46,7 +46,14 @@ class Kept(NamedTuple):
     runs: IntArray  # compute op at whose place each op's kernel runs  # [num_compute_ops]
 
 
-def kept_values(graph: OpGraph, tables: GraphTables, execution: Execution, num_micro: int) -> Kept:
+def kept_values(
+    graph: OpGraph,
+    tables: GraphTables,
+    execution: Execution,
+    num_micro: int,
+    *,
+    splits_backward: bool = False,
+) -> Kept:
     """Where the values of some tables are kept in a step of some micro-batches."""
     if not execution.compiles:
         return NOTHING_COMPILED
@@ -58,9 +65,10 @@ def kept_values(graph: OpGraph, tables: GraphTables, execution: Execution, num_m
     row = np.zeros(graph.num_ops, np.int32)
     row[tables.op_id] = own
     runs = row[results.runs[tables.op_id]]
-    # Weight gradients may be delayed, and then run apart from what they were joined with.
-    is_apart = (tables.op_is_weights == 1) | (tables.op_is_weights[runs] == 1)
-    return Kept(memory, np.where(is_apart, own, runs).astype(np.int32))
+    if splits_backward:  # delayed weight gradients run apart from what they are joined with
+        is_apart = (tables.op_is_weights == 1) | (tables.op_is_weights[runs] == 1)
+        runs = np.where(is_apart, own, runs)
+    return Kept(memory, runs.astype(np.int32))
 
 
 NOTHING_COMPILED = Kept(np.zeros(0, np.int32), np.zeros(0, np.int32))

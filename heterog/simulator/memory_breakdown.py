@@ -121,7 +121,7 @@ def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) 
     choice = evaluator.encode(strategy) if isinstance(strategy, Strategy) else strategy
     reported = evaluator.referee(choice, order).peak_memory_bytes
     tables = evaluator.tables_of(choice)
-    kept_values = evaluator.kept_values(tables, choice.num_micro)
+    kept_values = evaluator.kept_values(tables, choice)
     resident = _resident_parts(tables, choice)
     by_times = []
     for timings in (evaluator.timings, evaluator.referee_timings):

@@ -351,15 +351,21 @@ class Runner:
         peaks = np.empty((len(timings), len(prices.type_of_device)))
         tables = rules.tables
         resident = kept_bytes(tape, tables, choice)
-        kept = self.kept_values(tables, choice.num_micro)
+        kept = self.kept_values(tables, choice)
         for each, peak in zip(timings, peaks, strict=True):
             peak_memory(tape, each, resident, peak, tables.value_start, kept)
         most = peaks.max(axis=0)
         return np.asarray(most if fold is None else fold.unfolded(most), np.float64)
 
-    def kept_values(self, tables: GraphTables, num_micro: int) -> Kept:
+    def kept_values(self, tables: GraphTables, choice: Choice) -> Kept:
         """Where a compiled step keeps the values of some tables."""
-        return kept_values(self.graph, tables, self.cluster.execution, num_micro)
+        return kept_values(
+            self.graph,
+            tables,
+            self.cluster.execution,
+            choice.num_micro,
+            splits_backward=choice.turns.splits,
+        )
 
     def alone(self, choice: Choice) -> tuple[Lowered, float, Timings]:
         """Simulate a step without the seconds that modes add.

@@ -231,7 +231,7 @@ def test_the_seed_of_an_op_depends_on_what_it_should() -> None:
     assert draw(0, 0, 2, 3, 0, True) == draw(0, 1, 2, 3, 1, True) != draw(0, 0, 2, 3, 0, False)
 
 
-class LogNormalNoise(nn.Module):
+class WholeNoise(nn.Module):
     """An op that draws and that no rule knows how to share out."""
 
     def __init__(self) -> None:
@@ -240,12 +240,12 @@ class LogNormalNoise(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.linear(x)
-        return out * torch.empty_like(out).log_normal_()
+        return out * torch.empty_like(out).random_()
 
 
 def refuse(rank: int, path: str) -> str:
     batch = (torch.zeros(BATCH, 6), torch.zeros(BATCH, 4))
-    workload = Workload(LogNormalNoise, batch, functional.mse_loss, torch.optim.SGD, {"lr": 0.1})
+    workload = Workload(WholeNoise, batch, functional.mse_loss, torch.optim.SGD, {"lr": 0.1})
     try:
         deploy(workload, load_plan(path))
     except StrategyError as error:
@@ -256,9 +256,9 @@ def refuse(rank: int, path: str) -> str:
 @pytest.mark.distributed
 def test_random_ops_without_a_rule_are_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
     batch = (torch.zeros(BATCH, 6), torch.zeros(BATCH, 4))
-    workload = Workload(LogNormalNoise, batch, functional.mse_loss, torch.optim.SGD, {"lr": 0.1})
+    workload = Workload(WholeNoise, batch, functional.mse_loss, torch.optim.SGD, {"lr": 0.1})
     text = ranks.run(refuse, saved_plan(tmp_path, capture(workload)))[0]
-    assert "log_normal" in text
+    assert "random" in text
     assert "Use torch.nn.Dropout instead" in text
 
 

@@ -181,13 +181,15 @@ def test_gains_of_long_ago_count_less_once_others_are_ahead() -> None:
 
 
 def test_where_nothing_fits_the_nearest_to_fitting_goes_on() -> None:
+    """After one that could not evaluate anything, of which nothing is known."""
     planner = built_in_methods()["local_search"]
     far, near, nothing = (Contender(planner=planner) for _ in range(3))
     one = {"given_s": 1.0, "best_s": math.inf, "seconds": 1.0, "step_time_s": math.inf}
     far.tell(evaluations=1, overflow_bytes=2e9, **one)
     near.tell(evaluations=9, overflow_bytes=1e9, **one)
     nothing.tell(evaluations=0, **one)
-    assert next_of([far, near, nothing]) is near
+    assert next_of([far, near]) is near
+    assert next_of([far, near, nothing]) is nothing
 
 
 def test_who_gains_near_the_best_goes_on_and_who_stands_still_does_not() -> None:

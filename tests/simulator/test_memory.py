@@ -48,7 +48,7 @@ def test_equals_the_slow_reference(execution: Execution, seed: int) -> None:
     order = rng.choice(list(Order))
     program, start, finish = evaluator.timings(choice, order)
     tables = evaluator.tables_of(choice)
-    kept = kept_values(evaluator.graph, tables, execution, choice.num_micro)
+    kept = evaluator.kept_values(tables, choice)
     results = memory_of_buffers(program, tables, kept).tolist()
     runs = task_runs(program, kept).tolist()
     assert execution.compiles or not any(results)
@@ -58,13 +58,13 @@ def test_equals_the_slow_reference(execution: Execution, seed: int) -> None:
     np.testing.assert_allclose(peak, expected, rtol=1e-9)
 
 
-def test_weight_gradients_are_joined_with_nothing() -> None:
-    """A schedule may delay them: a kernel would then read what is not made yet."""
+def test_delayed_weight_gradients_are_joined_with_nothing() -> None:
+    """A kernel would read what is not made yet."""
     data = torch.zeros(8, 16), torch.zeros(8, 16)
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16))
     graph = capture(Workload(model, data, nn.functional.mse_loss, torch.optim.SGD))
     tables = Evaluator(graph, cluster_of((10.0, ["T4"]))).tables
-    runs = kept_values(graph, tables, Execution.COMPILED, 1).runs
+    runs = kept_values(graph, tables, Execution.COMPILED, 1, splits_backward=True).runs
     weights = np.flatnonzero(tables.op_is_weights)
     assert len(weights)
     assert runs[weights].tolist() == weights.tolist()
