@@ -22,6 +22,7 @@ from heterog.envs.coarse import CoarseEvaluator
 from heterog.lowering.channels import balanced_slices
 from heterog.lowering.program import FloatArray
 from heterog.lowering.space import device_sets
+from heterog.lowering.tables import saved_values
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import Decision, Sync
 
@@ -126,13 +127,9 @@ class ModelMemory:
     """
 
     def __init__(self, evaluator: CoarseEvaluator) -> None:
-        tables, graph = evaluator.tables, evaluator.graph
+        tables = evaluator.tables
         blocks = tables.num_groups
-        phase = np.array([int(graph.ops[op].phase) for op in tables.op_id])
-        reader = np.repeat(np.arange(len(tables.op_id)), np.diff(tables.read_start))
-        is_saved = np.zeros(len(tables.value_op), np.bool_)
-        is_saved[tables.read_value[phase[reader] == 1]] = True
-        is_saved &= phase[tables.value_op] == 0
+        is_saved = saved_values(tables)
         block = tables.op_group[tables.value_op]
         kept = is_saved & (block >= 0)
         self.gradient_bytes = np.bincount(tables.parameter_group, tables.parameter_bytes, blocks)

@@ -10,7 +10,6 @@ which is as long as the largest value says: where its caller says that no value 
 
 import functools
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from heterog.graph.value_checks import check_all
+from heterog.graph.value_checks import Wrapped, check_all
 
 _Function = Callable[..., Any]
 
@@ -107,16 +106,12 @@ def _counts(function: _Function, _: object) -> _Function:
     return bincount
 
 
-INSTEAD: MappingProxyType[tuple[Any, str], tuple[Callable[..., _Function], Any]] = (
-    MappingProxyType(
-        {
-            (functional, "adaptive_avg_pool1d"): (_mean_of_all, 1),
-            (torch, "adaptive_avg_pool1d"): (_mean_of_all, 1),
-            (torch._C._nn, "adaptive_avg_pool2d"): (_mean_of_all, 2),
-            (torch._VF, "stft"): (_by_frames, None),
-            (Tensor, "bincount"): (_counts, None),
-            (torch, "bincount"): (_counts, None),
-        }
-    )
+INSTEAD: Wrapped = (
+    (functional, "adaptive_avg_pool1d", _mean_of_all, 1),
+    (torch, "adaptive_avg_pool1d", _mean_of_all, 1),
+    (torch._C._nn, "adaptive_avg_pool2d", _mean_of_all, 2),
+    (torch._VF, "stft", _by_frames, None),
+    (Tensor, "bincount", _counts, None),
+    (torch, "bincount", _counts, None),
 )
 """Functions by owner and name, with what wraps them and what that is told."""

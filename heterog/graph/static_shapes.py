@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from heterog.errors import CaptureError
 from heterog.graph import sample_ops
 from heterog.graph.python_state import is_of_library
-from heterog.graph.value_checks import check_all
+from heterog.graph.value_checks import check_all, wrapped
 from heterog.graph.value_numbers import is_known
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -345,8 +345,7 @@ def with_static_shapes(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (*_INSTEAD, *dense):
             stack.enter_context(mock.patch.object(owner, name, value))
-        for (owner, name), (wrap, how) in sample_ops.INSTEAD.items():
-            stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name), how)))
+        stack.enter_context(wrapped(sample_ops.INSTEAD))
         stack.enter_context(mock.patch.dict(op_implementations_dict, products))
         stack.enter_context(_graphs_without_self_loops())
         stack.enter_context(_known_positions())

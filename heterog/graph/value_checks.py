@@ -25,6 +25,8 @@ from heterog.graph.guards import guard_of_answer, guard_of_truth, is_number_of_g
 from heterog.graph.traced_constants import insert_before
 
 _Truth = Callable[..., Tensor]
+Wrapped = tuple[tuple[Any, str, Callable[..., Callable[..., Any]], Any], ...]
+"""Functions by owner and name, with their wrappers and what these are told."""
 
 _LIBRARY: Any = torch.library.Library("heterog_check", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("all_true(Tensor condition, str message) -> ()")
@@ -63,8 +65,15 @@ def answered_guards() -> Iterator[None]:
     """
     # Torch caches the functions that ``torch.device`` applies to: fill it before replacing them.
     _device_constructors()
+    with wrapped(_INSTEAD):
+        yield
+
+
+@contextmanager
+def wrapped(functions: Wrapped) -> Iterator[None]:
+    """Context in which functions are replaced by what their wrappers make of them."""
     with ExitStack() as stack:
-        for owner, name, wrap, how in _INSTEAD:
+        for owner, name, wrap, how in functions:
             stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name), how)))
         yield
 
@@ -176,7 +185,7 @@ def _going_on(function: Callable[..., Any], text: object) -> Callable[..., Any]:
 
 
 _OVERLAP = "the windows of torch.istft do not overlap everywhere"
-_INSTEAD: tuple[tuple[Any, str, Callable[..., Callable[..., Any]], Any], ...] = (
+_INSTEAD: Wrapped = (
     (Tensor, "item", _asked, None),
     (Tensor, "__bool__", _asked, _itself),
     (Tensor, "__contains__", _asked, lambda values, value: torch.eq(values, value).any()),

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING, IN_TEAM, AxisPlan, axis_plan
@@ -565,6 +566,26 @@ class _Builder:
 
 def _is_outermost(place: Placement) -> bool:
     return place.dim == 0 and place.outer == 1
+
+
+def reading_ops(tables: GraphTables) -> IntArray:
+    """The compute op of each read.  # [num_reads]"""
+    counts = np.diff(tables.read_start)
+    return np.repeat(np.arange(len(tables.op_id), dtype=np.int32), counts)
+
+
+def values_read(tables: GraphTables, reads: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Whether some of the reads read each value.  # [num_values]"""
+    found = np.zeros(len(tables.value_op), np.bool_)
+    found[tables.read_value[reads]] = True
+    return found
+
+
+def saved_values(tables: GraphTables) -> NDArray[np.bool_]:
+    """Values of forward ops that backward ops read, be it through views.  # [num_values]"""
+    late: NDArray[np.bool_] = tables.op_is_backward == 1
+    saved: NDArray[np.bool_] = values_read(tables, late[reading_ops(tables)])
+    return saved & ~late[tables.value_op]
 
 
 def block_of_groups(num_groups: int, blocks: Sequence[int]) -> tuple[int, ...]:

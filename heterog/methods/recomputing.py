@@ -14,7 +14,7 @@ import numpy as np
 
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
 from heterog.lowering.choice import BoolArray
-from heterog.lowering.tables import GraphTables
+from heterog.lowering.tables import GraphTables, reading_ops, values_read
 from heterog.strategy.keeping import Keeps, attention_scores, kept_products
 from heterog.strategy.layouts.layout import Layout, Recompute
 from heterog.strategy.layouts.pipelines import KEEPS
@@ -89,11 +89,11 @@ def freed_bytes(tables: GraphTables, keeps: Keeps) -> tuple[FloatArray, FloatArr
         (bytes for each sample, bytes independent of samples).  # [num_groups] each
     """
     again, is_backward = runs_again(tables, keeps), tables.op_is_backward == 1
-    reader = np.repeat(np.arange(len(again)), np.diff(tables.read_start))
+    reader = reading_ops(tables)
     late = is_backward[reader] | again[reader]
     is_remade = again[tables.value_op[tables.read_value]] & (tables.read_slot < 0)
-    kept = _marked(tables, late & ~is_remade)
-    was_kept = _marked(tables, is_backward[reader])
+    kept = values_read(tables, late & ~is_remade)
+    was_kept = values_read(tables, is_backward[reader])
     change = (was_kept.astype(np.float64) - kept) * ~is_backward[tables.value_op]
     changes = np.flatnonzero((change != 0.0) & (tables.op_group[tables.value_op] >= 0))
     groups = tables.op_group[tables.value_op[changes]]
@@ -102,10 +102,3 @@ def freed_bytes(tables: GraphTables, keeps: Keeps) -> tuple[FloatArray, FloatArr
         for sizes in (tables.value_bytes_per_unit, tables.value_bytes)
     )
     return of_sample, once
-
-
-def _marked(tables: GraphTables, reads: BoolArray) -> BoolArray:
-    """Whether some of the reads read each value.  # [num_values]"""
-    found = np.zeros(len(tables.value_op), np.bool_)
-    found[tables.read_value[reads]] = True
-    return found

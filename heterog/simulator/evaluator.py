@@ -19,6 +19,7 @@ from heterog.graph.op_graph import OpGraph, Phase, UpdateScope
 from heterog.lowering import Choice, encode, resident_bytes
 from heterog.lowering.program import FloatArray
 from heterog.lowering.space import StrategySpace
+from heterog.lowering.tables import saved_values
 from heterog.lowering.tape import mark_channels
 from heterog.pricing.cost_model import CostModel
 from heterog.pricing.intervals import ONE_HOST, Interval, interval_around, regime_of, regime_spread
@@ -222,16 +223,10 @@ class Evaluator(Runner):
 
     @cached_property
     def group_saved_bytes(self) -> FloatArray:
-        """Bytes of each group's values that are kept for the backward pass.  # [num_groups]
-
-        A value is kept if a backward op reads it, be it through views.
-        """
+        """Bytes of each group's values that are kept for the backward pass.  # [num_groups]"""
         tables = self.tables
-        reader = np.repeat(np.arange(len(tables.op_id)), np.diff(tables.read_start))
-        is_kept = np.zeros(len(tables.value_op), np.bool_)
-        is_kept[tables.read_value[tables.op_is_backward[reader] == 1]] = True
         owners = tables.op_group[tables.value_op]
-        is_kept &= (tables.op_is_backward[tables.value_op] == 0) & (owners >= 0)
+        is_kept = saved_values(tables) & (owners >= 0)
         sizes = tables.value_bytes + tables.value_bytes_per_unit * self.graph.batch_size
         memory = np.bincount(owners[is_kept], sizes[is_kept], tables.num_groups)
         return memory.astype(np.float64)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.space import StrategySpace
+from heterog.lowering.tables import saved_values
 from heterog.methods.local_search.neighbours import BUCKETS, Move, MoveKind, State
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
@@ -187,11 +188,7 @@ class MoveFeatures:
     def _saved_bytes(self) -> FloatArray:
         """Bytes that each group keeps for its backward pass, for the whole batch."""
         tables = self._evaluator.tables
-        reader = np.repeat(np.arange(len(tables.op_id)), np.diff(tables.read_start))
-        late = tables.read_value[tables.op_is_backward[reader] > 0]
-        kept = np.zeros(len(tables.value_op), np.bool_)
-        kept[late[late >= 0]] = True
-        kept &= (tables.op_is_backward[tables.value_op] == 0) & (tables.value_axis == 0)
+        kept = saved_values(tables) & (tables.value_axis == 0)
         kept &= tables.op_group[tables.value_op] >= 0
         group = tables.op_group[tables.value_op[kept]]
         size = tables.value_bytes_per_unit[kept] * self._batch

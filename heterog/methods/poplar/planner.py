@@ -29,7 +29,7 @@ from heterog.cluster.hardware import DeviceType
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import FloatArray, Phase
 from heterog.grouped import grouped
-from heterog.lowering.tables import GraphTables
+from heterog.lowering.tables import GraphTables, reading_ops
 from heterog.memo import kept
 from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem, StrategySearch
@@ -101,8 +101,7 @@ def liveness(tables: GraphTables) -> Liveness:
     """Liveness of values from their maker to their last reader, without parameter gradients."""
     num_ops, num_values = len(tables.op_id), len(tables.value_op)
     last = tables.value_op.astype(np.int64).copy()
-    reader = np.repeat(np.arange(num_ops), np.diff(tables.read_start))
-    np.maximum.at(last, tables.read_value, reader)
+    np.maximum.at(last, tables.read_value, reading_ops(tables))
     kept = np.ones(num_values, np.bool_)
     kept[tables.parameter_gradient] = False
     rows = []
