@@ -13,16 +13,19 @@ from heterog.methods.islands.composing import (
     Composition,
     Estimator,
     Island,
+    Structure,
     islands_of,
     partitions,
     stages_of,
     structures,
 )
 from heterog.methods.islands.planner import CompositionSearch, Islands
+from heterog.methods.islands.prospects import Prospects, change
 from heterog.methods.islands.slices import Slices, kinds_of
+from heterog.methods.islands.variants import in_a_v
 from heterog.methods.planner import Budget, Problem
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.strategy.layouts.layout import Recompute
 from tests.simulator.builders import cluster_of
 from tests.strategy.test_layouts import GRAPH, graph_of
@@ -158,7 +161,7 @@ def exhaustive(search: CompositionSearch, most_micro: int) -> Iterator[Compositi
     """Every composition with every cut and every split of the samples."""
     layers, batch_size = search.slices.num_layers, search.evaluator.graph.batch_size
     for structure in structures(range(len(search.slices.kinds))):
-        options = [[search.options[kind] for kind in pool] for pool in structure]
+        options = [[search.variants.options[kind] for kind in pool] for pool in structure]
         for pools in product(*(product(*pool) for pool in options)):
             counts = [sum(island.stages for island in pool) for pool in pools]
             if max(counts) > layers:
@@ -176,7 +179,7 @@ def exhaustive(search: CompositionSearch, most_micro: int) -> Iterator[Compositi
                     (first, units - first) for first in range(1, units)
                 ]  # fmt: skip
                 for (recompute, zero), split, cut in product(
-                    search.manners, splits, product(*cuts)
+                    search.variants.manners, splits, product(*cuts)
                 ):
                     yield Composition(
                         tuple(pools),
@@ -209,7 +212,98 @@ def test_a_search_that_is_cut_short_has_refined_its_best() -> None:
     with search.spending.limits():
         search.search()
     assert any(point not in search.found for point in search.ranked)  # it was cut short
-    assert any(set(search.beside(point)) & set(search.found) for point in search.refined)
+    varied = search.prospects.varied
+    assert any(
+        set(search.variants.beside(point, fits=True)) & set(search.found) for point in varied
+    )
+
+
+ONE = Composition(
+    ((Island(0, 1, 2, 2),),), 4, Recompute.NONE, 0, samples=(16,), layers=((4, 4),)
+)  # fmt: skip
+
+
+def evaluation_of(seconds: float, *, is_ok: bool = True) -> Evaluation:
+    outcome = Outcome.OK if is_ok else Outcome.OUT_OF_MEMORY
+    return Evaluation(
+        outcome=outcome, step_time_s=seconds, peak_memory_bytes=(0,), order=Order.FIFO
+    )
+
+
+def test_a_kind_of_change_that_disappoints_comes_later() -> None:
+    """Estimates promise 20 % from micro-batches and 10 % from layers; the first gain nothing."""
+    micro = [replace(ONE, num_micro=count) for count in (8, 16, 32)]
+    layers = [replace(ONE, layers=(cut,)) for cut in ((5, 3), (3, 5))]
+    estimates = {ONE: 1.0} | dict.fromkeys(micro, 0.8) | dict.fromkeys(layers, 0.9)
+    prospects, done = Prospects(estimates.__getitem__), set[Composition]()
+    prospects.vary(ONE, 2.0, 1.0, [*layers, *micro])
+    order = []
+    while (point := prospects.next(done.__contains__)) is not None:
+        order.append(point)
+        done.add(point)
+        prospects.tell(point, evaluation_of(2.4 if point in micro else 1.8))
+    assert order == [micro[0], *layers, *micro[1:]]
+
+
+def test_variants_count_what_the_referee_says_of_their_composition() -> None:
+    """The engine is 10 % too quick for one of two compositions, so that the other's come first."""
+    other = replace(ONE, zero=1)
+    better = {ONE: replace(ONE, num_micro=8), other: replace(other, num_micro=8)}
+    prospects = Prospects(lambda _: 1.0)
+    prospects.vary(ONE, 1.0, 1.1, [better[ONE]])
+    prospects.vary(other, 1.05, 1.0, [better[other]])
+    assert prospects.next(lambda _: False) == better[other]
+
+
+def test_what_a_variant_changes_has_one_name() -> None:
+    assert change(ONE, replace(ONE, layers=((5, 3),))) == "layers"
+    assert change(ONE, replace(ONE, zero=1, num_micro=8)) == "more micro-batches"
+    assert change(ONE, in_a_v(ONE)) == "more chunks"
+    assert change(ONE, replace(ONE, recompute=Recompute.FULL)) == "recompute FULL"
+    assert change(ONE, replace(ONE, pools=((Island(0, 1, 2, 1),),))) == "less hosts"
+    assert change(ONE, replace(ONE, pools=((Island(0, 2, 2, 2),),))) == "division"
+
+
+def test_chunks_in_a_v_idle_for_a_quarter_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two equal stages without messages: m turns and 2/3 of one, or 1/6 of one in a V."""
+    slices = Slices(Evaluator(GRAPH, cluster_of(*[(1e9, ["T4"])] * 2)))
+    monkeypatch.setattr(slices, "seconds", lambda *_, **__: np.ones(slices.num_layers))
+    estimator, half = Estimator(slices), slices.num_layers // 2
+    layers = ((half, slices.num_layers - half),)
+    point = replace(ONE, samples=(GRAPH.batch_size,), layers=layers)
+    for other, idle in ((point, 1), (replace(point, splits_backward=True), 2 / 3)):
+        assert estimator.seconds(other) == pytest.approx((4 + idle) * half, rel=1e-3)
+    assert estimator.seconds(in_a_v(point)) == pytest.approx((4 + 1 / 6) * half, rel=1e-3)
+
+
+def kinds_in(point: Composition) -> Structure:
+    return tuple(tuple(island.kind for island in pool) for pool in point.pools)
+
+
+def test_divisions_are_varied_by_whole_islands() -> None:
+    """Without one, with another one, as a replica or a stage of its own, on other hosts."""
+    search = CompositionSearch(problem_of(MIXED, 4))
+    alone = search.estimator.cut(
+        Composition(((Island(0, 1, 1, 1),),), 4, Recompute.NONE, 0, samples=(GRAPH.batch_size,))
+    )
+    assert alone is not None
+    found = {kinds_in(each) for each in search.variants.beside(alone[1], fits=True)}
+    assert {((0,),), ((0, 1),), ((1, 0),), ((0,), (1,))} <= found
+    pools = (Island(0, 1, 1, 1),), (Island(1, 1, 1, 1),)
+    both = replace(alone[1], pools=pools, samples=(8, 8), layers=((8,), (8,)))
+    found = {kinds_in(each) for each in search.variants.beside(both, fits=True)}
+    assert {((0,),), ((1,),)} <= found
+
+
+def test_the_best_is_the_best_by_the_referee(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the engine is too quick for one division, another one is returned first."""
+    search = CompositionSearch(problem_of(MIXED, 60))
+    with search.spending.limits():
+        search.search()
+    first = search.returned()[0]
+    slow = {point: 1.0 for point in search.judged}
+    monkeypatch.setattr(search, "judged", slow | {(first.pools, first.in_a_v): 50.0})
+    assert search.returned()[0].pools != first.pools or search.returned()[0].in_a_v != first.in_a_v
 
 
 def test_what_it_returns_is_legal_and_keeps_kinds_apart() -> None:

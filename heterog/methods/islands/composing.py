@@ -16,7 +16,7 @@ sums of gradients that several teams have.
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 from math import gcd
 
 import numpy as np
@@ -24,6 +24,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import FloatArray
+from heterog.memo import kept
 from heterog.methods.islands.slices import Slices
 from heterog.methods.megatron_grid import MOST_TASKS, has_alike_hosts
 from heterog.methods.model_parallel import stage_starts
@@ -45,6 +46,8 @@ OVERFLOWS = 1e6
 IDLE = 2.0 / 3.0
 """Part of a pipeline's idle turns that delayed weight gradients leave idle: a third in ZB-H1 with
 many micro-batches, more with few."""
+IDLE_IN_A_V = 1.0 / 6.0
+"""The same part with two chunks in a V (Qi et al. 2023: 1.5 units, not 9, for four stages)."""
 ROUNDS = 3
 """Number of rounds in which the samples of pools are adjusted to their seconds."""
 
@@ -259,43 +262,66 @@ class Estimator:
             weights = np.array(samples) / seconds
         return best
 
+    @kept
     def cut(self, point: Composition) -> tuple[float, Composition] | None:
         """(seconds, the composition with layers of each stage); ``None`` with too few layers.
 
-        With several stages, weight gradients are delayed to fill idle turns. Stages of whole
-        layers are not exactly in proportion, so seconds are estimated again from the slowest
-        stage: m max_r T_r + sum_r T_r - max_r T_r for T_r seconds of stage r, less the part that
-        weight gradients fill.
+        With several stages, weight gradients are delayed to fill idle turns.
         """
-        layers, slowest = [], 0.0
+        layers = []
         for pool, samples in zip(point.pools, point.samples, strict=True):
             stages = stages_of(pool, self.slices)
-            micro = samples / point.num_micro
             if len(stages) > self.slices.num_layers:
                 return None
-            seconds = np.stack(
-                [self._stage_seconds(stage, micro, point) for stage in stages], axis=1
-            )
-            memory = self._memory(stages, micro, point)
-            room = np.array(
-                [float(self.slices.kinds[stage.island.kind].usable_bytes) for stage in stages]
-            )
-            bounds = (*stage_starts(seconds, memory, room), self.slices.num_layers)
-            counts = tuple(end - start for start, end in pairwise(bounds))
-            runs = [(slice(*run), stage) for stage, run in enumerate(pairwise(bounds))]
-            each = np.array([seconds[run].sum() for run in runs])
-            filled = max(float((memory / room)[run].sum()) for run in runs)
-            messages = self._message_seconds(stages, micro)
-            longest = float(each.max())
-            longest = max(longest, messages) if point.hides_messages else longest + messages
-            parts = [count / self.slices.num_layers for count in counts]
-            gradients = self._gradient_seconds(stages, parts, point, _kinds_beside(pool, point))
-            others = IDLE * float(each.sum() - each.max())
-            took = (point.num_micro - 1) * longest + float(each.max()) + others + gradients
-            slowest = max(slowest, _ranked_s(took, filled))
-            layers.append(counts)
-        splits = max(map(len, layers)) > 1
-        return slowest, replace(point, layers=tuple(layers), splits_backward=splits)
+            starts = stage_starts(*self._costs(stages, samples / point.num_micro, point))
+            bounds = (*starts, self.slices.num_layers)
+            layers.append(tuple(end - start for start, end in pairwise(bounds)))
+        found = replace(point, layers=tuple(layers), splits_backward=max(map(len, layers)) > 1)
+        return self.seconds(found), found
+
+    def seconds(self, point: Composition) -> float:
+        """Seconds of a step of a composition with its layers.
+
+        Stages of whole layers are not exactly in proportion, so a pool takes as long as its
+        slowest stage says: m max_r T_r + sum_r T_r - max_r T_r for T_r seconds of stage r, less
+        the part of idle turns that the schedule fills.
+        """
+        pools = zip(point.pools, point.layers, point.samples, strict=True)
+        return max(self._seconds(*each, point) for each in pools)
+
+    def _seconds(
+        self, pool: Pool, layers: Sequence[int], samples: float, point: Composition
+    ) -> float:
+        stages, micro = stages_of(pool, self.slices), samples / point.num_micro
+        seconds, memory, room = self._costs(stages, micro, point)
+        held = memory / room
+        each, filled, parts = np.zeros((3, len(stages)))
+        for number, (first, end) in enumerate(pairwise(accumulate(layers, initial=0))):
+            back = len(layers) - 1 - number
+            stage = min(number, back) if point.in_a_v else number
+            each[stage] += seconds[first:end, stage].sum()
+            filled[stage] += held[first:end, stage].sum()
+            parts[stage] += (end - first) / self.slices.num_layers
+        messages = self._message_seconds(stages, micro)
+        longest = float(each.max())
+        longest = max(longest, messages) if point.hides_messages else longest + messages
+        gradients = self._gradient_seconds(stages, parts, point, _kinds_beside(pool, point))
+        idle = IDLE_IN_A_V if point.in_a_v else IDLE if point.splits_backward else 1.0
+        others = idle * float(each.sum() - each.max())
+        took = (point.num_micro - 1) * longest + float(each.max()) + others + gradients
+        return _ranked_s(took, float(filled.max()))
+
+    def _costs(
+        self, stages: Sequence[_Stage], micro: float, point: Composition
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Seconds and bytes of each layer on each stage, and each stage's bytes of memory.
+
+        Returns:
+            # [num_layers, num_stages], the same, [num_stages]
+        """
+        seconds = np.stack([self._stage_seconds(stage, micro, point) for stage in stages], axis=1)
+        room = [float(self.slices.kinds[stage.island.kind].usable_bytes) for stage in stages]
+        return seconds, self._memory(stages, micro, point), np.array(room)
 
     def _stage_seconds(self, stage: _Stage, micro: float, point: Composition) -> FloatArray:
         """Seconds of each layer for a micro-batch on a stage.  # [num_layers]"""
@@ -338,6 +364,8 @@ class Estimator:
         # Parameters and gradients are whole under stage 1 and slices under stage 3.
         whole = 2.0 * (1.0 - sliced) if point.zero == 1 else 0.0
         most = 2 * behind - 1 if point.hides_messages else behind
+        if point.in_a_v:  # chunks of a device are as far from both ends as the first one is
+            most = len(point.layers[0]) // 2
         in_flight = max(min(most, point.num_micro), 1)
         return whole / members, sliced / members, micro / stage.teams / members * in_flight
 
@@ -460,50 +488,6 @@ def described(point: Composition, slices: Slices, cluster: Cluster) -> str:
     manner += ", zero_bubble_v" * point.in_a_v
     micro = f"{point.num_micro} micro-batches" if point.num_micro > 1 else "in one go"
     return f"{' | '.join(parts)}; {micro}{manner}"
-
-
-def with_moved_layer(point: Composition) -> Iterator[Composition]:
-    """The composition with one layer moved across each boundary, in both directions."""
-    for pool, layers in enumerate(point.layers):
-        for stage, step in product(range(len(layers) - 1), (1, -1)):
-            moved = list(layers)
-            moved[stage] += step
-            moved[stage + 1] -= step
-            if min(moved) > 0:
-                before, after = point.layers[:pool], point.layers[pool + 1 :]
-                yield replace(point, layers=(*before, tuple(moved), *after))
-
-
-def places(point: Composition) -> list[tuple[int, int]]:
-    """(pool, place in it) of every island."""
-    return [(p, i) for p, pool in enumerate(point.pools) for i in range(len(pool))]
-
-
-def with_island(point: Composition, place: tuple[int, int], island: Island) -> Composition:
-    """The composition with another island at a place of ``places``."""
-    pools = [list(pool) for pool in point.pools]
-    pools[place[0]][place[1]] = island
-    return replace(point, pools=tuple(map(tuple, pools)))
-
-
-def can_be_in_a_v(point: Composition) -> bool:
-    """Whether every stage has two layers or more, and no device has two stages yet."""
-    return not point.in_a_v and min(min(layers) for layers in point.layers) > 1
-
-
-def in_a_v(point: Composition) -> Composition:
-    """The composition with two stages on each device, forth and back; their layers add up.
-
-    >>> from heterog.strategy.layouts.layout import Recompute
-    >>> point = Composition((), 2, recompute=Recompute.NONE, zero=0, layers=((5, 3),))
-    >>> in_a_v(point).layers
-    ((2, 1, 2, 3),)
-    """
-    layers = tuple(
-        (*(count // 2 for count in own), *(count - count // 2 for count in reversed(own)))
-        for own in point.layers
-    )
-    return replace(point, layers=layers, in_a_v=True, hides_messages=True, splits_backward=False)
 
 
 def strategy_of(

@@ -9,22 +9,20 @@ this.
 First, for every way to put kinds into pools, divisions are found by descent on an estimate, one
 kind after another. Each kind alone gets the whole batch without micro-batches, as replicas and in
 a few numbers of stages, unless that is hopeless by its estimate. Then dynamic programming cuts the
-layers, and the best compositions are simulated. In between, boundaries, samples and micro-batches
-of the best so far are varied as long as that helps. Each of the two takes half of the time, so
-that a search that is cut short has done both.
+layers, and the best compositions are simulated. In between, those of the best divisions are
+varied in every respect, the most promising variant first (``prospects``). Each of the two takes
+half of the time, so that a search that is cut short has done both. The referee judges one
+composition of each division that is varied; its ratio to the engine counts for all of them.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import permutations, product
 
 import numpy as np
 
-from heterog.graph.batch_plan import micro_batches_refused
 from heterog.grouped import grouped
-from heterog.memo import kept
 from heterog.methods.islands.composing import (
     OVERFLOWS,
     Composition,
@@ -32,22 +30,16 @@ from heterog.methods.islands.composing import (
     Island,
     Pool,
     Structure,
-    can_be_in_a_v,
     described,
-    in_a_v,
-    islands_of,
-    num_copies,
-    places,
     stages_of,
     strategy_of,
     structures,
-    with_island,
-    with_moved_layer,
 )
+from heterog.methods.islands.prospects import Prospects
 from heterog.methods.islands.slices import Slices
+from heterog.methods.islands.variants import Variants, can_be_in_a_v, places
 from heterog.methods.megatron_grid import least_bubble
 from heterog.methods.planner import PointSearch, Problem, Searching
-from heterog.methods.recomputing import words_worth_trying
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Outcome
 from heterog.strategy.layouts.layout import Recompute
@@ -90,7 +82,7 @@ class CompositionSearch(PointSearch[Composition]):
         super().__init__(problem)
         self.slices = Slices(self.evaluator)
         self.estimator = Estimator(self.slices)
-        self.options = [islands_of(self.slices, kind) for kind in range(len(self.slices.kinds))]
+        self.variants = Variants(self.estimator)
         self.estimates: dict[Composition, tuple[float, tuple[int, ...]]] = {}
         self.least_s = np.inf  # of all estimates
         self.started: set[Composition] = set()  # starts of descents that have ended
@@ -98,13 +90,8 @@ class CompositionSearch(PointSearch[Composition]):
         # Kept for a resumed search, whose rounds may be short.
         self.num_ranked, self.ranked = 0, list[Composition]()
         self.plain: list[tuple[float, Composition]] = []
-        self.refined: set[Composition] = set()
-        self.beside_best: list[Composition] = []  # variants of one of these, still to simulate
-        self.kinds = words_worth_trying(self.evaluator.graph)
-        stages = (0, 1, 3) if self.evaluator.graph.updates_elementwise else (0,)
-        self.manners = [
-            (again, zero) for zero in stages for again in (Recompute.NONE, *self.kinds)
-        ]
+        self.prospects = Prospects(self.estimator.seconds)
+        self.judged: dict[tuple[object, ...], float] = {}
 
     @property
     def why_nothing(self) -> str:
@@ -149,13 +136,22 @@ class CompositionSearch(PointSearch[Composition]):
 
     def returned(self) -> list[Composition]:
         """The best, and the best of other divisions: the referee may judge links differently."""
-        found = (*self.best(2), *self._best_of_divisions(NUM_RETURNED))
+        found = (*self._best_judged()[:2], *self._best_of_divisions(NUM_RETURNED))
         return list(dict.fromkeys(found))[:NUM_RETURNED]
 
     def _best_of_divisions(self, count: int) -> list[Composition]:
         """The best composition of each of the best divisions of machines, best first."""
-        of_division = grouped((point.pools, point) for point in self.best(len(self.found)))
+        of_division = grouped((point.pools, point) for point in self._best_judged())
         return [best for best, *_ in of_division.values()][:count]
+
+    def _best_judged(self) -> list[Composition]:
+        """All points, best first, where the referee's ratio to the engine is known with it."""
+
+        def judged(point: Composition) -> tuple[float, float]:
+            missing, seconds = self.found[point].preference
+            return missing, seconds * self.judged.get(_division(point), 1.0)
+
+        return sorted(self.found, key=judged)
 
     # --- estimates -------------------------------------------------------------------------------
 
@@ -207,19 +203,15 @@ class CompositionSearch(PointSearch[Composition]):
             teams = sum(max(stage.teams for stage in stages_of(p, self.slices)) for p in pools)
             most = max(self.evaluator.graph.batch_size // teams, 1)
             for num_micro in dict.fromkeys(min(count, most) for count in (16, 64)):
-                yield Composition(pools, self._bounded(num_micro), *self.manners[0])
+                yield Composition(
+                    pools, self.variants.bounded(num_micro), *self.variants.manners[0]
+                )
 
     def _option(self, kind: int, *, large: bool) -> Island:
         """The first division of a kind into teams of the largest or the smallest size."""
-        options = self.options[kind]
+        options = self.variants.options[kind]
         members = (max if large else min)(island.members for island in options)
         return next(island for island in options if island.members == members)
-
-    def _bounded(self, num_micro: int) -> int:
-        """A power of two up to the batch; 1 if the model cannot be cut into micro-batches."""
-        graph = self.evaluator.graph
-        num_micro = 1 << (min(num_micro, graph.batch_size).bit_length() - 1)
-        return 1 if micro_batches_refused(graph, num_micro) else num_micro
 
     def _descend(self, start: Composition) -> None:
         """Improve the micro-batches, the manner and each kind's division, one after another."""
@@ -240,33 +232,21 @@ class CompositionSearch(PointSearch[Composition]):
         of_places = [
             partial(vary, place=place)
             for place in places(point)
-            for vary in (self._by_island, self._by_hosts)
+            for vary in (self.variants.by_island, self.variants.by_hosts)
         ]
         return [self._by_micro, self._by_manner, *of_places]
 
     def _by_micro(self, point: Composition) -> Iterator[Composition]:
         for power in range(self.evaluator.graph.batch_size.bit_length()):
-            if self._bounded(1 << power) == 1 << power:
+            if self.variants.bounded(1 << power) == 1 << power:
                 yield replace(point, num_micro=1 << power)
 
     def _by_manner(self, point: Composition) -> Iterator[Composition]:
-        for recompute, zero in self.manners:
+        for recompute, zero in self.variants.manners:
             for hides in (True, False):
-                yield from self.kept(
+                yield from self.variants.kept(
                     replace(point, recompute=recompute, zero=zero, hides_messages=hides)
                 )
-
-    def _by_island(self, point: Composition, place: tuple[int, int]) -> Iterator[Composition]:
-        island = point.pools[place[0]][place[1]]
-        for other in self.options[island.kind]:
-            if other.hosts == island.hosts:
-                yield with_island(point, place, other)
-
-    def _by_hosts(self, point: Composition, place: tuple[int, int]) -> Iterator[Composition]:
-        island = point.pools[place[0]][place[1]]
-        for other in self.options[island.kind]:
-            if replace(other, hosts=island.hosts) == island != other:
-                yield with_island(point, place, other)
 
     def _estimated(self, point: Composition) -> float:
         if point not in self.estimates:
@@ -306,7 +286,7 @@ class CompositionSearch(PointSearch[Composition]):
             division = point.pools, point.num_micro, point.recompute == Recompute.FULL
             self.spending.check()
             if division not in cuts:  # points that do not fit are tried in other manners
-                cut = self._cut(replace(point, samples=samples))
+                cut = self.estimator.cut(replace(point, samples=samples))
                 cuts |= {} if cut is None else {division: cut}
         weighted = []
         for seconds, point in sorted(cuts.values(), key=lambda pair: pair[0]):
@@ -315,11 +295,6 @@ class CompositionSearch(PointSearch[Composition]):
             seen[structure] += 1
         weighted.sort(key=lambda pair: pair[0])
         return weighted
-
-    @kept
-    def _cut(self, point: Composition) -> tuple[float, Composition] | None:
-        """(seconds, the composition with its layers cut), computed once."""
-        return self.estimator.cut(point)
 
     def _plain(self) -> Iterator[tuple[float, Composition]]:
         """The batch without micro-batches: on each kind of machines, the fastest kinds, and all.
@@ -346,7 +321,7 @@ class CompositionSearch(PointSearch[Composition]):
         few = self._option(kind, large=False).members
         found = [
             self._in_one_go(((island,),))
-            for island in self.options[kind]
+            for island in self.variants.options[kind]
             if island.stages > 1 and island.members == few
         ]
         fit = [each for each in found if each is not None and each[0] < OVERFLOWS]
@@ -355,9 +330,9 @@ class CompositionSearch(PointSearch[Composition]):
     def _in_one_go(self, pools: tuple[Pool, ...]) -> tuple[float, Composition] | None:
         """(estimated seconds, composition) of pools without micro-batches, if there is one."""
         self.spending.check()
-        point = Composition(pools, 1, *self.manners[0])
+        point = Composition(pools, 1, *self.variants.manners[0])
         seconds, samples = self.estimator.shared_out(point)
-        cut = self._cut(replace(point, samples=samples)) if samples else None
+        cut = self.estimator.cut(replace(point, samples=samples)) if samples else None
         return None if cut is None else (seconds, cut[1])
 
     # --- simulation ------------------------------------------------------------------------------
@@ -374,8 +349,8 @@ class CompositionSearch(PointSearch[Composition]):
                     break
                 point = other
         for best in self.best(1):
-            for zero in sorted({zero for _, zero in self.manners if zero}):
-                for point in self.kept(replace(best, zero=zero)):
+            for zero in sorted({zero for _, zero in self.variants.manners if zero}):
+                for point in self.variants.kept(replace(best, zero=zero)):
                     if best.num_micro == 1 and self.spending.fraction < UNTIL_PLAIN:
                         self.simulate(point)
 
@@ -384,7 +359,11 @@ class CompositionSearch(PointSearch[Composition]):
         if [len(pool) for pool in point.pools] != [1]:
             return []
         most = point.pools[0][0].hosts
-        return [other for other in self._by_hosts(point, (0, 0)) if other.pools[0][0].hosts < most]
+        return [
+            other
+            for other in self.variants.by_hosts(point, (0, 0))
+            if other.pools[0][0].hosts < most
+        ]
 
     def _improves(self, other: Composition, point: Composition) -> bool:
         before, after = self.found.get(point), self.simulate(other)
@@ -392,13 +371,13 @@ class CompositionSearch(PointSearch[Composition]):
 
     def _simulate_halves(self) -> None:
         """Two stages of each kind of machines, so that replicas sum half of the gradients."""
-        for options in self.options:
+        for options in self.variants.options:
             halves = (each for each in options if (each.members, each.stages) == (1, 2))
             island = next(halves, None)
             whole = self._in_one_go(((island,),)) if island is not None else None
             if whole is None or self.spending.is_over:
                 continue
-            for zero in sorted({zero for _, zero in self.manners}):
+            for zero in sorted({zero for _, zero in self.variants.manners}):
                 found = self.simulate(replace(whole[1], zero=zero))
                 if found is None or not self._is_near(found):
                     break
@@ -430,7 +409,7 @@ class CompositionSearch(PointSearch[Composition]):
     def until_it_fits(self, point: Composition) -> Iterator[Composition]:
         """A composition, then variants that need less and less memory."""
         yield point
-        lean = replace(point, zero=max(point.zero, self.manners[-1][1] and 1))
+        lean = replace(point, zero=max(point.zero, self.variants.manners[-1][1] and 1))
         undivided = replace(lean, splits_backward=False)
         for each in dict.fromkeys((lean, undivided, replace(undivided, hides_messages=False))):
             yield each
@@ -438,7 +417,9 @@ class CompositionSearch(PointSearch[Composition]):
 
     def _simulate_cheaper(self, point: Composition) -> None:
         """Recompute less and less, as long as the composition fits."""
-        for recompute in reversed(self.kinds[:-1] if point.recompute == Recompute.FULL else ()):
+        for recompute in reversed(
+            self.variants.kinds[:-1] if point.recompute == Recompute.FULL else ()
+        ):
             evaluation = self.simulate(replace(point, recompute=recompute))
             if evaluation is None or not evaluation.is_ok:
                 return
@@ -446,7 +427,7 @@ class CompositionSearch(PointSearch[Composition]):
     def _simulate_scheduled(self) -> None:
         """Try other schedules of the composition that would be shortest without its bubble."""
         if self.found and not self.spending.is_over:
-            for other in self.scheduled(min(self.found, key=self._without_bubble)):
+            for other in self.variants.scheduled(min(self.found, key=self._without_bubble)):
                 self.simulate(other)
 
     def _without_bubble(self, point: Composition) -> tuple[float, float]:
@@ -466,84 +447,55 @@ class CompositionSearch(PointSearch[Composition]):
         return strategy_of(point, self.slices, self.evaluator, self.problem.step_barrier)
 
     def _refine(self) -> bool:
-        """Simulate one variant of a good composition; ``False`` without variants or time left.
+        """Simulate the variant that looks best; ``False`` without variants or time left.
 
-        All variants of a composition are tried, then those of the best composition by then. As a
-        rule this is one of them, which makes a descent; otherwise the descent moves elsewhere.
+        Variants are those of the best composition of each of the best divisions.
         """
         if self.spending.is_over:
             return False
-        while not self.beside_best:
-            best = self._best_of_divisions(NUM_REFINED)
-            start = next((point for point in best if point not in self.refined), None)
-            if start is None:
-                return False
-            self.refined.add(start)
-            self.beside_best = [point for point in self.beside(start) if point not in self.found]
-        self.simulate(self.beside_best[0])
-        self.beside_best.pop(0)  # only now: a search may be cut in between
+        for start in self._judged_starts():
+            if start not in self.prospects.varied:
+                own, judged = self.found[start], self.judged[_division(start)]
+                variants = self.variants.beside(start, fits=own.is_ok)
+                self.prospects.vary(start, own.step_time_s, judged, variants)
+        point = self.prospects.next(lambda each: each in self.found or each in self.refused)
+        if point is None:
+            return False
+        best_s, found = self._best_s, self.simulate(point)
+        self.prospects.tell(point, found)
+        if found is not None and not found.is_ok and found.step_time_s < best_s:
+            self._simulate_leaner(point, best_s)
         return True
 
-    def beside(self, point: Composition) -> Iterator[Composition]:
-        """Variants: a moved layer, schedules, hosts, manners, micro-batches, moved samples."""
-        yield from with_moved_layer(point)
-        yield from self.scheduled(point)
-        yield from self._on_other_hosts(point)
-        for recompute, zero in self.manners:
-            if recompute in self._worth_trying(point, zero):
-                yield from self.kept(replace(point, recompute=recompute, zero=zero))
-        for other in self._with_micro(point, (2, 0.5)):
-            yield other
-            # More micro-batches often help only together with another schedule.
-            yield replace(other, splits_backward=not point.in_a_v and not point.splits_backward)
-        unit = point.num_micro
-        for giver, taker in permutations(range(len(point.samples)), 2):
-            if point.samples[giver] > unit:
-                samples = list(point.samples)
-                samples[giver] -= unit
-                samples[taker] += unit
-                yield replace(point, samples=tuple(samples))
+    def _simulate_leaner(self, point: Composition, limit_s: float) -> None:
+        """Simulate leaner manners of a composition until one fits or takes too long."""
+        for manner in self.until_it_fits(point):
+            found = self.simulate(manner)
+            if found is None or found.is_ok or found.step_time_s >= limit_s:
+                return
 
-    def _on_other_hosts(self, point: Composition) -> Iterator[Composition]:
-        """Compositions with more or fewer hosts of one kind, and samples divided again."""
-        for place in places(point):
-            for other in self._by_hosts(point, place):
-                seconds, samples = self.estimator.shared_out(replace(other, samples=()))
-                if np.isfinite(seconds):
-                    yield replace(other, samples=samples)
+    def _judged_starts(self) -> list[Composition]:
+        """The best of the best divisions; of each division one has been judged by the referee.
 
-    def kept(self, point: Composition) -> Iterator[Composition]:
-        """Slices of ZeRO over all hosts and, with one pool, also a sliced copy on each host."""
-        yield replace(point, copies_on_hosts=False)
-        if point.zero and len(point.pools) == 1 and num_copies(point.pools[0], self.slices) > 1:
-            yield replace(point, copies_on_hosts=True)
-
-    def _worth_trying(self, point: Composition, zero: int) -> tuple[Recompute, ...]:
-        """Kinds of recomputation to try with a stage of ZeRO.
-
-        A composition that fits needs neither more recomputation nor, beside it, a higher stage.
+        The engine is too quick where stages share NICs, by the same part for all compositions of
+        a division.
         """
-        kinds = (Recompute.NONE, *self.kinds)
-        found = self.found.get(point)
-        if found is None or not found.is_ok or zero < point.zero:
-            return kinds
-        return kinds[: kinds.index(point.recompute) + (zero > point.zero)]
+        while True:
+            starts = self._best_of_divisions(NUM_REFINED)
+            new = next((point for point in starts if _division(point) not in self.judged), None)
+            if new is None:
+                return starts
+            found, ratio = self.found[new], 1.0
+            if found.is_ok:
+                self.spending.check()
+                judged = self.evaluator.referee(self.strategy_of(new), found.order)
+                ratio = judged.step_time_s / found.step_time_s if judged.is_ok else 1.0
+            self.judged[_division(new)] = ratio
 
-    def scheduled(self, point: Composition) -> Iterator[Composition]:
-        """The composition with other caps, with split backward passes, and in a V."""
-        if point.in_a_v:
-            return
-        for hides, splits in product((True, False), (True, False)):
-            yield replace(point, hides_messages=hides, splits_backward=splits)
-        if can_be_in_a_v(point):
-            yield from map(in_a_v, self._with_micro(point, (1, 2)))
 
-    def _with_micro(self, point: Composition, times: Iterable[float]) -> Iterator[Composition]:
-        """Variants with multiples of the micro-batches, if the model can be cut into them."""
-        for factor in times:
-            num_micro = int(factor * point.num_micro)
-            if num_micro and num_micro == self._bounded(num_micro):
-                yield replace(point, num_micro=num_micro)
+def _division(point: Composition) -> tuple[object, ...]:
+    """What the referee's ratio to the engine depends on."""
+    return point.pools, point.in_a_v
 
 
 class Islands(Searching):
