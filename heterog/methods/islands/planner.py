@@ -145,13 +145,18 @@ class CompositionSearch(PointSearch[Composition]):
         return [best for best, *_ in of_division.values()][:count]
 
     def _best_judged(self) -> list[Composition]:
-        """All points, best first, where the referee's ratio to the engine is known with it."""
+        """All points, best first by the engine's seconds times the referee's ratio to it."""
 
-        def judged(point: Composition) -> tuple[float, float]:
+        def preference(point: Composition) -> tuple[float, float]:
             missing, seconds = self.found[point].preference
-            return missing, seconds * self.judged.get(_division(point), 1.0)
+            return missing, seconds * self._ratio(point)
 
-        return sorted(self.found, key=judged)
+        return sorted(self.found, key=preference)
+
+    def _ratio(self, point: Composition) -> float:
+        """The referee's seconds over the engine's, as known for the division, else the mean."""
+        known = self.judged.get(_division(point))
+        return known or sum(self.judged.values()) / len(self.judged) if self.judged else 1.0
 
     # --- estimates -------------------------------------------------------------------------------
 
@@ -453,11 +458,12 @@ class CompositionSearch(PointSearch[Composition]):
         """
         if self.spending.is_over:
             return False
-        for start in self._judged_starts():
+        self._judge_best()
+        for start in self._best_of_divisions(NUM_REFINED):
             if start not in self.prospects.varied:
-                own, judged = self.found[start], self.judged[_division(start)]
+                own = self.found[start]
                 variants = self.variants.beside(start, fits=own.is_ok)
-                self.prospects.vary(start, own.step_time_s, judged, variants)
+                self.prospects.vary(start, own.step_time_s, self._ratio(start), variants)
         point = self.prospects.next(lambda each: each in self.found or each in self.refused)
         if point is None:
             return False
@@ -474,23 +480,19 @@ class CompositionSearch(PointSearch[Composition]):
             if found is None or found.is_ok or found.step_time_s >= limit_s:
                 return
 
-    def _judged_starts(self) -> list[Composition]:
-        """The best of the best divisions; of each division one has been judged by the referee.
+    def _judge_best(self) -> None:
+        """Let the referee judge the best division, until one that was judged is the best.
 
-        The engine is too quick where stages share NICs, by the same part for all compositions of
-        a division.
+        The engine is too quick where stages share NICs, by about the same part for all
+        compositions of a division.
         """
-        while True:
-            starts = self._best_of_divisions(NUM_REFINED)
-            new = next((point for point in starts if _division(point) not in self.judged), None)
-            if new is None:
-                return starts
-            found, ratio = self.found[new], 1.0
+        while self.found and _division(best := self._best_judged()[0]) not in self.judged:
+            found, ratio = self.found[best], 1.0
             if found.is_ok:
                 self.spending.check()
-                judged = self.evaluator.referee(self.strategy_of(new), found.order)
+                judged = self.evaluator.referee(self.strategy_of(best), found.order)
                 ratio = judged.step_time_s / found.step_time_s if judged.is_ok else 1.0
-            self.judged[_division(new)] = ratio
+            self.judged[_division(best)] = ratio
 
 
 def _division(point: Composition) -> tuple[object, ...]:

@@ -91,9 +91,10 @@ class Variants:
             alike.append([replace(plain, pools=(*plain.pools, (new,))) for new in islands])
         for some in alike:
             found = [(*self.estimator.shared_out(each), each) for each in some]
-            for seconds, samples, each in sorted(found, key=lambda one: one[0])[:NUM_DIVIDED]:
+            fitting = sorted((one for one in found if one[0] < OVERFLOWS), key=lambda one: one[0])
+            for _, samples, each in fitting[:NUM_DIVIDED]:
                 cut = self.estimator.cut(replace(each, samples=samples))
-                if seconds < OVERFLOWS and cut is not None:
+                if cut is not None:
                     yield cut[1]
                     if point.in_a_v and can_be_in_a_v(cut[1]):
                         yield in_a_v(cut[1])
