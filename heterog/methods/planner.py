@@ -417,6 +417,8 @@ class Planner(Protocol):
     see ``whole_s``."""
     most_part: float = 1.0
     """Largest part that it takes of a budget in seconds that several methods share."""
+    least_part: float = 0.0
+    """Least part of such a budget that its first round gets; what it does not use others get."""
 
     def plan(self, problem: Problem) -> PlanResult:
         """Find strategies for the problem's graph and cluster."""

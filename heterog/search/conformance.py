@@ -167,8 +167,8 @@ class _Adapted(Planner):
 
     def __init__(self, made: Planner) -> None:
         self.name, self.stage, self._made = made.name, made.stage, made
-        hooks = ("resumes", "comes_last", "improves", "is_random", "answers_whole", "most_part")
-        for hook in (*hooks, "prepare", "joins_auto", "whole_s"):
+        flags = ("resumes", "comes_last", "improves", "is_random", "answers_whole")
+        for hook in (*flags, "most_part", "least_part", "prepare", "joins_auto", "whole_s"):
             if hasattr(made, hook):
                 setattr(self, hook, getattr(made, hook))
 

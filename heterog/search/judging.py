@@ -12,13 +12,13 @@ would do the same work everywhere, so it runs on one seat.
 
 After every method has had its part, the remaining time is given out in rounds, to methods that
 resume (``Planner.resumes``). Half of it goes to methods that improve the best plans of all
-(``Planner.improves``), in turn with the others. Within each of these two sets a bandit chooses:
-the next round goes to the method whose last rounds improved its own best plan most per second.
-This gain counts less, the farther that plan is behind the best of all. Every second round of
-methods that make their own plans goes to a starved method, if there is one: first to the one with
-the best plan, then to one without an evaluation, then to the one nearest to fitting. Methods
-without gain are tried again when the others gain nothing either. A method that ended before its
-part was over has nothing left to try, unless its answers are whole.
+(``Planner.improves``), in turn with the others; a fifth while they gain nothing. Within each of
+these two sets a bandit chooses: the next round goes to the method whose last rounds improved its
+own best plan most per second. This gain counts less, the farther that plan is behind the best of
+all. Every second round of methods that make their own plans goes to a starved method, if there is
+one: first to the one with the best plan, then to one without an evaluation, then to the one
+nearest to fitting. Methods without gain are tried again when the others gain nothing either. A
+method that ended before its part was over has nothing left to try, unless its answers are whole.
 """
 
 import math
@@ -56,8 +56,11 @@ FADES = 0.25
 """Part of a method's gain that still counts after another round."""
 _BEHIND = 8.0
 """Exponent for plans behind the best: the gain of a step 1.5 times the best is divided by 25."""
-IMPROVED_PART = 0.5
-"""Least part of the seconds after the first round for methods that improve the best plans."""
+IMPROVED_PART, STALLED_PART = 0.5, 0.2
+"""Least part of the seconds after the first round for methods that improve the best plans, and
+where the last round of none of them has gained ``GAINED``."""
+GAINED = 1e-3
+"""Logarithm of a ratio of step times that counts as a gain."""
 _ENDED_EARLY = 0.8
 """A method that ended before this part of its seconds was over has nothing left to try."""
 
@@ -78,6 +81,7 @@ class Contender:
         behind: Ratio of its step to the best of all methods; 1 while it has no plan that fits.
         gain_per_s: Relative improvement of its best plan per second: that of the last round, or
             the faded one of earlier rounds (``FADES``), whichever is more.
+        gain: Gain of its last round, as the logarithm of a ratio of step times.
         is_done: Whether it has nothing left to try.
     """
 
@@ -91,6 +95,7 @@ class Contender:
     overflow_bytes: float = math.inf
     behind: float = 1.0
     gain_per_s: float = 0.0
+    gain: float = 0.0
     is_done: bool = False
 
     def tell(
@@ -130,6 +135,7 @@ class Contender:
         self.rounds += 1
         self.seconds += seconds
         self.evaluations += evaluations
+        self.gain = gain
         self.gain_per_s = max(gain / max(seconds, 1e-9), FADES * self.gain_per_s)
         # A method whose answers are whole ends after one and may find another.
         goes_on = evaluations > 0 and self.planner.answers_whole
@@ -216,7 +222,8 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
     later_s = sum(each.seconds - each.first_s for each in contenders)
     improving = [each for each in contenders if each.planner.improves]
     improved_s = sum(each.seconds - each.first_s for each in improving)
-    improves = improved_s <= IMPROVED_PART * later_s
+    is_stalled = later_s > 0.0 and all(each.gain < GAINED for each in improving)
+    improves = improved_s <= (STALLED_PART if is_stalled else IMPROVED_PART) * later_s
     able = [each for each in able if each.planner.improves == improves] or able
     best_s = min(each.step_time_s for each in contenders)
     # Of those with equal gains, the one that had the least time.

@@ -213,17 +213,18 @@ class Shares:
         return spending.seconds
 
     def _part_of(self, planner: Planner, part: Budget) -> Budget:
-        """The part, limited by ``Planner.most_part``, or extended to fit a whole answer.
+        """The part, within the method's limits, or extended to fit a whole answer.
 
-        It is extended to at most ``WHOLE_PART`` of the remaining seconds.
+        For limits see ``Planner.most_part`` and ``Planner.least_part``. It is extended to at most
+        ``WHOLE_PART`` of the remaining seconds.
         """
         if part.seconds is None:
             return part
-        memory = self._contenders[planner.name].memory
-        whole_s = planner.whole_s(replace(self._asked, memory=memory))
+        contender, budget_s = self._contenders[planner.name], self._asked.budget.seconds or 0.0
+        whole_s = planner.whole_s(replace(self._asked, memory=contender.memory))
         if not whole_s:
-            most_s = planner.most_part * (self._asked.budget.seconds or math.inf)
-            return Budget(seconds=min(part.seconds, most_s))
+            least_s = 0.0 if contender.rounds else planner.least_part * budget_s
+            return Budget(seconds=min(max(part.seconds, least_s), planner.most_part * budget_s))
         needed_s = whole_s / (1.0 - JUDGED_PART)
         most_s = WHOLE_PART * self._left_s
         if part.seconds >= needed_s or most_s < needed_s:

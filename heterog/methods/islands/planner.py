@@ -506,4 +506,5 @@ class Islands(Searching):
     name = "islands"
     stage = "search"
     resumes = True
+    least_part = 0.15
     search = CompositionSearch
