@@ -55,6 +55,9 @@ from heterog.lowering.tape import make_scratch as make_scratch
 from heterog.lowering.walk import lower_kernel as lower_kernel
 from heterog.strategy.strategy import Strategy
 
+GROWTH = 4
+"""Factor by which a tape that was too short grows: memory that is not written costs nothing."""
+
 
 def lower(
     graph: OpGraph, cluster: Cluster, strategy: Strategy, *, num_steps: int | None = None
@@ -125,7 +128,7 @@ def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: T
     if modes:
         choice = choice._replace(modes=())
     while not lower_kernel(tables, choice, scratch, tape):
-        tape = make_tape(2 * len(tape.tasks), len(tape.bucket), len(tape.turn))
+        tape = make_tape(GROWTH * len(tape.tasks), len(tape.bucket), len(tape.turn))
     for mode in modes:
         tape = mode.rewritten(tape, tables, choice)
     return tape

@@ -192,7 +192,7 @@ class Shares:
     def _run(self, planner: Planner, part: Budget) -> float:
         """Let a method spend a part; return the seconds that it took."""
         contender, seeds = self._contenders[planner.name], tuple(self._candidates)
-        part = self._part_of(planner, part)
+        given, part = part, self._part_of(planner, part)
         self._progress(planner.name, 0.0, math.inf)
         problem = replace(
             self._asked,
@@ -204,7 +204,9 @@ class Shares:
         )
         spending = problem.spend()
         if planner.name != GIVEN:  # a person's own layout always gets it
-            self._asked.evaluator.most_tasks = self._most_tasks(part)
+            # More seconds are for more evaluations, not for longer ones.
+            longest = part if planner.answers_whole else min(given, part, key=_seconds)
+            self._asked.evaluator.most_tasks = self._most_tasks(longest)
         try:
             row = run_method(planner, problem)
         finally:
@@ -375,6 +377,10 @@ class SharesTogether(Shares):
             for (planner, part), each in zip(parts[number], ran or [], strict=False):
                 contender = self._seats[number].get(planner.name, Contender(planner=planner))
                 self._keep(contender, part, each)
+
+
+def _seconds(budget: Budget) -> float:
+    return math.inf if budget.seconds is None else budget.seconds
 
 
 def _best_s(rows: Iterable[MethodRow]) -> float:

@@ -67,7 +67,7 @@ HOPELESS = 4.0
 estimate is too long by the sums of gradients, which a step hides."""
 ESTIMATES_OF_ONE = 50
 """Most estimates for each evaluation of a budget: they take about as long."""
-UNTIL_ESTIMATED = 0.25
+UNTIL_ESTIMATED = 0.5
 """Part of the budget after which estimates end, even if some are left."""
 UNTIL_PLAIN = 0.7
 """Part of the budget after which compositions that need no estimates end."""
