@@ -16,7 +16,8 @@ from heterog.explain.explanation import explain
 from heterog.export import make_export
 from heterog.lowering.program import LAST_OP_KIND, FloatArray, IntArray, Program, TaskKind
 from heterog.lowering.space import MAX_DEVICE_SETS, device_sets
-from heterog.methods.planner import Budget, Problem
+from heterog.methods.local_search.planner import LocalSearch
+from heterog.methods.planner import Budget, Planner, PlanResult, Problem
 from heterog.methods.registry import built_in_methods
 from heterog.report.tables import brief_answer
 from heterog.search.issue_order import sends_by_op
@@ -206,6 +207,55 @@ def test_who_gains_near_the_best_goes_on_and_who_stands_still_does_not() -> None
     assert next_of([leader, runner_up, last]) is runner_up
     runner_up.tell(given_s=1.0, seconds=1.0, evaluations=50, step_time_s=1.1, best_s=1.0)
     assert next_of([leader, runner_up, last]) is leader
+
+
+@pytest.mark.parametrize(("gains", "least", "most"), [(True, 0.4, 0.6), (False, 0.1, 0.3)])
+def test_who_improves_the_best_has_half_of_the_rounds_while_it_gains(
+    gains: bool, least: float, most: float
+) -> None:
+    """A fifth of them otherwise; the others have gained once, long ago."""
+    local_search, islands = (built_in_methods()[name] for name in ("local_search", "islands"))
+    improving, other = Contender(planner=local_search), Contender(planner=islands)
+    step_s, rounds = 1.0, 20
+    one = {"given_s": 1.0, "seconds": 1.0}
+    other.tell(step_time_s=step_s, best_s=step_s, evaluations=50, **one)
+    improving.tell(step_time_s=step_s, best_s=step_s, known_s=step_s, evaluations=50, **one)
+    count = 0
+    for _ in range(rounds):
+        chosen = next_of([improving, other])
+        assert chosen is not None
+        known_s = step_s
+        if chosen is improving:
+            count, step_s = count + 1, step_s * (0.99 if gains else 1.0)
+        own_s = step_s if chosen is improving else other.step_time_s
+        chosen.tell(step_time_s=own_s, best_s=step_s, known_s=known_s, evaluations=50, **one)
+    assert least * rounds <= count <= most * rounds
+
+
+def test_a_first_round_may_be_longer_but_not_its_simulations() -> None:
+    evaluator, clock = clocked(0.01)
+    told: dict[str, list[tuple[float, float]]] = {"eager": [], "patient": []}
+
+    def searching(name: str, least: float) -> Planner:
+        class Method(LocalSearch):
+            least_part = least
+
+            def plan(self, problem: Problem) -> PlanResult:
+                assert problem.budget.seconds is not None
+                told[self.name].append((problem.budget.seconds, evaluator.most_tasks))
+                return super().plan(problem)
+
+        made = Method()
+        made.name = name
+        return made
+
+    known = built_in_methods().having(searching("eager", 0.3), searching("patient", 0.0))
+    run_methods(evaluator, ["auto"], known=known, budget=Budget(seconds=20.0), clock=clock)
+    (eager_s, eager_tasks), (patient_s, patient_tasks) = (told[name][0] for name in told)
+    assert eager_s == pytest.approx(0.3 * 20.0 * 0.85)  # the rest is for the referee
+    assert patient_s < eager_s / 3.0
+    assert eager_tasks == pytest.approx(patient_tasks, rel=0.5)
+    assert all(seconds < eager_s for seconds, _ in told["eager"][1:])
 
 
 # --- plans that are not written -----------------------------------------------------------------
