@@ -69,6 +69,8 @@ ESTIMATES_OF_ONE = 50
 """Most estimates for each evaluation of a budget: they take about as long."""
 UNTIL_ESTIMATED = 0.5
 """Part of the budget after which estimates end, even if some are left."""
+UNTIL_ESTIMATED_LATER = 0.1
+"""The same part of a later round."""
 UNTIL_PLAIN = 0.7
 """Part of the budget after which compositions that need no estimates end."""
 
@@ -177,7 +179,8 @@ class CompositionSearch(PointSearch[Composition]):
     @property
     def _has_estimated(self) -> bool:
         """Whether enough of the budget went to estimates, which a count does not include."""
-        until = UNTIL_ESTIMATED if self.least_s < OVERFLOWS else UNTIL_PLAIN
+        until = UNTIL_ESTIMATED if not self.num_ranked else UNTIL_ESTIMATED_LATER
+        until = until if self.least_s < OVERFLOWS else UNTIL_PLAIN
         evaluations = self.problem.budget.evaluations
         most = np.inf if evaluations is None else ESTIMATES_OF_ONE * evaluations
         return self.spending.fraction >= until or len(self.estimates) >= most
