@@ -147,18 +147,24 @@ class CompositionSearch(PointSearch[Composition]):
         return [best for best, *_ in of_division.values()][:count]
 
     def _best_judged(self) -> list[Composition]:
-        """All points, best first by the engine's seconds times the referee's ratio to it."""
+        """All points, best first by what the referee is expected to say."""
+        return sorted(self.found, key=self._judged_preference())
+
+    def _judged_preference(self) -> Callable[[Composition], tuple[float, float]]:
+        """Sort key: missing bytes, and the engine's seconds times the referee's ratio to them."""
+        found, ratio = self.found, self._ratio()
 
         def preference(point: Composition) -> tuple[float, float]:
-            missing, seconds = self.found[point].preference
-            return missing, seconds * self._ratio(point)
+            missing, seconds = found[point].preference
+            return missing, seconds * ratio(point)
 
-        return sorted(self.found, key=preference)
+        return preference
 
-    def _ratio(self, point: Composition) -> float:
-        """The referee's seconds over the engine's, as known for the division, else the mean."""
-        known = self.judged.get(_division(point))
-        return known or sum(self.judged.values()) / len(self.judged) if self.judged else 1.0
+    def _ratio(self) -> Callable[[Composition], float]:
+        """The referee's seconds over the engine's, as known for a division, else the mean."""
+        known = self.judged
+        mean = sum(known.values()) / len(known) if known else 1.0
+        return lambda point: known.get(_division(point), mean)
 
     # --- estimates -------------------------------------------------------------------------------
 
@@ -466,7 +472,7 @@ class CompositionSearch(PointSearch[Composition]):
             if start not in self.prospects.varied:
                 own = self.found[start]
                 variants = self.variants.beside(start, fits=own.is_ok)
-                self.prospects.vary(start, own.step_time_s, self._ratio(start), variants)
+                self.prospects.vary(start, own.step_time_s, self._ratio()(start), variants)
         point = self.prospects.next(lambda each: each in self.found or each in self.refused)
         if point is None:
             return False
@@ -489,7 +495,10 @@ class CompositionSearch(PointSearch[Composition]):
         The engine is too quick where stages share NICs, by about the same part for all
         compositions of a division.
         """
-        while self.found and _division(best := self._best_judged()[0]) not in self.judged:
+        while self.found:
+            best = min(self.found, key=self._judged_preference())
+            if _division(best) in self.judged:
+                return
             found, ratio = self.found[best], 1.0
             if found.is_ok:
                 self.spending.check()
