@@ -472,12 +472,11 @@ class CompositionSearch(PointSearch[Composition]):
             if start not in self.prospects.varied:
                 own = self.found[start]
                 variants = self.variants.beside(start, fits=own.is_ok)
-                self.prospects.vary(start, own.step_time_s, self._ratio()(start), variants)
+                self.prospects.vary(start, own.step_time_s * self._ratio()(start), variants)
         point = self.prospects.next(lambda each: each in self.found or each in self.refused)
         if point is None:
             return False
         best_s, found = self._best_s, self.simulate(point)
-        self.prospects.tell(point, found)
         if found is not None and not found.is_ok and found.step_time_s < best_s:
             self._simulate_leaner(point, best_s)
         return True
