@@ -375,7 +375,7 @@ def _entries(methods: str) -> "list[Entry]":
     from heterog.methods.registry import AUTO
     from heterog.user_code import is_from_file, split_source
 
-    entries = []
+    entries: list[Entry] = []
     for name in methods.split(","):
         names, known = load_methods(name, among=known_rows())
         own = is_from_file(name)
@@ -383,6 +383,11 @@ def _entries(methods: str) -> "list[Entry]":
         if AUTO in names:
             raise HeterogError("--methods: a row is one method, auto is all of them; name some.")
         planner = known[names[0]]
+        if planner.name in (entry.name for entry in entries):
+            raise HeterogError(
+                f"--methods: two of them are called {planner.name}, and a row is found by its "
+                "name; leave one out, or rename it."
+            )
         entries.append(Entry(planner.name, partial(judged, planner), code))
     return entries
 
