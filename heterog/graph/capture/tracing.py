@@ -25,6 +25,7 @@ import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.func import functionalize
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 from torch.overrides import TorchFunctionMode
@@ -481,6 +482,8 @@ def trace(
     with (
         warnings.catch_warnings(action="ignore"),
         mode,
+        # No code of a trace runs, and ``random_(1, 4)`` would have none: ``aten.random_.from``.
+        _use_lazy_graph_module(True),
         torch.backends.mkldnn.flags(enabled=False),
         fx_traceback.preserve_node_meta(),
         as_one_process(),
