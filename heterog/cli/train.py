@@ -527,7 +527,8 @@ def dataset(
             )
             with progress_line(as_json) as progress:
                 rows = run_methods(Evaluator(graph, target), request, Session(progress=progress))
-            pair = pair.adding(rows, seed, str(parsed))
+            # Read again: another process may have added plans meanwhile.
+            pair = solved_before(pair, folder).adding(rows, seed, str(parsed))
             folder.mkdir(parents=True, exist_ok=True)
             path = pair.save(folder)
             best = pair.plans[0].step_time_s if pair.plans else None
