@@ -497,13 +497,11 @@ def trace(
     ):
         kept = PythonState({"the model": model, "the loss": workload.loss})
         with plain_tensors(kept):
-            raw = make_fx(lambda *inputs: step.traced(*inputs))(
-                dict(parameters), dict(buffers), batch
-            )
+            given = (dict(parameters), dict(buffers), batch)
+            raw = make_fx(lambda *inputs: step.traced(*inputs))(*given)
             if checks_calls:
                 check_repeats(workload.name, step, kept)
-        flat, _ = pytree.tree_flatten((dict(parameters), dict(buffers), batch))
-        flat = [value for value in flat if isinstance(value, Tensor)]
+        flat = [value for value in pytree.tree_leaves(given) if isinstance(value, Tensor)]
         _clean(raw)
         annotate_backward(raw.graph)
         if _mutates(raw.graph):
