@@ -6,14 +6,18 @@ read strictly: UTF-8, no key twice, no ``NaN``.
 """
 
 import errno
+import fcntl
 import gzip
 import json
 import os
+import shutil
 import stat
 import tempfile
 import time
 import zlib
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ MAX_JSON_BYTES = 128 * MIB
 """Most bytes of a JSON text, unpacked. The plan of the zoo's largest graph takes 2 MiB;
 measurements of the whole zoo at five shares 30 MiB."""
 _POLL_S = 0.02
+_BESIDE = ".heterog-"
 _MOST_MEMORY = 256 * MIB
 # Bytes in CPython of a list or an object (with its slot), a text, and anything else.
 _CONTAINER_BYTES, _TEXT_BYTES, _VALUE_BYTES = 96, 72, 40
@@ -110,18 +115,71 @@ def write_atomically(path: str | Path, content: bytes) -> None:
     target = check_writable(path)
     try:
         mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o644
-        # A short name, because the file's own may already be as long as names can be.
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=".heterog-")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            os.chmod(name, mode)
-            os.replace(name, target)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        with moved_to(target) as beside:
+            beside.write_bytes(content)
+            beside.chmod(mode)
     except OSError as error:
         raise cannot_write(path, error, len(content)) from error
+
+
+@contextmanager
+def moved_to(target: Path, *, is_folder: bool = False) -> Iterator[Path]:
+    """A new hidden file or folder beside a path, which moves there at the end of the block.
+
+    It is removed if the block fails. What killed processes left in that folder is removed first:
+    a writer holds a lock on what it writes, and the lock ends with its process.
+
+    Args:
+        target: Path of a file, there or not, or of a folder that is empty or not there.
+        is_folder: Whether a folder is made.
+    """
+    for path in target.parent.glob(f"{_BESIDE}*"):
+        with suppress(OSError):
+            handle = _opened(path)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(path)
+            finally:
+                os.close(handle)
+    beside, handle = _new_beside(target.parent, is_folder)
+    try:
+        yield beside
+        os.replace(beside, target)
+    except BaseException:
+        _remove(beside)
+        raise
+    finally:
+        os.close(handle)
+
+
+def _new_beside(folder: Path, is_folder: bool) -> tuple[Path, int]:
+    """A new hidden file or folder, and the open file that locks it, where locks are known."""
+    while True:
+        # A short name, because the file's own may already be as long as names can be.
+        if is_folder:
+            name = tempfile.mkdtemp(dir=folder, prefix=_BESIDE)
+        else:
+            handle, name = tempfile.mkstemp(dir=folder, prefix=_BESIDE)
+            os.close(handle)
+        # It is gone if another process took it for a dead one's, before it was locked.
+        with suppress(FileNotFoundError):
+            handle = _opened(name)
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            if os.path.exists(name):
+                return Path(name), handle
+            os.close(handle)
+
+
+def _opened(path: str | Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def cannot_write(path: str | Path, error: OSError, num_bytes: int) -> InputFileError:

@@ -2,8 +2,10 @@
 
 import inspect
 import os
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import get_args
 
@@ -14,7 +16,7 @@ from heterog.cli import app, cluster_app
 from heterog.cli.outputs import Written
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.errors import HeterogError, InputFileError
-from heterog.files import write_atomically
+from heterog.files import moved_to, write_atomically
 from tests.search.asking import make_plan
 
 INPUTS = ("plan", "plans", "measurements", "runs", "jobs", "resume")
@@ -154,6 +156,48 @@ def test_a_file_keeps_its_permissions_and_a_link_stays_one(tmp_path: Path) -> No
     write_atomically(longest, b"new")
     assert longest.stat().st_mode & 0o777 == 0o644
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def hidden(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> None:
+    killed = """if True:
+        import os, signal, sys
+        from pathlib import Path
+        from heterog.files import moved_to
+
+        with moved_to(Path("plan.json")) as file, moved_to(Path("job"), is_folder=True) as folder:
+            file.write_bytes(b"half")
+            (folder / "run.sh").write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    done = subprocess.run([sys.executable, "-c", killed], cwd=tmp_path)
+    assert done.returncode == -signal.SIGKILL
+    assert (tmp_path / "plan.json").read_text() == "the content of plan.json"
+    assert len(hidden(tmp_path)) == 2
+    write_atomically(tmp_path / "plan.json", b"new")
+    assert hidden(tmp_path) == []
+
+
+def test_what_others_are_writing_stays(tmp_path: Path) -> None:
+    """Also in the moment in which it is made, before it is locked."""
+    target = tmp_path / "plan.json"
+    with moved_to(target) as one:
+        one.write_bytes(b"one")
+        write_atomically(target, b"other")
+        assert hidden(tmp_path) == [one.name]
+    assert target.read_bytes() == b"one"
+
+    def writes(number: int) -> None:
+        for _ in range(50):
+            write_atomically(target, bytes([number]) * 10_000)
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(writes, range(4)))
+    assert target.read_bytes() in {bytes([number]) * 10_000 for number in range(4)}
+    assert hidden(tmp_path) == []
 
 
 def test_every_output_is_marked_as_one() -> None:

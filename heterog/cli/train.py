@@ -375,7 +375,7 @@ def _entries(methods: str) -> "list[Entry]":
     from heterog.methods.registry import AUTO
     from heterog.user_code import is_from_file, split_source
 
-    entries = []
+    entries: list[Entry] = []
     for name in methods.split(","):
         names, known = load_methods(name, among=known_rows())
         own = is_from_file(name)
@@ -383,6 +383,11 @@ def _entries(methods: str) -> "list[Entry]":
         if AUTO in names:
             raise HeterogError("--methods: a row is one method, auto is all of them; name some.")
         planner = known[names[0]]
+        if planner.name in (entry.name for entry in entries):
+            raise HeterogError(
+                f"--methods: two of them are called {planner.name}, and a row is found by its "
+                "name; leave one out, or rename it."
+            )
         entries.append(Entry(planner.name, partial(judged, planner), code))
     return entries
 
@@ -522,7 +527,8 @@ def dataset(
             )
             with progress_line(as_json) as progress:
                 rows = run_methods(Evaluator(graph, target), request, Session(progress=progress))
-            pair = pair.adding(rows, seed, str(parsed))
+            # Read again: another process may have added plans meanwhile.
+            pair = solved_before(pair, folder).adding(rows, seed, str(parsed))
             folder.mkdir(parents=True, exist_ok=True)
             path = pair.save(folder)
             best = pair.plans[0].step_time_s if pair.plans else None

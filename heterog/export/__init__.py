@@ -74,12 +74,13 @@ def make_export(plan: Plan, target: str, *, sources: Sequence[str] = ()) -> Expo
     Raises:
         UnknownNameError: there is no such target.
         InputFileError: the plan's model is made by a file that nobody named.
-        ExportError: the plan does not fit into memory, or the target cannot express it.
+        ExportError: the plan cannot run (for want of memory, say), or the target has no words for
+            it.
         StrategyError: the plan's step has too many tasks; see ``Plan.is_written``.
     """
     check_target(target)
     if plan.step_time_s is None:
-        raise ExportError(f"the plan does not fit into memory ({plan.shortage}); plan again.")
+        raise ExportError(f"the plan cannot run ({plan.shortage}); plan again.")
     plan.require_written()
     return TARGETS[target](plan, sources)
 

@@ -4,10 +4,7 @@
 """
 
 import hashlib
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +15,7 @@ import jinja2
 from heterog.errors import HeterogError
 from heterog.explain.decided import Lowered
 from heterog.explain.wording import types_in_words
-from heterog.files import cannot_write, read_json, write_atomically
+from heterog.files import cannot_write, moved_to, read_json, write_atomically
 from heterog.lowering import lower
 from heterog.search.cheapest import on_part
 from heterog.search.issue_order import issued_step
@@ -132,16 +129,11 @@ def write_folder(export: Export, folder: Path, *, overwrite: bool = False) -> li
     if folder.exists() and any(folder.iterdir()):
         return _renew(export, folder)
     try:
-        work = Path(tempfile.mkdtemp(dir=folder.absolute().parent, prefix=f".{folder.name}."))
-        try:
+        with moved_to(folder.absolute(), is_folder=True) as work:
             for name, content in export.files.items():
                 (work / name).write_bytes(content)
                 (work / name).chmod(_mode(name))
             work.chmod(0o755)
-            os.replace(work, folder)  # replaces an empty folder as well
-        except BaseException:
-            shutil.rmtree(work, ignore_errors=True)
-            raise
     except OSError as error:
         raise cannot_write(folder, error, sum(map(len, export.files.values()))) from error
     return [folder / name for name in export.files]

@@ -257,17 +257,17 @@ def placement_lines(plan: Plan, decided: Decided, width: int, most: int) -> list
     if len(ranges) == 1 and len(ranges[0].devices) == 1:
         device = cluster.devices[ranges[0].devices[0]]
         return [_cut(f"the whole model on {device.name} ({device.type.name})", width)]
-    batch = plan.graph.batch_size
+    samples = f"samples of {plan.graph.batch_size}"
     columns, named = columns_by_host(cluster), True
     shown = _longest(ranges, most - 2)
-    table = _cells(shown, columns, f"samples of {batch}")
+    table = _cells(shown, columns, samples)
     if _width([row[1:] for row in table]) + _GAP + _GOOD_NAME > width:
         columns, named = columns_by_type(cluster), False
         shown = _longest(ranges, most - 1)
-        table = _cells(shown, columns, f"samples of {batch}")
+        table = _cells(shown, columns, samples)
     parts = decided.num_micro_batches
     if parts > 1:
-        table[0][0] += f" in {parts} micro-batches"
+        table[0][0] = table[0][0].replace(samples, f"{samples} in {parts} micro-batches")
     rest = len(ranges) - len(shown)
     return [
         *([_cut(legend(columns), width)] if named else []),
@@ -337,7 +337,13 @@ def _narrowed(table: list[list[str]], width: int) -> list[list[str]]:
                   for row in others]  # fmt: skip
         is_cut = True
     room = max(width - _GAP - _width(others), _LEAST_NAME)
-    return [[_cut(name, room), *row] for name, row in zip(names, others, strict=True)]
+    heading = names[0] if len(names[0]) <= room else names[0][: room - 3] + "..."
+    return [
+        [name, *row]
+        for name, row in zip(
+            [heading, *(_cut(name, room) for name in names[1:])], others, strict=True
+        )
+    ]
 
 
 def _cut(text: str, room: int) -> str:

@@ -60,15 +60,13 @@ class RunRequest:
         """The plan, if it can be run.
 
         Raises:
-            HeterogError: it is no plan, does not fit into memory, or has a background job without
-                a source of its workload.
+            HeterogError: it is no plan, cannot run (for want of memory, say), or has a background
+                job without a source of its workload.
             InputFileError: a model is made by a file that nobody named.
         """
         plan = load_plan(self.plan)
         if plan.step_time_s is None:
-            raise HeterogError(
-                f"{self.plan} does not fit into memory ({plan.shortage}); plan again."
-            )
+            raise HeterogError(f"{self.plan} cannot run ({plan.shortage}); plan again.")
         if plan.background is not None and not plan.background.source:
             raise HeterogError(
                 f"{self.plan} has the background job {plan.background.model}, which was read from "

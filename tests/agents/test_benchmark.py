@@ -1,7 +1,9 @@
 """The board of methods: from a stranger's file to its row, and what is not run again."""
 
 import json
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from heterog.agents.planners import DEFAULT_POLICY, shipped_lead
 from heterog.cluster import Cluster
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.errors import HeterogError, InputFileError
+from heterog.files import wait_for_file
 from heterog.graph.op_graph import Phase
 from heterog.graph.serialize import save_graph
 from heterog.methods.data_parallel import uniform_strategy
@@ -94,6 +97,8 @@ def test_the_method_of_the_page_gets_its_row(
         assert list(best_s) == sorted(set(best_s), reverse=True)
     with pytest.raises(HeterogError, match="a row is one method, auto is all of them"):
         bench(capsys, "--methods", "auto")
+    with pytest.raises(HeterogError, match="two of them are called random"):
+        bench(capsys, "--methods", "random,random")
     more = bench(capsys, "--seeds", "1:3")
     assert [line["seed"] for line in read_results(board)[6:]] == [2, 2]
     assert {row["seeds"] for row in more} == {2}
@@ -355,3 +360,43 @@ def test_a_row_without_training_answers_as_agent_does_with_the_same_networks() -
         assert found.num_evaluations > 200  # more than draws take: drafts, and moves
         answers.append([each.strategy for each in found.candidates])
     assert answers[0] == answers[1]
+
+
+def test_two_at_once_share_the_runs_and_go_on_for_the_dead(tmp_path: Path) -> None:
+    """A child begins a run; the parent makes the others first, and that one once it is killed."""
+    save_graph(chain_graph(), graph := tmp_path / "chain.json")
+    (tmp_path / "rows.jsonl").write_text('{"pair": ')  # a dead process did not finish it
+    began, parent, made = tmp_path / "began", os.getpid(), []
+
+    def slow(evaluator: Evaluator, seed: int, budget: Budget) -> dict[str, Any]:
+        if os.getpid() != parent:
+            began.touch()
+            signal.pause()
+        return {"step_time_s": 1.0, "evaluations": 1}
+
+    board = Board(
+        pairs=[PairLine(str(graph), "paper_8gpu", "p")],
+        entries=[Entry("a", slow), Entry("b", slow)],
+        budget=Budget(evaluations=1),
+        seeds=range(2),
+        results=tmp_path / "rows.jsonl",
+    )
+    child = os.fork()
+    if child == 0:
+        try:
+            board.run(lambda line: None)
+        finally:
+            os._exit(1)
+    wait_for_file(began, 300, "the child makes no run")
+
+    def note(line: dict[str, Any]) -> None:
+        made.append((line["arm"], line["seed"]))
+        if len(made) == 3:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+    board.run(note)
+    assert made == [("b", 0), ("a", 1), ("b", 1), ("a", 0)]
+    assert len(read_results(board.results)) == 4
+    board.run(note)
+    assert len(made) == 4

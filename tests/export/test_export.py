@@ -1052,7 +1052,7 @@ def test_unknown_targets_and_plans_that_do_not_fit(even: Plan, tmp_path: Path) -
         export_plan(even, "torchrn", tmp_path / "job")
     short = replace(even, step_time_s=None, shortage="a:0 lacks 3 GiB")
     for target in TARGETS:
-        with pytest.raises(ExportError, match=r"does not fit into memory \(a:0 lacks 3 GiB\)"):
+        with pytest.raises(ExportError, match=r"cannot run \(a:0 lacks 3 GiB\)"):
             export_plan(short, target, tmp_path / "job")
 
 

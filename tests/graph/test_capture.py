@@ -424,6 +424,39 @@ def test_a_sparse_buffer_is_refused_with_the_ways_out() -> None:
         capture(workload(Smoothed, torch.zeros(8, 4), torch.zeros(8, 4)))
 
 
+def test_overloads_whose_names_are_words_of_python_are_captured() -> None:
+    class Levels(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * torch.empty_like(x).random_(1, 4)
+
+    graph = capture(workload(lambda: Levels(4, 4), torch.zeros(8, 4), torch.zeros(8, 4)))
+    (drawn,) = [op for op in graph.ops if op.kind == "random.from"]
+    assert (drawn.args["from"], drawn.args["to"]) == (1, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.uint8])
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Bilinear(4, 4, 4)])
+def test_products_of_unlike_dtypes_are_refused_as_plain_torch_does(
+    layer: nn.Module, dtype: torch.dtype
+) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layer(*[x] * (1 + isinstance(self.layer, nn.Bilinear)))
+            return out
+
+    batch = (torch.ones(8, 4, dtype=dtype), torch.zeros(8, 4))
+    with pytest.raises(RuntimeError):
+        Net()(batch[0])
+    with pytest.raises(CaptureError, match=r"dtype|type") as caught:
+        capture(workload(Net, *batch))
+    assert "\n" not in str(caught.value)
+    assert "layer" in str(caught.value)
+
+
 def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"SparseAdam cannot step a dense gradient.*Adagrad"):
         optimizer_state_ratio(torch.optim.SparseAdam, {})

@@ -12,7 +12,13 @@ from heterog.explain.explanation import Explanation, explain
 from heterog.explain.wording import chance_to_fit
 from heterog.graph.op_graph import OpGraph
 from heterog.report.html import report_html
-from heterog.report.modules import amounts, columns_by_host, legend, range_name
+from heterog.report.modules import (
+    amounts,
+    columns_by_host,
+    legend,
+    placement_lines,
+    range_name,
+)
 from heterog.report.tables import MOST_LINES, answer, brief_answer
 from heterog.search.plan import Plan
 from heterog.strategy.strategy import Decision, Strategy, Sync
@@ -116,6 +122,13 @@ def test_what_is_split_by_rules_is_told_in_units() -> None:
     assert only.units == (16,)
     assert "or units" in text
     assert "16 units" in text
+    decided = replace(explanation.decided, num_micro_batches=4)
+    whole = f"samples of {graph.batch_size} in 4 micro-batches, or units"
+    for width in (45, 60, 100):
+        lines = placement_lines(explanation.plan, decided, width, 8)
+        heading = next(line for line in lines if line.startswith("samples of")).partition("  ")[0]
+        assert heading.endswith("...") or heading == whole
+        assert whole.startswith(heading.removesuffix("...")), "cut at its end"
     pure = replace(only, by_batch=False)
     assert amounts(pure) == ("10", "4", "2")
     assert sum(map(int, amounts(pure))) == 16

@@ -4,6 +4,7 @@ import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +13,7 @@ from heterog.cli import app
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError
 from heterog.graph.serialize import save_graph
+from heterog.search import portfolio
 from heterog.search.dataset import SolvedPair, load_solved, solved_before
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -39,6 +41,27 @@ def test_solved_pairs_are_kept_and_added_to(tmp_path: Path) -> None:
     plain = json.loads(gzip.decompress(path.read_bytes()))  # as the page for researchers reads it
     assert plain["plans"][0]["step_time_s"] == times[0]
     assert plain["graph"]["name"] == found.graph.name
+
+
+def test_plans_that_another_process_adds_meanwhile_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_graph(language_graph(), tmp_path / "small.json")
+    folder = tmp_path / "solved"
+
+    def add(method: str) -> None:
+        asked = ["--models", str(tmp_path / "small.json"), "--clusters", CLUSTER, "--budget", "5e"]
+        app(["dataset", str(folder), *asked, "--methods", method], standalone_mode=False)
+
+    def meanwhile(*args: Any, **keywords: Any) -> Any:
+        monkeypatch.undo()
+        add("ev_ar")
+        return portfolio.run_methods(*args, **keywords)
+
+    monkeypatch.setattr(portfolio, "run_methods", meanwhile)
+    add("ddp")
+    (path,) = folder.iterdir()
+    assert {each.method for each in load_solved(path).plans} == {"ddp", "ev_ar"}
 
 
 def test_another_graph_of_the_same_name_is_not_mixed_in(tmp_path: Path) -> None:

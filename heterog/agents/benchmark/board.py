@@ -4,18 +4,22 @@ A line has pair, arm (a method, or whatever else is compared), seed, the referee
 (``null`` if nothing fits), CPU seconds and evaluations. Budget, the code that made it and wall
 seconds follow; files from elsewhere may leave these out. ``other_s`` is the answer's step time by
 another referee, if that can express the answer. ``curve`` has (evaluations, best step time so far)
-for each improvement that the method reports. No run is made twice, so a stopped board goes on, and
-files of several people may be joined.
+for each improvement that the method reports. No run is made twice, also by several processes at
+once, so a stopped board goes on, and files of several people may be joined.
 """
 
+import errno
+import fcntl
 import hashlib
 import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -33,7 +37,7 @@ from heterog.agents.benchmark.statistics import (
 )
 from heterog.agents.benchmark.tiles import placed_s
 from heterog.errors import InputFileError
-from heterog.files import write_atomically
+from heterog.files import cannot_write, decoded
 from heterog.garbage import settled
 from heterog.methods.planner import Budget, Planner, Problem
 from heterog.search.judging import run_method
@@ -41,6 +45,8 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Strategy
 
 Line = dict[str, Any]
+Run = tuple[str, str, int]
+"""Pair, arm and seed."""
 FIELDS = ("pair", "arm", "seed", "step_time_s", "cpu_s", "evaluations")
 
 
@@ -127,13 +133,13 @@ class Board:
     graphs: Path | None = None
     references: Mapping[str, float] = field(default_factory=dict)
 
-    def found(self) -> dict[tuple[str, str, int], Line]:
-        """The finished runs of this board, by pair, arm and seed."""
+    def found(self, lines: Sequence[Line] | None = None) -> dict[Run, Line]:
+        """The finished runs of this board, among lines or those of its file."""
         codes = {entry.name: entry.code for entry in self.entries}
         pairs, own = {pair.pair for pair in self.pairs}, str(self.budget)
         return {
             (line["pair"], line["arm"], line["seed"]): line
-            for line in read_results(self.results)
+            for line in (read_results(self.results) if lines is None else lines)
             if line["pair"] in pairs
             and line["seed"] in self.seeds
             and line.get("code", codes.get(line["arm"])) == codes.get(line["arm"], ...)
@@ -141,21 +147,27 @@ class Board:
         }
 
     def run(self, report: Callable[[Line], None]) -> None:
-        """Make the missing runs, seed by seed."""
-        done = self.found()
-        _without_cut_line(self.results)
-        for seed in self.seeds:
-            for pair in self.pairs:
-                missing = [e for e in self.entries if (pair.pair, e.name, seed) not in done]
-                if not missing:
+        """Make the missing runs, seed by seed; processes with one file of results share them.
+
+        What other processes are making is left to them at first. In the end it is waited for, and
+        made if they have not.
+        """
+        load = lru_cache(maxsize=1)(lambda pair: pair.load(self.graphs))
+        asked = list(product(self.seeds, self.pairs, self.entries))
+        with _Shared(self.results) as shared:
+            done = self.found(shared.lines())
+            for waits, (seed, pair, entry) in product((False, True), asked):
+                run = (pair.pair, entry.name, seed)
+                if run in done or not shared.claim(run, waits):
                     continue
-                graph, cluster = pair.load(self.graphs)
-                for entry in missing:
+                done = self.found(shared.lines())
+                if run not in done:
+                    graph, cluster = load(pair)
                     # On a copy of the graph: a run must not profit from tables of earlier runs.
                     line = self._line(entry, pair.pair, Evaluator(replace(graph), cluster), seed)
-                    with self.results.open("a") as file:
-                        file.write(json.dumps(line) + "\n")
+                    shared.append(line)
                     report(line)
+                shared.release(run)
 
     @settled()
     def _line(self, entry: Entry, pair: str, evaluator: Evaluator, seed: int) -> Line:
@@ -300,21 +312,18 @@ def _spent(lines: Sequence[Line]) -> Line:
     }
 
 
-def _without_cut_line(path: Path) -> None:
-    """Remove a last line that was cut off, so that the next line is whole."""
-    content = path.read_bytes() if path.is_file() else b""
-    if not content.endswith(b"\n") and content:
-        write_atomically(path, content[: content.rfind(b"\n") + 1])
-
-
 def read_results(path: Path) -> list[Line]:
     """The runs of a file; none if there is no file. A last line that was cut off is left out.
 
     Raises:
         InputFileError: any other line is no run.
     """
+    return _runs_of(path.read_bytes() if path.is_file() else b"", path)
+
+
+def _runs_of(content: bytes, path: Path) -> list[Line]:
     found: list[Line] = []
-    texts = path.read_text().splitlines() if path.is_file() else []
+    texts = decoded(content, str(path)).splitlines()
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
@@ -327,3 +336,65 @@ def read_results(path: Path) -> list[Line]:
                 f"with {', '.join(FIELDS)}."
             ) from error
     return found
+
+
+class _Shared:
+    """A file of results of several processes, of which one makes a run.
+
+    A process that makes a run locks a byte of the file that stands for it, far behind its end. The
+    lock ends with the process, and as soon as the process closes *any* open file of that path, so
+    everything goes through the one that is open here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> Self:
+        try:
+            self._file = self._path.open("a+b", buffering=0)
+        except OSError as error:
+            raise cannot_write(self._path, error, 0) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def claim(self, run: Run, waits: bool) -> bool:
+        """Lock a run, unless another process has the lock and is not waited for."""
+        return self._lock(_byte_of(run), fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+
+    def release(self, run: Run) -> None:
+        """Let others look at a run."""
+        self._lock(_byte_of(run), fcntl.LOCK_UN)
+
+    def lines(self) -> list[Line]:
+        """All runs that are there now."""
+        return _runs_of(self._content(), self._path)
+
+    def append(self, line: Line) -> None:
+        """Add a run; a last line that a dead process did not finish is removed."""
+        self._lock(0, fcntl.LOCK_EX)
+        content = self._content()
+        tail = content[content.rfind(b"\n") + 1 :]
+        try:
+            self._file.write(b"\n" if tail and json.loads(tail) else b"")
+        except ValueError:
+            self._file.truncate(len(content) - len(tail))
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._lock(0, fcntl.LOCK_UN)
+
+    def _content(self) -> bytes:
+        self._file.seek(0)
+        return self._file.read()
+
+    def _lock(self, byte: int, how: int) -> bool:
+        try:
+            fcntl.lockf(self._file, how, 1, byte)
+        except OSError as error:
+            # Where a file system knows no locks, each process makes all runs.
+            return error.errno not in (errno.EACCES, errno.EAGAIN)
+        return True
+
+
+def _byte_of(run: Run) -> int:
+    return 1 + int(hashlib.sha256(json.dumps(run).encode()).hexdigest()[:15], 16)

@@ -25,6 +25,7 @@ import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.func import functionalize
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 from torch.overrides import TorchFunctionMode
@@ -481,6 +482,8 @@ def trace(
     with (
         warnings.catch_warnings(action="ignore"),
         mode,
+        # No code of a trace runs, and ``random_(1, 4)`` would have none: ``aten.random_.from``.
+        _use_lazy_graph_module(True),
         torch.backends.mkldnn.flags(enabled=False),
         fx_traceback.preserve_node_meta(),
         as_one_process(),
@@ -494,13 +497,11 @@ def trace(
     ):
         kept = PythonState({"the model": model, "the loss": workload.loss})
         with plain_tensors(kept):
-            raw = make_fx(lambda *inputs: step.traced(*inputs))(
-                dict(parameters), dict(buffers), batch
-            )
+            given = (dict(parameters), dict(buffers), batch)
+            raw = make_fx(lambda *inputs: step.traced(*inputs))(*given)
             if checks_calls:
                 check_repeats(workload.name, step, kept)
-        flat, _ = pytree.tree_flatten((dict(parameters), dict(buffers), batch))
-        flat = [value for value in flat if isinstance(value, Tensor)]
+        flat = [value for value in pytree.tree_leaves(given) if isinstance(value, Tensor)]
         _clean(raw)
         annotate_backward(raw.graph)
         if _mutates(raw.graph):
