@@ -20,10 +20,24 @@ _STATISTICS = (
     *("Softmax", "LogSoftmax", "Logsumexp", "Cumsum", "Logcumsumexp", "Cummax", "Cummin"),
 )
 _EXTREMES = ("MaxBackward", "MinBackward", "Amax", "Amin")
-_TABLES = ("MmBackward", "Cdist")
+_TABLES = ("MmBackward", "BmmBackward", "Cdist")
+_SHIFTS = ("RollBackward", "FlipBackward")
 _PRODUCTS = ("MulBackward", "DivBackward")
 _LINEAR = (
-    *("Add", "Sub", "Neg", "Sum", "Mean", "ToCopy", "Clone", "Alias", "_DDPSink", "Where"),
+    *(
+        "Add",
+        "Sub",
+        "Rsub",
+        "NanToNum",
+        "Neg",
+        "Sum",
+        "Mean",
+        "ToCopy",
+        "Clone",
+        "Alias",
+        "_DDPSink",
+        "Where",
+    ),
     *("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "TBackward"),
     *("Expand", "Repeat", "Select", "Slice", "Split", "Unbind", "Stack", "Cat", "Index", "Gather"),
     *("Permute", "MaskedFill", "Diagonal", "Trace", "Clamp"),  # most clamps are only guards
@@ -90,8 +104,13 @@ def _rows_of(node: Any, *, is_curved: bool) -> Iterator[int]:
     name = node.name()
     if name.startswith(_TABLES):
         made = _shape(node, 0)
+        made = made[1:] if made[:1] == (1,) else made  # of einsum
         if len(made) == 2 and made[0] == made[1]:
             yield made[0]
+    if name.startswith(_SHIFTS) and 0 in node._saved_dims:
+        yield _shape(node, 0)[0]
+    if name.startswith(_EXTREMES) and is_curved and getattr(node, "_saved_dim", ()) == ():
+        return  # of all elements: one number, mostly taken off before exp() and of no effect
     if name.startswith(_STATISTICS) or (is_curved and _is_sum(node)):
         yield from _first_rows(node)
 
@@ -112,8 +131,6 @@ def _first_rows(node: Any) -> Iterator[int]:
     shape = _shape(below, output)
     dims = getattr(node, "_saved_dim", None)
     dims = dims if isinstance(dims, tuple | list) else () if dims is None else (dims,)
-    if not dims and node.name().startswith(_EXTREMES):
-        return  # of all elements: one number, mostly taken off before exp() and of no effect
     first = (0, -len(shape), 2**64 - len(shape))  # negative numbers are kept without their sign
     if shape and (not dims or any(each in first for each in dims)):
         yield shape[0]

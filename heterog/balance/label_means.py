@@ -27,6 +27,15 @@ from torch.autograd.function import BackwardCFunction
 
 from heterog.balance.across_samples import rows_together
 from heterog.balance.group import RankGroup
+from heterog.balance.loss_terms import (
+    MOST_FACTORS,
+    Factor,
+    Ranks,
+    factors_of,
+    normalised_constant,
+    summed,
+    unlike_totals,
+)
 from heterog.balance.shares import BalanceError
 from heterog.errors import HeterogWarning
 
@@ -338,10 +347,15 @@ class MeanCounts:
             padded = [*own, *((math.nan, Of.MEAN) for _ in range(_MOST_COUNTS - len(own)))]
             is_open = samples and not is_stated and not self._has_warned
             rows = (rows_together(loss, samples) if is_open else None) or (math.nan, math.nan)
-            told = self._group.gather([samples, *(float(n) for n in chain(*padded, rows))])
+            factors = [] if is_stated else factors_of(loss)
+            numbers = chain(*padded, _as_numbers(factors), rows)
+            told = self._group.gather([samples, *(float(n) for n in numbers)])
             told = [each for each in told if each[0]]
             self._compare(seen, told)
             self._warn_of_rows(told)
+            self._compare_factors(told)
+            if is_open and normalised_constant(loss, samples):
+                self._warn(_NORMALISED)
         elif seen.counts is not None:
             for index, (count, known) in enumerate(zip(own, seen.counts, strict=False)):
                 seen.counts[index] = self._left(known, count.number, samples)
@@ -375,9 +389,23 @@ class MeanCounts:
         per_sample = _alike([rows / samples for samples, rows in pairs])
         if per_sample is None or _alike([rows for _, rows in pairs]) is not None:
             return  # ranks with equally many samples cannot tell, and a width is alike on all
-        self._has_warned = True
         rows_told = ", ".join(f"{rows:g} for {samples:g} samples" for samples, rows in pairs)
-        warnings.warn(_TOGETHER.format(rows_told, own=_OWN), HeterogWarning, stacklevel=5)
+        self._warn(_TOGETHER, rows_told)
+
+    def _compare_factors(self, told: list[list[float]]) -> None:
+        """Compare the factors with which ranks add up the terms of a loss."""
+        ranks = [(each[0], _as_factors(each[1 + 2 * _MOST_COUNTS : -2])) for each in told]
+        if not ranks or not all(factors for _, factors in ranks):
+            return
+        numbers, totals = summed(ranks), unlike_totals(ranks)
+        if numbers is not None:
+            raise BalanceError(_SUMMED.format(", ".join(_told(numbers, ranks))))
+        if totals is not None and not self._has_warned:
+            self._warn(_FACTORS, ", ".join(_told(totals, ranks)))
+
+    def _warn(self, text: str, told: str = "") -> None:
+        self._has_warned = True
+        warnings.warn(text.format(told, own=_OWN), HeterogWarning, stacklevel=6)
 
     def _left(self, known: _Alike, count: float, samples: float) -> _Alike:
         if known.of == Of.CLASSES:
@@ -393,6 +421,22 @@ class MeanCounts:
             now = f"{count:g} for {samples:g} now"
             raise BalanceError(_unlike(known.of, [f"{was} before", now]))
         return found
+
+
+def _as_numbers(factors: list[Factor]) -> list[float]:
+    """Factors as so many numbers on all ranks: NaN where there are none, or too many."""
+    known = [*chain(*factors)] if len(factors) <= MOST_FACTORS else []
+    return known + [math.nan] * (2 * MOST_FACTORS - len(known))
+
+
+def _as_factors(numbers: list[float]) -> list[Factor]:
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    return [Factor(*pair) for pair in pairs if not math.isnan(pair[0])]
+
+
+def _told(numbers: list[float], ranks: Ranks) -> list[str]:
+    pairs = zip(numbers, ranks, strict=True)
+    return [f"{number:.6g} for {samples:g} samples" for number, (samples, _) in pairs]
 
 
 def _right_if(of: Of, per_sample: float | None, number: float | None) -> _Alike:
@@ -433,6 +477,24 @@ _TOGETHER = (
     "the loss or the model takes statistics over the samples of a batch, or compares them with "
     "each other ({}), and a rank sees its own part only. A plan runs such a step as one device "
     "does (heterog.deploy); {own}."
+)
+_SUMMED = (
+    "the loss is a sum over samples, or a part of it is (its elements are {}), and a "
+    'balancer weighs means: give it reduction="mean", or the sum divided by the number of this '
+    "rank's samples. Where weights add up to 1 on each rank, divide after: weigh((losses * "
+    "weights).sum() / weights.sum(), count=weights.sum())."
+)
+_FACTORS = (
+    "the factors of the loss's terms add up to unlike numbers on the ranks ({}): where each rank "
+    "computes a factor from its own samples (by .item() of a loss), or adds a term if they need "
+    "it, one process does so for all of them. Compute it of balancer.mean_loss() or of sums over "
+    "ranks, and weigh sums of some samples divided by the number of all; {own}."
+)
+_NORMALISED = (
+    "the loss multiplies each sample by a constant that was normalised over this rank's samples "
+    "(advantages less their mean, weights divided by their sum){}, and one process normalises "
+    "over the whole batch. Use the mean and the deviation of all ranks, or normalise before the "
+    "samples are dealt; for weights divided by their sum call weigh(loss, count=sum); {own}."
 )
 _OWN = (
     "where each rank shall have its own, say so: weigh(loss, count=len(batch)), or a Trainer's "

@@ -73,7 +73,10 @@ class Passes:
         self._now: set[int] = set()  # identities of parameters that the pass has reached
         self._others: set[int] = set()  # that have gradients of losses that were not weighed
         self._trained: set[int] = set()  # that a weighed pass has ever reached
-        self._num_steps = self._num_passes = 0
+        self._num_steps = self._num_passes = self._num_losses = 0
+        self._whole: nn.Module | None = None  # the model that is followed
+        self._leaves: list[ref[Tensor]] = []  # of weighed losses, beside its parameters
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._has_warned = False
         _EVERY.add(self)
 
@@ -102,6 +105,7 @@ class Passes:
         self._hooks, self._hooked, self._parts = [], {}, []
         self._others, self._trained = set(), set()
         self._num_steps = self._num_passes = 0
+        self._whole = model
         for part in wrapped_parts(model):
             own = [
                 each
@@ -128,7 +132,23 @@ class Passes:
         node: Any = loss.grad_fn
         if node is not None:
             node.metadata[_MARK] = True
+        self._num_losses += 1
+        if self._whole is not None and compared_after(self._num_losses):
+            own = {id(each) for each in self._whole.parameters()}
+            known = own | {id(each()) for each in self._leaves}
+            self._leaves += [ref(each) for each in _leaves(loss) if id(each) not in known]
         loss.register_hook(_begun)  # type: ignore[no-untyped-call]
+
+    def beside(self) -> list[Tensor]:
+        """What optimizers update of weighed losses' parameters that are no part of the model."""
+        updated = {
+            id(each)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for each in group["params"]
+        }
+        leaves = [each() for each in self._leaves]
+        return [each for each in leaves if each is not None and id(each) in updated]
 
     def reached(self, parameter: Tensor) -> None:
         """Note that the pass that runs has added to the gradient of a parameter."""
@@ -151,6 +171,7 @@ class Passes:
 
     def check_update(self, optimizer: Optimizer) -> None:
         """Note an update, and warn once if a loss that gave it gradients was not weighed."""
+        self._optimizers.add(optimizer)
         if self._parts:
             self._parts = [each for each in self._parts if not _updates(optimizer, each.own)]
         if not self._others:
@@ -231,6 +252,20 @@ def check_not_weighed(loss: Tensor) -> None:
                 "and add the results."
             )
         waiting.extend(each for each, _ in node.next_functions)
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors that a loss depends on and that get gradients, each once."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [each for each, _ in node.next_functions]
 
 
 def wrapped_parts(model: nn.Module) -> list[nn.Module]:

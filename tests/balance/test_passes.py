@@ -328,3 +328,45 @@ def keeps_its_own_rate_late(rank: int) -> None:
 def test_the_last_steps_of_a_pass_are_compared(ranks: Ranks) -> None:
     with pytest.raises(AssertionError, match=r"after step 18 .* the same learning rate"):
         ranks.run(keeps_its_own_rate_late)
+
+
+def learns_beside(rank: int, way: str) -> list[float]:
+    """An optimizer updates the weights of a loss, too."""
+    model, criterion = net(), nn.Linear(4, 4, dtype=torch.float64)
+    with torch.no_grad():
+        criterion.weight.copy_(torch.eye(4))
+        criterion.bias.zero_()
+    wrapped: nn.Module = DistributedDataParallel(model)
+    whole: nn.Module = nn.ModuleList([wrapped, criterion])
+    balancer = Balancer(
+        whole if way == "averaged" else wrapped, global_batch_size=SIZE, shares=SHARES, interval=0
+    )
+    second: nn.Module = DistributedDataParallel(criterion) if way == "wrapped" else criterion
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    own = torch.optim.SGD([nn.Parameter(torch.zeros(2 + rank))], lr=0.1)
+    for inputs, kinds in balancer.loader(numbers()):
+        loss = functional.cross_entropy(second(wrapped(inputs)), kinds)
+        torch.autograd.backward(balancer.weigh(loss))
+        if way == "averaged":
+            balancer.average_gradients()
+        if way == "of its own":
+            own.step()
+            criterion.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(each) for each in criterion.weight.detach().flatten()]
+
+
+@pytest.mark.parametrize("way", ["wrapped", "averaged", "of its own"])
+def test_parameters_beside_the_model_may_be_updated(ranks: Ranks, way: str) -> None:
+    first, *others = ranks.run(learns_beside, way)
+    assert first != torch.eye(4).flatten().tolist() or way == "of its own"
+    assert all(each == pytest.approx(first) for each in others)
+
+
+def test_parameters_beside_the_model_are_compared(ranks: Ranks) -> None:
+    with pytest.raises(
+        AssertionError,
+        match=r"after step 1 a parameter of shape \(4, 4\) differs between ranks 0 and",
+    ):
+        ranks.run(learns_beside, "alone")
