@@ -58,6 +58,25 @@ class Rows(NamedTuple):
     place: int
 
 
+def inputs_of(node: Any) -> list[tuple[Any, int]]:
+    """The nodes below a node, each with the number of its output; ``None`` for a constant.
+
+    DistributedDataParallel puts one node below all outputs of a model: each has its own input.
+    """
+    return [_without_sink(*each) for each in node.next_functions]
+
+
+def maker_of(loss: Tensor) -> tuple[Any, int]:
+    """The node that has made a loss, and the number of its output."""
+    return _without_sink(loss.grad_fn, loss.output_nr)
+
+
+def _without_sink(node: Any, output: int) -> tuple[Any, int]:
+    while node is not None and node.name() == "_DDPSinkBackward":
+        node, output = node.next_functions[output]
+    return node, output
+
+
 def rows_together(loss: Tensor, samples: float) -> Rows | None:
     """Rows of samples over which a loss is no mean of the samples' own losses.
 
@@ -79,8 +98,8 @@ def rows_together(loss: Tensor, samples: float) -> Rows | None:
     >>> rows_together((x @ x.T).exp().mean(), 4).number
     4
     """
-    places = {node: place for place, node in enumerate(_nodes(loss.grad_fn))}
-    waiting: list[tuple[Any, bool]] = [(loss.grad_fn, False)]
+    places = {node: place for place, node in enumerate(_nodes(maker_of(loss)[0]))}
+    waiting: list[tuple[Any, bool]] = [(maker_of(loss)[0], False)]
     seen: dict[Any, bool] = {}
     found: set[Rows] = set()
     while waiting:
@@ -91,7 +110,7 @@ def rows_together(loss: Tensor, samples: float) -> Rows | None:
         numbers = _rows_of(node, is_curved=is_curved)
         found |= {Rows(number, places[node]) for number in numbers if number % samples == 0}
         name = node.name()
-        below = [each for each, _ in node.next_functions]
+        below = [each for each, _ in inputs_of(node)]
         if name.startswith(_PRODUCTS) and not is_curved:
             waiting += _factors(name, below, samples)
         else:
@@ -121,7 +140,7 @@ def _is_sum(node: Any) -> bool:
 
 def _first_rows(node: Any) -> Iterator[int]:
     """Rows that a node sums over; none if it does not sum over the first dimension."""
-    below, output = next((each for each in node.next_functions if each[0]), (None, 0))
+    below, output = next((each for each in inputs_of(node) if each[0]), (None, 0))
     if below is None:
         return
     if node.name().startswith("MmBackward"):
@@ -168,4 +187,4 @@ def _nodes(node: Any) -> Iterator[Any]:
             continue
         seen.add(each)
         yield each
-        waiting += [below for below, _ in each.next_functions]
+        waiting += [below for below, _ in inputs_of(each)]

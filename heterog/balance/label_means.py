@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from heterog.balance.across_samples import rows_together
+from heterog.balance.across_samples import inputs_of, maker_of, rows_together
 from heterog.balance.group import RankGroup
 from heterog.balance.loss_terms import (
     MOST_FACTORS,
@@ -99,8 +99,7 @@ def check_mean_over_samples(loss: Tensor, samples: float) -> None:
         if node.name() in _CROSS_ENTROPIES and node._saved_reduction == _MEAN:
             _check(node._saved_total_weight, node._saved_target.numel())
     if any(  # a term is the result of a custom autograd function
-        node.name() != "_DDPSinkBackward" and isinstance(node, BackwardCFunction)
-        for node, _ in _nodes(loss, None, _below_divided)
+        isinstance(node, BackwardCFunction) for node, _ in _nodes(loss, None, _below_divided)
     ):
         warnings.warn(
             "the loss comes out of a compiled function or a kernel, whose record does not say "
@@ -159,7 +158,7 @@ def _divisors(loss: Tensor, samples: float) -> Iterator[float | None]:
 
 def _below_divided(node: Any, divisor: float | None) -> list[tuple[Any, float | None]]:
     """The terms that a node adds up, or divides by a number, each with its divisor so far."""
-    below = [each for each, _ in node.next_functions]
+    below = [each for each, _ in inputs_of(node)]
     if node.name().startswith(_ADDS):
         return [(each, divisor) for each in below]
     is_divided = node.name().startswith("DivBackward")
@@ -178,7 +177,7 @@ def _is_sum(node: Any, samples: float) -> bool:
     """Whether a node is the sum of a loss over all samples, as far as that is certain."""
     if node.name() != "SumBackward0":
         return getattr(node, "_saved_reduction", None) == _SUM
-    below = node.next_functions[0][0]
+    below = inputs_of(node)[0][0]
     if getattr(below, "_saved_reduction", None) == _NONE:
         return True
     sizes = node._saved_self_sym_sizes
@@ -204,7 +203,7 @@ def _is_of_weights(node: Any) -> bool:
             continue
         if not node.name().startswith(_OF_ELEMENTS):
             return False
-        waiting += [each for each, _ in node.next_functions]
+        waiting += [each for each, _ in inputs_of(node)]
     return False
 
 
@@ -216,7 +215,7 @@ def _last_nodes(loss: Tensor) -> Iterator[tuple[Any, bool]]:
 
     def below(node: Any, is_curved: bool) -> list[tuple[Any, bool]]:
         is_curved = is_curved or node.name().startswith(_CURVES)
-        return [] if _is_mean(node) else [(each, is_curved) for each, _ in node.next_functions]
+        return [] if _is_mean(node) else [(each, is_curved) for each, _ in inputs_of(node)]
 
     return _nodes(loss, False, below)
 
@@ -225,7 +224,7 @@ def _nodes(
     loss: Tensor, begin: _Known, below: Callable[[Any, _Known], list[tuple[Any, _Known]]]
 ) -> Iterator[tuple[Any, _Known]]:
     """Nodes of autograd from the end of a loss, each with what ``below`` found on the way."""
-    waiting: list[tuple[Any, _Known]] = [(loss.grad_fn, begin)]
+    waiting: list[tuple[Any, _Known]] = [(maker_of(loss)[0], begin)]
     seen = 0
     while waiting and seen < _MOST_NODES:
         node, known = waiting.pop(0)
@@ -252,7 +251,7 @@ def _count_of(node: Any) -> float | None:
     if not node.name().startswith("DivBackward"):
         return None
     divisor = _number(node._saved_other)
-    divided = node.next_functions[0][0]
+    divided = inputs_of(node)[0][0]
     if divisor is None or divisor <= 0 or divided is None:
         return None
     is_whole = divisor >= 1 and divisor.is_integer()  # another number is a count only below a sum

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from heterog.balance.across_samples import inputs_of, maker_of
+
 MOST_FACTORS = 4
 """Most unlike factors of one loss that ranks compare; a loss with more is not compared."""
 _MOST_NODES = 4096
@@ -26,7 +28,7 @@ _SAME = 1e-5
 _NORMALISED = 1e-6
 """Largest sum of a normalised constant, or difference of it from 1, as a part of its elements."""
 _KEEPS = (
-    *("ToCopy", "Clone", "Alias", "_DDPSink", "View", "UnsafeView", "Reshape", "Squeeze"),
+    *("ToCopy", "Clone", "Alias", "View", "UnsafeView", "Reshape", "Squeeze"),
     *("Unsqueeze", "Transpose", "TBackward", "Permute"),
 )
 _ADDS = ("AddBackward", "SubBackward", "RsubBackward", "Neg", "Stack", "Cat")
@@ -63,7 +65,7 @@ def factors_of(loss: Tensor) -> list[Factor]:
     [Factor(factor=1.0, total=3.0)]
     """
     found: dict[float, float] = {}
-    waiting: list[tuple[Any, int, float]] = [(loss.grad_fn, 0, 1.0)]
+    waiting: list[tuple[Any, int, float]] = [(*maker_of(loss), 1.0)]
     for _ in range(_MOST_NODES):
         if not waiting:
             break
@@ -139,7 +141,7 @@ def normalised_constant(loss: Tensor, samples: float) -> bool:
 def _below(node: Any, factor: float) -> list[tuple[Any, int, float]] | None:
     """What a node adds up, with its factor; ``None`` for an element or for what is not linear."""
     name = node.name()
-    by = [1.0] * len(node.next_functions)
+    by = [1.0] * len(inputs_of(node))
     if name.startswith(_PRODUCTS):
         number = _number(_constant_of(node))
         is_quotient = name.startswith("Div")
@@ -147,7 +149,7 @@ def _below(node: Any, factor: float) -> list[tuple[Any, int, float]] | None:
             return None
         by = [1 / number if is_quotient else number] * len(by)
     elif name.startswith("Mean"):
-        (below, output), *_ = node.next_functions
+        (below, output), *_ = inputs_of(node)
         if _numel(node, 0) != 1 or not below.name().startswith("SumBackward1"):
             return None
         by = [1 / _numel(below, output)]
@@ -158,14 +160,14 @@ def _below(node: Any, factor: float) -> list[tuple[Any, int, float]] | None:
         by[1:] = [sign * float(node._saved_alpha)] * (len(by) - 1)
     elif not name.startswith((*_KEEPS, *_ADDS, "SumBackward")):
         return None
-    ends = zip(node.next_functions, by, strict=True)
+    ends = zip(inputs_of(node), by, strict=True)
     below = ((each, output, factor * part) for (each, output), part in ends if each is not None)
     return [each for each in below if each[-1]]
 
 
 def _constant_of(node: Any) -> Any:
     """The constant of a product or quotient, or ``None`` if it has none, or is divided itself."""
-    ends = [each for each, _ in node.next_functions]
+    ends = [each for each, _ in inputs_of(node)]
     if ends.count(None) != 1:
         return None
     if node.name().startswith("DotBackward"):
@@ -193,7 +195,7 @@ def _numel(node: Any, output: int) -> int:
 
 def _constants(loss: Tensor, samples: float) -> Iterator[Tensor]:
     """Constants with numbers for each sample, by which the last terms are multiplied."""
-    waiting: list[Any] = [loss.grad_fn]
+    waiting: list[Any] = [maker_of(loss)[0]]
     for _ in range(_MOST_CONSTANTS):
         node = waiting.pop(0) if waiting else None
         if node is None:
@@ -204,7 +206,7 @@ def _constants(loss: Tensor, samples: float) -> Iterator[Tensor]:
                 yield by
         elif not node.name().startswith((*_KEEPS, *_ADDS, *_SUMS, *_CHOOSES)):
             continue
-        waiting += [each for each, _ in node.next_functions]
+        waiting += [each for each, _ in inputs_of(node)]
 
 
 def _is_normalised(constant: Tensor, samples: float) -> bool:

@@ -5,13 +5,17 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
+from heterog.balance.balancer import Balancer
 from heterog.balance.group import RankGroup
 from heterog.balance.label_means import MeanCounts
 from heterog.balance.shares import BalanceError
 from heterog.errors import HeterogWarning
+from tests.runtime.ranks import Ranks
 
 Loss = Callable[[Tensor], Tensor]
 
@@ -133,3 +137,36 @@ MEANS: dict[str, Loss] = {
 @pytest.mark.parametrize("sizes", [(8, 5), (8, 8)])
 def test_means_over_samples_pass(name: str, sizes: tuple[int, int]) -> None:
     assert on_two(MEANS[name], sizes) == []
+
+
+class WithLoss(nn.Module):
+    """A model that returns its loss and its output, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        output = self.layer(x)
+        return {"loss": of_each(output).mean(), "output": output}
+
+
+def distils(rank: int) -> float:
+    """The node of DistributedDataParallel is below the loss and the output."""
+    model = DistributedDataParallel(WithLoss(), find_unused_parameters=True)
+    balancer = Balancer(model, global_batch_size=12, shares=(6, 4, 2), interval=0)
+    data = TensorDataset(torch.rand(24, 3, generator=torch.Generator().manual_seed(0)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HeterogWarning)
+        for (inputs,) in balancer.loader(data):
+            made = model(inputs)
+            teacher = inputs.softmax(1)
+            loss = functional.kl_div(made["output"].log_softmax(1), teacher, reduction="batchmean")
+            torch.autograd.backward(balancer.weigh(0.5 * made["loss"] + 0.5 * loss))
+    return balancer.mean_loss()
+
+
+@pytest.mark.distributed
+def test_an_output_of_a_wrapped_model_is_apart_from_its_loss(ranks: Ranks) -> None:
+    first, *others = ranks.run(distils)
+    assert others == [first, first]

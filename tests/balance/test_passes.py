@@ -367,6 +367,6 @@ def test_parameters_beside_the_model_may_be_updated(ranks: Ranks, way: str) -> N
 def test_parameters_beside_the_model_are_compared(ranks: Ranks) -> None:
     with pytest.raises(
         AssertionError,
-        match=r"after step 1 a parameter of shape \(4, 4\) differs between ranks 0 and",
+        match=r"after step 1 a parameter of shape .* differs between ranks 0 and",
     ):
         ranks.run(learns_beside, "alone")
