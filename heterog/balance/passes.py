@@ -9,12 +9,14 @@ of weights alone needs no weight, and a loop may have its own ways to weigh or t
 
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -33,6 +35,8 @@ LEAST_LOSSES, LEAST_PASSES = 8, 2
 """Weighed losses, and passes over the data, by which a model has been updated: few loops add up
 gradients of more."""
 
+_ROUNDING = 1e-2
+"""Least part of a gradient by which a hook is not linear, in 16 bits as well."""
 _MARK = "heterog.weighed"
 _MOST_NODES = 16
 _EVERY: "WeakSet[Passes]" = WeakSet()
@@ -106,6 +110,7 @@ class Passes:
         self._others, self._trained = set(), set()
         self._num_steps = self._num_passes = 0
         self._whole = model
+        _check_hooks(model)
         for part in wrapped_parts(model):
             own = [
                 each
@@ -232,6 +237,44 @@ class Passes:
                 HeterogWarning,
                 stacklevel=4,
             )
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Warn of a parameter whose gradient a hook changes before ranks average it, by no factor."""
+    for name, parameter in model.named_parameters():
+        hooks = getattr(parameter, "_backward_hooks", None) or {}
+        if isinstance(parameter.data, DTensor) or is_lazy(parameter) or parameter.is_meta:
+            continue
+        if not all(_is_linear(hook, parameter) for hook in hooks.values()):
+            warnings.warn(
+                f"a hook of parameter {name} changes its gradient, and not by a factor (a clip, a "
+                "norm): on each rank it gets the gradient of the rank's own samples, where one "
+                "process has that of the whole batch. Change gradients after the backward pass, "
+                "as clip_grad_value_ and clip_grad_norm_ do.",
+                HeterogWarning,
+                stacklevel=5,
+            )
+            return
+
+
+def _is_linear(hook: Callable[[Tensor], Tensor | None], parameter: Tensor) -> bool:
+    """Whether a hook of a parameter does with a sum of gradients what it does with both.
+
+    >>> weight, seen = torch.ones(3, requires_grad=True), []
+    >>> hooks = lambda g: 2 * g, lambda g: g.clamp(-1, 1), seen.append
+    >>> [_is_linear(each, weight) for each in hooks]
+    [True, False, True]
+    """
+    drawn = torch.Generator().manual_seed(0)
+    sizes = 10 ** (8 * torch.rand(2, *parameter.shape, generator=drawn) - 4)
+    first, second = (sizes * torch.randn(sizes.shape, generator=drawn)).to(parameter)
+    with torch.no_grad(), suppress(Exception):  # one that takes no other gradients
+        made = [hook(each.clone()) for each in (first, second, first + second)]
+        changed = [each for each in made if isinstance(each, Tensor)]
+        if len(changed) == len(made):
+            apart = changed[0] + changed[1] - changed[2]
+            return bool(apart.norm() <= _ROUNDING * sum(each.norm() for each in changed))
+    return True
 
 
 def check_not_weighed(loss: Tensor) -> None:

@@ -370,3 +370,33 @@ def test_parameters_beside_the_model_are_compared(ranks: Ranks) -> None:
         match=r"after step 1 a parameter of shape .* differs between ranks 0 and",
     ):
         ranks.run(learns_beside, "alone")
+
+
+HOOKS: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "factor": lambda gradient: 0.1 * gradient,
+    "mask": lambda gradient: gradient * (torch.arange(len(gradient)) > 0).view(-1, 1),
+    "look": lambda gradient: None,
+    "clip": lambda gradient: gradient.clamp(-0.1, 0.1),
+    "norm": lambda gradient: gradient / gradient.norm(),
+    "clip of the norm": lambda gradient: gradient * (0.1 / gradient.norm()).clamp(max=1),
+}
+
+
+def hooked(_: int, name: str) -> list[str]:
+    model = net()
+    next(model.parameters()).register_hook(HOOKS[name])  # type: ignore[no-untyped-call]
+    wrapped = DistributedDataParallel(model)
+    balancer = Balancer(wrapped, global_batch_size=SIZE, shares=SHARES, interval=0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for inputs, kinds in balancer.loader(numbers()):
+            loss = functional.cross_entropy(wrapped(inputs), kinds)
+            torch.autograd.backward(balancer.weigh(loss))
+    return [str(each.message) for each in told if each.category is HeterogWarning]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_that_need_the_whole_gradient_are_warned_of(ranks: Ranks, name: str) -> None:
+    for told in ranks.run(hooked, name):
+        assert len(told) == ("clip" in name or "norm" in name)
+        assert all("a hook of parameter module.0.weight changes its gr" in each for each in told)
