@@ -20,10 +20,24 @@ _STATISTICS = (
     *("Softmax", "LogSoftmax", "Logsumexp", "Cumsum", "Logcumsumexp", "Cummax", "Cummin"),
 )
 _EXTREMES = ("MaxBackward", "MinBackward", "Amax", "Amin")
-_TABLES = ("MmBackward", "Cdist")
+_TABLES = ("MmBackward", "BmmBackward", "Cdist")
+_SHIFTS = ("RollBackward", "FlipBackward")
 _PRODUCTS = ("MulBackward", "DivBackward")
 _LINEAR = (
-    *("Add", "Sub", "Neg", "Sum", "Mean", "ToCopy", "Clone", "Alias", "_DDPSink", "Where"),
+    *(
+        "Add",
+        "Sub",
+        "Rsub",
+        "NanToNum",
+        "Neg",
+        "Sum",
+        "Mean",
+        "ToCopy",
+        "Clone",
+        "Alias",
+        "_DDPSink",
+        "Where",
+    ),
     *("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "TBackward"),
     *("Expand", "Repeat", "Select", "Slice", "Split", "Unbind", "Stack", "Cat", "Index", "Gather"),
     *("Permute", "MaskedFill", "Diagonal", "Trace", "Clamp"),  # most clamps are only guards
@@ -42,6 +56,25 @@ class Rows(NamedTuple):
 
     number: int
     place: int
+
+
+def inputs_of(node: Any) -> list[tuple[Any, int]]:
+    """The nodes below a node, each with the number of its output; ``None`` for a constant.
+
+    DistributedDataParallel puts one node below all outputs of a model: each has its own input.
+    """
+    return [_without_sink(*each) for each in node.next_functions]
+
+
+def maker_of(loss: Tensor) -> tuple[Any, int]:
+    """The node that has made a loss, and the number of its output."""
+    return _without_sink(loss.grad_fn, loss.output_nr)
+
+
+def _without_sink(node: Any, output: int) -> tuple[Any, int]:
+    while node is not None and node.name() == "_DDPSinkBackward":
+        node, output = node.next_functions[output]
+    return node, output
 
 
 def rows_together(loss: Tensor, samples: float) -> Rows | None:
@@ -65,8 +98,8 @@ def rows_together(loss: Tensor, samples: float) -> Rows | None:
     >>> rows_together((x @ x.T).exp().mean(), 4).number
     4
     """
-    places = {node: place for place, node in enumerate(_nodes(loss.grad_fn))}
-    waiting: list[tuple[Any, bool]] = [(loss.grad_fn, False)]
+    places = {node: place for place, node in enumerate(_nodes(maker_of(loss)[0]))}
+    waiting: list[tuple[Any, bool]] = [(maker_of(loss)[0], False)]
     seen: dict[Any, bool] = {}
     found: set[Rows] = set()
     while waiting:
@@ -77,7 +110,7 @@ def rows_together(loss: Tensor, samples: float) -> Rows | None:
         numbers = _rows_of(node, is_curved=is_curved)
         found |= {Rows(number, places[node]) for number in numbers if number % samples == 0}
         name = node.name()
-        below = [each for each, _ in node.next_functions]
+        below = [each for each, _ in inputs_of(node)]
         if name.startswith(_PRODUCTS) and not is_curved:
             waiting += _factors(name, below, samples)
         else:
@@ -90,8 +123,13 @@ def _rows_of(node: Any, *, is_curved: bool) -> Iterator[int]:
     name = node.name()
     if name.startswith(_TABLES):
         made = _shape(node, 0)
+        made = made[1:] if made[:1] == (1,) else made  # of einsum
         if len(made) == 2 and made[0] == made[1]:
             yield made[0]
+    if name.startswith(_SHIFTS) and 0 in node._saved_dims:
+        yield _shape(node, 0)[0]
+    if name.startswith(_EXTREMES) and is_curved and getattr(node, "_saved_dim", ()) == ():
+        return  # of all elements: one number, mostly taken off before exp() and of no effect
     if name.startswith(_STATISTICS) or (is_curved and _is_sum(node)):
         yield from _first_rows(node)
 
@@ -102,7 +140,7 @@ def _is_sum(node: Any) -> bool:
 
 def _first_rows(node: Any) -> Iterator[int]:
     """Rows that a node sums over; none if it does not sum over the first dimension."""
-    below, output = next((each for each in node.next_functions if each[0]), (None, 0))
+    below, output = next((each for each in inputs_of(node) if each[0]), (None, 0))
     if below is None:
         return
     if node.name().startswith("MmBackward"):
@@ -112,8 +150,6 @@ def _first_rows(node: Any) -> Iterator[int]:
     shape = _shape(below, output)
     dims = getattr(node, "_saved_dim", None)
     dims = dims if isinstance(dims, tuple | list) else () if dims is None else (dims,)
-    if not dims and node.name().startswith(_EXTREMES):
-        return  # of all elements: one number, mostly taken off before exp() and of no effect
     first = (0, -len(shape), 2**64 - len(shape))  # negative numbers are kept without their sign
     if shape and (not dims or any(each in first for each in dims)):
         yield shape[0]
@@ -151,4 +187,4 @@ def _nodes(node: Any) -> Iterator[Any]:
             continue
         seen.add(each)
         yield each
-        waiting += [below for below, _ in each.next_functions]
+        waiting += [below for below, _ in inputs_of(each)]

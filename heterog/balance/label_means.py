@@ -25,8 +25,17 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from heterog.balance.across_samples import rows_together
+from heterog.balance.across_samples import inputs_of, maker_of, rows_together
 from heterog.balance.group import RankGroup
+from heterog.balance.loss_terms import (
+    MOST_FACTORS,
+    Factor,
+    Ranks,
+    factors_of,
+    normalised_constant,
+    summed,
+    unlike_totals,
+)
 from heterog.balance.shares import BalanceError
 from heterog.errors import HeterogWarning
 
@@ -90,8 +99,7 @@ def check_mean_over_samples(loss: Tensor, samples: float) -> None:
         if node.name() in _CROSS_ENTROPIES and node._saved_reduction == _MEAN:
             _check(node._saved_total_weight, node._saved_target.numel())
     if any(  # a term is the result of a custom autograd function
-        node.name() != "_DDPSinkBackward" and isinstance(node, BackwardCFunction)
-        for node, _ in _nodes(loss, None, _below_divided)
+        isinstance(node, BackwardCFunction) for node, _ in _nodes(loss, None, _below_divided)
     ):
         warnings.warn(
             "the loss comes out of a compiled function or a kernel, whose record does not say "
@@ -150,7 +158,7 @@ def _divisors(loss: Tensor, samples: float) -> Iterator[float | None]:
 
 def _below_divided(node: Any, divisor: float | None) -> list[tuple[Any, float | None]]:
     """The terms that a node adds up, or divides by a number, each with its divisor so far."""
-    below = [each for each, _ in node.next_functions]
+    below = [each for each, _ in inputs_of(node)]
     if node.name().startswith(_ADDS):
         return [(each, divisor) for each in below]
     is_divided = node.name().startswith("DivBackward")
@@ -169,7 +177,7 @@ def _is_sum(node: Any, samples: float) -> bool:
     """Whether a node is the sum of a loss over all samples, as far as that is certain."""
     if node.name() != "SumBackward0":
         return getattr(node, "_saved_reduction", None) == _SUM
-    below = node.next_functions[0][0]
+    below = inputs_of(node)[0][0]
     if getattr(below, "_saved_reduction", None) == _NONE:
         return True
     sizes = node._saved_self_sym_sizes
@@ -195,7 +203,7 @@ def _is_of_weights(node: Any) -> bool:
             continue
         if not node.name().startswith(_OF_ELEMENTS):
             return False
-        waiting += [each for each, _ in node.next_functions]
+        waiting += [each for each, _ in inputs_of(node)]
     return False
 
 
@@ -207,7 +215,7 @@ def _last_nodes(loss: Tensor) -> Iterator[tuple[Any, bool]]:
 
     def below(node: Any, is_curved: bool) -> list[tuple[Any, bool]]:
         is_curved = is_curved or node.name().startswith(_CURVES)
-        return [] if _is_mean(node) else [(each, is_curved) for each, _ in node.next_functions]
+        return [] if _is_mean(node) else [(each, is_curved) for each, _ in inputs_of(node)]
 
     return _nodes(loss, False, below)
 
@@ -216,7 +224,7 @@ def _nodes(
     loss: Tensor, begin: _Known, below: Callable[[Any, _Known], list[tuple[Any, _Known]]]
 ) -> Iterator[tuple[Any, _Known]]:
     """Nodes of autograd from the end of a loss, each with what ``below`` found on the way."""
-    waiting: list[tuple[Any, _Known]] = [(loss.grad_fn, begin)]
+    waiting: list[tuple[Any, _Known]] = [(maker_of(loss)[0], begin)]
     seen = 0
     while waiting and seen < _MOST_NODES:
         node, known = waiting.pop(0)
@@ -243,7 +251,7 @@ def _count_of(node: Any) -> float | None:
     if not node.name().startswith("DivBackward"):
         return None
     divisor = _number(node._saved_other)
-    divided = node.next_functions[0][0]
+    divided = inputs_of(node)[0][0]
     if divisor is None or divisor <= 0 or divided is None:
         return None
     is_whole = divisor >= 1 and divisor.is_integer()  # another number is a count only below a sum
@@ -338,10 +346,15 @@ class MeanCounts:
             padded = [*own, *((math.nan, Of.MEAN) for _ in range(_MOST_COUNTS - len(own)))]
             is_open = samples and not is_stated and not self._has_warned
             rows = (rows_together(loss, samples) if is_open else None) or (math.nan, math.nan)
-            told = self._group.gather([samples, *(float(n) for n in chain(*padded, rows))])
+            factors = [] if is_stated else factors_of(loss)
+            numbers = chain(*padded, _as_numbers(factors), rows)
+            told = self._group.gather([samples, *(float(n) for n in numbers)])
             told = [each for each in told if each[0]]
             self._compare(seen, told)
             self._warn_of_rows(told)
+            self._compare_factors(told)
+            if is_open and normalised_constant(loss, samples):
+                self._warn(_NORMALISED)
         elif seen.counts is not None:
             for index, (count, known) in enumerate(zip(own, seen.counts, strict=False)):
                 seen.counts[index] = self._left(known, count.number, samples)
@@ -375,9 +388,23 @@ class MeanCounts:
         per_sample = _alike([rows / samples for samples, rows in pairs])
         if per_sample is None or _alike([rows for _, rows in pairs]) is not None:
             return  # ranks with equally many samples cannot tell, and a width is alike on all
-        self._has_warned = True
         rows_told = ", ".join(f"{rows:g} for {samples:g} samples" for samples, rows in pairs)
-        warnings.warn(_TOGETHER.format(rows_told, own=_OWN), HeterogWarning, stacklevel=5)
+        self._warn(_TOGETHER, rows_told)
+
+    def _compare_factors(self, told: list[list[float]]) -> None:
+        """Compare the factors with which ranks add up the terms of a loss."""
+        ranks = [(each[0], _as_factors(each[1 + 2 * _MOST_COUNTS : -2])) for each in told]
+        if not ranks or not all(factors for _, factors in ranks):
+            return
+        numbers, totals = summed(ranks), unlike_totals(ranks)
+        if numbers is not None:
+            raise BalanceError(_SUMMED.format(", ".join(_told(numbers, ranks))))
+        if totals is not None and not self._has_warned:
+            self._warn(_FACTORS, ", ".join(_told(totals, ranks)))
+
+    def _warn(self, text: str, told: str = "") -> None:
+        self._has_warned = True
+        warnings.warn(text.format(told, own=_OWN), HeterogWarning, stacklevel=6)
 
     def _left(self, known: _Alike, count: float, samples: float) -> _Alike:
         if known.of == Of.CLASSES:
@@ -393,6 +420,22 @@ class MeanCounts:
             now = f"{count:g} for {samples:g} now"
             raise BalanceError(_unlike(known.of, [f"{was} before", now]))
         return found
+
+
+def _as_numbers(factors: list[Factor]) -> list[float]:
+    """Factors as so many numbers on all ranks: NaN where there are none, or too many."""
+    known = [*chain(*factors)] if len(factors) <= MOST_FACTORS else []
+    return known + [math.nan] * (2 * MOST_FACTORS - len(known))
+
+
+def _as_factors(numbers: list[float]) -> list[Factor]:
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    return [Factor(*pair) for pair in pairs if not math.isnan(pair[0])]
+
+
+def _told(numbers: list[float], ranks: Ranks) -> list[str]:
+    pairs = zip(numbers, ranks, strict=True)
+    return [f"{number:.6g} for {samples:g} samples" for number, (samples, _) in pairs]
 
 
 def _right_if(of: Of, per_sample: float | None, number: float | None) -> _Alike:
@@ -433,6 +476,24 @@ _TOGETHER = (
     "the loss or the model takes statistics over the samples of a batch, or compares them with "
     "each other ({}), and a rank sees its own part only. A plan runs such a step as one device "
     "does (heterog.deploy); {own}."
+)
+_SUMMED = (
+    "the loss is a sum over samples, or a part of it is (its elements are {}), and a "
+    'balancer weighs means: give it reduction="mean", or the sum divided by the number of this '
+    "rank's samples. Where weights add up to 1 on each rank, divide after: weigh((losses * "
+    "weights).sum() / weights.sum(), count=weights.sum())."
+)
+_FACTORS = (
+    "the factors of the loss's terms add up to unlike numbers on the ranks ({}): where each rank "
+    "computes a factor from its own samples (by .item() of a loss), or adds a term if they need "
+    "it, one process does so for all of them. Compute it of balancer.mean_loss() or of sums over "
+    "ranks, and weigh sums of some samples divided by the number of all; {own}."
+)
+_NORMALISED = (
+    "the loss multiplies each sample by a constant that was normalised over this rank's samples "
+    "(advantages less their mean, weights divided by their sum){}, and one process normalises "
+    "over the whole batch. Use the mean and the deviation of all ranks, or normalise before the "
+    "samples are dealt; for weights divided by their sum call weigh(loss, count=sum); {own}."
 )
 _OWN = (
     "where each rank shall have its own, say so: weigh(loss, count=len(batch)), or a Trainer's "

@@ -9,12 +9,14 @@ of weights alone needs no weight, and a loop may have its own ways to weigh or t
 
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -33,6 +35,8 @@ LEAST_LOSSES, LEAST_PASSES = 8, 2
 """Weighed losses, and passes over the data, by which a model has been updated: few loops add up
 gradients of more."""
 
+_ROUNDING = 1e-2
+"""Least part of a gradient by which a hook is not linear, in 16 bits as well."""
 _MARK = "heterog.weighed"
 _MOST_NODES = 16
 _EVERY: "WeakSet[Passes]" = WeakSet()
@@ -73,7 +77,10 @@ class Passes:
         self._now: set[int] = set()  # identities of parameters that the pass has reached
         self._others: set[int] = set()  # that have gradients of losses that were not weighed
         self._trained: set[int] = set()  # that a weighed pass has ever reached
-        self._num_steps = self._num_passes = 0
+        self._num_steps = self._num_passes = self._num_losses = 0
+        self._whole: nn.Module | None = None  # the model that is followed
+        self._leaves: list[ref[Tensor]] = []  # of weighed losses, beside its parameters
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._has_warned = False
         _EVERY.add(self)
 
@@ -102,6 +109,8 @@ class Passes:
         self._hooks, self._hooked, self._parts = [], {}, []
         self._others, self._trained = set(), set()
         self._num_steps = self._num_passes = 0
+        self._whole = model
+        _check_hooks(model)
         for part in wrapped_parts(model):
             own = [
                 each
@@ -128,7 +137,23 @@ class Passes:
         node: Any = loss.grad_fn
         if node is not None:
             node.metadata[_MARK] = True
+        self._num_losses += 1
+        if self._whole is not None and compared_after(self._num_losses):
+            own = {id(each) for each in self._whole.parameters()}
+            known = own | {id(each()) for each in self._leaves}
+            self._leaves += [ref(each) for each in _leaves(loss) if id(each) not in known]
         loss.register_hook(_begun)  # type: ignore[no-untyped-call]
+
+    def beside(self) -> list[Tensor]:
+        """What optimizers update of weighed losses' parameters that are no part of the model."""
+        updated = {
+            id(each)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for each in group["params"]
+        }
+        leaves = [each() for each in self._leaves]
+        return [each for each in leaves if each is not None and id(each) in updated]
 
     def reached(self, parameter: Tensor) -> None:
         """Note that the pass that runs has added to the gradient of a parameter."""
@@ -151,6 +176,7 @@ class Passes:
 
     def check_update(self, optimizer: Optimizer) -> None:
         """Note an update, and warn once if a loss that gave it gradients was not weighed."""
+        self._optimizers.add(optimizer)
         if self._parts:
             self._parts = [each for each in self._parts if not _updates(optimizer, each.own)]
         if not self._others:
@@ -213,6 +239,44 @@ class Passes:
             )
 
 
+def _check_hooks(model: nn.Module) -> None:
+    """Warn of a parameter whose gradient a hook changes before ranks average it, by no factor."""
+    for name, parameter in model.named_parameters():
+        hooks = getattr(parameter, "_backward_hooks", None) or {}
+        if isinstance(parameter.data, DTensor) or is_lazy(parameter) or parameter.is_meta:
+            continue
+        if not all(_is_linear(hook, parameter) for hook in hooks.values()):
+            warnings.warn(
+                f"a hook of parameter {name} changes its gradient, and not by a factor (a clip, a "
+                "norm): on each rank it gets the gradient of the rank's own samples, where one "
+                "process has that of the whole batch. Change gradients after the backward pass, "
+                "as clip_grad_value_ and clip_grad_norm_ do.",
+                HeterogWarning,
+                stacklevel=5,
+            )
+            return
+
+
+def _is_linear(hook: Callable[[Tensor], Tensor | None], parameter: Tensor) -> bool:
+    """Whether a hook of a parameter does with a sum of gradients what it does with both.
+
+    >>> weight, seen = torch.ones(3, requires_grad=True), []
+    >>> hooks = lambda g: 2 * g, lambda g: g.clamp(-1, 1), seen.append
+    >>> [_is_linear(each, weight) for each in hooks]
+    [True, False, True]
+    """
+    drawn = torch.Generator().manual_seed(0)
+    sizes = 10 ** (8 * torch.rand(2, *parameter.shape, generator=drawn) - 4)
+    first, second = (sizes * torch.randn(sizes.shape, generator=drawn)).to(parameter)
+    with torch.no_grad(), suppress(Exception):  # one that takes no other gradients
+        made = [hook(each.clone()) for each in (first, second, first + second)]
+        changed = [each for each in made if isinstance(each, Tensor)]
+        if len(changed) == len(made):
+            apart = changed[0] + changed[1] - changed[2]
+            return bool(apart.norm() <= _ROUNDING * sum(each.norm() for each in changed))
+    return True
+
+
 def check_not_weighed(loss: Tensor) -> None:
     """Check that a loss has not been weighed before.
 
@@ -231,6 +295,20 @@ def check_not_weighed(loss: Tensor) -> None:
                 "and add the results."
             )
         waiting.extend(each for each, _ in node.next_functions)
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors that a loss depends on and that get gradients, each once."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [each for each, _ in node.next_functions]
 
 
 def wrapped_parts(model: nn.Module) -> list[nn.Module]:

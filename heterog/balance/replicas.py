@@ -7,13 +7,14 @@ would be trained with twice and others not at all.
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import _is_fsdp_flattened
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -34,10 +35,13 @@ class ReplicaCheck:
     Args:
         model: The model, wrapped or not. Parameters that are sharded among ranks are left out.
         group: The ranks.
+        beside: Gives parameters of losses that are no part of the model, if there are any.
     """
 
-    def __init__(self, model: nn.Module, group: RankGroup) -> None:
-        self._model, self._group = model, group
+    def __init__(
+        self, model: nn.Module, group: RankGroup, beside: Callable[[], list[Tensor]] = list
+    ) -> None:
+        self._model, self._group, self._beside = model, group, beside
         self._replicas = Replicas(list(_replicated(model)))
         self._frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
         self._looks_at_buffers = True
@@ -60,14 +64,36 @@ class ReplicaCheck:
             found = drift(told, self._num_steps)
             if found is not None:
                 raise BalanceError(self._described(found))
+            self._compare_beside()
             if self._looks_at_buffers:
                 self._compare_buffers()
 
+    def _compare_beside(self) -> None:
+        """Compare what is updated beside the model: the weights of a loss, another network."""
+        held = [each for each in self._beside() if _is_replica(each)]
+        shapes = fingerprint([tuple(each.shape) for each in held])
+        every = self._group.gather([shapes])
+        if not held or any(each != every[0] for each in every):
+            return  # of samples, or of ranks that have optimizers of their own
+        found = drift(self._group.gather(Replicas(held).facts()), self._num_steps)
+        if found is not None:
+            raise BalanceError(
+                f"after step {self._num_steps} a parameter of shape "
+                f"{tuple(held[found.place].shape)} differs between ranks {found.ranks[0]} and "
+                f"{found.ranks[1]}: an optimizer updates it, but it is no part of Balancer's "
+                "model, and no wrapper averages its gradients (a loss with weights, a second "
+                "network). Make it a part of the module that DistributedDataParallel wraps; or "
+                "give Balancer both, nn.ModuleList([model, criterion]), and call "
+                "balancer.average_gradients() before the optimizer steps."
+            )
+
     def _compare_buffers(self) -> None:
         buffers = dict(_kept_buffers(self._model))
-        told = self._group.gather([float(each.double().norm()) for each in buffers.values()])
-        for name, lengths in zip(buffers, zip(*told, strict=True), strict=True):
-            if all(math.isclose(each, lengths[0], rel_tol=_ROUNDING) for each in lengths):
+        told = self._group.gather(Replicas(list(buffers.values())).facts())
+        for place, name in enumerate(buffers):
+            sums, roundings = ([each[3 * place + n] for each in told] for n in (0, 2))
+            apart = max(sums) - min(sums)
+            if not apart > _MORE_THAN_ROUNDING * max(roundings):  # those of masks may be NaN
                 continue
             self._looks_at_buffers = False
             warnings.warn(
@@ -104,7 +130,8 @@ class ReplicaCheck:
             return begun + (
                 "gradients are averaged, so something else differs between ranks. Give all of "
                 "them the same learning rate, optimizer options and clipping, change weights "
-                "alike, and wrap the model again after parameters were unfrozen. "
+                "alike, wrap the model again after parameters were unfrozen, and call backward() "
+                "once for each forward pass, on the sum of its losses (no autograd.grad). "
                 "check_replicas=False does without this check."
             )
         return begun + (
@@ -150,10 +177,15 @@ def _replicated(model: nn.Module) -> Iterator[Tensor]:
         left_out = set(model.parameters_to_ignore)
         model = model.module
     for name, parameter in model.named_parameters():
-        is_number = parameter.is_floating_point() or parameter.is_complex()
-        if name not in left_out and is_number and not parameter.is_meta:
-            if not isinstance(parameter.data, DTensor):
-                yield parameter
+        if name not in left_out and _is_replica(parameter):
+            yield parameter
+
+
+def _is_replica(parameter: Tensor) -> bool:
+    """Whether a parameter has numbers, and all of them on this rank."""
+    is_number = parameter.is_floating_point() or parameter.is_complex()
+    is_part = isinstance(parameter.data, DTensor) or _is_fsdp_flattened(parameter)
+    return is_number and not is_part and not parameter.is_meta
 
 
 def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -167,8 +199,8 @@ def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-_ROUNDING = 1e-3
-"""Unlike kinds of devices round unlike, in 16 bits as well."""
+_MORE_THAN_ROUNDING = 1e3
+"""Least difference of a buffer, in roundings of ``Replicas``: a thousandth of its norm."""
 _MOST_INDICES = 4096  # of a ``Subset``, at equal distances
 _FACTS = ("the data sets", "the orders of the samples", "the shares")
 

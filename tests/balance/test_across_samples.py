@@ -16,6 +16,7 @@ from heterog.balance.group import RankGroup
 from heterog.balance.label_means import MeanCounts
 from heterog.balance.replicas import ReplicaCheck
 from heterog.errors import HeterogWarning
+from heterog.runtime.step.alike import Replicas
 
 WIDTH = 6
 Loss = Callable[[Tensor], Tensor]
@@ -43,6 +44,10 @@ TOGETHER: dict[str, Loss] = {
     "covariance": lambda x: (x.T @ x / len(x) - torch.eye(WIDTH)).square().sum(),
     "largest": lambda x: (x / x.amax(0)).mean(),
     "root of a sum": lambda x: x.norm(),
+    "next sample": lambda x: (x - x.roll(1, 0)).square().mean(),
+    "mirrored": lambda x: (x * x.flip(0)).mean(),
+    "scores of pairs by einsum": lambda x: torch.einsum("id,jd->ij", x, x).exp().mean(),
+    "largest loss": lambda x: x.square().sum(1).max(),
 }
 
 
@@ -103,6 +108,9 @@ APART: dict[str, Loss] = {
         x[:, None].expand(-1, 4, -1).exp().flatten(0, 1), torch.zeros(4 * len(x), dtype=torch.long)
     ),
     "shifted": lambda x: (x - x.max()).exp().sum(1).log().mean() - (x - x.amin()).exp().mean(),
+    "similar": lambda x: 2 - 2 * functional.cosine_similarity(x, x.detach() + 1).mean(),
+    "guarded": lambda x: torch.nan_to_num(functional.mse_loss(x, x.detach() + 1)),
+    "mirrored features": lambda x: (x * x.flip(1) - x.roll(1, 1)).mean(),
     "masked": lambda x: (x.exp()[x > 0].log_softmax(0) * 0).sum() + x.square().mean(),
 }
 
@@ -186,11 +194,11 @@ def test_rows_are_told_beside_any_number_of_means() -> None:
     """Ranks whose losses have unlike many means compare rows with rows alone."""
 
     def with_means(number: int) -> Loss:
-        return lambda x: sum((x.mean() for _ in range(number)), spread(x))
+        return lambda x: sum((x.mean() * (1 / number) for _ in range(number)), spread(x))
 
     for number in (0, 3, 5, 8):
         own = check(with_means(number), 5, [])
-        assert len(own) == 1 + 2 * 6 + 2
+        assert len(own) == 1 + 2 * 6 + 2 * 4 + 2
         assert own[-2] == 5.0
     with warnings.catch_warnings():
         warnings.simplefilter("error", HeterogWarning)
@@ -224,21 +232,23 @@ def test_strided_nested_tensors_have_no_shape() -> None:
     assert rows_together(found.mean().exp(), 2) == Rows(2, 1)
 
 
-def test_buffers_of_ranks_own_samples_are_warned_of() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
-    model.register_buffer("center", torch.full((4,), 2.0))
+@pytest.mark.parametrize("center", [torch.full((4,), 2.0), torch.tensor([-2.0, 2.0, 2.0, 2.0])])
+def test_buffers_of_ranks_own_samples_are_warned_of(center: Tensor) -> None:
+    """Also those of one norm, as a queue of normalised features."""
+    models = [nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)) for _ in range(2)]
+    for model, value in zip(models, (center, torch.tensor([2.0, -2.0, 2.0, 2.0])), strict=True):
+        model.register_buffer("center", value)
+        model.register_buffer("mask", torch.full((4,), -torch.inf))
+    other = Replicas([models[1].center, models[1].mask]).facts()
     ranks = Other([])
-    check = ReplicaCheck(model, ranks)
-    gather, asked = ranks.gather, []
+    check, asked = ReplicaCheck(models[0], ranks), []
 
     def alike_but_for_buffers(numbers: list[float]) -> list[list[float]]:
         asked.append(numbers)
-        return gather(numbers) if len(asked) == 2 else [numbers, numbers]
+        return [numbers, other if len(asked) == 3 else numbers]
 
     ranks.gather = alike_but_for_buffers  # type: ignore[assignment, method-assign]
-    ranks.told = [3.0]
     with pytest.warns(HeterogWarning, match=r"'center' differs .* step 1: .*heterog\.deploy"):
         check.end_step()
-    assert asked[1] == [4.0]
     check.end_step()
-    assert len(asked) == 3  # once is enough
+    assert len(asked) == 5  # once is enough

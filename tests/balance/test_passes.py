@@ -328,3 +328,75 @@ def keeps_its_own_rate_late(rank: int) -> None:
 def test_the_last_steps_of_a_pass_are_compared(ranks: Ranks) -> None:
     with pytest.raises(AssertionError, match=r"after step 18 .* the same learning rate"):
         ranks.run(keeps_its_own_rate_late)
+
+
+def learns_beside(rank: int, way: str) -> list[float]:
+    """An optimizer updates the weights of a loss, too."""
+    model, criterion = net(), nn.Linear(4, 4, dtype=torch.float64)
+    with torch.no_grad():
+        criterion.weight.copy_(torch.eye(4))
+        criterion.bias.zero_()
+    wrapped: nn.Module = DistributedDataParallel(model)
+    whole: nn.Module = nn.ModuleList([wrapped, criterion])
+    balancer = Balancer(
+        whole if way == "averaged" else wrapped, global_batch_size=SIZE, shares=SHARES, interval=0
+    )
+    second: nn.Module = DistributedDataParallel(criterion) if way == "wrapped" else criterion
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    own = torch.optim.SGD([nn.Parameter(torch.zeros(2 + rank))], lr=0.1)
+    for inputs, kinds in balancer.loader(numbers()):
+        loss = functional.cross_entropy(second(wrapped(inputs)), kinds)
+        torch.autograd.backward(balancer.weigh(loss))
+        if way == "averaged":
+            balancer.average_gradients()
+        if way == "of its own":
+            own.step()
+            criterion.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(each) for each in criterion.weight.detach().flatten()]
+
+
+@pytest.mark.parametrize("way", ["wrapped", "averaged", "of its own"])
+def test_parameters_beside_the_model_may_be_updated(ranks: Ranks, way: str) -> None:
+    first, *others = ranks.run(learns_beside, way)
+    assert first != torch.eye(4).flatten().tolist() or way == "of its own"
+    assert all(each == pytest.approx(first) for each in others)
+
+
+def test_parameters_beside_the_model_are_compared(ranks: Ranks) -> None:
+    with pytest.raises(
+        AssertionError,
+        match=r"after step 1 a parameter of shape .* differs between ranks 0 and",
+    ):
+        ranks.run(learns_beside, "alone")
+
+
+HOOKS: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "factor": lambda gradient: 0.1 * gradient,
+    "mask": lambda gradient: gradient * (torch.arange(len(gradient)) > 0).view(-1, 1),
+    "look": lambda gradient: None,
+    "clip": lambda gradient: gradient.clamp(-0.1, 0.1),
+    "norm": lambda gradient: gradient / gradient.norm(),
+    "clip of the norm": lambda gradient: gradient * (0.1 / gradient.norm()).clamp(max=1),
+}
+
+
+def hooked(_: int, name: str) -> list[str]:
+    model = net()
+    next(model.parameters()).register_hook(HOOKS[name])  # type: ignore[no-untyped-call]
+    wrapped = DistributedDataParallel(model)
+    balancer = Balancer(wrapped, global_batch_size=SIZE, shares=SHARES, interval=0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for inputs, kinds in balancer.loader(numbers()):
+            loss = functional.cross_entropy(wrapped(inputs), kinds)
+            torch.autograd.backward(balancer.weigh(loss))
+    return [str(each.message) for each in told if each.category is HeterogWarning]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_that_need_the_whole_gradient_are_warned_of(ranks: Ranks, name: str) -> None:
+    for told in ranks.run(hooked, name):
+        assert len(told) == ("clip" in name or "norm" in name)
+        assert all("a hook of parameter module.0.weight changes its gr" in each for each in told)

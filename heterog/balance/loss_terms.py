@@ -1,0 +1,221 @@
+"""The terms that a loss adds up, from the graph of autograd: their factors, and constants in them.
+
+A balancer weighs means. If L_r = sum_k a_k x_k is the loss of rank r, with a factor a_k for each
+element x_k of its terms, then the sum of all a_k is 1 for a mean, and alike on all ranks for a sum
+of means and of penalties on weights. For a sum over samples it grows with them, and where a rank
+computes a factor from its own loss (by ``.item()``) it is any number. Terms whose factor is one
+over the rank's samples are left out: of those some samples may have none.
+
+A constant that multiplies samples' losses may have been normalised over the samples of a rank:
+advantages less their mean, weights divided by their sum. Its sum shows this.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from heterog.balance.across_samples import inputs_of, maker_of
+
+MOST_FACTORS = 4
+"""Most unlike factors of one loss that ranks compare; a loss with more is not compared."""
+_MOST_NODES = 4096
+_MOST_CONSTANTS = 32
+_SUM = 2
+"""Number of the reduction ``sum`` in ATen."""
+_SAME = 1e-5
+_NORMALISED = 1e-6
+"""Largest sum of a normalised constant, or difference of it from 1, as a part of its elements."""
+_KEEPS = (
+    *("ToCopy", "Clone", "Alias", "View", "UnsafeView", "Reshape", "Squeeze"),
+    *("Unsqueeze", "Transpose", "TBackward", "Permute"),
+)
+_ADDS = ("AddBackward", "SubBackward", "RsubBackward", "Neg", "Stack", "Cat")
+_SUMS = ("SumBackward", "MeanBackward")
+_PRODUCTS = ("MulBackward", "DivBackward")
+_CHOOSES = ("Minimum", "Maximum", "Where", "Clamp", "Exp", "Expand")
+"""Beginnings of names of nodes."""
+
+
+class Factor(NamedTuple):
+    """Elements that a loss adds up with one factor.
+
+    Attributes:
+        factor: The factor.
+        total: That of all elements together.
+    """
+
+    factor: float
+    total: float
+
+
+Ranks = Sequence[tuple[float, Sequence[Factor]]]
+"""Samples of each rank, and the factors of its loss."""
+
+
+def factors_of(loss: Tensor) -> list[Factor]:
+    """The factors of the elements that a loss adds up, in the order of its graph.
+
+    >>> import torch
+    >>> x = torch.ones(3, 2, requires_grad=True)
+    >>> factors_of(x.exp().sum() / 3 + 2 * x.square().mean())
+    [Factor(factor=2.0, total=2.0), Factor(factor=0.3333333333333333, total=2.0)]
+    >>> factors_of(sum(each.exp().mean() for each in x))
+    [Factor(factor=1.0, total=3.0)]
+    """
+    found: dict[float, float] = {}
+    waiting: list[tuple[Any, int, float]] = [(*maker_of(loss), 1.0)]
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            break
+        node, output, factor = waiting.pop(0)
+        below = _below(node, factor)
+        if below is None:
+            is_sum = getattr(node, "_saved_reduction", None) == _SUM
+            number = node._saved_self.numel() if is_sum else _numel(node, output)
+            key = next((each for each in found if math.isclose(each, factor)), factor)
+            found[key] = found.get(key, 0.0) + factor * number
+        else:
+            waiting += below
+    return [] if waiting else [Factor(*each) for each in found.items()]
+
+
+def summed(told: Ranks) -> list[float] | None:
+    """Elements of each rank that are summed up with one factor, as many for each sample.
+
+    >>> sums = [(3.0, [Factor(1.0, 3.0)]), (2.0, [Factor(1.0, 2.0)])]
+    >>> summed(sums), summed([(n, [Factor(1 / n, 1.0)]) for n, _ in sums])
+    ([3.0, 2.0], None)
+    """
+    for factor, _ in told[0][1]:
+        found = [_like(factor, factors) for _, factors in told]
+        totals = [each.total for each in found if each is not None]
+        if len(totals) == len(told) and not is_alike(totals):
+            if is_alike([total / n for total, (n, _) in zip(totals, told, strict=True)]):
+                return [total / factor for total in totals]
+    return None
+
+
+def unlike_totals(told: Ranks) -> list[float] | None:
+    """What the factors of each rank add up to, if ranks have computed them for themselves.
+
+    Terms that add up to as much on all ranks, as those of mixed samples do, may be drawn.
+
+    >>> unlike_totals([(3.0, [Factor(0.5, 0.5)]), (2.0, [Factor(0.7, 0.7)])])
+    [0.5, 0.7]
+    """
+    totals = [
+        sum(
+            each.total
+            for each in factors
+            if not all(_like(each.factor * n / other, others) for other, others in told)
+        )
+        for n, factors in told
+    ]
+    return None if is_alike(totals) else totals
+
+
+def _like(factor: float, factors: Sequence[Factor]) -> Factor | None:
+    return next((each for each in factors if is_alike([each.factor, factor])), None)
+
+
+def is_alike(values: Sequence[float]) -> bool:
+    """Whether numbers are the same but for rounding."""
+    return all(math.isclose(each, values[0], rel_tol=_SAME, abs_tol=1e-9) for each in values)
+
+
+def normalised_constant(loss: Tensor, samples: float) -> bool:
+    """Whether a constant by which losses of samples are multiplied is normalised over them.
+
+    >>> import torch
+    >>> x, weights = torch.ones(3, requires_grad=True), torch.tensor([0.5, 1.25, 2.0])
+    >>> def seen(constant):
+    ...     return normalised_constant((x.exp() * constant).mean(), 3)
+    >>> seen(weights), seen(weights - weights.mean()), seen(weights / weights.mean())
+    (False, True, True)
+    """
+    return any(_is_normalised(each, samples) for each in _constants(loss, samples))
+
+
+def _below(node: Any, factor: float) -> list[tuple[Any, int, float]] | None:
+    """What a node adds up, with its factor; ``None`` for an element or for what is not linear."""
+    name = node.name()
+    by = [1.0] * len(inputs_of(node))
+    if name.startswith(_PRODUCTS):
+        number = _number(_constant_of(node))
+        is_quotient = name.startswith("Div")
+        if number is None or (is_quotient and not number):
+            return None
+        by = [1 / number if is_quotient else number] * len(by)
+    elif name.startswith("Mean"):
+        (below, output), *_ = inputs_of(node)
+        if _numel(node, 0) != 1 or not below.name().startswith("SumBackward1"):
+            return None
+        by = [1 / _numel(below, output)]
+    elif name.startswith(("Neg", "Rsub")):
+        by[0] = -float(getattr(node, "_saved_alpha", 1))
+    elif name.startswith(("AddBackward", "SubBackward")):
+        sign = 1.0 if name.startswith("Add") else -1.0
+        by[1:] = [sign * float(node._saved_alpha)] * (len(by) - 1)
+    elif not name.startswith((*_KEEPS, *_ADDS, "SumBackward")):
+        return None
+    ends = zip(inputs_of(node), by, strict=True)
+    below = ((each, output, factor * part) for (each, output), part in ends if each is not None)
+    return [each for each in below if each[-1]]
+
+
+def _constant_of(node: Any) -> Any:
+    """The constant of a product or quotient, or ``None`` if it has none, or is divided itself."""
+    ends = [each for each, _ in inputs_of(node)]
+    if ends.count(None) != 1:
+        return None
+    if node.name().startswith("DotBackward"):
+        return node._saved_self if ends[0] is None else node._saved_tensor
+    if ends[0] is None:
+        return None if node.name().startswith("Div") else node._saved_self
+    return node._saved_other
+
+
+def _number(constant: Any) -> float | None:
+    if isinstance(constant, Tensor):
+        if constant.numel() != 1 or constant.is_meta or constant.is_complex():
+            return None
+        constant = constant.item()
+    is_number = isinstance(constant, int | float) and math.isfinite(constant)
+    return float(constant) if is_number else None
+
+
+def _numel(node: Any, output: int) -> int:
+    try:
+        return math.prod(node._input_metadata[output].shape)
+    except RuntimeError:  # strided nested tensors have no shape
+        return 1
+
+
+def _constants(loss: Tensor, samples: float) -> Iterator[Tensor]:
+    """Constants with numbers for each sample, by which the last terms are multiplied."""
+    waiting: list[Any] = [maker_of(loss)[0]]
+    for _ in range(_MOST_CONSTANTS):
+        node = waiting.pop(0) if waiting else None
+        if node is None:
+            continue
+        if node.name().startswith((*_PRODUCTS, "DotBackward")):
+            by = _constant_of(node)
+            if isinstance(by, Tensor) and by.dim() and len(by) == samples:
+                yield by
+        elif not node.name().startswith((*_KEEPS, *_ADDS, *_SUMS, *_CHOOSES)):
+            continue
+        waiting += [each for each, _ in inputs_of(node)]
+
+
+def _is_normalised(constant: Tensor, samples: float) -> bool:
+    if not constant.is_floating_point() or constant.is_meta or samples < 2:
+        return False
+    rows = constant.detach().double().reshape(int(samples), -1).sum(1)
+    size = float(rows.abs().sum())
+    is_uniform = float(rows.max() - rows.min()) <= _SAME * size / samples
+    if is_uniform or not math.isfinite(size) or bool((rows == rows.round()).all()):
+        return False  # the sum of signs or labels may be anything by chance
+    wanted = 0.0, 1.0, float(constant.numel())
+    return any(abs(float(rows.sum()) - each) <= _NORMALISED * size for each in wanted)
