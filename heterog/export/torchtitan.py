@@ -210,8 +210,6 @@ def export_torchtitan(plan: Plan, sources: Sequence[str] = ()) -> Export:
     if layout.zero == 1:
         remarks.append("ZeRO-1: torchtitan also slices gradients; same numbers.")
     replicas = layout.dp_replicate if is_sliced else layout.dp
-    if layout.dp % replicas:
-        raise ExportError("torchtitan has one number of replicas, and groups of the plan several.")
     is_every = layout.recompute == Recompute.FULL and layout.recompute_every > 1
     config = fill(
         "torchtitan.toml.jinja",
