@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from gpu_steps import Case, workload_of
+from published.hosts import alike_hosts
 from rows import asked_of, finish, option, read_rows, told
 
 from heterog.cluster.catalog import device_type
-from heterog.cluster.spec import parse_cluster
-from heterog.cluster.topology import Cluster
+from heterog.cluster.topology import Cluster, Execution, Tf32
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.pricing.device_models.model import DeviceModels
@@ -73,13 +73,8 @@ def family_of(name: str) -> str:
 def one_gpu(label: str, tf32: str, execution: str = "eager") -> Cluster:
     """One device of the type of a GPU's label."""
     name = device_type(label.removeprefix("NVIDIA ").partition(" ")[0]).name
-    text = (
-        f"schema_version: 1\nname: one_gpu\ntf32: {tf32}\n"
-        f"execution: {execution}\nhosts:\n"
-        f"  - {{name: h, devices: [{{type: {name}, count: 1}}], intra: pcie4, "
-        "nic: {line_rate: 1 Gbit/s}}\n"
-    )
-    return parse_cluster(text, Path("one_gpu.yaml"))
+    cluster = alike_hosts(name, 1, intra="pcie4", nic="{line_rate: 1 Gbit/s}")
+    return replace(cluster, tf32=Tf32(tf32), execution=Execution(execution))
 
 
 def compared(row: Mapping[str, Any]) -> dict[str, Any]:

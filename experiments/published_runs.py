@@ -50,13 +50,12 @@ import published.mpt as mpt
 import published.nanotron as nanotron
 import torch
 import transformers
+from published.hosts import alike_hosts, in_tf32
 from published.models import graph_of
 from published.runs import Run, sailor_rows, vtrain_run
 from rows import asked_of, csv_rows, finish, option, progress
 
-from heterog.cluster import Cluster
-from heterog.cluster.catalog import device_type, listed_type
-from heterog.cluster.spec import parse_cluster
+from heterog.cluster.catalog import device_type
 from heterog.cluster.topology import Execution
 from heterog.fidelity.comparison import (
     Compared,
@@ -124,16 +123,6 @@ def _step(name: str, sequence: int, batch: int) -> OpGraph:
     )
 
 
-def _neusight_cluster(kind: str, count: int) -> Cluster:
-    inside = next((link for key, link in _INSIDE.items() if key in kind), "pcie3")
-    text = (
-        "schema_version: 1\nname: one_host\nhosts:\n"
-        f"  - {{name: h, devices: [{{type: {kind}, count: {count}}}], intra: {inside}, "
-        "nic: {line_rate: 100 Gbit/s}}\n"
-    )
-    return parse_cluster(text, Path("one_host.yaml"))
-
-
 def one_gpu(path: Path) -> Iterable[Compared]:
     """NeuSight's training steps; mixtures of experts are left out (their routing is not known)."""
     for row in csv_rows(path):
@@ -143,7 +132,10 @@ def one_gpu(path: Path) -> Iterable[Compared]:
             continue
         graph = _step(model, int(sequence), int(batch))
         kind = device_type(row["device"]).name
-        cluster = _neusight_cluster(kind, 4 if layout else 1)
+        inside = next((link for key, link in _INSIDE.items() if key in kind), "pcie3")
+        cluster = alike_hosts(
+            kind, 4 if layout else 1, intra=inside, nic="{line_rate: 100 Gbit/s}"
+        )
         said = "".join(f",{word[:2]}=4" for word in layout)  # dp4, tp4, pp4_1
         placed = place_layout(parse_layout("num_micro=1" + said), graph, cluster)
         evaluator = Evaluator(graph, cluster)
@@ -320,7 +312,7 @@ _FEW_HOSTS = 2
 
 def sailor_runs(path: Path) -> list[Run]:
     """The runs of a file as Megatron ran them, products in TF32 where the card has it."""
-    return [_with_tf32(run) for run in sailor_rows(path)]
+    return [_as_sailor_ran_it(run) for run in sailor_rows(path)]
 
 
 def sailor_compared(run: Run, family: str, models: DeviceModels | None) -> Compared:
@@ -343,18 +335,13 @@ def sailor_compared(run: Run, family: str, models: DeviceModels | None) -> Compa
     )
 
 
-def _with_tf32(run: Run) -> Run:
-    """On cards that multiply float32 on tensor cores, where they can, run by Megatron."""
-    devices = []
-    for device in run.cluster.devices:
-        listed = listed_type(device.type.name)
-        kind = device.type
-        if listed is not None and listed.tf32_flops_per_s:
-            peaks = {**kind.peak_flops_per_s, "float32": listed.tf32_flops_per_s}
-            kind = replace(kind, peak_flops_per_s=peaks)
-        usable = kind.memory_bytes - MEGATRON_RESERVES_BYTES
-        devices.append(replace(device, type=kind, usable_memory_bytes=usable))
-    cluster = replace(run.cluster, devices=tuple(devices), execution=Execution.MEGATRON)
+def _as_sailor_ran_it(run: Run) -> Run:
+    """By Megatron, products in TF32 where the card has it."""
+    devices = tuple(
+        replace(each, usable_memory_bytes=each.type.memory_bytes - MEGATRON_RESERVES_BYTES)
+        for each in map(in_tf32, run.cluster.devices)
+    )
+    cluster = replace(run.cluster, devices=devices, execution=Execution.MEGATRON)
     return replace(run, cluster=cluster)
 
 

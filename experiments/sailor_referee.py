@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from published.models import Model, graph_of
+from published.models import graph_of
+from published.runs import SAILOR_MODELS
 from rows import asked_of, finish, option, run, told
 from sailor.inputs import Inputs, read_inputs, read_plan
 from sailor.strategies import cluster_of, strategy_of
@@ -26,16 +27,6 @@ from heterog.errors import HeterogError
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 
-OPT_350M = Model(
-    family="opt",
-    hidden=1024,
-    heads=16,
-    layers=24,
-    sequence=2048,
-    vocabulary=50304,
-    dtype="float32",
-    is_tied=False,
-)
 BATCH = 1024
 
 
@@ -77,7 +68,7 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """All rows of a setting."""
     cluster = cluster_of(inputs, SETTINGS[setting].num_gpus)
-    evaluator = Evaluator(graph_of(OPT_350M, BATCH), cluster)
+    evaluator = Evaluator(graph_of(SAILOR_MODELS["OPT-350"], BATCH), cluster)
     found = told(judged(row, evaluator) for row in rows)
     if options.budget:
         found += told([planned(setting, evaluator, options.budget, options.seed)])

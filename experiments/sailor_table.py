@@ -13,8 +13,8 @@ as whole layers allow, and there are as many replicas as GPUs allow, of all card
 only.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, groupby, permutations
 from pathlib import Path
 from typing import Any
@@ -85,23 +85,18 @@ def _stages(
     )
 
 
-Spec = tuple[int, tuple[tuple[int, str, int], ...]]
-"""Layers of a stage, and its replicas: how many, of which card, in teams of how many."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rival:
-    """A plan to compare with.
-
-    Attributes:
-        planner: who made it.
-        micro_batch: samples of each.
-        stages: with their replicas.
-    """
-
-    planner: str
-    micro_batch: int
-    stages: tuple[Spec, ...]
+def published_plan(micro_batch: int, *stages: tuple[int, Sequence[tuple[int, str, int]]]) -> Plan:
+    """A plan as published: layers of each stage, and how many teams, of which card, how large."""
+    made: list[Stage] = []
+    for layers, groups in stages:
+        replicas = tuple(
+            Replica(card=card, tensor=tensor)
+            for count, card, tensor in groups
+            for _ in range(count)
+        )
+        first = made[-1].end_layer if made else 0
+        made.append(Stage(first_layer=first, num_layers=layers, replicas=replicas))
+    return Plan(stages=tuple(made), micro_batch=micro_batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,68 +105,35 @@ class Setting:
 
     Attributes:
         num_gpus: by card.
-        rivals: the best plans of Sailor's simulator, as published.
+        rivals: the best plans of Sailor's simulator, by planner.
     """
 
     num_gpus: Mapping[str, int]
-    rivals: tuple[Rival, ...] = ()
+    rivals: Mapping[str, Plan] = field(default_factory=dict)
 
 
 A100, V100 = "A100-40", "V100-16"
 SETTINGS = {
     "8+8": Setting(
         num_gpus={A100: 8, V100: 8},
-        rivals=(
-            Rival(
-                planner="Sailor",
-                micro_batch=2,
-                stages=((26, ((8, A100, 1), (2, V100, 4))),),
-            ),
-        ),
+        rivals={"Sailor": published_plan(2, (26, [(8, A100, 1), (2, V100, 4)]))},
     ),
     "16+16": Setting(
         num_gpus={A100: 16, V100: 16},
-        rivals=(
-            Rival(
-                planner="Metis",
-                micro_batch=2,
-                stages=((7, ((16, V100, 1),)), (19, ((16, A100, 1),))),
-            ),
-            Rival(
-                planner="Sailor",
-                micro_batch=4,
-                stages=((13, ((6, A100, 1), (4, V100, 4))), (13, ((10, A100, 1),))),
-            ),
-        ),
+        rivals={
+            "Metis": published_plan(2, (7, [(16, V100, 1)]), (19, [(16, A100, 1)])),
+            "Sailor": published_plan(4, (13, [(6, A100, 1), (4, V100, 4)]), (13, [(10, A100, 1)])),
+        },
     ),
     "32+96": Setting(
         num_gpus={A100: 32, V100: 96},
-        rivals=(
-            Rival(
-                planner="Sailor",
-                micro_batch=2,
-                stages=((13, ((3, A100, 1), (24, V100, 4))), (13, ((27, A100, 1),))),
-            ),
-        ),
+        rivals={
+            "Sailor": published_plan(2, (13, [(3, A100, 1), (24, V100, 4)]), (13, [(27, A100, 1)]))
+        },
     ),
     "16 Titan + 16 2080": Setting(num_gpus={"Titan-RTX": 16, "RTX-2080": 16}),
     "8 3090 + 8 Titan + 8 2080": Setting(num_gpus={"RTX-3090": 8, "Titan-RTX": 8, "RTX-2080": 8}),
 }
-
-
-def plan_of(rival: Rival) -> Plan:
-    """The plan to compare with."""
-    stages = []
-    first = 0
-    for layers, groups in rival.stages:
-        replicas = tuple(
-            replica
-            for count, card, tensor in groups
-            for replica in (Replica(card=card, tensor=tensor),) * count
-        )
-        stages.append(Stage(first_layer=first, num_layers=layers, replicas=replicas))
-        first += layers
-    return Plan(stages=tuple(stages), micro_batch=rival.micro_batch)
 
 
 def words_of(plan: Plan) -> str:
@@ -211,10 +173,10 @@ def rows_of(
     name: str, setting: Setting, inputs: Inputs, limit: Limit, seed: int
 ) -> list[dict[str, Any]]:
     """All lines of a setting."""
-    rows = []
-    for rival in setting.rivals:
-        plan = plan_of(rival)
-        rows.append(row_of(name, rival.planner, plan, score_of(plan, inputs)))
+    rows = [
+        row_of(name, planner, plan, score_of(plan, inputs))
+        for planner, plan in setting.rivals.items()
+    ]
     even = best_even(inputs, setting.num_gpus)
     if even is not None:
         rows.append(row_of(name, "best even plan", *even))

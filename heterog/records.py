@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
 from pydantic import (
@@ -30,7 +29,6 @@ from pydantic_core import CoreSchema, ErrorDetails
 from pydantic_core.core_schema import no_info_plain_validator_function
 
 from heterog.errors import HeterogError, InputFileError
-from heterog.files import MAX_JSON_BYTES, read_json
 from heterog.names import is_identifier, name_fault, shown, text_fault
 
 MAX_INT32 = 2**31 - 1
@@ -153,30 +151,6 @@ Number: TypeAlias = Annotated[float, finite(-1e30, 1e30)]
 Share: TypeAlias = Annotated[float, finite(0.0, 1.0)]
 
 _V = TypeVar("_V")
-
-
-def read_record(
-    path: str | Path,
-    what: str,
-    kind: type[_V],
-    *,
-    versions: tuple[int, ...] = (1,),
-    most_bytes: int = MAX_JSON_BYTES,
-) -> _V:
-    """Read a file of a kind.
-
-    Args:
-        path: JSON file, compressed or not.
-        what: Kind of file in words, for messages.
-        kind: Record or dataclass of the kind.
-        versions: Values of ``schema_version`` that this heterog reads.
-        most_bytes: Largest size, unpacked.
-
-    Raises:
-        InputFileError: the file cannot be read, or a field is missing, unknown or wrong.
-    """
-    value = read_json(path, what, most_bytes)
-    return parse_record(value, kind, f"{what} {path}", versions=versions)
 
 
 def parse_record(

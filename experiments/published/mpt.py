@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heterog.cluster import Cluster
-from heterog.cluster.spec import parse_cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.strategy.layouts.layout import Layout, Recompute
+from published.hosts import IN_A_HOST, alike_hosts
 
 VOCABULARY = 50368
 SIZES = {
@@ -36,7 +36,6 @@ _CARDS = {
     "h100_80gb": ("H100", "nvlink4", 400),
 }
 """Type, links inside a host, and Gbit/s of each of its eight NICs."""
-_IN_A_HOST = 8
 
 
 class Block(nn.Module):
@@ -148,13 +147,14 @@ def rows_of(path: Path, split: str) -> Iterator[Row]:
 
 def _row(row: dict[str, str]) -> Row:
     count, length, batch = (int(row[key]) for key in ("# GPUs", "SeqLen (T)", "GlobalBatchSize"))
-    card, _, _ = _CARDS[row["GPU"]]
+    card, inside, rate = _CARDS[row["GPU"]]
+    nic = f"{{line_rate: {rate} Gbit/s, count: {IN_A_HOST}}}"
     return Row(
         model=row["Model"],
         length=length,
         card=card,
         batch=batch,
-        cluster=_cluster(row["GPU"], count),
+        cluster=alike_hosts(card, count, intra=inside, nic=nic),
         layout=Layout(
             dp=count,
             micro_batch=int(row["MicroBatchSize"]),
@@ -163,15 +163,3 @@ def _row(row: dict[str, str]) -> Row:
         ),
         measured_s=batch * length / float(row["Throughput (T/s)"]),
     )
-
-
-def _cluster(card: str, count: int) -> Cluster:
-    kind, inside, rate = _CARDS[card]
-    hosts = -(-count // _IN_A_HOST)
-    text = (
-        f"schema_version: 1\nname: {hosts}_hosts\nhosts:\n"
-        f"  - {{name: h, count: {hosts}, devices: [{{type: {kind}, "
-        f"count: {min(count, _IN_A_HOST)}}}], intra: {inside}, "
-        f"nic: {{line_rate: {rate} Gbit/s, count: {_IN_A_HOST}}}}}\n"
-    )
-    return parse_cluster(text, Path("hosts.yaml"))

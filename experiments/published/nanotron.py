@@ -24,7 +24,6 @@ from nanotron_program import (
 from rows import csv_rows, progress
 
 from heterog.cluster import Cluster
-from heterog.cluster.spec import parse_cluster
 from heterog.errors import HeterogError
 from heterog.fidelity.comparison import Compared, FamilyErrors, family_errors
 from heterog.fidelity.run_fit import Case, fit_runs
@@ -33,9 +32,9 @@ from heterog.pricing.device_models.model import DeviceModels
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import Layout
+from published.hosts import alike_hosts
 
 _COLUMNS = {"hidden", "ffn", "vocab", "grad_acc", "step_s", "polled"}
-_IN_A_HOST = 8
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -134,14 +133,8 @@ def row_of(row: dict[str, str], *, is_bound: bool) -> Row:
 
 
 def cluster_of(num_gpus: int) -> Cluster:
-    """Hosts of 8 H100, the last of a small run with fewer."""
-    hosts = -(-num_gpus // _IN_A_HOST)
-    return parse_cluster(
-        f"schema_version: 1\nname: h100_x{num_gpus}\nhosts:\n"
-        f"  - {{name: h, count: {hosts}, devices: [{{type: H100, "
-        f"count: {min(num_gpus, _IN_A_HOST)}}}], intra: nvlink4, nic: efa_p5}}\n",
-        Path("hosts.yaml"),
-    )
+    """Hosts of 8 H100, or one with fewer."""
+    return alike_hosts("H100", num_gpus, intra="nvlink4", nic="efa_p5")
 
 
 # --- comparison ----------------------------------------------------------------------------------

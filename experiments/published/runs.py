@@ -9,7 +9,7 @@ Megatron-LM sums and we do not.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pip
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.layouts.stages import layers_of, stages_by_counts
 from heterog.strategy.strategy import Strategy
+from published.hosts import alike_hosts
 from published.models import Model
 
 
@@ -78,7 +79,9 @@ def vtrain_run(row: dict[str, str]) -> Run:
         name="vtrain",
         model=model,
         batch=batch,
-        cluster=a100_nodes(count),
+        cluster=alike_hosts(
+            "A100-40GB", count, intra="nvlink_a100", nic="{line_rate: 400 Gbit/s}"
+        ),
         num_stages=pp,
         num_micro=batch // (dp * micro),
         measured_s=float(row["iteration time (ms)"]) / 1e3,
@@ -88,29 +91,23 @@ def vtrain_run(row: dict[str, str]) -> Run:
     )
 
 
-def a100_nodes(count: int) -> Cluster:
-    """As many A100 as a row says, 8 on each node."""
-    inside = min(count, 8)
-    hosts = f"count: {-(-count // 8)}, " if count > 8 else ""
-    return _cluster(
-        f"a100_x{count}",
-        [
-            f"{{name: N, {hosts}devices: [{{type: A100-40GB, count: {inside}}}], "
-            "intra: nvlink_a100, nic: {line_rate: 400 Gbit/s}}"
-        ],
+def _float32(family: str, hidden: int, heads: int, layers: int) -> Model:
+    return Model(
+        family=family,
+        hidden=hidden,
+        heads=heads,
+        layers=layers,
+        sequence=2048,
+        vocabulary=50304,
+        dtype="float32",
+        is_tied=False,
     )
 
 
-def _cluster(name: str, hosts: Iterable[str]) -> Cluster:
-    listed = "\n".join(f"  - {host}" for host in hosts)
-    text = f"schema_version: 1\nname: {name}\nhosts:\n{listed}\n"
-    return parse_cluster(text, Path(f"{name}.yaml"))
-
-
 SAILOR_MODELS = {
-    "OPT-350": ("opt", 1024, 16, 24),
-    "OPT-30": ("opt", 7168, 56, 48),
-    "GPT-Neo-2.7": ("neo", 2560, 20, 32),
+    "OPT-350": _float32("opt", 1024, 16, 24),
+    "OPT-30": _float32("opt", 7168, 56, 48),
+    "GPT-Neo-2.7": _float32("neo", 2560, 20, 32),
 }
 SAILOR_CARDS = {
     "GH-96": ("GH200", "nvlink4", "800 Gbit/s"),
@@ -129,7 +126,7 @@ def sailor_rows(path: Path) -> list[Run]:
 
 
 def _sailor_run(row: dict[str, Any], number: int) -> Run:
-    family, hidden, heads, layers = _sailor_model(row)
+    model = _sailor_model(row)
     size, batch = int(row["mbs"]), int(row["gbs"])
     hosts: list[str] = []
     first = 0
@@ -147,7 +144,7 @@ def _sailor_run(row: dict[str, Any], number: int) -> Run:
             (
                 tuple(of_stages),
                 [
-                    sum(1 <= number <= layers for number in each)
+                    sum(1 <= number <= model.layers for number in each)
                     for each in plan["layers_per_stage"]
                 ],
             )
@@ -155,16 +152,6 @@ def _sailor_run(row: dict[str, Any], number: int) -> Run:
     per_column = [size * len(teams[0]) for teams, _ in plans]
     num_micro = max(-(-batch // sum(per_column)), 1)
     micro = _columns(batch, per_column, num_micro)
-    model = Model(
-        family=family,
-        hidden=hidden,
-        heads=heads,
-        layers=layers,
-        sequence=2048,
-        vocabulary=50304,
-        dtype="float32",
-        is_tied=False,
-    )
     manner = Manner()
 
     def build(graph: OpGraph, cluster: Cluster) -> Strategy:
@@ -183,7 +170,10 @@ def _sailor_run(row: dict[str, Any], number: int) -> Run:
         name=f"sailor:{number}:{row.get('file', '')}",
         model=model,
         batch=batch,
-        cluster=_cluster(f"sailor_{number}", hosts),
+        cluster=parse_cluster(
+            f"schema_version: 1\nname: sailor_{number}\nhosts:\n{''.join(hosts)}",
+            Path(f"sailor_{number}.yaml"),
+        ),
         num_stages=len(plans[0][0]),
         num_micro=num_micro,
         measured_s=float(row["real"]),
@@ -197,19 +187,19 @@ def _sailor_run(row: dict[str, Any], number: int) -> Run:
     )
 
 
-def _sailor_model(row: dict[str, Any]) -> tuple[str, int, int, int]:
-    """Family, hidden size, heads and layers, by the file's name or the number of layers.
+def _sailor_model(row: dict[str, Any]) -> Model:
+    """The model by the file's name or the number of layers.
 
     Raises:
         HeterogError: neither is known.
     """
-    for name, sizes in SAILOR_MODELS.items():
+    for name, model in SAILOR_MODELS.items():
         if name in str(row.get("file", "")):
-            return sizes
+            return model
     count = sum(map(len, row["pipeline_list"][0]["layers_per_stage"]))
-    for sizes in SAILOR_MODELS.values():
-        if sizes[3] + 2 == count:
-            return sizes
+    for model in SAILOR_MODELS.values():
+        if model.layers + 2 == count:
+            return model
     raise HeterogError(f"no model of {count} layers is known: {row.get('file', 'no file')}.")
 
 
@@ -220,8 +210,8 @@ def _hosts_of_team(entries: Sequence[Sequence[Any]], size: int, first: int) -> l
         used = min(size, int(count)) if len(entries) > 1 else size
         name, link, nic = SAILOR_CARDS.get(card, (card, "pcie3", "10 Gbit/s"))
         hosts.append(
-            f"{{name: H{first + len(hosts)}, devices: [{{type: {name}, count: {used}}}], "
-            f"intra: {link}, nic: {{line_rate: {nic}}}}}"
+            f"  - {{name: H{first + len(hosts)}, devices: [{{type: {name}, count: {used}}}], "
+            f"intra: {link}, nic: {{line_rate: {nic}}}}}\n"
         )
         size -= used
         if not size:

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from published.hosts import in_tf32
+from published.runs import SAILOR_CARDS
+
 from heterog.cluster import Cluster
-from heterog.cluster.catalog import listed_type
-from heterog.cluster.hardware import Device
 from heterog.cluster.spec import parse_cluster
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import OpGraph
@@ -23,14 +24,6 @@ from heterog.strategy.strategy import Strategy
 from sailor.columns import NODE_GPUS
 from sailor.inputs import Inputs, Plan, seconds_of
 
-TYPES = {
-    "A100-40": ("A100-40GB", "nvlink_a100"),
-    "V100-16": ("V100-16GB", "nvlink_v100"),
-    "Titan-RTX": ("Titan-RTX", "pcie3"),
-    "RTX-2080": ("RTX-2080-Ti", "pcie3"),
-    "RTX-3090": ("RTX-3090", "pcie3"),
-}
-"""Our names of the cards, and how they are connected inside a node."""
 PROBE_BYTES = 64e6
 """Size of the message whose rate a NIC has: the largest of Sailor's rates that do not depend on
 buckets."""
@@ -38,6 +31,8 @@ buckets."""
 
 def cluster_of(inputs: Inputs, num_gpus: Mapping[str, int]) -> Cluster:
     """A cluster of nodes with as many GPUs as links were measured for.
+
+    Products in float32 run at the rate that Sailor's profiles show: that of TF32.
 
     Raises:
         StrategyError: GPUs of a card do not fill their nodes.
@@ -49,7 +44,7 @@ def cluster_of(inputs: Inputs, num_gpus: Mapping[str, int]) -> Cluster:
             raise StrategyError(
                 f"{count} {card} do not fill nodes of {node}; give a multiple of {node}."
             )
-        name, intra = TYPES[card]
+        name, intra, _ = SAILOR_CARDS[card]
         link = inputs.link((card, node), (card, node))
         rate = PROBE_BYTES / seconds_of(link, PROBE_BYTES)
         hosts.append(
@@ -59,16 +54,7 @@ def cluster_of(inputs: Inputs, num_gpus: Mapping[str, int]) -> Cluster:
         )
     head = "schema_version: 1\nname: sailor\nefficiency: 1.0\nexecution: megatron\nhosts:\n"
     cluster = parse_cluster(head + "".join(hosts), Path("sailor.yaml"))
-    return replace(cluster, devices=tuple(map(_with_tf32, cluster.devices)))
-
-
-def _with_tf32(device: Device) -> Device:
-    """Products in float32 at the rate that Sailor's profiles show: TF32 where a card has it."""
-    listed = listed_type(device.type.name)
-    if listed is None or not listed.tf32_flops_per_s:
-        return device
-    peaks = {**device.type.peak_flops_per_s, "float32": listed.tf32_flops_per_s}
-    return replace(device, type=replace(device.type, peak_flops_per_s=peaks))
+    return replace(cluster, devices=tuple(map(in_tf32, cluster.devices)))
 
 
 def strategy_of(plan: Plan, graph: OpGraph, cluster: Cluster) -> Strategy:
@@ -101,7 +87,7 @@ def _placed(plan: Plan, cluster: Cluster) -> list[list[tuple[int, ...]]]:
         for column, replica in enumerate(stage.replicas)
     ]
     for replica, index, column in sorted(places, key=lambda place: -place[0].tensor):
-        nodes = free.get(TYPES[replica.card][0], [])
+        nodes = free.get(SAILOR_CARDS[replica.card][0], [])
         node = next((each for each in nodes if len(each) >= replica.tensor), None)
         if node is None:
             raise StrategyError(

@@ -17,6 +17,7 @@ import numpy as np
 
 from heterog.agents.drafter import Drafter
 from heterog.agents.drafts import Draft, Shard, Stage, before
+from heterog.lowering.group_edges import moved_between_groups
 from heterog.lowering.program import FloatArray
 from heterog.memo import kept
 from heterog.simulator.engine import Order
@@ -61,13 +62,8 @@ class DraftEstimates:
 
     def _crossed_bytes(self) -> FloatArray:
         """Bytes that cross the place before each group.  # [num_groups + 1]"""
-        tables, count = self._drafter.evaluator.tables, self._num
-        maker = tables.op_group[tables.value_op[tables.slot_value]]
-        size = tables.value_bytes + self._batch * tables.value_bytes_per_unit
-        moved = (size * tables.value_moved_fraction)[tables.slot_value]
-        real = (maker >= 0) & (tables.slot_group >= 0) & (maker != tables.slot_group)
-        maker, reader, moved = maker[real], tables.slot_group[real], moved[real]
-        change = np.zeros(count + 1)
+        maker, reader, moved = moved_between_groups(self._drafter.evaluator.tables)
+        change = np.zeros(self._num + 1)
         np.add.at(change, np.minimum(maker, reader) + 1, moved)
         np.add.at(change, np.maximum(maker, reader) + 1, -moved)
         return np.maximum(np.cumsum(change), 0.0)

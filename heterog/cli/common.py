@@ -73,7 +73,7 @@ OrderOption = Annotated[
     typer.Option(
         "--order",
         help="of methods that search: best, fifo, rank or program",
-        autocompletion=completion.orders,
+        autocompletion=completion.among(completion.ORDERS),
     ),
 ]
 NoBarrierOption = Annotated[

@@ -56,14 +56,9 @@ def policies(incomplete: str) -> list[str]:
     return _starting(shipped, incomplete) + _files(incomplete, (".pt",))
 
 
-def targets(incomplete: str) -> list[str]:
-    """Targets of ``heterog export``."""
-    return _starting(TARGETS, incomplete)
-
-
-def orders(incomplete: str) -> list[str]:
-    """Orders in which waiting tasks run."""
-    return _starting(ORDERS, incomplete)
+def among(words: Iterable[str]) -> Completer:
+    """Completion of one of a few words."""
+    return lambda incomplete: _starting(words, incomplete)
 
 
 def plans(incomplete: str) -> list[str]:

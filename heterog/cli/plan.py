@@ -416,7 +416,7 @@ def export(
         typer.Option(
             "--to",
             help=f"one of {', '.join(completion.TARGETS)}",
-            autocompletion=completion.targets,
+            autocompletion=completion.among(completion.TARGETS),
         ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="folder to make"), FOLDER],

@@ -19,6 +19,8 @@ from heterog.envs.candidates import ModelMemory
 from heterog.envs.coarse import CoarseEvaluator
 from heterog.envs.merging import sums
 from heterog.lowering.channels import ChannelKind
+from heterog.lowering.group_edges import group_edges, moved_bytes
+from heterog.lowering.program import IntArray
 from heterog.strategy.division import split_evenly
 from heterog.strategy.strategy import Decision, Sync
 
@@ -166,12 +168,12 @@ class Observer:
     @cached_property
     def _plain(self) -> Observation:
         """The observation with one micro-batch; others change only a column and ``fits``."""
-        edges, edge_bytes = self._edges()
+        edges, edge_bytes = group_edges(self.evaluator.tables)
         pairs, candidates = self._candidates()
         scale = self.num_blocks / self.bound_s
         return Observation(
             blocks=self._blocks(edges, edge_bytes).astype(np.float32),
-            edges=edges,
+            edges=edges.astype(np.int64),
             edge_time=_log(edge_bytes / self.mean_rate * scale).astype(np.float32)[:, None],
             devices=self._devices().astype(np.float32),
             links=self._links().astype(np.float32),
@@ -189,26 +191,8 @@ class Observer:
             fits=self._fits(1),
         )
 
-    def _edges(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Edges from block to block, and their bytes for the whole batch."""
-        tables, blocks = self.evaluator.tables, self.num_blocks
-        maker = tables.op_group[tables.value_op[tables.slot_value]]
-        moved = self._moved_bytes()[tables.slot_value]
-        real = (maker >= 0) & (maker != tables.slot_group)
-        key = maker[real].astype(np.int64) * blocks + tables.slot_group[real]
-        unique, inverse = np.unique(key, return_inverse=True)
-        return np.stack([unique // blocks, unique % blocks]), sums(
-            inverse, moved[real], len(unique)
-        )
-
-    def _moved_bytes(self) -> npt.NDArray[np.float64]:
-        """Bytes of every value for the whole batch that other devices need."""
-        tables = self.evaluator.tables
-        size = tables.value_bytes + self.batch * tables.value_bytes_per_unit
-        return np.asarray(size * tables.value_moved_fraction)
-
     def _blocks(
-        self, edges: npt.NDArray[np.int64], edge_bytes: npt.NDArray[np.float64]
+        self, edges: IntArray, edge_bytes: npt.NDArray[np.float64]
     ) -> npt.NDArray[np.float64]:
         memory, num = self.memory, self.num_blocks
         compute = (1.0 / (1.0 / np.maximum(self.whole, 1e-15)).sum(axis=0)) / self.bound_s
@@ -411,7 +395,7 @@ class Observer:
         np.minimum.at(first, tables.slot_value[read], tables.slot_group[read])
         np.maximum.at(last, tables.slot_value[read], tables.slot_group[read])
         crosses = (first >= 0) & (last > first)
-        moved = self._moved_bytes()[crosses]
+        moved = moved_bytes(tables)[crosses]
         change = sums(first[crosses], moved, num) - sums(last[crosses], moved, num)
         return np.asarray(np.maximum(np.cumsum(change), 0.0) / self.mean_rate)
 

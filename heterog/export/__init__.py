@@ -9,7 +9,7 @@ Each target names the parts of the plan that it cannot express, or refuses the p
 - ``accelerate``, ``ddp``, ``deepspeed`` and ``torchtitan`` take ``uniform`` plans; the last three
   run without heterog. ``torchtitan`` also takes plans that are layouts.
 - ``folder`` writes the files and leaves idle devices out, ``stock`` makes the folders with a file
-  that a person fills in, ``ranks`` the README, the launch script and the table of ranks.
+  that a person fills in, ``ranks`` the table of ranks, their launch script and the README.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from heterog.export.folder import Export
-from heterog.export.ranks import launch_command, launch_script, ranks_of
+from heterog.export.ranks import Target, launch_command, launch_script, ranks_of
 from heterog.export.stock import stock_folder
-from heterog.export.torchrun import Target
 from heterog.export.uniform import uniform_micro_batches, uniform_remarks
 from heterog.search.plan import Plan
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Strategy

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -10,8 +11,8 @@ import yaml
 
 from heterog import __version__
 from heterog.export.folder import Export, ExportError, on_used_devices
-from heterog.export.ranks import RankEntry, by_host, ranks_of
-from heterog.export.torchrun import Target, runtime_folder
+from heterog.export.ranks import RankEntry, Target, by_host, ranks_of
+from heterog.export.torchrun import runtime_folder
 from heterog.grouped import grouped
 from heterog.search.plan import Plan
 from heterog.units import format_bytes
@@ -75,8 +76,7 @@ def export_kubernetes(plan: Plan, sources: Sequence[str] = ()) -> Export:
             )
         )
     spec = jobset_spec(name, hosts, by_host(ranks), config_map=fits)
-    files = {
-        **made.files,
+    own = {
         "trainjob.yaml": _yaml(train_job(name, spec)),
         "jobset.yaml": _yaml([_resource("jobset.x-k8s.io/v1alpha2", "JobSet", name, spec)]),
         "kustomization.yaml": _yaml([kustomization(name, sorted(made.files) if fits else [])]),
@@ -84,7 +84,7 @@ def export_kubernetes(plan: Plan, sources: Sequence[str] = ()) -> Export:
             torch=version("torch").partition("+")[0], heterog=__version__, mount=_MOUNT
         ).encode(),
     }
-    return Export(target=TARGET, files=files, not_expressed=made.not_expressed)
+    return replace(made, files={**made.files, **own})
 
 
 def kustomization(name: str, files: Sequence[str]) -> dict[str, Any]:

@@ -1,14 +1,15 @@
-"""The device and samples of each rank, the script that starts a host's ranks, and the README."""
+"""The device and samples of each rank, the script that starts a host's ranks, and their folder."""
 
 import json
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from heterog.cluster import Cluster
 from heterog.cluster.schema import is_cpu
-from heterog.export.folder import fill, in_markdown
+from heterog.export.folder import RANKS_FILE, USER_FILE, Export, digest, fill, in_markdown
 from heterog.grouped import grouped
 from heterog.search.plan import Plan
 from heterog.units import format_seconds
@@ -131,47 +132,66 @@ def launch_script(ranks: Sequence[RankEntry], train: str = "train.py") -> bytes:
 _WIDTH = 100
 
 
-def readme(
+class Target(NamedTuple):
+    """A launcher or framework.
+
+    Attributes:
+        name: Its name on the command line.
+        what: What its folder is, in a sentence or two.
+        start: Command that starts the job.
+    """
+
+    name: str
+    what: str
+    start: str
+
+
+def job_folder(
     plan: Plan,
-    target: str,
+    target: Target,
+    ranks: tuple[RankEntry, ...],
+    files: Mapping[str, bytes],
     *,
-    what: str,
-    start: str,
     user: str,
-    num_ranks: int,
     not_expressed: Sequence[str],
-) -> bytes:
-    """A page with a description of the folder, how to start it and what to expect.
+) -> Export:
+    """The folder of a job: its files, ``ranks.json``, and a page that says how to start it.
 
     Args:
-        plan: Plan that was exported.
-        target: Name of the target.
-        what: A sentence or two about the folder.
-        start: Command that starts the job.
-        user: What has to be filled in in ``user.py``.
-        num_ranks: Number of ranks that are started.
+        plan: Plan that is exported.
+        target: What starts the job.
+        ranks: The ranks that are started.
+        files: The job's own files.
+        user: What a person has to fill in.
         not_expressed: Parts of the plan that are left out, see ``Export``.
     """
     assert plan.step_time_s is not None
-    idle = plan.cluster.num_devices - num_ranks
+    idle = plan.cluster.num_devices - len(ranks)
     expect = (
         f"Fill in `user.py` ({user}); `ranks.json` says which rank runs where. Method "
-        f"{in_markdown(plan.method)}, {plan.graph.batch_size} samples a step over {num_ranks} "
+        f"{in_markdown(plan.method)}, {plan.graph.batch_size} samples a step over {len(ranks)} "
         "ranks, predicted "
         f"{format_seconds(plan.step_time_s)} a step in heterog's own schedule."
     )
     if idle:
         expect += f" Not started: {idle} devices without samples."
-    return fill(
+    readme = fill(
         "readme.md.jinja",
         model=in_markdown(plan.graph.name),
         cluster=in_markdown(plan.cluster.name),
-        target=target,
-        what=_wrap(what),
-        start=start,
+        target=target.name,
+        what=_wrap(target.what),
+        start=target.start,
         expect=_wrap(expect),
         not_expressed=[in_markdown(remark) for remark in not_expressed],
     )
+    of_user = digest(files.get(USER_FILE, b""))
+    every = {
+        **files,
+        RANKS_FILE: ranks_document(plan, target.name, ranks, of_user),
+        "README.md": readme,
+    }
+    return Export(target=target.name, files=every, not_expressed=tuple(not_expressed))
 
 
 def launch_command(ranks: Sequence[RankEntry]) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 from heterog.export.folder import Export, fill, on_used_devices
 from heterog.export.kubernetes import dns_label
-from heterog.export.ranks import RankEntry, by_host, ranks_of
-from heterog.export.torchrun import MODEL_FILE, Target, runtime_folder
+from heterog.export.ranks import RankEntry, Target, by_host, ranks_of
+from heterog.export.torchrun import MODEL_FILE, runtime_folder
 from heterog.grouped import grouped
 from heterog.search.plan import Plan
 

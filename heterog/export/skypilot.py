@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from heterog.export.folder import Export, ExportError, fill, on_used_devices
 from heterog.export.kubernetes import dns_label
-from heterog.export.ranks import by_host, ranks_of
-from heterog.export.torchrun import Target, runtime_folder
+from heterog.export.ranks import Target, by_host, ranks_of
+from heterog.export.torchrun import runtime_folder
 from heterog.search.plan import Plan
 
 TARGET = "skypilot"

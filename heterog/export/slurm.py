@@ -3,11 +3,12 @@
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from heterog.cluster import Cluster
 from heterog.export.folder import Export, fill, on_used_devices
-from heterog.export.ranks import RankEntry, by_host, ranks_of
-from heterog.export.torchrun import Target, runtime_folder
+from heterog.export.ranks import RankEntry, Target, by_host, ranks_of
+from heterog.export.torchrun import runtime_folder
 from heterog.grouped import grouped
 from heterog.search.plan import Plan
 
@@ -30,12 +31,8 @@ def export_slurm(plan: Plan, sources: Sequence[str] = ()) -> Export:
         ranks,
         remarks=(*unused, *_unlike_links(plan.cluster, ranks)),
     )
-    files = {
-        **folder.files,
-        "job.sbatch": job_script(ranks),
-        "slurm_rank.sh": fill("slurm_rank.sh.jinja"),
-    }
-    return Export(target=TARGET, files=files, not_expressed=folder.not_expressed)
+    own = {"job.sbatch": job_script(ranks), "slurm_rank.sh": fill("slurm_rank.sh.jinja")}
+    return replace(folder, files={**folder.files, **own})
 
 
 def _unlike_links(cluster: Cluster, ranks: Sequence[RankEntry]) -> tuple[str, ...]:

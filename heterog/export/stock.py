@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from heterog.export.folder import RANKS_FILE, USER_FILE, Export, digest, fill
-from heterog.export.ranks import RankEntry, ranks_document, readme
-from heterog.export.torchrun import MODEL_FILE, Target, user_file, workload_code
+from heterog.export.folder import USER_FILE, Export, fill
+from heterog.export.ranks import RankEntry, Target, job_folder
+from heterog.export.torchrun import MODEL_FILE, user_file, workload_code
 from heterog.search.plan import Plan
 from heterog.user_code import trusted_source
 
@@ -61,21 +61,10 @@ def stock_folder(
         body = origin = ""
         template, to_do = "ddp_user.py.jinja", "`build()`: model, optimizer, loss and data"
         not_expressed = tuple(remarks)  # what is to be filled in says enough of the source
-    user = user_file(template, plan, workload=body, origin=origin)
     every = {
         "train.py": fill(f"{target.name}_train.py.jinja"),
-        USER_FILE: user,
+        USER_FILE: user_file(template, plan, workload=body, origin=origin),
         **({MODEL_FILE: code.model_file} if code.model_file else {}),
-        RANKS_FILE: ranks_document(plan, target.name, ranks, digest(user)),
         **files,
-        "README.md": readme(
-            plan,
-            target.name,
-            what=target.what,
-            start=target.start,
-            user=to_do,
-            num_ranks=len(ranks),
-            not_expressed=not_expressed,
-        ),
     }
-    return Export(target=target.name, files=every, not_expressed=not_expressed)
+    return job_folder(plan, target, ranks, every, user=to_do, not_expressed=not_expressed)

@@ -6,24 +6,15 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from heterog.export.folder import (
-    RANKS_FILE,
-    USER_FILE,
-    Export,
-    digest,
-    fill,
-    in_docstring,
-    in_markdown,
-)
+from heterog.export.folder import USER_FILE, Export, fill, in_docstring, in_markdown
 from heterog.export.ranks import (
     RankEntry,
+    Target,
+    job_folder,
     launch_command,
     launch_script,
-    ranks_document,
     ranks_of,
-    readme,
 )
 from heterog.files import read_bytes
 from heterog.search.plan import Plan
@@ -74,20 +65,6 @@ def export_torchrun(plan: Plan, sources: Sequence[str] = ()) -> Export:
     return runtime_folder(plan, Target(TARGET, _WHAT, launch_command(ranks)), sources, ranks)
 
 
-class Target(NamedTuple):
-    """Another launcher of ranks.
-
-    Attributes:
-        name: Its name on the command line.
-        what: What its folder is, in a sentence.
-        start: Command that starts the ranks.
-    """
-
-    name: str
-    what: str
-    start: str
-
-
 def runtime_folder(
     plan: Plan,
     target: Target,
@@ -112,27 +89,15 @@ def runtime_folder(
         words: What else the template of ``train.py`` asks for.
     """
     code = workload_code(trusted_source(plan.graph.source, sources, "the plan"))
-    not_expressed = (*code.remarks, *remarks)
-    user = user_file(f"{templates}_user.py.jinja", plan, workload=code.body)
     files = {
         plan_file: plan_content(plan, compressed=plan_file.endswith(".gz")),
         "train.py": fill(f"{templates}_train.py.jinja", plan_file=plan_file, **words),
-        USER_FILE: user,
-        RANKS_FILE: ranks_document(plan, target.name, ranks, digest(user)),
+        USER_FILE: user_file(f"{templates}_user.py.jinja", plan, workload=code.body),
         "launch.sh": launch_script(ranks),
-        "README.md": readme(
-            plan,
-            target.name,
-            what=target.what,
-            start=target.start,
-            user=code.to_do,
-            num_ranks=len(ranks),
-            not_expressed=not_expressed,
-        ),
+        **({MODEL_FILE: code.model_file} if code.model_file else {}),
     }
-    if code.model_file:
-        files[MODEL_FILE] = code.model_file
-    return Export(target=target.name, files=files, not_expressed=not_expressed)
+    not_expressed = (*code.remarks, *remarks)
+    return job_folder(plan, target, ranks, files, user=code.to_do, not_expressed=not_expressed)
 
 
 def user_file(template: str, plan: Plan, **words: str) -> bytes:

@@ -13,14 +13,14 @@ from itertools import groupby, product
 from heterog.errors import HeterogError
 from heterog.explain.differences import Difference, differences
 from heterog.export.deepspeed import check_even, stage_of
-from heterog.export.folder import RANKS_FILE, Export, ExportError, digest, fill, on_used_devices
+from heterog.export.folder import Export, ExportError, fill, on_used_devices
 from heterog.export.ranks import (
     RankEntry,
+    Target,
+    job_folder,
     launch_command,
     launch_script,
-    ranks_document,
     ranks_of,
-    readme,
 )
 from heterog.export.uniform import refuse_modes, uniform_micro_batches, uniform_remarks
 from heterog.graph.grouping import group_ops
@@ -210,8 +210,6 @@ def export_torchtitan(plan: Plan, sources: Sequence[str] = ()) -> Export:
     if layout.zero == 1:
         remarks.append("ZeRO-1: torchtitan also slices gradients; same numbers.")
     replicas = layout.dp_replicate if is_sliced else layout.dp
-    if layout.dp % replicas:
-        raise ExportError("torchtitan has one number of replicas, and groups of the plan several.")
     is_every = layout.recompute == Recompute.FULL and layout.recompute_every > 1
     config = fill(
         "torchtitan.toml.jinja",
@@ -226,21 +224,18 @@ def export_torchtitan(plan: Plan, sources: Sequence[str] = ()) -> Export:
         mode="selective" if is_every or layout.recompute == Recompute.OP else layout.recompute,
         option=layout.recompute_every if is_every else "op" * (layout.recompute == Recompute.OP),
     )
-    files = {
-        _CONFIG: config,
-        RANKS_FILE: ranks_document(plan, TARGET, ranks, digest(b"")),
-        "launch.sh": launch_script(ranks, f"-m torchtitan.train --job.config_file {_CONFIG}"),
-        "README.md": readme(
-            plan,
-            TARGET,
-            what=_WHAT,
-            start=launch_command(ranks).replace("--steps", "--training.steps"),
-            user=f"model and data in {_CONFIG}; there is no user.py",
-            num_ranks=len(ranks),
-            not_expressed=remarks,
-        ),
-    }
-    return Export(target=TARGET, files=files, not_expressed=tuple(remarks))
+    start = launch_command(ranks).replace("--steps", "--training.steps")
+    return job_folder(
+        plan,
+        Target(TARGET, _WHAT, start),
+        ranks,
+        {
+            _CONFIG: config,
+            "launch.sh": launch_script(ranks, f"-m torchtitan.train --job.config_file {_CONFIG}"),
+        },
+        user=f"model and data in {_CONFIG}; there is no user.py",
+        not_expressed=remarks,
+    )
 
 
 def _of_replicas(plan: Plan) -> tuple[tuple[RankEntry, ...], Layout, list[str]]:

@@ -25,8 +25,9 @@ list: ``resident``, ``walk``, ``reduce``, ``slices``, ``gradients``, ``convert``
 ``value_collectives``, ``sends``, ``tape``, ``choice``.
 
 A ``program`` is made on the graph's ``tables`` (``value_reads``; ``sparse_tables`` also counts the
-rows that sparse products read of neighbours) and the traffic of ``channels``; ``folding`` finds
-devices that do the same, ``space`` has strategies as rows of integers. ``kernels`` compiles.
+rows that sparse products read of neighbours, ``group_edges`` the bytes that leave a group) and the
+traffic of ``channels``; ``folding`` finds devices that do the same, ``space`` has strategies as
+rows of integers. ``kernels`` compiles.
 """
 
 import numpy as np

@@ -36,19 +36,12 @@ from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.sequence_split import (
     MOST_UNITS,
     RunCost,
-    SequenceSplit,
     balanced_runs,
+    finest_split,
     lengths,
     run_cost,
-    sequence_split,
-    unit_counts,
 )
-from heterog.strategy.spatial_split import (
-    SpatialSplit,
-    feature_splits,
-    row_splits,
-    spatial_splits,
-)
+from heterog.strategy.spatial_split import UnitSplit, feature_splits, row_splits, spatial_splits
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Keeps, Strategy, Sync
 
 NUM_REFINED = 2
@@ -80,7 +73,7 @@ class UnitPoint:
         keeps: Which activations are kept nevertheless.
     """
 
-    split: SpatialSplit | SequenceSplit
+    split: UnitSplit
     teams: Teams
     units: tuple[tuple[int, ...], ...]
     sync: Sync
@@ -257,7 +250,7 @@ class _SpatialSearch(UnitSearch):
         """All ways to cut, with units in proportion to speed."""
         graph = self.graph
         splits = (*spatial_splits(graph), *row_splits(graph), *feature_splits(graph))
-        ways: list[tuple[SpatialSplit, SparsePattern | None]] = [(each, None) for each in splits]
+        ways: list[tuple[UnitSplit, SparsePattern | None]] = [(each, None) for each in splits]
         ways += [(split, split.entries) for split in splits if split.entries is not None]
         for split, entries in ways:
             for teams in self.teams_within(split.units):
@@ -267,7 +260,6 @@ class _SpatialSearch(UnitSearch):
 
     def in_words(self, point: UnitPoint) -> str:
         """See ``PointSearch``."""
-        assert isinstance(point.split, SpatialSplit)
         return f"dimension {point.split.dim} of the activations, rows {_shares(point)}"
 
     def teams(self) -> Iterator[Teams]:
@@ -317,18 +309,12 @@ class Sequences(Planner):
         """Try every kind of teams, then move units between the devices of the best."""
         graph, cluster = problem.evaluator.graph, problem.evaluator.cluster
         reason = why_needless(graph, cluster)
-        split = None if reason else _split(graph, cluster)
+        most = max(MOST_UNITS, UNITS_PER_DEVICE * cluster.num_devices)
+        split = None if reason else finest_split(graph, most)
         if split is None:
             reason = reason or _why_uncut(graph)
             return PlanResult(candidates=(), num_evaluations=0, reason=reason)
         return _SequenceSearch(problem, split).answer(problem)
-
-
-def _split(graph: OpGraph, cluster: Cluster) -> SequenceSplit | None:
-    """The cut with the most units, up to a limit beyond which finer units gain nothing."""
-    most = max(MOST_UNITS, UNITS_PER_DEVICE * cluster.num_devices)
-    cuts = (sequence_split(graph, units) for units in unit_counts(graph, most))
-    return next(filter(None, cuts), None)
 
 
 def _why_uncut(graph: OpGraph) -> str:
@@ -339,7 +325,7 @@ def _why_uncut(graph: OpGraph) -> str:
 
 
 class _SequenceSearch(UnitSearch):
-    def __init__(self, problem: Problem, split: SequenceSplit) -> None:
+    def __init__(self, problem: Problem, split: UnitSplit) -> None:
         nothing = "no team has enough units of positions for its devices"
         super().__init__(problem, least_units=1, why_nothing=nothing)
         self.split = split
@@ -373,7 +359,7 @@ class _SequenceSearch(UnitSearch):
             count *= 2
 
 
-def _costs(problem: Problem, split: SequenceSplit) -> list[RunCost]:
+def _costs(problem: Problem, split: UnitSplit) -> list[RunCost]:
     """Cost of runs of positions of the whole batch on each device."""
     evaluator, units = problem.evaluator, split.units
     graph, plan = evaluator.graph, axis_plan(evaluator.graph, split.op_rules)

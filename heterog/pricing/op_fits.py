@@ -17,7 +17,7 @@ from pydantic import Field
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import ClusterError, InputFileError
-from heterog.files import write_json
+from heterog.files import read_json, write_json
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
 from heterog.grouped import grouped
@@ -36,7 +36,7 @@ from heterog.records import (
     Series,
     Text,
     finite,
-    read_record,
+    parse_record,
     refusing,
 )
 
@@ -169,7 +169,12 @@ class Measurements:
         Raises:
             InputFileError: the file is missing, broken or of another version.
         """
-        found = read_record(path, "measurements", Measurements, versions=(SCHEMA_VERSION,))
+        found = parse_record(
+            read_json(path, "measurements"),
+            Measurements,
+            f"measurements {path}",
+            versions=(SCHEMA_VERSION,),
+        )
         if found.cluster is not None:
             try:
                 Cluster.from_dict(found.cluster)

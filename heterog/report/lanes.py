@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.files import write_json
+from heterog.grouped import grouped
 from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray
 from heterog.simulator.evaluator import MEMORY_MARGIN
 from heterog.simulator.timeline import Lane, Timeline
@@ -282,22 +283,21 @@ def _lane(
         device=device,
         host=host,
         tasks=tasks.astype(np.int32),
-        rows=_rows(start.tolist(), finish.tolist()),
+        rows=np.array(_rows(start.tolist(), finish.tolist(), _MAX_ROWS), np.uint8),
         busy=_covered(start, finish) / timeline.seconds if timeline.seconds > 0 else 0.0,
     )
 
 
-def _rows(start: Sequence[float], finish: Sequence[float]) -> npt.NDArray[np.uint8]:
+def _rows(start: Sequence[float], finish: Sequence[float], most: int) -> list[int]:
     """The lowest free row of each task, in order of start; or the row that is free next."""
-    rows = np.zeros(len(start), np.uint8)
-    free = list(range(_MAX_ROWS))
+    rows = []
+    free = list(range(most))
     taken: list[tuple[float, int]] = []
-    for index, (begin, end) in enumerate(zip(start, finish, strict=True)):
+    for begin, end in zip(start, finish, strict=True):
         while taken and (taken[0][0] <= begin or not free):
             heapq.heappush(free, heapq.heappop(taken)[1])
-        row = heapq.heappop(free)
-        heapq.heappush(taken, (end, row))
-        rows[index] = row
+        rows.append(heapq.heappop(free))
+        heapq.heappush(taken, (end, rows[-1]))
     return rows
 
 
@@ -448,19 +448,12 @@ def _without_overlap(timeline: Timeline, lane: Lane) -> Sequence[Sequence[int]]:
 
     Transfers between two devices do overlap, by their latency.
     """
-    rows: list[list[int]] = [[]]
-    free_from = [0]
-    for task in lane.tasks:
-        if math.isnan(timeline.start[task] + timeline.finish[task]):
-            continue
-        begin, end = _nanoseconds(timeline, task)
-        row = next((row for row, free in enumerate(free_from) if free <= begin), len(rows))
-        if row == len(rows):
-            rows.append([])
-            free_from.append(0)
-        rows[row].append(task)
-        free_from[row] = end
-    return rows
+    times_s = timeline.start + timeline.finish
+    tasks = [task for task in lane.tasks if not math.isnan(times_s[task])]
+    begins = [_nanoseconds(timeline, task)[0] for task in tasks]
+    ends = [_nanoseconds(timeline, task)[1] for task in tasks]
+    rows = _rows(begins, ends, len(tasks))
+    return list(grouped(zip(rows, tasks, strict=True)).values()) or [[]]
 
 
 def _nanoseconds(timeline: Timeline, task: int) -> tuple[int, int]:
@@ -499,11 +492,8 @@ def _counters(
     timeline: Timeline, memory: Mapping[int, tuple[FloatArray, FloatArray]]
 ) -> Iterator[dict[str, Any]]:
     for device, (times_s, num_bytes) in memory.items():
-        points = list(zip(times_s.tolist(), num_bytes.tolist(), strict=True))
-        for index, (time_s, amount) in enumerate(points):
-            # Of several changes at one instant only the last is visible.
-            if index + 1 < len(points) and points[index + 1][0] == time_s:
-                continue
+        shown = thinned(times_s, num_bytes, len(times_s))
+        for time_s, amount in zip(*(each.tolist() for each in shown), strict=True):
             yield {
                 "ph": "C",
                 "pid": timeline.cluster.host_of[device] + 1,

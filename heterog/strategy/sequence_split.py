@@ -26,23 +26,11 @@ from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.placement import OpCall, OpRule, OpRules, P, Placement, R, S, Scatter
 from heterog.graph.sharding_rules import RuleResult, propagate
 from heterog.graph.sharding_rules.matmul import ATTENTION_KINDS
+from heterog.strategy.spatial_split import UnitSplit
 
 MOST_UNITS = 128
 """Most units of positions: rounding changes a share by less than one per cent of all positions."""
 _PRODUCTS = frozenset({"bmm.default", "baddbmm.default"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceSplit:
-    """A way to cut the sequences of a batch.
-
-    Attributes:
-        units: Number of units of the axis: runs of positions of equal length.
-        op_rules: Rules of all ops.
-    """
-
-    units: int
-    op_rules: OpRules
 
 
 def lengths(graph: OpGraph) -> tuple[int, ...]:
@@ -77,7 +65,7 @@ def unit_counts(graph: OpGraph, most: int = MOST_UNITS) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=32)
-def sequence_split(graph: OpGraph, units: int) -> SequenceSplit | None:
+def sequence_split(graph: OpGraph, units: int) -> UnitSplit | None:
     """Rules of all ops for teams that cut sequences.
 
     Args:
@@ -91,7 +79,20 @@ def sequence_split(graph: OpGraph, units: int) -> SequenceSplit | None:
         return None
     rules = _Pass(graph, units).run()
     is_cut = any(place.is_split for _, rule in rules for place in rule.inputs)
-    return SequenceSplit(units=units, op_rules=rules) if is_cut else None
+    return UnitSplit(units=units, op_rules=rules) if is_cut else None
+
+
+def finest_split(graph: OpGraph, most: int, members: int = 1) -> UnitSplit | None:
+    """The cut with the most units, but rather one whose units the members of a team divide.
+
+    Args:
+        graph: One training step.
+        most: Most units; finer ones gain nothing.
+        members: Members of the largest team; each has a unit at least.
+    """
+    counts = [units for units in unit_counts(graph, most) if units >= members]
+    by_evenness = sorted(counts, key=lambda units: units % members > 0)
+    return next(filter(None, (sequence_split(graph, units) for units in by_evenness)), None)
 
 
 class _Pass:

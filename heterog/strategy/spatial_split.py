@@ -31,33 +31,35 @@ from heterog.graph.sparse_pattern import SparsePattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpatialSplit:
-    """A way to cut a network along space, or along the nodes or features of a graph.
+class UnitSplit:
+    """A way to cut samples along space or positions, or the nodes or features of a graph.
 
     Attributes:
-        dim: Dimension of the activations that is cut; 2 is the first after the channels.
-        units: Number of units: rows of the coarsest activation that is still cut, or a divisor.
+        units: Number of units: rows of the coarsest activation that is still cut, or a divisor;
+            runs of positions of equal length.
         op_rules: Rules of all ops.
-        flops: FLOPs of the ops that are cut, in the whole step.
+        dim: For space and graphs, dimension of the activations that is cut; 2 is the first after
+            the channels.
+        flops: For space and graphs, FLOPs of the ops that are cut, in the whole step.
         entries: Pattern of the sparse matrix whose rows are cut, if any, for the cost of rows.
     """
 
-    dim: int
     units: int
     op_rules: OpRules
-    flops: float
+    dim: int = 0
+    flops: float = 0.0
     entries: SparsePattern | None = None
 
 
 @lru_cache(maxsize=16)
-def spatial_splits(graph: OpGraph) -> tuple[SpatialSplit, ...]:
+def spatial_splits(graph: OpGraph) -> tuple[UnitSplit, ...]:
     """Ways to cut a network along space, those that cut the most work first.
 
     Returns:
         One split for each dimension and each set of ops that can be cut, with the most units that
         cut this set. Empty for a network without a convolution on a tensor of the batch.
     """
-    found: dict[tuple[int, tuple[int, ...]], SpatialSplit] = {}
+    found: dict[tuple[int, tuple[int, ...]], UnitSplit] = {}
     ranks = [len(graph.tensors[tensor].shape) for tensor in _seeds(graph)]
     for dim in range(2, max(ranks, default=0)):
         for units in _unit_counts(graph, dim):
@@ -65,7 +67,7 @@ def spatial_splits(graph: OpGraph) -> tuple[SpatialSplit, ...]:
             cut = _cut_ops(rules)
             if cut and (dim, cut) not in found:
                 flops = float(sum(graph.ops[op].flops for op in cut))
-                found[dim, cut] = SpatialSplit(dim=dim, units=units, op_rules=rules, flops=flops)
+                found[dim, cut] = UnitSplit(dim=dim, units=units, op_rules=rules, flops=flops)
     return tuple(sorted(found.values(), key=lambda each: (-each.flops, -each.units, each.dim)))
 
 
@@ -195,7 +197,7 @@ _DENSE = frozenset({"mm.default", "addmm.default", "bmm.default", "linear.defaul
 
 
 @lru_cache(maxsize=16)
-def row_splits(graph: OpGraph) -> tuple[SpatialSplit, ...]:
+def row_splits(graph: OpGraph) -> tuple[UnitSplit, ...]:
     """Find ways to cut the nodes of a graph: at every row, and at coarser units.
 
     Empty for a step in which no sparse product can be cut.
@@ -215,7 +217,7 @@ def row_splits(graph: OpGraph) -> tuple[SpatialSplit, ...]:
 
 
 @lru_cache(maxsize=16)
-def feature_splits(graph: OpGraph) -> tuple[SpatialSplit, ...]:
+def feature_splits(graph: OpGraph) -> tuple[UnitSplit, ...]:
     """Ways to cut features: into as many units as a hidden layer has features.
 
     Empty for a step without sparse products.
@@ -265,7 +267,7 @@ def feature_rules(graph: OpGraph, units: int) -> OpRules:
         seeds |= new
 
 
-def _split(graph: OpGraph, rules: OpRules, units: int) -> SpatialSplit:
+def _split(graph: OpGraph, rules: OpRules, units: int) -> UnitSplit:
     """The split by some rules; of no FLOPs if they cut no sparse product."""
     cut = _cut_ops(rules)
     dims = {
@@ -275,7 +277,7 @@ def _split(graph: OpGraph, rules: OpRules, units: int) -> SpatialSplit:
     }
     (dim,) = dims or {0}
     flops = float(sum(graph.ops[op].flops for op in cut)) if dims else 0.0
-    return SpatialSplit(dim=dim, units=units, op_rules=rules, flops=flops)
+    return UnitSplit(dim=dim, units=units, op_rules=rules, flops=flops)
 
 
 def _next_weight(

@@ -9,7 +9,7 @@ import pytest
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.search.plan import load_plan
-from heterog.strategy.spatial_split import SpatialSplit, spatial_splits
+from heterog.strategy.spatial_split import UnitSplit, spatial_splits
 from heterog.strategy.strategy import Decision, Strategy
 from tests.runtime.cases import Trained, assert_same
 from tests.runtime.ranks import PARENT, Ranks
@@ -25,7 +25,7 @@ def graph_of(name: str, batch_size: int) -> OpGraph:
     return PARENT.capture((name, batch_size), workload_of, name, batch_size)
 
 
-def split_of(graph: OpGraph, units: int, dim: int = 2) -> SpatialSplit:
+def split_of(graph: OpGraph, units: int, dim: int = 2) -> UnitSplit:
     return next(each for each in spatial_splits(graph) if (each.dim, each.units) == (dim, units))
 
 

@@ -22,7 +22,7 @@ from heterog.lowering.tables import graph_tables
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
-from heterog.strategy.spatial_split import SpatialSplit, spatial_rules, spatial_splits
+from heterog.strategy.spatial_split import UnitSplit, spatial_rules, spatial_splits
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.zoo import build
 from heterog.zoo.volumes import cosmoflow, segmentation
@@ -34,7 +34,7 @@ def cosmoflow_of(width: int) -> OpGraph:
     return capture(cosmoflow(1, width))
 
 
-def split_of(graph: OpGraph, units: int) -> SpatialSplit:
+def split_of(graph: OpGraph, units: int) -> UnitSplit:
     return next(each for each in spatial_splits(graph) if (each.dim, each.units) == (2, units))
 
 

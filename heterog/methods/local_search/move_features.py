@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from heterog.lowering.group_edges import group_edges
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.space import StrategySpace
 from heterog.lowering.tables import saved_values
@@ -183,7 +184,7 @@ class MoveFeatures:
         if cluster.num_hosts == 1:
             nic = [cluster.hosts[0].intra.bandwidth_bytes_per_s]
         self._nic = float(np.exp(np.log(nic).mean()))
-        self.edges, self._edge_bytes = self._edges()
+        self.edges, self._edge_bytes = group_edges(self._evaluator.tables)
 
     def _saved_bytes(self) -> FloatArray:
         """Bytes that each group keeps for its backward pass, for the whole batch."""
@@ -193,19 +194,6 @@ class MoveFeatures:
         group = tables.op_group[tables.value_op[kept]]
         size = tables.value_bytes_per_unit[kept] * self._batch
         return np.bincount(group, size, tables.num_groups).astype(np.float64)
-
-    def _edges(self) -> tuple[IntArray, FloatArray]:
-        """Pairs (source group, target group) of values, and their bytes for the whole batch."""
-        tables = self._evaluator.tables
-        maker = tables.op_group[tables.value_op[tables.slot_value]]
-        size = tables.value_bytes + self._batch * tables.value_bytes_per_unit
-        moved = (size * tables.value_moved_fraction)[tables.slot_value]
-        real = (maker >= 0) & (tables.slot_group >= 0) & (maker != tables.slot_group)
-        key = maker[real].astype(np.int64) * tables.num_groups + tables.slot_group[real]
-        unique, inverse = np.unique(key, return_inverse=True)
-        pairs = np.stack([unique // tables.num_groups, unique % tables.num_groups])
-        size = np.bincount(inverse, moved[real], len(unique)).astype(np.float64)
-        return pairs.astype(np.int32), size
 
     # --- views -----------------------------------------------------------------------------------
 

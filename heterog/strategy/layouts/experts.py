@@ -20,13 +20,7 @@ from heterog.graph.placement import OpRule, S
 from heterog.strategy.layer_shardings import exchanged
 from heterog.strategy.layouts.layout import Dispatch, LayoutError
 from heterog.strategy.layouts.tensor import TeamRules
-from heterog.strategy.sequence_split import (
-    MOST_UNITS,
-    SequenceSplit,
-    lengths,
-    sequence_split,
-    unit_counts,
-)
+from heterog.strategy.sequence_split import MOST_UNITS, finest_split, lengths
 from heterog.strategy.tensor_parallel import Region, follow_split, ops_of_groups
 
 _PRODUCTS = ("bmm.default", "baddbmm.default", *GROUPED_PRODUCTS)
@@ -185,7 +179,7 @@ def context_rules(graph: OpGraph, members: int) -> TeamRules:
     Raises:
         LayoutError: there are no sequences, or they are too short.
     """
-    split = _split(graph, members)
+    split = finest_split(graph, max(MOST_UNITS, members), members)
     if split is None:
         known = lengths(graph)
         why = (
@@ -206,10 +200,3 @@ def context_rules(graph: OpGraph, members: int) -> TeamRules:
             "'sequences' finds runs that take equal times."
         )
     return TeamRules(op_rules=split.op_rules, least_units=split.units, remarks=tuple(remarks))
-
-
-def _split(graph: OpGraph, members: int) -> SequenceSplit | None:
-    """The split with the most units that ``members`` divides, else the split with most units."""
-    counts = [units for units in unit_counts(graph, max(MOST_UNITS, members)) if units >= members]
-    by_evenness = sorted(counts, key=lambda units: units % members > 0)
-    return next(filter(None, (sequence_split(graph, units) for units in by_evenness)), None)
