@@ -25,7 +25,7 @@ from heterog.errors import HeterogError
 from heterog.files import CHECKPOINT_INDEX
 from heterog.healing import elastic
 from heterog.healing.elastic import LEAVE_S, any_rank, folder_of_host, on_sigterm, set_silence
-from heterog.healing.shelf import Moment, Shelf, Snapshot, newest_complete, parts_of
+from heterog.healing.shelf import NEVER, Moment, Shelf, Snapshot, newest_complete, parts_of
 from heterog.healing.snapshots import SnapshotWriter
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import option_like
@@ -117,7 +117,7 @@ class HealingLoop:
         self._writer = SnapshotWriter(
             self._shelf, generation, part, hosts, silent_s=self._silent_s
         )
-        found = [Moment(*each) if each else Moment(-1, -1, 0) for _, _, each in told]
+        found = [Moment(*each) if each else NEVER for _, _, each in told]
         if (newest := max(found)).num_parts:
             self._writer.bring(name for part in parts_of(newest) for name in part.files)
             snapshot = Snapshot(self._shelf, newest)
@@ -128,7 +128,6 @@ class HealingLoop:
             self._take_over(about, snapshot.read(names))
             if own == newest and random in contents.tensors:
                 torch.set_rng_state(snapshot.read([random])[random].clone())
-                self._writer.settled = newest
             self.resumed_from = f"step {self.num_steps} in memory"
         elif self._checkpoint and (Path(self._checkpoint) / CHECKPOINT_INDEX).exists():
             from heterog.runtime.checkpoint.contents import read_contents

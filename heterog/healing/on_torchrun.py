@@ -35,7 +35,7 @@ from heterog.healing.options import HealOptions
 from heterog.healing.rank import HealingRank
 from heterog.healing.record import Assignment, Trained, read_events, write_event
 from heterog.healing.service import Service
-from heterog.healing.shelf import Moment, Part, Shelf, newest_complete
+from heterog.healing.shelf import Moment, Part, Shelf, newest_complete, to_go_on_from
 from heterog.records import parse_dataclass
 from heterog.runtime.accelerators import has_accelerator
 from heterog.runtime.rank import as_rank, end_together, is_of_another, meet
@@ -103,11 +103,17 @@ class Generation:
         if before:
             os.environ[HOST] = before[-1]["host"]
         self.store = meet(request.limits.timeout_s)
-        # What each rank has, the last and first generation that its host knows, and parts there.
+        # What each rank has, the last and first generation that its host knows, whether it knows
+        # of a snapshot, and parts there.
         numbers = [before[each]["generation"] if before else -1 for each in (-1, 0)]
-        own = asdict(own_place()), *numbers, Shelf(self.folder).parts()
+        taken, taken_up = (
+            read_events(self.journal, event=each)[0] for each in ("snapshot", "taken up")
+        )
+        knows = any(each["is_settled"] for each in taken) or any(e["num_bytes"] for e in taken_up)
+        own = asdict(own_place()), *numbers, knows, Shelf(self.folder).parts()
         texts = say_to_all(self.store, "heterog/said/", json.dumps(own), request.limits.timeout_s)
-        places, lasts, told_since, self._parts = zip(*map(json.loads, texts), strict=True)
+        said = zip(*map(json.loads, texts), strict=True)
+        places, lasts, told_since, self._knows, self._parts = said
         cluster, rank = self.whole.cluster, int(os.environ["RANK"])
         device_of = ranks_in_plan(cluster, [RankHas(**each) for each in places])
         device, self.devices = device_of[rank], tuple(sorted(device_of))
@@ -132,13 +138,10 @@ class Generation:
             HeterogError: nothing fits on what is left, or the state is lost.
         """
         parts = [[Part(Moment(*when), number) for when, number in each] for each in self._parts]
-        moment = newest_complete(parts)
         resume = self.request.resume
-        if moment is None and any(parts):
-            raise HeterogError(
-                "the state is lost: no complete snapshot is left in memory. A larger `redundancy` "
-                "survives more."
-            )
+        moment = to_go_on_from(
+            newest_complete(parts), has_begun=any(self._knows), has_checkpoint=resume is not None
+        )
         limit_s = max(_PLANNED_S, self.request.limits.timeout_s)
         own = self._plan_text(limit_s) if self.is_first else ""
         text = "".join(say_to_all(self.store, "heterog/plan/", own, limit_s))
@@ -246,6 +249,11 @@ class TorchrunRank(HealingRank):
         super().end(is_done)
         if self._planning is not None:
             self._planning.close()
+
+    def _write(self, event: str, **said: Any) -> None:
+        super()._write(event, **said)
+        if event == "no snapshot":  # nobody else tells it
+            print(f"heterog: no snapshot was taken: {said['why']}", file=sys.stderr, flush=True)
 
     def _ask_next(self) -> None:
         """Ask for the next plan that is not there, and let other hosts have those that are."""

@@ -31,7 +31,8 @@ from heterog.healing.job import HealingJob
 from heterog.healing.on_torchrun import heal, read_healing
 from heterog.healing.options import HealOptions
 from heterog.healing.planning import NEAR, Planning
-from heterog.healing.record import read_events
+from heterog.healing.record import Trained, read_events
+from heterog.healing.shelf import Moment, to_go_on_from
 from heterog.runtime.launch import ranks_of_this_process
 from heterog.runtime.ranks.host_places import RankHas
 from heterog.runtime.ranks.watching import Limits
@@ -117,19 +118,21 @@ def is_cleared(job: HealingJob) -> bool:
     return not ranks_of_this_process() and not job._crew.host.shelf.folder.exists()
 
 
-def test_training_begins_anew_only_if_no_snapshot_was_complete(folder: Path) -> None:
-    job = endless_job(folder, lambda stage: None)
-    job._crew = mock.Mock(parts=lambda: {0: [], 1: []})
+def test_training_begins_anew_only_if_no_snapshot_was_complete() -> None:
+    trained, taken = Trained(), {"event": "snapshot", "at_s": 1.0, "num_bytes": 5, "copy_s": 0.1}
 
-    def hear_snapshot(*, is_settled: bool) -> None:
-        told = {"event": "snapshot", "at_s": 1.0, "num_bytes": 5, "copy_s": 0.1}
-        job.trained.hear({**told, "is_settled": is_settled})
+    def begin(newest: Moment | None = None, *, has_checkpoint: bool = False) -> Moment | None:
+        begun = trained.has_snapshot
+        return to_go_on_from(newest, has_begun=begun, has_checkpoint=has_checkpoint)
 
-    hear_snapshot(is_settled=False)
-    assert job._newest() is None
-    hear_snapshot(is_settled=True)
+    trained.hear({**taken, "is_settled": False})
+    trained.hear({"event": "taken up", "at_s": 1.0, "step": 0, "num_bytes": 0, "far_bytes": 0})
+    assert begin() is None
+    trained.hear({**taken, "is_settled": True})
+    assert begin(Moment(0, 3, 2)) == Moment(0, 3, 2)
+    assert begin(has_checkpoint=True) is None
     with pytest.raises(HeterogError, match="the state is lost: no complete snapshot is left"):
-        job._newest()
+        begin()
 
 
 @THOROUGH
