@@ -202,10 +202,9 @@ class HealingJob:
             raise HeterogError("all ranks were killed; nothing is left to go on with.")
         self._change = None
         self.steering.leave_out(gone)
-        names = ", ".join(self._whole.devices[device].name for device in gone)
         done = max(self.trained.losses, default=0)
         was = "was" if len(gone) == 1 else "were"
-        self._begin_move("lost", f"{names} {was} lost after step {done}")
+        self._begin_move("lost", f"{self.steering.names(gone)} {was} lost after step {done}")
 
     def _begin_move(self, kind: str, why: str) -> None:
         self.trained.begin_move(kind, why, time.monotonic())

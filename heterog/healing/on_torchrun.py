@@ -84,6 +84,7 @@ class Generation:
 
     Attributes:
         whole: The plan that was asked for.
+        journal: Path of the events of all generations that this host knows.
         store: The store by which the ranks have met.
         number: Number of times ranks were started before.
         devices: Device of the whole cluster of each rank of the plan.
@@ -98,6 +99,7 @@ class Generation:
         self.whole = request.load()
         check_can_heal(self.whole, request.plan)
         self.folder, every = folder_of_host(), tuple(range(self.whole.cluster.num_devices))
+        self.journal = self.folder / "journal.jsonl"
         before = read_events(self.journal, event="began")[0]
         self._before = tuple(before[-1]["devices"]) if before else every
         if before:
@@ -125,11 +127,6 @@ class Generation:
         self.reports = (since[rank], device) == min(zip(since, device_of, strict=True))
         self._host = cluster.hosts[cluster.host_of[device]].name
         self.planning: Service | None = None
-
-    @property
-    def journal(self) -> Path:
-        """Path of the events of all generations that this host knows."""
-        return self.folder / "journal.jsonl"
 
     def decide(self) -> Assignment:
         """What this generation runs; all ranks call it.
@@ -235,7 +232,7 @@ class TorchrunRank(HealingRank):
         end_cut_links()
         on_sigterm(stop.touch)
 
-    def look(self, number: int) -> None:
+    def look(self) -> None:
         """Take plans that were prepared, and ask for more."""
         while self._planning is not None and (found := self._planning.next_answer()):
             question, answer = found

@@ -132,10 +132,10 @@ class HealingRank:
             if is_wanted and number < last:
                 self._leave_all(number)
                 return False
-            self.look(number)
+            self.look()
         return True
 
-    def look(self, number: int) -> None:
+    def look(self) -> None:
         """What is done beside training after a step."""
 
     def end(self, is_done: bool) -> None:

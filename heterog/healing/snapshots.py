@@ -4,7 +4,6 @@ Ranks copy files from host to host by themselves, beside training. So nobody els
 snapshots, and nobody has to listen on a port.
 """
 
-import json
 import threading
 import time
 from collections import deque
@@ -16,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from heterog.errors import InputFileError
-from heterog.healing.elastic import any_rank, set_silence
+from heterog.healing.elastic import any_rank, gather, set_silence
 from heterog.healing.shelf import NEVER, LostError, Moment, Part, Shelf
 from heterog.runtime.accelerators import CPU_BACKEND
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import SavedOptimizer
-from heterog.runtime.step.collectives import gather_texts, open_group
+from heterog.runtime.step.collectives import open_group
 
 _REST = 10.0
 """Seconds of training between snapshots for each second that one takes, for which ranks wait."""
@@ -167,7 +166,7 @@ class SnapshotWriter:
         if self._group is None:
             return
         here = [path.name for path in self._shelf.folder.iterdir()], sorted(names)
-        told = [json.loads(each) for each in gather_texts(json.dumps(here), self._group)]
+        told = gather(here, self._group)
         sources: dict[str, int] = {}
         wanted: dict[int, set[str]] = {host: set() for host in self._first}
         for rank, (held, wants) in reversed(list(enumerate(told))):
@@ -229,8 +228,7 @@ class SnapshotWriter:
                 pass  # it could not be written
             except OSError as error:
                 failed = error
-        told = {name: len(value) for name, value in own.items()}
-        said = [json.loads(text) for text in gather_texts(json.dumps(told), self._group)]
+        said = gather({name: len(value) for name, value in own.items()}, self._group)
         going = [(way, said[way.source].get(way.name)) for way in ways(said)]
         num_bytes = sum(size or 0 for _, size in going)
         set_silence(self._silent_s + num_bytes / _SLOW_BYTES_PER_S, [self._group])

@@ -4,6 +4,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 
 from heterog.errors import HeterogError, InputFileError
-from heterog.healing import elastic, snapshots
+from heterog.healing import elastic, rank, snapshots
 from heterog.healing.crew import HealingHost
 from heterog.healing.on_ray import RayCrew
+from heterog.healing.rank import HealingRank
 from heterog.healing.shelf import (
     LostError,
     Moment,
@@ -92,8 +94,9 @@ def test_what_a_rank_left_that_died_while_it_wrote_is_let_go(tmp_path: Path) -> 
     assert left == ["0.2.0-1", "0.2.0-1.index", "0.2.1-2.begun"]
 
 
+@pytest.mark.parametrize("is_told", [True, False], ids=["refused", "nearly full"])
 def test_a_part_that_cannot_be_written_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_told: bool
 ) -> None:
     where = Shelf(tmp_path)
     writer = SnapshotWriter(where, 0, (0, 1))
@@ -101,8 +104,12 @@ def test_a_part_that_cannot_be_written_leaves_what_was_there(
     writer.take(1, values, {}, ABOUT)
     writer.settled = writer.newest
     assert (writer.failed, writer.num_bytes) == ("", 16)
-    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    if is_told:
+        full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+        monkeypatch.setattr(os, "posix_fallocate", full)
+    else:  # ranks still write their journals there
+        left = mock.Mock(return_value=SimpleNamespace(f_bavail=1023, f_frsize=1024))
+        monkeypatch.setattr(os, "fstatvfs", left)
     writer.take(2, values, {}, ABOUT)
     assert f"cannot write {tmp_path}: No space left on device; it needs 16 " in writer.failed
     assert newest_complete([where.parts()]) == Moment(0, 1, 1)
@@ -417,6 +424,32 @@ def test_what_fails_while_ranks_copy_is_told(tmp_path: Path) -> None:
     raised = ["0.9.0-2.index of a snapshot is on no host that has ranks.", "'a bug'"]
     assert first == (["not for you", ""], [[0, 1], [0, 1]], raised)
     assert second == (["", ""], [[1], [0, 1]], raised)
+
+
+def test_ranks_wait_longer_for_those_that_write_a_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under torchrun they wait for a step for a few seconds only, and disks may be slow."""
+    done: list[Any] = []
+    healing = mock.MagicMock(_silent_s=6.0)
+    healing._wait_for_writing = partial(HealingRank._wait_for_writing, healing)
+    healing._take_snapshot = partial(HealingRank._take_snapshot, healing)
+    healing._request.limits.timeout_s = 300.0
+    healing._assignment.last, healing._step.num_steps = 3, 0
+
+    def step(batch: Any) -> float:
+        done.append("step")
+        return 1.0
+
+    healing._step.side_effect = step
+    healing._writer.end_step.side_effect = [[True, False, False], *[[False] * 3] * 2]
+    healing._writer.take.side_effect = lambda *_: done.append("take")
+    monkeypatch.setattr(rank, "set_silence", lambda seconds, groups: done.append(seconds))
+    monkeypatch.setattr(rank, "own_entries", lambda *_: ([], {}))
+    monkeypatch.setattr(rank, "check_can_save", lambda step: None)
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+    assert HealingRank.train(healing)
+    assert done == ["step", 6.0, 300.0, "take", "step", 6.0, "step"]
 
 
 def test_a_folder_that_others_may_read_is_refused(
