@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -443,7 +443,10 @@ def test_a_host_reports_that_came_before_rank_0_of_the_plan(
     """It has the losses of all steps; a host that joins later does not, whatever its devices."""
     own = [RankHas(machine=machine, device="") for machine in range(3)]
     known = [(-1, -1), (4, 0), (4, 0)]  # the last generation of each host, and the first
-    texts = [json.dumps([asdict(has), *each, []]) for has, each in zip(own, known, strict=True)]
+    texts = [
+        json.dumps([asdict(has), *each, each[0] > 0, []])
+        for has, each in zip(own, known, strict=True)
+    ]
     monkeypatch.setattr(on_torchrun, "folder_of_host", lambda: tmp_path)
     monkeypatch.setattr(on_torchrun, "meet", lambda timeout_s: None)
     monkeypatch.setattr(on_torchrun, "say_to_all", lambda *_: texts)
@@ -456,6 +459,17 @@ def test_a_host_reports_that_came_before_rank_0_of_the_plan(
     assert [each.is_first for each in found] == [True, False, False]
     assert [each.reports for each in found] == [False, True, False]
     assert [each.number for each in found] == [5, 5, 5]
+    resumed = replace(request, resume=tmp_path)
+    found[0].request = resumed
+    write_json(tmp_path / "checkpoint.json", {"num_steps": 0})
+    monkeypatch.setattr(found[0], "_plan_text", lambda limit_s: "{}")
+    monkeypatch.setattr(on_torchrun, "say_to_all", lambda *_: ["{}"])
+    assert found[0].decide().checkpoint == str(tmp_path), "there is no snapshot to go on from"
+    found[0].request = request
+    with pytest.raises(HeterogError, match="the state is lost: no complete snapshot is left"):
+        found[0].decide()
+    found[0]._knows = (False, False, False)
+    assert found[0].decide().moment is None, "none was complete, so training begins anew"
 
 
 def test_a_plan_that_heals_says_what_torchrun_has_to_be_told(
