@@ -19,7 +19,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.files import write_atomically, write_json
 from heterog.healing.record import Assignment, Event, Trained, read_events
-from heterog.healing.shelf import LostError, Part, Shelf
+from heterog.healing.shelf import LostError, Moment, Part, Shelf, newest_complete
 from heterog.runtime.accelerators import has_accelerator
 from heterog.runtime.launch import PORT_FILE
 from heterog.runtime.ranks.forks import open_forks
@@ -135,17 +135,23 @@ class HealingHost(Host):
         """Parts that are here."""
         return self.shelf.parts()
 
-    def give(self, name: str) -> Any:
-        """A file of a part that is here, as what Ray moves without pickling."""
-        with suppress(LostError):  # it was deleted meanwhile, for a newer one
-            return np.frombuffer(self.shelf.content(name), np.uint8)
-        return None
+    def give(self, *parts: Part) -> list[Any]:
+        """Both files of parts that are here, as what Ray moves without pickling.
 
-    def take(self, name: str, content: Any) -> bool:
-        """Hold what another host has given; whether it had it."""
-        if content is not None:
-            self.shelf.bring(name, content)
-        return content is not None
+        All are opened before the first is sent, so that they may be deleted meanwhile for a newer
+        snapshot. A part that is not here gives twice ``None``.
+        """
+        given: list[Any] = []
+        for part in parts:
+            try:
+                given += [np.frombuffer(self.shelf.content(each), np.uint8) for each in part.files]
+            except LostError:
+                given += [None, None]
+        return given
+
+    def take(self, part: Part, *files: Any) -> bool:
+        """Hold a part that another host has given; whether it had it."""
+        return self.shelf.take(part, files)
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -272,11 +278,12 @@ class Crew:
             if host.is_here:
                 host.actor.ask_to_stop.remote(self._generation)
 
-    def parts(self) -> dict[int, list[Part]]:
-        """Parts of snapshots that each host holds, by the number of those that answer."""
-        hosts = {number: host for number, host in enumerate(self._hosts) if host.is_here}
-        asked = {number: host.actor.parts.remote() for number, host in hosts.items()}
-        return self._answers(asked, SILENT_S)
+    def newest(self, devices: Sequence[int]) -> Moment | None:
+        """The newest snapshot with which ranks of some devices can begin.
+
+        Its parts are where they can read them, or on the way there.
+        """
+        return newest_complete(self._held().values())
 
     def lend(self) -> Path | None:
         """The folder of a shelf with the newest snapshot, when it is there."""
@@ -308,7 +315,10 @@ class Crew:
     # --- parts -----------------------------------------------------------------------------------
 
     def hear(self, number: int, events: Sequence[Event]) -> None:
-        """Take in a host's events; of hosts without rank 0 only steps, in case that is lost."""
+        """Take in a host's events; of hosts without rank 0 only steps, in case that is lost.
+
+        And why there is no snapshot, which each host knows of itself.
+        """
         now_s = time.monotonic()
         for told in events:
             event = {**told, "at_s": now_s - float(told["at_s"])}
@@ -318,16 +328,21 @@ class Crew:
                 self._last_step = max(self._last_step, step)
             elif step:
                 self._untold[step] = event
+            elif event["event"] == "no snapshot":
+                self._events.append(event)
+
+    def _held(self) -> dict[int, list[Part]]:
+        """Parts of snapshots that each host holds, by the number of those that answer."""
+        hosts = {number: host for number, host in enumerate(self._hosts) if host.is_here}
+        asked = {number: host.actor.parts.remote() for number, host in hosts.items()}
+        return self._answers(asked, SILENT_S)
 
     def _variables(self, devices: Sequence[int]) -> Mapping[int, Mapping[int, dict[str, str]]]:
         """Environment variables of each host's ranks; none if the host of rank 0 is lost."""
         host = self._hosts[self._first]
-        asked = host.actor.meeting_place.remote()
-        while host.is_here and not self._ray.wait([asked], timeout=POLL_S)[0]:
-            host.look()
-        if not (told := self._answers({0: asked}, 0)):
+        if (told := self._answer(host.actor.meeting_place.remote(), [host])) is None:
             return {}  # who waits for the ranks sees that the host is lost
-        return variables_of_ranks(self._host_of, devices, *told[0])
+        return variables_of_ranks(self._host_of, devices, *told)
 
     def _begin(self, trained: Trained, assignment: Assignment) -> None:
         """Start the ranks of a generation."""
@@ -343,8 +358,17 @@ class Crew:
         for number, variables in self._variables(trained.running.devices).items():
             self._hosts[number].actor.begin.remote(assignment, plan, self._request, variables)
 
-    def _answers(self, asked: Mapping[int, Any], limit_s: float) -> dict[int, Any]:
-        """The answers that come in time."""
+    def _answer(self, asked: Any, needed: Sequence[NodeHost]) -> Any:
+        """An answer that takes as long as it takes; ``None`` if a host that is needed is lost."""
+        while not self._ray.wait([asked], timeout=POLL_S)[0]:
+            for host in needed:
+                host.look()
+            if not all(host.is_here for host in needed):
+                return None
+        return self._answers({0: asked}, 0).get(0)
+
+    def _answers(self, asked: Mapping[int, Any], limit_s: float | None) -> dict[int, Any]:
+        """The answers that come in time, or not as errors."""
         if asked:
             self._ray.wait([*asked.values()], num_returns=len(asked), timeout=limit_s)
         found = {}

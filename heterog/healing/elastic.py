@@ -48,9 +48,14 @@ def on_sigterm(leave: Callable[[], object], seconds: float = LEAVE_S) -> None:
 
 def any_rank(*values: bool) -> list[bool]:
     """Which of some values any rank has; all ranks call it, and wait for each other."""
-    said = torch.tensor([*map(int, values), 0])  # also without a value
+    said = torch.tensor([*map(int, values)])
     dist.all_reduce(said, op=dist.ReduceOp.MAX)
-    return [bool(each) for each in said.tolist()[:-1]]
+    return [bool(each) for each in said.tolist()]
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What JSON makes of a value of each rank; see ``gather_texts``."""
+    return [json.loads(each) for each in gather_texts(json.dumps(value), group)]
 
 
 def set_silence(seconds: float, groups: Iterable[dist.ProcessGroup | None] = (None,)) -> None:
@@ -68,7 +73,7 @@ def end_cut_links() -> None:
     Whoever waits for such a machine then fails as if it had ended.
     """
     own = own_addresses()
-    machines = {each for text in gather_texts(json.dumps([*own])) for each in json.loads(text)}
+    machines = {each for addresses in gather([*own]) for each in addresses}
 
     def watch(left: set[str]) -> None:
         while left:

@@ -20,7 +20,7 @@ from heterog.healing.crew import Crew
 from heterog.healing.options import HealOptions
 from heterog.healing.record import Assignment, Trained
 from heterog.healing.service import Service
-from heterog.healing.shelf import Moment, newest_complete
+from heterog.healing.shelf import to_go_on_from
 from heterog.healing.steering import PlanChange, Steering
 from heterog.runtime.launch import RANKS_OWN, signals_as_exit, temporary_folder
 from heterog.runtime.ranks.forks import rank_forks
@@ -202,10 +202,9 @@ class HealingJob:
             raise HeterogError("all ranks were killed; nothing is left to go on with.")
         self._change = None
         self.steering.leave_out(gone)
-        names = ", ".join(self._whole.devices[device].name for device in gone)
         done = max(self.trained.losses, default=0)
         was = "was" if len(gone) == 1 else "were"
-        self._begin_move("lost", f"{names} {was} lost after step {done}")
+        self._begin_move("lost", f"{self.steering.names(gone)} {was} lost after step {done}")
 
     def _begin_move(self, kind: str, why: str) -> None:
         self.trained.begin_move(kind, why, time.monotonic())
@@ -220,33 +219,23 @@ class HealingJob:
         moment = None
         if self.trained.generation:
             try:
-                moment = self._newest()
                 self._choose()
             except (OSError, RuntimeError, ValueError) as error:
                 raise HeterogError(str(error)) from error
         running = self.steering.running
         self.trained.planned(running.method, len(running.devices), time.monotonic())
+        if self.trained.generation:
+            moment = to_go_on_from(
+                self._crew.newest(running.devices),
+                has_begun=self.trained.has_snapshot,
+                has_checkpoint=bool(self._resume),
+            )
         return Assignment(
             generation=self.trained.generation,
             plan=running.path,
             last=self.last,
             moment=moment,
             checkpoint=self._resume if moment is None else "",
-        )
-
-    def _newest(self) -> Moment | None:
-        """The snapshot to go on from; ``None`` means the checkpoint.
-
-        Raises:
-            HeterogError: there is neither a snapshot nor a checkpoint.
-        """
-        moment = newest_complete(self._crew.parts().values())
-        if moment is not None or self._resume or not self.trained.has_snapshot:
-            return moment
-        raise HeterogError(
-            "the state is lost: no complete snapshot is left in memory, and no checkpoint was "
-            "written. A larger redundancy survives more, and so do checkpoints beside training "
-            "(`checkpoint`)."
         )
 
     def _choose(self) -> None:

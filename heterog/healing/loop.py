@@ -5,7 +5,6 @@ snapshot get it from one that has it, and all go on with the step after it. A lo
 ``HealingLoop.restore`` before it and ``end_step`` in it (``docs/healing.md`` shows one).
 """
 
-import json
 import os
 import socket
 import sys
@@ -24,13 +23,12 @@ from heterog.balance.streams import Stateful
 from heterog.errors import HeterogError
 from heterog.files import CHECKPOINT_INDEX
 from heterog.healing import elastic
-from heterog.healing.elastic import LEAVE_S, any_rank, folder_of_host, on_sigterm, set_silence
-from heterog.healing.shelf import Moment, Shelf, Snapshot, newest_complete, parts_of
+from heterog.healing.elastic import LEAVE_S, folder_of_host, gather, on_sigterm, set_silence
+from heterog.healing.shelf import NEVER, Moment, Shelf, Snapshot, newest_complete, parts_of
 from heterog.healing.snapshots import SnapshotWriter
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import option_like
 from heterog.runtime.ranks.forks import end_with_parent
-from heterog.runtime.step.collectives import gather_texts
 
 _SILENT_S = 1800.0
 """Seconds without an answer after which a process group gives up by itself."""
@@ -87,7 +85,7 @@ class HealingLoop:
         self._model, self._optimizer, self._balancer = model, optimizer, balancer
         self._others = dict(others or {})
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._who = gather_texts(f"{socket.gethostname()}:{os.environ.get('LOCAL_RANK', '0')}")
+        self._who = gather(f"{socket.gethostname()}:{os.environ.get('LOCAL_RANK', '0')}")
         elastic.end_cut_links()
         self._silent_s = silent_s or _SILENT_S
         if silent_s:  # from here on: ranks may start at different times
@@ -111,24 +109,23 @@ class HealingLoop:
         own = newest_complete([parts])
         seen = max((part.moment.generation for part in parts), default=-1)
         host = int(os.environ.get("GROUP_RANK", "0"))
-        told = [json.loads(said) for said in gather_texts(json.dumps([host, seen, own]))]
+        told = gather([host, seen, own])
         generation = 1 + max(seen for _, seen, _ in told)
         hosts, part = [host for host, _, _ in told], (self._local, self._num_local)
         self._writer = SnapshotWriter(
             self._shelf, generation, part, hosts, silent_s=self._silent_s
         )
-        found = [Moment(*each) if each else Moment(-1, -1, 0) for _, _, each in told]
+        found = [Moment(*each) if each else NEVER for _, _, each in told]
         if (newest := max(found)).num_parts:
             self._writer.bring(name for part in parts_of(newest) for name in part.files)
             snapshot = Snapshot(self._shelf, newest)
             contents, random = snapshot.contents, f"random.{self._local}"
             about = {**contents.extra, "num_steps": contents.num_steps}
-            about = json.loads(gather_texts(json.dumps(about))[found.index(newest)])
+            about = gather(about)[found.index(newest)]
             names = [name for name in contents.tensors if "random." not in name]
             self._take_over(about, snapshot.read(names))
             if own == newest and random in contents.tensors:
                 torch.set_rng_state(snapshot.read([random])[random].clone())
-                self._writer.settled = newest
             self.resumed_from = f"step {self.num_steps} in memory"
         elif self._checkpoint and (Path(self._checkpoint) / CHECKPOINT_INDEX).exists():
             from heterog.runtime.checkpoint.contents import read_contents
@@ -158,7 +155,7 @@ class HealingLoop:
         self._writer.take(self.num_steps, self._entries(), {}, self._about())
         if is_left:
             with self._balancer.clock.waiting():
-                any_rank()  # all have taken it
+                dist.barrier()  # all have taken it
             if self._leaves.is_set():
                 elastic.exit_now()
         if self._checkpoint and self._rank == 0:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.files import write_atomically
+from heterog.grouped import grouped
 from heterog.healing.crew import Crew, HealingHost
 from heterog.healing.job import HealingJob, check_can_heal
 from heterog.healing.options import HealOptions
@@ -47,7 +48,6 @@ from heterog.workers import connect_to_ray
 
 _STARTED_S = 300.0
 """Seconds for nodes to start actors that have imported all that ranks need."""
-_BROUGHT_S = 60.0
 _WATCH_S = 0.1
 _ON_HEAD = {"node:__internal_head__": 0.001}
 """Where the leader is: a job does not survive Ray's head, so no further node can stop it."""
@@ -99,6 +99,26 @@ class RayCrew(Crew):
         """See ``Crew``: those of its host."""
         return self._cluster.host_devices(self._host_of[device])
 
+    def newest(self, devices: Sequence[int]) -> Moment | None:
+        """See ``Crew``; parts that only other hosts have are brought to one of these devices'.
+
+        Ranks copy files among their own hosts. If a host is lost meanwhile that had a part alone,
+        the snapshot before serves.
+        """
+        used = sorted({self._host_of[device] for device in devices})
+        hosts, held = [self._hosts[number] for number in used], self._held()
+
+        def take(part: Part, files: Sequence[Any], giver: NodeHost) -> bool:
+            asked = hosts[0].actor.take.remote(part, *files)
+            return bool(self._answer(asked, [hosts[0], giver]))
+
+        while (moment := newest_complete(held.values())) is not None:
+            if self._hand_over(held, moment, used, take) or not all(h.is_here for h in hosts):
+                return moment  # who waits for ranks sees that a host is lost
+            for number, parts in held.items():
+                held[number] = [part for part in parts if part.moment < moment]
+        return None
+
     def lend(self) -> Path | None:
         """See ``Crew``; a thread brings it."""
         if self._bringing is None:
@@ -119,71 +139,64 @@ class RayCrew(Crew):
 
     # --- parts -----------------------------------------------------------------------------------
 
+    def _begin(self, trained: Trained, assignment: Assignment) -> None:
+        """See ``Crew``; first, Ray keeps the job as it is, for another leader."""
+        kept = pickle.dumps((trained, Path(assignment.plan).read_bytes()))
+        self._ray.experimental.internal_kv._internal_kv_put(self._name, kept)
+        super()._begin(trained, assignment)
+
     def _bring(self) -> None:
         """Bring the newest snapshot here, as far as hosts have it."""
-        held, shelf = self.parts(), Shelf(self._lent)
+        shelf = Shelf(self._lent)
 
-        def take(name: str, given: Any) -> bool:
-            content = self._answers({0: given}, _BROUGHT_S).get(0)
-            if content is not None:
-                shelf.bring(name, content)
-            return content is not None
+        def take(part: Part, files: Sequence[Any], giver: NodeHost) -> bool:
+            come = self._answers(dict(enumerate(files)), None)
+            return len(come) == len(files) and shelf.take(part, [*come.values()])
 
         with suppress(OSError, HeterogError):  # there is no room, or the job has ended
-            self._hand_over(held, newest_complete(held.values()), (), take)
+            held = self._held()
+            if (moment := newest_complete(held.values())) is not None:
+                self._hand_over(held, moment, (), take)
 
     def _hand_over(
         self,
         held: Mapping[int, Sequence[Part]],
-        moment: Moment | None,
+        moment: Moment,
         used: Collection[int],
-        take: Callable[[str, Any], bool],
-    ) -> None:
-        """Have the parts of a snapshot taken that no used host has.
+        take: Callable[[Part, Sequence[Any], NodeHost], bool],
+    ) -> bool:
+        """Have the parts of a snapshot taken that no used host has; whether all came.
 
         Args:
             held: Parts that each host holds.
             moment: Which snapshot.
             used: Hosts that have no need of theirs.
-            take: Told the name of a file and what a host gives, which is not there yet; whether it
-                came. If not, the next host that holds the part is asked.
+            take: Told a part, and both of its files as a host gives them, which are not there yet;
+                whether they came. If not, the next host that holds the part is asked.
         """
         there = {part for number in used for part in held.get(number, ())}
-        holders: dict[str, list[NodeHost]] = {}
+        holders: dict[Part, list[NodeHost]] = {}
         for number, parts in held.items():
             for part in parts:
                 if part.moment == moment and part not in there:
-                    for name in part.files:
-                        holders.setdefault(name, []).append(self._hosts[number])
+                    holders.setdefault(part, []).append(self._hosts[number])
         while holders:
-            # All at once: Ray keeps what is given, although hosts delete it for a newer one
-            # meanwhile. Aside, or hosts would not answer until they have given all.
-            asked = {
-                name: hosts[0].actor.give.options(concurrency_group=ASIDE).remote(name)
-                for name, hosts in holders.items()
-            }
-            for name, given in asked.items():
-                host, *others = holders.pop(name)
-                if not (host.is_here and take(name, given)) and others:
-                    holders[name] = others
-
-    def _begin(self, trained: Trained, assignment: Assignment) -> None:
-        """See ``Crew``; first, Ray keeps the job as it is, for another leader.
-
-        Parts that only hosts without ranks have are brought to one that has some: ranks copy files
-        among their own hosts.
-        """
-        kept = pickle.dumps((trained, Path(assignment.plan).read_bytes()))
-        self._ray.experimental.internal_kv._internal_kv_put(self._name, kept)
-        if assignment.moment is not None:
-            used = {self._host_of[device] for device in trained.running.devices}
-            taker = self._hosts[min(used)].actor
-
-            def take(name: str, given: Any) -> bool:
-                return bool(self._answers({0: taker.take.remote(name, given)}, _BROUGHT_S).get(0))
-
-            self._hand_over(self.parts(), assignment.moment, used, take)
-        super()._begin(trained, assignment)
+            given: dict[Part, Sequence[Any]] = {}
+            for host, parts in grouped(
+                (hosts[0], part) for part, hosts in holders.items()
+            ).items():
+                # Aside, or the host would not answer until it has given all.
+                how = {"concurrency_group": ASIDE, "num_returns": 2 * len(parts)}
+                files = host.actor.give.options(**how).remote(*parts)
+                given |= dict(zip(parts, zip(files[::2], files[1::2], strict=True), strict=True))
+            for part, files in given.items():
+                host, *others = holders.pop(part)
+                if host.is_here and take(part, files, host):
+                    continue
+                if not others:
+                    return False
+                holders[part] = others
+        return True
 
     def _group(self) -> Any:
         """The job's placement group, which a leader before this one may have made."""

@@ -35,7 +35,7 @@ from heterog.healing.options import HealOptions
 from heterog.healing.rank import HealingRank
 from heterog.healing.record import Assignment, Trained, read_events, write_event
 from heterog.healing.service import Service
-from heterog.healing.shelf import Moment, Part, Shelf, newest_complete
+from heterog.healing.shelf import Moment, Part, Shelf, newest_complete, to_go_on_from
 from heterog.records import parse_dataclass
 from heterog.runtime.accelerators import has_accelerator
 from heterog.runtime.rank import as_rank, end_together, is_of_another, meet
@@ -84,6 +84,7 @@ class Generation:
 
     Attributes:
         whole: The plan that was asked for.
+        journal: Path of the events of all generations that this host knows.
         store: The store by which the ranks have met.
         number: Number of times ranks were started before.
         devices: Device of the whole cluster of each rank of the plan.
@@ -98,16 +99,23 @@ class Generation:
         self.whole = request.load()
         check_can_heal(self.whole, request.plan)
         self.folder, every = folder_of_host(), tuple(range(self.whole.cluster.num_devices))
+        self.journal = self.folder / "journal.jsonl"
         before = read_events(self.journal, event="began")[0]
         self._before = tuple(before[-1]["devices"]) if before else every
         if before:
             os.environ[HOST] = before[-1]["host"]
         self.store = meet(request.limits.timeout_s)
-        # What each rank has, the last and first generation that its host knows, and parts there.
+        # What each rank has, the last and first generation that its host knows, whether it knows
+        # of a snapshot, and parts there.
         numbers = [before[each]["generation"] if before else -1 for each in (-1, 0)]
-        own = asdict(own_place()), *numbers, Shelf(self.folder).parts()
+        taken, taken_up = (
+            read_events(self.journal, event=each)[0] for each in ("snapshot", "taken up")
+        )
+        knows = any(each["is_settled"] for each in taken) or any(e["num_bytes"] for e in taken_up)
+        own = asdict(own_place()), *numbers, knows, Shelf(self.folder).parts()
         texts = say_to_all(self.store, "heterog/said/", json.dumps(own), request.limits.timeout_s)
-        places, lasts, told_since, self._parts = zip(*map(json.loads, texts), strict=True)
+        said = zip(*map(json.loads, texts), strict=True)
+        places, lasts, told_since, self._knows, self._parts = said
         cluster, rank = self.whole.cluster, int(os.environ["RANK"])
         device_of = ranks_in_plan(cluster, [RankHas(**each) for each in places])
         device, self.devices = device_of[rank], tuple(sorted(device_of))
@@ -120,11 +128,6 @@ class Generation:
         self._host = cluster.hosts[cluster.host_of[device]].name
         self.planning: Service | None = None
 
-    @property
-    def journal(self) -> Path:
-        """Path of the events of all generations that this host knows."""
-        return self.folder / "journal.jsonl"
-
     def decide(self) -> Assignment:
         """What this generation runs; all ranks call it.
 
@@ -132,13 +135,10 @@ class Generation:
             HeterogError: nothing fits on what is left, or the state is lost.
         """
         parts = [[Part(Moment(*when), number) for when, number in each] for each in self._parts]
-        moment = newest_complete(parts)
         resume = self.request.resume
-        if moment is None and any(parts):
-            raise HeterogError(
-                "the state is lost: no complete snapshot is left in memory. A larger `redundancy` "
-                "survives more."
-            )
+        moment = to_go_on_from(
+            newest_complete(parts), has_begun=any(self._knows), has_checkpoint=resume is not None
+        )
         limit_s = max(_PLANNED_S, self.request.limits.timeout_s)
         own = self._plan_text(limit_s) if self.is_first else ""
         text = "".join(say_to_all(self.store, "heterog/plan/", own, limit_s))
@@ -232,7 +232,7 @@ class TorchrunRank(HealingRank):
         end_cut_links()
         on_sigterm(stop.touch)
 
-    def look(self, number: int) -> None:
+    def look(self) -> None:
         """Take plans that were prepared, and ask for more."""
         while self._planning is not None and (found := self._planning.next_answer()):
             question, answer = found
@@ -246,6 +246,11 @@ class TorchrunRank(HealingRank):
         super().end(is_done)
         if self._planning is not None:
             self._planning.close()
+
+    def _write(self, event: str, **said: Any) -> None:
+        super()._write(event, **said)
+        if event == "no snapshot":  # nobody else tells it
+            print(f"heterog: no snapshot was taken: {said['why']}", file=sys.stderr, flush=True)
 
     def _ask_next(self) -> None:
         """Ask for the next plan that is not there, and let other hosts have those that are."""

@@ -68,7 +68,7 @@ class HealingRank:
     ) -> None:
         self._request, self._assignment, self._silent_s = request, assignment, silent_s
         self._stop, journal = Path(assignment.stop), Path(assignment.journal)
-        plan = load_plan(assignment.plan)
+        self._plan = plan = load_plan(assignment.plan)
         self._step, workload = set_up(plan, request, store, _captured.get(journal.parent))
         self._rank = dist.get_rank()
         self._journal = journal if self._rank in assignment.writers else None
@@ -91,12 +91,14 @@ class HealingRank:
         self._clock = None if is_accelerated(self._step.device) else BusyClock(self._program)
         self._step.notify(self._clock)
         self._looked = 0, 0.0  # number of steps and time at the last report
+        self._failed = ""  # why there was no last snapshot, as far as it was told
 
     def train(self) -> bool:
         """Train until the last step or until asked to stop; returns whether all is done."""
         step, last = self._step, self._assignment.last
         first = step.num_steps + 1
         begin_s = time.perf_counter()
+        is_next = True  # before the first step, too, ranks may be late
         for number in range(first, last + 1):
             tell(f"step {number} of {last}")
             dist.barrier()
@@ -111,8 +113,8 @@ class HealingRank:
             if number == first:
                 check_can_save(step)
                 self._begin_look(number)
-                if self._silent_s:
-                    set_silence(self._silent_s, self._groups)
+            if is_next and self._silent_s:
+                set_silence(self._silent_s, self._groups)
             is_next, is_wanted, is_due = self._writer.end_step(
                 self._stop.exists(), self._rank == 0 and self._is_due(number)
             )
@@ -130,18 +132,17 @@ class HealingRank:
             if is_wanted and number < last:
                 self._leave_all(number)
                 return False
-            self.look(number)
+            self.look()
         return True
 
-    def look(self, number: int) -> None:
+    def look(self) -> None:
         """What is done beside training after a step."""
 
     def end(self, is_done: bool) -> None:
         """Finish pending updates, save, and report how it ended."""
         if is_done and self._request.save is not None:
             tell("saving the checkpoint")
-            if self._silent_s:  # a rank may write for longer than it takes for a step
-                set_silence(self._request.limits.timeout_s, self._groups)
+            self._wait_for_writing()
             save_checkpoint(self._step, self._request.save)
         self._step.flush()
         tell("leaving")
@@ -151,6 +152,11 @@ class HealingRank:
 
     def _write(self, event: str, **said: Any) -> None:
         write_event(self._journal, event, **said)
+
+    def _wait_for_writing(self) -> None:
+        """Let ranks wait for others that write to a disk, for longer than for a step."""
+        if self._silent_s:
+            set_silence(self._request.limits.timeout_s, self._groups)
 
     def _take_up(self) -> None:
         """Load the state that the job had reached."""
@@ -168,7 +174,6 @@ class HealingRank:
             read_boxes(contents, where, state.wanted, read=snapshot.read)
             state.check_counters()
             state.take_over()
-            self._writer.settled = moment
             moved = torch.tensor([snapshot.num_bytes, snapshot.far_bytes])
         elif self._assignment.checkpoint:
             load_checkpoint(step, self._assignment.checkpoint)
@@ -205,10 +210,13 @@ class HealingRank:
             "optimizer": graph.optimizer,
             "num_steps": step.num_steps,
         }
-        if self._writer.failed:
-            self._write("no snapshot", why=self._writer.failed)
-        self._writer.take(number, *own_entries(step, step.model), about)
-        writer = self._writer
+        writer, before = self._writer, self._failed
+        self._failed = writer.failed
+        if self._failed and not before:
+            host = self._plan.cluster.hosts[self._plan.cluster.host_of[self._rank]].name
+            self._write("no snapshot", why=f"{host}: {self._failed}")
+        self._wait_for_writing()
+        writer.take(number, *own_entries(step, step.model), about)
         told = {"num_bytes": writer.num_bytes, "copy_s": writer.copy_s}
         self._write("snapshot", step=number, is_settled=writer.settled is not None, **told)
 

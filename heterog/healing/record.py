@@ -162,6 +162,7 @@ class Trained:
         match event["event"]:
             case "taken up":
                 self._forget_after(int(event["step"]))
+                self.has_snapshot |= bool(event["num_bytes"])
                 if move is not None:
                     move.step, move.move_s = int(event["step"]), at_s - self.last_event_s
                     self._taken_up_s = at_s

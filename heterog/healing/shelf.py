@@ -14,21 +14,23 @@ state and of buffers that it owns. Every element is owned by one rank, so a snap
 of the state, not of its replicas, and ranks of any plan can read it.
 """
 
+import errno
 import json
 import mmap
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from heterog import __version__
 from heterog.errors import HeterogError
-from heterog.files import write_atomically
+from heterog.files import cannot_write, write_atomically
 from heterog.runtime.checkpoint.boxes import Entry, check_tiling
 from heterog.runtime.checkpoint.contents import (
     Contents,
@@ -43,6 +45,8 @@ from heterog.runtime.checkpoint.contents import (
 INDEX = ".index"
 _ALIGNMENT = 16
 """Bytes to which tensors are aligned in a part: a multiple of every element's size."""
+_LEFT_BYTES = 1 << 20
+"""What is left of a disk by snapshots: ranks write their journals there, too."""
 _NAME = re.compile(r"(\d+)\.(\d+)\.(\d+)-(\d+)")
 
 
@@ -75,6 +79,9 @@ class Part(NamedTuple):
         return f"{self.name}{INDEX}", self.name
 
 
+NEVER = Moment(-1, -1, 0)
+
+
 def parts_of(moment: Moment) -> list[Part]:
     """All parts of a snapshot."""
     return [Part(moment, number) for number in range(moment.num_parts)]
@@ -91,6 +98,28 @@ def newest_complete(lists: Iterable[Iterable[Part]]) -> Moment | None:
     there = {part for parts in lists for part in parts}
     moments = {part.moment for part in there}
     return max((each for each in moments if there.issuperset(parts_of(each))), default=None)
+
+
+def to_go_on_from(
+    newest: Moment | None, *, has_begun: bool, has_checkpoint: bool
+) -> Moment | None:
+    """The snapshot with which training goes on; ``None``: the checkpoint, or anew.
+
+    Args:
+        newest: The newest complete one that is left.
+        has_begun: Whether one was complete before, so that steps would be lost without any.
+        has_checkpoint: Whether there is a checkpoint instead.
+
+    Raises:
+        HeterogError: the state is lost.
+    """
+    if newest is None and has_begun and not has_checkpoint:
+        raise HeterogError(
+            "the state is lost: no complete snapshot is left in memory, and no checkpoint was "
+            "written. A larger redundancy survives more, and so do checkpoints beside training "
+            "(`checkpoint`)."
+        )
+    return newest
 
 
 class Shelf:
@@ -126,41 +155,68 @@ class Shelf:
             about: Further entries of the index.
 
         Raises:
-            OSError: for example, there is no room left.
+            InputFileError: for example, there is no room left.
         """
         begins, size = [], 0
         for entry in entries:
             begins.append(size)
             size += -(-entry.value.nbytes // _ALIGNMENT) * _ALIGNMENT
-        begun = self.folder / f"{part.name}.begun"
-        try:
-            room = None
-            with begun.open("wb+") as file:
-                if size:
-                    file.truncate(size)
-                    if sys.platform == "linux":  # or a full disk would end this process
-                        os.posix_fallocate(file.fileno(), 0, size)
-                    room = mmap.mmap(file.fileno(), size)
+        with self._new(part.name, size) as file:
+            room = mmap.mmap(file.fileno(), size) if size else None
             saved = {
                 entry.name: _copy(entry, room, begin, part.number)
                 for entry, begin in zip(entries, begins, strict=True)
             }
             index = {"tensors": to_json(saved), "states": to_json(dict(states)), **about}
             write_atomically(self.folder / f"{part.name}{INDEX}", json.dumps(index).encode())
-            begun.rename(self.folder / part.name)
-        except OSError:
-            begun.unlink(missing_ok=True)
-            raise
         return size
 
-    def bring(self, name: str, content: Any) -> None:
-        """Store the tensors or the index of a part that another host holds."""
-        write_atomically(self.folder / name, content)
+    def bring(self, name: str, size: int, pieces: Iterable[Any]) -> None:
+        """Store a file of another host, whose bytes come in pieces.
 
-    def forget_before(self, moment: Moment) -> None:
-        """Delete older parts, and what is left of those whose rank died while it wrote them."""
+        Raises:
+            InputFileError: for example, there is no room left.
+        """
+        with self._new(name, size) as file:
+            for piece in pieces:
+                file.write(piece)
+
+    def take(self, part: Part, files: Sequence[Any]) -> bool:
+        """Store both files of a part that another host gives; whether it gave them."""
+        for name, content in zip(part.files, files, strict=True):
+            if content is None:
+                return False
+            self.bring(name, len(content), [content])
+        return True
+
+    @contextmanager
+    def _new(self, name: str, size: int) -> Iterator[IO[bytes]]:
+        """A file with room for so many bytes, which has its name when all is written."""
+        begun = self.folder / f"{name}.begun"
+        try:
+            with begun.open("wb+") as file:
+                there = os.fstatvfs(file.fileno())
+                if there.f_bavail * there.f_frsize < size + _LEFT_BYTES:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                file.truncate(size)
+                if size and sys.platform == "linux":  # or a full disk would end who writes to it
+                    os.posix_fallocate(file.fileno(), 0, size)
+                yield file
+            begun.rename(self.folder / name)
+        except OSError as error:
+            raise cannot_write(self.folder, error, size) from error
+        finally:
+            begun.unlink(missing_ok=True)
+
+    def forget_before(self, moment: Moment, failed: Moment | None = None) -> None:
+        """Delete older parts, and what is left of those whose rank died while it wrote them.
+
+        Args:
+            moment: What is older goes.
+            failed: Whose parts go, too.
+        """
         for part, suffix in self._files():
-            if part.moment < moment:
+            if part.moment < moment or part.moment == failed:
                 (self.folder / f"{part.name}{suffix}").unlink(missing_ok=True)
 
     def content(self, name: str) -> mmap.mmap | bytearray:

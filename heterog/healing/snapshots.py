@@ -4,10 +4,10 @@ Ranks copy files from host to host by themselves, beside training. So nobody els
 snapshots, and nobody has to listen on a port.
 """
 
-import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,17 +15,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from heterog.errors import InputFileError
-from heterog.healing.elastic import any_rank, set_silence
-from heterog.healing.shelf import LostError, Moment, Part, Shelf
+from heterog.healing.elastic import any_rank, gather, set_silence
+from heterog.healing.shelf import NEVER, LostError, Moment, Part, Shelf
 from heterog.runtime.accelerators import CPU_BACKEND
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import SavedOptimizer
-from heterog.runtime.step.collectives import gather_texts, open_group
+from heterog.runtime.step.collectives import open_group
 
 _REST = 10.0
 """Seconds of training between snapshots for each second that one takes, for which ranks wait."""
-_SLOW_BYTES_PER_S = 1e7
-"""As slowly as a hundred megabits a second may files be carried, one after another."""
+_SLOW_BYTES_PER_S = 1e6
+"""As slowly as this may files be carried, one after another: ranks that stand still are noticed
+where they train."""
+_PIECE_BYTES = 1 << 24
+"""A file is carried in pieces of this size, so that no host needs memory for all of it."""
 _NOTHING = torch.empty(0)
 """What is in an empty file."""
 
@@ -51,7 +54,8 @@ class SnapshotWriter:
 
     Attributes:
         newest: The last snapshot begun.
-        settled: The last one that is known to be complete; older parts are deleted.
+        settled: The last one of which all hosts are known to have what they should; older parts
+            are deleted.
         num_bytes: Its size.
         copy_s: Seconds that it took.
         failed: Why the last part could not be written here, or one of another host, which should
@@ -88,6 +92,7 @@ class SnapshotWriter:
         self._silent_s, self._rested_s = silent_s, 0.0
         self._copying: threading.Thread | None = None
         self._lost: Exception | None = None
+        self._has_failed = False  # the newest, on any rank
 
     @property
     def is_busy(self) -> bool:
@@ -111,8 +116,8 @@ class SnapshotWriter:
         Returns:
             Whether the next snapshot is due, and which of the values any rank has.
         """
-        is_busy, has_failed, *said = any_rank(self.is_busy, bool(self.failed), *values)
-        if not (is_busy or has_failed):
+        is_busy, self._has_failed, *said = any_rank(self.is_busy, bool(self.failed), *values)
+        if not (is_busy or self._has_failed):
             self.settled = self.newest or self.settled
         return [not is_busy, *said]
 
@@ -126,14 +131,14 @@ class SnapshotWriter:
         """Write this rank's part of a snapshot, and begin to copy it to other hosts."""
         self.wait()
         begin_s = time.monotonic()
+        failed = self.newest if self._has_failed else None
+        self._shelf.forget_before(self.settled or NEVER, failed)
         self.newest = Moment(self._generation, step_number, self._part[1])
         part, self.failed = Part(self.newest, self._part[0]), ""
         try:
-            if self.settled is not None:
-                self._shelf.forget_before(self.settled)
             self.num_bytes = self._shelf.put(part, entries, states, about)
-        except OSError as error:
-            self.failed = f"{error.strerror or error} in {self._shelf.folder}"
+        except InputFileError as error:
+            self.failed = str(error)
         if any(self._after.values()):
             names, self.further = [*part.files, *self.further], []
             self._copying = threading.Thread(target=self._copy, args=(names,), daemon=True)
@@ -161,7 +166,7 @@ class SnapshotWriter:
         if self._group is None:
             return
         here = [path.name for path in self._shelf.folder.iterdir()], sorted(names)
-        told = [json.loads(each) for each in gather_texts(json.dumps(here), self._group)]
+        told = gather(here, self._group)
         sources: dict[str, int] = {}
         wanted: dict[int, set[str]] = {host: set() for host in self._first}
         for rank, (held, wants) in reversed(list(enumerate(told))):
@@ -179,24 +184,29 @@ class SnapshotWriter:
 
     # --- parts -----------------------------------------------------------------------------------
 
+    def _copies(self, said: Sequence[Mapping[str, int]]) -> list[_Way]:
+        """Where files go: each to a first host before any goes to a second, small files first.
+
+        So a host that is lost meanwhile takes few files with it that no other has.
+        """
+        ways = [
+            (copy, said[source][name], _Way(name, source, target))
+            for source, host in enumerate(self._host_of)
+            for copy, target in enumerate(self._after[host])
+            for name in said[source]
+        ]
+        return [way for _, _, way in sorted(ways)]
+
     def _copy(self, names: Sequence[str]) -> None:
         try:
-            self._carry(
-                names,
-                lambda said: [
-                    _Way(name, source, target)
-                    for source, host in enumerate(self._host_of)
-                    for target in self._after[host]
-                    for name in said[source]
-                ],
-            )
+            self._carry(names, self._copies)
         except (InputFileError, OSError) as error:
             self.failed = str(error)
         except Exception as error:  # a thread's would only be printed
             self._lost = error
 
     def _carry(
-        self, names: Iterable[str], ways: Callable[[list[dict[str, int]]], Sequence[_Way]]
+        self, names: Iterable[str], ways: Callable[[list[dict[str, int]]], list[_Way]]
     ) -> None:
         """Send files one after another; those of different ranks do not wait for each other.
 
@@ -218,22 +228,28 @@ class SnapshotWriter:
                 pass  # it could not be written
             except OSError as error:
                 failed = error
-        told = {name: len(value) for name, value in own.items()}
-        said = [json.loads(text) for text in gather_texts(json.dumps(told), self._group)]
+        said = gather({name: len(value) for name, value in own.items()}, self._group)
         going = [(way, said[way.source].get(way.name)) for way in ways(said)]
         num_bytes = sum(size or 0 for _, size in going)
         set_silence(self._silent_s + num_bytes / _SLOW_BYTES_PER_S, [self._group])
         for (name, source, target), size in going:
             if source == rank and size:
-                dist.send(own[name], target, group=self._group)
+                for piece in torch.split(own[name], _PIECE_BYTES):
+                    dist.send(piece, target, group=self._group)
             elif target == rank and size is not None:
-                value = torch.empty(size, dtype=torch.uint8)
-                if size:
-                    dist.recv(value, source, group=self._group)
+                pieces = self._received(size, source)
                 try:
-                    self._shelf.bring(name, value.numpy().data)
-                except (InputFileError, OSError) as error:
+                    self._shelf.bring(name, size, pieces)
+                except InputFileError as error:
                     failed = error
+                    deque(pieces, 0)  # who sends them has more to send
         dist.barrier(self._group)  # who carries nothing waits here, however long it takes
         if failed is not None:
             raise failed
+
+    def _received(self, size: int, source: int) -> Iterator[memoryview]:
+        """The pieces of a file that another rank sends."""
+        for begin in range(0, size, _PIECE_BYTES):
+            piece = torch.empty(min(size - begin, _PIECE_BYTES), dtype=torch.uint8)
+            dist.recv(piece, source, group=self._group)
+            yield piece.numpy().data

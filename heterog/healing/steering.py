@@ -135,6 +135,10 @@ class Steering:
         gone = self.absent.union(devices)
         return tuple(each for each in range(self._whole.num_devices) if each not in gone)
 
+    def names(self, devices: Iterable[int]) -> str:
+        """Names of devices, in a sentence."""
+        return ", ".join(self._whole.devices[device].name for device in sorted(devices))
+
     # --- a loss ----------------------------------------------------------------------------------
 
     def leave_out(self, devices: Iterable[int], *, was_slow: bool = False) -> None:
@@ -273,7 +277,7 @@ class Steering:
         seen.weighed = whole
         slow = {**self.running.slow, device: whole}  # beside the first plan
         if is_slow:
-            why = f"{self._names([device])} takes {whole:.1f} times as long as planned: "
+            why = f"{self.names([device])} takes {whole:.1f} times as long as planned: "
             self._ask_first(
                 self._question("rebalanced", self.without(), slow=slow),
                 self._question("left out", self.without([device]), why, slow=slow),
@@ -282,7 +286,7 @@ class Steering:
         if whole < self._options.slow_factor:
             del slow[device]
             whole = 1.0
-        why = f"{self._names([device])} is quicker again, at {whole:.1f} times as long as planned"
+        why = f"{self.names([device])} is quicker again, at {whole:.1f} times as long as planned"
         self._ask_first(self._question("quick", self.without(), why, slow=slow))
 
     def _ask_first(self, *questions: Question) -> None:
@@ -308,7 +312,7 @@ class Steering:
         if not leaving or not left or left == self._no_plan:
             return None
         leave = "leaves" if len(leaving) == 1 else "leave"
-        why = f"{self._names(leaving)} {leave}: its host announced its end"
+        why = f"{self.names(leaving)} {leave}: its host announced its end"
         if left in self._prepared:
             return PlanChange(self._prepared[left], "leaving", why)
         questions = [*self._queue, *([self._asked[1]] if self._asked is not None else [])]
@@ -328,7 +332,7 @@ class Steering:
         if back:  # those of a host come back together, and moving twice would cost twice
             is_again = all(self._devices[each].was_slow for each in back)
             are = "is" if len(back) == 1 else "are"
-            why = f"{self._names(back)} {are} {'tried again' if is_again else 'back'}"
+            why = f"{self.names(back)} {are} {'tried again' if is_again else 'back'}"
             self._queue.insert(
                 0, self._question("back", tuple(sorted({*self.without(), *back})), why)
             )
@@ -401,7 +405,7 @@ class Steering:
                     chosen_s=step_s,
                     other=other,
                     other_s=other_s,
-                    device=self._names([device]),
+                    device=self.names([device]),
                 )
         return PlanChange(best, "slow", f"{why}{best.kind} ({steps})")
 
@@ -469,9 +473,6 @@ class Steering:
             return None
         self._trial = trial.then()
         return PlanChange(other, "slow" if trial.device else "taken back", f"{text}: {goes}")
-
-    def _names(self, devices: Iterable[int]) -> str:
-        return ", ".join(self._whole.devices[device].name for device in sorted(devices))
 
 
 def _instead(new_s: float, old_s: float) -> str:

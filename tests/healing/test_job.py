@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -31,7 +31,8 @@ from heterog.healing.job import HealingJob
 from heterog.healing.on_torchrun import heal, read_healing
 from heterog.healing.options import HealOptions
 from heterog.healing.planning import NEAR, Planning
-from heterog.healing.record import read_events
+from heterog.healing.record import Trained, read_events
+from heterog.healing.shelf import Moment, to_go_on_from
 from heterog.runtime.launch import ranks_of_this_process
 from heterog.runtime.ranks.host_places import RankHas
 from heterog.runtime.ranks.watching import Limits
@@ -117,19 +118,21 @@ def is_cleared(job: HealingJob) -> bool:
     return not ranks_of_this_process() and not job._crew.host.shelf.folder.exists()
 
 
-def test_training_begins_anew_only_if_no_snapshot_was_complete(folder: Path) -> None:
-    job = endless_job(folder, lambda stage: None)
-    job._crew = mock.Mock(parts=lambda: {0: [], 1: []})
+def test_training_begins_anew_only_if_no_snapshot_was_complete() -> None:
+    trained, taken = Trained(), {"event": "snapshot", "at_s": 1.0, "num_bytes": 5, "copy_s": 0.1}
 
-    def hear_snapshot(*, is_settled: bool) -> None:
-        told = {"event": "snapshot", "at_s": 1.0, "num_bytes": 5, "copy_s": 0.1}
-        job.trained.hear({**told, "is_settled": is_settled})
+    def begin(newest: Moment | None = None, *, has_checkpoint: bool = False) -> Moment | None:
+        begun = trained.has_snapshot
+        return to_go_on_from(newest, has_begun=begun, has_checkpoint=has_checkpoint)
 
-    hear_snapshot(is_settled=False)
-    assert job._newest() is None
-    hear_snapshot(is_settled=True)
+    trained.hear({**taken, "is_settled": False})
+    trained.hear({"event": "taken up", "at_s": 1.0, "step": 0, "num_bytes": 0, "far_bytes": 0})
+    assert begin() is None
+    trained.hear({**taken, "is_settled": True})
+    assert begin(Moment(0, 3, 2)) == Moment(0, 3, 2)
+    assert begin(has_checkpoint=True) is None
     with pytest.raises(HeterogError, match="the state is lost: no complete snapshot is left"):
-        job._newest()
+        begin()
 
 
 @THOROUGH
@@ -440,7 +443,10 @@ def test_a_host_reports_that_came_before_rank_0_of_the_plan(
     """It has the losses of all steps; a host that joins later does not, whatever its devices."""
     own = [RankHas(machine=machine, device="") for machine in range(3)]
     known = [(-1, -1), (4, 0), (4, 0)]  # the last generation of each host, and the first
-    texts = [json.dumps([asdict(has), *each, []]) for has, each in zip(own, known, strict=True)]
+    texts = [
+        json.dumps([asdict(has), *each, each[0] > 0, []])
+        for has, each in zip(own, known, strict=True)
+    ]
     monkeypatch.setattr(on_torchrun, "folder_of_host", lambda: tmp_path)
     monkeypatch.setattr(on_torchrun, "meet", lambda timeout_s: None)
     monkeypatch.setattr(on_torchrun, "say_to_all", lambda *_: texts)
@@ -453,6 +459,17 @@ def test_a_host_reports_that_came_before_rank_0_of_the_plan(
     assert [each.is_first for each in found] == [True, False, False]
     assert [each.reports for each in found] == [False, True, False]
     assert [each.number for each in found] == [5, 5, 5]
+    resumed = replace(request, resume=tmp_path)
+    found[0].request = resumed
+    write_json(tmp_path / "checkpoint.json", {"num_steps": 0})
+    monkeypatch.setattr(found[0], "_plan_text", lambda limit_s: "{}")
+    monkeypatch.setattr(on_torchrun, "say_to_all", lambda *_: ["{}"])
+    assert found[0].decide().checkpoint == str(tmp_path), "there is no snapshot to go on from"
+    found[0].request = request
+    with pytest.raises(HeterogError, match="the state is lost: no complete snapshot is left"):
+        found[0].decide()
+    found[0]._knows = (False, False, False)
+    assert found[0].decide().moment is None, "none was complete, so training begins anew"
 
 
 def test_a_plan_that_heals_says_what_torchrun_has_to_be_told(

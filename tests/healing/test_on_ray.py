@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +19,7 @@ from heterog.graph.capture import capture
 from heterog.healing.crew import HealingHost
 from heterog.healing.on_ray import RayCrew, heal_on_ray
 from heterog.healing.options import HealOptions
-from heterog.healing.shelf import Moment, parts_of
+from heterog.healing.shelf import Moment, Part, parts_of
 from heterog.runtime.launch import parent_of
 from heterog.runtime.ranks.on_ray import Host, actor_of, variables_of_ranks
 from heterog.runtime.request import RunRequest
@@ -67,17 +66,22 @@ class Threads:
         self.groups = {name: ThreadPoolExecutor(number) for name, number in groups.items()}
 
     def __getattr__(self, name: str) -> Any:
-        def options(concurrency_group: str = "others") -> Any:
-            submit = self.groups[concurrency_group].submit
-            return mock.Mock(remote=partial(submit, getattr(self.host, name)))
+        def options(concurrency_group: str = "others", num_returns: int = 1) -> Any:
+            def remote(*about: Any) -> Any:
+                group = self.groups[concurrency_group]
+                asked = group.submit(getattr(self.host, name), *about)
+                return asked if num_returns == 1 else [asked] * num_returns
+
+            return mock.Mock(remote=remote)
 
         return mock.Mock(remote=options().remote, options=options)
 
 
-def test_a_host_that_gives_many_files_answers_meanwhile(tmp_path: Path) -> None:
+def test_a_host_that_gives_answers_meanwhile(tmp_path: Path) -> None:
+    """Although a checkpoint and a new generation of ranks are waited for, by many hosts each."""
     pytest.importorskip("ray")
     goes, host = threading.Event(), mock.Mock()
-    host.give = lambda name: goes.wait()
+    host.give = lambda *parts: goes.wait()
     host.look.return_value = "answer"
 
     def remote(concurrency_groups: dict[str, int]) -> Any:
@@ -90,16 +94,17 @@ def test_a_host_that_gives_many_files_answers_meanwhile(tmp_path: Path) -> None:
 
     actor = actor_of(mock.Mock(remote=remote), mock.Mock(), HealingHost, 0, {})
     crew = RayCrew(None, "job", three(), RunRequest(plan=tmp_path), 1)
-    crew._hosts = [mock.Mock(is_here=True, actor=actor)]
-    moment = Moment(0, 3, 50)
+    crew._hosts = [mock.Mock(is_here=True, actor=actor) for _ in range(50)]
+    parts = parts_of(Moment(0, 3, 50))
 
-    def take(name: str, given: Any) -> bool:
+    def take(part: Part, files: Any, giver: Any) -> bool:
         try:
             return bool(actor.look.remote(0, 0).result(timeout=20) == "answer")
         finally:
             goes.set()
 
-    crew._hand_over({0: parts_of(moment)}, moment, (), take)
+    held = {number: [part] for number, part in enumerate(parts)}
+    assert crew._hand_over(held, parts[0].moment, (), take)
 
 
 def test_ranks_can_be_looked_at_while_later_ones_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 import os
 import tempfile
 import threading
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +15,10 @@ import torch
 from torch import Tensor
 
 from heterog.errors import HeterogError, InputFileError
-from heterog.healing import elastic, snapshots
-from heterog.healing.choices import Choice
-from heterog.healing.crew import Crew, HealingHost
+from heterog.healing import elastic, rank, snapshots
+from heterog.healing.crew import HealingHost
 from heterog.healing.on_ray import RayCrew
-from heterog.healing.record import Assignment, Trained
+from heterog.healing.rank import HealingRank
 from heterog.healing.shelf import (
     LostError,
     Moment,
@@ -93,8 +94,9 @@ def test_what_a_rank_left_that_died_while_it_wrote_is_let_go(tmp_path: Path) -> 
     assert left == ["0.2.0-1", "0.2.0-1.index", "0.2.1-2.begun"]
 
 
+@pytest.mark.parametrize("is_told", [True, False], ids=["refused", "nearly full"])
 def test_a_part_that_cannot_be_written_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_told: bool
 ) -> None:
     where = Shelf(tmp_path)
     writer = SnapshotWriter(where, 0, (0, 1))
@@ -102,10 +104,14 @@ def test_a_part_that_cannot_be_written_leaves_what_was_there(
     writer.take(1, values, {}, ABOUT)
     writer.settled = writer.newest
     assert (writer.failed, writer.num_bytes) == ("", 16)
-    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    if is_told:
+        full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+        monkeypatch.setattr(os, "posix_fallocate", full)
+    else:  # ranks still write their journals there
+        left = mock.Mock(return_value=SimpleNamespace(f_bavail=1023, f_frsize=1024))
+        monkeypatch.setattr(os, "fstatvfs", left)
     writer.take(2, values, {}, ABOUT)
-    assert writer.failed == f"No space left on device in {tmp_path}"
+    assert f"cannot write {tmp_path}: No space left on device; it needs 16 " in writer.failed
     assert newest_complete([where.parts()]) == Moment(0, 1, 1)
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -147,6 +153,8 @@ class Far:
 
         def remote(*about: Any) -> Any:
             if self.is_lost and name == "give":
+                return [ConnectionError()] * 2 * len(about)
+            if any(isinstance(each, ConnectionError) for each in about):
                 return ConnectionError()
             return method(self.host, *about)
 
@@ -161,34 +169,56 @@ def answer_of_far(answer: Any, timeout: float) -> Any:
 
 
 FAR = SimpleNamespace(
-    wait=lambda *_, **__: None,
+    wait=lambda asked, **_: (asked, []),
     get=answer_of_far,
     exceptions=SimpleNamespace(RayError=ConnectionError),
 )
 """The part of Ray that ``Far`` needs."""
 
 
+def far_crew(folder: Path, hosts: Sequence[Far], redundancy: int = 1) -> RayCrew:
+    """A crew of such hosts."""
+    crew = RayCrew(None, "job", three(), RunRequest(plan=folder), redundancy)
+    crew._ray = FAR
+    crew._hosts = [mock.Mock(is_here=True, actor=each) for each in hosts]
+    return crew
+
+
+def far_put(far: Far, *parts: Part) -> None:
+    """Let a host hold parts, each of its number."""
+    for part in parts:
+        value = entry(f"w{part.number}", torch.full((3,), float(part.number)))
+        far.host.shelf.put(part, [value], {}, ABOUT)
+
+
+def test_what_waits_to_be_given_may_be_deleted_meanwhile(tmp_path: Path) -> None:
+    far, parts = Far(tmp_path / "a"), parts_of(Moment(0, 3, 2))
+    far_put(far, *parts)
+    given = HealingHost.give(far.host, *parts)
+    far.host.shelf.forget_before(Moment(0, 4, 2))
+    assert HealingHost.give(far.host, *parts) == [None] * 4
+    there = Shelf(tmp_path)
+    assert there.take(parts[0], given[:2])
+    assert there.take(parts[1], given[2:])
+    read = Snapshot(there, parts[0].moment).read(["w0", "w1"])
+    assert [value.tolist() for value in read.values()] == [[0.0] * 3, [1.0] * 3]
+
+
 def test_a_snapshot_for_a_checkpoint_is_brought_from_the_hosts_that_have_it(
     tmp_path: Path,
 ) -> None:
     moment, hosts = Moment(0, 3, 2), [Far(tmp_path / name) for name in ("a", "b")]
-    for number, far in enumerate(hosts):
-        value = entry(f"w{number}", torch.full((3,), float(number)))
-        far.host.shelf.put(Part(moment, number), [value], {}, ABOUT)
-    crew = RayCrew(None, "job", three(), RunRequest(plan=tmp_path), 1)
-    crew._ray = FAR
-    crew._hosts = [mock.Mock(is_here=True, actor=each) for each in hosts]
+    for far, part in zip(hosts, parts_of(moment), strict=True):
+        far_put(far, part)
+    crew = far_crew(tmp_path, hosts)
     try:
         while (folder := crew.lend()) is None:
             assert crew._bringing is not None
             crew._bringing.join()
-        hosts[0].host.shelf.forget_before(Moment(0, 4, 2))
-        hosts[1].host.shelf.forget_before(Moment(0, 4, 2))
+        for far in hosts:
+            far.host.shelf.forget_before(Moment(0, 4, 2))
         read = Snapshot(Shelf(folder), moment).read(["w0", "w1"])
-        assert {name: value.tolist() for name, value in read.items()} == {
-            "w0": [0.0] * 3, "w1": [1.0] * 3
-        }  # fmt: skip
-        assert HealingHost.give(hosts[1].host, "0.3.1-2") is None, "it is deleted there"
+        assert [value.tolist() for value in read.values()] == [[0.0] * 3, [1.0] * 3]
     finally:
         crew._stack.close()
     assert not folder.exists()
@@ -199,17 +229,13 @@ def test_a_part_that_a_host_does_not_give_comes_from_the_next_that_holds_it(
     tmp_path: Path, is_lost: bool
 ) -> None:
     moment, hosts = Moment(0, 3, 2), [Far(tmp_path / name) for name in ("a", "b")]
-    for part in parts_of(moment):
-        for far in hosts:
-            value = entry(f"w{part.number}", torch.full((3,), float(part.number)))
-            far.host.shelf.put(part, [value], {}, ABOUT)
+    for far in hosts:
+        far_put(far, *parts_of(moment))
     held = hosts[0].host.shelf.parts()
-    hosts[0].host.shelf.parts = lambda: held
+    hosts[0].host.parts = lambda: held
     hosts[0].is_lost = is_lost  # after that answer
     hosts[0].host.shelf.forget_before(Moment(0, 4, 2))
-    crew = RayCrew(None, "job", three(), RunRequest(plan=tmp_path), 1)
-    crew._ray = FAR
-    crew._hosts = [mock.Mock(is_here=True, actor=each) for each in hosts]
+    crew = far_crew(tmp_path, hosts)
     crew._lent = tmp_path / "lent"
     crew._lent.mkdir()
     crew._bring()
@@ -218,52 +244,68 @@ def test_a_part_that_a_host_does_not_give_comes_from_the_next_that_holds_it(
 
 
 def test_nothing_is_awaited_of_a_host_that_counts_as_lost(tmp_path: Path) -> None:
-    crew = RayCrew(None, "job", three(), RunRequest(plan=tmp_path), 1)
-    crew._hosts = [mock.Mock(is_here=True), mock.Mock(is_here=True)]
-    taken: list[str] = []
+    first, second = parts_of(Moment(0, 3, 2))
+    hosts = [Far(tmp_path / name) for name in ("a", "b")]
+    for far in hosts:
+        far_put(far, first, second)
+    crew = far_crew(tmp_path, hosts)
+    taken: list[tuple[Part, int]] = []
 
-    def take(name: str, given: Any) -> bool:
-        if first := not taken:
-            crew._hosts[0].is_here = False
-        taken.append(name)
-        return not first
+    def take(part: Part, files: Any, giver: Any) -> bool:
+        taken.append((part, crew._hosts.index(giver)))
+        crew._hosts[0].is_here = False
+        return len(taken) > 1
 
-    part = Part(Moment(0, 3, 1), 0)
-    crew._hand_over({0: [part], 1: [part]}, part.moment, (), take)
-    assert taken == [part.files[0], *part.files]
+    assert crew._hand_over(crew._held(), first.moment, (), take)
+    assert taken == [(first, 0), (first, 1), (second, 1)]
+
+
+DEVICE = three().host_devices(1)[0]
 
 
 def test_what_only_hosts_without_ranks_hold_is_brought_to_one_that_has_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """The only rank of a host was killed, and no other host holds its part."""
     moment, hosts = Moment(0, 3, 3), [Far(tmp_path / name) for name in ("a", "b", "c")]
     for number, far in enumerate(hosts):
-        value = entry(f"w{number}", torch.full((3,), float(number)))
-        far.host.shelf.put(Part(moment, number), [value], {}, ABOUT)
-        far.host.shelf.put(Part(Moment(0, 2, 3), number), [value], {}, ABOUT)
-    hosts[0].host.shelf.put(Part(moment, 1), [entry("w1", torch.ones(3))], {}, ABOUT)
-    crew = RayCrew(None, "job", three(), RunRequest(plan=tmp_path), 0)
+        far_put(far, Part(moment, number), Part(Moment(0, 2, 3), number))
     lists = [*hosts[0].host.shelf.parts(), Part(moment, 2)]  # the last it has deleted since
-    hosts[0].host.shelf.parts = lambda: lists
-    crew._ray = mock.Mock(get=answer_of_far, exceptions=FAR.exceptions)
-    crew._hosts = [mock.Mock(is_here=True, actor=each) for each in hosts]
-    begun = mock.Mock()
-    monkeypatch.setattr(Crew, "_begin", begun)
-    plan = tmp_path / "plan.json"
-    plan.touch()
-    device = three().host_devices(1)[0]
-    choice = Choice(path=str(plan), method="", devices=(device,))
-    crew._begin(
-        Trained(generation=1, running=choice),
-        Assignment(generation=1, plan=str(plan), last=9, moment=moment, checkpoint=""),
-    )
-    begun.assert_called_once()
+    hosts[0].host.parts = lambda: lists
+    assert far_crew(tmp_path, hosts, 0).newest([DEVICE]) == moment
     there = hosts[1].host.shelf
     read = Snapshot(there, moment).read(["w0", "w1", "w2"])
     assert [value.tolist() for value in read.values()] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
     assert {part for part in there.parts() if part.moment != moment} == {Part(Moment(0, 2, 3), 1)}
-    assert len(Shelf(tmp_path / "a").parts()) == 3, "who has no ranks gets nothing"
+    assert len(Shelf(tmp_path / "a").parts()) == 2, "who has no ranks gets nothing"
+
+
+def test_if_a_host_is_lost_with_a_part_that_no_other_has_the_snapshot_before_serves(
+    tmp_path: Path,
+) -> None:
+    before, newest = Moment(0, 2, 3), Moment(0, 3, 3)
+    hosts = [Far(tmp_path / name) for name in ("a", "b", "c")]
+    for number, far in enumerate(hosts):
+        far_put(far, *parts_of(before), Part(newest, number))
+    hosts[2].is_lost = True  # it has told what it holds, and is gone when it is asked to give
+    crew = far_crew(tmp_path, hosts)
+    assert crew.newest([DEVICE]) == before
+
+
+def test_a_snapshot_is_not_given_up_because_who_takes_it_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks are started, who is lost shows there, and others begin with the same snapshot."""
+    moment, far = Moment(0, 3, 3), Far(tmp_path / "a")
+    far_put(far, *parts_of(moment))
+    crew = far_crew(tmp_path, [far, Far(tmp_path / "b")])
+
+    def hand_over(*_: Any) -> bool:
+        crew._hosts[1].is_here = False
+        return False
+
+    monkeypatch.setattr(crew, "_hand_over", hand_over)
+    assert crew.newest([DEVICE]) == moment
 
 
 def carry(rank: int, folder: Path) -> tuple[list[int], list[str], str, list[float]]:
@@ -274,11 +316,11 @@ def carry(rank: int, folder: Path) -> tuple[list[int], list[str], str, list[floa
     begun = threading.Event()
     bring = shelf.bring
 
-    def bring_late(name: str, content: Any) -> None:
+    def bring_late(name: str, size: int, pieces: Any) -> None:
         begun.wait()
         if rank == 0:
             raise InputFileError("no room")
-        bring(name, content)
+        bring(name, size, pieces)
 
     shelf.bring = bring_late  # type: ignore[method-assign]
     (shelf.folder / "plan.json").write_text("further")
@@ -303,6 +345,51 @@ def test_ranks_copy_parts_to_other_hosts_beside_training(tmp_path: Path) -> None
         ranks.close()
     assert first == ([0], [], "no room", [1.0] * 3), "the later of both parts named w is read"
     assert second == ([0, 1], [], "", [1.0] * 3)
+
+
+def test_small_files_go_first_and_each_to_one_host_before_any_goes_to_a_second() -> None:
+    """A host that is lost while a large part is on its way has given its own small one."""
+    after = {0: [1, 2], 1: [2, 0], 2: [0, 1]}
+    writer = mock.Mock(_host_of=(0, 1, 2), _after=after)
+    ways = SnapshotWriter._copies(writer, [{"large": 10**9}, {"small": 5}, {"empty": 0}])
+    assert [(way.name, way.target) for way in ways] == [
+        ("empty", 0), ("small", 2), ("large", 1), ("empty", 1), ("small", 0), ("large", 2)
+    ]  # fmt: skip
+
+
+def begin_again(rank: int, folder: Path) -> list[set[tuple[int, int]]]:
+    """Be a host of two that begin with a snapshot of which neither has the other's part."""
+    shelf = Shelf(folder / str(rank))
+    shelf.folder.mkdir()
+    values = [entry(f"w{rank}", torch.full((3,), float(rank)))]
+    before, settled, alone = Moment(0, 1, 2), Moment(0, 2, 2), Moment(0, 3, 2)
+    for part in (*parts_of(before), *parts_of(settled), Part(alone, rank)):
+        shelf.put(part, values, {}, ABOUT)
+    writer, snapshots._REST = SnapshotWriter(shelf, 1, (rank, 2), [0, 1], 1, 60.0), 0.0
+    assert newest_complete([[*shelf.parts(), Part(alone, 1 - rank)]]) == alone
+    there, own = [], shelf.put
+    for number, is_full in ((4, rank == 0), (5, False), (6, False)):
+        full = mock.Mock(side_effect=InputFileError("no room") if is_full else own)
+        shelf.put = full  # type: ignore[method-assign]
+        writer.take(number, values, {}, ABOUT)
+        writer.wait()
+        writer.end_step()
+        there.append({part.moment[:2] for part in shelf.parts()})
+    return there
+
+
+def test_what_serves_is_kept_until_a_newer_one_is_where_it_should_be(tmp_path: Path) -> None:
+    ranks = Ranks(2)
+    try:
+        both = ranks.run(begin_again, tmp_path)
+    finally:
+        ranks.close()
+    for there in both:
+        assert [{step for _, step in each} for each in there] == [
+            {1, 2, 3, 4},  # rank 0 had no room for its part of 4, so all others stay
+            {1, 2, 3, 5},  # what is left of 4 is gone before 5 is written
+            {5, 6},
+        ]
 
 
 def carry_badly(rank: int, folder: Path) -> tuple[list[str], list[list[int]], list[str]]:
@@ -337,6 +424,32 @@ def test_what_fails_while_ranks_copy_is_told(tmp_path: Path) -> None:
     raised = ["0.9.0-2.index of a snapshot is on no host that has ranks.", "'a bug'"]
     assert first == (["not for you", ""], [[0, 1], [0, 1]], raised)
     assert second == (["", ""], [[1], [0, 1]], raised)
+
+
+def test_ranks_wait_longer_for_those_that_write_a_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under torchrun they wait for a step for a few seconds only, and disks may be slow."""
+    done: list[Any] = []
+    healing = mock.MagicMock(_silent_s=6.0)
+    healing._wait_for_writing = partial(HealingRank._wait_for_writing, healing)
+    healing._take_snapshot = partial(HealingRank._take_snapshot, healing)
+    healing._request.limits.timeout_s = 300.0
+    healing._assignment.last, healing._step.num_steps = 3, 0
+
+    def step(batch: Any) -> float:
+        done.append("step")
+        return 1.0
+
+    healing._step.side_effect = step
+    healing._writer.end_step.side_effect = [[True, False, False], *[[False] * 3] * 2]
+    healing._writer.take.side_effect = lambda *_: done.append("take")
+    monkeypatch.setattr(rank, "set_silence", lambda seconds, groups: done.append(seconds))
+    monkeypatch.setattr(rank, "own_entries", lambda *_: ([], {}))
+    monkeypatch.setattr(rank, "check_can_save", lambda step: None)
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+    assert HealingRank.train(healing)
+    assert done == ["step", 6.0, 300.0, "take", "step", 6.0, "step"]
 
 
 def test_a_folder_that_others_may_read_is_refused(
