@@ -24,7 +24,7 @@ from heterog.runtime.step.collectives import open_group
 
 _REST = 10.0
 """Seconds of training between snapshots for each second that one takes, for which ranks wait."""
-_SLOW_BYTES_PER_S = 1e6
+_SLOW_BYTES_PER_S = 3e6
 """As slowly as this may files be carried, one after another: ranks that stand still are noticed
 where they train."""
 _PIECE_BYTES = 1 << 24
