@@ -102,6 +102,7 @@ class GraphRecord(Record):
     ops: Many[OpRecord]
     patterns: list[_PatternRecord] = Field(default_factory=list)
     master_dtype: Text = ""
+    optimizer_step_ratio: Annotated[float, Field(ge=0.0, le=1e3, allow_inf_nan=False)] = 0.0
     update_scope: Literal["element", "parameter", "model"] | None = None
 
     @field_validator("tensors", "ops", mode="before")

@@ -81,6 +81,9 @@ Names (of the graph and of device types) are letters, digits, spaces and
 hash in their argument ``pattern``: ``num_columns``, ``row_entries`` with the number of entries of
 each row, and ``columns`` with their columns, row by row. Only needed where rows are cut.
 
+``optimizer_step_ratio`` is how many bytes the optimizer makes at most while it steps a tensor,
+beside its state, for each byte of the tensor (Adam: 2); by default none.
+
 ``master_dtype`` is the dtype of the optimizer's own copies of parameters, if it has any. Their
 bytes count in ``optimizer_state_ratio``; islands average these copies. ``update_scope`` says
 what the update of an element depends on: that ``element`` alone, its whole ``parameter`` (as in
@@ -190,10 +193,12 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
 
 
 def _rare_fields(graph: OpGraph) -> dict[str, Any]:
-    """Master dtype, update scope and sparse matrices as JSON values; empty without any."""
+    """What most graphs do not have, as JSON values: master dtype, sparse matrices and the like."""
     found: dict[str, Any] = {}
     if graph.master_dtype:
         found["master_dtype"] = graph.master_dtype
+    if graph.optimizer_step_ratio:
+        found["optimizer_step_ratio"] = float(graph.optimizer_step_ratio)
     if graph.seen_scope:
         found["update_scope"] = str(graph.seen_scope)
     if graph.patterns:

@@ -4,8 +4,9 @@ A buffer is alive from the start of the task that makes it to the end of its las
 issues and frees communication only between two ops, so a message that arrives or leaves while an
 op runs stays in memory until the op ends. ``lowering.resident_bytes`` gives the memory that stays
 for the whole step: parameters, optimizer state, batch, room for the largest weight that a kernel
-reorders. The evaluator's ``MEMORY_MARGIN`` covers small workspaces and the rounding of allocators,
-a cluster's ``reserved_memory`` the device's context.
+reorders. ``lowering.stepping_bytes`` are there during each update. The evaluator's
+``MEMORY_MARGIN`` covers small workspaces and the rounding of allocators, a cluster's
+``reserved_memory`` the device's context.
 
 If steps are compiled, some results take no memory, and some that of an input that dies
 (``device_models.fusion.ResultMemory``). The latter are alive only from the end of their op. All
@@ -28,6 +29,7 @@ from heterog.lowering.program import (
     FloatArray,
     IntArray,
     Program,
+    TaskKind,
 )
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
@@ -37,6 +39,7 @@ from heterog.simulator.timings import Timings
 _FEW = 8
 """Most buffers or reads of a task that are searched one by one; more are bisected."""
 _OWN, _OF_INPUT, _NONE = map(int, ResultMemory)
+_UPDATE = int(TaskKind.UPDATE)
 
 
 class Kept(NamedTuple):
@@ -140,6 +143,40 @@ def _task_runs(
         run[apart] = np.flatnonzero(apart)
 
 
+class Lives(NamedTuple):
+    """Lives of buffers, and after them of what the optimizer makes in each update."""
+
+    device: IntArray
+    num_bytes: FloatArray
+    begin: FloatArray  # in seconds
+    end: FloatArray
+
+
+def all_lives(
+    program: Program, start: FloatArray, finish: FloatArray, tables: GraphTables, kept: Kept,
+    stepping: FloatArray,
+) -> Lives:  # fmt: skip
+    """Lives of everything that is not there for the whole step.
+
+    Args:
+        program: The program.
+        start: Start of each task, in seconds.  # [num_tasks]
+        finish: End of each task, in seconds.  # [num_tasks]
+        tables: Tables of the program.
+        kept: Where the values of the tables are kept.
+        stepping: Bytes that the optimizer makes in an update.  # [num_devices]
+    """
+    begin, end = buffer_lives(program, start, finish, tables, kept)
+    updates = np.flatnonzero(program.kind == _UPDATE)
+    device = program.device[updates]
+    return Lives(
+        np.concatenate([program.buffer_device, device]),
+        np.concatenate([program.buffer_bytes, stepping[device]]),
+        np.concatenate([begin, start[updates]]),
+        np.concatenate([end, finish[updates]]),
+    )
+
+
 def buffer_lives(
     program: Program, start: FloatArray, finish: FloatArray, tables: GraphTables, kept: Kept
 ) -> tuple[FloatArray, FloatArray]:
@@ -214,6 +251,7 @@ def peak_memory(
     tape: Tape,
     timings: Timings,
     resident: FloatArray,
+    stepping: FloatArray,
     peak: FloatArray,
     value_start: IntArray,
     kept: Kept,
@@ -227,6 +265,7 @@ def peak_memory(
         tape: The program.
         timings: Timings of the engine or the referee.
         resident: Bytes that stay for the whole step.  # [num_devices]
+        stepping: Bytes that the optimizer makes in an update.  # [num_devices]
         peak: Output.  # [num_devices]
         value_start: First value of each op.  # [num_compute_ops + 1]
         kept: Where values are kept.
@@ -240,7 +279,7 @@ def peak_memory(
     if is_compiled:
         _fill_kinds(tape, value_start, kept.memory, kinds)
         _fill_members(tape, kept, members)
-    _memory_kernel(tape, timings, resident, peak, lists, begins, ascends, kinds, members)
+    _memory_kernel(tape, timings, resident, stepping, peak, lists, begins, ascends, kinds, members)
 
 
 def _fill_members(tape: Tape, kept: Kept, members: IntArray) -> None:
@@ -286,9 +325,9 @@ def _fill_kinds(
 
 @kernel
 def _memory_kernel(
-    tape: Tape, timings: Timings, resident: FloatArray, peak: FloatArray, lists: IntArray,
-    begins: IntArray, ascends: npt.NDArray[np.bool_], kinds: npt.NDArray[np.int8],
-    members: IntArray,
+    tape: Tape, timings: Timings, resident: FloatArray, stepping: FloatArray, peak: FloatArray,
+    lists: IntArray, begins: IntArray, ascends: npt.NDArray[np.bool_],
+    kinds: npt.NDArray[np.int8], members: IntArray,
 ) -> None:  # fmt: skip
     is_compiled = len(kinds) > 0
     alive = timings.alive
@@ -335,6 +374,11 @@ def _memory_kernel(
                 is_start = not is_end
                 other += 1
                 time = _time_of(timings, other, last_other)
+                if tape.tasks[task].kind == _UPDATE:
+                    if is_start:
+                        live += stepping[device]
+                    else:
+                        gone += stepping[device]
             # All ops of a compiled kernel, or the task alone.
             first = -1 if is_compiled and take_op and members[task, 0] != task else task
             member = first

@@ -14,9 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from heterog.cluster.schema import is_cpu
 from heterog.cluster.topology import Cluster, Sends
 from heterog.graph.op_graph import OpGraph
-from heterog.lowering import Choice, kept_bytes, lower_to_tape, make_scratch, program_from_tape
+from heterog.lowering import (
+    Choice,
+    kept_bytes,
+    lower_to_tape,
+    make_scratch,
+    program_from_tape,
+    stepping_bytes,
+)
 from heterog.lowering.channels import Channel, ChannelTable
 from heterog.lowering.folding import Fold, channels_named, fold_choice, folds
 from heterog.lowering.program import FloatArray, IntArray, Program
@@ -242,6 +250,7 @@ class Runner:
         )
         self.num_evaluations = 0
         self.num_tasks = 0
+        self._are_cpus = np.array([is_cpu(each.name) for each in cluster.device_types])
         self.poll: Callable[[], None] = lambda: None
         self._folding = Folding(cluster, self.prices.pricer, self.channels)
         self.last = make_timings(1, 1, 1, 1)
@@ -352,10 +361,18 @@ class Runner:
         tables = rules.tables
         resident = kept_bytes(tape, tables, choice)
         kept = self.kept_values(tables, choice)
+        stepping = self.stepping_bytes(tables, choice, prices.type_of_device)
         for each, peak in zip(timings, peaks, strict=True):
-            peak_memory(tape, each, resident, peak, tables.value_start, kept)
+            peak_memory(tape, each, resident, stepping, peak, tables.value_start, kept)
         most = peaks.max(axis=0)
         return np.asarray(most if fold is None else fold.unfolded(most), np.float64)
+
+    def stepping_bytes(
+        self, tables: GraphTables, choice: Choice, types: IntArray | None = None
+    ) -> FloatArray:
+        """Bytes that the optimizer makes in an update on each device, of some types."""
+        types = self.prices.types if types is None else types
+        return stepping_bytes(self.graph, tables, choice, self._are_cpus[types])
 
     def kept_values(self, tables: GraphTables, choice: Choice) -> Kept:
         """Where a compiled step keeps the values of some tables."""

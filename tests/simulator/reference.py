@@ -397,11 +397,13 @@ def memory(
     finish: Iterable[float],
     results: Sequence[int] | None = None,
     runs: Sequence[int] | None = None,
+    stepping: Sequence[float] | None = None,
 ) -> list[float]:
     """Peak bytes of each device: walk all buffers, sort by time, ends before starts.
 
     What a link brings or takes away during an op is there for the whole op. ``results`` says for
-    each buffer where a compiler puts it, ``runs`` for each task where its kernel runs.
+    each buffer where a compiler puts it, ``runs`` for each task where its kernel runs,
+    ``stepping`` what each device's optimizer makes in an update.
     """
     begins, ends = list(start), list(finish)
     # Ops that take no time come one after the other, too.
@@ -432,6 +434,11 @@ def memory(
                 first, _ = running(program, begins, ends, device, born)
                 _, last = running(program, begins, ends, device, last_use[buffer])
                 changes += [(first, 1, size), (last, 0, -size)]
+        for task in range(program.num_tasks if stepping else 0):
+            if program.kind[task] == TaskKind.UPDATE and program.device[task] == device:
+                assert stepping is not None
+                changes += [(begins[task], 1, stepping[device])]
+                changes += [(ends[task], 0, -stepping[device])]
         live = most = float(program.resident_bytes[device])
         for _, _, change in sorted(changes):
             live += change
