@@ -175,8 +175,9 @@ class OpGraph:
         batch_placements: Placement along the batch of each input tensor of the step.
         optimizer: Class name of the optimizer.
         optimizer_state_ratio: Bytes of optimizer state per byte of parameter.
-        optimizer_step_ratio: Most bytes that the optimizer makes while it steps, beside its state,
-            per byte of what it steps.
+        optimizer_step_ratios: Most bytes that the optimizer makes in a call, beside its state: per
+            byte of the largest tensor, where it steps one after another (on CPUs), and per byte of
+            all tensors of the call, where it steps them together; 0 if it never does.
         loss: Tensor id of the loss.
         grouped_like: A graph of the same ops on another batch; this graph takes its groups.
         patterns: Patterns of the constant sparse matrices, which ops name by their keys.
@@ -201,7 +202,7 @@ class OpGraph:
     patterns: tuple[SparsePattern, ...] = ()
     master_dtype: str = ""
     seen_scope: UpdateScope | None = None
-    optimizer_step_ratio: float = 0.0
+    optimizer_step_ratios: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         self._check_words()

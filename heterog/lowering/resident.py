@@ -13,7 +13,7 @@ from heterog.lowering.tables import GraphTables
 from heterog.strategy.sync import Sharded
 from heterog.units import MIB
 
-STEPPED_BYTES, STEPPED_BYTES_CPU = 64 * MIB, 2 * MIB
+STEPPED_BYTES, STEPPED_BYTES_CPU = 64 * MIB, MIB
 """Most bytes that the optimizer steps in one call, on a GPU and on a CPU, if it treats parameters
 apart. Few calls take less time on a GPU; on a CPU, pieces that fit into the cache do."""
 
@@ -79,7 +79,7 @@ def stepping_bytes(
 ) -> FloatArray:
     """Most bytes that the optimizer makes on each device in one call, beside its state.
 
-    On a CPU it works on one tensor after the other, on a GPU on all of a call together.
+    On a CPU it steps one tensor after the other, on a GPU all of a call together, if it can.
 
     Args:
         graph: One training step.
@@ -87,18 +87,18 @@ def stepping_bytes(
         choice: The strategy.
         on_cpu: Whether each device is a CPU.  # [num_devices]
     """
-    if graph.optimizer_step_ratio == 0.0:
+    in_turn, together = graph.optimizer_step_ratios
+    if in_turn == together == 0.0:
         return np.zeros(choice.member.shape[1])
     largest, whole, sliced = np.zeros((3, choice.member.shape[1]))
     plain = choice._replace(modes=()) if choice.modes else choice
     _stepped_kernel(tables, plain, largest, whole, sliced)
     most = np.where(on_cpu, STEPPED_BYTES_CPU, STEPPED_BYTES)
     sliced = np.minimum(sliced, most)
+    largest, whole = np.maximum(largest, sliced), whole + sliced
     if graph.is_stepped_in_pieces:
         largest, whole = np.minimum(largest, most), np.minimum(whole, most)
-    else:
-        whole = largest
-    return graph.optimizer_step_ratio * np.maximum(np.where(on_cpu, largest, whole), sliced)
+    return np.where(on_cpu | (together == 0.0), in_turn * largest, together * whole)
 
 
 @kernel

@@ -783,7 +783,7 @@ class Tasks:
 def random_case(rng: Random, execution: Execution = Execution.EAGER) -> tuple[Evaluator, Choice]:
     """A random strategy of a random graph on a random cluster, one to three steps unrolled."""
     graph, cluster = random_graph(rng), random_cluster(rng)
-    graph = replace(graph, optimizer_step_ratio=rng.choice([0.0, 0.5, 3.0]))
+    graph = replace(graph, optimizer_step_ratios=rng.choice([(0.0, 0.0), (0.5, 0.0), (3.0, 1.0)]))
     cluster = replace(cluster, sends=rng.choice(list(Sends)), execution=execution)
     strategy = random_strategy(rng, graph, cluster)
     cost_model = Roofline()

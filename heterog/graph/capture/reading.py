@@ -6,6 +6,7 @@ device. How much state the optimizer keeps is measured on one real step.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -46,38 +47,59 @@ def optimizer_state_ratio(
     >>> optimizer_state_ratio(torch.optim.SGD, {"momentum": 0.9}, {"momentum": 0.0})
     0.0
     """
-    instance, parameter = _stepped(optimizer, options, own)
-    return _state_bytes(instance, parameter) / parameter.nbytes
+    instance, parameter, _ = _stepped(optimizer, options, own)
+    state = sum(
+        value.nbytes
+        for value in instance.state[parameter].values()
+        if isinstance(value, Tensor) and value.dim()
+    )
+    return state / parameter.nbytes
 
 
-def optimizer_step_ratio(
+def optimizer_step_ratios(
     optimizer: type[torch.optim.Optimizer],
     options: Mapping[str, Any],
     own: Mapping[str, Any] | None = None,
-) -> float:
-    """Most bytes that an optimizer makes while it steps, beside its state, per byte of parameter.
+) -> tuple[float, float]:
+    """See ``OpGraph``; measured on the second real step of two small matrices.
 
-    Measured on the second real step of a small matrix; arguments as in ``optimizer_state_ratio``.
+    Two, because a loop over tensors keeps what it has made for one until it makes that of the
+    next. Arguments are those of ``optimizer_state_ratio``.
 
-    >>> optimizer_step_ratio(torch.optim.Adam, {}), optimizer_step_ratio(torch.optim.SGD, {})
-    (2.0, 0.0)
+    >>> optimizer_step_ratios(torch.optim.Adam, {}), optimizer_step_ratios(torch.optim.SGD, {})
+    ((3.0, 1.0), (0.0, 0.0))
     """
-    instance, parameter = _stepped(optimizer, options, own)
+    stated = {**options, **(own or {})}
+    in_turn = _made_bytes(optimizer, options, own)
+    can = "foreach" in signature(optimizer).parameters
+    if not can or stated.get("fused") or stated.get("foreach") is False:
+        return in_turn, 0.0
+    return in_turn, _made_bytes(optimizer, {**options, "foreach": True}, own) / 2
+
+
+def _made_bytes(
+    optimizer: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    own: Mapping[str, Any] | None,
+) -> float:
+    """Most bytes that a step of two matrices makes, per byte of one."""
+    instance, *parameters = _stepped(optimizer, options, own)
     with LiveBytes() as live:
         instance.step()
-    return live.most / parameter.nbytes
+    return live.most / parameters[0].nbytes
 
 
 def _stepped(
     optimizer: type[torch.optim.Optimizer],
     options: Mapping[str, Any],
     own: Mapping[str, Any] | None,
-) -> tuple[torch.optim.Optimizer, nn.Parameter]:
-    """An optimizer that has stepped a small matrix once, and the matrix."""
-    parameter = nn.Parameter(torch.zeros(64, 64))
-    parameter.grad = torch.zeros_like(parameter)
+) -> tuple[torch.optim.Optimizer, nn.Parameter, nn.Parameter]:
+    """An optimizer that has stepped two small matrices once, and these."""
+    first, second = (nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
+    for parameter in (first, second):
+        parameter.grad = torch.zeros_like(parameter)
     try:
-        groups = [{**probe_options(own or {}), "params": [parameter]}]
+        groups = [{**probe_options(own or {}), "params": [first, second]}]
         instance = optimizer(groups, **probe_options(options))
         instance.step()
     except RuntimeError as error:
@@ -95,13 +117,7 @@ def _stepped(
         raise CaptureError(
             f"optimizer {optimizer.__name__} cannot step with the options {given}: {error}"
         ) from error
-    return instance, parameter
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:
-    """Bytes of a parameter's state without counters."""
-    state = optimizer.state[parameter].values()
-    return sum(value.nbytes for value in state if isinstance(value, Tensor) and value.dim())
+    return instance, first, second
 
 
 ATTENTION = {
@@ -209,7 +225,7 @@ class Reader:
             batch_placements=tuple(placements),
             optimizer=self.workload.optimizer.__name__,
             optimizer_state_ratio=self._mean_ratio(ratios),
-            optimizer_step_ratio=self._step_ratio(),
+            optimizer_step_ratios=self._step_ratios(),
             loss=loss,
             master_dtype=str(self.workload.master_dtype or "").removeprefix("torch."),
             seen_scope=self._update_scope(gradients),
@@ -420,17 +436,18 @@ class Reader:
             found |= dict.fromkeys(alike, self._in_own_dtypes(ratio, alike))
         return found
 
-    def _step_ratio(self) -> float:
-        """The largest ``optimizer_step_ratio`` of a group, with copies in other dtypes."""
-        load, most = self.workload, 0.0
+    def _step_ratios(self) -> tuple[float, float]:
+        """The largest ``optimizer_step_ratios`` of a group, with copies in other dtypes."""
+        load, most = self.workload, (0.0, 0.0)
         options = dict(load.optimizer_options)
+        # A gradient is converted to what is stepped, and a narrow state widened.
+        copied = float(load.master_dtype is not None or load.reduce_dtype is not None)
         for group in self.groups:
-            made = optimizer_step_ratio(load.optimizer, options, group.options)
-            if load.state_dtype is not None:  # its state is widened for a step
-                made += optimizer_state_ratio(load.optimizer, options, group.options)
-            most = max(most, made)
-        is_converted = load.master_dtype is not None or load.reduce_dtype is not None
-        return most + is_converted  # a gradient in the dtype that is stepped
+            one, all_ = optimizer_step_ratios(load.optimizer, options, group.options)
+            if load.state_dtype is not None:
+                copied += optimizer_state_ratio(load.optimizer, options, group.options)
+            most = max(most[0], one + copied), max(most[1], all_ and all_ + copied)
+        return most
 
     def _update_scope(self, trained: Iterable[int]) -> UpdateScope:
         """The optimizer's update scope, probed with the kinds of parameters of each group."""
