@@ -436,13 +436,13 @@ def _towers(batch: int, width: int) -> Made:
     """Two big tables, a perceptron of each, scores by a product over many classes."""
 
     def call(net: Any, users: Tensor) -> Tensor:
-        user = functional.normalize(net["tower"](net["users"](users)), dim=-1)
-        item = functional.normalize(net["items"].weight, dim=-1)
+        user = functional.normalize(net["tower"](net["left"](users)), dim=-1)
+        item = functional.normalize(net["right"].weight, dim=-1)
         return user @ item.T / 0.1
 
     parts = {
-        "users": nn.Embedding(10_000, width),
-        "items": nn.Embedding(3_000, width),
+        "left": nn.Embedding(10_000, width),
+        "right": nn.Embedding(3_000, width),
         "tower": nn.Sequential(
             nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width)
         ),

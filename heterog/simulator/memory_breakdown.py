@@ -123,7 +123,7 @@ def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) 
     reported = evaluator.referee(choice, order).peak_memory_bytes
     tables = evaluator.tables_of(choice)
     kept_values = evaluator.kept_values(tables, choice)
-    stepping = evaluator.stepping_bytes(tables, choice)
+    inside = evaluator.inside(tables, choice)
     resident = _resident_parts(tables, choice)
     by_times = []
     for timings in (evaluator.timings, evaluator.referee_timings):
@@ -136,7 +136,7 @@ def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) 
         if any(mode.keeps_versions for mode in choice.modes):
             kind = MemoryKind.STASH
         parts[:, _NUMBER[kind]] += kept
-        lives = all_lives(program, start, finish, tables, kept_values, stepping)
+        lives = all_lives(program, start, finish, tables, kept_values, inside)
         kinds = np.pad(
             kinds,
             (0, len(lives.end) - len(kinds)),

@@ -35,7 +35,7 @@ from heterog.pricing.cost_model import ChannelPrices, ChannelSeconds, CostModel,
 from heterog.pricing.intervals import Noise, noisy_prices, noisy_seconds
 from heterog.pricing.price_table import ChannelPricer, PriceTable, RuleSet, RuleSets
 from heterog.simulator.engine import GIVEN_UP, Order, run_program
-from heterog.simulator.memory import Kept, kept_values, peak_memory
+from heterog.simulator.memory import Inside, Kept, copies_of_ops, kept_values, peak_memory
 from heterog.simulator.place_facts import PlaceFacts, place_facts
 from heterog.simulator.referee import replay
 from heterog.simulator.timings import Timings, make_timings, with_room
@@ -43,6 +43,7 @@ from heterog.simulator.timings import Timings, make_timings, with_room
 _MOST_PRICES = 256  # folds whose channels stay priced
 _MOST_SCRATCHES = 8
 _MOST_FAILS = 256
+_NOTHING_COPIED = np.zeros(0, np.int32)
 
 
 class Folded(NamedTuple):
@@ -250,6 +251,7 @@ class Runner:
         )
         self.num_evaluations = 0
         self.num_tasks = 0
+        self._copies: dict[int, IntArray] = {}
         self._are_cpus = np.array([is_cpu(each.name) for each in cluster.device_types])
         self.poll: Callable[[], None] = lambda: None
         self._folding = Folding(cluster, self.prices.pricer, self.channels)
@@ -361,18 +363,21 @@ class Runner:
         tables = rules.tables
         resident = kept_bytes(tape, tables, choice)
         kept = self.kept_values(tables, choice)
-        stepping = self.stepping_bytes(tables, choice, prices.type_of_device)
+        inside = self.inside(tables, choice, prices.type_of_device)
         for each, peak in zip(timings, peaks, strict=True):
-            peak_memory(tape, each, resident, stepping, peak, tables.value_start, kept)
+            peak_memory(tape, each, resident, inside, peak, tables.value_start, kept)
         most = peaks.max(axis=0)
         return np.asarray(most if fold is None else fold.unfolded(most), np.float64)
 
-    def stepping_bytes(
-        self, tables: GraphTables, choice: Choice, types: IntArray | None = None
-    ) -> FloatArray:
-        """Bytes that the optimizer makes in an update on each device, of some types."""
-        types = self.prices.types if types is None else types
-        return stepping_bytes(self.graph, tables, choice, self._are_cpus[types])
+    def inside(self, tables: GraphTables, choice: Choice, types: IntArray | None = None) -> Inside:
+        """What is made inside tasks on devices of some types, by default the cluster's."""
+        on_cpu = self._are_cpus[self.prices.types if types is None else types]
+        copies = _NOTHING_COPIED
+        if on_cpu.any():
+            if choice.rule_set not in self._copies:
+                self._copies[choice.rule_set] = copies_of_ops(self.graph, tables)
+            copies = self._copies[choice.rule_set]
+        return Inside(stepping_bytes(self.graph, tables, choice, on_cpu), copies, on_cpu)
 
     def kept_values(self, tables: GraphTables, choice: Choice) -> Kept:
         """Where a compiled step keeps the values of some tables."""

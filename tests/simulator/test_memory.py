@@ -55,8 +55,8 @@ def test_equals_the_slow_reference(execution: Execution, seed: int) -> None:
     assert execution.compiles or not any(results)
     assert execution.compiles or runs == list(range(program.num_tasks))
     _, peak = evaluator.simulate(choice, order)
-    stepping = evaluator.stepping_bytes(tables, choice).tolist()
-    expected = reference.memory(program, start, finish, results, runs, stepping)
+    inside = reference.made_inside(program, evaluator.inside(tables, choice))
+    expected = reference.memory(program, start, finish, results, runs, inside)
     np.testing.assert_allclose(peak, expected, rtol=1e-9)
 
 
@@ -122,7 +122,7 @@ def test_what_an_optimizer_makes_is_of_the_parameters_that_a_device_steps(sync: 
     served = {"homes": 1} if sync == Sync.PARAMETER_SERVER else {}
     evaluator = Evaluator(graph, cluster)
     choice = evaluator.encode(strategy_of(graph, cluster, decision, **served))
-    found = evaluator.stepping_bytes(evaluator.tables_of(choice), choice)
+    found = evaluator.inside(evaluator.tables_of(choice), choice).stepping
     parts = {Sync.PARAMETER_SERVER: (0, 1), Sync.ZERO2: (0.75, 0.25), Sync.RING: (1, 1)}[sync]
     assert found == pytest.approx([3 * 2 * WEIGHT * part for part in parts])
 
