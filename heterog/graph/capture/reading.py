@@ -5,6 +5,7 @@ device. How much state the optimizer keeps is measured on one real step.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
@@ -27,6 +28,7 @@ from heterog.graph.optimizer_probe import (
     update_scope,
 )
 from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, R, S, TensorRef
+from heterog.graph.python_state import same_draws
 from heterog.graph.workload import Workload, named_leaves, plain_entries
 
 
@@ -82,11 +84,13 @@ def _made_bytes(
     options: Mapping[str, Any],
     own: Mapping[str, Any] | None,
 ) -> float:
-    """Most bytes that a step of two matrices makes, per byte of one."""
-    instance, *parameters = _stepped(optimizer, options, own)
-    with LiveBytes() as live:
-        instance.step()
-    return live.most / parameters[0].nbytes
+    """Most bytes that a step of two matrices makes, per byte of one; 0 if it is not known."""
+    with suppress(Exception), same_draws():  # whatever the user's class raises
+        instance, *parameters = _stepped(optimizer, options, own)
+        with LiveBytes() as live:
+            instance.step()
+        return live.most / parameters[0].nbytes
+    return 0.0
 
 
 def _stepped(
