@@ -444,11 +444,11 @@ class Reader:
         """The largest ``optimizer_step_ratios`` of a group, with copies in other dtypes."""
         load, most = self.workload, (0.0, 0.0)
         options = dict(load.optimizer_options)
-        # A gradient is converted to what is stepped, and a narrow state widened.
-        copied = float(load.master_dtype is not None or load.reduce_dtype is not None)
+        is_converted = load.master_dtype is not None or load.reduce_dtype is not None
         for group in self.groups:
             one, all_ = optimizer_step_ratios(load.optimizer, options, group.options)
-            if load.state_dtype is not None:
+            copied = float(is_converted)  # the gradient, to the dtype that is stepped
+            if load.state_dtype is not None:  # its state is widened for a step
                 copied += optimizer_state_ratio(load.optimizer, options, group.options)
             most = max(most[0], one + copied), max(most[1], all_ and all_ + copied)
         return most
