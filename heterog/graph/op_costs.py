@@ -71,8 +71,8 @@ class Copies(IntEnum):
 def copies_on_cpu(kind: str) -> Copies:
     """What kernels of a kind copy; measured with torch 2.13 (``docs/notebook/testbeds.md``).
 
-    >>> copies_on_cpu("convolution.default").name, copies_on_cpu("mm.default").name
-    ('READS_OR_RESULT', 'NOTHING')
+    >>> copies_on_cpu("convolution.default").name
+    'READS_OR_RESULT'
     """
     if kind in REORDERS_WEIGHTS:
         return Copies.READS_OR_RESULT
