@@ -105,7 +105,9 @@ class GraphRecord(Record):
     ops: Many[OpRecord]
     patterns: list[_PatternRecord] = Field(default_factory=list)
     master_dtype: Text = ""
-    optimizer_step_ratios: tuple[_Ratio, _Ratio] = (0.0, 0.0)
+    optimizer_step_ratios: list[_Ratio] = Field(
+        default_factory=lambda: [0.0, 0.0], min_length=2, max_length=2
+    )
     update_scope: Literal["element", "parameter", "model"] | None = None
 
     @field_validator("tensors", "ops", mode="before")
