@@ -118,6 +118,7 @@ class GraphReader:
             batch_placements=tuple(placements[tensor] for tensor in step_inputs),
             optimizer=spec.optimizer,
             optimizer_state_ratio=spec.optimizer_state_ratio,
+            optimizer_step_ratios=(spec.optimizer_step_ratios[0], spec.optimizer_step_ratios[1]),
             loss=number_of[loss],
             patterns=tuple(each.pattern() for each in spec.patterns),
             master_dtype=spec.master_dtype,

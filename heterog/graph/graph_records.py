@@ -86,6 +86,9 @@ class _PatternRecord(Record):
         return SparsePattern(starts, np.array(self.columns, np.int32), self.num_columns)
 
 
+_Ratio = Annotated[float, Field(ge=0.0, le=1e3, allow_inf_nan=False)]
+
+
 class GraphRecord(Record):
     """The whole file."""
 
@@ -94,7 +97,7 @@ class GraphRecord(Record):
     source: Text = ""
     batch_size: Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
     optimizer: Identifier
-    optimizer_state_ratio: Annotated[float, Field(ge=0.0, le=1e3, allow_inf_nan=False)]
+    optimizer_state_ratio: _Ratio
     loss: int | str
     kinds: Many[Text] = Field(default_factory=list)
     modules: Many[Text] = Field(default_factory=list)
@@ -102,6 +105,9 @@ class GraphRecord(Record):
     ops: Many[OpRecord]
     patterns: list[_PatternRecord] = Field(default_factory=list)
     master_dtype: Text = ""
+    optimizer_step_ratios: list[_Ratio] = Field(
+        default_factory=lambda: [0.0, 0.0], min_length=2, max_length=2
+    )
     update_scope: Literal["element", "parameter", "model"] | None = None
 
     @field_validator("tensors", "ops", mode="before")

@@ -7,6 +7,7 @@ written once, except for the ops below that touch only a part of an input.
 """
 
 from collections.abc import Callable, Mapping
+from enum import IntEnum
 from math import prod
 
 from heterog.graph.placement import OpCall, TensorMeta
@@ -56,6 +57,27 @@ _NO_KERNEL = frozenset({"empty.memory_format", "empty_like.default", "new_empty.
 
 REORDERS_WEIGHTS = frozenset({"convolution.default", "convolution_backward.default"})
 """Ops whose kernels keep a second copy of the weights, in blocks, while they run."""
+
+
+class Copies(IntEnum):
+    """What a kernel of a CPU copies into another layout while it runs."""
+
+    NOTHING = 0
+    READS_OR_RESULT = 1
+    """First all that it reads, then its result: the larger of both, beside the result itself."""
+    READS_AND_RESULT = 2
+
+
+def copies_on_cpu(kind: str) -> Copies:
+    """What kernels of a kind copy; measured with torch 2.13 (``docs/notebook/testbeds.md``).
+
+    >>> copies_on_cpu("convolution.default").name
+    'READS_OR_RESULT'
+    """
+    if kind in REORDERS_WEIGHTS:
+        return Copies.READS_OR_RESULT
+    is_upsampled = kind.startswith("upsample_") and "backward" not in kind
+    return Copies.READS_AND_RESULT if is_upsampled else Copies.NOTHING
 
 
 def convolution_flops(call: OpCall) -> float:

@@ -175,6 +175,9 @@ class OpGraph:
         batch_placements: Placement along the batch of each input tensor of the step.
         optimizer: Class name of the optimizer.
         optimizer_state_ratio: Bytes of optimizer state per byte of parameter.
+        optimizer_step_ratios: Most bytes that the optimizer makes in a call, beside its state: per
+            byte of the largest tensor, where it steps one after another (on CPUs), and per byte of
+            all tensors of the call, where it steps them together; 0 if it never does.
         loss: Tensor id of the loss.
         grouped_like: A graph of the same ops on another batch; this graph takes its groups.
         patterns: Patterns of the constant sparse matrices, which ops name by their keys.
@@ -199,6 +202,7 @@ class OpGraph:
     patterns: tuple[SparsePattern, ...] = ()
     master_dtype: str = ""
     seen_scope: UpdateScope | None = None
+    optimizer_step_ratios: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         self._check_words()
@@ -376,6 +380,11 @@ class OpGraph:
     def updates_elementwise(self) -> bool:
         """Whether the optimizer is known to treat each element on its own."""
         return self.scope == UpdateScope.ELEMENT
+
+    @property
+    def is_stepped_in_pieces(self) -> bool:
+        """Whether ranks step large parameters in pieces; see ``runtime.step.pieces``."""
+        return self.updates_elementwise and self.optimizer in ELEMENTWISE_OPTIMIZERS
 
     def stepped_dtype(self, parameter: int) -> str:
         """Dtype in which the optimizer steps a parameter: that of the master copy, if any."""

@@ -12,6 +12,7 @@ without memory, every rank with its own model before this is taken apart.
 
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from heterog.errors import CaptureError, HeterogWarning
@@ -294,6 +296,48 @@ class _BoundedWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._work > _MOST_WORK:  # before an op that alone takes too much
             raise _TooMuchWorkError(f"it would read more than {_MOST_WORK:g} elements")
         return func(*args, **(kwargs or {}))
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of what ops make, as long as it lives.
+
+    Attributes:
+        most: Most bytes at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = self._now = 0
+        self._known: dict[int, int] = {}  # tensors of each memory that was made here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {
+            each.untyped_storage().data_ptr()
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, Tensor)
+        }
+        for each in tree_leaves(made):
+            if isinstance(each, Tensor) and each.dim():
+                self._add(each, given)
+        return made
+
+    def _add(self, tensor: Tensor, given: set[int]) -> None:
+        memory = tensor.untyped_storage()
+        key, num_bytes = memory.data_ptr(), memory.nbytes()
+        if key in given and key not in self._known:
+            return
+        if key not in self._known:
+            self._now += num_bytes
+            self.most = max(self.most, self._now)
+        self._known[key] = self._known.get(key, 0) + 1
+        weakref.finalize(tensor, self._let_go, key, num_bytes)
+
+    def _let_go(self, key: int, num_bytes: int) -> None:
+        self._known[key] -= 1
+        if not self._known[key]:
+            del self._known[key]
+            self._now -= num_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,10 @@ Names (of the graph and of device types) are letters, digits, spaces and
 hash in their argument ``pattern``: ``num_columns``, ``row_entries`` with the number of entries of
 each row, and ``columns`` with their columns, row by row. Only needed where rows are cut.
 
+``optimizer_step_ratios`` are the most bytes that the optimizer makes in a call, beside its state:
+for each byte of the largest tensor, if it steps one after another (Adam: 3), and for each byte of
+all tensors of the call, if it steps them together (Adam: 1); by default none.
+
 ``master_dtype`` is the dtype of the optimizer's own copies of parameters, if it has any. Their
 bytes count in ``optimizer_state_ratio``; islands average these copies. ``update_scope`` says
 what the update of an element depends on: that ``element`` alone, its whole ``parameter`` (as in
@@ -190,10 +194,12 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
 
 
 def _rare_fields(graph: OpGraph) -> dict[str, Any]:
-    """Master dtype, update scope and sparse matrices as JSON values; empty without any."""
+    """What most graphs do not have, as JSON values: master dtype, sparse matrices and the like."""
     found: dict[str, Any] = {}
     if graph.master_dtype:
         found["master_dtype"] = graph.master_dtype
+    if any(graph.optimizer_step_ratios):
+        found["optimizer_step_ratios"] = list(map(float, graph.optimizer_step_ratios))
     if graph.seen_scope:
         found["update_scope"] = str(graph.seen_scope)
     if graph.patterns:

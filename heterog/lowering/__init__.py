@@ -20,9 +20,9 @@ What the kernel does, in program order, for each micro-batch (``walk``):
 
 ``choice`` is a strategy in the kernel's flat arrays, ``tape`` is the kernel's working memory, its
 output and the order of a device's tasks, ``resident`` counts the bytes that stay on a device for
-the whole step. Modes rewrite the tape at the end. Each file calls only files further down in this
-list: ``resident``, ``walk``, ``reduce``, ``slices``, ``gradients``, ``convert``,
-``value_collectives``, ``sends``, ``tape``, ``choice``.
+the whole step, and those that its optimizer makes. Modes rewrite the tape at the end. Each file
+calls only files further down in this list: ``resident``, ``walk``, ``reduce``, ``slices``,
+``gradients``, ``convert``, ``value_collectives``, ``sends``, ``tape``, ``choice``.
 
 A ``program`` is made on the graph's ``tables`` (``value_reads``; ``sparse_tables`` also counts the
 rows that sparse products read of neighbours, ``group_edges`` the bytes that leave a group) and the
@@ -42,6 +42,7 @@ from heterog.lowering.choice import Encoder as Encoder
 from heterog.lowering.choice import encode as encode
 from heterog.lowering.program import LAST_OP_KIND, FloatArray, IntArray, Program
 from heterog.lowering.resident import resident_bytes as resident_bytes
+from heterog.lowering.resident import stepping_bytes as stepping_bytes
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.lowering.tape import (
     AS_STATED,

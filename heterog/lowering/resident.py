@@ -1,7 +1,9 @@
-"""Bytes that stay on a device for the whole step."""
+"""Bytes that stay on a device for the whole step, and those that its optimizer makes in a call."""
 
 import numpy as np
+from numpy.typing import NDArray
 
+from heterog.graph.op_graph import OpGraph
 from heterog.lowering.choice import Choice
 from heterog.lowering.gradients import own_part
 from heterog.lowering.kernels import kernel
@@ -9,6 +11,11 @@ from heterog.lowering.program import FloatArray
 from heterog.lowering.slices import is_sliced, owned_part
 from heterog.lowering.tables import GraphTables
 from heterog.strategy.sync import Sharded
+from heterog.units import MIB
+
+STEPPED_BYTES, STEPPED_BYTES_CPU = 64 * MIB, MIB
+"""Most bytes that the optimizer steps in one call, on a GPU and on a CPU, if it treats parameters
+apart. Few calls take less time on a GPU; on a CPU, pieces that fit into the cache do."""
 
 
 def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
@@ -65,3 +72,53 @@ def _resident_kernel(
                     samples = choice.teams.samples[choice.division[group], :, device]
                     most = max(most, samples.sum())
             resident[device] += tables.common_bytes + most * tables.input_bytes_per_sample
+
+
+def stepping_bytes(
+    graph: OpGraph, tables: GraphTables, choice: Choice, on_cpu: NDArray[np.bool_]
+) -> FloatArray:
+    """Most bytes that the optimizer makes on each device in one call, beside its state.
+
+    On a CPU it steps one tensor after the other, on a GPU all of a call together, if it can.
+
+    Args:
+        graph: One training step.
+        tables: Tables of the graph.
+        choice: The strategy.
+        on_cpu: Whether each device is a CPU.  # [num_devices]
+    """
+    in_turn, together = graph.optimizer_step_ratios
+    if in_turn == together == 0.0:
+        return np.zeros(choice.member.shape[1])
+    largest, whole, sliced = np.zeros((3, choice.member.shape[1]))
+    plain = choice._replace(modes=()) if choice.modes else choice
+    _stepped_kernel(tables, plain, largest, whole, sliced)
+    most = np.where(on_cpu, STEPPED_BYTES_CPU, STEPPED_BYTES)
+    sliced = np.minimum(sliced, most)
+    largest, whole = np.maximum(largest, sliced), whole + sliced
+    if graph.is_stepped_in_pieces:
+        largest, whole = np.minimum(largest, most), np.minimum(whole, most)
+    return np.where(on_cpu | (together == 0.0), in_turn * largest, together * whole)
+
+
+@kernel
+def _stepped_kernel(
+    tables: GraphTables, choice: Choice, largest: FloatArray, whole: FloatArray, sliced: FloatArray
+) -> None:
+    """Bytes that each device steps: of its largest tensor, of all, and of its slices."""
+    num_devices = choice.member.shape[1]
+    for parameter in range(len(tables.parameter_bytes)):
+        size = tables.stepped_bytes[parameter]
+        home = choice.home[parameter]
+        is_cut = home < 0 and is_sliced(tables, choice, parameter)
+        for device in range(num_devices):
+            if home >= 0:
+                own = size if device == home else 0.0
+            else:
+                own = own_part(tables, choice, parameter, device) * size
+                own /= tables.parameter_units[parameter]
+            if own > 0.0 and is_cut:
+                sliced[device] += size * owned_part(tables, choice, parameter, device)
+            else:
+                largest[device] = max(largest[device], own)
+                whole[device] += own

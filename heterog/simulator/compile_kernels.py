@@ -37,6 +37,7 @@ def smallest_graph() -> OpGraph:
         batch_placements=(S(0), R),
         optimizer="SGD",
         optimizer_state_ratio=0.0,
+        optimizer_step_ratios=(1.0, 1.0),
         loss=2,
     )
 

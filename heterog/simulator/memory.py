@@ -4,8 +4,9 @@ A buffer is alive from the start of the task that makes it to the end of its las
 issues and frees communication only between two ops, so a message that arrives or leaves while an
 op runs stays in memory until the op ends. ``lowering.resident_bytes`` gives the memory that stays
 for the whole step: parameters, optimizer state, batch, room for the largest weight that a kernel
-reorders. The evaluator's ``MEMORY_MARGIN`` covers small workspaces and the rounding of allocators,
-a cluster's ``reserved_memory`` the device's context.
+reorders. ``Inside`` has what is there during a task only. The evaluator's
+``MEMORY_MARGIN`` covers small workspaces and the rounding of allocators, a cluster's
+``reserved_memory`` the device's context.
 
 If steps are compiled, some results take no memory, and some that of an input that dies
 (``device_models.fusion.ResultMemory``). The latter are alive only from the end of their op. All
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.cluster.topology import Execution
+from heterog.graph.op_costs import Copies, copies_on_cpu
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering import value_of_buffers
 from heterog.lowering.kernels import helper, kernel
@@ -28,6 +30,7 @@ from heterog.lowering.program import (
     FloatArray,
     IntArray,
     Program,
+    TaskKind,
 )
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
@@ -37,6 +40,8 @@ from heterog.simulator.timings import Timings
 _FEW = 8
 """Most buffers or reads of a task that are searched one by one; more are bisected."""
 _OWN, _OF_INPUT, _NONE = map(int, ResultMemory)
+_UPDATE = int(TaskKind.UPDATE)
+_READS_OR_RESULT = int(Copies.READS_OR_RESULT)
 
 
 class Kept(NamedTuple):
@@ -72,6 +77,38 @@ def kept_values(
 
 
 NOTHING_COMPILED = Kept(np.zeros(0, np.int32), np.zeros(0, np.int32))
+
+
+class Inside(NamedTuple):
+    """What kernels and the optimizer make and free inside a task."""
+
+    stepping: FloatArray  # bytes in an update; see ``lowering.stepping_bytes``  # [num_devices]
+    copies: IntArray  # ``Copies`` of each op; empty if no kernel copies  # [num_compute_ops]
+    on_cpu: npt.NDArray[np.bool_]  # devices whose kernels copy  # [num_devices]
+
+
+def copies_of_ops(graph: OpGraph, tables: GraphTables) -> IntArray:
+    """``Copies`` of each compute op; empty if all are nothing."""
+    found = [copies_on_cpu(graph.ops[op].kind) for op in tables.op_id]
+    return np.array(found if any(found) else [], np.int32)
+
+
+def copied_bytes(program: Program, inside: Inside) -> FloatArray:
+    """Bytes that the kernel of each task copies while it runs.  # [num_tasks]"""
+    num_tasks = program.num_tasks
+    found = np.zeros(num_tasks)
+    if not len(inside.copies):
+        return found
+    sizes = program.buffer_bytes
+    _, readers = program.edges
+    read = np.bincount(readers, sizes[program.read_buffer], minlength=num_tasks)
+    made = np.bincount(program.buffer_maker, sizes, minlength=num_tasks)
+    ops = np.flatnonzero((program.kind <= LAST_OP_KIND) & inside.on_cpu[program.device])
+    kind = inside.copies[program.subject[ops]]
+    both, larger = read[ops] + made[ops], np.maximum(read[ops], made[ops])
+    of_kind = np.where(kind == _READS_OR_RESULT, larger, both)
+    found[ops] = np.where(kind == Copies.NOTHING, 0.0, of_kind)
+    return found
 
 
 def memory_of_buffers(program: Program, tables: GraphTables, kept: Kept) -> IntArray:
@@ -140,6 +177,43 @@ def _task_runs(
         run[apart] = np.flatnonzero(apart)
 
 
+class Lives(NamedTuple):
+    """Lives of buffers, and after them of what is made inside tasks."""
+
+    device: IntArray
+    num_bytes: FloatArray
+    begin: FloatArray  # in seconds
+    end: FloatArray
+
+
+def all_lives(
+    program: Program, start: FloatArray, finish: FloatArray, tables: GraphTables, kept: Kept,
+    inside: Inside,
+) -> Lives:  # fmt: skip
+    """Lives of everything that is not there for the whole step.
+
+    Args:
+        program: The program.
+        start: Start of each task, in seconds.  # [num_tasks]
+        finish: End of each task, in seconds.  # [num_tasks]
+        tables: Tables of the program.
+        kept: Where the values of the tables are kept.
+        inside: What is made inside tasks.
+    """
+    begin, end = buffer_lives(program, start, finish, tables, kept)
+    num_bytes = copied_bytes(program, inside)
+    is_update = program.kind == _UPDATE
+    num_bytes[is_update] = inside.stepping[program.device[is_update]]
+    tasks = np.flatnonzero(num_bytes)
+    start, finish = _one_by_one(start, finish, _ops_of(program, start, finish))
+    return Lives(
+        np.concatenate([program.buffer_device, program.device[tasks]]),
+        np.concatenate([program.buffer_bytes, num_bytes[tasks]]),
+        np.concatenate([begin, start[tasks]]),
+        np.concatenate([end, finish[tasks]]),
+    )
+
+
 def buffer_lives(
     program: Program, start: FloatArray, finish: FloatArray, tables: GraphTables, kept: Kept
 ) -> tuple[FloatArray, FloatArray]:
@@ -158,11 +232,7 @@ def buffer_lives(
         (begin, end), in seconds.  # [num_buffers] each
     """
     memory, run = memory_of_buffers(program, tables, kept), task_runs(program, kept)
-    all_ops = np.flatnonzero(program.kind < FIRST_FREE_KIND)
-    ops_of = [
-        all_ops[own][np.lexsort((finish[all_ops[own]], start[all_ops[own]]))]
-        for own in of_each_device(program.device[all_ops], program.num_devices)
-    ]
+    ops_of = _ops_of(program, start, finish)
     start, finish = _one_by_one(start, finish, ops_of)
     makers = run[program.buffer_maker]
     _, readers = program.edges
@@ -179,6 +249,15 @@ def buffer_lives(
             is_running = (start[running] < times[mine]) & (times[mine] < finish[running])
             times[mine] = np.where(is_running, op_times[running], times[mine])
     return begin, end
+
+
+def _ops_of(program: Program, start: FloatArray, finish: FloatArray) -> list[npt.NDArray[np.intp]]:
+    """Tasks on the compute stream of each device whose order is fixed, by time."""
+    ops = np.flatnonzero(program.kind < FIRST_FREE_KIND)
+    return [
+        ops[own][np.lexsort((finish[ops[own]], start[ops[own]]))]
+        for own in of_each_device(program.device[ops], program.num_devices)
+    ]
 
 
 def _one_by_one(
@@ -214,6 +293,7 @@ def peak_memory(
     tape: Tape,
     timings: Timings,
     resident: FloatArray,
+    inside: Inside,
     peak: FloatArray,
     value_start: IntArray,
     kept: Kept,
@@ -227,12 +307,13 @@ def peak_memory(
         tape: The program.
         timings: Timings of the engine or the referee.
         resident: Bytes that stay for the whole step.  # [num_devices]
+        inside: What is made inside tasks.
         peak: Output.  # [num_devices]
         value_start: First value of each op.  # [num_compute_ops + 1]
         kept: Where values are kept.
     """
     lists = np.zeros((3, len(resident) + 1), np.int32)
-    begins = np.empty((int(tape.counts[NUM_TASKS]) + 1, 2), np.int32)
+    begins = np.empty((int(tape.counts[NUM_TASKS]) + 1, 3), np.int32)
     ascends = np.zeros((int(tape.counts[NUM_TASKS]), 2), np.bool_)
     num_tasks, is_compiled = int(tape.counts[NUM_TASKS]), len(kept.memory) > 0
     kinds = np.zeros(int(tape.counts[NUM_BUFFERS]) if is_compiled else 0, np.int8)
@@ -240,7 +321,7 @@ def peak_memory(
     if is_compiled:
         _fill_kinds(tape, value_start, kept.memory, kinds)
         _fill_members(tape, kept, members)
-    _memory_kernel(tape, timings, resident, peak, lists, begins, ascends, kinds, members)
+    _memory_kernel(tape, timings, resident, inside, peak, lists, begins, ascends, kinds, members)
 
 
 def _fill_members(tape: Tape, kept: Kept, members: IntArray) -> None:
@@ -286,9 +367,9 @@ def _fill_kinds(
 
 @kernel
 def _memory_kernel(
-    tape: Tape, timings: Timings, resident: FloatArray, peak: FloatArray, lists: IntArray,
-    begins: IntArray, ascends: npt.NDArray[np.bool_], kinds: npt.NDArray[np.int8],
-    members: IntArray,
+    tape: Tape, timings: Timings, resident: FloatArray, inside: Inside, peak: FloatArray,
+    lists: IntArray, begins: IntArray, ascends: npt.NDArray[np.bool_],
+    kinds: npt.NDArray[np.int8], members: IntArray,
 ) -> None:  # fmt: skip
     is_compiled = len(kinds) > 0
     alive = timings.alive
@@ -296,17 +377,22 @@ def _memory_kernel(
     for read in range(tape.counts[NUM_READS]):
         alive[tape.reads[read]] += 1
     num_devices = len(resident)
-    # Starts of each task's buffers and reads in a dense array: devices are processed one by one,
-    # and the records of a device's tasks lie far apart in memory.
+    # Starts of each task's buffers and reads, and what its kernel copies, in a dense array:
+    # devices are processed one by one, and the records of a device's tasks lie far apart.
+    stepping, copies = inside.stepping, len(inside.copies) > 0
     for task in range(tape.counts[NUM_TASKS] + 1):
         begins[task, 0] = tape.tasks[task].buffer_start
         begins[task, 1] = tape.tasks[task].read_start
+        begins[task, 2] = 0
+        if copies and task < tape.counts[NUM_TASKS] and tape.tasks[task].kind <= LAST_OP_KIND:
+            begins[task, 2] = inside.copies[tape.tasks[task].subject]
     _find_ascending(tape, begins, ascends)
     _list_events(tape, timings, num_devices, lists, begins)
     touching, touching_start = timings.touching, lists[0]
     for device in range(num_devices):
         live = resident[device]
         most = live
+        is_copied = copies and inside.on_cpu[device]
         op = timings.sequence_start[device]
         last_op = timings.sequence_start[device + 1]
         is_running = False
@@ -329,12 +415,21 @@ def _memory_kernel(
                 is_end = is_running or timings.finish[task] <= time
                 is_running = not is_end
                 op += 1 if is_end else 0
+                if is_copied and begins[task, 2] > 0:
+                    copied = _copied(tape, begins, task)
+                    live += copied if is_start else 0.0
+                    gone += copied if is_end else 0.0
             else:
                 task = touching[other] >> 1
                 is_end = touching[other] & 1 == 1
                 is_start = not is_end
                 other += 1
                 time = _time_of(timings, other, last_other)
+                if tape.tasks[task].kind == _UPDATE:
+                    if is_start:
+                        live += stepping[device]
+                    else:
+                        gone += stepping[device]
             # All ops of a compiled kernel, or the task alone.
             first = -1 if is_compiled and take_op and members[task, 0] != task else task
             member = first
@@ -388,6 +483,17 @@ def _memory_kernel(
                     late = 0.0
                     most = max(most, live)
         peak[device] = most
+
+
+@helper
+def _copied(tape: Tape, begins: IntArray, task: int) -> float:
+    """See ``copied_bytes``."""
+    read, made = 0.0, 0.0
+    for place in range(begins[task, 1], begins[task + 1, 1]):
+        read += tape.buffers[tape.reads[place]].num_bytes
+    for place in range(begins[task, 0], begins[task + 1, 0]):
+        made += tape.buffers[place].num_bytes
+    return max(read, made) if begins[task, 2] == _READS_OR_RESULT else read + made
 
 
 @helper

@@ -18,7 +18,7 @@ from heterog.lowering.program import FloatArray, Program
 from heterog.lowering.tables import GraphTables
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.memory import buffer_lives, of_each_device
+from heterog.simulator.memory import Lives, all_lives, of_each_device
 from heterog.strategy.strategy import Strategy
 
 
@@ -39,7 +39,8 @@ class MemoryKind(StrEnum):
     CONSTANTS = "constants"
     """The model's buffers and constants, and parameters that are not trained."""
     WORKSPACE = "workspace"
-    """Memory that kernels need besides their inputs and outputs while they run."""
+    """Memory that kernels need besides their inputs and outputs while they run, and optimizers
+    besides their state while they step."""
     STASH = "stash"
     """Older weights, further batches, and values of these batches for their backward passes."""
     MARGIN = "margin"
@@ -122,6 +123,7 @@ def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) 
     reported = evaluator.referee(choice, order).peak_memory_bytes
     tables = evaluator.tables_of(choice)
     kept_values = evaluator.kept_values(tables, choice)
+    inside = evaluator.inside(tables, choice)
     resident = _resident_parts(tables, choice)
     by_times = []
     for timings in (evaluator.timings, evaluator.referee_timings):
@@ -134,7 +136,12 @@ def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) 
         if any(mode.keeps_versions for mode in choice.modes):
             kind = MemoryKind.STASH
         parts[:, _NUMBER[kind]] += kept
-        lives = buffer_lives(program, start, finish, tables, kept_values)
+        lives = all_lives(program, start, finish, tables, kept_values, inside)
+        kinds = np.pad(
+            kinds,
+            (0, len(lives.end) - len(kinds)),
+            constant_values=_NUMBER[MemoryKind.WORKSPACE],
+        )
         by_times.append(_parts_at_peak(program, lives, kinds, parts))
     devices = []
     for index, device in enumerate(evaluator.cluster.devices):
@@ -200,19 +207,18 @@ def _buffer_kinds(program: Program, tables: GraphTables, graph: OpGraph) -> npt.
 
 def _parts_at_peak(
     program: Program,
-    lives: tuple[FloatArray, FloatArray],
+    lives: Lives,
     kinds: npt.NDArray[np.int64],
     resident: FloatArray,
 ) -> list[FloatArray]:
     """Bytes of each kind at the peak of each device, without margin."""
-    begin, end = lives
     found = []
-    sized = np.flatnonzero(program.buffer_bytes > 0.0)
-    of_device = of_each_device(program.buffer_device[sized], program.num_devices)
+    sized = np.flatnonzero(lives.num_bytes > 0.0)
+    of_device = of_each_device(lives.device[sized], program.num_devices)
     for device, own in enumerate(of_device):
         mine = sized[own]
-        sizes = program.buffer_bytes[mine]
-        times = np.concatenate([begin[mine], end[mine]])
+        sizes = lives.num_bytes[mine]
+        times = np.concatenate([lives.begin[mine], lives.end[mine]])
         changes = np.concatenate([sizes, -sizes])
         order = np.lexsort((changes, times))
         totals = np.concatenate([[0.0], np.cumsum(changes[order])])

@@ -14,9 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from heterog.cluster.schema import is_cpu
 from heterog.cluster.topology import Cluster, Sends
 from heterog.graph.op_graph import OpGraph
-from heterog.lowering import Choice, kept_bytes, lower_to_tape, make_scratch, program_from_tape
+from heterog.lowering import (
+    Choice,
+    kept_bytes,
+    lower_to_tape,
+    make_scratch,
+    program_from_tape,
+    stepping_bytes,
+)
 from heterog.lowering.channels import Channel, ChannelTable
 from heterog.lowering.folding import Fold, channels_named, fold_choice, folds
 from heterog.lowering.program import FloatArray, IntArray, Program
@@ -27,7 +35,7 @@ from heterog.pricing.cost_model import ChannelPrices, ChannelSeconds, CostModel,
 from heterog.pricing.intervals import Noise, noisy_prices, noisy_seconds
 from heterog.pricing.price_table import ChannelPricer, PriceTable, RuleSet, RuleSets
 from heterog.simulator.engine import GIVEN_UP, Order, run_program
-from heterog.simulator.memory import Kept, kept_values, peak_memory
+from heterog.simulator.memory import Inside, Kept, copies_of_ops, kept_values, peak_memory
 from heterog.simulator.place_facts import PlaceFacts, place_facts
 from heterog.simulator.referee import replay
 from heterog.simulator.timings import Timings, make_timings, with_room
@@ -35,6 +43,7 @@ from heterog.simulator.timings import Timings, make_timings, with_room
 _MOST_PRICES = 256  # folds whose channels stay priced
 _MOST_SCRATCHES = 8
 _MOST_FAILS = 256
+_NOTHING_COPIED = np.zeros(0, np.int32)
 
 
 class Folded(NamedTuple):
@@ -242,6 +251,8 @@ class Runner:
         )
         self.num_evaluations = 0
         self.num_tasks = 0
+        self._copies: dict[int, IntArray] = {}
+        self._are_cpus = np.array([is_cpu(each.name) for each in cluster.device_types])
         self.poll: Callable[[], None] = lambda: None
         self._folding = Folding(cluster, self.prices.pricer, self.channels)
         self.last = make_timings(1, 1, 1, 1)
@@ -352,10 +363,21 @@ class Runner:
         tables = rules.tables
         resident = kept_bytes(tape, tables, choice)
         kept = self.kept_values(tables, choice)
+        inside = self.inside(tables, choice, prices.type_of_device)
         for each, peak in zip(timings, peaks, strict=True):
-            peak_memory(tape, each, resident, peak, tables.value_start, kept)
+            peak_memory(tape, each, resident, inside, peak, tables.value_start, kept)
         most = peaks.max(axis=0)
         return np.asarray(most if fold is None else fold.unfolded(most), np.float64)
+
+    def inside(self, tables: GraphTables, choice: Choice, types: IntArray | None = None) -> Inside:
+        """What is made inside tasks on devices of some types, by default the cluster's."""
+        on_cpu = self._are_cpus[self.prices.types if types is None else types]
+        copies = _NOTHING_COPIED
+        if on_cpu.any():
+            if choice.rule_set not in self._copies:
+                self._copies[choice.rule_set] = copies_of_ops(self.graph, tables)
+            copies = self._copies[choice.rule_set]
+        return Inside(stepping_bytes(self.graph, tables, choice, on_cpu), copies, on_cpu)
 
     def kept_values(self, tables: GraphTables, choice: Choice) -> Kept:
         """Where a compiled step keeps the values of some tables."""

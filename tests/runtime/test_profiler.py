@@ -480,6 +480,33 @@ def test_peak_bytes_of_a_compiled_step_are_not_too_low(
     assert measured < predicted == pytest.approx(measured * (1 + MEMORY_MARGIN), rel=0.02)
 
 
+class Images(nn.Module):
+    """On a CPU, kernels of convolutions and ``Upsample`` copy what they read and make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(4, 32, 3, 1, 1), nn.SiLU(), nn.Upsample(scale_factor=2), nn.Conv2d(32, 16, 1)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layers(x).mean((2, 3))
+        return made
+
+
+def test_peak_bytes_of_kernels_that_copy_on_a_cpu() -> None:
+    batch = torch.randn(16, 4, 16, 16), torch.randint(0, 4, (16,))
+    workload = Workload(Images, batch, nn.functional.cross_entropy, torch.optim.SGD, {"lr": 0.1})
+    captured = capture_step(workload)
+    plan = make_plan(captured.graph, cluster_of((1.0, ["CPU"])), methods=["ddp"], budget="1e")
+    measured = peak_of_the_second_step(workload, plan, captured)
+    (predicted,) = plan.peak_memory_bytes
+    assert predicted == pytest.approx(measured * (1 + MEMORY_MARGIN), rel=0.06)
+    # That of a GPU's kernels, which copy nothing.
+    other = make_plan(captured.graph, cluster_of((1.0, ["T4"])), methods=["ddp"], budget="1e")
+    assert other.peak_memory_bytes[0] < 0.9 * predicted
+
+
 @pytest.mark.usefixtures("empty_kernels")
 def test_peak_bytes_of_a_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor allocates as predicted."""

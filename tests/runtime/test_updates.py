@@ -85,15 +85,14 @@ def test_clipping_is_that_of_one_device(
 
 
 def train_in_parts(rank: int, name: str, recipe: Recipe, path: str) -> Trained:
-    """As on a GPU, where the optimizer's kernels copy what they step together."""
+    """As with large models: several calls, and large parameters in pieces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer, "_WITHOUT_COPIES", set())
-        patch.setattr(optimizer, "_STEPPED_BYTES", 4096)
+        patch.setattr(optimizer, "STEPPED_BYTES_CPU", 1000)
         return train(rank, name, recipe, path)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ["ring", "server"])
+@pytest.mark.parametrize("case", ["ring", "server", "uneven slices"])
 def test_parameters_that_are_stepped_in_parts_are_those_of_one_device(
     ranks: Ranks, tmp_path: Path, case: str
 ) -> None:

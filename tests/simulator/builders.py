@@ -17,6 +17,7 @@ from heterog.cluster import Cluster, Device, DeviceType, Host, Link, PairLimit, 
 from heterog.cluster.topology import ROOFLINE, Execution, Sends
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import group_ops
+from heterog.graph.op_costs import Copies
 from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind
 from heterog.graph.placement import (
     Arg,
@@ -783,6 +784,7 @@ class Tasks:
 def random_case(rng: Random, execution: Execution = Execution.EAGER) -> tuple[Evaluator, Choice]:
     """A random strategy of a random graph on a random cluster, one to three steps unrolled."""
     graph, cluster = random_graph(rng), random_cluster(rng)
+    graph = replace(graph, optimizer_step_ratios=rng.choice([(0.0, 0.0), (0.5, 0.0), (3.0, 1.0)]))
     cluster = replace(cluster, sends=rng.choice(list(Sends)), execution=execution)
     strategy = random_strategy(rng, graph, cluster)
     cost_model = Roofline()
@@ -800,6 +802,11 @@ def random_case(rng: Random, execution: Execution = Execution.EAGER) -> tuple[Ev
     choice = evaluator.encode(strategy)
     if not strategy.step_barrier:
         choice = choice._replace(num_steps=rng.randint(2, 3))
+    if rng.random() < 0.5:  # kernels of some devices copy what they read or make
+        num_ops = len(evaluator.tables_of(choice).op_id)
+        kinds = [rng.choice([*Copies]) for _ in range(num_ops)]
+        evaluator._copies[choice.rule_set] = np.array(kinds, np.int32)
+        evaluator._are_cpus = np.array([rng.random() < 0.7 for _ in cluster.device_types])
     return evaluator, choice
 
 

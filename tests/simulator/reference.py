@@ -13,6 +13,7 @@ from itertools import pairwise
 from heterog.cluster import Cluster
 from heterog.cluster.topology import Sends
 from heterog.graph.axis_plan import axis_plan
+from heterog.graph.op_costs import Copies
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.channels import ChannelKind
 from heterog.lowering.program import (
@@ -26,6 +27,7 @@ from heterog.lowering.tables import graph_tables
 from heterog.pricing.cost_model import ChannelSeconds, CostModel
 from heterog.pricing.device_models.fusion import ResultMemory
 from heterog.simulator.engine import Order
+from heterog.simulator.memory import Inside
 
 
 @dataclass(frozen=True)
@@ -397,11 +399,13 @@ def memory(
     finish: Iterable[float],
     results: Sequence[int] | None = None,
     runs: Sequence[int] | None = None,
+    inside: Sequence[float] | None = None,
 ) -> list[float]:
     """Peak bytes of each device: walk all buffers, sort by time, ends before starts.
 
     What a link brings or takes away during an op is there for the whole op. ``results`` says for
-    each buffer where a compiler puts it, ``runs`` for each task where its kernel runs.
+    each buffer where a compiler puts it, ``runs`` for each task where its kernel runs,
+    ``inside`` what is made and freed inside each task.
     """
     begins, ends = list(start), list(finish)
     # Ops that take no time come one after the other, too.
@@ -432,12 +436,37 @@ def memory(
                 first, _ = running(program, begins, ends, device, born)
                 _, last = running(program, begins, ends, device, last_use[buffer])
                 changes += [(first, 1, size), (last, 0, -size)]
+        for task, size in enumerate(inside or ()):
+            if program.device[task] == device:
+                changes += [(begins[task], 1, size), (ends[task], 0, -size)]
         live = most = float(program.resident_bytes[device])
         for _, _, change in sorted(changes):
             live += change
             most = max(most, live)
         peaks.append(most)
     return peaks
+
+
+def made_inside(program: Program, inside: Inside) -> list[float]:
+    """What is made and freed inside each task."""
+    found = [0.0] * program.num_tasks
+    for task in range(program.num_tasks):
+        device = int(program.device[task])
+        if program.kind[task] == TaskKind.UPDATE:
+            found[task] = float(inside.stepping[device])
+        if (
+            program.kind[task] > LAST_OP_KIND
+            or not inside.on_cpu[device]
+            or not len(inside.copies)
+        ):
+            continue
+        reads = program.read_buffer[program.read_start[task] : program.read_start[task + 1]]
+        makes = slice(program.buffer_start[task], program.buffer_start[task + 1])
+        read = sum(float(program.buffer_bytes[buffer]) for buffer in reads)
+        made = float(program.buffer_bytes[makes].sum())
+        rule = {Copies.READS_OR_RESULT: max(read, made), Copies.READS_AND_RESULT: read + made}
+        found[task] = rule.get(Copies(inside.copies[program.subject[task]]), 0.0)
+    return found
 
 
 def assert_legal(tasks: list[PricedTask], start: Iterable[float], finish: Iterable[float]) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from heterog import Workload, capture
 from heterog.cluster.topology import Execution
 from heterog.lowering.program import TaskKind
+from heterog.lowering.resident import STEPPED_BYTES, STEPPED_BYTES_CPU
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 from heterog.simulator.memory import (
@@ -54,7 +55,8 @@ def test_equals_the_slow_reference(execution: Execution, seed: int) -> None:
     assert execution.compiles or not any(results)
     assert execution.compiles or runs == list(range(program.num_tasks))
     _, peak = evaluator.simulate(choice, order)
-    expected = reference.memory(program, start, finish, results, runs)
+    inside = reference.made_inside(program, evaluator.inside(tables, choice))
+    expected = reference.memory(program, start, finish, results, runs, inside)
     np.testing.assert_allclose(peak, expected, rtol=1e-9)
 
 
@@ -87,6 +89,42 @@ def test_one_device_by_hand() -> None:
     expected = resident + 2 * WEIGHT + 8 * SAMPLE
     (peak,) = Evaluator(graph, cluster).evaluate(strategy, Order.FIFO).peak_memory_bytes
     assert peak == with_margin(expected)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "optimizer", "made"),
+    [
+        ("T4", "Adam", 1.5 * 2 * WEIGHT),  # of both weights, in one call
+        ("CPU", "Adam", 3 * STEPPED_BYTES_CPU),  # of a piece of one
+        ("CPU", "Adafactor", 3 * WEIGHT),
+    ],
+)
+def test_what_an_optimizer_makes_while_it_steps_by_hand(
+    device_type: str, optimizer: str, made: float
+) -> None:
+    assert STEPPED_BYTES_CPU < WEIGHT < STEPPED_BYTES / 2
+    graph = replace(linear_chain(("a", "b")), optimizer=optimizer)
+    graph = replace(graph, optimizer_step_ratios=(3.0, 1.5))
+    cluster = cluster_of((10.0, [device_type]))
+    strategy = strategy_of(graph, cluster, Decision(devices=(0,), shares=(8,)))
+    (peak,) = Evaluator(graph, cluster).evaluate(strategy, Order.FIFO).peak_memory_bytes
+    # The first update begins when all gradients are there. That of y1, for which b's weight was
+    # read last, is held until then.
+    assert peak == with_margin(2 * WEIGHT * (1 + ADAM) + 2 * 8 * SAMPLE + 2 * WEIGHT + made)
+
+
+@pytest.mark.parametrize("sync", [Sync.PARAMETER_SERVER, Sync.ZERO2, Sync.RING])
+def test_what_an_optimizer_makes_is_of_the_parameters_that_a_device_steps(sync: Sync) -> None:
+    graph = replace(linear_chain(("a", "b")), optimizer_step_ratios=(0.0, 3.0))
+    cluster = cluster_of((10.0, ["T4", "T4"]))
+    slices = (3, 1) if sync.is_sharded else ()
+    decision = Decision(devices=(0, 1), shares=(4, 4), sync=sync, slices=slices)
+    served = {"homes": 1} if sync == Sync.PARAMETER_SERVER else {}
+    evaluator = Evaluator(graph, cluster)
+    choice = evaluator.encode(strategy_of(graph, cluster, decision, **served))
+    found = evaluator.inside(evaluator.tables_of(choice), choice).stepping
+    parts = {Sync.PARAMETER_SERVER: (0, 1), Sync.ZERO2: (0.75, 0.25), Sync.RING: (1, 1)}[sync]
+    assert found == pytest.approx([3 * 2 * WEIGHT * part for part in parts])
 
 
 def test_a_value_lives_until_its_last_reader() -> None:

@@ -15,7 +15,7 @@ from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator, Outcome
 from heterog.simulator.memory_breakdown import DeviceMemory, Fit, MemoryKind, memory_fit
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator.builders import cluster_of, linear_chain, random_case, strategy_of
-from tests.simulator.reference import running
+from tests.simulator.reference import made_inside, running
 
 WIDTH = 1024
 WEIGHT = 4 * WIDTH * WIDTH  # bytes of a weight
@@ -92,7 +92,12 @@ def slow_kind(program: Program, tables: GraphTables, phases: list[Phase], buffer
 
 
 def slow_breakdowns(
-    program: Program, start: FloatArray, finish: FloatArray, kinds: list[str], device: int
+    program: Program,
+    start: FloatArray,
+    finish: FloatArray,
+    kinds: list[str],
+    device: int,
+    inside: list[float],
 ) -> list[dict[str, float]]:
     """Bytes by kind at every moment at which a device is within a byte of its fullest."""
     last_use = [finish[maker] for maker in program.buffer_maker]
@@ -107,7 +112,11 @@ def slow_breakdowns(
             _, last = running(program, start.tolist(), finish.tolist(), device, last_use[buffer])
             changes.append((first, 1, size, kinds[buffer]))
             changes.append((last, 0, -size, kinds[buffer]))
-    live: dict[str, float] = dict.fromkeys(kinds, 0.0)
+    for task, size in enumerate(inside):
+        if program.device[task] == device:
+            changes.append((float(start[task]), 1, size, "workspace"))
+            changes.append((float(finish[task]), 0, -size, "workspace"))
+    live: dict[str, float] = dict.fromkeys([*kinds, "workspace"], 0.0)
     moments = [dict(live)]
     for _, _, change, kind in sorted(changes):
         live[kind] += change
@@ -130,6 +139,7 @@ def test_parts_add_up_and_equal_the_slow_reference(seed: int) -> None:
     phases = [op.phase for op in evaluator.graph.ops]
     schedules = [evaluator.timings(choice, order), evaluator.referee_timings(choice, order)]
     program = schedules[0][0]
+    inside = made_inside(program, evaluator.inside(tables, choice))
     kinds = [slow_kind(program, tables, phases, b) for b in range(len(program.buffer_device))]
     for index, device in enumerate(fit.devices):
         assert sum(size for _, size in device.parts) == device.peak_bytes
@@ -139,7 +149,7 @@ def test_parts_add_up_and_equal_the_slow_reference(seed: int) -> None:
         resident = sum(size for kind, size in device.parts if kind in staying)
         assert resident == pytest.approx(program.resident_bytes[index], abs=4.0)
         alive = {str(kind): size for kind, size in device.parts}
-        moments = [m for s in schedules for m in slow_breakdowns(*s, kinds, index)]
+        moments = [m for s in schedules for m in slow_breakdowns(*s, kinds, index, inside)]
         assert any(
             all(abs(alive[kind] - size) <= 1.0 for kind, size in moment.items())
             for moment in moments

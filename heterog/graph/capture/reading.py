@@ -5,7 +5,9 @@ device. How much state the optimizer keeps is measured on one real step.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from heterog.graph.op_costs import FLOPS, bytes_read_and_written, elementwise_fl
 from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind, UpdateScope
 from heterog.graph.optimizer_probe import (
     Kind,
+    LiveBytes,
     ParameterGroup,
     ProbedGroup,
     group_numbers,
@@ -25,6 +28,7 @@ from heterog.graph.optimizer_probe import (
     update_scope,
 )
 from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, R, S, TensorRef
+from heterog.graph.python_state import same_draws
 from heterog.graph.workload import Workload, named_leaves, plain_entries
 
 
@@ -45,10 +49,61 @@ def optimizer_state_ratio(
     >>> optimizer_state_ratio(torch.optim.SGD, {"momentum": 0.9}, {"momentum": 0.0})
     0.0
     """
-    parameter = nn.Parameter(torch.zeros(64, 64))
-    parameter.grad = torch.zeros_like(parameter)
+    instance, parameter, _ = _stepped(optimizer, options, own)
+    state = sum(
+        value.nbytes
+        for value in instance.state[parameter].values()
+        if isinstance(value, Tensor) and value.dim()
+    )
+    return state / parameter.nbytes
+
+
+def optimizer_step_ratios(
+    optimizer: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    own: Mapping[str, Any] | None = None,
+) -> tuple[float, float]:
+    """See ``OpGraph``; measured on the second real step of two small matrices.
+
+    Two, because a loop over tensors keeps what it has made for one until it makes that of the
+    next. Arguments are those of ``optimizer_state_ratio``.
+
+    >>> optimizer_step_ratios(torch.optim.Adam, {}), optimizer_step_ratios(torch.optim.SGD, {})
+    ((3.0, 1.0), (0.0, 0.0))
+    """
+    stated = {**options, **(own or {})}
+    in_turn = _made_bytes(optimizer, options, own)
+    can = "foreach" in signature(optimizer).parameters
+    if not can or stated.get("fused") or stated.get("foreach") is False:
+        return in_turn, 0.0
+    return in_turn, _made_bytes(optimizer, {**options, "foreach": True}, own) / 2
+
+
+def _made_bytes(
+    optimizer: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    own: Mapping[str, Any] | None,
+) -> float:
+    """Most bytes that a step of two matrices makes, per byte of one; 0 if it is not known."""
+    with suppress(Exception), same_draws():  # whatever the user's class raises
+        instance, *parameters = _stepped(optimizer, options, own)
+        with LiveBytes() as live:
+            instance.step()
+        return live.most / parameters[0].nbytes
+    return 0.0
+
+
+def _stepped(
+    optimizer: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    own: Mapping[str, Any] | None,
+) -> tuple[torch.optim.Optimizer, nn.Parameter, nn.Parameter]:
+    """An optimizer that has stepped two small matrices once, and these."""
+    first, second = (nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
+    for parameter in (first, second):
+        parameter.grad = torch.zeros_like(parameter)
     try:
-        groups = [{**probe_options(own or {}), "params": [parameter]}]
+        groups = [{**probe_options(own or {}), "params": [first, second]}]
         instance = optimizer(groups, **probe_options(options))
         instance.step()
     except RuntimeError as error:
@@ -66,12 +121,7 @@ def optimizer_state_ratio(
         raise CaptureError(
             f"optimizer {optimizer.__name__} cannot step with the options {given}: {error}"
         ) from error
-    state = sum(
-        value.nbytes
-        for value in instance.state[parameter].values()
-        if isinstance(value, Tensor) and value.dim()
-    )
-    return state / parameter.nbytes
+    return instance, first, second
 
 
 ATTENTION = {
@@ -179,6 +229,7 @@ class Reader:
             batch_placements=tuple(placements),
             optimizer=self.workload.optimizer.__name__,
             optimizer_state_ratio=self._mean_ratio(ratios),
+            optimizer_step_ratios=self._step_ratios(),
             loss=loss,
             master_dtype=str(self.workload.master_dtype or "").removeprefix("torch."),
             seen_scope=self._update_scope(gradients),
@@ -388,6 +439,19 @@ class Reader:
         for ratio, alike in members.items():
             found |= dict.fromkeys(alike, self._in_own_dtypes(ratio, alike))
         return found
+
+    def _step_ratios(self) -> tuple[float, float]:
+        """The largest ``optimizer_step_ratios`` of a group, with copies in other dtypes."""
+        load, most = self.workload, (0.0, 0.0)
+        options = dict(load.optimizer_options)
+        is_converted = load.master_dtype is not None or load.reduce_dtype is not None
+        for group in self.groups:
+            one, all_ = optimizer_step_ratios(load.optimizer, options, group.options)
+            copied = float(is_converted)  # the gradient, to the dtype that is stepped
+            if load.state_dtype is not None:  # its state is widened for a step
+                copied += optimizer_state_ratio(load.optimizer, options, group.options)
+            most = max(most[0], one + copied), max(most[1], all_ and all_ + copied)
+        return most
 
     def _update_scope(self, trained: Iterable[int]) -> UpdateScope:
         """The optimizer's update scope, probed with the kinds of parameters of each group."""

@@ -34,14 +34,14 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.optimizer_probe import ParameterGroup
 from heterog.graph.step import CountedOptions, StepOptions
 from heterog.graph.workload import Workload
+from heterog.lowering.resident import STEPPED_BYTES, STEPPED_BYTES_CPU
+from heterog.runtime.accelerators import CPU
 from heterog.runtime.step.collectives import Communicator, Pending
 from heterog.runtime.step.gradients import Gradients, decoded
+from heterog.runtime.step.pieces import is_cut, pieces_of
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.recorder import Recorder
 from heterog.runtime.step.slices import Slices
-
-_DTYPE = "state_dtype"
-"""Name of an optimizer's attribute: the dtype that its state is kept in."""
 
 
 def keep_state_in(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> None:
@@ -55,7 +55,6 @@ def keep_state_in(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -
     """
     if dtype is None:
         return
-    setattr(optimizer, _DTYPE, dtype)
 
     def narrow(stepper: torch.optim.Optimizer, *_: object) -> None:
         _convert(stepper, dtype)
@@ -63,11 +62,6 @@ def keep_state_in(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -
     optimizer.register_step_pre_hook(lambda stepper, *_: _convert(stepper, None))
     optimizer.register_step_post_hook(narrow)
     optimizer.register_load_state_dict_post_hook(narrow)
-
-
-def is_narrow(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether an optimizer keeps its state in a dtype of its own."""
-    return getattr(optimizer, _DTYPE, None) is not None
 
 
 def _convert(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> None:
@@ -199,12 +193,6 @@ Push = Callable[[Sequence[int], Sequence[Tensor]], None]
 _NORM_EPSILON = 1e-6
 """Same value as in ``torch.nn.utils.clip_grad_norm_``."""
 
-_STEPPED_BYTES = 64 * 2**20
-"""Bytes of parameters that are stepped in one call on a GPU: a few large kernels, small copies."""
-
-_WITHOUT_COPIES = {"cpu"}
-"""Devices where PyTorch's optimizers step one tensor after another."""
-
 
 def in_parts(rows: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
     """Cut rows, in order, into parts of at most ``most`` bytes; a larger row is a part alone.
@@ -285,19 +273,15 @@ class Updates:
         self._slices = slices
         self._masters = masters
         self._together = not part.graph.updates_elementwise  # all in one call
+        self._most_bytes = STEPPED_BYTES_CPU if device.type == CPU.type else STEPPED_BYTES
+        is_torchs_own = type(optimizer).__module__.startswith("torch.")  # not a rehearsal's
+        self._is_cut = part.graph.is_stepped_in_pieces and is_torchs_own
         self._push = push
         self._owned = [
             row
             for row in range(len(part.graph.updates))
             if part.rank in part.owners(row) and not part.zero_stage(row)
         ]
-        # Rows whose gradients are converted from the dtype of their sum for the optimizer.
-        self._copied = {
-            row
-            for row, (_, tensor, _) in enumerate(part.graph.updates)
-            if tensor in parameters
-            and masters.of(parameters[tensor]).dtype != part.gradient_dtype(row)
-        }
         self._step: StepUpdates | None = None  # the step of all waiting parameters
         self._waiting: dict[int, int] = {}  # row by tensor id
         self._arriving: dict[int, Pending] = {}  # by tensor id
@@ -439,11 +423,7 @@ class Updates:
         self._step, self._waiting = None, {}
         gradients = step.gradients
         rows = list(waiting.values())
-        # One by one if gradients are converted to another dtype, or state is widened for the step:
-        # otherwise all these copies would exist at the same time.
-        is_copied = is_narrow(self._optimizer) or not self._copied.isdisjoint(rows)
-        one_by_one = is_copied and not self._together
-        for part in [[row] for row in rows] if one_by_one else self._stepped_together(rows):
+        for part in self._stepped_together(rows):
             tensors = [self._part.graph.updates[row][1] for row in part]
             targets = [
                 (self._parameters[tensor], gradients.total(row))
@@ -456,15 +436,16 @@ class Updates:
     def _stepped_together(self, rows: list[int]) -> list[list[int]]:
         """Rows in parts that the optimizer steps in one call each.
 
-        On a GPU PyTorch's own optimizers have kernels for many tensors, which make intermediate
-        copies of all of them; in parts, the copies take little memory beside the gradients. The
-        results are the same if the optimizer steps parameters independently of each other.
+        An optimizer may make copies of all that it steps in one call, gradients are converted to
+        the dtype that it steps in, and its state may be widened for the step. In parts, all that
+        takes little memory beside the gradients. The results are the same if the optimizer steps
+        parameters independently of each other.
         """
-        if self._push is not None or self._together or self._device.type in _WITHOUT_COPIES:
+        if self._push is not None or self._together:
             return [rows]
         updates = self._part.graph.updates
-        sizes = [self._parameters[updates[row][1]].nbytes for row in rows]
-        return in_parts(rows, sizes, _STEPPED_BYTES)
+        sizes = [self._masters.of(self._parameters[updates[row][1]]).nbytes for row in rows]
+        return in_parts(rows, sizes, self._most_bytes)
 
     def _apply(
         self, step: StepUpdates, targets: list[tuple[nn.Parameter, Tensor]], rows: Sequence[int]
@@ -482,26 +463,39 @@ class Updates:
         if step.is_skipped:
             return
         assert self._optimizer is not None
+        if self.recorder is not None:
+            self.recorder.begin_update(rows)
+        together = []
+        for parameter, total in targets:
+            whole = self._masters.of(parameter)
+            if self._is_cut and is_cut(self._optimizer, whole, self._most_bytes):
+                flat = total.reshape(-1)
+                for piece, part in pieces_of(self._optimizer, whole, self._most_bytes):
+                    self._call(step, [(piece, flat[part])])
+            else:
+                together.append((whole, total))
+        if together:  # none on a rank whose slice is empty
+            self._call(step, together)
+        self._masters.write_back(parameter for parameter, _ in targets)
+        if self.recorder is not None:
+            self.recorder.end_update(rows)
+
+    def _call(self, step: StepUpdates, pairs: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+        """Call the optimizer once, for tensors with the sums of their gradients."""
+        assert self._optimizer is not None
         assert self._options is not None
-        stepped = [self._masters.of(parameter) for parameter, _ in targets]
-        for parameter, (_, total) in zip(stepped, targets, strict=True):
+        for stepped, total in pairs:
             # The factor has the wider dtype, because 1/65536 has few digits in float16.
             gradient = total.contiguous()
             scale = step.scale
             if scale is not None:
-                gradient = gradient.to(torch.promote_types(gradient.dtype, parameter.dtype))
+                gradient = gradient.to(torch.promote_types(gradient.dtype, stepped.dtype))
                 gradient = gradient * scale.to(gradient.dtype)
-            parameter.grad = gradient.to(parameter.dtype)
-        if self.recorder is not None:
-            self.recorder.begin_update(rows)
-        if targets:  # none on a rank whose slice is empty
-            with _only_with_gradients(self._optimizer), self._options.of(step.options):
-                self._optimizer.step()
-        self._masters.write_back(parameter for parameter, _ in targets)
-        if self.recorder is not None:
-            self.recorder.end_update(rows)
-        for parameter in stepped:
-            parameter.grad = None
+            stepped.grad = gradient.to(stepped.dtype)
+        with _only_with_gradients(self._optimizer), self._options.of(step.options):
+            self._optimizer.step()
+        for stepped, _ in pairs:
+            stepped.grad = None
 
 
 @contextmanager
