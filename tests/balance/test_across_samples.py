@@ -239,7 +239,7 @@ def test_buffers_of_ranks_own_samples_are_warned_of(center: Tensor) -> None:
     for model, value in zip(models, (center, torch.tensor([2.0, -2.0, 2.0, 2.0])), strict=True):
         model.register_buffer("center", value)
         model.register_buffer("mask", torch.full((4,), -torch.inf))
-    other = Replicas([models[1].center, models[1].mask]).facts()
+    other = Replicas(list(models[1].buffers())[-2:]).facts()
     ranks = Other([])
     check, asked = ReplicaCheck(models[0], ranks), []
 

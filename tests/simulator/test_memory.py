@@ -119,9 +119,11 @@ def test_what_an_optimizer_makes_is_of_the_parameters_that_a_device_steps(sync: 
     cluster = cluster_of((10.0, ["T4", "T4"]))
     slices = (3, 1) if sync.is_sharded else ()
     decision = Decision(devices=(0, 1), shares=(4, 4), sync=sync, slices=slices)
-    served = {"homes": 1} if sync == Sync.PARAMETER_SERVER else {}
+    strategy = strategy_of(graph, cluster, decision)
+    if sync == Sync.PARAMETER_SERVER:
+        strategy = strategy_of(graph, cluster, decision, homes=1)
     evaluator = Evaluator(graph, cluster)
-    choice = evaluator.encode(strategy_of(graph, cluster, decision, **served))
+    choice = evaluator.encode(strategy)
     found = evaluator.inside(evaluator.tables_of(choice), choice).stepping
     parts = {Sync.PARAMETER_SERVER: (0, 1), Sync.ZERO2: (0.75, 0.25), Sync.RING: (1, 1)}[sync]
     assert found == pytest.approx([3 * 2 * WEIGHT * part for part in parts])

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from published.hosts import alike_hosts
 from published.models import Model, graph_of
-from published.runs import a100_nodes, sailor_rows
+from published.runs import sailor_rows
 
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering import lower
@@ -151,7 +152,10 @@ def test_programs_do_what_the_textbook_says(
     layout = Layout(
         tp=tp, pp=pp, dp=dp, micro_batch=micro_batch, recompute=Recompute.FULL, schedule="1f1b"
     )
-    graph, cluster = graph_of(model, batch), a100_nodes(num_devices)
+    cluster = alike_hosts(
+        "A100-40GB", num_devices, intra="nvlink_a100", nic="{line_rate: 400 Gbit/s}"
+    )
+    graph = graph_of(model, batch)
     program = lower(graph, cluster, place_layout(layout, graph, cluster).strategy)
     devices = np.arange(num_devices).reshape(pp, dp, tp).tolist()
     teams = [[tuple(team) for team in stage] for stage in devices]

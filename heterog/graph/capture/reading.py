@@ -89,7 +89,7 @@ def _made_bytes(
         instance, *parameters = _stepped(optimizer, options, own)
         with LiveBytes() as live:
             instance.step()
-        return live.most / parameters[0].nbytes
+        return float(live.most / parameters[0].nbytes)
     return 0.0
 
 

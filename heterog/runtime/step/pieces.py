@@ -6,7 +6,7 @@ called for each piece; its state stays that of the whole tensor. Pieces that fit
 also stepped up to three times as fast.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ def is_cut(optimizer: torch.optim.Optimizer, whole: nn.Parameter, most_bytes: in
 
 def pieces_of(
     optimizer: torch.optim.Optimizer, whole: nn.Parameter, most_bytes: int
-) -> Iterator[tuple[nn.Parameter, slice]]:
+) -> Generator[tuple[nn.Parameter, slice], None, None]:
     """Put each piece of a tensor in its place in the optimizer, for one call of ``step``.
 
     Args:
