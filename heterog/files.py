@@ -6,7 +6,6 @@ read strictly: UTF-8, no key twice, no ``NaN``.
 """
 
 import errno
-import fcntl
 import gzip
 import json
 import os
@@ -17,7 +16,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -126,60 +125,28 @@ def write_atomically(path: str | Path, content: bytes) -> None:
 def moved_to(target: Path, *, is_folder: bool = False) -> Iterator[Path]:
     """A new hidden file or folder beside a path, which moves there at the end of the block.
 
-    It is removed if the block fails. What killed processes left in that folder is removed first:
-    a writer holds a lock on what it writes, and the lock ends with its process.
+    It is removed if the block fails.
 
     Args:
         target: Path of a file, there or not, or of a folder that is empty or not there.
         is_folder: Whether a folder is made.
     """
-    for path in target.parent.glob(f"{_BESIDE}*"):
-        with suppress(OSError):
-            handle = _opened(path)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(path)
-            finally:
-                os.close(handle)
-    beside, handle = _new_beside(target.parent, is_folder)
+    # A short name, because the file's own may already be as long as names can be.
+    if is_folder:
+        beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=_BESIDE))
+    else:
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=_BESIDE)
+        os.close(handle)
+        beside = Path(name)
     try:
         yield beside
         os.replace(beside, target)
     except BaseException:
-        _remove(beside)
-        raise
-    finally:
-        os.close(handle)
-
-
-def _new_beside(folder: Path, is_folder: bool) -> tuple[Path, int]:
-    """A new hidden file or folder, and the open file that locks it, where locks are known."""
-    while True:
-        # A short name, because the file's own may already be as long as names can be.
         if is_folder:
-            name = tempfile.mkdtemp(dir=folder, prefix=_BESIDE)
+            shutil.rmtree(beside, ignore_errors=True)
         else:
-            handle, name = tempfile.mkstemp(dir=folder, prefix=_BESIDE)
-            os.close(handle)
-        # It is gone if another process took it for a dead one's, before it was locked.
-        with suppress(FileNotFoundError):
-            handle = _opened(name)
-            with suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            if os.path.exists(name):
-                return Path(name), handle
-            os.close(handle)
-
-
-def _opened(path: str | Path) -> int:
-    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+            beside.unlink(missing_ok=True)
+        raise
 
 
 def cannot_write(path: str | Path, error: OSError, num_bytes: int) -> InputFileError:

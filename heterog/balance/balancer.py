@@ -284,7 +284,7 @@ class Balancer(Follower):
     def begin_step(self, deal: Deal, sampler: ShareSampler | None = None) -> None:
         """Called by a loader when the loop gets the batch of this deal."""
         if self._replicas is None and self._check_replicas and self.model is not None:
-            self._replicas = ReplicaCheck(self.model, self.group, self.weights.passes.beside)
+            self._replicas = ReplicaCheck(self.model, self.group)
         sampler = self.share_sampler if sampler is None else sampler
         sampler.begin_step(deal)
         if self._open.is_inside:

@@ -32,7 +32,6 @@ from heterog.balance.loss_terms import (
     Factor,
     Ranks,
     factors_of,
-    normalised_constant,
     summed,
     unlike_totals,
 )
@@ -353,8 +352,6 @@ class MeanCounts:
             self._compare(seen, told)
             self._warn_of_rows(told)
             self._compare_factors(told)
-            if is_open and normalised_constant(loss, samples):
-                self._warn(_NORMALISED)
         elif seen.counts is not None:
             for index, (count, known) in enumerate(zip(own, seen.counts, strict=False)):
                 seen.counts[index] = self._left(known, count.number, samples)
@@ -488,12 +485,6 @@ _FACTORS = (
     "computes a factor from its own samples (by .item() of a loss), or adds a term if they need "
     "it, one process does so for all of them. Compute it of balancer.mean_loss() or of sums over "
     "ranks, and weigh sums of some samples divided by the number of all; {own}."
-)
-_NORMALISED = (
-    "the loss multiplies each sample by a constant that was normalised over this rank's samples "
-    "(advantages less their mean, weights divided by their sum){}, and one process normalises "
-    "over the whole batch. Use the mean and the deviation of all ranks, or normalise before the "
-    "samples are dealt; for weights divided by their sum call weigh(loss, count=sum); {own}."
 )
 _OWN = (
     "where each rank shall have its own, say so: weigh(loss, count=len(batch)), or a Trainer's "

@@ -1,17 +1,14 @@
-"""The terms that a loss adds up, from the graph of autograd: their factors, and constants in them.
+"""The terms that a loss adds up, and their factors, from the graph of autograd.
 
 A balancer weighs means. If L_r = sum_k a_k x_k is the loss of rank r, with a factor a_k for each
 element x_k of its terms, then the sum of all a_k is 1 for a mean, and alike on all ranks for a sum
 of means and of penalties on weights. For a sum over samples it grows with them, and where a rank
 computes a factor from its own loss (by ``.item()``) it is any number. Terms whose factor is one
 over the rank's samples are left out: of those some samples may have none.
-
-A constant that multiplies samples' losses may have been normalised over the samples of a rank:
-advantages less their mean, weights divided by their sum. Its sum shows this.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,20 +18,15 @@ from heterog.balance.across_samples import inputs_of, maker_of
 MOST_FACTORS = 4
 """Most unlike factors of one loss that ranks compare; a loss with more is not compared."""
 _MOST_NODES = 4096
-_MOST_CONSTANTS = 32
 _SUM = 2
 """Number of the reduction ``sum`` in ATen."""
 _SAME = 1e-5
-_NORMALISED = 1e-6
-"""Largest sum of a normalised constant, or difference of it from 1, as a part of its elements."""
 _KEEPS = (
     *("ToCopy", "Clone", "Alias", "View", "UnsafeView", "Reshape", "Squeeze"),
     *("Unsqueeze", "Transpose", "TBackward", "Permute"),
 )
 _ADDS = ("AddBackward", "SubBackward", "RsubBackward", "Neg", "Stack", "Cat")
-_SUMS = ("SumBackward", "MeanBackward")
 _PRODUCTS = ("MulBackward", "DivBackward")
-_CHOOSES = ("Minimum", "Maximum", "Where", "Clamp", "Exp", "Expand")
 """Beginnings of names of nodes."""
 
 
@@ -87,8 +79,16 @@ def summed(told: Ranks) -> list[float] | None:
     >>> sums = [(3.0, [Factor(1.0, 3.0)]), (2.0, [Factor(1.0, 2.0)])]
     >>> summed(sums), summed([(n, [Factor(1 / n, 1.0)]) for n, _ in sums])
     ([3.0, 2.0], None)
+
+    Half of a mean over four samples has the factor of a mean over eight:
+
+    >>> means = [(n, [Factor(1 / n, 1.0), Factor(0.5 / n, 0.5)]) for n in (8.0, 4.0)]
+    >>> summed(means)
     """
+    samples = told[0][0]
     for factor, _ in told[0][1]:
+        if _is_of_mean(factor * samples, told):
+            continue
         found = [_like(factor, factors) for _, factors in told]
         totals = [each.total for each in found if each is not None]
         if len(totals) == len(told) and not is_alike(totals):
@@ -106,14 +106,15 @@ def unlike_totals(told: Ranks) -> list[float] | None:
     [0.5, 0.7]
     """
     totals = [
-        sum(
-            each.total
-            for each in factors
-            if not all(_like(each.factor * n / other, others) for other, others in told)
-        )
+        sum(each.total for each in factors if not _is_of_mean(each.factor * n, told))
         for n, factors in told
     ]
     return None if is_alike(totals) else totals
+
+
+def _is_of_mean(part: float, told: Ranks) -> bool:
+    """Whether all ranks have a factor that is this part over their samples."""
+    return all(_like(part / samples, factors) for samples, factors in told)
 
 
 def _like(factor: float, factors: Sequence[Factor]) -> Factor | None:
@@ -123,19 +124,6 @@ def _like(factor: float, factors: Sequence[Factor]) -> Factor | None:
 def is_alike(values: Sequence[float]) -> bool:
     """Whether numbers are the same but for rounding."""
     return all(math.isclose(each, values[0], rel_tol=_SAME, abs_tol=1e-9) for each in values)
-
-
-def normalised_constant(loss: Tensor, samples: float) -> bool:
-    """Whether a constant by which losses of samples are multiplied is normalised over them.
-
-    >>> import torch
-    >>> x, weights = torch.ones(3, requires_grad=True), torch.tensor([0.5, 1.25, 2.0])
-    >>> def seen(constant):
-    ...     return normalised_constant((x.exp() * constant).mean(), 3)
-    >>> seen(weights), seen(weights - weights.mean()), seen(weights / weights.mean())
-    (False, True, True)
-    """
-    return any(_is_normalised(each, samples) for each in _constants(loss, samples))
 
 
 def _below(node: Any, factor: float) -> list[tuple[Any, int, float]] | None:
@@ -191,31 +179,3 @@ def _numel(node: Any, output: int) -> int:
         return math.prod(node._input_metadata[output].shape)
     except RuntimeError:  # strided nested tensors have no shape
         return 1
-
-
-def _constants(loss: Tensor, samples: float) -> Iterator[Tensor]:
-    """Constants with numbers for each sample, by which the last terms are multiplied."""
-    waiting: list[Any] = [maker_of(loss)[0]]
-    for _ in range(_MOST_CONSTANTS):
-        node = waiting.pop(0) if waiting else None
-        if node is None:
-            continue
-        if node.name().startswith((*_PRODUCTS, "DotBackward")):
-            by = _constant_of(node)
-            if isinstance(by, Tensor) and by.dim() and len(by) == samples:
-                yield by
-        elif not node.name().startswith((*_KEEPS, *_ADDS, *_SUMS, *_CHOOSES)):
-            continue
-        waiting += [each for each, _ in inputs_of(node)]
-
-
-def _is_normalised(constant: Tensor, samples: float) -> bool:
-    if not constant.is_floating_point() or constant.is_meta or samples < 2:
-        return False
-    rows = constant.detach().double().reshape(int(samples), -1).sum(1)
-    size = float(rows.abs().sum())
-    is_uniform = float(rows.max() - rows.min()) <= _SAME * size / samples
-    if is_uniform or not math.isfinite(size) or bool((rows == rows.round()).all()):
-        return False  # the sum of signs or labels may be anything by chance
-    wanted = 0.0, 1.0, float(constant.numel())
-    return any(abs(float(rows.sum()) - each) <= _NORMALISED * size for each in wanted)

@@ -33,13 +33,6 @@ LEAST_LOSSES, LEAST_PASSES = 8, 2
 """Weighed losses, and passes over the data, by which a model has been updated: few loops add up
 gradients of more."""
 
-_LIMITS = frozenset(
-    (
-        *("clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_max", "hardtanh", "tanh"),
-        *("sign", "sgn", "normalize", "renorm", "renorm_"),
-    )
-)
-"""Names of functions by which hooks limit or normalise gradients."""
 _MARK = "heterog.weighed"
 _MOST_NODES = 16
 _EVERY: "WeakSet[Passes]" = WeakSet()
@@ -80,10 +73,7 @@ class Passes:
         self._now: set[int] = set()  # identities of parameters that the pass has reached
         self._others: set[int] = set()  # that have gradients of losses that were not weighed
         self._trained: set[int] = set()  # that a weighed pass has ever reached
-        self._num_steps = self._num_passes = self._num_losses = 0
-        self._whole: nn.Module | None = None  # the model that is followed
-        self._leaves: list[ref[Tensor]] = []  # of weighed losses, beside its parameters
-        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._num_steps = self._num_passes = 0
         self._has_warned = False
         _EVERY.add(self)
 
@@ -112,8 +102,6 @@ class Passes:
         self._hooks, self._hooked, self._parts = [], {}, []
         self._others, self._trained = set(), set()
         self._num_steps = self._num_passes = 0
-        self._whole = model
-        _check_hooks(model)
         for part in wrapped_parts(model):
             own = [
                 each
@@ -140,23 +128,7 @@ class Passes:
         node: Any = loss.grad_fn
         if node is not None:
             node.metadata[_MARK] = True
-        self._num_losses += 1
-        if self._whole is not None and compared_after(self._num_losses):
-            own = {id(each) for each in self._whole.parameters()}
-            known = own | {id(each()) for each in self._leaves}
-            self._leaves += [ref(each) for each in _leaves(loss) if id(each) not in known]
         loss.register_hook(_begun)  # type: ignore[no-untyped-call]
-
-    def beside(self) -> list[Tensor]:
-        """What optimizers update of weighed losses' parameters that are no part of the model."""
-        updated = {
-            id(each)
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for each in group["params"]
-        }
-        leaves = [each() for each in self._leaves]
-        return [each for each in leaves if each is not None and id(each) in updated]
 
     def reached(self, parameter: Tensor) -> None:
         """Note that the pass that runs has added to the gradient of a parameter."""
@@ -179,7 +151,6 @@ class Passes:
 
     def check_update(self, optimizer: Optimizer) -> None:
         """Note an update, and warn once if a loss that gave it gradients was not weighed."""
-        self._optimizers.add(optimizer)
         if self._parts:
             self._parts = [each for each in self._parts if not _updates(optimizer, each.own)]
         if not self._others:
@@ -242,38 +213,6 @@ class Passes:
             )
 
 
-def _check_hooks(model: nn.Module) -> None:
-    """Warn of a parameter whose gradient a hook changes before ranks average it, by no factor."""
-    for name, parameter in model.named_parameters():
-        hooks = getattr(parameter, "_backward_hooks", None) or {}
-        if any(_limits(hook) for hook in hooks.values()):
-            warnings.warn(
-                f"a hook of parameter {name} changes its gradient, and not by a factor (a clip, a "
-                "norm): on each rank it gets the gradient of the rank's own samples, where one "
-                "process has that of the whole batch. Change gradients after the backward pass, "
-                "as clip_grad_value_ and clip_grad_norm_ do.",
-                HeterogWarning,
-                stacklevel=5,
-            )
-            return
-
-
-def _limits(hook: object) -> bool:
-    """Whether a hook's code names a function that limits or normalises a gradient.
-
-    It is not called: it may count, collect or send what it gets.
-
-    >>> import functools
-    >>> hooks = lambda g: 2 * g, lambda g: g.clamp(-1, 1), [].append, lambda g: torch.sign(g)
-    >>> [_limits(each) for each in (*hooks, functools.partial(hooks[1]))]
-    [False, True, False, True, True]
-    """
-    while isinstance(hook, partial):
-        hook = hook.func
-    code = getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
-    return not _LIMITS.isdisjoint(getattr(code, "co_names", ()))
-
-
 def check_not_weighed(loss: Tensor) -> None:
     """Check that a loss has not been weighed before.
 
@@ -292,20 +231,6 @@ def check_not_weighed(loss: Tensor) -> None:
                 "and add the results."
             )
         waiting.extend(each for each, _ in node.next_functions)
-
-
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """The tensors that a loss depends on and that get gradients, each once."""
-    waiting: list[Any] = [loss.grad_fn]
-    seen: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        waiting += [each for each, _ in node.next_functions]
 
 
 def wrapped_parts(model: nn.Module) -> list[nn.Module]:

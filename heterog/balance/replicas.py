@@ -7,14 +7,13 @@ would be trained with twice and others not at all.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import _is_fsdp_flattened
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -35,13 +34,10 @@ class ReplicaCheck:
     Args:
         model: The model, wrapped or not. Parameters that are sharded among ranks are left out.
         group: The ranks.
-        beside: Gives parameters of losses that are no part of the model, if there are any.
     """
 
-    def __init__(
-        self, model: nn.Module, group: RankGroup, beside: Callable[[], list[Tensor]] = list
-    ) -> None:
-        self._model, self._group, self._beside = model, group, beside
+    def __init__(self, model: nn.Module, group: RankGroup) -> None:
+        self._model, self._group = model, group
         self._replicas = Replicas(list(_replicated(model)))
         self._frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
         self._looks_at_buffers = True
@@ -64,28 +60,8 @@ class ReplicaCheck:
             found = drift(told, self._num_steps)
             if found is not None:
                 raise BalanceError(self._described(found))
-            self._compare_beside()
             if self._looks_at_buffers:
                 self._compare_buffers()
-
-    def _compare_beside(self) -> None:
-        """Compare what is updated beside the model: the weights of a loss, another network."""
-        held = [each for each in self._beside() if _is_replica(each)]
-        shapes = fingerprint([tuple(each.shape) for each in held])
-        every = self._group.gather([shapes])
-        if not held or any(each != every[0] for each in every):
-            return  # of samples, or of ranks that have optimizers of their own
-        found = drift(self._group.gather(Replicas(held).facts()), self._num_steps)
-        if found is not None:
-            raise BalanceError(
-                f"after step {self._num_steps} a parameter of shape "
-                f"{tuple(held[found.place].shape)} differs between ranks {found.ranks[0]} and "
-                f"{found.ranks[1]}: an optimizer updates it, but it is no part of Balancer's "
-                "model, and no wrapper averages its gradients (a loss with weights, a second "
-                "network). Make it a part of the module that DistributedDataParallel wraps; or "
-                "give Balancer both, nn.ModuleList([model, criterion]), and call "
-                "balancer.average_gradients() before the optimizer steps."
-            )
 
     def _compare_buffers(self) -> None:
         buffers = dict(_kept_buffers(self._model))
@@ -177,15 +153,10 @@ def _replicated(model: nn.Module) -> Iterator[Tensor]:
         left_out = set(model.parameters_to_ignore)
         model = model.module
     for name, parameter in model.named_parameters():
-        if name not in left_out and _is_replica(parameter):
-            yield parameter
-
-
-def _is_replica(parameter: Tensor) -> bool:
-    """Whether a parameter has numbers, and all of them on this rank."""
-    is_number = parameter.is_floating_point() or parameter.is_complex()
-    is_part = isinstance(parameter.data, DTensor) or _is_fsdp_flattened(parameter)
-    return is_number and not is_part and not parameter.is_meta
+        is_number = parameter.is_floating_point() or parameter.is_complex()
+        if name not in left_out and is_number and not parameter.is_meta:
+            if not isinstance(parameter.data, DTensor):
+                yield parameter
 
 
 def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

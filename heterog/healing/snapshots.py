@@ -16,7 +16,7 @@ from torch import Tensor
 
 from heterog.errors import InputFileError
 from heterog.healing.elastic import any_rank, gather, set_silence
-from heterog.healing.shelf import NEVER, LostError, Moment, Part, Shelf
+from heterog.healing.shelf import INDEX, NEVER, LostError, Moment, Part, Shelf
 from heterog.runtime.accelerators import CPU_BACKEND
 from heterog.runtime.checkpoint.boxes import Entry
 from heterog.runtime.checkpoint.contents import SavedOptimizer
@@ -187,15 +187,16 @@ class SnapshotWriter:
     def _copies(self, said: Sequence[Mapping[str, int]]) -> list[_Way]:
         """Where files go: each to a first host before any goes to a second, small files first.
 
-        So a host that is lost meanwhile takes few files with it that no other has.
+        So a host that is lost meanwhile takes few files with it that no other has. Indices go
+        first: a host that has a file has its index.
         """
         ways = [
-            (copy, said[source][name], _Way(name, source, target))
+            (copy, not name.endswith(INDEX), said[source][name], _Way(name, source, target))
             for source, host in enumerate(self._host_of)
             for copy, target in enumerate(self._after[host])
             for name in said[source]
         ]
-        return [way for _, _, way in sorted(ways)]
+        return [way for *_, way in sorted(ways)]
 
     def _copy(self, names: Sequence[str]) -> None:
         try:

@@ -23,7 +23,7 @@ from heterog.cluster.topology import Execution
 from heterog.graph.op_costs import Copies, copies_on_cpu
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering import value_of_buffers
-from heterog.lowering.kernels import helper, kernel
+from heterog.lowering.kernels import by_reference, helper, kernel
 from heterog.lowering.program import (
     FIRST_FREE_KIND,
     LAST_OP_KIND,
@@ -79,6 +79,7 @@ def kept_values(
 NOTHING_COMPILED = Kept(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
+@by_reference
 class Inside(NamedTuple):
     """What kernels and the optimizer make and free inside a task."""
 

@@ -94,28 +94,6 @@ def test_factors_that_ranks_compute_are_warned_of(name: str) -> None:
     assert on_two(OWN[name], (8, 8)) == []  # of the same samples they are alike
 
 
-NORMALISED: dict[str, Loss] = {
-    "advantages": lambda x: -(log_prob(x) * (weights(x) - weights(x).mean())).mean(),
-    "clipped": lambda x: torch.min(
-        x[:, 1].exp() * (weights(x) - weights(x).mean()),
-        x[:, 1].exp().clamp(1.2, 1.5) * (weights(x) - weights(x).mean()),
-    ).mean(),
-    "of mean one": lambda x: (of_each(x) * (weights(x) / weights(x).mean())).mean(),
-    "product": lambda x: (weights(x) / weights(x).sum()) @ of_each(x),
-}
-
-
-@pytest.mark.parametrize("name", NORMALISED)
-@pytest.mark.parametrize("sizes", [(8, 5), (8, 8)])
-def test_constants_normalised_over_samples_are_warned_of(
-    name: str, sizes: tuple[int, int]
-) -> None:
-    told = on_two(NORMALISED[name], sizes)
-    assert told
-    assert all("normalised over this rank's samples" in each for each in told)
-    assert on_two(NORMALISED[name], sizes, is_stated=True) == []
-
-
 MEANS: dict[str, Loss] = {
     "of a list": lambda x: sum((each.exp().mean() for each in x), x.new_zeros(())) / len(x),
     "of some samples": lambda x: of_each(x)[kinds(x) > 0].sum() / len(x) + of_each(x).mean(),
@@ -137,6 +115,12 @@ MEANS: dict[str, Loss] = {
 @pytest.mark.parametrize("sizes", [(8, 5), (8, 8)])
 def test_means_over_samples_pass(name: str, sizes: tuple[int, int]) -> None:
     assert on_two(MEANS[name], sizes) == []
+
+
+@pytest.mark.parametrize(("part", "sizes"), [(0.5, (8, 4)), (0.1, (10, 1)), (0.25, (4, 16))])
+def test_parts_of_means_are_no_sums(part: float, sizes: tuple[int, int]) -> None:
+    """Half of a mean over four samples has the factor of a mean over eight."""
+    assert on_two(lambda x: (x.cos().sum() + part * x.exp().sum()) / len(x), sizes) == []
 
 
 class WithLoss(nn.Module):

@@ -1090,7 +1090,7 @@ def test_a_refusal_of_the_system_leaves_nothing(
     def refuse(source: object, target: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("heterog.export.folder.os.replace", refuse)
+    monkeypatch.setattr("heterog.files.os.replace", refuse)
     with pytest.raises(InputFileError, match=r"cannot write .*job: No space left on device"):
         export_plan(even, "ddp", tmp_path / "job")
     assert not list(tmp_path.iterdir())

@@ -428,7 +428,9 @@ def test_positions_are_shared_out_between_matrix_products() -> None:
     for name in ("tp=2,dp=4,micro_batch=4", "tp=2,dp=4,micro_batch=4,sp=true"):
         strategy = placed(name).strategy
         programs[name] = lower(GRAPH, CLUSTER, strategy)
-        peaks[name] = Evaluator(GRAPH, CLUSTER).referee(strategy).peak_memory_bytes
+        # Of a graph as small as this, the optimizer's own results would be the peak.
+        graph = replace(GRAPH, optimizer_step_ratios=(0.0, 0.0))
+        peaks[name] = Evaluator(graph, CLUSTER).referee(strategy).peak_memory_bytes
     plain, split = programs.values()
     sums = split.kind == TaskKind.REDUCE_VALUE
     assert not (split.num_bytes[sums] > 1000.0).any(), "only the loss and its label counts"

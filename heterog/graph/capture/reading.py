@@ -89,7 +89,7 @@ def _made_bytes(
         instance, *parameters = _stepped(optimizer, options, own)
         with LiveBytes() as live:
             instance.step()
-        return float(live.most / parameters[0].nbytes)
+        return min(float(live.most / parameters[0].nbytes), _MOST_RATIO)
     return 0.0
 
 
@@ -124,6 +124,8 @@ def _stepped(
     return instance, first, second
 
 
+_MOST_RATIO = 8.0
+"""Most that is told of an optimizer; what does not grow with parameters counts as if it did."""
 ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu.default": "attention",
     "_scaled_dot_product_flash_attention.default": "attention",

@@ -339,7 +339,9 @@ class Estimator:
             slices.parameter_bytes, slices.state_bytes, slices.held_bytes(point.recompute)
         )  # fmt: skip
         factors = [
-            self._held(stage, count - number, micro, point) for number, stage in enumerate(stages)
+            # Chunks of a device in a V are as far from both ends as those of the first one.
+            self._held(stage, count - number * (not point.in_a_v), micro, point)
+            for number, stage in enumerate(stages)
         ]
         found: FloatArray = np.stack(sizes, axis=1) @ np.array(factors).T
         return found
@@ -364,8 +366,8 @@ class Estimator:
         # Parameters and gradients are whole under stage 1 and slices under stage 3.
         whole = 2.0 * (1.0 - sliced) if point.zero == 1 else 0.0
         most = 2 * behind - 1 if point.hides_messages else behind
-        if point.in_a_v:  # chunks of a device are as far from both ends as the first one is
-            most = len(point.layers[0]) // 2
+        if point.in_a_v:  # see ``_memory``
+            most = behind
         in_flight = max(min(most, point.num_micro), 1)
         return whole / members, sliced / members, micro / stage.teams / members * in_flight
 

@@ -78,7 +78,14 @@ class Variants:
 
         Of each of these the ones with the least estimates, with samples and layers cut again.
         """
-        plain = replace(point, samples=(), layers=(), in_a_v=False, splits_backward=False)
+        plain = replace(
+            point,
+            samples=(),
+            layers=(),
+            in_a_v=False,
+            splits_backward=False,
+            copies_on_hosts=False,
+        )
         alike: list[list[Composition]] = []
         for place in places(point):
             alike += [list(vary(plain, place)) for vary in (self.by_island, self.by_hosts)]
@@ -105,7 +112,9 @@ class Variants:
             for other in self.by_hosts(point, place):
                 seconds, samples = self.estimator.shared_out(replace(other, samples=()))
                 if np.isfinite(seconds):
-                    yield replace(other, samples=samples)
+                    has_copies = num_copies(other.pools[0], self.slices) > 1
+                    copies = point.copies_on_hosts and has_copies
+                    yield replace(other, samples=samples, copies_on_hosts=copies)
 
     def kept(self, point: Composition) -> Iterator[Composition]:
         """Slices of ZeRO over all hosts and, with one pool, also a sliced copy on each host."""
@@ -136,7 +145,9 @@ class Variants:
         """Variants with multiples of the micro-batches, if the model can be cut into them."""
         for factor in times:
             num_micro = int(factor * point.num_micro)
-            if num_micro and num_micro == self.bounded(num_micro):
+            if not num_micro or num_micro != self.bounded(num_micro):
+                continue
+            if len(point.pools) == 1 or not any(n % num_micro for n in point.samples):
                 yield replace(point, num_micro=num_micro)
 
     def by_island(self, point: Composition, place: tuple[int, int]) -> Iterator[Composition]:
