@@ -365,9 +365,8 @@ class Estimator:
             sliced = 1.0 / stage.teams
         # Parameters and gradients are whole under stage 1 and slices under stage 3.
         whole = 2.0 * (1.0 - sliced) if point.zero == 1 else 0.0
-        most = 2 * behind - 1 if point.hides_messages else behind
-        if point.in_a_v:  # see ``_memory``
-            most = behind
+        is_plain = point.in_a_v or not point.hides_messages
+        most = behind if is_plain else 2 * behind - 1
         in_flight = max(min(most, point.num_micro), 1)
         return whole / members, sliced / members, micro / stage.teams / members * in_flight
 

@@ -93,7 +93,9 @@ class CompositionSearch(PointSearch[Composition]):
         self.num_ranked, self.ranked = 0, list[Composition]()
         self.plain: list[tuple[float, Composition]] = []
         self.prospects = Prospects(self.estimator.seconds)
+        # The referee's seconds over the engine's, for each division that has been judged.
         self.judged: dict[tuple[object, ...], float] = {}
+        self.mean_ratio = 1.0
 
     @property
     def why_nothing(self) -> str:
@@ -148,23 +150,15 @@ class CompositionSearch(PointSearch[Composition]):
 
     def _best_judged(self) -> list[Composition]:
         """All points, best first by what the referee is expected to say."""
-        return sorted(self.found, key=self._judged_preference())
+        return sorted(self.found, key=self._expected)
 
-    def _judged_preference(self) -> Callable[[Composition], tuple[float, float]]:
-        """Sort key: missing bytes, and the engine's seconds times the referee's ratio to them."""
-        found, ratio = self.found, self._ratio()
+    def _expected(self, point: Composition) -> tuple[float, float]:
+        """(missing bytes, the engine's seconds times the referee's ratio to them).
 
-        def preference(point: Composition) -> tuple[float, float]:
-            missing, seconds = found[point].preference
-            return missing, seconds * ratio(point)
-
-        return preference
-
-    def _ratio(self) -> Callable[[Composition], float]:
-        """The referee's seconds over the engine's, as known for a division, else the mean."""
-        known = self.judged
-        mean = sum(known.values()) / len(known) if known else 1.0
-        return lambda point: known.get(_division(point), mean)
+        The ratio is that of the division, or the mean if none of it has been judged.
+        """
+        missing, seconds = self.found[point].preference
+        return missing, seconds * self.judged.get(_division(point), self.mean_ratio)
 
     # --- estimates -------------------------------------------------------------------------------
 
@@ -472,7 +466,7 @@ class CompositionSearch(PointSearch[Composition]):
             if start not in self.prospects.varied:
                 own = self.found[start]
                 variants = self.variants.beside(start, fits=own.is_ok)
-                self.prospects.vary(start, own.step_time_s * self._ratio()(start), variants)
+                self.prospects.vary(start, self._expected(start)[1], variants)
         point = self.prospects.next(lambda each: each in self.found or each in self.refused)
         if point is None:
             return False
@@ -495,7 +489,7 @@ class CompositionSearch(PointSearch[Composition]):
         compositions of a division.
         """
         while self.found:
-            best = min(self.found, key=self._judged_preference())
+            best = min(self.found, key=self._expected)
             if _division(best) in self.judged:
                 return
             found, ratio = self.found[best], 1.0
@@ -504,6 +498,7 @@ class CompositionSearch(PointSearch[Composition]):
                 judged = self.evaluator.referee(self.strategy_of(best), found.order)
                 ratio = judged.step_time_s / found.step_time_s if judged.is_ok else 1.0
             self.judged[_division(best)] = ratio
+            self.mean_ratio = sum(self.judged.values()) / len(self.judged)
 
 
 def _division(point: Composition) -> tuple[object, ...]:
