@@ -41,6 +41,8 @@ from heterog.lowering.choice import Decided as Decided
 from heterog.lowering.choice import Encoder as Encoder
 from heterog.lowering.choice import encode as encode
 from heterog.lowering.program import LAST_OP_KIND, FloatArray, IntArray, Program
+from heterog.lowering.resident import Held as Held
+from heterog.lowering.resident import held_bytes as held_bytes
 from heterog.lowering.resident import resident_bytes as resident_bytes
 from heterog.lowering.resident import stepping_bytes as stepping_bytes
 from heterog.lowering.tables import GraphTables, graph_tables
@@ -136,18 +138,19 @@ def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: T
     return tape
 
 
-def kept_bytes(tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
+def kept_bytes(tape: Tape, tables: GraphTables, choice: Choice, held: Held) -> FloatArray:
     """Bytes that stay on each device for the whole step, including those of modes.
 
     Args:
         tape: Tape of the choice.
         tables: The graph's tables.
         choice: The choice.
+        held: What the choice holds on each device.
 
     Returns:
         # [num_devices]
     """
-    kept = resident_bytes(tables, choice)
+    kept = held.resident
     for mode in choice.modes:
         kept = kept + mode.kept_bytes(tape, tables, choice)
     return kept
@@ -203,7 +206,7 @@ def program_from_tape(
         buffer_device=buffers["device"].copy(),
         buffer_bytes=buffers["num_bytes"].copy(),
         bucket=tape.bucket.copy(),
-        resident_bytes=kept_bytes(tape, tables, choice),
+        resident_bytes=kept_bytes(tape, tables, choice, held_bytes(tables, choice)),
         # At least one channel, so that indexing with -1 (no channel) finds an entry, too.
         channels=tuple(channels[number] for number in used.tolist() or [0]),
         op_rules=op_rules,

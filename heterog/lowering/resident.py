@@ -1,5 +1,7 @@
 """Bytes that stay on a device for the whole step, and those that its optimizer makes in a call."""
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,29 +20,42 @@ STEPPED_BYTES, STEPPED_BYTES_CPU = 64 * MIB, MIB
 apart. Few calls take less time on a GPU; on a CPU, pieces that fit into the cache do."""
 
 
+class Held(NamedTuple):
+    """Bytes on each device of what a step keeps and its optimizer steps.  # [num_devices] each"""
+
+    resident: FloatArray  # for the whole step, see ``resident_bytes``
+    largest: FloatArray  # what the optimizer steps: of the largest whole tensor,
+    whole: FloatArray  # of all whole tensors,
+    sliced: FloatArray  # of slices
+
+
 def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
     """Bytes on each device for the whole step: parameters, optimizer state, buffers, batch.
 
     The largest workspace of a kernel is included: a device runs one op at a time, and an op that
     needs a workspace nearly always runs when memory is fullest.
     """
-    resident: FloatArray = np.zeros(choice.member.shape[1])
-    workspace = np.zeros_like(resident)
+    return held_bytes(tables, choice).resident
+
+
+def held_bytes(tables: GraphTables, choice: Choice) -> Held:
+    """What a step keeps on each device, and what the optimizer steps there."""
+    resident, workspace, *stepped = np.zeros((5, choice.member.shape[1]))
+    held = Held(resident, *stepped)
     plain = choice._replace(modes=()) if choice.modes else choice
-    _resident_kernel(tables, plain, resident, workspace)
+    _held_kernel(tables, plain, held, workspace)
     for mode in choice.modes:
         resident += mode.resident_bytes(tables, choice)
-    return resident + workspace
+    return held._replace(resident=resident + workspace)
 
 
 @kernel
-def _resident_kernel(
-    tables: GraphTables, choice: Choice, resident: FloatArray, workspace: FloatArray
-) -> None:
+def _held_kernel(tables: GraphTables, choice: Choice, held: Held, workspace: FloatArray) -> None:
+    resident = held.resident
     num_devices = choice.member.shape[1]
     for parameter in range(len(tables.parameter_bytes)):
         group = tables.parameter_group[parameter]
-        size = tables.parameter_bytes[parameter]
+        size, stepped = tables.parameter_bytes[parameter], tables.stepped_bytes[parameter]
         sliced = is_sliced(tables, choice, parameter)
         home = choice.home[parameter]
         for device in range(num_devices):
@@ -54,13 +69,19 @@ def _resident_kernel(
                 owned = owned_part(tables, choice, parameter, device)
                 kept = owned if choice.sharded[group] == Sharded.PARAMETERS else part
                 resident[device] += size * (kept + owned * tables.state_ratio)
+                held.sliced[device] += stepped * owned
             else:
                 resident[device] += part * size * (1.0 if home >= 0 else 1.0 + tables.state_ratio)
+                if home < 0:
+                    held.largest[device] = max(held.largest[device], part * stepped)
+                    held.whole[device] += part * stepped
         if home >= 0:
             # The server keeps the state, and a copy of its own if it holds no replica.
             resident[home] += size * tables.state_ratio
             if not choice.member[choice.division[group], home]:
                 resident[home] += size
+            held.largest[home] = max(held.largest[home], stepped)
+            held.whole[home] += stepped
     active = choice.division[tables.num_groups]
     for device in range(num_devices):
         if choice.member[active, device]:
@@ -74,51 +95,22 @@ def _resident_kernel(
             resident[device] += tables.common_bytes + most * tables.input_bytes_per_sample
 
 
-def stepping_bytes(
-    graph: OpGraph, tables: GraphTables, choice: Choice, on_cpu: NDArray[np.bool_]
-) -> FloatArray:
+def stepping_bytes(graph: OpGraph, held: Held, on_cpu: NDArray[np.bool_]) -> FloatArray:
     """Most bytes that the optimizer makes on each device in one call, beside its state.
 
     On a CPU it steps one tensor after the other, on a GPU all of a call together, if it can.
 
     Args:
         graph: One training step.
-        tables: Tables of the graph.
-        choice: The strategy.
+        held: What the optimizer steps on each device.
         on_cpu: Whether each device is a CPU.  # [num_devices]
     """
     in_turn, together = graph.optimizer_step_ratios
     if in_turn == together == 0.0:
-        return np.zeros(choice.member.shape[1])
-    largest, whole, sliced = np.zeros((3, choice.member.shape[1]))
-    plain = choice._replace(modes=()) if choice.modes else choice
-    _stepped_kernel(tables, plain, largest, whole, sliced)
+        return np.zeros(len(on_cpu))
     most = np.where(on_cpu, STEPPED_BYTES_CPU, STEPPED_BYTES)
-    sliced = np.minimum(sliced, most)
-    largest, whole = np.maximum(largest, sliced), whole + sliced
+    sliced = np.minimum(held.sliced, most)
+    largest, whole = np.maximum(held.largest, sliced), held.whole + sliced
     if graph.is_stepped_in_pieces:
         largest, whole = np.minimum(largest, most), np.minimum(whole, most)
     return np.where(on_cpu | (together == 0.0), in_turn * largest, together * whole)
-
-
-@kernel
-def _stepped_kernel(
-    tables: GraphTables, choice: Choice, largest: FloatArray, whole: FloatArray, sliced: FloatArray
-) -> None:
-    """Bytes that each device steps: of its largest tensor, of all, and of its slices."""
-    num_devices = choice.member.shape[1]
-    for parameter in range(len(tables.parameter_bytes)):
-        size = tables.stepped_bytes[parameter]
-        home = choice.home[parameter]
-        is_cut = home < 0 and is_sliced(tables, choice, parameter)
-        for device in range(num_devices):
-            if home >= 0:
-                own = size if device == home else 0.0
-            else:
-                own = own_part(tables, choice, parameter, device) * size
-                own /= tables.parameter_units[parameter]
-            if own > 0.0 and is_cut:
-                sliced[device] += size * owned_part(tables, choice, parameter, device)
-            else:
-                largest[device] = max(largest[device], own)
-                whole[device] += own

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.lowering import Choice, resident_bytes, value_of_buffers
+from heterog.lowering import Choice, held_bytes, resident_bytes, value_of_buffers
 from heterog.lowering.program import FloatArray, Program
 from heterog.lowering.tables import GraphTables
 from heterog.simulator.engine import Order
@@ -123,14 +123,15 @@ def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) 
     reported = evaluator.referee(choice, order).peak_memory_bytes
     tables = evaluator.tables_of(choice)
     kept_values = evaluator.kept_values(tables, choice)
-    inside = evaluator.inside(tables, choice)
+    held = held_bytes(tables, choice)
+    inside = evaluator.inside(tables, choice, held)
     resident = _resident_parts(tables, choice)
     by_times = []
     for timings in (evaluator.timings, evaluator.referee_timings):
         program, start, finish = timings(choice, order)
         kinds = _buffer_kinds(program, tables, evaluator.graph)
         # Residuals of codecs' gradients also stay for the whole step, and so does a stash.
-        kept = program.resident_bytes - resident_bytes(tables, choice)
+        kept = program.resident_bytes - held.resident
         parts = resident.copy()
         kind = MemoryKind.GRADIENTS
         if any(mode.keeps_versions for mode in choice.modes):

@@ -19,6 +19,8 @@ from heterog.cluster.topology import Cluster, Sends
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering import (
     Choice,
+    Held,
+    held_bytes,
     kept_bytes,
     lower_to_tape,
     make_scratch,
@@ -361,15 +363,18 @@ class Runner:
         choice, rules, tape, prices, fold = lowered
         peaks = np.empty((len(timings), len(prices.type_of_device)))
         tables = rules.tables
-        resident = kept_bytes(tape, tables, choice)
+        held = held_bytes(tables, choice)
+        resident = kept_bytes(tape, tables, choice, held)
         kept = self.kept_values(tables, choice)
-        inside = self.inside(tables, choice, prices.type_of_device)
+        inside = self.inside(tables, choice, held, prices.type_of_device)
         for each, peak in zip(timings, peaks, strict=True):
             peak_memory(tape, each, resident, inside, peak, tables.value_start, kept)
         most = peaks.max(axis=0)
         return np.asarray(most if fold is None else fold.unfolded(most), np.float64)
 
-    def inside(self, tables: GraphTables, choice: Choice, types: IntArray | None = None) -> Inside:
+    def inside(
+        self, tables: GraphTables, choice: Choice, held: Held, types: IntArray | None = None
+    ) -> Inside:
         """What is made inside tasks on devices of some types, by default the cluster's."""
         on_cpu = self._are_cpus[self.prices.types if types is None else types]
         copies = _NOTHING_COPIED
@@ -377,7 +382,7 @@ class Runner:
             if choice.rule_set not in self._copies:
                 self._copies[choice.rule_set] = copies_of_ops(self.graph, tables)
             copies = self._copies[choice.rule_set]
-        return Inside(stepping_bytes(self.graph, tables, choice, on_cpu), copies, on_cpu)
+        return Inside(stepping_bytes(self.graph, held, on_cpu), copies, on_cpu)
 
     def kept_values(self, tables: GraphTables, choice: Choice) -> Kept:
         """Where a compiled step keeps the values of some tables."""

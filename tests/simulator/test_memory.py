@@ -13,7 +13,7 @@ from torch import nn
 from heterog import Workload, capture
 from heterog.cluster.topology import Execution
 from heterog.lowering.program import TaskKind
-from heterog.lowering.resident import STEPPED_BYTES, STEPPED_BYTES_CPU
+from heterog.lowering.resident import STEPPED_BYTES, STEPPED_BYTES_CPU, held_bytes
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 from heterog.simulator.memory import (
@@ -55,8 +55,9 @@ def test_equals_the_slow_reference(execution: Execution, seed: int) -> None:
     assert execution.compiles or not any(results)
     assert execution.compiles or runs == list(range(program.num_tasks))
     _, peak = evaluator.simulate(choice, order)
-    inside = reference.made_inside(program, evaluator.inside(tables, choice))
-    expected = reference.memory(program, start, finish, results, runs, inside)
+    inside = evaluator.inside(tables, choice, held_bytes(tables, choice))
+    made = reference.made_inside(program, inside)
+    expected = reference.memory(program, start, finish, results, runs, made)
     np.testing.assert_allclose(peak, expected, rtol=1e-9)
 
 
@@ -124,7 +125,8 @@ def test_what_an_optimizer_makes_is_of_the_parameters_that_a_device_steps(sync: 
         strategy = strategy_of(graph, cluster, decision, homes=1)
     evaluator = Evaluator(graph, cluster)
     choice = evaluator.encode(strategy)
-    found = evaluator.inside(evaluator.tables_of(choice), choice).stepping
+    tables = evaluator.tables_of(choice)
+    found = evaluator.inside(tables, choice, held_bytes(tables, choice)).stepping
     parts = {Sync.PARAMETER_SERVER: (0, 1), Sync.ZERO2: (0.75, 0.25), Sync.RING: (1, 1)}[sync]
     assert found == pytest.approx([3 * 2 * WEIGHT * part for part in parts])
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from heterog.cluster.topology import Execution
 from heterog.graph.op_graph import Phase
 from heterog.lowering.program import LAST_OP_KIND, FloatArray, Program
+from heterog.lowering.resident import held_bytes
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator, Outcome
@@ -139,7 +140,7 @@ def test_parts_add_up_and_equal_the_slow_reference(seed: int) -> None:
     phases = [op.phase for op in evaluator.graph.ops]
     schedules = [evaluator.timings(choice, order), evaluator.referee_timings(choice, order)]
     program = schedules[0][0]
-    inside = made_inside(program, evaluator.inside(tables, choice))
+    inside = made_inside(program, evaluator.inside(tables, choice, held_bytes(tables, choice)))
     kinds = [slow_kind(program, tables, phases, b) for b in range(len(program.buffer_device))]
     for index, device in enumerate(fit.devices):
         assert sum(size for _, size in device.parts) == device.peak_bytes

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from heterog.cluster import Cluster, Link
 from heterog.lowering.channels import Channel
 from heterog.lowering.program import FloatArray
+from heterog.lowering.resident import held_bytes
 from heterog.lowering.tape import NUM_TASKS
 from heterog.pricing.cost_model import ChannelSeconds
 from heterog.pricing.roofline import Roofline
@@ -245,7 +246,8 @@ def test_memory_is_the_larger_of_both_predictions() -> None:
         order = rng.choice(list(Order))
         engine = evaluator.evaluate(choice, order).peak_memory_bytes
         program, start, finish = evaluator.referee_timings(choice, order)
-        inside = evaluator.inside(evaluator.tables_of(choice), choice)
+        tables = evaluator.tables_of(choice)
+        inside = evaluator.inside(tables, choice, held_bytes(tables, choice))
         made = reference.made_inside(program, inside)
         peaks = reference.memory(program, start, finish, inside=made)
         replayed = (1.0 + MEMORY_MARGIN) * np.array(peaks)
