@@ -42,6 +42,9 @@ _FEW = 8
 _OWN, _OF_INPUT, _NONE = map(int, ResultMemory)
 _UPDATE = int(TaskKind.UPDATE)
 _READS_OR_RESULT = int(Copies.READS_OR_RESULT)
+_IS_UPDATE = 2
+"""Column of a task's marks; the first two say whether the devices of its buffers and of its reads
+ascend."""
 
 
 class Kept(NamedTuple):
@@ -314,15 +317,18 @@ def peak_memory(
         kept: Where values are kept.
     """
     lists = np.zeros((3, len(resident) + 1), np.int32)
-    begins = np.empty((int(tape.counts[NUM_TASKS]) + 1, 3), np.int32)
-    ascends = np.zeros((int(tape.counts[NUM_TASKS]), 2), np.bool_)
     num_tasks, is_compiled = int(tape.counts[NUM_TASKS]), len(kept.memory) > 0
+    begins = np.empty((num_tasks + 1, 2), np.int32)
+    marks = np.zeros((num_tasks, 3), np.bool_)
+    copies = np.zeros(num_tasks if len(inside.copies) else 0, np.int8)
     kinds = np.zeros(int(tape.counts[NUM_BUFFERS]) if is_compiled else 0, np.int8)
     members = np.full((num_tasks if is_compiled else 0, 2), -1, np.int32)
     if is_compiled:
         _fill_kinds(tape, value_start, kept.memory, kinds)
         _fill_members(tape, kept, members)
-    _memory_kernel(tape, timings, resident, inside, peak, lists, begins, ascends, kinds, members)
+    _memory_kernel(
+        tape, timings, resident, inside, peak, lists, begins, marks, copies, kinds, members
+    )
 
 
 def _fill_members(tape: Tape, kept: Kept, members: IntArray) -> None:
@@ -369,8 +375,8 @@ def _fill_kinds(
 @kernel
 def _memory_kernel(
     tape: Tape, timings: Timings, resident: FloatArray, inside: Inside, peak: FloatArray,
-    lists: IntArray, begins: IntArray, ascends: npt.NDArray[np.bool_],
-    kinds: npt.NDArray[np.int8], members: IntArray,
+    lists: IntArray, begins: IntArray, marks: npt.NDArray[np.bool_],
+    copies: npt.NDArray[np.int8], kinds: npt.NDArray[np.int8], members: IntArray,
 ) -> None:  # fmt: skip
     is_compiled = len(kinds) > 0
     alive = timings.alive
@@ -378,22 +384,23 @@ def _memory_kernel(
     for read in range(tape.counts[NUM_READS]):
         alive[tape.reads[read]] += 1
     num_devices = len(resident)
-    # Starts of each task's buffers and reads, and what its kernel copies, in a dense array:
+    # Starts of each task's buffers and reads, and what else is asked of it, in dense arrays:
     # devices are processed one by one, and the records of a device's tasks lie far apart.
-    stepping, copies = inside.stepping, len(inside.copies) > 0
     for task in range(tape.counts[NUM_TASKS] + 1):
         begins[task, 0] = tape.tasks[task].buffer_start
         begins[task, 1] = tape.tasks[task].read_start
-        begins[task, 2] = 0
-        if copies and task < tape.counts[NUM_TASKS] and tape.tasks[task].kind <= LAST_OP_KIND:
-            begins[task, 2] = inside.copies[tape.tasks[task].subject]
-    _find_ascending(tape, begins, ascends)
+    for task in range(len(marks)):
+        marks[task, _IS_UPDATE] = tape.tasks[task].kind == _UPDATE
+    for task in range(len(copies)):
+        if tape.tasks[task].kind <= LAST_OP_KIND:
+            copies[task] = inside.copies[tape.tasks[task].subject]
+    _find_ascending(tape, begins, marks)
     _list_events(tape, timings, num_devices, lists, begins)
     touching, touching_start = timings.touching, lists[0]
     for device in range(num_devices):
         live = resident[device]
         most = live
-        is_copied = copies and inside.on_cpu[device]
+        is_copied = len(copies) > 0 and inside.on_cpu[device]
         op = timings.sequence_start[device]
         last_op = timings.sequence_start[device + 1]
         is_running = False
@@ -416,8 +423,8 @@ def _memory_kernel(
                 is_end = is_running or timings.finish[task] <= time
                 is_running = not is_end
                 op += 1 if is_end else 0
-                if is_copied and begins[task, 2] > 0:
-                    copied = _copied(tape, begins, task)
+                if is_copied and copies[task] > 0:
+                    copied = _copied(tape, begins, copies[task], task)
                     live += copied if is_start else 0.0
                     gone += copied if is_end else 0.0
             else:
@@ -426,17 +433,17 @@ def _memory_kernel(
                 is_start = not is_end
                 other += 1
                 time = _time_of(timings, other, last_other)
-                if tape.tasks[task].kind == _UPDATE:
+                if marks[task, _IS_UPDATE]:
                     if is_start:
-                        live += stepping[device]
+                        live += inside.stepping[device]
                     else:
-                        gone += stepping[device]
+                        gone += inside.stepping[device]
             # All ops of a compiled kernel, or the task alone.
             first = -1 if is_compiled and take_op and members[task, 0] != task else task
             member = first
             while member >= 0:
                 made_end = begins[member + 1, 0]
-                is_wide = not take_op and ascends[member, 0]
+                is_wide = not take_op and marks[member, 0]
                 made = begins[member, 0]
                 if is_wide:
                     made = _first_of(tape, 0, made, made_end, device)
@@ -460,7 +467,7 @@ def _memory_kernel(
             member = first if is_end else -1
             while member >= 0:
                 read, read_end = begins[member, 1], begins[member + 1, 1]
-                is_wide = not take_op and ascends[member, 1]
+                is_wide = not take_op and marks[member, 1]
                 if is_wide:
                     read = _first_of(tape, 1, read, read_end, device)
                 while read < read_end:
@@ -487,14 +494,14 @@ def _memory_kernel(
 
 
 @helper
-def _copied(tape: Tape, begins: IntArray, task: int) -> float:
+def _copied(tape: Tape, begins: IntArray, copies: int, task: int) -> float:
     """See ``copied_bytes``."""
     read, made = 0.0, 0.0
     for place in range(begins[task, 1], begins[task + 1, 1]):
         read += tape.buffers[tape.reads[place]].num_bytes
     for place in range(begins[task, 0], begins[task + 1, 0]):
         made += tape.buffers[place].num_bytes
-    return max(read, made) if begins[task, 2] == _READS_OR_RESULT else read + made
+    return max(read, made) if copies == _READS_OR_RESULT else read + made
 
 
 @helper
@@ -513,7 +520,7 @@ def _device_of(tape: Tape, side: int, place: int) -> int:
 
 
 @helper
-def _find_ascending(tape: Tape, begins: IntArray, ascends: npt.NDArray[np.bool_]) -> None:
+def _find_ascending(tape: Tape, begins: IntArray, marks: npt.NDArray[np.bool_]) -> None:
     """Find tasks with many buffers, or many reads, whose devices ascend.
 
     Each member of a collective searches them for its buffers. A search one by one would take time
@@ -523,10 +530,10 @@ def _find_ascending(tape: Tape, begins: IntArray, ascends: npt.NDArray[np.bool_]
         for side in range(2):
             first, end = begins[task, side], begins[task + 1, side]
             if end - first > _FEW:
-                ascends[task, side] = True
+                marks[task, side] = True
                 for place in range(first + 1, end):
                     if _device_of(tape, side, place) < _device_of(tape, side, place - 1):
-                        ascends[task, side] = False
+                        marks[task, side] = False
                         break
 
 

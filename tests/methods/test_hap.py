@@ -335,3 +335,25 @@ def test_programs_are_tried_inside_machines() -> None:
     assert teams == {(), ((0, 1), (2, 3))}
     assert any(strategy.micro_batches for strategy in tried if strategy.decisions[0].teams)
     assert all(strategy.op_rules for strategy in tried if strategy.decisions[0].teams)
+
+
+def test_tables_that_fit_nowhere_whole_are_shared_out_on_few_hosts() -> None:
+    """Data parallelism fits nowhere, so its steps cannot say where tables should lie."""
+
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = nn.ModuleList(nn.Embedding(4_000_000, 256) for _ in range(4))
+            self.top = nn.Sequential(nn.Linear(16, 1024), nn.ReLU(), nn.Linear(1024, 1))
+
+        def forward(self, rows: Tensor) -> Tensor:
+            found = torch.stack([each(rows[:, n]) for n, each in enumerate(self.tables)], 1)
+            out: Tensor = self.top((found @ found.mT).flatten(1))
+            return out
+
+    batch = torch.zeros(65536, 4, dtype=torch.int64), torch.zeros(65536, 1)
+    hosts = [(1.0, ["V100-16GB"] * 4)] * 3
+    evaluator = Evaluator(captured(Tables, batch), cluster_of(*hosts))
+    best = Hap().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=150))).candidates[0]
+    assert evaluator.evaluate(best.strategy, best.orders[0]).is_ok
+    assert best.strategy.decisions[0].devices == (0, 1, 2, 3)

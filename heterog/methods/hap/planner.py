@@ -261,8 +261,7 @@ class _Ranking(StrategySearch):
             if self.spending.is_over:
                 break
             add(synthesis.solved_data_parallel(devices))
-        others = [devices for devices in self.device_sets() if devices != whole]
-        for devices in (*others[:_NUM_SUBSETS], whole):
+        for devices in (*self.subsets()[:_NUM_SUBSETS], whole):
             for placed in synthesis.programs(devices, thorough=devices == whole):
                 if self.spending.is_over:
                     break
@@ -302,6 +301,33 @@ class _Ranking(StrategySearch):
     def device_sets(self) -> list[tuple[int, ...]]:
         """Device sets of the strategies that were scored, best first."""
         return list(dict.fromkeys(each.decisions[0].devices for each in self._ranked()))
+
+    def subsets(self) -> list[tuple[int, ...]]:
+        """Device sets but the whole cluster, the most promising first.
+
+        By data parallelism if that fits. If not, its steps say nothing about programs that shard
+        parameters. These send least on few hosts: of each number of hosts comes the fastest set
+        with memory for all parameters.
+        """
+        cluster, tables, speeds = (
+            self.evaluator.cluster,
+            self.evaluator.tables,
+            self.evaluator.speeds,
+        )
+        others = [devices for devices in self.device_sets() if len(devices) < cluster.num_devices]
+        if any(evaluation.is_ok for evaluation in self.found.values()):
+            return others
+        needed = tables.parameter_bytes.sum() * (1.0 + tables.state_ratio)
+        usable = self.evaluator.feasibility.usable
+        of_size = grouped(
+            (len({cluster.host_of[device] for device in devices}), devices)
+            for devices in others
+            if usable[list(devices)].sum() > needed
+        )
+        return [
+            max(of_size[size], key=lambda devices: sum(speeds[device] for device in devices))
+            for size in sorted(of_size)
+        ]
 
     def _ranked(self) -> list[Strategy]:
         """Simulated strategies, best first, once for each order in which they were tried."""
