@@ -37,7 +37,7 @@ numbers, most of them unused. Compiling these moves took longer than everything 
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -66,7 +66,8 @@ def by_reference(fields: Fields) -> Fields:
     """Make kernels get such named tuples by reference; they may only read fields by name.
 
     The tuple lies in the frame of the call from Python, and helpers get its address. They cannot
-    make such a tuple, nor unpack it by position.
+    make such a tuple, nor unpack it by position. All tuples of a class have fields of the same
+    types: arrays of one data type and dimension, contiguous and writable.
     """
 
     @typeof_impl.register(fields)
@@ -217,12 +218,45 @@ _HELPER: dict[str, Any] = {"no_cpython_wrapper": True, "pipeline_class": HelperC
 def kernel(function: Function) -> Function:
     """Compile a function that Python calls and that allocates no arrays."""
     dispatcher: Any = _compiled(function, {"pipeline_class": KernelCompiler})
-    if dispatcher is not function:  # with NUMBA_DISABLE_JIT they are the same
-        try:
-            dispatcher._cache = _Cache(function)
-        except RuntimeError:  # no folder is writable: compiled anew in every process
-            pass
-    return dispatcher  # type: ignore[no-any-return]
+    if dispatcher is function:  # with NUMBA_DISABLE_JIT
+        return function
+    try:
+        dispatcher._cache = _Cache(function)
+    except RuntimeError:  # no folder is writable: compiled anew in every process
+        pass
+    return _straight(dispatcher)  # type: ignore[no-any-return]
+
+
+def _straight(dispatcher: Any) -> Any:
+    """A function that calls machine code without a look at each field of its arguments.
+
+    numba looks at all of them in every call, which takes 12 microseconds for a graph's tables and
+    a choice; unpacking them takes 1. So here a version is known by the classes of named tuples,
+    whose fields must have the same types in all of them.
+    """
+    versions: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    @wraps(dispatcher.py_func)
+    def call(*arguments: Any) -> Any:
+        kinds = tuple([_kind(each) for each in arguments])
+        version = versions.get(kinds)
+        if version is not None:
+            return version(*arguments)
+        result = dispatcher(*arguments)
+        types = tuple(map(dispatcher.typeof_pyval, arguments))
+        versions[kinds] = dispatcher.overloads[types].entry_point
+        return result
+
+    call.dispatcher, call.versions = dispatcher, versions  # type: ignore[attr-defined]
+    return call
+
+
+def _kind(argument: Any) -> Any:
+    """The class of an argument; of an array and a plain tuple all that numba's type of it says."""
+    kind = type(argument)
+    if kind is np.ndarray:
+        return argument.dtype, argument.ndim, argument.flags.num
+    return tuple(map(_kind, argument)) if kind is tuple else kind
 
 
 def helper(function: Function) -> Function:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.choice import Choice
 from heterog.lowering.gradients import own_part
-from heterog.lowering.kernels import kernel
+from heterog.lowering.kernels import by_reference, kernel
 from heterog.lowering.program import FloatArray
 from heterog.lowering.slices import is_sliced, owned_part
 from heterog.lowering.tables import GraphTables
@@ -20,6 +20,7 @@ STEPPED_BYTES, STEPPED_BYTES_CPU = 64 * MIB, MIB
 apart. Few calls take less time on a GPU; on a CPU, pieces that fit into the cache do."""
 
 
+@by_reference
 class Held(NamedTuple):
     """Bytes on each device of what a step keeps and its optimizer steps.  # [num_devices] each"""
 
@@ -105,12 +106,27 @@ def stepping_bytes(graph: OpGraph, held: Held, on_cpu: NDArray[np.bool_]) -> Flo
         held: What the optimizer steps on each device.
         on_cpu: Whether each device is a CPU.  # [num_devices]
     """
-    in_turn, together = graph.optimizer_step_ratios
-    if in_turn == together == 0.0:
-        return np.zeros(len(on_cpu))
-    most = np.where(on_cpu, STEPPED_BYTES_CPU, STEPPED_BYTES)
-    sliced = np.minimum(held.sliced, most)
-    largest, whole = np.maximum(held.largest, sliced), held.whole + sliced
-    if graph.is_stepped_in_pieces:
-        largest, whole = np.minimum(largest, most), np.minimum(whole, most)
-    return np.where(on_cpu | (together == 0.0), in_turn * largest, together * whole)
+    stepping: FloatArray = np.zeros(len(on_cpu))
+    _stepping_kernel(
+        held, on_cpu, graph.optimizer_step_ratios, graph.is_stepped_in_pieces, stepping
+    )
+    return stepping
+
+
+@kernel
+def _stepping_kernel(
+    held: Held,
+    on_cpu: NDArray[np.bool_],
+    ratios: tuple[float, float],
+    is_in_pieces: bool,
+    stepping: FloatArray,
+) -> None:
+    in_turn, together = ratios
+    for device in range(len(stepping)):
+        most = STEPPED_BYTES_CPU if on_cpu[device] else STEPPED_BYTES
+        sliced = min(held.sliced[device], float(most))
+        largest, whole = max(held.largest[device], sliced), held.whole[device] + sliced
+        if is_in_pieces:
+            largest, whole = min(largest, float(most)), min(whole, float(most))
+        is_in_turn = on_cpu[device] or together == 0.0
+        stepping[device] = in_turn * largest if is_in_turn else together * whole

@@ -61,7 +61,7 @@ class Order(IntEnum):
     PROGRAM = 2
 
 
-@kernel
+@helper
 def latency_of(channels: ChannelPrices, channel: int, payload: float) -> float:
     """Seconds of an operation before its bytes move at full rate; see ``ChannelSeconds``."""
     fill: float = payload * channels.fill_s_per_byte[channel]
