@@ -31,7 +31,7 @@ from testbeds import (
     Task,
     measured,
     plan_of,
-    result_of_ranks,
+    results_of_ranks,
     testbed_options,
     testbeds_and_models,
     workload_of,
@@ -244,7 +244,7 @@ def losses(arguments: argparse.Namespace, rows: Sequence[str]) -> Iterator[dict[
         with tempfile.TemporaryDirectory() as name:
             for number, row in enumerate(rows):
                 plan_of(evaluator, strategy_of(evaluator, row)).save(Path(name) / f"{number}.json")
-            found = result_of_ranks(
+            found, *_ = results_of_ranks(
                 train, len(SHARES), model, Path(name), arguments.steps, len(rows)
             )
         for row, of_steps in zip(rows, found, strict=True):

@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -16,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from rows import Option, option
-from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 import heterog
 from heterog.cluster import Cluster
 from heterog.cluster.topology import Execution
+from heterog.errors import HeterogError
 from heterog.graph.capture import capture_step
 from heterog.methods.planner import Candidate, MethodRow
 from heterog.pricing.calibration import calibrate
@@ -274,43 +276,67 @@ def seconds_in_turn(
     return seconds
 
 
-def result_of_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> Any:
-    """Run a function on some ranks, and return its result on rank 0, sent as JSON.
+def results_of_ranks(
+    function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 300.0
+) -> list[Any]:
+    """Run a function on ranks that are forks of this process; what each of them returned.
 
     Args:
         function: Called with the rank and the arguments, in a process of one thread.
         num_ranks: Number of processes.
         arguments: Further arguments of the function.
+        timeout_s: Seconds that a rank waits for another one.
+
+    Raises:
+        HeterogError: a rank raised it.
+        RuntimeError: a rank failed otherwise.
     """
+    fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        given = (num_ranks, folder, function, arguments)
-        start_processes(  # type: ignore[no-untyped-call]
-            _serve, given, num_ranks, start_method="fork"
-        )
-        return json.loads((folder / "result.json").read_text())
+        files = [Path(name, f"rank_{rank}") for rank in range(num_ranks)]
+        given = files, timedelta(seconds=timeout_s), function, arguments
+        ranks = [fork.Process(target=_serve, args=(rank, *given)) for rank in range(num_ranks)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        answers = [torch.load(file, weights_only=False) for file in files]
+    refusals = [answer for answer in answers if isinstance(answer, HeterogError)]
+    if refusals:
+        raise refusals[0]
+    # The first that failed by itself says more than those that lost it.
+    failures = [answer for answer in answers if isinstance(answer, RuntimeError)]
+    if failures:
+        raise min(failures, key=lambda each: "gloo" in str(each) or "Connection" in str(each))
+    return answers
 
 
 def _serve(
     rank: int,
-    num_ranks: int,
-    folder: Path,
+    files: Sequence[Path],
+    timeout: timedelta,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=300),
-    )
-    found = function(rank, *arguments)
-    if rank == 0:
-        (folder / "result.json").write_text(json.dumps(found))
-    end_together()
+    answer: Any
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{files[0].with_name('store')}",
+            rank=rank,
+            world_size=len(files),
+            timeout=timeout,
+        )
+        answer = function(rank, *arguments)
+        dist.barrier()  # a rank that ends takes its connections with it
+    except HeterogError as error:
+        answer = error
+    except BaseException:
+        answer = RuntimeError(traceback.format_exc())
+    torch.save(answer, files[rank])
+    os._exit(0)
 
 
 if __name__ == "__main__":

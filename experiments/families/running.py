@@ -11,19 +11,16 @@ import math
 import multiprocessing
 import os
 import signal
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import torch.distributed as dist
+from testbeds import results_of_ranks
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -228,7 +225,7 @@ class Draws(TorchDispatchMode):
 _FORK = multiprocessing.get_context("fork")
 _END_S = 20
 """Seconds within which ranks may end by themselves."""
-_STEP_TIMEOUT = timedelta(seconds=60)
+_STEP_TIMEOUT_S = 60
 
 
 class Row(NamedTuple):
@@ -320,7 +317,9 @@ def _run(family: Family, searches: bool, tell: Callable[[str, str, Any], None]) 
             if family.tolerance == BFLOAT16 and _is_in_bf16(captured.graph):
                 exact = train_on_one_device(family, captured, plan, is_double=True)
                 tell("noise", name, error_of(family, [exact], wanted))
-            results = train_on_ranks(family, captured, plan)
+            results = results_of_ranks(
+                _train, NUM_RANKS, family, captured, plan, timeout_s=_STEP_TIMEOUT_S
+            )
             tell("strategies", name, error_of(family, results, wanted))
         except HeterogError as error:
             tell("refused", name, str(error))
@@ -383,59 +382,11 @@ def _length(value: Tensor) -> float:
     return float(torch.linalg.vector_norm(value.double()))
 
 
-def train_on_ranks(family: Family, captured: CapturedStep, plan: Plan) -> list[Trained]:
-    """Train on three processes, and return the results of each; weights are those of rank 0.
-
-    Raises:
-        HeterogError: a rank refused the plan.
-        RuntimeError: a rank failed.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, f"rank_{rank}") for rank in range(NUM_RANKS)]
-        ranks = [
-            _FORK.Process(target=_rank, args=(rank, file, family, captured, plan))
-            for rank, file in enumerate(files)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        answers = [torch.load(file, weights_only=False) for file in files]
-    refusals = [answer for answer in answers if isinstance(answer, HeterogError)]
-    if refusals:
-        raise refusals[0]
-    # The first that failed by itself says more than those that lost it.
-    failures = [answer for answer in answers if isinstance(answer, str)]
-    if failures:
-        raise RuntimeError(min(failures, key=lambda text: "gloo" in text or "Connection" in text))
-    return answers
-
-
-def _rank(rank: int, file: Path, family: Family, captured: CapturedStep, plan: Plan) -> None:
-    answer: Any
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{file.with_name('store')}",
-            rank=rank,
-            world_size=NUM_RANKS,
-            timeout=_STEP_TIMEOUT,
-        )
-        answer = _train(family, captured, plan)
-    except HeterogError as error:
-        answer = error
-    except BaseException:
-        answer = traceback.format_exc()
-    torch.save(answer, file)
-    os._exit(0)
-
-
-def _train(family: Family, captured: CapturedStep, plan: Plan) -> Trained:
+def _train(_rank: int, family: Family, captured: CapturedStep, plan: Plan) -> Trained:
     # Every rank would capture the same; this process has done it before it became three.
     with mock.patch("heterog.runtime.deploy.capture_step", return_value=captured):
         step = deploy(family.workload(), plan)
     losses = [float(step(family.batch(number))) for number in range(STEPS)]
     weights = step.state_dict() or {}
     step.close()
-    dist.barrier()  # a rank that ends takes its connections with it
     return Trained(losses, weights)

@@ -17,10 +17,10 @@
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import combinations, islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -136,6 +136,37 @@ class Trials(StrategySearch):
         return min(kept, key=lambda each: each.preference, default=None)
 
 
+_T = TypeVar("_T")
+
+
+def fewest(
+    judge: Callable[[int], _T], first: _T, fits: Callable[[_T], bool], most: int
+) -> tuple[int, _T]:
+    """The smallest number of micro-batches that fits, by doubling and then bisection.
+
+    >>> fewest(lambda count: count, 1, lambda found: found >= 11, most=64)
+    (11, 11)
+
+    Args:
+        judge: Function that tries a number of micro-batches.
+        first: What it has found for 1.
+        fits: Whether what it finds fits.
+        most: Largest number, which is returned if none fits.
+    """
+    count, found = 1, first
+    while not fits(found) and count < most:
+        count = min(2 * count, most)
+        found = judge(count)
+    low = count // 2 + 1
+    while fits(found) and low < count:
+        middle = (low + count) // 2
+        if fits(tried := judge(middle)):
+            count, found = middle, tried
+        else:
+            low = middle + 1
+    return count, found
+
+
 class DataParallel(Planner):
     """Replicas on all devices, one decision for the whole model."""
 
@@ -190,27 +221,20 @@ class DistributedDataParallel(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """The better of ring and hierarchical all-reduce, as NCCL chooses."""
-        num_micro, tried = 1, _best_variants(problem, self._variants(problem, 1))
-        if not self._accumulate:
-            return tried
-        most = min(even_shares(problem.evaluator))
-        with problem.spend().limits():
-            while tried.candidates and not self._fits(problem, tried) and num_micro < most:
-                num_micro = min(2 * num_micro, most)
-                tried = _best_variants(problem, self._variants(problem, num_micro))
-            low = num_micro // 2 + 1
-            while self._fits(problem, tried) and low < num_micro:  # the smallest count that fits
-                middle = (low + num_micro) // 2
-                attempt = _best_variants(problem, self._variants(problem, middle))
-                if self._fits(problem, attempt):
-                    num_micro, tried = middle, attempt
-                else:
-                    low = middle + 1
-        return tried
+
+        def tried(num_micro: int) -> PlanResult:
+            return _best_variants(problem, self._variants(problem, num_micro))
+
+        found = tried(1)
+        if self._accumulate and found.candidates:  # else the budget was over before the first
+            most = min(even_shares(problem.evaluator))
+            with problem.spend().limits():
+                _, found = fewest(tried, found, partial(self._fits, problem), most)
+        return found
 
     def _fits(self, problem: Problem, result: PlanResult) -> bool:
         if not result.candidates:
-            return False  # the budget was over before the first of them
+            return False
         strategy = result.candidates[0].strategy
         return problem.evaluator.evaluate(strategy, Order.FIFO).is_ok
 
@@ -358,19 +382,10 @@ class _Enumeration(Trials):
         def judge(num_micro: int) -> Evaluation | None:
             return self._judge(replicas, num_micro, ALL_REDUCES[0], self._buckets[0])
 
-        num_micro, found = 1, judge(1)
+        found = judge(1)
         is_too_large = found is not None and found.outcome == Outcome.OUT_OF_MEMORY
         most = max(replicas.shares) if is_too_large and not self._is_hopeless(replicas) else 1
-        while not _fits(found) and num_micro < most:
-            num_micro = min(2 * num_micro, most)
-            found = judge(num_micro)
-        low = num_micro // 2 + 1
-        while _fits(found) and low < num_micro:
-            middle = (low + num_micro) // 2
-            if _fits(other := judge(middle)):
-                num_micro, found = middle, other
-            else:
-                low = middle + 1
+        num_micro, found = fewest(judge, found, _fits, most)
         return (math.inf, math.inf) if found is None else found.preference, num_micro
 
     def _is_hopeless(self, replicas: Replicas, *, is_served: bool = False) -> bool:

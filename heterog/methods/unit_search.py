@@ -23,6 +23,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
+from typing import ClassVar
 
 from heterog.cluster.hardware import DeviceType
 from heterog.cluster.topology import Cluster
@@ -30,7 +31,7 @@ from heterog.graph.axis_plan import axis_plan
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.sparse_pattern import SparsePattern, entry_shares
 from heterog.methods.data_parallel import uniform_strategy
-from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
+from heterog.methods.planner import PointSearch, Problem, Searching
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.sequence_split import (
@@ -86,19 +87,22 @@ class UnitSearch(PointSearch[UnitPoint]):
 
     Args:
         problem: Problem to find a strategy for.
-        least_units: Least units that a device may be left with.
-        why_nothing: Reason to give if no point makes sense.
+
+    Attributes:
+        why_nothing: Reason to give if there is no point to try.
     """
 
     why_nothing = ""
+    least_units: ClassVar[int]
+    """Least units that a device may be left with."""
 
-    def __init__(self, problem: Problem, *, least_units: int, why_nothing: str) -> None:
+    def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self.graph = problem.evaluator.graph
         self.cluster = problem.evaluator.cluster
         self.speeds = problem.evaluator.speeds
         self.hosts = tuple(map(self.cluster.host_devices, range(self.cluster.num_hosts)))
-        self._least_units, self.why_nothing = least_units, why_nothing
+        self.why_nothing = why_needless(self.graph, self.cluster)
 
     @abstractmethod
     def points(self) -> Iterator[UnitPoint]:
@@ -194,36 +198,12 @@ class UnitSearch(PointSearch[UnitPoint]):
         for number, units in enumerate(point.units):
             by_units = sorted(range(len(units)), key=lambda place: -units[place])
             for giver, taker in product(by_units, reversed(by_units)):
-                if giver != taker and units[giver] > self._least_units:
+                if giver != taker and units[giver] > self.least_units:
                     moved = list(units)
                     moved[giver] -= 1
                     moved[taker] += 1
                     changed = (*point.units[:number], tuple(moved), *point.units[number + 1 :])
                     yield replace(point, units=changed)
-
-
-class Spatial(Planner):
-    """Cuts samples along space; see the module docstring."""
-
-    name = "spatial"
-    stage = "baseline"
-
-    @staticmethod
-    def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
-        """Whether the model has convolutions or a sparse graph, and its samples need a cut."""
-        has_convolution = any(op.kind.startswith("convolution") for op in graph.ops)
-        return (has_convolution or bool(graph.patterns)) and not why_needless(graph, cluster)
-
-    def plan(self, problem: Problem) -> PlanResult:
-        """Try every way to cut, then move rows between the devices of the best."""
-        graph, cluster = problem.evaluator.graph, problem.evaluator.cluster
-        reason = why_needless(graph, cluster)
-        if reason:
-            return PlanResult(candidates=(), num_evaluations=0, reason=reason)
-        nothing = "no convolution of the network can be cut along space"
-        if graph.patterns:
-            nothing = "neither nodes nor features of the graph can be cut"
-        return _SpatialSearch(problem, least_units=0, why_nothing=nothing).answer(problem)
 
 
 def why_needless(graph: OpGraph, cluster: Cluster) -> str:
@@ -246,9 +226,16 @@ def why_needless(graph: OpGraph, cluster: Cluster) -> str:
 
 
 class _SpatialSearch(UnitSearch):
+    least_units = 0
+
     def points(self) -> Iterator[UnitPoint]:
         """All ways to cut, with units in proportion to speed."""
         graph = self.graph
+        if self.why_nothing:
+            return
+        self.why_nothing = "no convolution of the network can be cut along space"
+        if graph.patterns:
+            self.why_nothing = "neither nodes nor features of the graph can be cut"
         splits = (*spatial_splits(graph), *row_splits(graph), *feature_splits(graph))
         ways: list[tuple[UnitSplit, SparsePattern | None]] = [(each, None) for each in splits]
         ways += [(split, split.entries) for split in splits if split.entries is not None]
@@ -292,31 +279,6 @@ def _shares(point: UnitPoint) -> str:
     return " and ".join(":".join(map(str, units)) for units in point.units)
 
 
-class Sequences(Planner):
-    """Cuts sequences along their positions; see the module docstring."""
-
-    name = "sequences"
-    stage = "baseline"
-    most_part = 0.05
-
-    @staticmethod
-    def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
-        """Whether there are long sequences that have to be cut."""
-        is_long = max(lengths(graph), default=0) >= LEAST_LENGTH
-        return is_long and not why_needless(graph, cluster)
-
-    def plan(self, problem: Problem) -> PlanResult:
-        """Try every kind of teams, then move units between the devices of the best."""
-        graph, cluster = problem.evaluator.graph, problem.evaluator.cluster
-        reason = why_needless(graph, cluster)
-        most = max(MOST_UNITS, UNITS_PER_DEVICE * cluster.num_devices)
-        split = None if reason else finest_split(graph, most)
-        if split is None:
-            reason = reason or _why_uncut(graph)
-            return PlanResult(candidates=(), num_evaluations=0, reason=reason)
-        return _SequenceSearch(problem, split).answer(problem)
-
-
 def _why_uncut(graph: OpGraph) -> str:
     known = lengths(graph)
     if not known:
@@ -325,20 +287,23 @@ def _why_uncut(graph: OpGraph) -> str:
 
 
 class _SequenceSearch(UnitSearch):
-    def __init__(self, problem: Problem, split: UnitSplit) -> None:
-        nothing = "no team has enough units of positions for its devices"
-        super().__init__(problem, least_units=1, why_nothing=nothing)
-        self.split = split
-        self.costs = _costs(problem, split)
+    least_units = 1
 
     def points(self) -> Iterator[UnitPoint]:
         """All teams with balanced runs."""
-        for teams in dict.fromkeys(self.teams_within(self.split.units)):
-            units = tuple(
-                balanced_runs([self.costs[d] for d in team], self.split.units) for team in teams
-            )
+        if self.why_nothing:
+            return
+        most = max(MOST_UNITS, UNITS_PER_DEVICE * self.cluster.num_devices)
+        split = finest_split(self.graph, most)
+        if split is None:
+            self.why_nothing = _why_uncut(self.graph)
+            return
+        self.why_nothing = "no team has enough units of positions for its devices"
+        costs = _costs(self.problem, split)
+        for teams in dict.fromkeys(self.teams_within(split.units)):
+            units = tuple(balanced_runs([costs[d] for d in team], split.units) for team in teams)
             for sync in _SYNCS:
-                yield UnitPoint(split=self.split, teams=teams, units=units, sync=sync)
+                yield UnitPoint(split=split, teams=teams, units=units, sync=sync)
 
     def in_words(self, point: UnitPoint) -> str:
         """See ``PointSearch``."""
@@ -381,3 +346,32 @@ def _costs(problem: Problem, split: UnitSplit) -> list[RunCost]:
         for kind in evaluator.cluster.device_types
     ]
     return [by_type[index] for index in evaluator.cluster.type_index]
+
+
+class Spatial(Searching):
+    """Cuts samples along space; see the module docstring."""
+
+    name = "spatial"
+    stage = "baseline"
+    search = _SpatialSearch
+
+    @staticmethod
+    def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
+        """Whether the model has convolutions or a sparse graph, and its samples need a cut."""
+        has_convolution = any(op.kind.startswith("convolution") for op in graph.ops)
+        return (has_convolution or bool(graph.patterns)) and not why_needless(graph, cluster)
+
+
+class Sequences(Searching):
+    """Cuts sequences along their positions; see the module docstring."""
+
+    name = "sequences"
+    stage = "baseline"
+    most_part = 0.05
+    search = _SequenceSearch
+
+    @staticmethod
+    def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
+        """Whether there are long sequences that have to be cut."""
+        is_long = max(lengths(graph), default=0) >= LEAST_LENGTH
+        return is_long and not why_needless(graph, cluster)

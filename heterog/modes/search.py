@@ -11,9 +11,31 @@ from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.strategy import Decision, Strategy, Sync
 
 
-def is_count(text: str) -> bool:
-    """Whether a user's text is a number of steps or parts."""
-    return text.isascii() and text.isdecimal() and len(text) < 10
+def words_in(text: str, *known: str) -> dict[str, str]:
+    """The values of words in a user's text.
+
+    >>> words_in("average=8,delay=2", "average", "delay", "weights")
+    {'average': '8', 'delay': '2'}
+
+    Raises:
+        ValueError: a word is unknown, or comes twice.
+    """
+    pairs = [[each.strip() for each in part.partition("=")[::2]] for part in text.split(",")]
+    found = {word: value for word, value in pairs}
+    if len(found) < len(pairs) or not found.keys() <= set(known):
+        raise ValueError(text)
+    return found
+
+
+def count_in(text: str) -> int:
+    """The number of steps or parts that a user's text says.
+
+    Raises:
+        ValueError: it is no such number.
+    """
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise ValueError(text)
+    return int(text)
 
 
 Tried = tuple[Evaluation, Strategy]

@@ -60,10 +60,11 @@ from heterog.modes.search import (
     Tried,
     best_of,
     by_preference,
-    is_count,
+    count_in,
     island_decisions,
     nothing,
     refined,
+    words_in,
 )
 from heterog.names import shown
 from heterog.simulator.engine import Order
@@ -91,21 +92,16 @@ def parse_server(text: str) -> "ServedTeams":
     Raises:
         HeterogError: a word is unknown, missing or has no such value.
     """
-    first, *others = (part.strip().partition("=")[::2] for part in text.split(","))
-    value = first[1]
-    if not is_count(value):
+    try:
+        said = words_in(text, AsynchronousServer.word, "order")
+        staleness = count_in(said.get(AsynchronousServer.word, ""))
+        return ServedTeams(staleness, PushOrder(said.get("order", PushOrder.PLANNED)))
+    except ValueError:
         raise HeterogError(
-            f"`asynchronous` has server={shown(value)}; it needs the number of steps that a team "
-            "may be ahead of the slowest one: server=2, or server=0 where all wait for each other."
-        )
-    options = dict(others)
-    order = options.pop("order", PushOrder.PLANNED.value)
-    if options or len(others) > 1 or order not in list(PushOrder):
-        raise HeterogError(
-            f"`asynchronous` has {shown(text)}; after server=TAU it takes order=planned or "
-            "order=arrival, once, with a comma before it."
-        )
-    return ServedTeams(int(value), PushOrder(order))
+            f"`asynchronous` has {shown(text)}; it takes the number of steps that a team may be "
+            "ahead of the slowest one, server=2 (with server=0 all wait for each other), then if "
+            "wanted order=planned or order=arrival, with a comma before it."
+        ) from None
 
 
 class ServedTeams(Planner):

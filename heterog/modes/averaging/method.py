@@ -20,11 +20,12 @@ from heterog.modes.search import (
     Tried,
     best_of,
     by_preference,
-    is_count,
+    count_in,
     island_decision,
     island_decisions,
     nothing,
     refined,
+    words_in,
 )
 from heterog.names import shown
 from heterog.simulator.engine import Order
@@ -47,44 +48,20 @@ def parse_averaging(text: str) -> Averaging:
     Raises:
         HeterogError: a word is unknown, missing or has no such value.
     """
-    values: dict[str, str] = {}
-    for part in text.split(","):
-        word, equals, value = part.strip().partition("=")
-        if (
-            word not in (Averaging.word, "weights", "delay", *_NUMBERS)
-            or not equals
-            or word in values
-        ):
-            raise HeterogError(
-                f"`asynchronous` has {shown(part)}; it takes average=H, then if wanted "
-                "weights=samples or weights=equal, delay=D (steps for which an average may be "
-                "under way), rate=0.7 and momentum=0.9 of an outer "
-                "optimizer, each once, with commas between them."
-            )
-        values[word] = value
-    every, delay = values.get(Averaging.word, ""), values.get("delay", "0")
-    if not (is_count(every) and is_count(delay)):
-        raise HeterogError(
-            "`asynchronous` needs numbers of steps, average=H and if wanted delay=D, not "
-            f"{shown(every)} and {shown(delay)}; average=8 averages after every eighth step."
-        )
-    weights = values.get("weights", AverageWeights.SAMPLES.value)
-    if weights not in list(AverageWeights):
-        raise HeterogError(f"`asynchronous` has weights={shown(weights)}; it is samples or equal.")
-    numbers = {
-        name: _number(word, values[word]) for word, name in _NUMBERS.items() if word in values
-    }
-    return Averaging(
-        every=int(every), weights=AverageWeights(weights), delay=int(delay), **numbers
-    )
-
-
-def _number(word: str, value: str) -> float:
     try:
-        return float(value)
+        said = words_in(text, Averaging.word, "weights", "delay", *_NUMBERS)
+        return Averaging(
+            every=count_in(said.get(Averaging.word, "")),
+            weights=AverageWeights(said.get("weights", AverageWeights.SAMPLES)),
+            delay=count_in(said.get("delay", "0")),
+            **{name: float(said[word]) for word, name in _NUMBERS.items() if word in said},
+        )
     except ValueError:
         raise HeterogError(
-            f"`asynchronous` has {word}={shown(value)}, which is not a number."
+            f"`asynchronous` has {shown(text)}; it takes average=H (average=8: after every "
+            "eighth step), then if wanted weights=samples or weights=equal, delay=D (steps for "
+            "which an average may be under way), rate=0.7 and momentum=0.9 of an outer optimizer, "
+            "each once, with commas between them."
         ) from None
 
 

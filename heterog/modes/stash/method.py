@@ -23,7 +23,7 @@ from heterog.methods.pipeline import Stages, stage_sequences
 from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.tuned_uniform import tuned_decision
-from heterog.modes.search import Tried, best_of, by_preference, is_count, nothing
+from heterog.modes.search import Tried, best_of, by_preference, count_in, nothing, words_in
 from heterog.modes.stash.value import WeightStash, stages_of
 from heterog.names import shown
 from heterog.simulator.engine import Order
@@ -56,17 +56,20 @@ def parse_stash(text: str) -> "StashedPipelines":
     Raises:
         HeterogError: a word is unknown, or its value is no number.
     """
-    first, *others = (part.strip().partition("=")[::2] for part in text.split(","))
-    value, count = first[1].strip(), dict(others).get("micro_batches", "1").strip()
-    is_known = [word for word, _ in others] in ([], ["micro_batches"])
-    if not (is_known and is_count(value) and is_count(count) and int(count)):
+    try:
+        said = words_in(text, WeightStash.word, "micro_batches")
+        stash = WeightStash(boundary_steps=count_in(said.get(WeightStash.word, "")))
+        counts = [count_in(said[each]) for each in said if each != WeightStash.word]
+        if 0 in counts:
+            raise ValueError(text)
+    except ValueError:
         raise HeterogError(
             f"`asynchronous` has {shown(text)}; a stash needs the number of micro-batches by "
             "which each boundary between stages may make backward passes later: stash=1 is "
             "PipeDream's, stash=2 leaves messages more time. Their number in a batch may follow: "
             "stash=1,micro_batches=8."
-        )
-    return StashedPipelines(WeightStash(boundary_steps=int(value)), int(count) if others else None)
+        ) from None
+    return StashedPipelines(stash, *counts)
 
 
 class StashedPipelines(Planner):

@@ -2,7 +2,7 @@
 
     folder/
       checkpoint.json     what is saved and where, the optimizer's options, whatever else was given
-      data-3/             written by torch.distributed.checkpoint
+      data-3/             in the form of torch.distributed.checkpoint
         __0_0.distcp      tensors that rank 0 owns
         __1_0.distcp
 

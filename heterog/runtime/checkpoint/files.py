@@ -1,4 +1,7 @@
-"""The files of a checkpoint, written and read by torch.distributed.checkpoint."""
+"""The files of a checkpoint, in the form of torch.distributed.checkpoint.
+
+A rank's file holds its tensors one after another, each as ``torch.save`` writes it.
+"""
 
 import errno
 import hashlib
@@ -7,22 +10,14 @@ import os
 import pickle
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemReader,
-    FileSystemWriter,
-    _StorageInfo,
-)
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -30,9 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from heterog.errors import HeterogError, InputFileError, StrategyError
 from heterog.files import cannot_write, check_save_folder, write_json
@@ -56,35 +49,6 @@ ReadSaved = Callable[[Sequence[str]], Mapping[str, Tensor]]
 """Reads tensors and parts of tensors as they were saved, by name."""
 
 
-class _Writer(FileSystemWriter):
-    """Writes one rank's file and keeps the positions of its tensors; uses no network."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        super().__init__(folder)
-        self._own_rank = rank
-        self.results: list[WriteResult] = []
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Number the files by the real rank, although every rank writes for itself."""
-        super().set_up_storage_writer(is_coordinator, rank=self._own_rank, use_collectives=False)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Keep the results that torch would pickle."""
-        self.results = [result for each in results for result in each]
-
-
-class _Reader(FileSystemReader):
-    """Reads tensors at the positions of the index: each part is a tensor of its own."""
-
-    def __init__(self, folder: Path, contents: Contents) -> None:
-        super().__init__(folder)
-        self._contents = contents
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index in torch's form, instead of torch's pickle of it."""
-        return _metadata(self._contents)
-
-
 def make_data_folder(target: Path) -> int:
     """Make a new, empty data folder and return its number."""
     check_save_folder(target)
@@ -99,57 +63,47 @@ def make_data_folder(target: Path) -> int:
 
 def write_tensors(entries: Sequence[Entry], data: Path, rank: int) -> dict[str, SavedTensor]:
     """Write this rank's file."""
+    saved: dict[str, SavedTensor] = {}
     if not entries:
-        return {}
-    own = {entry.name: entry.value for entry in entries}
-    assert len(own) == len(entries), "every box is saved once"
-    writer = _Writer(data, rank)
-    planner = DefaultSavePlanner(flatten_state_dict=False)
+        return saved
+    file = f"__{rank}_0.distcp"
     try:
-        with _quiet():
-            save(
-                dict(own),
-                storage_writer=writer,
-                planner=planner,
-                no_dist=True,
-                use_collectives=False,
-            )
-    except (CheckpointException, OSError, RuntimeError) as error:
-        raise _cannot_save(data, error, own) from error
-    of_name = {entry.name: entry for entry in entries}
-    saved = {}
-    for result in writer.results:
-        name, place = result.index.fqn, result.storage_data
-        entry = of_name[name]
-        is_part = name != entry.whole
-        saved[name] = SavedTensor(
-            shape=tuple(entry.value.shape),
-            dtype=dtype_name(entry.value.dtype),
-            file=place.relative_path,
-            offset=place.offset,
-            num_bytes=place.length,
-            sha256=checksum(entry.value),
-            whole=entry.whole if is_part else "",
-            whole_shape=entry.shape if is_part else (),
-            offsets=entry.box.offsets if is_part else (),
-        )
+        with (data / file).open("wb") as stream:
+            for entry in entries:
+                value, offset = entry.value.detach().cpu(), stream.tell()
+                # A view would be saved with all of its memory.
+                is_view = value.untyped_storage().nbytes() != value.nbytes
+                torch.save(value.clone() if is_view else value, stream)
+                is_part = entry.name != entry.whole
+                saved[entry.name] = SavedTensor(
+                    shape=tuple(value.shape),
+                    dtype=dtype_name(value.dtype),
+                    file=file,
+                    offset=offset,
+                    num_bytes=stream.tell() - offset,
+                    sha256=checksum(value),
+                    whole=entry.whole if is_part else "",
+                    whole_shape=entry.shape if is_part else (),
+                    offsets=entry.box.offsets if is_part else (),
+                )
+            stream.flush()
+            os.fsync(stream.fileno())
+    except (OSError, RuntimeError) as error:
+        raise _cannot_save(data, error, sum(each.value.nbytes for each in entries)) from error
+    assert len(saved) == len(entries), "every box is saved once"
     return saved
 
 
-def _cannot_save(data: Path, error: BaseException, own: Mapping[str, Tensor]) -> InputFileError:
+def _cannot_save(data: Path, error: BaseException, num_bytes: int) -> InputFileError:
     """The error for tensors that could not be saved; finds a full disk behind torch's error."""
-    num_bytes = sum(value.numel() * value.element_size() for value in own.values())
-    first: BaseException = error
-    if isinstance(error, CheckpointException):
-        first = next(iter(error.failures.values()))[0]
-    why: BaseException | None = first
+    why: BaseException | None = error
     while why is not None and not isinstance(why, OSError):
         why = why.__cause__ or why.__context__
     if why is None and shutil.disk_usage(data).free < num_bytes:
         why = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if isinstance(why, OSError):
         return cannot_write(data, why, num_bytes)
-    return InputFileError(f"cannot write {data}: {first_line(first)}")
+    return InputFileError(f"cannot write {data}: {first_line(error)}")
 
 
 def checksum(value: Tensor) -> str:
@@ -233,35 +187,26 @@ def _fill(
 
 def _read_saved(contents: Contents, folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
     """Read tensors and parts as they were saved."""
-    loaded = {
-        name: torch.empty(
-            contents.tensors[name].shape, dtype=dtype_of(contents.tensors[name].dtype)
-        )
-        for name in names
-    }
-    if loaded:
-        apart = {
-            name: replace(contents.tensors[name], whole="", whole_shape=(), offsets=(), begin=0)
-            for name in names
-        }
-        reader = _Reader(folder / contents.data, replace(contents, tensors=apart))
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
+    loaded = {}
+    for name in names:
+        saved = contents.tensors[name]
+        file = folder / contents.data / saved.file
         try:
-            with _quiet():
-                load(loaded, storage_reader=reader, planner=planner, no_dist=True)
-        except CheckpointException as error:
-            why = [each for each, _ in error.failures.values()]
+            with file.open("rb") as stream:
+                own: Any = _create_file_view(stream, saved.offset, saved.num_bytes)
+                value = torch.load(own, map_location="cpu", weights_only=True)
+            is_said = value.layout == torch.strided and tuple(value.shape) == saved.shape
+            is_said = is_said and dtype_name(value.dtype) == saved.dtype
+        except Exception as error:  # its unpickler fails on damaged data in many different ways
             raise InputFileError(
-                f"cannot read checkpoint {folder}: {first_line(why[0])}"
+                f"cannot read checkpoint {folder}: {first_line(error)}"
             ) from error
-    for name, value in loaded.items():
-        wanted = contents.tensors[name].sha256
-        if wanted and checksum(value) != wanted:
-            file = folder / contents.data / contents.tensors[name].file
+        if not is_said or (saved.sha256 and checksum(value) != saved.sha256):
             raise InputFileError(
                 f"checkpoint {folder} is damaged: the checksum of {name} in {file} is wrong. "
                 "Resume from another checkpoint."
             )
+        loaded[name] = value
     return loaded
 
 
@@ -309,14 +254,6 @@ def _metadata(contents: Contents) -> Metadata:
         for name, own in chunks.items()
     }
     return Metadata(tensors, storage_data=places)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the warning that ranks read and write on their own, which is intended."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def first_line(error: BaseException) -> str:

@@ -17,6 +17,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,31 @@ class StepWatch:
         return found
 
 
+def paced(
+    step: Callable[[], float], governor: Governor, over: threading.Event
+) -> Iterator[tuple[float, float, float]]:
+    """Make steps in the part of the time that a governor allows, until an event.
+
+    Args:
+        step: Function that makes a step and returns its loss.
+        governor: The governor.
+        over: Event that ends them.
+
+    Yields:
+        Begin and end of each step, in seconds of the process's clock, and its loss.
+    """
+    while not over.is_set():
+        duty = governor.duty
+        if duty <= 0.0:
+            over.wait(_POLL_S)
+            continue
+        begin = time.perf_counter()
+        loss = step()
+        end = time.perf_counter()
+        yield begin, end, loss
+        over.wait((end - begin) * (1.0 - duty) / duty)
+
+
 def lowest_priority() -> None:
     """Run only when nothing else wants the CPU."""
     os.nice(_NICEST)
@@ -189,16 +215,12 @@ class LowPriorityThread(threading.Thread):
 
     def run(self) -> None:
         """Train until it is told to stop."""
-        while not self._over.is_set():
-            duty = self.governor.duty
-            if duty <= 0.0:
-                self._over.wait(_POLL_S)
-                continue
-            begin = time.perf_counter()
-            with stream_of_priority(self._device, high=False):
-                self._trainer.step()
+        for _ in paced(self._step, self.governor, self._over):
             self.steps += 1
-            self._over.wait((time.perf_counter() - begin) * (1.0 - duty) / duty)
+
+    def _step(self) -> float:
+        with stream_of_priority(self._device, high=False):
+            return self._trainer.step()
 
     def stop(self) -> int:
         """Stop the thread; returns the number of steps done."""
@@ -226,27 +248,19 @@ def train_beside(
 
     threading.Thread(target=look, daemon=True).start()
     steps, first_loss, began = 0, 0.0, 0.0
-    while True:
-        duty = governor.duty
-        if duty <= 0.0:
-            time.sleep(_POLL_S)
-            continue
-        begin = time.perf_counter()
+    for begin, end, loss in paced(trainer.step, governor, threading.Event()):
         began = began or begin
-        loss = trainer.step()
         first_loss = first_loss if steps else loss
         steps += 1
-        now = time.perf_counter()
         done = {
             "steps": steps,
             "samples": steps * batch_size,
-            "seconds": now - began,
+            "seconds": end - began,
             "first_loss": first_loss,
             "last_loss": loss,
-            "duty": duty,
+            "duty": governor.duty,
         }
         write_atomically(output, json.dumps(done).encode())
-        time.sleep((now - begin) * (1.0 - duty) / duty)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch.distributed as dist
@@ -25,14 +26,16 @@ class Sending:
     """
 
     def __init__(self) -> None:
-        self._under_way: queue.SimpleQueue[tuple[dist.Work, Tensor] | None] = queue.SimpleQueue()
-        self._held: deque[tuple[dist.Work, Tensor]] = deque()  # not yet handed to the thread
+        self._under_way = queue.SimpleQueue[tuple[dist.Work, Future[None]] | None]()
+        self._handed: deque[tuple[Future[None], Tensor]] = deque()  # the thread waits for them
+        self._held: deque[tuple[dist.Work, Tensor]] = deque()  # sent after those
         self._held_bytes = 0
-        self._sent: list[Tensor] = []
-        self._num_added = self._num_done = 0
-        self._changed = threading.Condition()
-        self._error: Exception | None = None
+        self._num_added = 0
         self._thread: threading.Thread | None = None
+
+    @property
+    def _num_done(self) -> int:
+        return self._num_added - len(self._handed) - len(self._held)
 
     def add(self, work: dist.Work, tensor: Tensor) -> int:
         """Hold a tensor until it is sent; returns the number of sends so far, for ``wait``."""
@@ -50,34 +53,27 @@ class Sending:
             self._thread = threading.Thread(target=self._wait, daemon=True)
             self._thread.start()
         while self._held:
-            self._under_way.put(self._held.popleft())
-        self._held_bytes = 0
+            work, tensor = self._take_held()
+            done = Future[None]()
+            self._handed.append((done, tensor))
+            self._under_way.put((work, done))
 
-    def release(self) -> None:
-        """Drop sent tensors in the thread that made them, because profilers count by thread."""
-        if self._sent:
-            with self._changed:
-                self._sent.clear()
-        while self._held and self._is_first_sent():
-            self._take_first()
-            self._num_done += 1
-
-    def _is_first_sent(self) -> bool:
-        work, tensor = self._held[0]
-        return is_accelerated(tensor) and work.is_completed()
-
-    def _take_first(self) -> tuple[dist.Work, Tensor]:
+    def _take_held(self) -> tuple[dist.Work, Tensor]:
         """The send that is held longest, which is then no longer held here."""
         work, tensor = self._held.popleft()
         self._held_bytes -= tensor.nbytes
         return work, tensor
 
-    def flush(self) -> None:
-        """Wait until all is sent.
+    def release(self) -> None:
+        """Drop sent tensors in the thread that made them, because profilers count by thread.
 
         Raises:
             RuntimeError: the connection was lost.
         """
+        self.wait(0)
+
+    def flush(self) -> None:
+        """Wait until all is sent; see ``wait``."""
         self.wait(self._num_added)
 
     def wait(self, number: int) -> None:
@@ -86,18 +82,14 @@ class Sending:
         Raises:
             RuntimeError: the connection was lost.
         """
-        handed = min(number, self._num_added - len(self._held))
-        if self._num_done < handed:
-            with self._changed:
-                self._changed.wait_for(lambda: self._num_done >= handed or self._error is not None)
-        if self._error is not None:
-            raise self._error
+        while self._handed and (self._num_done < number or self._handed[0][0].done()):
+            self._handed[0][0].result()
+            self._handed.popleft()
         while self._held and self._num_done < number:
-            work, tensor = self._take_first()
-            work.wait()
-            del tensor
-            self._num_done += 1
-        self.release()
+            self._held[0][0].wait()
+            self._take_held()
+        while self._held and is_accelerated(self._held[0][1]) and self._held[0][0].is_completed():
+            self._take_held()
 
     def close(self) -> None:
         """End the thread, once all is sent."""
@@ -105,20 +97,15 @@ class Sending:
 
     def _wait(self) -> None:
         while (taken := self._under_way.get()) is not None:
-            work, tensor = taken
+            work, done = taken
             del taken
             try:
                 work.wait()
             except Exception as error:
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self._sent.append(tensor)
-                del work, tensor
-                self._num_done += 1
-                self._changed.notify_all()
+                done.set_exception(error)
+                continue
+            del work  # before its tensor may be dropped
+            done.set_result(None)
 
 
 class InTurn:

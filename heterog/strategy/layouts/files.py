@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from heterog.errors import InputFileError
 from heterog.files import decoded, parse_json, read_bytes
@@ -145,28 +146,25 @@ def _torchtitan(fields: Fields) -> LayoutFile:
     fields.skip(at, "pipeline_parallel_microbatch_size")
     schedule = fields.word(at, "pipeline_parallel_schedule", "1F1B") if pp > 1 else ""
     fields.skip(at, "pipeline_parallel_schedule")
-    said = {
-        "tp": str(tp),
-        "cp": str(cp),
-        "ep": str(_torchtitan_experts(fields, tp, cp)),
-        "pp": str(pp),
-        "dp": str(replicas * max(shards, 0)),  # -1: what the other degrees leave
-        "dp_replicate": "1" if shards == 1 else str(replicas),
-        "micro_batch": str(micro),
-        "zero": "0" if shards == 1 else ("2" if keeps else "3"),
+    said: dict[str, Any] = {
+        "tp": tp,
+        "cp": cp,
+        "ep": _torchtitan_experts(fields, tp, cp),
+        "pp": pp,
+        "dp": replicas * max(shards, 0),  # -1: what the other degrees leave
+        "dp_replicate": 1 if shards == 1 else replicas,
+        "micro_batch": micro,
+        "zero": 0 if shards == 1 else (2 if keeps else 3),
         **_torchtitan_checkpoints(fields),
         # Its tensor parallelism includes sequence parallelism unless a field switches it off.
-        "sequence_parallel": str(
-            fields.flag(at, "enable_sequence_parallel", default=True) and tp > 1
-        ),
+        "sequence_parallel": fields.flag(at, "enable_sequence_parallel", default=True) and tp > 1,
+        "schedule": schedule,
     }
-    if schedule:
-        said["schedule"] = schedule
     if split:
-        said["split"] = "+".join(split)
+        said["split"] = split
         chunks, rest = divmod(len(split) + 1, pp)
         if not rest and chunks > 1:
-            said["chunks"] = str(chunks)
+            said["chunks"] = chunks
     return LayoutFile(layout=layout_of_words(said), batch_size=max(whole, 0))
 
 
@@ -222,7 +220,7 @@ def _torchtitan_experts(fields: Fields, tp: int, cp: int) -> int:
     )  # fmt: skip
 
 
-def _torchtitan_checkpoints(fields: Fields) -> dict[str, str]:
+def _torchtitan_checkpoints(fields: Fields) -> dict[str, Any]:
     at = "activation_checkpoint"
     mode = fields.word(at, "mode", "selective")  # torchtitan's own default
     every = fields.word(at, "selective_ac_option", "2")
@@ -239,7 +237,7 @@ def _torchtitan_checkpoints(fields: Fields) -> dict[str, str]:
             f"activation_checkpoint.mode is {shown(mode)}; none, full and selective can be said."
         )
     if every.isascii() and every.isdigit():  # 0 and 1: every layer
-        return {"recompute": "full", "recompute_every": str(max(int(every[:6]), 1))}
+        return {"recompute": "full", "recompute_every": max(int(every[:6]), 1)}
     return {"recompute": every}
 
 
@@ -416,6 +414,7 @@ _MESH_TUNING = (
 
 def _accelerate_fsdp(fields: Fields) -> Layout:
     at = "fsdp_config"
+    words: dict[str, Any]
     strategy = fields.word(at, "fsdp_sharding_strategy")
     if strategy:
         words = fsdp_words(strategy)
@@ -426,14 +425,14 @@ def _accelerate_fsdp(fields: Fields) -> Layout:
             words = fsdp_words(fields.word(at, "fsdp_reshard_after_forward"))
         else:
             keeps = not fields.flag(at, "fsdp_reshard_after_forward", default=True)
-            words = {"zero": "2" if keeps else "3"}
+            words = {"zero": 2 if keeps else 3}
     if fields.flag(at, "fsdp_offload_params"):
         fields.remark("fsdp_offload_params is not modelled: everything stays on the devices.")
     full = fields.flag(at, "fsdp_activation_checkpointing")
     fields.skip(at, *_FSDP_TUNING)
     num_micro = fields.number("", "gradient_accumulation_steps", 0, auto=True)
     return layout_of_words(
-        words | {"num_micro": str(num_micro), "recompute": "full" if full else "none"}
+        words | {"num_micro": num_micro, "recompute": "full" if full else "none"}
     )
 
 

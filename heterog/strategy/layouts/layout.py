@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any
 
 from heterog.errors import HeterogError, nearest
 from heterog.names import shown
@@ -264,18 +265,20 @@ def parse_layout(text: str) -> Layout:
             if own in said:
                 raise LayoutError(f"the layout says '{own}' twice; give it once.")
             said[own] = text
+    _take_shards(said)
     return layout_of_words(said)
 
 
-def layout_of_words(said: Mapping[str, str]) -> Layout:
-    """Make a layout from keys of this vocabulary and their values as texts.
+def layout_of_words(said: Mapping[str, Any]) -> Layout:
+    """Make a layout from keys of this vocabulary; values may be texts.
 
     Raises:
         LayoutError: a text is not a valid value of its key.
     """
-    said = dict(said)
-    _take_shards(said)
-    found = {name: _READERS.get(name, _number)(name, value) for name, value in said.items()}
+    found = {
+        name: _READERS.get(name, _number)(name, value) if isinstance(value, str) else value
+        for name, value in said.items()
+    }
     return Layout(**found)  # type: ignore[arg-type]
 
 

@@ -172,27 +172,24 @@ def read_megatron(fields: Fields) -> LayoutFile:
         value = fields.take("", name)
         if value not in (None, none, False):
             raise LayoutError(f"{name} is {shown(value)}; it cannot be said, only {none}.")
-    said = {own: str(fields.number("", name, 1)) for own, name in _DEGREES.items()}
-    if int(said["ep"]) > 1:
-        said["ep"] = str(_experts(fields, said))
-    said["micro_batch"] = str(fields.number("", "micro_batch_size", 0))
+    said: dict[str, Any] = {own: fields.number("", name, 1) for own, name in _DEGREES.items()}
+    tp, pp, cp = said["tp"], said["pp"], said["cp"]
+    ep = said["ep"] = _experts(fields, tp, cp, said["ep"])
+    said["micro_batch"] = fields.number("", "micro_batch_size", 0)
     said["dispatch"] = fields.word("", "moe_token_dispatcher_type", "alltoall")
-    said["sequence_parallel"] = str(fields.flag("", "sequence_parallel"))
-    said |= _sharding(fields) | _recomputation(fields) | _stages(fields, int(said["pp"]))
+    said["sequence_parallel"] = fields.flag("", "sequence_parallel")
+    said |= _sharding(fields) | _recomputation(fields) | _stages(fields, pp)
     if world := _num_devices(fields):
-        replica = int(said["tp"]) * int(said["pp"]) * int(said["cp"])
-        needed = replica * int(said["ep"])
-        words = f"tp {said['tp']} x pp {said['pp']} x cp {said['cp']}"
-        if world < needed:  # example scripts name one host until a user writes how many
+        replica, words = tp * pp * cp, f"tp {tp} x pp {pp} x cp {cp}"
+        if world < replica * ep:  # example scripts name one host until a user writes how many
             fields.remark(
-                f"The {world} devices that the launcher is told of are fewer than {needed}, "
-                f"{words} x replicas that share experts {said['ep']}: the cluster says how many "
-                "there are."
+                f"The {world} devices that the launcher is told of are fewer than {replica * ep}, "
+                f"{words} x replicas that share experts {ep}: the cluster says how many there are."
             )
         elif world % replica:
             raise LayoutError(f"{world} devices are not {words} times a number of replicas.")
         else:
-            said["dp"] = str(world // replica)
+            said["dp"] = world // replica
     for name in _REMARKED:
         if fields.take("", name) not in (None, False, "null", 0):
             fields.remark(f"{name} is not modelled.")
@@ -225,8 +222,9 @@ def replicas_that_share(ep: int, tp: int, cp: int, each: int, name: str, words: 
     return ep // inside
 
 
-def _experts(fields: Fields, said: Mapping[str, str]) -> int:
-    tp, cp, ep = (int(said[name]) for name in ("tp", "cp", "ep"))
+def _experts(fields: Fields, tp: int, cp: int, ep: int) -> int:
+    if ep == 1:
+        return 1
     each = fields.number("", "expert_tensor_parallel_size", tp)
     return replicas_that_share(
         ep, tp, cp, each, "expert_model_parallel_size", "context_parallel_size, and "
@@ -252,7 +250,7 @@ def _num_devices(fields: Fields) -> int:
     return max(count(*_HOSTS), 0) * max(count(*_PER_HOST), 0)
 
 
-def _sharding(fields: Fields) -> dict[str, str]:
+def _sharding(fields: Fields) -> dict[str, int]:
     """State in slices over replicas: ZeRO-1 with the distributed optimizer, more with FSDP."""
     is_named = fields.word("", "optimizer_name").lower() in _DISTRIBUTED_OPTIMIZERS
     stage = int(fields.flag("", "use_distributed_optimizer") or is_named)
@@ -271,10 +269,10 @@ def _sharding(fields: Fields) -> dict[str, str]:
         kind = fields.word("", "fsdp_sharding_strategy", "full")
         if kind not in _NEMO_STAGES:
             raise LayoutError(f"fsdp_sharding_strategy {shown(kind)} is none that is known.")
-        return {"zero": str(_NEMO_STAGES[kind]), "dp_replicate": "0" if kind == "hybrid" else "1"}
+        return {"zero": _NEMO_STAGES[kind], "dp_replicate": 0 if kind == "hybrid" else 1}
     stage = max(stage, fields.number("", "zero_stage", 0, least=0))  # Megatron-DeepSpeed
     copies = fields.number("", "num_distributed_optimizer_instances", 1)
-    return {"zero": str(stage), "dp_replicate": str(copies if stage else 1)}
+    return {"zero": stage, "dp_replicate": copies if stage else 1}
 
 
 def _recomputation(fields: Fields) -> dict[str, str]:
@@ -302,7 +300,7 @@ def _recomputation(fields: Fields) -> dict[str, str]:
     return {"recompute": kind or "none"}
 
 
-def _stages(fields: Fields, pp: int) -> dict[str, str]:
+def _stages(fields: Fields, pp: int) -> dict[str, Any]:
     """Chunks of a stage, and unequal first and last stages."""
     layers = fields.number("", "num_layers", 0)
     if (stages := fields.take("", "pipeline_model_parallel_layout")) is not None:
@@ -319,7 +317,9 @@ def _stages(fields: Fields, pp: int) -> dict[str, str]:
                 f"multiple of pp {pp} times that."
             )
         chunks = layers // (pp * each)
-    said = {"chunks": str(chunks), "schedule": "interleaved"} if chunks > 1 and pp > 1 else {}
+    said: dict[str, Any] = {}
+    if chunks > 1 and pp > 1:
+        said = {"chunks": chunks, "schedule": "interleaved"}
     ends = [
         fields.number("", f"decoder_{end}_pipeline_num_layers", 0)
         or fields.number("", f"num_layers_in_{end}_pipeline_stage", 0)
@@ -335,12 +335,11 @@ def _stages(fields: Fields, pp: int) -> dict[str, str]:
                 "stages."
             )
         middle = left // between if between else 0
-        sizes = [ends[0] or middle, *[middle] * (pp - 2), ends[1] or middle]
-        said["layers"] = "-".join(map(str, sizes))
+        said["layers"] = (ends[0] or middle, *[middle] * (pp - 2), ends[1] or middle)
     return said
 
 
-def _written_out(stages: object, pp: int) -> dict[str, str]:
+def _written_out(stages: object, pp: int) -> dict[str, Any]:
     """Layers of each stage if a file writes stages out, as ``Et*3|(tt|)*2L`` or in lists."""
     name = "pipeline_model_parallel_layout"
     text = stages if isinstance(stages, str) else ""
@@ -355,9 +354,9 @@ def _written_out(stages: object, pp: int) -> dict[str, str]:
             f"{name} is {shown(stages)}; only decoder layers on each of a multiple of {pp} stages "
             "can be said, with the embedding (E) on the first and the loss (L) on the last."
         )
-    said = {"layers": "-".join(map(str, counts))} if pp > 1 else {}
+    said = {"layers": tuple(counts)} if pp > 1 else {}
     chunks = len(counts) // pp
-    return said | ({"chunks": str(chunks), "schedule": "interleaved"} if chunks > 1 else {})
+    return said | ({"chunks": chunks, "schedule": "interleaved"} if chunks > 1 else {})
 
 
 _PARTS = {"embedding": "E", "decoder": "t", "loss": "L"}
