@@ -249,8 +249,8 @@ class _Ranking(StrategySearch):
             rules = op_rules(synthesis.theory, placed.triples, synthesis.start)
             self.add(placed.devices, placed.shares, rules)
 
-        subsets = dict.fromkeys((whole, *machine_subsets(self.evaluator.cluster)))
-        starts = [synthesis.data_parallel(devices) for devices in subsets]
+        sets = dict.fromkeys((whole, *machine_subsets(self.evaluator.cluster)))
+        starts = [synthesis.data_parallel(each) for each in sets if self._room(each) > 1.0]
         for placed in starts:
             self.know(placed)
         for placed in starts:
@@ -261,7 +261,7 @@ class _Ranking(StrategySearch):
             if self.spending.is_over:
                 break
             add(synthesis.solved_data_parallel(devices))
-        for devices in (*self.subsets()[:_NUM_SUBSETS], whole):
+        for devices in (*self.subsets(list(sets))[:_NUM_SUBSETS], whole):
             for placed in synthesis.programs(devices, thorough=devices == whole):
                 if self.spending.is_over:
                     break
@@ -302,27 +302,30 @@ class _Ranking(StrategySearch):
         """Device sets of the strategies that were scored, best first."""
         return list(dict.fromkeys(each.decisions[0].devices for each in self._ranked()))
 
-    def subsets(self) -> list[tuple[int, ...]]:
+    def _room(self, devices: tuple[int, ...]) -> float:
+        """The least memory of some devices over what a replica keeps."""
+        tables = self.evaluator.tables
+        kept = tables.parameter_bytes.sum() * (1.0 + tables.state_ratio)
+        return float(self.evaluator.feasibility.usable[list(devices)].min() / max(kept, 1.0))
+
+    def subsets(self, sets: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Device sets but the whole cluster, the most promising first.
 
         By data parallelism if that fits. If not, its steps say nothing about programs that shard
         parameters. These send least on few hosts: of each number of hosts comes the fastest set
         with memory for all parameters.
+
+        Args:
+            sets: All sets of whole machines.
         """
-        cluster, tables, speeds = (
-            self.evaluator.cluster,
-            self.evaluator.tables,
-            self.evaluator.speeds,
-        )
-        others = [devices for devices in self.device_sets() if len(devices) < cluster.num_devices]
+        cluster, speeds = self.evaluator.cluster, self.evaluator.speeds
         if any(evaluation.is_ok for evaluation in self.found.values()):
-            return others
-        needed = tables.parameter_bytes.sum() * (1.0 + tables.state_ratio)
-        usable = self.evaluator.feasibility.usable
+            ranked = self.device_sets()
+            return [devices for devices in ranked if len(devices) < cluster.num_devices]
         of_size = grouped(
             (len({cluster.host_of[device] for device in devices}), devices)
-            for devices in others
-            if usable[list(devices)].sum() > needed
+            for devices in sets
+            if len(devices) < cluster.num_devices and len(devices) * self._room(devices) > 1.0
         )
         return [
             max(of_size[size], key=lambda devices: sum(speeds[device] for device in devices))
