@@ -248,6 +248,8 @@ class _Ranking(StrategySearch):
         def add(placed: Placed) -> None:
             rules = op_rules(synthesis.theory, placed.triples, synthesis.start)
             self.add(placed.devices, placed.shares, rules)
+            if rules:
+                self._note = "out of time before its searches ended"
 
         sets = dict.fromkeys((whole, *machine_subsets(self.evaluator.cluster)))
         starts = [synthesis.data_parallel(each) for each in sets if self._room(each) > 1.0]
@@ -257,16 +259,20 @@ class _Ranking(StrategySearch):
             add(placed)
             if self.spending.is_over:
                 break
+        # Programs before ratios: where parameters are large, nothing else is any good.
+        for devices in self.subsets(list(sets))[:_NUM_SUBSETS]:
+            for placed in synthesis.programs(devices, thorough=False):
+                if self.spending.is_over:
+                    break
+                add(placed)
         for devices in dict.fromkeys((whole, *self.device_sets()[:_NUM_SOLVED])):
             if self.spending.is_over:
                 break
             add(synthesis.solved_data_parallel(devices))
-        for devices in (*self.subsets(list(sets))[:_NUM_SUBSETS], whole):
-            for placed in synthesis.programs(devices, thorough=devices == whole):
-                if self.spending.is_over:
-                    break
-                add(placed)
-                self._note = "out of time before its searches ended"
+        for placed in synthesis.programs(whole, thorough=True):
+            if self.spending.is_over:
+                break
+            add(placed)
         self._note = synthesis.note
         self.prune()
         self.tune()
