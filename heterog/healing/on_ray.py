@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,7 +83,7 @@ class RayCrew(Crew):
         group = self._group()
         for number in range(self._cluster.num_hosts):
             actor = self._actor(group, number)
-            self._hosts.append(NodeHost(self._ray, actor, partial(self.hear, number)))
+            self._hosts.append(NodeHost(self._ray, actor, self.hear))
         kept = self._ray.experimental.internal_kv._internal_kv_get(self._name)
         if kept is not None:
             return self._as_it_is(*pickle.loads(kept))
@@ -150,8 +149,7 @@ class RayCrew(Crew):
         shelf = Shelf(self._lent)
 
         def take(part: Part, files: Sequence[Any], giver: NodeHost) -> bool:
-            come = self._answers(dict(enumerate(files)), None)
-            return len(come) == len(files) and shelf.take(part, [*come.values()])
+            return shelf.take(part, [self._answer(each, [giver]) for each in files])
 
         with suppress(OSError, HeterogError):  # there is no room, or the job has ended
             held = self._held()
@@ -228,7 +226,7 @@ class RayCrew(Crew):
     def _as_it_is(self, trained: Trained, plan: bytes) -> Trained:
         """The job, which began as another leader has left it; and whether its ranks are there."""
         of_ranks = [self._host_of[device] for device in trained.running.devices]
-        self._generation, self._first = trained.generation, of_ranks[0]
+        self._generation = trained.generation
         self._look_at_all(SILENT_S, trained.generation)
         for event in self.new_events():
             trained.hear(event)

@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ import torch.distributed as dist
 
 from heterog.files import read_json
 from heterog.graph.capture import CapturedStep, capture_step
-from heterog.healing.busy import BusyClock, device_seconds
-from heterog.healing.elastic import any_rank, set_silence
-from heterog.healing.record import Assignment, write_event
+from heterog.healing.costs import BusyClock, device_seconds
+from heterog.healing.elastic import any_rank, end_cut_links, set_silence
+from heterog.healing.record import Assignment, Event, write_events
 from heterog.healing.shelf import INDEX, Shelf, Snapshot, part_of, parts_of
 from heterog.healing.snapshots import SnapshotWriter
 from heterog.lowering import lower
@@ -71,27 +72,34 @@ class HealingRank:
         self._plan = plan = load_plan(assignment.plan)
         self._step, workload = set_up(plan, request, store, _captured.get(journal.parent))
         self._rank = dist.get_rank()
-        self._journal = journal if self._rank in assignment.writers else None
+        host_of, redundancy = plan.cluster.host_of, assignment.redundancy
+        if redundancy is None:
+            host_of, redundancy = (0,) * len(host_of), 0
+        # The first rank of each host writes a journal, as any host may be lost.
+        is_first = host_of.index(host_of[self._rank]) == self._rank
+        self._journal = journal if is_first else None
         self._program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
         self._batch = workload.make_batch()
         tell("taking the state up")
         self._shelf = Shelf(Path(assignment.shelf))
         # All of this rank, but for that by which files are copied, which may take long.
         self._groups = list(dist.distributed_c10d._world.pg_map)
-        is_apart = assignment.redundancy is not None
         self._writer = SnapshotWriter(
             self._shelf,
             assignment.generation,
             (self._rank, dist.get_world_size()),
-            plan.cluster.host_of if is_apart else (0,),
-            assignment.redundancy or 0,
-            silent_s or request.limits.timeout_s,
+            host_of,
+            redundancy,
+            self._say_failed,
         )
+        self._is_kept = False  # any snapshot of this generation, as was told
+        self._untold: list[Event] = []
+        if silent_s:
+            end_cut_links()
         self._take_up()
         self._clock = None if is_accelerated(self._step.device) else BusyClock(self._program)
         self._step.notify(self._clock)
         self._looked = 0, 0.0  # number of steps and time at the last report
-        self._failed = ""  # why there was no last snapshot, as far as it was told
 
     def train(self) -> bool:
         """Train until the last step or until asked to stop; returns whether all is done."""
@@ -122,6 +130,9 @@ class HealingRank:
             told = loss if math.isfinite(loss) else None  # JSON has nothing else
             # Before the snapshot, from which others may go on although this rank ends within it.
             self._write("step", step=number, loss=told, seconds=end_s - begin_s)
+            if self._writer.settled is not None and not self._is_kept:
+                self._is_kept = True
+                self._write("kept", step=number)
             begin_s = end_s
             if is_next:
                 self._take_snapshot(number)
@@ -151,7 +162,16 @@ class HealingRank:
         self._write("done" if is_done else "stopped", step=self._step.num_steps)
 
     def _write(self, event: str, **said: Any) -> None:
-        write_event(self._journal, event, **said)
+        """Write an event, and those for which there was no room before."""
+        if self._journal is not None:
+            self._untold.append({"event": event, "at_s": time.monotonic(), **said})
+            with suppress(OSError):
+                write_events(self._journal, self._untold)
+                self._untold.clear()
+
+    def _say_failed(self, why: str) -> None:
+        host = self._plan.cluster.hosts[self._plan.cluster.host_of[self._rank]].name
+        self._write("no snapshot", why=f"{host}: {why}")
 
     def _wait_for_writing(self) -> None:
         """Let ranks wait for others that write to a disk, for longer than for a step."""
@@ -210,15 +230,12 @@ class HealingRank:
             "optimizer": graph.optimizer,
             "num_steps": step.num_steps,
         }
-        writer, before = self._writer, self._failed
-        self._failed = writer.failed
-        if self._failed and not before:
-            host = self._plan.cluster.hosts[self._plan.cluster.host_of[self._rank]].name
-            self._write("no snapshot", why=f"{host}: {self._failed}")
+        writer = self._writer
         self._wait_for_writing()
         writer.take(number, *own_entries(step, step.model), about)
-        told = {"num_bytes": writer.num_bytes, "copy_s": writer.copy_s}
-        self._write("snapshot", step=number, is_settled=writer.settled is not None, **told)
+        if self._rank == 0:
+            told = {"num_bytes": writer.num_bytes, "copy_s": writer.copy_s}
+            self._write("snapshot", step=number, **told)
 
     def _leave_all(self, number: int) -> None:
         """Take a snapshot of this step, unless there is one, and wait until it is copied."""

@@ -1,10 +1,6 @@
 """Checkpoints that are written from snapshots, also onto a disk that is full."""
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +15,6 @@ from heterog.healing.shelf import Moment, Part, Shelf
 from heterog.runtime.checkpoint.boxes import Entry, whole_box
 from heterog.runtime.checkpoint.contents import read_contents
 from heterog.runtime.checkpoint.files import read_tensors
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
-    if not sys.platform.startswith("linux") or os.geteuid() != 0:
-        pytest.skip("only root on Linux can mount a small file system")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def put(shelf: Shelf, step: int, values: dict[str, Tensor]) -> None:

@@ -1,8 +1,10 @@
 """Snapshots on a host's shelf: what is there, what is let go, and what other hosts bring."""
 
 import os
+import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -121,11 +123,13 @@ def test_ranks_train_for_ten_times_as_long_as_a_snapshot_takes(
 ) -> None:
     now = iter([5.0, 5.5, 10.4, 10.6])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
+    monkeypatch.setattr(snapshots, "any_rank", lambda *values: list(values))
     writer = SnapshotWriter(Shelf(tmp_path), 0, (0, 1))
     writer.take(1, [], {}, ABOUT)
     assert writer.copy_s == 0.5
-    assert writer.is_busy
-    assert not writer.is_busy
+    assert writer.end_step() == [False]
+    assert writer.settled == writer.newest, "it is complete long before the next one is due"
+    assert writer.end_step() == [True]
 
 
 def test_only_complete_snapshots_count_and_later_generations_come_first() -> None:
@@ -260,6 +264,32 @@ def test_nothing_is_awaited_of_a_host_that_counts_as_lost(tmp_path: Path) -> Non
     assert taken == [(first, 0), (first, 1), (second, 1)]
 
 
+def test_a_host_that_does_not_give_is_waited_for_until_it_counts_as_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moment, hosts = Moment(0, 3, 2), [Far(tmp_path / name) for name in ("a", "b")]
+    for far in hosts:
+        far_put(far, *parts_of(moment))
+    crew = far_crew(tmp_path, hosts)
+    looks: list[bool] = []
+
+    def look() -> None:
+        looks.append(True)
+        crew._hosts[0].is_here = len(looks) < 3
+
+    crew._hosts[0].look = look  # type: ignore[method-assign]
+    never = mock.Mock(remote=lambda *parts: [None] * 2 * len(parts))
+    give = mock.Mock(options=lambda **_: never)
+    monkeypatch.setattr(hosts[0], "give", give, raising=False)
+    crew._ray = SimpleNamespace(**vars(FAR))
+    crew._ray.wait = lambda asked, **_: ([each for each in asked if each is not None], [])
+    crew._lent = tmp_path / "lent"
+    crew._lent.mkdir()
+    crew._bring()
+    assert sorted(Shelf(crew._lent).parts()) == parts_of(moment), "the other host gives them"
+    assert len(looks) >= 3
+
+
 DEVICE = three().host_devices(1)[0]
 
 
@@ -312,7 +342,7 @@ def carry(rank: int, folder: Path) -> tuple[list[int], list[str], str, list[floa
     """Be a host of two that hold each other's parts; the first has no room for those of others."""
     shelf, moment = Shelf(folder / str(rank)), Moment(0, 3, 2)
     shelf.folder.mkdir()
-    writer, snapshots._REST = SnapshotWriter(shelf, 0, (rank, 2), [0, 1], 1, 60.0), 0.0
+    writer, snapshots._REST = SnapshotWriter(shelf, 0, (rank, 2), [0, 1], 1), 0.0
     begun = threading.Event()
     bring = shelf.bring
 
@@ -326,10 +356,10 @@ def carry(rank: int, folder: Path) -> tuple[list[int], list[str], str, list[floa
     (shelf.folder / "plan.json").write_text("further")
     writer.further.append("plan.json")
     writer.take(3, [entry("w", torch.full((3,), float(rank)))], {}, ABOUT)
-    was_busy = writer.is_busy
+    was_copying = writer.is_copying
     begun.set()
     writer.wait()
-    assert was_busy > writer.is_busy, "training went on meanwhile"
+    assert was_copying > writer.is_copying, "training went on meanwhile"
     there = sorted(part.number for part in shelf.parts())
     failed, shelf.bring = writer.failed, bring  # type: ignore[method-assign]
     writer.bring(each for part in parts_of(moment) for each in part.files)
@@ -357,6 +387,49 @@ def test_small_files_go_first_and_each_to_one_host_before_any_goes_to_a_second()
     ]  # fmt: skip
 
 
+def begin_late(rank: int, folder: Path) -> tuple[str, list[int]]:
+    """Be a host of two that begin again; the second writes its part when it pleases."""
+    shelf = Shelf(folder / str(rank))
+    shelf.folder.mkdir()
+    writer = SnapshotWriter(shelf, 1, (rank, 2), [0, 1], 1)
+    writer.bring([])
+    elastic.set_silence(0.3)  # from now on ranks wait for a step only so long
+    if rank == 1:
+        time.sleep(1.0)
+    writer.take(3, [entry("w", torch.full((3,), float(rank)))], {}, ABOUT)
+    writer.wait()
+    assert not writer.is_copying
+    elastic.set_silence(60.0)
+    return writer.failed, sorted(part.number for part in shelf.parts())
+
+
+def test_ranks_wait_for_the_first_part_of_one_that_writes_slowly(tmp_path: Path) -> None:
+    ranks = Ranks(2)
+    try:
+        assert ranks.run(begin_late, tmp_path) == [("", [0, 1]), ("", [0, 1])]
+    finally:
+        ranks.close()
+
+
+def test_a_folder_that_can_only_be_read_ends_no_training(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("heterog.healing.shelf._LEFT_BYTES", 0)
+    said: list[str] = []
+    writer = SnapshotWriter(Shelf(small_disk), 0, (0, 1), say=said.append)
+    values = [entry("w", torch.ones(3))]
+    writer.take(1, values, {}, ABOUT)
+    writer.settled = Moment(0, 2, 1)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    for step in (2, 3):
+        writer.take(step, values, {}, ABOUT)
+        assert "Read-only file system" in writer.failed
+    assert len(said) == 1, "once, and not each time"
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    writer.take(4, values, {}, ABOUT)
+    assert (writer.failed, steps(writer._shelf)) == ("", {4})
+
+
 def begin_again(rank: int, folder: Path) -> list[set[tuple[int, int]]]:
     """Be a host of two that begin with a snapshot of which neither has the other's part."""
     shelf = Shelf(folder / str(rank))
@@ -365,7 +438,7 @@ def begin_again(rank: int, folder: Path) -> list[set[tuple[int, int]]]:
     before, settled, alone = Moment(0, 1, 2), Moment(0, 2, 2), Moment(0, 3, 2)
     for part in (*parts_of(before), *parts_of(settled), Part(alone, rank)):
         shelf.put(part, values, {}, ABOUT)
-    writer, snapshots._REST = SnapshotWriter(shelf, 1, (rank, 2), [0, 1], 1, 60.0), 0.0
+    writer, snapshots._REST = SnapshotWriter(shelf, 1, (rank, 2), [0, 1], 1), 0.0
     assert newest_complete([[*shelf.parts(), Part(alone, 1 - rank)]]) == alone
     there, own = [], shelf.put
     for number, is_full in ((4, rank == 0), (5, False), (6, False)):
@@ -396,7 +469,7 @@ def carry_badly(rank: int, folder: Path) -> tuple[list[str], list[list[int]], li
     """Be a host of two, of which the first cannot read a file; then there is a bug."""
     shelf = Shelf(folder / str(rank))
     shelf.folder.mkdir()
-    writer = SnapshotWriter(shelf, 0, (rank, 2), [0, 1], 1, 60.0)
+    writer = SnapshotWriter(shelf, 0, (rank, 2), [0, 1], 1)
     content, values = shelf.content, [entry("w", torch.full((3,), float(rank)))]
     failed, there = [], []
     for error in (PermissionError("not for you") if rank == 0 else None, None):
@@ -411,7 +484,7 @@ def carry_badly(rank: int, folder: Path) -> tuple[list[str], list[list[int]], li
     writer.take(3, values, {}, ABOUT)
     writer.wait()
     with pytest.raises(KeyError) as bug:
-        _ = writer.is_busy
+        _ = writer.is_copying
     return failed, there, [str(lost.value), str(bug.value)]
 
 
@@ -455,7 +528,12 @@ def test_ranks_wait_longer_for_those_that_write_a_snapshot(
 def test_a_folder_that_others_may_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor is that of an earlier process with the same id taken for this one's."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / f"heterog-loop-{os.getuid()}-{os.getpid()}").mkdir(mode=0o755)
+    own = elastic.path_of_host()
+    with monkeypatch.context() as earlier:
+        earlier.setattr(elastic, "fields_of_process", lambda pid: ["1"] * 20)
+        assert elastic.path_of_host() != own
+    elastic.path_of_host().mkdir(mode=0o755)
     with pytest.raises(HeterogError, match="others may read it; remove it"):
         elastic.folder_of_host()
