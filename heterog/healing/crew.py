@@ -285,10 +285,14 @@ class Crew:
             if host.is_here:
                 host.actor.ask_to_stop.remote(self._generation)
 
-    def newest(self, devices: Sequence[int]) -> Moment | None:
+    def newest(self, devices: Sequence[int], wait_s: float) -> Moment | None:
         """The newest snapshot with which ranks of some devices can begin.
 
         Its parts are where they can read them, or on the way there.
+
+        Args:
+            devices: Those of the ranks.
+            wait_s: Longest wait for hosts that do not answer, if no other has a snapshot.
         """
         return newest_complete(self._held().values())
 
@@ -305,12 +309,6 @@ class Crew:
         host = self._hosts[self._host_of[device]]
         host.look()
         return host.is_here and not self.is_leaving(device)
-
-    def is_whole(self) -> bool:
-        """Whether all hosts answer, so that nobody else can have a snapshot."""
-        for host in self._hosts:
-            host.look()
-        return all(host.is_here for host in self._hosts)
 
     def is_silent(self, device: int) -> bool:
         """Whether the host of a device does not answer and may be lost."""

@@ -25,7 +25,7 @@ from heterog.healing.steering import PlanChange, Steering
 from heterog.runtime.launch import RANKS_OWN, signals_as_exit, temporary_folder
 from heterog.runtime.ranks.forks import rank_forks
 from heterog.runtime.ranks.place import HERE, Place
-from heterog.runtime.ranks.watching import POLL_S, LaunchError
+from heterog.runtime.ranks.watching import LaunchError
 from heterog.runtime.request import RunRequest
 from heterog.search.plan import Plan
 
@@ -232,41 +232,29 @@ class HealingJob:
         Raises:
             HeterogError: nothing fits on what is left, or the state is lost.
         """
-        moment = None
-        if self.trained.generation:
-            try:
-                self._choose()
-            except (OSError, RuntimeError, ValueError) as error:
-                raise HeterogError(str(error)) from error
-        running = self.steering.running
-        self.trained.planned(running.method, len(running.devices), time.monotonic())
-        checkpoint, was_kept = self._resume, self.trained.was_kept
-        if self.trained.generation:
-            until_s = time.monotonic() + _BACK_S
-            while (
-                (moment := self._crew.newest(running.devices)) is None
-                and (was_kept and not self._crew.is_whole())
-                and time.monotonic() < until_s
-            ):
-                time.sleep(POLL_S)  # a host that was cut off still has its parts
-            checkpoint = to_go_on_from(moment, checkpoint, was_kept=was_kept, say=self._say)
-            self.trained.was_kept |= moment is not None
+        trained, steering = self.trained, self.steering
+        moment, checkpoint = None, self._resume
+        if trained.generation:
+            change, self._change = self._change, None
+            steering.steps_left = self._steps_left()
+            choice = change.choice if change else steering.plan_for_loss(_FIRST_PLAN_S)
+            steering.begin_generation(choice, change.kind if change else "lost")
+        running = steering.running
+        trained.planned(running.method, len(running.devices), time.monotonic())
+        if trained.generation:
+            wait_s = _BACK_S if trained.was_kept else 0.0
+            moment = self._crew.newest(running.devices, wait_s)
+            checkpoint = to_go_on_from(
+                moment, checkpoint, was_kept=trained.was_kept, say=self._say
+            )
+            trained.was_kept |= moment is not None
         return Assignment(
-            generation=self.trained.generation,
+            generation=trained.generation,
             plan=running.path,
             last=self.last,
             moment=moment,
             checkpoint=checkpoint,
         )
-
-    def _choose(self) -> None:
-        """Take the plan that was decided for, or make one for what is left."""
-        change, self._change = self._change, None
-        if change is not None:
-            self.steering.begin_generation(change.choice, change.kind)
-            return
-        self.steering.steps_left = self._steps_left()
-        self.steering.begin_generation(self.steering.plan_for_loss(_FIRST_PLAN_S), "lost")
 
     # --- while ranks train -----------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ from heterog.runtime.ranks.on_ray import (
     placed,
 )
 from heterog.runtime.ranks.ray_nodes import asked_of_nodes, offers
+from heterog.runtime.ranks.watching import POLL_S
 from heterog.runtime.request import RunRequest
 from heterog.workers import connect_to_ray
 
@@ -98,14 +99,22 @@ class RayCrew(Crew):
         """See ``Crew``: those of its host."""
         return self._cluster.host_devices(self._host_of[device])
 
-    def newest(self, devices: Sequence[int]) -> Moment | None:
+    def newest(self, devices: Sequence[int], wait_s: float) -> Moment | None:
         """See ``Crew``; parts that only other hosts have are brought to one of these devices'.
 
         Ranks copy files among their own hosts. If a host is lost meanwhile that had a part alone,
-        the snapshot before serves.
+        the snapshot before serves. One that was cut off still has its parts when it answers again.
         """
         used = sorted({self._host_of[device] for device in devices})
         hosts, held = [self._hosts[number] for number in used], self._held()
+        until_s = time.monotonic() + wait_s
+        while newest_complete(held.values()) is None and time.monotonic() < until_s:
+            if all(host.is_here for host in self._hosts):
+                break  # nobody else can have one
+            time.sleep(POLL_S)
+            for host in self._hosts:
+                host.look()
+            held = self._held()
 
         def take(part: Part, files: Sequence[Any], giver: NodeHost) -> bool:
             asked = hosts[0].actor.take.remote(part, *files)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,16 +29,10 @@ _SLOW_BYTES_PER_S = 3e6
 where they train."""
 _PIECE_BYTES = 1 << 24
 """A file is carried in pieces of this size, so that no host needs memory for all of it."""
+_Way: TypeAlias = tuple[str, int, int]
+"""A file, the rank that sends it, and the one that receives it: the first of its host."""
 _NOTHING = torch.empty(0)
 """What is in an empty file."""
-
-
-class _Way(NamedTuple):
-    """A file, the rank that sends it, and the one that receives it: the first of its host."""
-
-    name: str
-    source: int
-    target: int
 
 
 class SnapshotWriter:
@@ -185,12 +179,12 @@ class SnapshotWriter:
         if missing := sorted(set().union(*wanted.values()).difference(sources)):
             raise LostError(f"{missing[0]} of a snapshot is on no host that has ranks.")
         ways = [
-            _Way(name, sources[name], first)
+            (name, sources[name], first)
             for host, first in self._first.items()
             for name in sorted(wanted[host].difference(told[first][0]))
         ]
         rank = dist.get_rank()
-        self._carry([way.name for way in ways if way.source == rank], lambda said: ways)
+        self._carry([name for name, source, _ in ways if source == rank], lambda said: ways)
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -201,12 +195,12 @@ class SnapshotWriter:
         first: a host that has a file has its index.
         """
         ways = [
-            (copy, not name.endswith(INDEX), said[source][name], _Way(name, source, target))
+            (copy, not name.endswith(INDEX), said[source][name], (name, source, target))
             for source, host in enumerate(self._host_of)
             for copy, target in enumerate(self._after[host])
             for name in said[source]
         ]
-        return [way for *_, way in sorted(ways)]
+        return [way for _, _, _, way in sorted(ways)]
 
     def _copy(self, names: Sequence[str]) -> None:
         try:
@@ -240,10 +234,10 @@ class SnapshotWriter:
             except OSError as error:
                 failed = error
         said = gather({name: len(value) for name, value in own.items()}, self._group)
-        going = [(way, said[way.source].get(way.name)) for way in ways(said)]
-        num_bytes = sum(size or 0 for _, size in going)
+        going = [(*way, said[way[1]].get(way[0])) for way in ways(said)]
+        num_bytes = sum(size or 0 for *_, size in going)
         set_silence(self._limit_s + num_bytes / _SLOW_BYTES_PER_S, [self._group])
-        for (name, source, target), size in going:
+        for name, source, target, size in going:
             if source == rank and size:
                 for piece in torch.split(own[name], _PIECE_BYTES):
                     dist.send(piece, target, group=self._group)

@@ -146,23 +146,19 @@ def job_of(folder: Path, crew: Any, said: list[str], **options: Any) -> HealingJ
     return job
 
 
-def test_hosts_that_do_not_answer_are_waited_for_before_the_state_counts_as_lost(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_begins_anew_only_if_no_snapshot_was_complete(folder: Path) -> None:
     crew, said, moment = mock.Mock(), list[str](), Moment(0, 3, 2)
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
     job = job_of(folder, crew, said)
-    crew.is_whole.return_value = False
-    crew.newest.side_effect = [None]
-    assert job._decide().moment is None, "of which nobody can have any"
+    crew.newest.return_value = None
+    assert job._decide().moment is None
     assert said.pop().endswith("training begins anew")
-    job.trained.was_kept = True
-    crew.newest.side_effect = [None, None, moment]
+    assert crew.newest.call_args.args[1] == 0.0, "nobody can have any"
+    crew.newest.return_value = moment
     assert job._decide().moment == moment
-    crew.newest.side_effect = [None]
-    crew.is_whole.return_value = True
+    crew.newest.return_value = None
     with pytest.raises(HeterogError, match="the state is lost"):
         job._decide()
+    assert crew.newest.call_args.args[1] > 0
 
 
 def test_a_checkpoint_of_an_earlier_job_is_not_gone_on_from(folder: Path, tmp_path: Path) -> None:

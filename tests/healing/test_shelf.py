@@ -160,7 +160,7 @@ class Far:
                 return [ConnectionError()] * 2 * len(about)
             if any(isinstance(each, ConnectionError) for each in about):
                 return ConnectionError()
-            return method(self.host, *about)
+            return self.host.parts() if name == "parts" else method(self.host, *about)
 
         return mock.Mock(remote=remote, options=lambda **how: mock.Mock(remote=remote))
 
@@ -302,12 +302,34 @@ def test_what_only_hosts_without_ranks_hold_is_brought_to_one_that_has_ranks(
         far_put(far, Part(moment, number), Part(Moment(0, 2, 3), number))
     lists = [*hosts[0].host.shelf.parts(), Part(moment, 2)]  # the last it has deleted since
     hosts[0].host.parts = lambda: lists
-    assert far_crew(tmp_path, hosts, 0).newest([DEVICE]) == moment
+    assert far_crew(tmp_path, hosts, 0).newest([DEVICE], 0.0) == moment
     there = hosts[1].host.shelf
     read = Snapshot(there, moment).read(["w0", "w1", "w2"])
     assert [value.tolist() for value in read.values()] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
     assert {part for part in there.parts() if part.moment != moment} == {Part(Moment(0, 2, 3), 1)}
     assert len(Shelf(tmp_path / "a").parts()) == 2, "who has no ranks gets nothing"
+
+
+def test_hosts_that_do_not_answer_are_waited_for_before_a_snapshot_counts_as_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A switch that begins again cuts more hosts off than the redundancy covers."""
+    moment, hosts = Moment(0, 3, 3), [Far(tmp_path / name) for name in ("a", "b", "c")]
+    for number, far in enumerate(hosts):
+        far_put(far, Part(moment, number))
+    crew, looks = far_crew(tmp_path, hosts), list[bool]()
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+
+    def look() -> None:
+        looks.append(True)
+        crew._hosts[2].is_here = len(looks) == 3
+
+    with monkeypatch.context() as lost:
+        lost.setattr(hosts[2].host, "parts", list)
+        assert crew.newest([DEVICE], 60.0) is None, "all are here, and nobody has it"
+    crew._hosts[2].is_here, crew._hosts[2].look = False, look  # type: ignore[method-assign]
+    assert crew.newest([DEVICE], 0.0) is None
+    assert crew.newest([DEVICE], 60.0) == moment
 
 
 def test_if_a_host_is_lost_with_a_part_that_no_other_has_the_snapshot_before_serves(
@@ -319,7 +341,7 @@ def test_if_a_host_is_lost_with_a_part_that_no_other_has_the_snapshot_before_ser
         far_put(far, *parts_of(before), Part(newest, number))
     hosts[2].is_lost = True  # it has told what it holds, and is gone when it is asked to give
     crew = far_crew(tmp_path, hosts)
-    assert crew.newest([DEVICE]) == before
+    assert crew.newest([DEVICE], 0.0) == before
 
 
 def test_a_snapshot_is_not_given_up_because_who_takes_it_is_lost(
@@ -335,7 +357,7 @@ def test_a_snapshot_is_not_given_up_because_who_takes_it_is_lost(
         return False
 
     monkeypatch.setattr(crew, "_hand_over", hand_over)
-    assert crew.newest([DEVICE]) == moment
+    assert crew.newest([DEVICE], 0.0) == moment
 
 
 def carry(rank: int, folder: Path) -> tuple[list[int], list[str], str, list[float]]:
@@ -382,7 +404,7 @@ def test_small_files_go_first_and_each_to_one_host_before_any_goes_to_a_second()
     after = {0: [1, 2], 1: [2, 0], 2: [0, 1]}
     writer = mock.Mock(_host_of=(0, 1, 2), _after=after)
     ways = SnapshotWriter._copies(writer, [{"large": 10**9}, {"small": 5}, {"empty": 0}])
-    assert [(way.name, way.target) for way in ways] == [
+    assert [(name, target) for name, _, target in ways] == [
         ("empty", 0), ("small", 2), ("large", 1), ("empty", 1), ("small", 0), ("large", 2)
     ]  # fmt: skip
 
