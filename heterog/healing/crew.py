@@ -187,27 +187,22 @@ class HealingHost(Host):
         ray.kill(ray.get_runtime_context().current_actor)
 
 
+_NO_RAY = SimpleNamespace(
+    exceptions=SimpleNamespace(RayError=(), RayTaskError=()),
+    wait=lambda asked, **how: (asked, []),
+    get=lambda answer, **how: answer,
+)
+"""The part of Ray that a crew uses, where the answer of its only host is what a method returns."""
+
+
 class _Here:
-    """Has the part of Ray that a crew uses, where its only host is an object of this process."""
+    """That host, an object of this process, with methods as Ray's actors have them."""
 
-    exceptions = SimpleNamespace(RayError=(), RayTaskError=())
-
-    def __init__(self, host: Any) -> None:
+    def __init__(self, host: HealingHost) -> None:
         self._host = host
 
     def __getattr__(self, name: str) -> Any:
-        """A method of the host, as Ray has methods of actors."""
         return SimpleNamespace(remote=getattr(self._host, name))
-
-    @staticmethod
-    def wait(asked: Sequence[Any], **how: Any) -> tuple[Sequence[Any], list[Any]]:
-        """All answers are there."""
-        return asked, []
-
-    @staticmethod
-    def get(answer: Any, timeout: float = 0.0) -> Any:
-        """The answer is what the method returned."""
-        return answer
 
 
 class Crew:
@@ -226,7 +221,7 @@ class Crew:
         self._cluster, self._request, self._place = cluster, request, place
         self._redundancy: int | None = None
         self._host_of: Sequence[int] = [0] * cluster.num_devices
-        self._ray: Any = _Here(None)
+        self._ray: Any = _NO_RAY
         self._hosts: list[NodeHost] = []
         self._stack = ExitStack()
         self._hearing, self._events = threading.Lock(), list[Event]()
