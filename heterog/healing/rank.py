@@ -11,8 +11,10 @@ whether somebody wants the ranks to stop, and whether it is time to say how long
 
 import math
 import os
+import signal
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from heterog.errors import InputFileError
 from heterog.files import read_json
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.healing.costs import BusyClock, device_seconds
@@ -184,13 +187,13 @@ class HealingRank:
         moved = torch.zeros(2, dtype=torch.int64)
         if moment is not None:
             names = [part.name for part in parts_of(moment)]
-            self._writer.bring(f"{name}{INDEX}" for name in names)
+            self._bring(f"{name}{INDEX}" for name in names)
             snapshot = Snapshot(self._shelf, moment)
             contents, where = snapshot.contents, Path("in memory")
             check_fits(step, step.model, contents, where)
             state = NewState(step, step.model, contents)
             wanted = needed(contents, state.wanted)
-            self._writer.bring({names[part_of(contents.tensors[each])] for each in wanted})
+            self._bring({names[part_of(contents.tensors[each])] for each in wanted})
             read_boxes(contents, where, state.wanted, read=snapshot.read)
             state.check_counters()
             state.take_over()
@@ -200,6 +203,16 @@ class HealingRank:
         dist.all_reduce(moved)
         num_bytes, far_bytes = moved.tolist()
         self._write("taken up", step=step.num_steps, num_bytes=num_bytes, far_bytes=far_bytes)
+
+    def _bring(self, names: Iterable[str]) -> None:
+        """Bring files here; without room for them this rank counts as lost, and others go on."""
+        try:
+            self._writer.bring(names)
+        except InputFileError as error:
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # its agent leaves
+                raise
+            print(f"heterog: rank {self._rank}: {error}", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _is_due(self, number: int) -> bool:
         """Whether it is time to say how long each rank on a CPU computes."""

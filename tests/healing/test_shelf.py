@@ -1,6 +1,7 @@
 """Snapshots on a host's shelf: what is there, what is let go, and what other hosts bring."""
 
 import os
+import signal
 import subprocess
 import tempfile
 import threading
@@ -519,6 +520,26 @@ def test_what_fails_while_ranks_copy_is_told(tmp_path: Path) -> None:
     raised = ["0.9.0-2.index of a snapshot is on no host that has ranks.", "'a bug'"]
     assert first == (["not for you", ""], [[0, 1], [0, 1]], raised)
     assert second == (["", ""], [[1], [0, 1]], raised)
+
+
+@pytest.mark.parametrize("has_agent", [True, False])
+def test_a_rank_without_room_for_parts_of_others_counts_as_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_agent: bool
+) -> None:
+    """By its signal, as wherever ranks are watched; under torchrun its agent leaves."""
+    healing: Any = mock.Mock(_rank=2)
+    healing._writer.bring.side_effect = InputFileError("no room")
+    kill = mock.Mock()
+    monkeypatch.setattr(os, "kill", kill)
+    if has_agent:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+        with pytest.raises(InputFileError):
+            HealingRank._bring(healing, ["0.3.0-2"])
+        return
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    HealingRank._bring(healing, ["0.3.0-2"])
+    kill.assert_called_once_with(os.getpid(), signal.SIGKILL)
+    assert capsys.readouterr().err == "heterog: rank 2: no room\n"
 
 
 def test_ranks_wait_longer_for_those_that_write_a_snapshot(
