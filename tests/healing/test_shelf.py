@@ -547,7 +547,7 @@ def test_ranks_wait_longer_for_those_that_write_a_snapshot(
 ) -> None:
     """Under torchrun they wait for a step for a few seconds only, and disks may be slow."""
     done: list[Any] = []
-    healing = mock.MagicMock(_silent_s=6.0)
+    healing = mock.MagicMock(_silent_s=6.0, _is_kept=False)
     healing._wait_for_writing = partial(HealingRank._wait_for_writing, healing)
     healing._take_snapshot = partial(HealingRank._take_snapshot, healing)
     healing._request.limits.timeout_s = 300.0
@@ -566,6 +566,8 @@ def test_ranks_wait_longer_for_those_that_write_a_snapshot(
     monkeypatch.setattr("torch.distributed.barrier", lambda: None)
     assert HealingRank.train(healing)
     assert done == ["step", 6.0, 300.0, "take", "step", 6.0, "step"]
+    told = [call.args[0] for call in healing._write.call_args_list]
+    assert told.count("kept") == 1, "as soon as one is complete, and not with the next one"
 
 
 def test_a_folder_that_others_may_read_is_refused(
