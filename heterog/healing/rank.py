@@ -4,9 +4,10 @@
 
 The run file says how to train, and the assignment with which plan.
 
-After each step the ranks agree on a few numbers (one all-reduce of 32 bytes, which is also the
-barrier): whether it is too early for a snapshot on some rank, whether the last one failed there,
-whether somebody wants the ranks to stop, and whether it is time to say how long each computes.
+After each step the ranks agree on a few numbers (one all-reduce of 40 bytes, which is also the
+barrier): whether parts of a snapshot are on their way from some rank, whether it is too early for
+the next one or the last one failed there, whether somebody wants the ranks to stop, and whether it
+is time to say how long each computes.
 """
 
 import math
