@@ -58,10 +58,9 @@ class HealingHost(Host):
 
     def __init__(self, place: Place | None = None) -> None:
         super().__init__("" if place is None else "127.0.0.1", place or HERE)
-        self.shelf = Shelf(self._folder / "shelf")
-        self.shelf.folder.mkdir()
+        self.shelf = Shelf(self._folder)
         self._run_file = self._folder / "run.json"
-        self._journal: tuple[int, Path] | None = None
+        self._own: Assignment | None = None
         self._refused: tuple[int, dict[int, RankStatus]] = -1, {}
         self._asked_s = time.monotonic()
         self._is_leaving = False
@@ -92,26 +91,21 @@ class HealingHost(Host):
         """
         self.end()
         number, told = assignment.generation, self._path(assignment.generation, "assignment")
-        path, journal = self._path(number, "plan"), self._path(number, "journal")
-        own = replace(
-            assignment,
-            plan=str(path),
-            shelf=str(self.shelf.folder),
-            journal=str(journal),
-            stop=str(self._path(number, "stop")),
-        )
+        path = self._path(number, "plan")
+        own = replace(assignment, plan=str(path), folder=str(self._folder))
         try:
+            own.journal.unlink(missing_ok=True)  # of the generation before, which was heard
             write_atomically(path, plan)
             request.write(self._run_file)
             write_json(told, asdict(own))
-        except InputFileError as error:
+        except (InputFileError, OSError) as error:
             if not self._is_node:
                 raise
             # As if its ranks had been killed: others go on, with the snapshots that are here.
             gone = RankStatus(-signal.SIGKILL, "", False, 0, str(error))
             self._refused = number, dict.fromkeys(variables, gone)
             return
-        self._journal = number, journal
+        self._own = own
         if not self._is_node:  # rank 0 chooses another port itself
             publish = {PORT_FILE: str(self._path(number, "port"))}
             variables = {rank: {**each, **publish} for rank, each in variables.items()}
@@ -126,15 +120,16 @@ class HealingHost(Host):
         told = told._replace(is_leaving=self._is_leaving)
         if self._refused[0] == generation:
             return told._replace(generation=generation, ranks=self._refused[1])
-        if self._journal is None or self._journal[0] != generation:
+        if self._own is None or self._own.generation != generation:
             return told
-        events, end = read_events(self._journal[1], at)
+        events, end = read_events(self._own.journal, at)
         aged = [{**each, "at_s": now_s - float(each["at_s"])} for each in events]
         return told._replace(end=end, events=aged)
 
     def ask_to_stop(self, generation: int) -> None:
         """Ask the ranks to stop after a step."""
-        self._path(generation, "stop").touch()
+        if self._own is not None and self._own.generation == generation:
+            self._own.stop.touch()
 
     def end_generation(self, generation: int, at: int) -> HostStatus:
         """End the ranks; returns what ``look`` does."""

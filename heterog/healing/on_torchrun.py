@@ -164,9 +164,7 @@ class Generation:
             last=last_step(self.request),
             moment=moment,
             checkpoint=checkpoint,
-            shelf=str(self.folder),
-            journal=str(self.journal),
-            stop=str(self.folder / f"stop{self.number}"),
+            folder=str(self.folder),
             redundancy=self.options.redundancy,
         )
 
@@ -238,8 +236,7 @@ class TorchrunRank(HealingRank):
 
     def __init__(self, generation: Generation, assignment: Assignment) -> None:
         self._planning = generation.planning
-        stop = Path(assignment.stop)
-        stop.unlink(missing_ok=True)  # of one that did not get as far as to train
+        assignment.stop.unlink(missing_ok=True)  # of one that did not get as far as to train
         super().__init__(
             generation.request,
             assignment,
@@ -249,7 +246,7 @@ class TorchrunRank(HealingRank):
         self._folder, self._given = generation.folder, set[str]()
         if self._planning is not None:
             self._asked = self._planning.ask(generation.questions(), niceness=_NICENESS)
-        on_sigterm(stop.touch)
+        on_sigterm(assignment.stop.touch)
 
     def look(self) -> None:
         """Let other hosts have plans that were prepared."""

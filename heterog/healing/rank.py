@@ -72,20 +72,20 @@ class HealingRank:
         silent_s: float = 0.0,
     ) -> None:
         self._request, self._assignment, self._silent_s = request, assignment, silent_s
-        self._stop, journal = Path(assignment.stop), Path(assignment.journal)
         self._plan = plan = load_plan(assignment.plan)
-        self._step, workload = set_up(plan, request, store, _captured.get(journal.parent))
+        folder = Path(assignment.folder)
+        self._step, workload = set_up(plan, request, store, _captured.get(folder))
         self._rank = dist.get_rank()
         host_of, redundancy = plan.cluster.host_of, assignment.redundancy
         if redundancy is None:
             host_of, redundancy = (0,) * len(host_of), 0
         # The first rank of each host writes a journal, as any host may be lost.
         is_first = host_of.index(host_of[self._rank]) == self._rank
-        self._journal = journal if is_first else None
+        self._journal = assignment.journal if is_first else None
         self._program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
         self._batch = workload.make_batch()
         tell("taking the state up")
-        self._shelf = Shelf(Path(assignment.shelf))
+        self._shelf = Shelf(folder)
         # All of this rank, but for that by which files are copied, which may take long.
         self._groups = list(dist.distributed_c10d._world.pg_map)
         self._writer = SnapshotWriter(
@@ -128,7 +128,7 @@ class HealingRank:
             if is_next and self._silent_s:
                 set_silence(self._silent_s, self._groups)
             is_next, is_wanted, is_due = self._writer.end_step(
-                self._stop.exists(), self._rank == 0 and self._is_due(number)
+                self._assignment.stop.exists(), self._rank == 0 and self._is_due(number)
             )
             end_s = time.perf_counter()
             told = loss if math.isfinite(loss) else None  # JSON has nothing else

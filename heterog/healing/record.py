@@ -29,9 +29,7 @@ class Assignment:
         last: Number of the last step to train.
         moment: Snapshot to begin with, if there is one.
         checkpoint: Folder of a checkpoint to begin with instead; empty for none.
-        shelf: Folder of the snapshots that are read and written.
-        journal: Path of the file for events.
-        stop: Path of a file whose existence asks the ranks to stop after a step.
+        folder: Folder of the host, with parts of snapshots and the journal.
         redundancy: Number of other hosts that hold each part, too; ``None`` where all ranks have
             one shelf.
     """
@@ -41,10 +39,18 @@ class Assignment:
     last: int
     moment: Moment | None
     checkpoint: str
-    shelf: str = ""
-    journal: str = ""
-    stop: str = ""
+    folder: str = ""
     redundancy: int | None = None
+
+    @property
+    def journal(self) -> Path:
+        """Path of the file for events."""
+        return Path(self.folder, "journal.jsonl")
+
+    @property
+    def stop(self) -> Path:
+        """Path of a file whose existence asks the ranks to stop after a step."""
+        return Path(self.folder, f"stop{self.generation}")
 
 
 def write_events(path: Path, events: Sequence[Event]) -> None:
